@@ -75,6 +75,11 @@ RUN_BY = {
     "--kv-events http://127.0.0.1:8100=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5558": (
         "tests/router/test_route_knowledge.py::test_a_router_that_starts_later_learns_by_replay"
     ),
+    # docs/security.md
+    "kvlane route --quiet-decisions --worker http://127.0.0.1:8100": (
+        "tests/router/test_route_paths.py::test_quiet_decisions_do_not_tell_which_prompts_others_have_sent"
+    ),
+    # docs/routing.md
     "kvlane route list": CONTROL,
     "kvlane route drain http://127.0.0.1:8100 --wait": CONTROL,
     "kvlane route add http://127.0.0.1:8102 --role worker": CONTROL,

@@ -202,13 +202,15 @@ def test_what_is_no_http_is_refused_and_no_second_request_hides_in_a_first() -> 
         hidden = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
         two_lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (5 + len(hidden))
         # The body ends where its chunks end, and the connection with it: servers differ in what they would read on.
-        answer = raw(router.address, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + two_lengths + hidden)
+        answer = raw(
+            router.address, b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + two_lengths + hidden
+        )
         assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
         for order in (1, -1):
             body = json.dumps(wanted("short")).encode()
             lengths = [b"Content-Length: 7\r\n", b"Transfer-Encoding: chunked\r\n"][::order]
             chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             answer = raw(router.address, head + b"".join(lengths) + b"\r\n" + chunks + hidden)
             assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
             assert b"both Content-Length and Transfer-Encoding" in answer
@@ -228,7 +230,7 @@ def test_all_bodies_together_are_bounded() -> None:
     """Each client of ten thousand may send a body of 64 MB: all of them would take what no machine has."""
     with routed([], flags=("--max-bodies", "100kb")) as (router, (engine,)):
         host, port = router.address.split(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90001\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 90001\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as slow:
             slow.sendall(head + b"x" * 90_000)
 
@@ -300,6 +302,7 @@ def test_many_clients_at_once_are_all_served() -> None:
 def test_beyond_the_host_it_wants_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\n\n second \n")
+    keys.chmod(0o600)
     with routed([], flags=("--api-key-file", str(keys))) as (router, (engine,)):
         for shown, status in [
             (None, 401),

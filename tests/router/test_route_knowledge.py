@@ -332,7 +332,9 @@ def test_what_others_send_to_an_engine_counts(tokenizer: Path) -> None:
             ]
             body = json.dumps({"model": "fake", "prompt": words(0, 40)})
             for each in sockets:
-                head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = (
+                    f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+                )
                 each.sendall((head + body).encode())
             until("others are seen", lambda: nodes(router)[0]["other_requests"] == 3)
             assert nodes(router)[0]["requests"] == 0

@@ -3,12 +3,12 @@
 mod beat;
 mod config;
 mod control;
+mod key_file;
 mod nodes;
 
 use std::{
-    fs,
     net::{SocketAddr, TcpListener},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
     thread,
@@ -86,11 +86,16 @@ pub(crate) struct RouteArgs {
     )]
     listen: Vec<SocketAddr>,
 
+    /// A name under which clients may ask a router without --api-key-file; may be given more than once. Addresses and localhost
+    /// always work
+    #[arg(long, env = "KVLANE_ROUTE_LISTEN_HOST", value_name = "NAME", value_delimiter = ',')]
+    listen_host: Vec<String>,
+
     /// Where health, metrics, nodes and the last decisions are served, or off
     #[arg(long, env = "KVLANE_ROUTE_ADMIN", value_name = "HOST:PORT", default_value = "127.0.0.1:9092")]
     admin: String,
 
-    /// A name under which they may be asked for, such as that of a Kubernetes service; may be given more than once.
+    /// A name under which these may be asked for, such as that of a Kubernetes service; may be given more than once.
     /// Addresses and localhost always work
     #[arg(long, env = "KVLANE_ROUTE_ADMIN_HOST", value_name = "NAME", value_delimiter = ',')]
     admin_host: Vec<String>,
@@ -171,9 +176,18 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODIES", value_name = "SIZE", default_value = "1gb")]
     max_bodies: Size,
 
-    /// A file with keys, one a line: clients have to show one of them as `Authorization: Bearer KEY`
+    /// A file with keys, one a line: clients have to show one of them as `Authorization: Bearer KEY`. Other users may not be able
+    /// to read it (chmod 600)
     #[arg(long, env = "KVLANE_ROUTE_API_KEY_FILE", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+
+    /// Let clients send POSTs that are no inference, such as /v1/load_lora_adapter and /sleep: each goes to one engine
+    #[arg(long, env = "KVLANE_ROUTE_ALLOW_ADMIN_PATHS")]
+    allow_admin_paths: bool,
+
+    /// Leave out of /decisions what tells which prompts others have sent: cached_tokens, why and prefill
+    #[arg(long, env = "KVLANE_ROUTE_QUIET_DECISIONS")]
+    quiet_decisions: bool,
 
     /// Seconds that an engine may take for an answer's first byte before another one is asked, once. The first byte of an
     /// answer that is not streamed is its last, so there is no limit by default
@@ -331,7 +345,14 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         connections_max: args.max_connections.max(1) as usize,
         body_bytes_max: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         bodies_bytes_max: usize::try_from(args.max_bodies.0).unwrap_or(usize::MAX),
+        names: keys.is_empty().then(|| Names {
+            program: "router",
+            flag: "--listen-host",
+            given: args.listen_host.clone(),
+        }),
         keys,
+        allow_admin_paths: args.allow_admin_paths,
+        quiet_decisions: args.quiet_decisions,
         first_byte_timeout,
         ..ProxySettings::default()
     })
@@ -347,9 +368,8 @@ fn threads_of(cores: usize) -> usize {
     (cores / 4).clamp(1, 8)
 }
 
-fn keys(file: &PathBuf) -> Result<Vec<String>> {
-    let text = fs::read_to_string(file)
-        .with_context(|| format!("--api-key-file {}: cannot be read", file.display()))?;
+fn keys(file: &Path) -> Result<Vec<String>> {
+    let text = key_file::read(file).with_context(|| format!("--api-key-file {}", file.display()))?;
     let keys: Vec<String> =
         text.lines().map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect();
     if keys.is_empty() {

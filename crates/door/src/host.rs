@@ -4,12 +4,12 @@
 //! resolves to that address for the moment (DNS rebinding). The browser then names the page's host, which is never an
 //! address. Prometheus and probes use addresses, and whoever uses a name can tell it to the program.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use axum::http::{HeaderMap, StatusCode, Uri, Version, header::HOST, uri::Authority};
 
 /// Why a request is not answered: the status, and a sentence.
-pub(crate) type Misdirected = (StatusCode, String);
+pub type Misdirected = (StatusCode, String);
 
 /// The names that are a program's own, besides addresses and `localhost`.
 #[derive(Debug, Clone)]
@@ -27,7 +27,7 @@ impl Names {
     ///
     /// # Errors
     /// 400 where the host is missing, is named twice or is no host; 421 where it is somebody else's name.
-    pub(crate) fn check(&self, version: Version, uri: &Uri, headers: &HeaderMap) -> Result<(), Misdirected> {
+    pub fn check(&self, version: Version, uri: &Uri, headers: &HeaderMap) -> Result<(), Misdirected> {
         let bad = |sentence: &str| (StatusCode::BAD_REQUEST, sentence.to_owned());
         // Where the request's line names a host too, both have to be right.
         if let Some(authority) = uri.authority() {
@@ -39,6 +39,10 @@ impl Names {
             (None, _) => Err(bad("the request names no host")),
             (Some(_), Some(_)) => Err(bad("the request names two hosts")),
             (Some(host), None) => {
+                // Most clients name an address and a port.
+                if host.to_str().is_ok_and(|host| host.parse::<SocketAddr>().is_ok()) {
+                    return Ok(());
+                }
                 let authority = host.to_str().ok().and_then(|host| host.parse::<Authority>().ok());
                 self.check_authority(&authority.ok_or_else(|| bad("the request's host is no HOST:PORT"))?)
             }

@@ -15,7 +15,7 @@ mod slots;
 mod waiting;
 
 pub use self::{
-    host::Names,
+    host::{Misdirected, Names},
     metrics::{MetricKind, escape_label, write_metric},
     pages::{CONNECTIONS_MAX, Pages},
     slots::{Slot, Slots},

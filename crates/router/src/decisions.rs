@@ -9,6 +9,10 @@ use crate::{ids::RequestId, schedule::Why};
 /// Choices that are remembered.
 pub const DECISIONS_MAX: usize = 1000;
 
+/// Members of a decision that tell whether somebody has sent the beginning of a prompt before. A decode node that has it needs no
+/// prefill node, and `why` says so.
+const TELLS_OF_PREFIXES: [&str; 3] = ["cached_tokens", "prefill", "why"];
+
 /// One choice.
 #[derive(Debug, Clone)]
 pub struct Decision {
@@ -49,16 +53,16 @@ impl Decisions {
         self.0.push_back(decision);
     }
 
-    /// The last `most`, the newest first.
-    pub fn page(&self, most: usize) -> Value {
-        self.0.iter().rev().take(most).map(Decision::page).collect()
+    /// The last `most`, the newest first. `is_quiet`: without what tells how much of each prompt had come before.
+    pub fn page(&self, most: usize, is_quiet: bool) -> Value {
+        self.0.iter().rev().take(most).map(|decision| decision.page(is_quiet)).collect()
     }
 }
 
 impl Decision {
-    fn page(&self) -> Value {
+    fn page(&self, is_quiet: bool) -> Value {
         let at = self.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        json!({
+        let mut page = json!({
             "time": at,
             "id": self.id.name(),
             "client_id": self.client_id,
@@ -70,6 +74,10 @@ impl Decision {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "candidates": self.candidates,
-        })
+        });
+        if let (true, Some(members)) = (is_quiet, page.as_object_mut()) {
+            TELLS_OF_PREFIXES.iter().for_each(|name| drop(members.remove(*name)));
+        }
+        page
     }
 }

@@ -1,6 +1,10 @@
 //! What each leg of a request says: the prefill leg computes the prompt and one token, the decode leg gets what the prefill node
 //! answered.
 
+use std::borrow::Cow;
+
+use serde::Deserialize;
+
 use crate::body::{Change, Edited, Scan, edit};
 
 /// The member in which engines say where a prompt's blocks are: vLLM's name for it.
@@ -21,7 +25,39 @@ const OF_THE_ANSWER: [&str; 8] = [
     "top_logprobs",
     "max_completion_tokens",
 ];
+/// The same in a request to `/v1/responses`.
+const OF_A_RESPONSE: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
+/// Tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
+const CLIENT_TOOLS: [&str; 3] = ["function", "custom", "namespace"];
 
+/// The interface that a generating request speaks, by its path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Api {
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/responses`, OpenAI's for agents.
+    Responses,
+    /// `/v1/messages`, Anthropic's.
+    Messages,
+}
+
+impl Api {
+    /// The interface of a path. None: its requests cannot be split.
+    pub fn of(path: &str) -> Option<Self> {
+        match path {
+            "/v1/completions" => Some(Self::Completions),
+            "/v1/chat/completions" => Some(Self::Chat),
+            "/v1/responses" => Some(Self::Responses),
+            "/v1/messages" => Some(Self::Messages),
+            _ => None,
+        }
+    }
+}
+
+/// Longest member that is parsed while other requests wait: that takes less than a millisecond.
+const PARSED_BYTES_MAX: usize = 128 << 10;
 /// Space at the beginning of an array that is searched for its first element.
 const SPACE_BYTES_MAX: usize = 1 << 10;
 
@@ -36,6 +72,12 @@ pub enum Stays {
     BeamSearch,
     /// Its prompt is not text and not tokens.
     Embeddings,
+    /// Its prompt goes on from an answer that one engine stores.
+    StoredAnswer,
+    /// The engine answers before it has computed anything.
+    Background,
+    /// The engine runs tools, and would load the handed-over blocks again for the prompt with their results.
+    EngineTools,
 }
 
 /// Why this request has to stay on one node, if it has to.
@@ -54,6 +96,21 @@ pub fn stays(scan: &Scan<'_>) -> Option<Stays> {
     }
 }
 
+/// The same for a request to this interface.
+pub fn stays_at(api: Api, scan: &Scan<'_>) -> Option<Stays> {
+    let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null");
+    if api == Api::Responses {
+        if is_given("previous_response_id") {
+            return Some(Stays::StoredAnswer);
+        } else if is_given("background") && scan.raw("background") != Some(b"false") {
+            return Some(Stays::Background);
+        } else if has_engine_tools(scan) {
+            return Some(Stays::EngineTools);
+        }
+    }
+    stays(scan)
+}
+
 /// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with a long stretch of space stays on one node
 /// too: no client writes one, and searching it takes time.
 fn has_many_prompts(scan: &Scan<'_>) -> bool {
@@ -63,29 +120,78 @@ fn has_many_prompts(scan: &Scan<'_>) -> bool {
     first.map_or(searched.len() < inside.len(), |&first| matches!(first, b'"' | b'['))
 }
 
-/// The body of the prefill leg of a pair whose prefill node answers where the blocks are.
-pub fn prefill<'b>(scan: &Scan<'b>) -> Edited<'b> {
-    one_token(scan, Some(PREFILL_TRANSFER))
+/// A member whose `type` decides.
+#[derive(Deserialize)]
+struct Typed<'a> {
+    #[serde(borrow, rename = "type")]
+    kind: Cow<'a, str>,
 }
 
-/// The body of the prefill leg of a P2P NCCL pair: all that concerns the transfer stands in the id.
-pub fn prefill_by_id<'b>(scan: &Scan<'b>) -> Edited<'b> {
-    one_token(scan, None)
+/// Whether `tools` names one that the engine runs. Tools that cannot be read, or take long to read, count as such.
+fn has_engine_tools(scan: &Scan<'_>) -> bool {
+    let Some(raw) = scan.raw("tools").filter(|raw| *raw != b"null") else { return false };
+    if raw.len() > PARSED_BYTES_MAX {
+        return true;
+    }
+    let tools: Result<Vec<Typed<'_>>, _> = serde_json::from_slice(raw);
+    tools.map_or(true, |tools| tools.iter().any(|tool| !CLIENT_TOOLS.contains(&&*tool.kind)))
 }
 
-/// The bodies of both legs of a pair that work at the same time. `handoff`: the hand-off's name; `peer`: where the prefill node
-/// hands over. Neither has a character that JSON escapes.
-pub fn direct<'b>(scan: &Scan<'b>, handoff: &str, peer: &str) -> (Edited<'b>, Edited<'b>) {
-    let prefill = format!(
-        r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
-    );
-    let goes_on = format!(
-        r#"{{"do_remote_decode": false, "do_remote_prefill": true, "kvlane": {{"handoff": "{handoff}", "peer": "{peer}"}}}}"#
-    );
-    (one_token(scan, Some(&prefill)), decode(scan, &goes_on))
+/// What a leg asks its node for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ask {
+    /// The request as it came.
+    Whole,
+    /// The prompt and one token, with this JSON as its `kv_transfer_params`.
+    OneToken(Option<String>),
+    /// The request, with this JSON as its `kv_transfer_params`.
+    GoOn(String),
 }
 
-fn one_token<'b>(scan: &Scan<'b>, transfer: Option<&str>) -> Edited<'b> {
+impl Ask {
+    /// The prefill leg of a pair whose prefill node answers where the blocks are.
+    pub fn prefill() -> Self {
+        Self::OneToken(Some(PREFILL_TRANSFER.into()))
+    }
+
+    /// The prefill leg of a P2P NCCL pair: all that concerns the transfer stands in the id.
+    pub fn prefill_by_id() -> Self {
+        Self::OneToken(None)
+    }
+
+    /// Both legs of a pair that work at the same time. `handoff`: the hand-off's name; `peer`: where the prefill node hands over.
+    /// Neither has a character that JSON escapes.
+    pub fn direct(handoff: &str, peer: &str) -> (Self, Self) {
+        let prefill = format!(
+            r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
+        );
+        let goes_on = format!(
+            r#"{{"do_remote_decode": false, "do_remote_prefill": true, "kvlane": {{"handoff": "{handoff}", "peer": "{peer}"}}}}"#
+        );
+        (Self::OneToken(Some(prefill)), Self::GoOn(goes_on))
+    }
+}
+
+/// The body of a leg with this id. None: the request's own bytes.
+///
+/// vLLM takes the id of a request to `/v1/responses` out of the body and not out of a header, and finds answers again only by ids
+/// that begin with `resp_`.
+pub fn body<'b>(api: Option<Api>, scan: &Scan<'b>, ask: &Ask, id: &str) -> Option<Edited<'b>> {
+    let response_id = (api == Some(Api::Responses)).then(|| format!("\"resp_{id}\""));
+    let mut changes = match (ask, api) {
+        (Ask::Whole | Ask::GoOn(_), _) => Vec::new(),
+        (Ask::OneToken(_), Some(Api::Responses)) => one_token_of_a_response(),
+        (Ask::OneToken(_), Some(Api::Messages)) => one_token_of_a_message(scan),
+        (Ask::OneToken(_), _) => one_token(scan),
+    };
+    if let Ask::OneToken(Some(transfer)) | Ask::GoOn(transfer) = ask {
+        changes.push(Change::Set(TRANSFER, transfer));
+    }
+    changes.extend(response_id.as_deref().map(|id| Change::Set("request_id", id)));
+    (!changes.is_empty()).then(|| edit(scan, &changes))
+}
+
+fn one_token(scan: &Scan<'_>) -> Vec<Change<'static>> {
     let mut changes: Vec<_> = OF_THE_ANSWER
         .into_iter()
         .map(|name| match (name, scan.member(name)) {
@@ -94,22 +200,28 @@ fn one_token<'b>(scan: &Scan<'b>, transfer: Option<&str>) -> Edited<'b> {
         })
         .collect();
     changes.push(Change::Set("max_tokens", "1"));
-    changes.extend(transfer.map(|transfer| Change::Set(TRANSFER, transfer)));
-    edit(scan, &changes)
+    changes
 }
 
-/// The body of a request to `/v1/responses`, of which vLLM takes the id out of the body and not out of a header. It finds
-/// answers again only by ids that begin with `resp_`.
-pub fn response<'b>(scan: &Scan<'b>, id: &str) -> Edited<'b> {
-    edit(scan, &[Change::Set("request_id", &format!("\"resp_{id}\""))])
+fn one_token_of_a_response() -> Vec<Change<'static>> {
+    let mut changes: Vec<_> = OF_A_RESPONSE.into_iter().map(Change::Remove).collect();
+    // The decode node stores the answer, if one does.
+    changes.extend([Change::Set("max_output_tokens", "1"), Change::Set("store", "false")]);
+    changes
+}
+
+fn one_token_of_a_message(scan: &Scan<'_>) -> Vec<Change<'static>> {
+    let mut changes = vec![Change::Remove("stream"), Change::Set("max_tokens", "1")];
+    // A budget of tokens for thinking has to be below `max_tokens`. It changes nothing of the prompt; that thinking is disabled does.
+    let thinking = scan.raw("thinking").filter(|raw| raw.len() <= PARSED_BYTES_MAX);
+    let thinking = thinking.and_then(|raw| serde_json::from_slice::<Typed<'_>>(raw).ok());
+    if thinking.is_some_and(|thinking| thinking.kind == "enabled") {
+        changes.push(Change::Remove("thinking"));
+    }
+    changes
 }
 
 /// What the prefill node answered for the decode node, as it stands in its answer; `None` if it answered nothing for it.
 pub fn handed_over<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
     answer.raw(TRANSFER).filter(|value| value.first() == Some(&b'{'))
-}
-
-/// The body of the decode leg. `transfer` is JSON.
-pub fn decode<'b>(scan: &Scan<'b>, transfer: &str) -> Edited<'b> {
-    edit(scan, &[Change::Set(TRANSFER, transfer)])
 }

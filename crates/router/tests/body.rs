@@ -170,6 +170,31 @@ fn prompts_that_begin_alike_have_their_first_marks_in_common() {
     );
 }
 
+/// Agents send long instructions with every request; only their input was known.
+#[test]
+fn what_stands_before_an_agents_messages_is_the_beginning_of_its_prompt() {
+    let long = "x".repeat(3 * MARK_BYTES);
+    let input = |text: &str| json!([{"role": "user", "content": text}]);
+    let bodies = [
+        |before: &str, input: Value| json!({"input": input, "instructions": before}),
+        |before: &str, input: Value| json!({"messages": input, "system": before}),
+    ];
+    for body in bodies {
+        let marks_of = |before: &str, text: &str| {
+            let body = body(before, input(text)).to_string().into_bytes();
+            marks(&scan(&body).unwrap(), 0)
+        };
+        let (first, second) = (marks_of(&long, "a"), marks_of(&long, "b"));
+        let same = first.iter().zip(&second).take_while(|(one, two)| one == two).count();
+        assert_eq!((same, first.len(), second.len()), (3, 4, 4));
+        let other = marks_of("y", "a");
+        assert!(
+            first.iter().all(|one| other.iter().all(|two| one != two)),
+            "the input alone is no beginning"
+        );
+    }
+}
+
 #[test]
 fn a_prompt_is_text_or_tokens() {
     let marks_of = |prompt: Value| {

@@ -6,15 +6,88 @@ use std::collections::HashSet;
 use kvlane_router::{
     body::scan,
     ids::{ID_LENGTH_MAX, Ids},
-    legs::{Stays, decode, handed_over, prefill, response, stays},
+    legs::{Api, Ask, Stays, body, handed_over, stays, stays_at},
     schedule::Leg,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-fn prefill_of(body: &Value) -> Value {
-    let body = body.to_string().into_bytes();
-    serde_json::from_slice(&prefill(&scan(&body).unwrap()).to_vec()).unwrap()
+fn leg_of(api: Api, request: &Value, ask: &Ask) -> Value {
+    let request = request.to_string().into_bytes();
+    serde_json::from_slice(&body(Some(api), &scan(&request).unwrap(), ask, "id").unwrap().to_vec()).unwrap()
+}
+
+fn prefill_of(request: &Value) -> Value {
+    leg_of(Api::Chat, request, &Ask::prefill())
+}
+
+/// A prefill leg of one of the interfaces that agents speak, without its transfer, which has to ask for a hand-off.
+fn agents_prefill(api: Api, request: &Value) -> Value {
+    let mut found = leg_of(api, request, &Ask::prefill());
+    let transfer = found.as_object_mut().unwrap().remove("kv_transfer_params").unwrap();
+    assert_eq!(transfer["do_remote_decode"], true);
+    found
+}
+
+#[test]
+fn a_response_is_prefilled_as_one_token_that_no_engine_stores() {
+    let request = json!({
+        "model": "m", "instructions": "be brief", "input": [{"role": "user", "content": "hello"}],
+        "max_output_tokens": 500, "stream": true, "include": ["message.output_text.logprobs"],
+        "top_logprobs": 3, "store": true, "tools": [{"type": "function", "name": "f"}], "temperature": 0.5,
+    });
+    let expected = json!({
+        "model": "m", "instructions": "be brief", "input": [{"role": "user", "content": "hello"}],
+        "max_output_tokens": 1, "store": false, "tools": [{"type": "function", "name": "f"}], "temperature": 0.5,
+        "request_id": "resp_id",
+    });
+    assert_eq!(agents_prefill(Api::Responses, &request), expected);
+    let goes_on = leg_of(Api::Responses, &request, &Ask::GoOn(r#"{"tokens": 3}"#.into()));
+    let mut expected = request;
+    expected["kv_transfer_params"] = json!({"tokens": 3});
+    expected["request_id"] = json!("resp_id");
+    assert_eq!(goes_on, expected);
+}
+
+#[test]
+fn a_message_is_prefilled_as_one_token_whatever_it_may_think() {
+    let request = |thinking: Value| {
+        json!({
+            "model": "m", "system": "be brief", "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 5000, "stream": true, "thinking": thinking,
+        })
+    };
+    let rest = json!({
+        "model": "m", "system": "be brief", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1,
+    });
+    // vLLM refuses a budget that is not below `max_tokens`.
+    let budget = json!({"type": "enabled", "budget_tokens": 2048});
+    assert_eq!(agents_prefill(Api::Messages, &request(budget)), rest);
+    // But this one changes the prompt.
+    let mut disabled = rest;
+    disabled["thinking"] = json!({"type": "disabled"});
+    assert_eq!(agents_prefill(Api::Messages, &request(json!({"type": "disabled"}))), disabled);
+}
+
+#[test]
+fn a_response_that_one_engine_stores_or_works_at_alone_stays_there() {
+    let cases = [
+        (json!({"input": "p", "store": true, "background": false, "tools": null}), None),
+        (
+            json!({"input": "p", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]}),
+            None,
+        ),
+        (json!({"input": "p", "previous_response_id": "resp_1"}), Some(Stays::StoredAnswer)),
+        (json!({"input": "p", "background": true}), Some(Stays::Background)),
+        (json!({"input": "p", "tools": [{"type": "web_search_preview"}]}), Some(Stays::EngineTools)),
+        (json!({"input": "p", "tools": [{"type": "mcp", "server_label": "x"}]}), Some(Stays::EngineTools)),
+        (json!({"input": "p", "tools": "x"}), Some(Stays::EngineTools)),
+    ];
+    for (request, expected) in cases {
+        let text = request.to_string().into_bytes();
+        assert_eq!(stays_at(Api::Responses, &scan(&text).unwrap()), expected, "{request}");
+        assert_eq!(stays_at(Api::Messages, &scan(&text).unwrap()), None, "{request}");
+    }
 }
 
 /// Complaints 20 and 37: stream_options, min_tokens or max_completion_tokens that are left on the prefill leg make vLLM refuse it,
@@ -52,8 +125,9 @@ fn the_decode_leg_is_the_request_with_what_the_prefill_node_answered() {
         br#"{"id": "x", "choices": [], "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
     let answer = scan(answer).unwrap();
     let transfer = std::str::from_utf8(handed_over(&answer).unwrap()).unwrap();
-    let body = br#"{"prompt":"p",  "stream":true}"#;
-    let leg = decode(&scan(body).unwrap(), transfer).to_vec();
+    let request = br#"{"prompt":"p",  "stream":true}"#;
+    let asks = Ask::GoOn(transfer.into());
+    let leg = body(Some(Api::Completions), &scan(request).unwrap(), &asks, "id").unwrap().to_vec();
     let expected =
         r#"{"prompt":"p",  "stream":true, "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
     assert_eq!(String::from_utf8(leg).unwrap(), expected, "byte for byte");
@@ -110,11 +184,12 @@ proptest! {
 #[test]
 fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
     let run = Ids::new(u64::MAX).next_id().of_leg(Leg::Whole, 3);
-    for body in
+    for request in
         [r#"{"input": "hello"}"#, r#"{"request_id": "___prefill_addr_10.0.0.1:1___", "input": "hello"}"#]
     {
-        let named: Value =
-            serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run).to_vec()).unwrap();
+        let scanned = scan(request.as_bytes()).unwrap();
+        let named = body(Some(Api::Responses), &scanned, &Ask::Whole, &run).unwrap().to_vec();
+        let named: Value = serde_json::from_slice(&named).unwrap();
         let id = format!("resp_{run}");
         assert!(id.len() <= ID_LENGTH_MAX);
         assert_eq!(named, json!({"input": "hello", "request_id": id}));

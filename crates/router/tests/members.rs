@@ -309,6 +309,43 @@ fn strangers_do_not_fill_the_memory() {
     assert!(world.tell(Event::Configured(spec(ONE, Role::Worker))).is_ok(), "flags are not strangers");
 }
 
+/// 3,000 forged beats took all places, and a service that scaled up got none for its new pods.
+#[test]
+fn forged_beats_keep_out_neither_a_flags_node_nor_a_names() {
+    let mut world = World::new();
+    let forged = |number: usize| format!("http://10.1.{}.{}:80", number / 256, number % 256);
+    for number in 0..3000 {
+        let taken = world.tell(Event::Beat(spec(&forged(number), Role::Worker)));
+        assert_eq!(taken.is_ok(), number < NODES_MAX);
+    }
+    world.answered(&forged(0), None);
+    world.tell(Event::Configured(spec(ONE, Role::Worker))).unwrap();
+    let like = spec("http://engines:8100", Role::Worker);
+    let hosts: Vec<IpAddr> = (1..=20).map(|host| IpAddr::from([10, 2, 0, host])).collect();
+    world.tell(Event::Resolved { name: 0, like, hosts }).unwrap();
+    for host in 1..=20 {
+        assert!(world.there.contains_key(&format!("http://10.2.0.{host}:8100")));
+    }
+    assert_eq!(world.there.len(), NODES_MAX + 1, "as many as may be, and the flag's");
+    assert!(world.there.contains_key(&forged(0)), "one that answers goes last");
+    assert!((1..=20).all(|number| !world.there.contains_key(&forged(number))), "the oldest went");
+    world.tell(Event::Added(spec("http://10.3.0.1:80", Role::Worker))).unwrap();
+}
+
+#[test]
+fn a_forged_beat_does_not_decide_what_a_names_node_is_for() {
+    let mut world = World::new();
+    world.tell(Event::Beat(spec("http://10.2.0.1:8100", Role::Prefill))).unwrap();
+    world.tell(Event::Drained(address("http://10.2.0.1:8100"))).unwrap();
+    let like = spec("http://engines:8100", Role::Worker);
+    let hosts = vec![IpAddr::from([10, 2, 0, 1])];
+    world.tell(Event::Resolved { name: 0, like, hosts }).unwrap();
+    let (_, state, found) = &world.there["http://10.2.0.1:8100"];
+    assert_eq!((found.role, *state), (Role::Worker, NodeState::Draining), "an operator's word stands");
+    let again = world.tell(Event::Beat(spec("http://10.2.0.1:8100", Role::Prefill)));
+    assert!(matches!(again, Err(Refusal::Differs { role: Role::Worker, .. })));
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Beat(u8, u8, u8),

@@ -101,15 +101,17 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
         Value::Array(values) if matches!(arg.get_action(), clap::ArgAction::Append) => values.clone(),
         value => vec![value.clone()],
     };
+    let is_switch = matches!(arg.get_action(), clap::ArgAction::SetTrue);
     let word = |value: &Value| match value {
-        Value::String(text) => Ok(format!("--{key}={text}")),
-        Value::Integer(number) => Ok(format!("--{key}={number}")),
-        Value::Float(number) => Ok(format!("--{key}={number}")),
+        Value::Boolean(is_on) if is_switch => Ok(is_on.then(|| format!("--{key}"))),
+        Value::String(text) => Ok(Some(format!("--{key}={text}"))),
+        Value::Integer(number) => Ok(Some(format!("--{key}={number}"))),
+        Value::Float(number) => Ok(Some(format!("--{key}={number}"))),
         other => {
             Err(anyhow!("{key} = {other}: a text or a number is allowed here, and no {}", other.type_str()))
         }
     };
-    let words = values.iter().map(word).collect::<Result<Vec<_>>>()?;
+    let words = values.iter().filter_map(|value| word(value).transpose()).collect::<Result<Vec<_>>>()?;
     // Looked at even where a flag counts more: a mistake shows before the flag is left out.
     let line = std::iter::once("route").chain(words.iter().map(String::as_str));
     flags

@@ -25,10 +25,16 @@ pub struct Mark {
     pub bytes: u32,
 }
 
-/// The marks of `messages`, `prompt` or `input`, whichever is there first in this order, from the prompt's beginning. `seed`
-/// names what else decides what the engine computes: model, adapter, salt, tools.
+/// Members that an engine puts before the messages: `instructions` of /v1/responses, `system` of /v1/messages.
+const BEFORE_THE_MESSAGES: [&str; 2] = ["instructions", "system"];
+
+/// The marks of `messages`, `prompt` or `input`, whichever is there first in this order, from the prompt's beginning, which
+/// `instructions` or `system` is. `seed` names what else decides what the engine computes: model, adapter, salt, tools.
 pub fn marks(scan: &Scan<'_>, seed: u64) -> Vec<Mark> {
     let mut marks = Marks { hash: seed, bytes: 0, marks: Vec::new() };
+    for before in BEFORE_THE_MESSAGES.into_iter().filter_map(|name| scan.member(name)) {
+        marks.add(scan.body(), inside(scan.body(), &before.value));
+    }
     let text = || scan.member("prompt").or_else(|| scan.member("input"));
     if scan.messages_of_chat().is_empty() {
         text().into_iter().for_each(|member| marks.add(scan.body(), inside(scan.body(), &member.value)));

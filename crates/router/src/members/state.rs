@@ -97,7 +97,8 @@ impl Members {
         self.members.get_mut(&address.to_string()).ok_or_else(|| Refusal::Unknown(address.clone()))
     }
 
-    /// Somebody names a node: a new one, or one that is there for the same.
+    /// Somebody names a node: a new one, or one that is there for the same. What flags, the file and names say counts more than
+    /// beats: it replaces a node that only beats know, and takes the place of one where all are taken.
     fn name(
         &mut self,
         spec: Spec,
@@ -105,25 +106,39 @@ impl Members {
         note: impl FnOnce(&mut Whose),
     ) -> Result<(), Refusal> {
         let key = spec.address.to_string();
+        let mut whose = Whose::default();
+        note(&mut whose);
+        let mut drain = None;
         if let Some(member) = self.members.get_mut(&key) {
             let Spec { role, group, .. } = &member.spec;
-            if (role, group) != (&spec.role, &spec.group) {
+            if (role, group) == (&spec.role, &spec.group) {
+                member.whose.merge(whose);
+                hands_over(member, member.spec.connector.or(spec.connector), spec.connector_address, changes);
+                return Ok(());
+            }
+            if !member.whose.is_only_beats() || whose.is_only_beats() || whose.added {
                 let (role, group) = (*role, group.clone());
                 return Err(Refusal::Differs { address: spec.address, role, group });
             }
-            note(&mut member.whose);
-            hands_over(member, member.spec.connector.or(spec.connector), spec.connector_address, changes);
-            return Ok(());
+            drain = member.drain;
+            self.leave(&key, "a flag, the file or a name says that it is for something else", changes);
         }
-        let mut whose = Whose::default();
-        note(&mut whose);
-        if !whose.configured
-            && self.members.values().filter(|member| !member.whose.configured).count() >= NODES_MAX
-        {
-            return Err(Refusal::TooMany);
+        let others = self.members.values().filter(|member| !member.whose.configured).count();
+        if !whose.configured && others >= NODES_MAX {
+            let gives_way = self.gives_way().filter(|_| !whose.is_only_beats()).ok_or(Refusal::TooMany)?;
+            self.leave(&gives_way, "only beats know it, and its place is needed", changes);
         }
-        self.join(key, spec, whose, changes);
+        self.join(key.clone(), spec, whose, changes);
+        if let Some(member) = self.members.get_mut(&key) {
+            member.drain = drain;
+        }
         Ok(())
+    }
+
+    /// The node that only beats know and that is missed least: one that does not answer, and of those the oldest.
+    fn gives_way(&self) -> Option<String> {
+        let only_beats = self.members.iter().filter(|(_, member)| member.whose.is_only_beats());
+        only_beats.min_by_key(|(_, member)| (member.answers, member.epoch)).map(|(key, _)| key.clone())
     }
 
     fn join(&mut self, key: String, spec: Spec, whose: Whose, changes: &mut Vec<Change>) {
@@ -179,7 +194,7 @@ impl Members {
         let mut refused = Ok(());
         for key in keys {
             let Some(member) = self.members.get_mut(&key) else { continue };
-            let is_its_own = !member.whose.configured && !member.whose.added && member.whose.dns.is_empty();
+            let is_its_own = member.whose.is_only_beats();
             let has_moved = spec.connector_address.is_some()
                 && member.spec.connector_address.is_some()
                 && member.spec.connector_address != spec.connector_address;

@@ -29,10 +29,14 @@ impl Whose {
         !self.configured && !self.added && !is_named && self.beat.is_none_or(is_old)
     }
 
+    /// Whether beats are all that is known of the node: anybody of --ping-allow may have sent them.
+    pub(super) fn is_only_beats(&self) -> bool {
+        !self.configured && !self.added && self.dns.is_empty()
+    }
+
     /// Whether beats are all that is known of the node, and too many are missing.
     pub(super) fn is_overdue(&self, now: Instant) -> bool {
-        let only_beats = !self.configured && !self.added && self.dns.is_empty();
-        only_beats && self.silence(now).is_some_and(|silence| silence >= BEAT_MISSED)
+        self.is_only_beats() && self.silence(now).is_some_and(|silence| silence >= BEAT_MISSED)
     }
 
     fn silence(&self, now: Instant) -> Option<Duration> {

@@ -15,7 +15,7 @@ use hyper::{
 };
 use serde_json::json;
 
-use super::{exchange::Incoming, leg::LegGuard, upstream_error::UpstreamError};
+use super::{exchange::Incoming, head_rules::FramingFault, leg::LegGuard, upstream_error::UpstreamError};
 use crate::{body::Mark, schedule::LegEnd};
 
 /// The body of an answer.
@@ -143,10 +143,9 @@ impl Problem {
         Self { status, message: message.into(), param: None, retry_after: None, closes: false }
     }
 
-    /// The head says twice, and differently, where the body ends.
-    pub(super) fn two_lengths() -> Self {
-        let sentence = "the request has both Content-Length and Transfer-Encoding: leave one out";
-        Self { closes: true, ..Self::new(StatusCode::BAD_REQUEST, sentence) }
+    /// The request could be read in two ways, and so could what follows it.
+    pub(super) fn bad_framing(fault: FramingFault) -> Self {
+        Self { closes: true, ..Self::new(StatusCode::BAD_REQUEST, fault.to_string()) }
     }
 
     pub(super) fn with_param(self, param: &str) -> Self {

@@ -33,7 +33,7 @@ use crate::{
     decisions::Decision,
     ids::RequestId,
     knowledge::{Looked, Prompt},
-    legs,
+    legs::{self, Api, Ask},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
 };
 
@@ -41,8 +41,6 @@ use crate::{
 const ATTEMPTS_MAX: usize = 16;
 /// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
 const TAKEN_MAX: u32 = 3;
-/// Here vLLM takes a request's id out of its body.
-const RESPONSES: &str = "/v1/responses";
 /// Longest answer of a prefill node, or of one that refuses.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 
@@ -57,6 +55,8 @@ pub(super) struct Work<'a> {
     /// None where the request names none.
     pub(super) model: Option<&'a str>,
     pub(super) marks: &'a [Mark],
+    /// None where it cannot be split.
+    pub(super) api: Option<Api>,
     /// Its tokens, if they are known.
     pub(super) prompt: Option<&'a Prompt>,
     pub(super) id: RequestId,
@@ -198,7 +198,7 @@ impl Work<'_> {
     async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {
         let guard = LegGuard::new(self.shared, whole);
         let id = self.id.of_leg(Leg::Whole, attempt);
-        let begun = self.send(guard, Leg::Whole, self.body.clone().into(), &id).await?;
+        let begun = self.send(guard, Leg::Whole, &Ask::Whole, &id).await?;
         self.pass_on(begun).await
     }
 
@@ -219,34 +219,27 @@ impl Work<'_> {
         let nodes = (prefill.node, decode.node);
         let guard = |reservation| LegGuard::new(self.shared, reservation);
         let pair = Pair { attempt, prefill: guard(prefill), decode: guard(decode) };
-        // Only what was scanned is split.
-        let Some(scan) = self.scan else { return Err(Failed::gone(Some(nodes.0)).into()) };
         match self.shared.hand_over(nodes.0, nodes.1) {
-            Ok(HandOver::ByAnswer) => self.by_answer(pair, scan, tried).await,
+            Ok(HandOver::ByAnswer) => self.by_answer(pair, tried).await,
             Ok(HandOver::ById { prefill, decode }) => {
                 let id = self.id.p2p_nccl(&prefill, &decode, attempt);
-                self.by_id(pair, scan, &id).await
+                self.by_id(pair, &id).await
             }
-            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, scan, &peer).await,
+            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, &peer).await,
             Err(gone) => Err(Failed::gone(Some(gone)).into()),
         }
     }
 
     /// The decode leg gets what the prefill node answered.
-    async fn by_answer(
-        &self,
-        pair: Pair,
-        scan: &Scan<'_>,
-        tried: &mut Vec<NodeId>,
-    ) -> Result<Response<AnswerBody>, Unserved> {
+    async fn by_answer(&self, pair: Pair, tried: &mut Vec<NodeId>) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
         let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None).into()) };
-        let body = match self.prefill(prefill, scan, attempt).await {
-            Ok(Some(handed_over)) => handed_over,
+        let ask = match self.prefill(prefill, attempt).await {
+            Ok(Some(handed_over)) => Ask::GoOn(handed_over),
             Ok(None) => {
                 // It prefills by itself.
                 decode_guard.learn_nothing();
-                self.body.clone().into()
+                Ask::Whole
             }
             Err(unserved) => {
                 decode_guard.end(LegEnd::Left);
@@ -255,7 +248,7 @@ impl Work<'_> {
         };
         loop {
             let id = self.id.of_leg(Leg::Decode, attempt);
-            let sent = self.send(decode_guard, Leg::Decode, body.clone(), &id).await;
+            let sent = self.send(decode_guard, Leg::Decode, &ask, &id).await;
             let failed = match sent {
                 Ok(begun) => match self.pass_on(begun).await {
                     Ok(answer) => return Ok(answer),
@@ -279,31 +272,25 @@ impl Work<'_> {
 
     /// Both engines read in the request's id where the other one is. What was sent to a decode node that fails is lost: another
     /// pair begins anew.
-    async fn by_id(&self, pair: Pair, scan: &Scan<'_>, id: &str) -> Result<Response<AnswerBody>, Unserved> {
+    async fn by_id(&self, pair: Pair, id: &str) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { prefill, mut decode, .. } = pair;
-        let body = self.edited(legs::prefill_by_id(scan));
-        if let Err(unserved) = self.prefill_answer(prefill, body, id).await {
+        if let Err(unserved) = self.prefill_answer(prefill, &Ask::prefill_by_id(), id).await {
             decode.end(LegEnd::Left);
             return Err(unserved);
         }
-        let begun = self.send(decode, Leg::Decode, self.body.clone().into(), id).await?;
+        let begun = self.send(decode, Leg::Decode, &Ask::Whole, id).await?;
         Ok(self.pass_on(begun).await?)
     }
 
     /// The decode node reads what the prefill node computes. When one of them fails, the other one's leg is cancelled.
-    async fn at_once(
-        &self,
-        pair: Pair,
-        scan: &Scan<'_>,
-        peer: &str,
-    ) -> Result<Response<AnswerBody>, Unserved> {
+    async fn at_once(&self, pair: Pair, peer: &str) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { attempt, prefill, decode } = pair;
-        let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt), peer);
+        let (prefill_ask, decode_ask) = Ask::direct(&self.id.of_leg(Leg::Whole, attempt), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
-        let prefilling = self.prefill_answer(prefill, self.edited(prefill_body), &prefill_id);
+        let prefilling = self.prefill_answer(prefill, &prefill_ask, &prefill_id);
         let decoding = async {
             let id = self.id.of_leg(Leg::Decode, attempt);
-            let begun = self.send(decode, Leg::Decode, self.edited(decode_body), &id).await?;
+            let begun = self.send(decode, Leg::Decode, &decode_ask, &id).await?;
             self.pass_on(begun).await.map_err(Unserved::from)
         };
         let (_, answer) = tokio::try_join!(prefilling, decoding)?;
@@ -312,19 +299,14 @@ impl Work<'_> {
 
     /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets; None if
     /// nothing was handed over.
-    async fn prefill(
-        &self,
-        prefill: LegGuard,
-        body: &Scan<'_>,
-        attempt: u32,
-    ) -> Result<Option<Outgoing>, Unserved> {
+    async fn prefill(&self, prefill: LegGuard, attempt: u32) -> Result<Option<String>, Unserved> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
-        let answer = self.prefill_answer(prefill, self.edited(legs::prefill(body)), &id).await?;
+        let answer = self.prefill_answer(prefill, &Ask::prefill(), &id).await?;
         let outlined = self.shared.walkers.outline(&answer).await.ok();
         let handed_over = outlined.map(|outlined| Scan::new(&answer, outlined.outline));
         let transfer = handed_over.as_ref().and_then(legs::handed_over);
         if let Some(transfer) = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok()) {
-            return Ok(Some(self.edited(legs::decode(body, transfer))));
+            return Ok(Some(transfer.to_owned()));
         }
         if Counters::count(&self.shared.counters.not_handed_over) {
             tracing::warn!(
@@ -337,8 +319,8 @@ impl Work<'_> {
     }
 
     /// A prefill leg, to the end of its answer.
-    async fn prefill_answer(&self, prefill: LegGuard, body: Outgoing, id: &str) -> Result<Bytes, Unserved> {
-        let Begun { head, body, mut guard } = self.send(prefill, Leg::Prefill, body, id).await?;
+    async fn prefill_answer(&self, prefill: LegGuard, ask: &Ask, id: &str) -> Result<Bytes, Unserved> {
+        let Begun { head, body, mut guard } = self.send(prefill, Leg::Prefill, ask, id).await?;
         let node = guard.node();
         let answer = match self.short_answer(body).await {
             Ok(answer) => answer,
@@ -359,17 +341,15 @@ impl Work<'_> {
     }
 
     /// Sends a leg and waits for the head of its answer. A node that says that it cannot is a failure, as one that says nothing.
-    async fn send(&self, mut guard: LegGuard, leg: Leg, body: Outgoing, id: &str) -> Result<Begun, Failed> {
+    async fn send(&self, mut guard: LegGuard, leg: Leg, ask: &Ask, id: &str) -> Result<Begun, Failed> {
         let node = guard.node();
         let address = node.and_then(|node| self.shared.state.lock().addresses.get(&node).cloned());
         let Some(address) = address else {
             guard.end(LegEnd::Left);
             return Err(Failed::gone(node));
         };
-        let body = match self.scan {
-            Some(scan) if self.head.uri.path() == RESPONSES => self.edited(legs::response(scan, id)),
-            _ => body,
-        };
+        let changed = self.scan.and_then(|scan| legs::body(self.api, scan, ask, id));
+        let body = changed.map_or_else(|| self.body.clone().into(), |edited| self.edited(edited));
         let settings = &self.shared.settings;
         let request = forward::to_engine(self.head, &address, leg, id, body.len(), settings.keys.is_empty());
         let sending = upstream::send(self.upstreams, &address, request, body, settings.connect_timeout);

@@ -217,6 +217,16 @@ impl Client {
         }
     }
 
+    /// Whether it waits for its answer, or for the rest of it.
+    pub(super) fn waits(&self) -> bool {
+        self.phase.get() == Phase::Waits
+    }
+
+    /// Whether the kernel takes no more of its answer.
+    pub(super) fn is_full(&self) -> bool {
+        self.is_full.get()
+    }
+
     /// Whether the next request does not come, or the client does not read its answer.
     pub(super) fn is_silent_too_long(&self) -> bool {
         let is_full = self.is_full.get();

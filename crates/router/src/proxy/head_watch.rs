@@ -1,11 +1,7 @@
-//! Whether a request's head has a Content-Length beside a Transfer-Encoding.
-//!
-//! Such a request is two different ones to two readers, which is how requests are smuggled past a proxy. hyper reads it as chunked,
-//! leaves the length out, and closes the connection after its answer; so nothing that follows is taken for a request. It does not
-//! tell, though. Here the lines of heads are looked at as they come, without a copy; bodies are not looked at.
+//! A client's connection whose requests are checked as they come, without a copy.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     io,
     pin::Pin,
     rc::Rc,
@@ -14,82 +10,33 @@ use std::{
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::{clients::Client, joined::Joined};
+use super::{
+    clients::Client,
+    head_rules::{FramingFault, HeadRules},
+    joined::Joined,
+};
 
-const NAME: &[u8; 15] = b"content-length:";
-
-/// What was seen of the head that is on its way.
+/// What was seen of a connection's requests.
 #[derive(Debug, Default)]
 pub(super) struct HeadWatch {
-    /// Its end was seen: what comes is a body.
-    is_over: Cell<bool>,
-    /// Bytes of the line so far that agree with the name, and whether all do.
-    agreeing: Cell<usize>,
-    is_line_other: Cell<bool>,
-    /// Bytes of the line, but for its end.
-    is_line_empty: Cell<bool>,
-    has_length: Cell<bool>,
+    rules: RefCell<HeadRules>,
+    /// Requests that hyper has read so far. It may have the bytes of further ones.
+    requests: Cell<u64>,
 }
 
 impl HeadWatch {
     pub(super) fn new() -> Rc<Self> {
-        let watch = Rc::new(Self::default());
-        watch.begin();
-        watch
+        Rc::default()
     }
 
-    /// A new head is to come.
-    pub(super) fn begin(&self) {
-        self.is_over.set(false);
-        self.has_length.set(false);
-        self.new_line();
-        // An empty line before a head is none that ends it.
-        self.is_line_empty.set(false);
+    /// hyper has read the head of one more request. Answers what is wrong with it.
+    pub(super) fn request(&self) -> Option<FramingFault> {
+        self.requests.set(self.requests.get() + 1);
+        self.fault()
     }
 
-    /// Whether the head had a Content-Length.
-    pub(super) fn has_length(&self) -> bool {
-        self.has_length.get()
-    }
-
-    fn new_line(&self) {
-        self.agreeing.set(0);
-        self.is_line_other.set(false);
-        self.is_line_empty.set(true);
-    }
-
-    fn see(&self, mut bytes: &[u8]) {
-        while !self.is_over.get() && !bytes.is_empty() {
-            let end = memchr::memchr(b'\n', bytes);
-            let line = &bytes[..end.unwrap_or(bytes.len())];
-            self.see_line(line);
-            let Some(end) = end else { return };
-            if self.is_line_empty.get() {
-                self.is_over.set(true);
-            }
-            self.new_line();
-            bytes = &bytes[end + 1..];
-        }
-    }
-
-    /// A part of a line, without its end.
-    fn see_line(&self, part: &[u8]) {
-        if part.iter().any(|byte| *byte != b'\r') {
-            self.is_line_empty.set(false);
-        }
-        if self.is_line_other.get() || self.has_length.get() {
-            return;
-        }
-        let agreeing = self.agreeing.get();
-        let wanted = &NAME[agreeing..];
-        let common = wanted.len().min(part.len());
-        if !part[..common].eq_ignore_ascii_case(&wanted[..common]) {
-            self.is_line_other.set(true);
-        } else if agreeing + common == NAME.len() {
-            self.has_length.set(true);
-        } else {
-            self.agreeing.set(agreeing + common);
-        }
+    fn fault(&self) -> Option<FramingFault> {
+        self.rules.borrow().fault(self.requests.get())
     }
 }
 
@@ -116,11 +63,18 @@ impl AsyncRead for Watched {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         let came = &buffer.filled()[before..];
-        if !came.is_empty() && !self.watch.is_over.get() {
-            self.client.sends_head();
+        if !came.is_empty() {
+            let mut rules = self.watch.rules.borrow_mut();
+            if rules.is_in_head() {
+                self.client.sends_head();
+            }
+            rules.see(came);
         }
-        self.watch.see(came);
-        read
+        // The head of this request was right: its body is wrong, and hyper must not go on with it.
+        match self.watch.fault() {
+            Some(fault) => Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, fault))),
+            None => read,
+        }
     }
 }
 
@@ -155,44 +109,5 @@ impl AsyncWrite for Watched {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn has_length(head: &[u8], pieces: usize) -> bool {
-        let watch = HeadWatch::new();
-        head.chunks(pieces).for_each(|piece| watch.see(piece));
-        watch.has_length()
-    }
-
-    #[test]
-    fn a_length_is_seen_however_the_head_is_cut() {
-        let with: [&[u8]; 3] = [
-            b"POST / HTTP/1.1\r\nHost: a\r\ncOntent-Length: 5\r\n\r\n",
-            b"POST / HTTP/1.1\nContent-Length:5\n\n",
-            b"\r\nPOST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
-        ];
-        let without: [&[u8]; 3] = [
-            b"POST / HTTP/1.1\r\nX-Content-Length: 5\r\nContent-Lengths: 4\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: a\r\n\r\nContent-Length: 5\r\n\r\n",
-            b"POST /Content-Length:5 HTTP/1.1\r\nContent-Lengt\r\nh: 5\r\n\r\n",
-        ];
-        for pieces in 1..60 {
-            assert!(with.iter().all(|head| has_length(head, pieces)), "{pieces}");
-            assert!(!without.iter().any(|head| has_length(head, pieces)), "{pieces}");
-        }
-    }
-
-    #[test]
-    fn the_next_head_counts_for_itself() {
-        let watch = HeadWatch::new();
-        watch.see(b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello");
-        assert!(watch.has_length());
-        watch.begin();
-        watch.see(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n");
-        assert!(!watch.has_length());
     }
 }

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use hyper::{Request, body::Incoming, header::TRANSFER_ENCODING, server::conn::http1, service::service_fn};
+use hyper::{Request, Version, body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
 use kvlane_door::Place;
 use thiserror::Error;
@@ -28,6 +28,7 @@ use tokio::{
 use super::{
     answer::Problem,
     clients::{Awaited, Clients},
+    departure::Departure,
     first_head::{First, first_head},
     head_watch::{HeadWatch, Watched},
     idle::Upstreams,
@@ -186,24 +187,34 @@ async fn connection(
         First::OfStranger => shared.places.strangers.acquire().await.ok(),
     };
     let _place = headless.has_head();
+    let stream = Rc::new(stream);
+    let mut departure = Departure::new(&stream);
     let client = clients.join();
     let asked = Cell::new(0u64);
+    // Whether an interim answer may be sent: a request of HTTP/1.1 is under way, and its answer has not begun.
+    let may_ask = Cell::new(false);
     let watch = HeadWatch::new();
     let service = service_fn(|request: Request<Incoming>| {
         asked.set(asked.get() + 1);
         let busy = client.asked();
-        let is_ambiguous = watch.has_length() && request.headers().contains_key(TRANSFER_ENCODING);
+        let fault = watch.request();
+        may_ask.set(request.version() == Version::HTTP_11);
         let answering = answer(&shared, &upstreams, &client, request);
-        let watch = &watch;
+        let may_ask = &may_ask;
         async move {
-            let answer = if is_ambiguous { Problem::two_lengths().answer() } else { answering.await };
-            watch.begin();
+            let answer = match fault {
+                Some(fault) => Problem::bad_framing(fault).answer(),
+                None => answering.await,
+            };
+            may_ask.set(false);
             Ok::<_, std::convert::Infallible>(answer.map(|body| Awaited::new(body, busy)))
         }
     });
     let serving = http1::Builder::new()
         // Our own clock says who is late.
         .header_read_timeout(None)
+        // Our own watch says who has left.
+        .half_close(true)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch, &client)), service);
     let mut serving = pin!(serving);
@@ -217,7 +228,13 @@ async fn connection(
             is_told_to_stop = true;
             serving.as_mut().graceful_shutdown();
         }
-        serving.as_mut().poll(context)
+        let served = serving.as_mut().poll(context);
+        let mut has_left = || departure.poll(context, may_ask.get() && !client.is_full()).is_ready();
+        if served.is_pending() && client.waits() && has_left() {
+            tracing::debug!("a client has left");
+            return Poll::Ready(Ok(()));
+        }
+        served
     })
     .await;
     clients.leave(&client);

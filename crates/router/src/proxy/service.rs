@@ -18,6 +18,7 @@ use super::{
     gathered::Gathered,
     held::Held,
     idle::Upstreams,
+    paths::{Route, route as route_of},
     shared::{Counters, Shared},
 };
 use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
@@ -59,33 +60,43 @@ async fn route(
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
     let path = head.uri.path();
+    if let Some(names) = &shared.settings.names {
+        let checked = names.check(head.version, &head.uri, &head.headers);
+        checked.map_err(|(status, sentence)| Problem {
+            closes: true,
+            ..Problem::new(status, sentence).with_param("Host")
+        })?;
+    }
+    let route = route_of(&head.method, path, &head.headers, shared.settings.allow_admin_paths);
+    let needs_no_key = path == "/health" || matches!(route, Ok(Route::Preflight));
     let is_allowed = is_allowed(&shared.settings.keys, &head.headers);
-    if path != "/health" && !is_allowed {
+    if !needs_no_key && !is_allowed {
         let problem =
             Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
         return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
     }
-    match (&head.method, path) {
-        (&Method::GET, "/health") => {
-            let mut answer = health(shared);
-            // A connection that has shown no key serves no second request.
-            if !is_allowed {
-                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            }
-            Ok(answer)
+    // A connection that has shown no key serves no second request.
+    let last = |mut answer: Response<AnswerBody>| {
+        if !is_allowed {
+            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
-        (&Method::GET, "/v1/models") => Ok(models(shared)),
-        (&Method::POST, _) if path.starts_with("/v1/") && is_plain(path) => {
+        answer
+    };
+    match route? {
+        Route::Health => Ok(last(health(shared))),
+        Route::Models => Ok(models(shared)),
+        route @ Route::Preflight => {
+            Counters::count(&shared.counters.requests);
+            let held = Held::new(shared);
+            // A preflight has no body: what comes in its place is not read.
+            pass(shared, upstreams, head, &Bytes::new(), &held, route, id, client_id).await.map(last)
+        }
+        route => {
             Counters::count(&shared.counters.requests);
             let held = Held::new(shared);
             let body = read(shared, body, client, &held).await?;
-            post(shared, upstreams, head, &body, &held, id, client_id).await
+            pass(shared, upstreams, head, &body, &held, route, id, client_id).await
         }
-        (_, "/health" | "/v1/models") => Err(Problem::new(
-            StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} is asked with GET, not with {}", head.method),
-        )),
-        _ => Err(Problem::new(StatusCode::NOT_FOUND, format!("{} {path} is not served here", head.method))),
     }
 }
 
@@ -98,11 +109,6 @@ fn refused(shared: &Shared, headers: &HeaderMap, model: Option<&str>) -> Option<
         "all engines are overloaded, and requests of the class {class} are refused until they are not"
     );
     Some(Problem { retry_after: Some(wait), ..Problem::new(StatusCode::TOO_MANY_REQUESTS, sentence) })
-}
-
-/// Whether a path means to an engine what it means here: engines decode what is escaped in it.
-fn is_plain(path: &str) -> bool {
-    !path.contains('%') && path.split('/').skip(1).all(|part| !matches!(part, "" | "." | ".."))
 }
 
 /// Whether a request may be served. How long this takes tells nothing of a key but its length.
@@ -169,17 +175,20 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
     Ok(gathered.whole())
 }
 
-async fn post(
+/// Has nodes serve a request whose body has come.
+async fn pass(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
     head: &Parts,
     body: &Bytes,
     held: &Held,
+    route: Route,
     id: RequestId,
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
-    let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
-    let (scanned, marks) = if can_split || is_json(&head.headers) {
+    let api = if let Route::Generates(api) = route { api } else { None };
+    let is_post = head.method == Method::POST;
+    let (scanned, marks) = if is_post && (api.is_some() || is_json(&head.headers)) {
         let outlined = shared.walkers.outline(body).await?;
         held.take(outlined.bytes())?;
         (Some(Scan::new(body, outlined.outline)), outlined.marks)
@@ -205,7 +214,10 @@ async fn post(
     if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
         return Err(problem);
     }
-    let prompt = match &scanned {
+    // A node that only reads a text has nothing of it afterwards.
+    let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
+    let marks = if computed.is_some() { marks } else { Vec::new() };
+    let prompt = match computed {
         Some(scan) => shared.knowledge.prompt(head.uri.path(), body, scan, model.as_deref()).await,
         None => None,
     };
@@ -223,7 +235,8 @@ async fn post(
         id,
         client_id,
         streams: scanned.as_ref().is_some_and(is_one_stream),
-        one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
+        one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
+        api,
         taken: Cell::new(0),
         attempts: Cell::new(0),
     };

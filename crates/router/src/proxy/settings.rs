@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvlane_door::Names;
+
 /// Limits and deadlines.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
@@ -11,6 +13,12 @@ pub struct ProxySettings {
     pub connections_max: usize,
     /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
     pub keys: Vec<String>,
+    /// The names under which clients may ask, beside addresses and `localhost`. None: any name, since a key is wanted.
+    pub names: Option<Names>,
+    /// Whether clients may send POSTs that change an engine.
+    pub allow_admin_paths: bool,
+    /// Whether `/decisions` leaves out what tells which prompts others have sent.
+    pub quiet_decisions: bool,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
     /// Bytes of all bodies that are held at a time, each until its answer has begun.
@@ -32,6 +40,9 @@ impl Default for ProxySettings {
             threads: 1,
             connections_max: 10_000,
             keys: Vec::new(),
+            names: None,
+            allow_admin_paths: false,
+            quiet_decisions: false,
             body_bytes_max: 64 << 20,
             bodies_bytes_max: 1 << 30,
             refuse: Vec::new(),

@@ -333,7 +333,8 @@ impl Shared {
     /// JSON of the last choices, and of the last changes of roles and states, the newest first.
     pub(crate) fn decisions_page(&self, most: usize) -> serde_json::Value {
         let state = self.state.lock();
-        serde_json::json!({ "decisions": state.decisions.page(most), "balance": state.records.page(most) })
+        let decisions = state.decisions.page(most, self.settings.quiet_decisions);
+        serde_json::json!({ "decisions": decisions, "balance": state.records.page(most) })
     }
 
     /// Looks at the scheduler, or changes it. Must not take long: all requests wait.

@@ -1,0 +1,43 @@
+//! Reads a file with keys, which only this process's user and root may read or change.
+
+use std::{
+    fs::{File, Metadata},
+    io::Read,
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{getegid, geteuid, getgroups};
+
+/// The text of the file.
+pub(super) fn read(file: &Path) -> Result<String> {
+    let mut opened = File::open(file).context("cannot be read")?;
+    // The file that is read, and not one that took its name since.
+    let found = opened.metadata().context("cannot be read")?;
+    let groups = getgroups().context("the kernel does not tell this process's groups")?;
+    let is_own_group =
+        |group: u32| getegid().as_raw() == group || groups.iter().any(|own| own.as_raw() == group);
+    if let Some(why) = exposed(&found, geteuid().as_raw(), is_own_group) {
+        bail!("{why}; keys are for the router's user alone: chmod 600 {}", file.display());
+    }
+    let mut text = String::new();
+    opened.read_to_string(&mut text).context("cannot be read")?;
+    Ok(text)
+}
+
+/// Who else may read or change a file with these metadata, as a sentence. None: nobody.
+///
+/// Root's file may be readable by a group of this process: Kubernetes mounts a secret so (0440) where a pod has an `fsGroup`.
+fn exposed(found: &Metadata, user: u32, is_own_group: impl Fn(u32) -> bool) -> Option<String> {
+    let (mode, owner, group) = (found.mode() & 0o777, found.uid(), found.gid());
+    let is_mount = owner == 0 && is_own_group(group);
+    let allowed = if is_mount { 0o740 } else { 0o700 };
+    if owner != 0 && owner != user {
+        Some(format!("it belongs to the user {owner}, and this process runs as {user}"))
+    } else if mode & !allowed != 0 {
+        Some(format!("its mode is {mode:04o}, so other users may read or change it"))
+    } else {
+        None
+    }
+}

@@ -1,0 +1,70 @@
+//! Whether a client has left while its request is under way.
+//!
+//! A FIN says only that a client sends no more. It may have closed its sending side alone (`shutdown(SHUT_WR)`) and wait for the
+//! answer, or it may have left. The kernel cannot tell us which before we send something: the host of a client that has left
+//! answers that with RST, within one round trip.
+//!
+//! ```text
+//!   FIN before the answer begins, HTTP/1.1 --> send "100 Continue", which each client skips --RST--> it has left
+//!                                                                                            `-----> answer it
+//!   FIN after that, or HTTP/1.0            --> it has left
+//! ```
+
+use std::{
+    fmt,
+    future::Future,
+    pin::Pin,
+    rc::Rc,
+    task::{Context, Poll},
+};
+
+use tokio::{
+    io::{Interest, ReadBuf},
+    net::TcpStream,
+};
+
+/// RFC 9110, 15.2: a client reads any number of interim answers, also unasked, and waits for the final one.
+const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
+
+/// Watches a connection whose client waits.
+pub(super) struct Departure {
+    stream: Rc<TcpStream>,
+    /// Ends when the connection is reset. There since the client was sent an interim answer.
+    reset: Option<Pin<Box<dyn Future<Output = ()>>>>,
+}
+
+impl Departure {
+    pub(super) fn new(stream: &Rc<TcpStream>) -> Self {
+        Self { stream: Rc::clone(stream), reset: None }
+    }
+
+    /// Whether the client has left. `may_ask`: an interim answer may be sent now, since no byte of an answer is on its way.
+    pub(super) fn poll(&mut self, context: &mut Context<'_>, may_ask: bool) -> Poll<()> {
+        if self.reset.is_none() {
+            let mut byte = [0];
+            match self.stream.poll_peek(context, &mut ReadBuf::new(&mut byte)) {
+                Poll::Pending => return Poll::Pending,
+                // A further request waits behind this one. What stands behind that cannot be seen.
+                Poll::Ready(Ok(1..)) => return Poll::Pending,
+                Poll::Ready(Ok(0)) if may_ask && self.ask() => {}
+                Poll::Ready(_) => return Poll::Ready(()),
+            }
+        }
+        self.reset.as_mut().map_or(Poll::Pending, |reset| reset.as_mut().poll(context))
+    }
+
+    /// Sends what a client that has left answers with RST. False if it has not all been sent.
+    fn ask(&mut self) -> bool {
+        let stream = Rc::clone(&self.stream);
+        self.reset = Some(Box::pin(async move {
+            let _ = stream.ready(Interest::ERROR).await;
+        }));
+        self.stream.try_write(INTERIM).is_ok_and(|sent| sent == INTERIM.len())
+    }
+}
+
+impl fmt::Debug for Departure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Departure").field("has_asked", &self.reset.is_some()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,262 @@
+//! Where each request of a connection ends, as strictly as [`answers`](crate::answers) reads engines. Pure.
+//!
+//! hyper reads requests leniently: it takes lines without CR, `gzip, chunked` and two equal lengths, and leaves a length beside
+//! chunks out without a word. Two readers may take such bytes for different requests, which is how requests are smuggled past a
+//! proxy. These rules follow the same bytes, from head to body to the next head, and say what hyper does not.
+
+use thiserror::Error;
+
+use crate::answers::Framing;
+
+const LENGTH: &[u8] = b"content-length:";
+const ENCODING: &[u8] = b"transfer-encoding:";
+/// Of a line that comes in pieces so many bytes are kept: more than either header needs.
+const KEPT_BYTES: usize = 128;
+
+/// Why a request is refused: it could be read in two ways.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(super) enum FramingFault {
+    #[error("a line of the request's head ends without CR")]
+    BareLineFeed,
+    #[error("the request has both Content-Length and Transfer-Encoding: leave one out")]
+    LengthAndEncoding,
+    #[error("the request has more than one Content-Length")]
+    ManyLengths,
+    #[error("the request's Content-Length is no number")]
+    BadLength,
+    #[error("the request's Transfer-Encoding is not just \"chunked\"")]
+    BadEncoding,
+    #[error("the request's body is not in well-formed chunks")]
+    BadChunk,
+}
+
+/// Where in its requests a connection stands.
+#[derive(Debug, Default)]
+pub(super) struct HeadRules {
+    at: At,
+    /// The number of the request at hand; the first is 1.
+    number: u64,
+}
+
+#[derive(Debug, Default)]
+enum At {
+    /// Before a request.
+    #[default]
+    Start,
+    Head(HeadLines),
+    Body(Framing),
+    /// Behind a fault nothing can be said.
+    Fault(FramingFault),
+}
+
+/// What the lines of a head have said so far.
+#[derive(Debug, Default)]
+struct HeadLines {
+    /// The line that names method and path has come. Empty lines may stand before it.
+    has_begun: bool,
+    length: Option<u64>,
+    is_chunked: bool,
+    unended: Unended,
+}
+
+/// A line whose end has not come.
+#[derive(Debug, Default)]
+struct Unended {
+    kept: Vec<u8>,
+    bytes: usize,
+    last: u8,
+}
+
+impl HeadRules {
+    /// Walks on over bytes that came.
+    pub(super) fn see(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let walked = match &mut self.at {
+                At::Start => {
+                    self.number += 1;
+                    self.at = At::Head(HeadLines::default());
+                    continue;
+                }
+                At::Head(head) => head.see(bytes),
+                At::Body(framing) => match framing.take(bytes, |_| {}) {
+                    Ok(taken) => Ok((taken, None)),
+                    Err(_) => Err(FramingFault::BadChunk),
+                },
+                At::Fault(_) => return,
+            };
+            match walked {
+                Ok((taken, body)) => {
+                    bytes = &bytes[taken..];
+                    if let Some(body) = body {
+                        self.at = At::Body(body);
+                    }
+                }
+                Err(fault) => self.at = At::Fault(fault),
+            }
+            if matches!(&self.at, At::Body(framing) if framing.is_over()) {
+                self.at = At::Start;
+            }
+        }
+    }
+
+    /// Whether the head of a request is to come, or is on its way.
+    pub(super) fn is_in_head(&self) -> bool {
+        matches!(self.at, At::Start | At::Head(_))
+    }
+
+    /// What is wrong with one of the first `requests`, if something is.
+    pub(super) fn fault(&self, requests: u64) -> Option<FramingFault> {
+        match self.at {
+            At::Fault(fault) if self.number <= requests => Some(fault),
+            _ => None,
+        }
+    }
+}
+
+impl HeadLines {
+    /// Answers how many of the bytes are of the head, and what follows it, if it ends among them.
+    fn see(&mut self, bytes: &[u8]) -> Result<(usize, Option<Framing>), FramingFault> {
+        let mut taken = 0;
+        while let Some(end) = memchr::memchr(b'\n', &bytes[taken..]) {
+            let line = &bytes[taken..taken + end];
+            taken += end + 1;
+            let is_over = if self.unended.bytes == 0 {
+                let text = line.strip_suffix(b"\r").ok_or(FramingFault::BareLineFeed)?;
+                self.line(text, true)?
+            } else {
+                self.unended.add(line);
+                let Unended { kept, bytes, last } = std::mem::take(&mut self.unended);
+                if last != b'\r' {
+                    return Err(FramingFault::BareLineFeed);
+                }
+                self.line(kept.strip_suffix(b"\r").unwrap_or(&kept), bytes == kept.len())?
+            };
+            if is_over {
+                return Ok((taken, Some(self.body()?)));
+            }
+        }
+        self.unended.add(&bytes[taken..]);
+        Ok((bytes.len(), None))
+    }
+
+    /// A line without its end; of one that is not whole, its beginning. Answers whether the head ends with it.
+    fn line(&mut self, text: &[u8], is_whole: bool) -> Result<bool, FramingFault> {
+        if text.is_empty() {
+            return Ok(self.has_begun);
+        }
+        if !self.has_begun {
+            self.has_begun = true;
+        } else if let Some(value) = value_of(text, LENGTH) {
+            let number = number(value).filter(|_| is_whole).ok_or(FramingFault::BadLength)?;
+            if self.length.replace(number).is_some() {
+                return Err(FramingFault::ManyLengths);
+            }
+        } else if let Some(value) = value_of(text, ENCODING) {
+            let is_only = !std::mem::replace(&mut self.is_chunked, true);
+            if !is_only || !is_whole || !value.eq_ignore_ascii_case(b"chunked") {
+                return Err(FramingFault::BadEncoding);
+            }
+        }
+        Ok(false)
+    }
+
+    fn body(&self) -> Result<Framing, FramingFault> {
+        match (self.length, self.is_chunked) {
+            (Some(_), true) => Err(FramingFault::LengthAndEncoding),
+            (None, true) => Ok(Framing::chunked()),
+            (length, false) => Ok(Framing::length(length.unwrap_or(0))),
+        }
+    }
+}
+
+impl Unended {
+    fn add(&mut self, piece: &[u8]) {
+        let room = KEPT_BYTES - self.kept.len();
+        self.kept.extend_from_slice(&piece[..piece.len().min(room)]);
+        self.bytes += piece.len();
+        self.last = piece.last().copied().unwrap_or(self.last);
+    }
+}
+
+/// The value of a header's line, if it is this header's.
+fn value_of<'l>(line: &'l [u8], name: &[u8]) -> Option<&'l [u8]> {
+    let (start, value) = line.split_at_checked(name.len())?;
+    start.eq_ignore_ascii_case(name).then(|| value.trim_ascii())
+}
+
+fn number(digits: &[u8]) -> Option<u64> {
+    let is_number = !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
+    std::str::from_utf8(digits).ok().filter(|_| is_number)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is wrong with the first so many requests of these bytes, however they are cut.
+    fn fault(bytes: &[u8], requests: u64) -> Option<FramingFault> {
+        let of = |pieces: usize| {
+            let mut rules = HeadRules::default();
+            bytes.chunks(pieces).for_each(|piece| rules.see(piece));
+            rules.fault(requests)
+        };
+        let found = of(bytes.len());
+        (1..60).for_each(|pieces| assert_eq!(of(pieces), found, "in pieces of {pieces}"));
+        found
+    }
+
+    #[test]
+    fn what_can_be_read_in_two_ways_is_a_fault() {
+        use FramingFault::{BadChunk, BadEncoding, BadLength, BareLineFeed, LengthAndEncoding, ManyLengths};
+        let cases: [(&[u8], Option<FramingFault>); 17] = [
+            (b"POST / HTTP/1.1\r\nHost: a\r\ncOntent-Length: 5 \r\n\r\nhello", None),
+            (b"\r\nPOST / HTTP/1.1\r\ntransfer-encoding:Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", None),
+            (b"POST / HTTP/1.1\r\nX-Content-Length: x\r\nContent-Lengths: y\r\n\r\n", None),
+            (b"POST /content-length:x HTTP/1.1\r\nContent-Lengt\r\nh: 5\r\n\r\n", None),
+            (b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n\na\n", None),
+            (b"POST / HTTP/1.1\nHost: a\r\n\r\n", Some(BareLineFeed)),
+            (b"POST / HTTP/1.1\r\nHost: a\n\r\n", Some(BareLineFeed)),
+            (b"POST / HTTP/1.1\r\nHost: a\r\n\n", Some(BareLineFeed)),
+            (b"\nPOST / HTTP/1.1\r\nHost: a\r\n\r\n", Some(BareLineFeed)),
+            (
+                b"POST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+                Some(LengthAndEncoding),
+            ),
+            (b"POST / HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\n", Some(ManyLengths)),
+            (b"POST / HTTP/1.1\r\nContent-Length: 5, 5\r\n\r\n", Some(BadLength)),
+            (b"POST / HTTP/1.1\r\nContent-Length: +5\r\n\r\n", Some(BadLength)),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", Some(BadEncoding)),
+            (
+                b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+                Some(BadEncoding),
+            ),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding:\x0bchunked\r\n\r\n", Some(BadEncoding)),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n", Some(BadChunk)),
+        ];
+        for (bytes, expected) in cases {
+            assert_eq!(fault(bytes, 1), expected, "{}", String::from_utf8_lossy(bytes));
+            // A good request before it, with each kind of body, is not at fault.
+            for before in [
+                &b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello"[..],
+                b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n\n\n\n\r\n0\r\nX: y\r\n\r\n",
+                b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+            ] {
+                let both = [before, bytes].concat();
+                assert_eq!((fault(&both, 1), fault(&both, 2)), (None, expected));
+            }
+        }
+    }
+
+    #[test]
+    fn a_line_of_any_length_keeps_little_memory() {
+        let mut rules = HeadRules::default();
+        rules.see(b"GET / HTTP/1.1\r\nX: ");
+        (0..1000).for_each(|_| rules.see(&[b'x'; 100]));
+        rules.see(b"\r\nContent-Length: ");
+        let At::Head(head) = &rules.at else { panic!("{rules:?}") };
+        assert!(head.unended.kept.capacity() <= 2 * KEPT_BYTES);
+        (0..1000).for_each(|_| rules.see(b" "));
+        rules.see(b"5\r\n");
+        assert_eq!(rules.fault(1), Some(FramingFault::BadLength), "nobody writes that");
+    }
+}
