@@ -30,8 +30,11 @@ def main() -> None:
     if os.uname().machine != "x86_64":
         sys.exit(f"the wheel is built on x86_64 only; this is {os.uname().machine}")
     environment.fetch(["wheel"])
+    sources = environment.sources_digest()
     with tempfile.TemporaryDirectory() as folder:
-        environment.note(f"building the wheel for glibc {GLIBC}: two extensions and a program, optimised")
+        environment.note(
+            f"building the wheel for glibc {GLIBC}, two extensions and a program: {environment.BUILD_TIME}"
+        )
         environment.build_wheel(
             Path(folder),
             CARGO=str(ENVIRONMENT / "bin/cargo-zigbuild"),
@@ -43,6 +46,7 @@ def main() -> None:
         for old in out.glob("kvlane-*.whl"):
             old.unlink()
         auditwheel("repair", "--plat", PLATFORM, "--only-plat", "--wheel-dir", str(out), str(built))
+        environment.sign(out, sources)
     (wheel,) = out.glob("kvlane-*.whl")
     auditwheel("show", str(wheel))
     size = wheel.stat().st_size
