@@ -45,6 +45,7 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         for old in out.glob("kvlane-*.whl"):
             old.unlink()
+        (out / "made-from").unlink(missing_ok=True)
         auditwheel("repair", "--plat", PLATFORM, "--only-plat", "--wheel-dir", str(out), str(built))
         environment.sign(out, sources)
     (wheel,) = out.glob("kvlane-*.whl")
