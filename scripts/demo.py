@@ -3,8 +3,8 @@
     python scripts/demo.py [--device auto|cpu|cuda] [arguments of kvlane.demo]
 
 With a GPU the Python that runs this is taken if it has a vLLM for CUDA and all that the demo needs; else an environment
-is made, once. kvlane itself comes from this source tree, unpacked in .cache, so that an environment of others is not
-changed.
+is made, once. kvlane comes from the wheel in dist/ if that was built from this source tree; else it is built, once.
+With a Python of yours it is unpacked in .cache, so that your environment is not changed.
 """
 
 from __future__ import annotations

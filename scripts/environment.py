@@ -29,6 +29,7 @@ from cargo import ROOT
 
 VENVS = ROOT / ".venvs"
 CACHE = ROOT / ".cache"
+DIST = ROOT / "dist"
 BOOT = VENVS / "boot"
 REQUIREMENTS = ROOT / "requirements"
 # What goes into the wheel, or decides how it is built.
@@ -46,6 +47,8 @@ SOURCES = (
     "python",
 )
 VLLM_PYTHON_MIN = (3, 11)
+# Of a build from nothing on two cores.
+BUILD_TIME = "some minutes"
 # Profiles of cargo.
 FOR_TESTS, FOR_USERS = "dev", "release"
 
@@ -153,29 +156,57 @@ def _name_the_distribution(directory: Path, version: str) -> None:
 def _wheel(profile: str) -> Path:
     """Our wheel, built once from what is in the working tree; cargo rebuilds only what changed."""
     folder = CACHE / "wheel" / profile
-    stamp, wanted = folder / "made-from", _digest(*(ROOT / source for source in SOURCES))
-    wheels = list(folder.glob("kvlane-*.whl"))
-    if _says(stamp, wanted) and len(wheels) == 1:
-        return wheels[0]
+    wanted = sources_digest()
+    if profile == FOR_USERS and (made := _made_from(DIST, wanted)):
+        return made
+    if made := _made_from(folder, wanted):
+        return made
     folder.mkdir(parents=True, exist_ok=True)
-    for old in wheels:
+    for old in folder.glob("kvlane-*.whl"):
         old.unlink()
-    note(f"building the kvlane wheel ({profile})")
     if profile == FOR_TESTS:
+        note(f"building the kvlane wheel ({profile})")
         _pack_for_tests(folder)
     else:
+        _say_why_it_is_built()
         build_wheel(folder)
     (wheel,) = folder.glob("kvlane-*.whl")
-    stamp.write_text(wanted)
+    sign(folder, wanted)
     return wheel
 
 
+def _say_why_it_is_built() -> None:
+    others = sorted(DIST.glob("kvlane-*.whl"))
+    why = f"dist/{others[0].name} is of other sources" if others else "there is none in dist/"
+    note(f"building the kvlane wheel, since {why}: {BUILD_TIME}, once; cargo says how far it is")
+
+
+def sources_digest() -> str:
+    """Of what is in the working tree and goes into the wheel, or decides how it is built."""
+    return _digest(*(ROOT / source for source in SOURCES))
+
+
+def sign(folder: Path, digest: str) -> None:
+    """Keep beside the wheel in this folder which sources it was built from."""
+    (folder / "made-from").write_text(digest)
+
+
+def _made_from(folder: Path, digest: str) -> Path | None:
+    """The only wheel in this folder, if it was built from these sources."""
+    wheels = list(folder.glob("kvlane-*.whl"))
+    return wheels[0] if _says(folder / "made-from", digest) and len(wheels) == 1 else None
+
+
 def build_wheel(folder: Path, **variables: str) -> None:
-    """The wheel that users get, by setuptools and setuptools-rust."""
+    """The wheel that users get, by setuptools and setuptools-rust. Cargo's progress is shown."""
     # setuptools copies the package through build/lib and never removes what left the source.
     _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
-    pip = (BOOT / "bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
-    _run(*pip, "--wheel-dir", folder, ROOT, variables=variables)
+    # The hook that pip calls to build a wheel (PEP 517). pip itself would keep cargo's progress to itself.
+    hook = (
+        "import sys; from setuptools import build_meta; "
+        "build_meta.build_wheel(sys.argv[1], {'--global-option': ['--quiet']})"
+    )
+    _run(BOOT / "bin/python", "-W", "ignore", "-c", hook, folder, variables=variables)
 
 
 def _pack_for_tests(folder: Path) -> None:

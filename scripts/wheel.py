@@ -30,8 +30,11 @@ def main() -> None:
     if os.uname().machine != "x86_64":
         sys.exit(f"the wheel is built on x86_64 only; this is {os.uname().machine}")
     environment.fetch(["wheel"])
+    sources = environment.sources_digest()
     with tempfile.TemporaryDirectory() as folder:
-        environment.note(f"building the wheel for glibc {GLIBC}: two extensions and a program, optimised")
+        environment.note(
+            f"building the wheel for glibc {GLIBC}, two extensions and a program: {environment.BUILD_TIME}"
+        )
         environment.build_wheel(
             Path(folder),
             CARGO=str(ENVIRONMENT / "bin/cargo-zigbuild"),
@@ -42,7 +45,9 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         for old in out.glob("kvlane-*.whl"):
             old.unlink()
+        (out / "made-from").unlink(missing_ok=True)
         auditwheel("repair", "--plat", PLATFORM, "--only-plat", "--wheel-dir", str(out), str(built))
+        environment.sign(out, sources)
     (wheel,) = out.glob("kvlane-*.whl")
     auditwheel("show", str(wheel))
     size = wheel.stat().st_size

@@ -13,7 +13,6 @@ it.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -28,7 +27,8 @@ from typing import Any
 
 import model
 import pictures
-from systems import ENVIRONMENT, SYSTEMS, gpus, kvlane_address, plan, running, versions
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
 
 from kvlane.bench import report
 from kvlane.bench.drawing import save
@@ -68,19 +68,7 @@ def main() -> int:
         for mode in arguments.modes
         for system in _order(arguments.systems)
     ]
-    settings = {
-        key: value
-        for key, value in vars(arguments).items()
-        if not isinstance(value, Path)  # of no meaning elsewhere
-    }
-    result: dict[str, Any] = {
-        "benchmark": "gpu",
-        "date": datetime.date.today().isoformat(),
-        "host": _host(),
-        "versions": versions(),
-        "commit": arguments.commit or report.commit(),
-        "settings": settings,
-    }
+    result = head("gpu", arguments) | {"settings": public(arguments)}
     for number, (repeat, mode, system) in enumerate(series, 1):
         what = SYSTEMS[system].what if system != PAIR else "with kvlane and without a connector, in turns"
         report.say(f"[{number}/{len(series)}] {system}, {mode}: {what}")
@@ -150,7 +138,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="vLLM's KV cache, instead of a share")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds that one engine may take")
-    parser.add_argument("--commit", help="of the kvlane that is installed, where git does not know it")
+    add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
     parser.add_argument(
         "--draw", type=Path, metavar="GPU.JSON", help="measure nothing: table and pictures of this result"
@@ -344,11 +332,6 @@ def _table(figures: list[Figure]) -> str:
         for figure in figures
     ]
     return "\n".join(lines)
-
-
-def _host() -> dict[str, str]:
-    found = gpus()
-    return {"gpus": f"{len(found)} x {found[0]}" if found else "none"}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from pictures import MODES, NOTHING
+from pictures import MODES, NOTHING, gpus
 
 from kvlane.bench.drawing import Bar, Panel, Picture
 
@@ -28,10 +28,10 @@ def picture(result: dict[str, Any]) -> Picture:
         (f"PegaFlow {versions['pegaflow-llm-cu13']}", found["pegaflow"]["warm"], OTHERS),
         (f"kvlane {versions['kvlane']}", found["kvlane"]["warm"], KVLANE),
     )
-    gpus = result["host"]["gpus"].partition(",")[0]  # without the driver's version
+    gpu = gpus(result["host"]).partition(",")[0]  # without the driver's version
     return Picture(
         title=f"Time to first token (TTFT) of a prompt of {settings['tokens']:,} cached tokens",
-        about=f"{gpus}, the shape of {SHAPES[settings['shape']]} (random weights), vLLM {versions['vllm']}, "
+        about=f"{gpu}, the shape of {SHAPES[settings['shape']]} (random weights), vLLM {versions['vllm']}, "
         f"{MODES[mode]}, {result['date']}. One system after the other on one host, {settings['prompts']} prompts, "
         f"each loaded {settings['rounds']} times; bars: medians, thin lines: the fastest to the slowest prompt.",
         panels=(Panel("", tuple(_bar(*row) for row in rows)),),

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import json
 import os
@@ -37,7 +36,8 @@ from typing import Any
 
 import model
 from measure import POISON, Engine, start, summary
-from systems import ENVIRONMENT, SYSTEMS, kvlane_address, running, versions
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, running
 
 from kvlane.bench import report
 
@@ -277,13 +277,15 @@ def main() -> int:
         "--extra", default="{}", help="further keys of both engines' kv_connector_extra_config, JSON"
     )
     parser.add_argument("--out", type=Path, default=Path("out/direct"))
+    add_arguments(parser)
     settings = parser.parse_args()
     settings.new_tokens = 0
     if settings.gpus == 2 and settings.tensor_parallel > 1:
         parser.error("--gpus 2 gives each engine one; with --tensor-parallel they share all that there are")
+    result = head("direct hand-offs between engines on GPUs", settings)
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -308,12 +310,8 @@ def main() -> int:
             finally:
                 for each in engines:
                     each.shutdown()
-    public = {key: value for key, value in vars(settings).items() if key not in ("out", "scratch")}
-    result = {
-        "benchmark": "direct hand-offs between engines on GPUs",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": public,
+    result |= {
+        "settings": public(settings),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
         "found": found,
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import random
 import statistics
@@ -24,7 +23,8 @@ from typing import Any
 
 import model
 from measure import Engine, start, summary
-from systems import SYSTEMS, running, versions
+from provenance import add_arguments, head, public
+from systems import SYSTEMS, running
 from turns import in_turns
 
 from kvlane.bench import report
@@ -83,11 +83,13 @@ def main() -> int:
     parser.add_argument("--kv-cache-bytes", type=int, default=8_000_000_000, help="of each engine")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share that is free at each start")
     parser.add_argument("--out", type=Path, default=Path("out/hits"))
+    add_arguments(parser)
     settings = parser.parse_args()
+    result = head("gpu hits", settings)
     settings.tensor_parallel, settings.new_tokens = 1, 0
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     # Threads start them.
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder, settings.scratch = Path(scratch), scratch
@@ -109,12 +111,8 @@ def main() -> int:
                     found = differences(asyncio.run(measure(engines, settings)))
             finally:
                 list(pool.map(Engine.shutdown, engines.values()))
-    public = {key: value for key, value in vars(settings).items() if key not in ("out", "scratch")}
-    result = {
-        "benchmark": "gpu hits",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": public,
+    result |= {
+        "settings": public(settings),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
         "found": found,
     }

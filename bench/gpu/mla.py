@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import random
 import subprocess
@@ -27,7 +26,8 @@ from typing import Any
 
 import model
 from measure import Engine, start, summary
-from systems import SYSTEMS, kvlane_address, versions
+from provenance import add_arguments, head, public
+from systems import SYSTEMS, kvlane_address
 
 from kvlane.bench import report
 
@@ -114,7 +114,9 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=0.3)
     parser.add_argument("--http", default="127.0.0.1:9093", help="of the daemon")
     parser.add_argument("--out", type=Path, default=Path("out/mla"))
+    add_arguments(parser)
     settings = parser.parse_args()
+    result = head("gpu mla", settings)
     settings.shape, settings.new_tokens = "mla", 0
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -137,12 +139,8 @@ def main() -> int:
         for name, value in several["loaded_by_link_bytes"].items()
     }
     ratio = several["pool_used_bytes"] / one["pool_used_bytes"]
-    hidden = ("out", "scratch", "connector")
-    result = {
-        "benchmark": "gpu mla",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": {key: value for key, value in vars(settings).items() if key not in hidden},
+    result |= {
+        "settings": public(settings, ["connector"]),
         "machine": report.machine_facts(),
         "found": {str(ranks): parts for ranks, parts in found.items()},
         "pool_bytes_to_one_gpu": round(ratio, 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,17 @@ PARTS = {
 }
 
 
+def gpus(host: Mapping[str, Any]) -> str:
+    """The GPUs of a result's host, with their driver. Results before 2026-11-27 have the driver in a GPU's name, and
+    those of `compare.py` are one text."""
+    if isinstance(host["gpus"], str):
+        return host["gpus"]
+    counted = Counter(host["gpus"])
+    names = [name if count == 1 else f"{count} x {name}" for name, count in counted.items()]
+    driver = [f"driver {host['driver']}"] if host.get("driver") else []
+    return ", ".join([*names, *driver]) or "no GPU"
+
+
 def compared(result: Mapping[str, Any], mode: str) -> Picture:
     """TTFT of each system, of what `compare.py` wrote: computed, in GPU memory, from the cache outside, open loop.
 
@@ -51,7 +63,7 @@ def compared(result: Mapping[str, Any], mode: str) -> Picture:
     known = [f"{name} {versions[key]}" for key, name in VERSIONS.items() if key in versions]
     return Picture(
         f"Time to first token (TTFT), median, {MODES.get(mode, mode)}",
-        f"{_prompts(result)}{result['host']['gpus']}; {', '.join([*known, result['date']])}. Thin lines: from the "
+        f"{_prompts(result)}{gpus(result['host'])}; {', '.join([*known, result['date']])}. Thin lines: from the "
         "fastest prompt to the slowest; dots: medians of rounds.",
         tuple(panels),
         2,
@@ -103,8 +115,7 @@ def restarted(result: Mapping[str, Any]) -> Picture:
     )
     return Picture(
         f"Time to first token (TTFT) of {result['settings']['tokens']:,} tokens, through two kills",
-        f"{', '.join(result['host']['gpus']) or 'no GPU'}; {versions}, {result['date']}. Bars: medians; dots: single "
-        "prompts.",
+        f"{gpus(result['host'])}; {versions}, {result['date']}. Bars: medians; dots: single prompts.",
         panels,
     )
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import os
 import random
@@ -43,7 +42,8 @@ import model
 import pictures
 from compare import ENVIRONMENT, HERE, MODES
 from measure import POISON, Engine, summary
-from systems import START_PATIENCE_S, SYSTEMS, gpus, kvlane_address, versions
+from provenance import add_arguments, head, public
+from systems import START_PATIENCE_S, SYSTEMS, kvlane_address
 
 from kvlane._core import Tool
 from kvlane.bench import report
@@ -336,7 +336,7 @@ def publish(result: dict[str, Any], folder: Path) -> int:
         values = " | ".join(f"{run['summary'][name]['p50']:.1f}" for name in TIMES)
         lines.append(f"| {mode} | {values} | {', '.join(wrong) + ' FAILED' if wrong else 'hold'} |")
     versions_line = ", ".join(f"{name} {number}" for name, number in sorted(result["versions"].items()))
-    note = f"{versions_line}; {', '.join(result['host']['gpus']) or 'no GPU'}; {result['date']}"
+    note = f"{versions_line}; {pictures.gpus(result['host'])}; {result['date']}"
     (folder / "restart.md").write_text("\n".join([*lines, "", note, ""]))
     print("\n".join([*lines, "", note, *failed]))
     try:
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument(
         "--patience", type=float, default=300.0, help="seconds that an engine may say nothing"
     )
-    parser.add_argument("--commit", help="of the kvlane that is installed, where git does not know it")
+    add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("out/restart"))
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)  # be an engine; the pipe's descriptor
     settings = parser.parse_args()
@@ -376,13 +376,8 @@ def main() -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     settings.out.mkdir(parents=True, exist_ok=True)
     settings.new_tokens = LONG_ANSWER
-    result: dict[str, Any] = {
-        "benchmark": "gpu restart",
-        "date": datetime.date.today().isoformat(),
-        "commit": settings.commit or report.commit(),
-        "versions": versions(),
-        "settings": {name: value for name, value in vars(settings).items() if name not in ("out", "engine")},
-        "host": {"gpus": gpus(), "cpus": os.cpu_count()},
+    result = head("gpu restart", settings) | {
+        "settings": public(settings, ["engine"]),
         "runs": {},
         "failures": [],
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import random
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 
 import model
 from measure import Engine, start
-from systems import SYSTEMS, running, versions
+from provenance import add_arguments, head, public
+from systems import SYSTEMS, running
 
 from kvlane.bench import report
 
@@ -49,7 +49,9 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=0.5)
     parser.add_argument("--kv-cache-bytes", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/starts"))
+    add_arguments(parser)
     settings = parser.parse_args()
+    result = head("gpu starts", settings)
     settings.new_tokens = 2_000
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -90,12 +92,8 @@ def main() -> int:
             for counts in [False] + [True] * settings.rounds:
                 for kind in KINDS:
                     asyncio.run(one(kind, counts))
-    public = {key: value for key, value in vars(settings).items() if key not in ("out", "scratch")}
-    result = {
-        "benchmark": "gpu starts",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": public,
+    result |= {
+        "settings": public(settings),
         "machine": report.machine_facts(),
         "found": {"daemon_s": pinned, "first_s": first, "ready_s": ready, "ttft_ms_after_start": ttft},
     }

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import json
 import os
@@ -33,7 +32,8 @@ from typing import Any
 import model
 import numpy
 from measure import Engine, start
-from systems import ENVIRONMENT, versions
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT
 
 from kvlane.bench import report
 
@@ -190,11 +190,13 @@ def main() -> int:
     parser.add_argument("--kv-cache-bytes", type=int, default=45_000_000_000)
     parser.add_argument("--gpu-memory", type=float, default=0.9)
     parser.add_argument("--out", type=Path, default=Path("out/steps"))
+    add_arguments(parser)
     settings = parser.parse_args()
+    result = head("times of an engine's steps", settings)
     settings.new_tokens, settings.connector = 0, ""
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, report.CpuWatch() as watch:
         settings.scratch = scratch
@@ -203,14 +205,8 @@ def main() -> int:
             found = asyncio.run(measure(engine, settings))
         finally:
             engine.shutdown()
-    public = {
-        key: value for key, value in vars(settings).items() if key not in ("out", "scratch", "connector")
-    }
-    result = {
-        "benchmark": "times of an engine's steps",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": public,
+    result |= {
+        "settings": public(settings, ["connector"]),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
         "found": found,
     }

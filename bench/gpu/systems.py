@@ -198,15 +198,6 @@ def running(system: System, size: int, folder: Path, log: Path) -> Iterator[None
             server.wait()
 
 
-def gpus() -> list[str]:
-    """Name and driver of each GPU."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
-
-
 def plan(names: Iterable[str], size: int, folder: Path) -> str:
     """What `--dry-run` prints: of each system the server's command line and vLLM's flag, as they would be used."""
     lines = []

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import os
 import random
 import sys
@@ -34,7 +33,8 @@ from typing import Any
 import model
 from measure import Engine, loaded_bytes, start, summary
 from pair import decode, second_client
-from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running, versions
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
 
 from kvlane.bench import report
 
@@ -162,18 +162,19 @@ def main() -> int:
     parser.add_argument("--kv-cache-bytes", type=int, default=13_000_000_000, help="of each engine")
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share that is free at each start")
     parser.add_argument("--one-after-the-other", action="store_true", help="start the engines so")
-    parser.add_argument("--commit")
+    add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
     parser.add_argument("--out", type=Path, default=Path("out/turns"))
     settings = parser.parse_args()
     if settings.dry_run:
         print(plan(settings.systems, settings.cache_bytes, settings.out))
         return 0
+    result = head("gpu turns", settings)
     settings.tensor_parallel = 1
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
     # Threads start them.
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as servers:
         folder = Path(scratch)
@@ -203,12 +204,8 @@ def main() -> int:
         finally:
             with ThreadPoolExecutor(len(engines)) as pool:
                 list(pool.map(Engine.shutdown, engines.values()))
-    public = {key: value for key, value in vars(settings).items() if key not in ("out", "scratch", "address")}
-    result = {
-        "benchmark": "gpu turns",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "settings": public,
+    result |= {
+        "settings": public(settings, ["address"]),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
         "found": found,
     }

@@ -20,7 +20,7 @@ HEAD_DIM = 32
 INTERMEDIATE = 512
 
 
-def build_tiny_model(path: Path, sliding_window: int | None = None) -> Path:
+def build_tiny_model(path: Path, sliding_window: int | None = None, layers: int = LAYERS) -> Path:
     """A Llama-shaped model; with a window, one whose every second layer sees only that many tokens."""
     path.mkdir(parents=True, exist_ok=True)
     config: dict[str, object] = {
@@ -28,7 +28,7 @@ def build_tiny_model(path: Path, sliding_window: int | None = None) -> Path:
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -46,16 +46,16 @@ def build_tiny_model(path: Path, sliding_window: int | None = None) -> Path:
         config |= {
             "sliding_window": sliding_window,
             "layer_types": [
-                "sliding_attention" if layer % 2 else "full_attention" for layer in range(LAYERS)
+                "sliding_attention" if layer % 2 else "full_attention" for layer in range(layers)
             ],
         }
     (path / "config.json").write_text(json.dumps(config))
     _write_tokenizer(path)
-    save_file(_weights(), str(path / "model.safetensors"))
+    save_file(_weights(layers), str(path / "model.safetensors"))
     return path
 
 
-def _weights() -> dict[str, torch.Tensor]:
+def _weights(layers: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _weights() -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": normal(VOCABULARY, HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         at = f"model.layers.{layer}."
         weights[at + "input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[at + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)

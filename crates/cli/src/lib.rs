@@ -6,6 +6,7 @@ mod doctor;
 mod errors;
 mod logging;
 mod namespaces;
+mod open_files;
 mod python;
 mod reference;
 mod replay;

@@ -28,21 +28,23 @@ use kvlane_router::{
     schedule::{Policy, Scheduler, Settings},
     webhook::Webhook,
 };
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, getrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     balance_table::BalanceTable,
     errors,
     logging::{self, LogFormat},
+    open_files::{self, Needs},
     route_knowledge::{KnowledgeArgs, knowledge},
     size::Size,
 };
 
-/// Descriptors of a request: its client's connection, and that to a node.
-const DESCRIPTORS_A_REQUEST: u64 = 2;
-/// And those of the program itself.
-const DESCRIPTORS_BESIDES: u64 = 100;
+/// Clients' connections at a time, where nobody says another number.
+const CONNECTIONS: u32 = 10_000;
+/// A request takes its client's connection, and that to a node.
+const CLIENTS: Needs =
+    Needs { flag: "--max-connections", whom: "clients", each: 2, besides: 100, usual: 500 };
 
 /// Runs a router, or tells a running one what to do.
 #[derive(Debug, Args)]
@@ -164,9 +166,9 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 
-    /// Clients' connections at a time; further ones wait
-    #[arg(long, env = "KVLANE_ROUTE_MAX_CONNECTIONS", value_name = "N", default_value_t = 10_000)]
-    max_connections: u32,
+    /// Clients' connections at a time; further ones wait [default: 10000, or as many as the limit of open files allows]
+    #[arg(long, env = "KVLANE_ROUTE_MAX_CONNECTIONS", value_name = "N")]
+    max_connections: Option<u32>,
 
     /// Longest body of a request
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODY", value_name = "SIZE", default_value = "64mb")]
@@ -248,7 +250,12 @@ fn route(args: RouteArgs) -> Result<()> {
     let is_closed = names.is_empty() && args.ping.is_none();
     let knowledge = knowledge(&args.knowledge, nodes.iter().map(|node| &node.address), is_closed)?;
     logging::start(filter, args.log_format);
-    raise_descriptor_limit(args.max_connections);
+    if let Some(clients) = open_files::raise_limit(&CLIENTS, args.max_connections.map(u64::from))
+        && args.max_connections.is_none()
+    {
+        // Further clients wait, so that requests under way still reach their engines.
+        settings.connections_max = settings.connections_max.min(clients.max(1) as usize);
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (mut term, mut interrupt) = {
         let _inside = runtime.enter();
@@ -342,7 +349,7 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         .transpose()?;
     Ok(ProxySettings {
         threads: args.threads.map_or_else(|| threads_of(cores()), usize::from),
-        connections_max: args.max_connections.max(1) as usize,
+        connections_max: args.max_connections.unwrap_or(CONNECTIONS).max(1) as usize,
         body_bytes_max: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         bodies_bytes_max: usize::try_from(args.max_bodies.0).unwrap_or(usize::MAX),
         names: keys.is_empty().then(|| Names {
@@ -381,25 +388,6 @@ fn keys(file: &Path) -> Result<Vec<String>> {
 fn random() -> Result<u64> {
     let bytes = kvlane_memory::random().context("the kernel gives no random bytes")?;
     Ok(u64::from_le_bytes(bytes))
-}
-
-/// Each client takes a descriptor, and so does each engine's answer.
-fn raise_descriptor_limit(connections: u32) {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
-    }
-    let wanted = u64::from(connections) * DESCRIPTORS_A_REQUEST + DESCRIPTORS_BESIDES;
-    if let Some(files) = getrlimit(Resource::Nofile).current
-        && wanted > files
-    {
-        tracing::warn!(
-            "--max-connections {connections}: this process may open {files} files, which is enough for about {} clients; \
-             raise that limit (ulimit -n, LimitNOFILE= of systemd)",
-            files.saturating_sub(DESCRIPTORS_BESIDES) / DESCRIPTORS_A_REQUEST
-        );
-    }
 }
 
 #[cfg(test)]

@@ -10,19 +10,19 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kvlane_gpu::Drivers;
 use kvlane_memory::ArenaError;
 use kvlane_server::{Daemon, StartError};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     errors,
     logging::{self, LogFormat},
+    open_files::{self, Needs},
     serve_options::{Resolved, ServeArgs},
     service,
     size::Size,
 };
 
-/// Descriptors of a session, about.
-const DESCRIPTORS_A_SESSION: u64 = 6;
+/// A session takes about six descriptors, and the usual limit of 1024 is there for programs that use `select`.
+const SESSIONS: Needs = Needs { flag: "--max-sessions", whom: "sessions", each: 6, besides: 0, usual: 100 };
 
 /// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
 pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
@@ -49,7 +49,10 @@ fn serve(options: &Resolved) -> Result<()> {
     for warning in &options.warnings {
         tracing::warn!("{warning}");
     }
-    raise_descriptor_limit(options);
+    open_files::raise_limit(
+        &SESSIONS,
+        options.sessions_were_asked.then_some(options.serve.sessions_max as u64),
+    );
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
     let (mut term, mut interrupt, mut hangup) = {
@@ -102,26 +105,6 @@ fn explain(error: StartError, options: &Resolved) -> anyhow::Error {
             anyhow!("--ssd {}: {error}", typed.join(", "))
         }
         other => other.into(),
-    }
-}
-
-/// A session takes about six descriptors, and the usual limit of 1024 is there for programs that use `select`.
-fn raise_descriptor_limit(options: &Resolved) {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
-    }
-    let sessions = options.serve.sessions_max;
-    if let Some(files) = getrlimit(Resource::Nofile).current
-        && options.sessions_were_asked
-        && (sessions as u64).saturating_mul(DESCRIPTORS_A_SESSION) > files
-    {
-        tracing::warn!(
-            "--max-sessions {sessions}: this process may open {files} files, which is enough for about {} sessions; raise \
-             that limit (ulimit -n, LimitNOFILE= of systemd)",
-            files / DESCRIPTORS_A_SESSION
-        );
     }
 }
 

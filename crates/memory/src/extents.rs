@@ -128,23 +128,23 @@ impl ExtentAllocator {
         }
     }
 
-    /// Takes an extent and returns its first page; None if no run of slabs has room. A node that is named is tried
-    /// first, otherwise the emptiest one is; the others follow.
+    /// Takes an extent and returns its first page; None if no run of slabs has room. It tries the node with the most free
+    /// memory first, so that all nodes fill alike, then the others.
     ///
     /// # Panics
-    /// If `bytes` is 0 or there is no such node.
-    pub fn alloc(&mut self, bytes: u64, node: Option<usize>) -> Option<PoolPage> {
+    /// If `bytes` is 0.
+    pub fn alloc(&mut self, bytes: u64) -> Option<PoolPage> {
         let pages = pages_of(bytes)?;
-        let order = self.node_order(node);
+        let order = self.node_order();
         let (snug, least) = (self.snug_run(pages), pages.div_ceil(self.slab_pages));
         let (head, node) = order
-            .iter()
-            .find_map(|&node| {
+            .clone()
+            .find_map(|node| {
                 let head = self.run_with_room(pages, node).or_else(|| self.open_run(pages, snug, node))?;
                 Some((head, node))
             })
             // Rather waste the end of a run than memory that lies free.
-            .or_else(|| order.iter().find_map(|&node| Some((self.open_run(pages, least, node)?, node))))?;
+            .or_else(|| order.clone().find_map(|node| Some((self.open_run(pages, least, node)?, node))))?;
         Some(PoolPage(self.take(head, node)))
     }
 
@@ -241,16 +241,10 @@ impl ExtentAllocator {
         windows
     }
 
-    fn node_order(&self, preferred: Option<usize>) -> Vec<usize> {
+    fn node_order(&self) -> impl Iterator<Item = usize> + Clone + use<> {
         let count = self.nodes.len();
-        let first = match preferred {
-            Some(node) => {
-                assert!(node < count, "node {node} of {count}");
-                node
-            }
-            None => (0..count).max_by_key(|node| self.nodes[*node].free_pages).unwrap_or(0),
-        };
-        (first..count).chain(0..first.min(count)).collect()
+        let emptiest = (0..count).max_by_key(|node| self.nodes[*node].free_pages).unwrap_or(0);
+        (emptiest..count).chain(0..emptiest)
     }
 
     /// Slabs of the shortest run that wastes at most a sixteenth of itself.

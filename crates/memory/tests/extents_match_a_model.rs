@@ -11,7 +11,6 @@ use proptest::prelude::*;
 enum Step {
     Alloc {
         bytes: u64,
-        node: Option<usize>,
     },
     /// The n-th live extent, modulo their number.
     Free(usize),
@@ -30,7 +29,7 @@ fn bytes() -> impl Strategy<Value = u64> {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        5 => (bytes(), prop::option::of(0usize..2)).prop_map(|(bytes, node)| Step::Alloc { bytes, node }),
+        5 => bytes().prop_map(|bytes| Step::Alloc { bytes }),
         3 => any::<usize>().prop_map(Step::Free),
         1 => bytes().prop_map(|bytes| Step::MakeRoom { bytes }),
     ]
@@ -53,8 +52,8 @@ impl Model {
         Model { allocator: ExtentAllocator::new(total, &nodes), nodes, live: BTreeMap::new(), used: 0 }
     }
 
-    fn alloc(&mut self, bytes: u64, node: Option<usize>) -> bool {
-        let Some(PoolPage(page)) = self.allocator.alloc(bytes, node) else { return false };
+    fn alloc(&mut self, bytes: u64) -> bool {
+        let Some(PoolPage(page)) = self.allocator.alloc(bytes) else { return false };
         let end = page + pages(bytes);
         assert!(
             self.nodes.iter().any(|node| node.start <= page && end <= node.end),
@@ -89,7 +88,7 @@ impl Model {
 }
 
 fn fill(model: &mut Model, bytes: u64) -> usize {
-    std::iter::from_fn(|| model.alloc(bytes, None).then_some(())).count()
+    std::iter::from_fn(|| model.alloc(bytes).then_some(())).count()
 }
 
 proptest! {
@@ -107,8 +106,8 @@ proptest! {
         let mut model = Model::new(total, nodes.clone());
         for step in steps {
             match step {
-                Step::Alloc { bytes, node } => {
-                    model.alloc(bytes, node);
+                Step::Alloc { bytes } => {
+                    model.alloc(bytes);
                 }
                 Step::Free(n) => {
                     if let Some(page) = model.live.keys().nth(n % model.live.len().max(1)).copied() {
@@ -124,10 +123,10 @@ proptest! {
                     match cheapest {
                         Some(range) => {
                             model.free_inside(&range);
-                            prop_assert!(model.alloc(bytes, None), "{:?} was emptied for {} bytes", range, bytes);
+                            prop_assert!(model.alloc(bytes), "{:?} was emptied for {} bytes", range, bytes);
                         }
                         // Only what fits no empty pool has no slabs to empty.
-                        None => prop_assert!(ExtentAllocator::new(total, &nodes).alloc(bytes, None).is_none()),
+                        None => prop_assert!(ExtentAllocator::new(total, &nodes).alloc(bytes).is_none()),
                     }
                 }
             }
@@ -152,39 +151,41 @@ fn a_pool_of_16_mib_is_nearly_all_usable_at_any_size() {
 #[test]
 fn extents_that_follow_each_other_are_neighbours() {
     let mut allocator = ExtentAllocator::new(1 << 20, &[0..1 << 20]);
-    let pages: Vec<PoolPage> = (0..1000).map(|_| allocator.alloc(2 << 20, None).unwrap()).collect();
+    let pages: Vec<PoolPage> = (0..1000).map(|_| allocator.alloc(2 << 20).unwrap()).collect();
     assert!(pages.windows(2).all(|pair| pair[1].0 == pair[0].0 + 512));
 }
 
 #[test]
-fn a_node_is_preferred_and_not_insisted_on() {
-    let mut allocator = ExtentAllocator::new(8192, &[0..4096, 4096..8192]);
-    let half = 4096 / 512;
-    let on_second = |page: PoolPage| page >= PoolPage(4096);
-    let first: Vec<PoolPage> = (0..half).map(|_| allocator.alloc(2 << 20, Some(1)).unwrap()).collect();
-    assert!(first.iter().all(|page| on_second(*page)));
-    assert!(!on_second(allocator.alloc(2 << 20, Some(1)).unwrap()), "the other node has room");
-    allocator.free(first[0], 2 << 20);
-    // Without a wish the emptiest node is taken: the first one still has seven extents free.
-    assert!(!on_second(allocator.alloc(2 << 20, None).unwrap()));
+fn nodes_fill_alike_and_a_full_one_sends_its_extents_to_the_other() {
+    let mut allocator = ExtentAllocator::new(8192, &[0..6144, 6144..8192]);
+    let on_second = |page: &PoolPage| *page >= PoolPage(6144);
+    let extents: Vec<PoolPage> = (0..16).map(|_| allocator.alloc(2 << 20).unwrap()).collect();
+    assert_eq!(allocator.alloc(2 << 20), None, "both are full");
+    // The first node has room for twelve extents, the second for four: the last eight alternate.
+    let second: Vec<usize> = (0..16).filter(|&n| on_second(&extents[n])).collect();
+    assert_eq!(second.len(), 4);
+    assert!(second.iter().all(|&n| n >= 8), "{second:?}");
+    let freed = extents.iter().find(|page| on_second(page)).unwrap();
+    allocator.free(*freed, 2 << 20);
+    assert_eq!(allocator.alloc(2 << 20), Some(*freed));
 }
 
 #[test]
 fn too_large_is_none() {
     let mut allocator = ExtentAllocator::new(4096, &[0..4096]);
-    assert_eq!(allocator.alloc((16 << 20) + 1, None), None);
+    assert_eq!(allocator.alloc((16 << 20) + 1), None);
     assert_eq!(allocator.cheapest_slab((16 << 20) + 1), None);
-    assert_eq!(allocator.alloc(u64::MAX, None), None);
-    assert_eq!(allocator.alloc(16 << 20, None), Some(PoolPage(0)));
-    assert_eq!(ExtentAllocator::new(0, &[]).alloc(1, None), None);
+    assert_eq!(allocator.alloc(u64::MAX), None);
+    assert_eq!(allocator.alloc(16 << 20), Some(PoolPage(0)));
+    assert_eq!(ExtentAllocator::new(0, &[]).alloc(1), None);
 }
 
 #[test]
 fn wrong_frees_are_caught() {
     let caught = |misuse: &dyn Fn(&mut ExtentAllocator, PoolPage)| {
         let mut allocator = ExtentAllocator::new(4096, &[0..4096]);
-        let page = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
-        let _neighbour = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
+        let page = allocator.alloc(3 * PAGE_BYTES).unwrap();
+        let _neighbour = allocator.alloc(3 * PAGE_BYTES).unwrap();
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| misuse(&mut allocator, page))).is_err()
     };
     assert!(!caught(&|allocator, page| allocator.free(page, 3 * PAGE_BYTES)));

@@ -43,7 +43,7 @@ impl Index {
         let mut victims = VICTIMS;
         while pages.len() < shards {
             let bytes = self.spaces[space].shard_bytes[pages.len()];
-            if let Some(page) = self.extents.alloc(bytes, None) {
+            if let Some(page) = self.extents.alloc(bytes) {
                 pages.push(page);
             } else if effort.may_evict && victims > 0 && self.evict_next() {
                 victims -= 1;

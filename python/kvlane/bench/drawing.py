@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlane.bench.extra import install, missing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -281,6 +283,8 @@ def from_stdin(
 ) -> int:
     """Draws the report that comes in by stdin, as JSON, into the PNG that the arguments name."""
     (path,) = arguments
+    if lacks := missing(("matplotlib",)):
+        sys.exit(f"a picture needs matplotlib: {install(lacks)}")
     report = json.load(sys.stdin)
     write(picture(report), facts(report), Path(path))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 NAMES = ("aiohttp", "matplotlib", "numpy", "tqdm")
@@ -36,12 +37,22 @@ else:
         return bar(*arguments, **named)
 
 
+def missing(names: Sequence[str]) -> list[str]:
+    """Those of these packages that this Python does not have."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def install(names: Sequence[str]) -> str:
+    """The command that installs these packages beside this Python; uv's, where there is no pip."""
+    if importlib.util.find_spec("pip") is None:
+        return f"uv pip install --python {sys.executable} {' '.join(names)}"
+    return f"{sys.executable} -m pip install {' '.join(names)}"
+
+
 def lacks() -> str | None:
     """What of the packages is missing beside this Python and how to get it, in a sentence; None if they are there."""
-    missing = [name for name in NAMES if importlib.util.find_spec(name) is None]
-    if not missing:
-        return None
-    return f"kvlane bench needs {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"
+    names = missing(NAMES)
+    return f"kvlane bench needs {', '.join(names)}: {install(names)}" if names else None
 
 
-__all__ = ["NAMES", "aiohttp", "lacks", "numpy", "tqdm"]
+__all__ = ["NAMES", "aiohttp", "install", "lacks", "missing", "numpy", "tqdm"]

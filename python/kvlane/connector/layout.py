@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvlane.connector.axes import KERNEL_BLOCKS, NO_FACTS, LayerFacts, Sized, dimensions
 from kvlane.connector.groups import Unsupported
+from kvlane.connector.packing import backend_name
 from kvlane.connector.shard_layout import LayerLayout, ShardLayout
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class LayerHint:
     block_strides: tuple[int, ...] = ()
     """Bytes from one block to the next, the surest first."""
     backend: str = ""
-    """Name of the attention backend: two may order the bytes of one shape differently."""
+    """Name of the attention backend and of its packing: two may order the bytes of one shape differently."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, LayerHint]:
-    """What vLLM's configuration knows about each layer of this worker."""
+    """What vLLM's configuration knows about each layer of this worker. Raises Unsupported."""
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     packed: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -260,11 +261,8 @@ def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
             strides = [packed.get(name, 0), all_pages, page, page // 2]
             hints[name] = LayerHint(
                 block_strides=tuple(dict.fromkeys(stride for stride in strides if stride)),
-                backend=_backend_name(modules.get(name)),
+                backend=backend_name(
+                    getattr(modules.get(name), "attn_backend", None), vllm_config, inner.get(name, spec)
+                ),
             )
     return hints
-
-
-def _backend_name(module: object) -> str:
-    backend = getattr(module, "attn_backend", None)
-    return backend.get_name() if backend is not None else ""

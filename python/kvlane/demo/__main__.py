@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import pictures, report
+from kvlane.bench import extra, pictures, report
 from kvlane.bench.drawing import save
 from kvlane.bench.processes import beside_python
 from kvlane.demo.device import DEVICES, NoSuchDevice, Setup, choose, visible_gpus, vllm_here
@@ -20,8 +19,9 @@ from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
 
-# Of the extra `bench`, and of vLLM.
-_NEEDED = ("aiohttp", "matplotlib", "safetensors", "torch", "tqdm", "vllm")
+# What comes with vLLM, and what the demo draws with.
+_ENGINE = ("vllm", "torch", "safetensors")
+_DRAWING = ("matplotlib", "tqdm")
 
 
 def main() -> int:
@@ -50,11 +50,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.prompts < 2:
         sys.exit(f"--prompts must be at least 2, not {arguments.prompts}")
-    missing = missing_packages()
-    if missing:
-        sys.exit(
-            f"kvlane demo needs {', '.join(missing)} beside it; `make demo` makes an environment that has all"
-        )
+    if lacks := lacking():
+        sys.exit(lacks)
     gpus = [] if arguments.device == "cpu" else visible_gpus(beside_python("kvlane"))
     try:
         setup = choose(arguments.device, gpus, vllm_here())
@@ -93,7 +90,22 @@ def main() -> int:
 
 def missing_packages() -> list[str]:
     """What the demo needs and this Python does not have."""
-    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    return extra.missing((*_ENGINE, *_DRAWING))
+
+
+def lacking() -> str | None:
+    """What is missing beside this Python and how to get it, in a sentence; None if nothing is."""
+    names = missing_packages()
+    if not names:
+        return None
+    told = f"kvlane demo needs {', '.join(names)} beside {sys.executable}"
+    if any(name in names for name in _ENGINE):
+        # How to install vLLM depends on the device.
+        return (
+            f"{told}: start it with the Python of an environment that has vLLM 0.24 to 0.33, and install "
+            f"kvlane's wheel and {' and '.join(_DRAWING)} there; in a checkout, `make demo` makes one"
+        )
+    return f"{told}: {extra.install(names)}"
 
 
 def _cache() -> Path:

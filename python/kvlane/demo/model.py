@@ -10,11 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvlane.bench import extra
+
 WEIGHT_STD = 0.1
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+# Words are apart by spaces, so a message costs two tokens beside its own. Random weights know no roles.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<s> ' + message['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
 
     The directory appears as a whole or not at all, so an interrupted build leaves nothing half written.
     """
-    recipe = json.dumps({"shape": asdict(shape), "seed": seed, "format": 2}, sort_keys=True)
+    recipe = json.dumps({"shape": asdict(shape), "seed": seed, "format": 3}, sort_keys=True)
     stamp = directory / "recipe.json"
     if stamp.is_file() and stamp.read_text() == recipe:
         return directory
@@ -140,6 +148,7 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "<pad>",
+        "chat_template": _CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -184,6 +193,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the shape's own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if lacks := extra.missing(("torch", "safetensors")):
+        sys.exit(
+            f"kvlane.demo.model needs {' and '.join(lacks)}, which come with vLLM, beside {sys.executable}: start it "
+            "with the Python of an environment that has vLLM 0.24 to 0.33"
+        )
     shape = SHAPES[arguments.shape]
     if arguments.dtype:
         shape = ModelShape(**{**asdict(shape), "dtype": arguments.dtype})

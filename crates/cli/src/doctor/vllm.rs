@@ -28,7 +28,7 @@ def version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-names = ("vllm", "torch", "kvlane")
+names = ("vllm", "torch", "kvlane", "pip")
 versions = {name: version(name) for name in names}
 print(json.dumps({"python": platform.python_version(), "executable": sys.executable, **versions}))
 "#;
@@ -41,6 +41,7 @@ pub(crate) struct Packages {
     vllm: Option<String>,
     torch: Option<String>,
     kvlane: Option<String>,
+    pip: Option<String>,
 }
 
 /// Asks the interpreter that `kvlane bench` would use.
@@ -91,7 +92,7 @@ pub(crate) fn judge(packages: &Result<Packages, String>) -> Finding {
                 .advice("engines may have an environment of their own: install kvlane there too");
         }
     };
-    let Packages { python, executable, vllm, torch, kvlane } = packages;
+    let Packages { python, executable, vllm, torch, kvlane, pip } = packages;
     let one = |name: &str, version: &Option<String>| match version {
         Some(version) => format!("{name} {version}"),
         None => format!("no {name}"),
@@ -117,7 +118,12 @@ pub(crate) fn judge(packages: &Result<Packages, String>) -> Finding {
     match kvlane.as_deref() {
         None => Finding::note("vllm", found)
             .means("vLLM does not find the connector here")
-            .advice(format!("install kvlane's wheel there: `{executable} -m pip install kvlane-*.whl`")),
+            .advice(match pip {
+                Some(_) => format!("install kvlane's wheel there: `{executable} -m pip install kvlane-*.whl`"),
+                None => format!(
+                    "install kvlane's wheel there: `uv pip install --python {executable} kvlane-*.whl` (it has no pip)"
+                ),
+            }),
         Some(other) if other != env!("CARGO_PKG_VERSION") => Finding::note("vllm", found)
             .means(format!(
                 "the connector here is of another version than this binary, {}",
@@ -155,6 +161,7 @@ mod tests {
             executable: "/x/python3".into(),
             vllm,
             kvlane,
+            pip: Some("25.0".into()),
             ..Default::default()
         })
     }
@@ -186,6 +193,13 @@ mod tests {
             assert_eq!(found.verdict, Verdict::Note, "{found:?}");
             assert!(found.advice.contains(wanted), "{found:?}");
         }
+    }
+
+    #[test]
+    fn an_environment_without_pip_is_not_told_to_use_it() {
+        let no_pip = Packages { pip: None, ..packages(Some("0.32.0"), None).unwrap() };
+        let found = judge(&Ok(no_pip));
+        assert!(found.advice.contains("`uv pip install --python /x/python3 kvlane-*.whl`"), "{found:?}");
     }
 
     fn interpreter(folder: &tempfile::TempDir, script: &str) -> PathBuf {

@@ -38,13 +38,10 @@ pub(super) fn draw(path: &Path, report: &Value, module: &str) -> Result<()> {
     let told = String::from_utf8_lossy(&output.stderr);
     let reason = told.trim().lines().next_back().unwrap_or("no reason given").to_owned();
     if reason.contains("No module named 'kvlane") {
-        let python = interpreter.display();
         bail!(
-            "{python} has no package kvlane: put the one that has it first on PATH, or install kvlane[bench] into it"
+            "{} has no package kvlane: put a Python that has it first on PATH, or install kvlane's wheel there",
+            interpreter.display()
         );
-    }
-    if reason.contains("No module named") {
-        bail!("{reason}; {} -m pip install matplotlib", interpreter.display());
     }
     bail!("{}: {reason}", path.display())
 }

@@ -1,0 +1,51 @@
+"""How an attention backend packs keys and values inside a block, where the tensor's dimensions do not say.
+
+vLLM's backend for CPUs chooses a packing (amx, vec, neon, ..) by the processor, the data type and the sizes. All
+packings have one shape and one backend name, so a block of another packing would be read as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import TYPE_CHECKING
+
+from kvlane.connector.groups import Unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+_CHOICE = "_get_attn_isa"
+"""The function beside the backend by which vLLM chooses."""
+_PACKS = "CPU_ATTN"
+"""The backend that packs in every version of vLLM that has it."""
+
+
+def backend_name(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
+    """The name of a layer's attention backend, with its packing where it has several, as `CPU_ATTN/amx`; "" without a
+    backend. Raises Unsupported if the backend packs and vLLM does not tell how."""
+    if backend is None:
+        return ""
+    name = str(backend.get_name())  # pyright: ignore[reportAttributeAccessIssue]
+    modules = (sys.modules.get(kind.__module__) for kind in getattr(backend, "__mro__", ()))
+    choose = next((found for each in modules if (found := getattr(each, _CHOICE, None))), None)
+    if choose is None:
+        if name == _PACKS:
+            raise Unsupported(
+                f"this vLLM does not tell how its attention backend {name} packs keys and values"
+            )
+        return name
+    decides = {
+        "dtype": vllm_config.model_config.dtype,
+        "block_size": getattr(spec, "block_size", None),
+        "head_size": getattr(spec, "head_size", None),
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+    }
+    asked = inspect.signature(choose).parameters
+    if not asked.keys() <= decides.keys():
+        raise Unsupported(
+            f"this vLLM chooses how its attention backend {name} packs keys and values by {', '.join(asked)}, not all "
+            "of which kvlane knows"
+        )
+    return f"{name}/{choose(**{each: decides[each] for each in asked})}"
