@@ -201,6 +201,18 @@ impl SchedulerAgent {
         true
     }
 
+    /// Waits until a landing ends, of all that have since the last call. False: none in this time.
+    pub fn wait_for_end(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.state.lock();
+        while !state.landings.take_has_ended() {
+            if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
+                return state.landings.take_has_ended();
+            }
+        }
+        true
+    }
+
     /// Waits until a hand-off is over. False: not in this time.
     pub fn wait_over(&self, id: HandoffId, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;

@@ -215,6 +215,7 @@ impl PyHandoffScheduler {
         Ok(self.agent()?.take_free_legs().into_iter().map(|id| id.0.to_vec()).collect())
     }
 
+    #[allow(clippy::too_many_arguments, reason = "arguments for Python")]
     fn begin_landing(
         &self,
         id: &[u8],
@@ -223,6 +224,7 @@ impl PyHandoffScheduler {
         first_block: u32,
         end_block: u32,
         patience_ms: f64,
+        budget_ms: f64,
     ) -> PyResult<bool> {
         let wanted = Wanted {
             address: resolve(address)?,
@@ -230,6 +232,7 @@ impl PyHandoffScheduler {
             first_block,
             end_block,
             patience: milliseconds(patience_ms)?,
+            budget: milliseconds(budget_ms)?,
         };
         Ok(self.agent()?.begin_landing(handoff_id(id)?, wanted))
     }
@@ -271,6 +274,11 @@ impl PyHandoffScheduler {
     fn wait_over(&self, py: Python<'_>, id: &[u8], timeout_ms: f64) -> PyResult<bool> {
         let (agent, id, timeout) = (self.agent()?, handoff_id(id)?, milliseconds(timeout_ms)?);
         Ok(py.detach(|| agent.wait_over(id, timeout)))
+    }
+
+    fn wait_for_end(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let (agent, timeout) = (self.agent()?, milliseconds(timeout_ms)?);
+        Ok(py.detach(|| agent.wait_for_end(timeout)))
     }
 
     fn end_all(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
@@ -317,6 +325,7 @@ fn word(outcome: &Outcome) -> &'static str {
         Outcome::Unheard => "unheard",
         Outcome::Stalled => "stalled",
         Outcome::TooLong => "too_long",
+        Outcome::OverBudget => "budget",
         Outcome::PeerLost => "peer_lost",
         Outcome::GivenUp => "given_up",
     }
