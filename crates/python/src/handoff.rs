@@ -1,8 +1,9 @@
 //! Both halves of direct hand-offs between engines: a rank's and a scheduler's.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
-use kvlane_fabric::{Access, Engine, EngineOptions, Transport};
+use kvlane_fabric::{Access, Engine, EngineOptions, Options, Transport};
 use kvlane_gpu::Gpu;
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LayerOrder, LegOptions, Outcome, RankAddress,
@@ -15,6 +16,9 @@ use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
 use crate::fabric::{PyTls, error, resolve, tls_of, transport_of};
 use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
+
+/// After so long without an answer a connection is given up.
+const POST_PATIENCE: Duration = Duration::from_secs(12);
 
 /// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
 type PyFilled = (Vec<u8>, u32, Vec<u32>, Option<Vec<u8>>);
@@ -307,8 +311,10 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
 
 fn engine(listen: &str, token: String, transport: Option<Transport>, tls: Option<PyTls>) -> PyResult<Engine> {
     let listen = vec![resolve(listen)?];
-    let options =
-        EngineOptions { listen, token, transport, tls: tls.map(tls_of), ..EngineOptions::default() };
+    // As patient as the fabric is with a peer that says nothing.
+    let transfers = Options { post_patience: POST_PATIENCE, ..Options::default() };
+    let tls = tls.map(tls_of);
+    let options = EngineOptions { listen, token, transport, tls, transfers, ..EngineOptions::default() };
     Engine::new(options).map_err(error)
 }
 

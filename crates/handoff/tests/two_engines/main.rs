@@ -8,6 +8,7 @@
 #[path = "../../../fabric/tests/certificates/mod.rs"]
 mod certificates;
 mod gpus;
+mod namespaces;
 mod tls;
 
 use std::net::SocketAddr;
