@@ -323,10 +323,19 @@ class HandoffScheduler:
         """Those that are over since the last call: their blocks may be used otherwise."""
 
     def begin_landing(
-        self, id: bytes, address: str, content: bytes, first_block: int, end_block: int, patience_ms: float, /
+        self,
+        id: bytes,
+        address: str,
+        content: bytes,
+        first_block: int,
+        end_block: int,
+        patience_ms: float,
+        budget_ms: float,
+        /,
     ) -> bool:
         """A prompt that the engine at `address` computes is to land here: its blocks from `first_block` on, `end_block`
-        is the first that is not wanted. False: too many are, or the id was used before. ValueError for what is no
+        is the first that is not wanted. It is given up after `patience_ms`, or after `budget_ms`, by when this engine
+        would have computed it. False: too many are, or the id was used before. ValueError for what is no
         address."""
 
     def give_room(self, id: bytes, blocks: list[int], /) -> None:
@@ -336,14 +345,18 @@ class HandoffScheduler:
         """Those that are not over, so that their blocks may be written."""
 
     def standing(self, id: bytes, /) -> tuple[str | None, str, int, list[tuple[int, bytes]]] | None:
-        """How it ended, None while it goes on: landed, refused, unreachable, unheard, stalled, too_long, peer_lost or
-        given_up; the same as a sentence; the block before which all have landed; and hashes, each with its block."""
+        """How it ended, None while it goes on: landed, refused, unreachable, unheard, stalled, too_long, budget,
+        peer_lost or given_up; the same as a sentence; the block before which all have landed; and hashes, each with its
+        block."""
 
     def give_landing_up(self, id: bytes, /) -> None:
         """It is over when `standing` says so."""
 
     def forget_landing(self, id: bytes, /) -> None:
         """One that is over. ValueError for another one."""
+
+    def wait_for_end(self, timeout_ms: float, /) -> bool:
+        """Waits until a landing ends, of all that have since the last call. False: none in this time."""
 
     def wait_over(self, id: bytes, timeout_ms: float, /) -> bool:
         """Waits until it is over."""

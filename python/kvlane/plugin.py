@@ -10,6 +10,9 @@ def register() -> None:
     """Register the connector; calling it again changes nothing."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from kvlane.connector import affinity
+
+    affinity.remember()
     name = "KVLaneConnector"
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, "kvlane.connector", name)

@@ -17,6 +17,7 @@ from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import Mergeable, StepJobs, merge_others
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared, WorkerKind, WorkerShared
+from kvlane.connector.no_daemon import NoScheduler
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -145,6 +146,7 @@ class Engine:
         adapters: Adapters | None = None,
         scheduler_kinds: Callable[[SchedulerShared], list[SchedulerKind]] = kinds.scheduler_kinds,
         worker_kinds: Callable[[WorkerShared], list[WorkerKind]] = kinds.worker_kinds,
+        has_daemon: bool = True,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -176,9 +178,10 @@ class Engine:
             can_load=True,
             can_save=True,
             emit_events=emit_events,
+            has_daemon=has_daemon,
         )
         self.scheduler = SchedulerSide(
-            core,
+            core if has_daemon else NoScheduler(),
             shape,
             Settings.parse(settings),
             self.failures,

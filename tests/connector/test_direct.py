@@ -14,6 +14,7 @@ from kvlane.connector.direct_request import Leg
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
 from kvlane.connector.known_weights import PATIENCE_SECONDS
+from kvlane.connector.prefill_rate import SECONDS_MIN
 from kvlane.testing import FakeCore
 
 OWN = "127.0.0.1:7200"
@@ -24,7 +25,6 @@ ID = Leg(NAME).id
 TOKENS = 82
 WHOLE = TOKENS // BLOCK
 ALL = WHOLE + 1
-WAIT_SECONDS = 60.0
 
 
 class LandingPool(Pool):
@@ -64,6 +64,8 @@ class Agent:
         self.given_up: list[bytes] = []
         self.free: list[bytes] = []
         self.landings: dict[bytes, tuple[int, int]] = {}
+        self.budgets: dict[bytes, float] = {}
+        self.waited: list[float] = []
         self.room: dict[bytes, list[int]] = {}
         self.standings: dict[bytes, Any] = {}
         self.ends_at_once = True
@@ -92,9 +94,17 @@ class Agent:
         return free
 
     def begin_landing(
-        self, landing: bytes, peer: str, content: bytes, first: int, end: int, patience: float
+        self,
+        landing: bytes,
+        peer: str,
+        content: bytes,
+        first: int,
+        end: int,
+        patience: float,
+        budget: float,
     ) -> bool:
         self.landings[landing] = (first, end)
+        self.budgets[landing] = budget / 1e3
         self.standings[landing] = (None, "", first, [])
         return True
 
@@ -120,6 +130,10 @@ class Agent:
 
     def wait_over(self, landing: bytes, timeout_ms: float) -> bool:
         return self.standings[landing][0] is not None
+
+    def wait_for_end(self, timeout_ms: float) -> bool:
+        self.waited.append(timeout_ms)
+        return False
 
     def end_all(self, timeout_ms: float) -> bool:
         for landing, standing in list(self.standings.items()):
@@ -603,7 +617,7 @@ def test_a_rank_that_does_not_answer_holds_its_blocks_and_not_the_request() -> N
     request = world.request()
     assert world.waits(request)
     world.step()
-    world.engine.now += WAIT_SECONDS + STUCK_SECONDS - 0.1
+    world.engine.now += SECONDS_MIN + STUCK_SECONDS - 0.1
     assert world.waits(request)
     world.engine.now += 0.2
     assert world.side.matched_tokens(request, 0) == (0, False)
@@ -643,7 +657,7 @@ def test_a_second_sample_of_a_prompt_waits_for_the_first_ones_hand_off(how: str)
     elif how == "the first is aborted":
         world.side.forget_request("first")
     else:
-        world.engine.now += WAIT_SECONDS + STUCK_SECONDS + 0.1
+        world.engine.now += SECONDS_MIN + STUCK_SECONDS + 0.1
     world.step()
     assert world.side.matched_tokens(second, 0) == (0, False)
     assert not world.land._with

@@ -252,7 +252,7 @@ def test_that_put_does_the_same_as_put_async_is_said_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     settings = Settings.parse({**ON, "send_type": send_type, "kv_buffer_size": 2000})
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
     config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None)
     direct = build_direct(config, caches([3000], num_blocks=3), [full_group()], [b"n"], settings)
     assert direct is not None and direct.landing_blocks(100) == 2

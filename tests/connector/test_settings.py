@@ -43,7 +43,10 @@ def test_a_key_of_another_connector_is_left_alone(key: str) -> None:
         ({"kvlane.lookup-wait-us": 3}, ["'kvlane.lookup-wait-us'", "did you mean 'kvlane.lookup_wait_us'?"]),
         ({"kvlane_address": "x"}, ["'kvlane_address'", "did you mean 'kvlane.address'?"]),
         ({"KVLane.Save": True}, ["'KVLane.Save'", "did you mean 'kvlane.save'?"]),
-        ({"kvlane.color": 1}, ["'kvlane.color'", "kvlane knows kvlane.address, kvlane.daemon_user"]),
+        (
+            {"kvlane.color": 1},
+            ["'kvlane.color'", "kvlane knows kvlane.address, kvlane.daemon, kvlane.daemon_user"],
+        ),
         ({"kvlane": {"address": "x"}}, ["'kvlane'", "kvlane knows kvlane.address"]),
         ({"address": "unix:/x"}, ["'address'", "write 'kvlane.address'"]),
         ({"lookup_timeout": 20}, ["'lookup_timeout'", "write 'kvlane.lookup_timeout_ms'"]),

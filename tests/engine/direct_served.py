@@ -22,11 +22,11 @@ class Pair:
 
 
 @contextmanager
-def served_pair(folder: Path) -> Iterator[Pair]:
+def served_pair(folder: Path, environment: dict[str, str] | None = None) -> Iterator[Pair]:
     """Both, once they answer."""
     handoff = f"127.0.0.1:{free_port()}"
     model = build_tiny_model(folder / "tiny")
-    nobody = {"kvlane.address": f"unix:{folder}/nobody.sock", "kvlane.direct": "on"}
+    nobody = {"kvlane.daemon": "off", "kvlane.direct": "on"}
     transfer = {
         "kv_connector": "KVLaneConnector",
         "kv_connector_module_path": "kvlane.connector",
@@ -35,7 +35,11 @@ def served_pair(folder: Path) -> Iterator[Pair]:
     extras = {"prefill": {**nobody, "kvlane.direct.listen": handoff}, "decode": nobody}
     engines = [
         ServedEngine(
-            model, "", folder / f"{name}.log", transfer={**transfer, "kv_connector_extra_config": extra}
+            model,
+            "",
+            folder / f"{name}.log",
+            transfer={**transfer, "kv_connector_extra_config": extra},
+            environment=environment,
         )
         for name, extra in extras.items()
     ]

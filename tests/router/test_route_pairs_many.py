@@ -203,18 +203,60 @@ def test_the_prefill_engine_may_die_when_its_leg_is_over(tmp_path: Path) -> None
         assert len(found.decodes[0].log()) == 1, "it was not begun anew"
 
 
-def test_while_a_decode_engine_waits_for_a_prefill_engine_that_dies_it_is_told(tmp_path: Path) -> None:
+def test_when_the_prefill_engine_dies_the_decode_engine_goes_on_and_its_answer_is_kept(
+    tmp_path: Path,
+) -> None:
+    """A decode engine computes what does not land. Its leg was cancelled, and the request ran again on another pair."""
     slow = ["--prefill-tokens-per-second", "50"]
-    with pairs(tmp_path, "direct", (2, 1), prefill=slow, decode=["--ttft-ms", "60000"]) as found:
-        client = connect(found.router.address)
-        client.request("POST", COMPLETIONS, json.dumps(wanted()))
+    with pairs(tmp_path, "direct", (2, 1), prefill=slow, decode=["--ttft-ms", "2000"]) as found:
+        answers: list[tuple[int, Any]] = []
+        client = threading.Thread(target=lambda: answers.append(found.ask()))
+        client.start()
         decode = found.decodes[0]
         until("both run", lambda: legs(found.prefills) == ["prefill"] and decode.log())
         dies = next(each for each in found.prefills if each.log())
         dies.kill(signal.SIGKILL)
-        aborted = "its leg is cancelled, and one of another pair begins"
-        until(aborted, lambda: [seen["state"] for seen in decode.log()] == ["aborted", "running"])
-        client.close()
+        client.join()
+        assert answers[0][0] == 200, answers
+        assert [seen["state"] for seen in decode.log()] == ["done"], "it ran once"
+        assert all(not each.log() for each in found.prefills if each is not dies), "nothing was begun anew"
+
+
+def test_where_the_decode_engine_fails_too_another_pair_serves(tmp_path: Path) -> None:
+    with pairs(tmp_path, "direct", (2, 2)) as found:
+        for dies in (found.prefills[0], found.decodes[0]):
+            dies.faults(exit_at_chunk=0)
+        statuses = [found.ask(f"{number} " + LONG)[0] for number in range(4)]
+        assert statuses == [200] * 4
+        assert all(each.process.poll() is not None for each in (found.prefills[0], found.decodes[0]))
+
+
+def test_a_decode_engine_that_gave_up_does_not_wait_for_a_prefill_engine_that_is_stuck(
+    tmp_path: Path,
+) -> None:
+    """Its answer was held back until the prefill leg had ended."""
+    slow = ["--prefill-tokens-per-second", "1"]
+    with pairs(tmp_path, "direct", (1, 1), prefill=slow, decode=["--ttft-ms", "100"]) as found:
+        assert found.ask()[0] == 200
+        ended = [["aborted"], ["done"]]
+        engines = found.prefills + found.decodes
+        until(
+            "nothing runs on",
+            lambda: [[seen["state"] for seen in each.log()] for each in engines] == ended,
+        )
+
+
+def test_the_name_of_a_hand_off_cannot_be_guessed_from_another_one(tmp_path: Path) -> None:
+    """It was the router's run and a counter, which a client sees in the id of its own answer."""
+    with pairs(tmp_path, "direct", (1, 1)) as found:
+        names = []
+        for number in range(2):
+            assert found.ask(f"{number} " + LONG)[0] == 200
+            (seen,) = found.decodes[0].log(clear=True)
+            names.append(json.loads(seen["body"])["kv_transfer_params"]["kvlane"]["handoff"])
+        ends = [re.fullmatch(r"kvlane-[0-9a-f]{12}-[0-9a-z]+-w0-([0-9a-f]{32})", name) for name in names]
+        assert ends[0] is not None and ends[1] is not None, names
+        assert ends[0][1] != ends[1][1]
 
 
 @pytest.mark.parametrize("kind", ["p2p-nccl", "direct"])

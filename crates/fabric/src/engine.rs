@@ -477,6 +477,20 @@ impl Engine {
         self.shared.hub().hub.outside.control.without_rings
     }
 
+    /// What the log calls a peer, beside its addresses.
+    pub fn name_peer(&self, peer: PeerId, label: String) {
+        if let Some(known) = self.shared.hub().hub.outside.peer_mut(peer) {
+            known.label = label;
+        }
+    }
+
+    /// A process of this host that may say nothing for as long as it likes, as one that gets no processor: only its end ends its
+    /// connections, which the kernel tells. Others count as gone after 10 s of silence. Both sides have to say so.
+    pub fn allow_silence(&self, peer: EngineId) {
+        let EngineId { engine_id: engine, boot_nonce: boot } = peer;
+        self.shared.hub().hub.outside.control.silent.insert(Identity { engine, boot });
+    }
+
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
     /// confirmed it, or within a few seconds; those that a process of this host was to read are not over before that.
     pub fn disconnect(&self, peer: PeerId) {

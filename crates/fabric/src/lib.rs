@@ -37,6 +37,7 @@ mod served;
 mod sessions;
 mod shape;
 mod shm;
+mod silence;
 mod status;
 mod tcp;
 mod told;

@@ -24,6 +24,7 @@ use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spots};
 use crate::shm::{Reader, Writer};
+use crate::silence::{Progress, UNACKNOWLEDGED_MS};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};
 
@@ -57,6 +58,8 @@ pub(crate) struct Links<R> {
     has_news_of_rings: bool,
     /// The bytes of one frame may be expected in parts: when some are there, the owner says where the next ones go.
     takes_parts: bool,
+    /// Frames are taken whether or not the lease holds: their owner asks it before it places bytes that they brought.
+    takes_late: bool,
 }
 
 /// A connection.
@@ -168,7 +171,13 @@ impl<R> Links<R> {
             rings: Vec::new(),
             has_news_of_rings: false,
             takes_parts: false,
+            takes_late: false,
         }
+    }
+
+    /// The same for frames that are taken as a whole, also from a peer that got no processor for longer than its lease.
+    pub(crate) fn of_messages(watch: Watch) -> Links<R> {
+        Links { takes_late: true, ..Links::new(watch) }
     }
 
     /// The same where the bytes of one frame may be expected in parts.
@@ -209,7 +218,7 @@ impl<R> Links<R> {
         wants: Wants,
     ) -> io::Result<LinkId> {
         socket.set_nodelay(true)?;
-        keep_in_cache(&socket);
+        suit_host(&socket);
         let link = Link::new(Stream::new(socket, credentials, true)?)?;
         self.add(now, Box::new(link), role, wants, Interest::READS)
     }
@@ -479,7 +488,7 @@ impl<R> Links<R> {
                 received: link.received(),
                 link,
                 wants: entry.wants,
-                lease: entry.lease,
+                lease: entry.lease.filter(|_| !self.takes_late),
                 reads,
                 is_ending,
                 takes_parts: self.takes_parts,
@@ -639,6 +648,14 @@ impl<R> Entry<R> {
         self.lease
     }
 
+    pub(crate) fn progress(&self) -> Progress {
+        match self.wants {
+            Wants::Connection => Progress::Connecting,
+            Wants::Greeting(_) | Wants::Nothing => Progress::Greeting,
+            Wants::Frames => Progress::Greeted,
+        }
+    }
+
     /// The connection itself, unless a job has it.
     pub(crate) fn link(&self) -> Option<&Link> {
         self.link.as_deref()
@@ -673,7 +690,7 @@ impl LinkJob {
                 return Err(Ended::Io(errno.into()));
             }
             if self.reads {
-                keep_in_cache(self.link.socket());
+                suit_host(self.link.socket());
                 self.arrived.push(Arrived::Connected);
             }
             return Ok(());
@@ -766,10 +783,13 @@ pub(crate) fn is_same_host(socket: &TcpStream) -> bool {
     matches!(addresses, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
 }
 
-/// Bounds what waits in a socket between two processes of this host.
-fn keep_in_cache(socket: &TcpStream) {
+/// Bounds what waits in a socket between two processes of this host. Between hosts the kernel ends a connection whose other
+/// end acknowledges nothing.
+fn suit_host(socket: &TcpStream) {
+    // Without either a connection is only slower, or its end is noticed later.
     if is_same_host(socket) {
-        // Without it all is only slower.
         let _ = sockopt::set_socket_send_buffer_size(socket.as_fd(), SAME_HOST_SEND_BYTES);
+    } else {
+        let _ = sockopt::set_tcp_user_timeout(socket.as_fd(), UNACKNOWLEDGED_MS);
     }
 }

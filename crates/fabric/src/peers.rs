@@ -44,6 +44,8 @@ pub(crate) struct Peer {
     pub(crate) refusals: Vec<(u8, String)>,
     /// Of those, what the log has said.
     pub(crate) said_refusals: Vec<(u8, String)>,
+    /// What the engine's owner calls it; empty if it has said nothing.
+    pub(crate) label: String,
 }
 
 /// Where a peer's bytes are, as a carrier's like there has told.
@@ -90,7 +92,15 @@ impl Peer {
             has_told: false,
             refusals: Vec::new(),
             said_refusals: Vec::new(),
+            label: String::new(),
         }
+    }
+
+    /// For logs.
+    pub(crate) fn name(&self) -> String {
+        let addresses: Vec<String> = self.whom.addresses.iter().map(ToString::to_string).collect();
+        let addresses = addresses.join(" or ");
+        if self.label.is_empty() { addresses } else { format!("{} at {addresses}", self.label) }
     }
 
     /// As [`Peer::describe`], before any connection to it is begun: what it tells over the first one is of a later moment.

@@ -57,6 +57,8 @@ pub struct Wanted {
     pub end_block: u32,
     /// Given up after so long.
     pub patience: Duration,
+    /// The same, since by then this engine would have computed it.
+    pub budget: Duration,
 }
 
 /// How a hand-off ended.
@@ -72,8 +74,10 @@ pub enum Outcome {
     Unheard,
     /// The request made no progress there.
     Stalled,
-    /// It took too long.
+    /// It took longer than a user lets it.
     TooLong,
+    /// It took longer than to compute it here.
+    OverBudget,
     /// It cannot be reached any more.
     PeerLost,
     /// The request here ended, or its blocks were needed.
@@ -89,6 +93,7 @@ impl std::fmt::Display for Outcome {
             Outcome::Unheard => write!(f, "that engine did not hear of the request in time"),
             Outcome::Stalled => write!(f, "the request made no progress at that engine"),
             Outcome::TooLong => write!(f, "it took longer than kvlane.direct.wait_ms"),
+            Outcome::OverBudget => write!(f, "it took more than twice as long as to compute it here"),
             Outcome::PeerLost => write!(f, "that engine was lost"),
             Outcome::GivenUp => write!(f, "the request ended, or its blocks were needed"),
         }
@@ -158,6 +163,8 @@ pub struct Landings {
     ranks: Vec<Endpoint>,
     landings: BTreeMap<HandoffId, Landing>,
     actions: VecDeque<LandingAction>,
+    /// One has ended since [`Landings::take_has_ended`] was called.
+    has_ended: bool,
 }
 
 impl Landings {
@@ -169,7 +176,7 @@ impl Landings {
         ranks: Vec<Endpoint>,
     ) -> Landings {
         let (landings, actions) = (BTreeMap::new(), VecDeque::new());
-        Landings { options, shape, scheduler, ranks, landings, actions }
+        Landings { options, shape, scheduler, ranks, landings, actions, has_ended: false }
     }
 
     /// A request is here whose prompt another engine computes. False: there are too many, or its id is another's.
@@ -183,7 +190,7 @@ impl Landings {
         let address = wanted.address;
         let landing = Landing {
             arrived: vec![wanted.first_block; self.ranks.len()],
-            give_up_at: now.saturating_add(wanted.patience),
+            give_up_at: now.saturating_add(wanted.patience.min(wanted.budget)),
             phase: Phase::Dialling,
             peer: None,
             room: Vec::new(),
@@ -312,6 +319,7 @@ impl Landings {
                 let has_all = landing.arrived.iter().all(|end| *end >= landing.wanted.end_block);
                 if has_all && matches!(landing.phase, Phase::Landing) {
                     landing.phase = Phase::Over(Outcome::Landed);
+                    self.has_ended = true;
                     let peer = landing.peer;
                     let landed = |peer| LandingAction::Send(peer, Message::Landed(id));
                     self.actions.extend(peer.map(landed));
@@ -326,6 +334,7 @@ impl Landings {
                     ranks.remove(&rank);
                     if ranks.is_empty() {
                         landing.phase = Phase::Over(outcome.clone());
+                        self.has_ended = true;
                     }
                 }
             }
@@ -363,6 +372,7 @@ impl Landings {
         }
         if landing.told == 0 {
             landing.phase = Phase::Over(outcome);
+            self.has_ended = true;
             return;
         }
         let ranks = 0..self.ranks.len() as u32;
@@ -392,6 +402,11 @@ impl Landings {
         assert!(is_over, "{id:?} is forgotten while it may be written");
     }
 
+    /// Whether one has ended since this was called last.
+    pub fn take_has_ended(&mut self) -> bool {
+        std::mem::take(&mut self.has_ended)
+    }
+
     /// Those that may be written still, in no order.
     pub fn live(&self) -> impl Iterator<Item = HandoffId> {
         let live =
@@ -406,6 +421,9 @@ impl Landings {
         for (id, landing) in &self.landings {
             let outcome = match landing.phase {
                 Phase::Stopping(..) | Phase::Over(_) => continue,
+                _ if landing.give_up_at <= now && landing.wanted.budget < landing.wanted.patience => {
+                    Some(Outcome::OverBudget)
+                }
                 _ if landing.give_up_at <= now => Some(Outcome::TooLong),
                 Phase::Asking if landing.heard_by <= now => Some(Outcome::Unheard),
                 Phase::Landing if landing.progress_by <= now => Some(Outcome::Stalled),
@@ -464,7 +482,8 @@ mod tests {
         let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], ranks.clone());
         let address = SocketAddr::from(([127, 0, 0, 1], 1));
         let patience = Duration::from_secs(1);
-        let wanted = Wanted { address, content: [0; 16], first_block: 2, end_block: 5, patience };
+        let budget = Duration::MAX;
+        let wanted = Wanted { address, content: [0; 16], first_block: 2, end_block: 5, patience, budget };
         assert!(landings.begin(Duration::ZERO, ID, wanted));
         landings.dialled(Duration::ZERO, address, &Ok(PEER));
         let queued = crate::message::Queued { id: ID, ahead: 0, computed: 0, ranks };
@@ -494,6 +513,33 @@ mod tests {
         landings.give_room(ID, &[14]);
         assert_eq!(told_room(&mut landings), [(0, 4, vec![12]), (1, 4, vec![12])]);
         assert_eq!(landings.room(ID), 5);
+    }
+
+    /// It waited for 30 s without progress, or for `kvlane.direct.wait_ms`, however soon it could be computed.
+    #[test]
+    fn a_prompt_that_waits_for_longer_than_it_takes_to_compute_it_is_given_up() {
+        let secs = Duration::from_secs;
+        for (patience, budget, outcome) in
+            [(secs(60), secs(4), Outcome::OverBudget), (secs(3), secs(4), Outcome::TooLong)]
+        {
+            let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], vec![vec![1]]);
+            let address = SocketAddr::from(([127, 0, 0, 1], 1));
+            let wanted = Wanted { address, content: [0; 16], first_block: 0, end_block: 3, patience, budget };
+            assert!(landings.begin(Duration::ZERO, ID, wanted));
+            landings.dialled(Duration::ZERO, address, &Ok(PEER));
+            // The other engine says again and again that it goes on.
+            for second in 0..patience.min(budget).as_secs() {
+                let queued =
+                    crate::message::Queued { id: ID, ahead: 0, computed: second, ranks: vec![vec![1]] };
+                landings.message(secs(second), PEER, Message::Queued(queued));
+                landings.tick(secs(second));
+                assert_eq!(landings.standing(ID).unwrap().outcome, None, "after {second} s");
+            }
+            assert!(!landings.take_has_ended());
+            landings.tick(patience.min(budget));
+            assert_eq!(landings.standing(ID).unwrap().outcome, Some(outcome));
+            assert!(landings.take_has_ended() && !landings.take_has_ended(), "told once");
+        }
     }
 
     #[test]

@@ -32,6 +32,8 @@ const OFFER_BYTES_MIN: u64 = 1 << 20;
 /// the engine a system call in each, and its processor.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 const READ_PATIENCE: Duration = Duration::from_secs(30);
+/// In logs.
+const SCHEDULER: &str = "this engine's scheduler";
 /// Of so many engines the log says how their blocks come.
 const TOLD_WAYS_MAX: usize = 1024;
 
@@ -143,6 +145,7 @@ impl RankAgent {
             geometry,
             areas: options.areas.iter().map(|area| area.region).collect(),
             key: options.key,
+            rank: 0,
             scheduler: None,
             is_on_gpu,
             steps: VecDeque::new(),
@@ -244,6 +247,8 @@ struct AtRank {
     /// The fabric's number of each area.
     areas: Vec<u32>,
     key: [u8; 16],
+    /// Its number, as its scheduler says.
+    rank: u32,
     scheduler: Option<(EngineId, Endpoint)>,
     is_on_gpu: bool,
     /// Those of which not everything is offered.
@@ -299,8 +304,9 @@ impl AtRank {
             }
         };
         match message {
-            Message::Adopt { key, scheduler, .. } if key == self.key => {
-                self.scheduler = talk.reach(&scheduler).map(|id| (id, scheduler));
+            Message::Adopt { key, scheduler, rank } if key == self.key => {
+                self.rank = rank;
+                self.scheduler = talk.reach_own(&scheduler, SCHEDULER).map(|id| (id, scheduler));
             }
             Message::Offer(offer) => self.reading.offer(self.now(), from, offer),
             Message::Serve { .. } | Message::Close(_) if self.is_scheduler(from) => {
@@ -389,8 +395,13 @@ impl AtRank {
 
     /// To the own scheduler, which is connected again if it was lost.
     fn answer(&self, talk: &mut Talk, message: &Message) {
-        let scheduler = self.scheduler.as_ref().and_then(|(_, endpoint)| talk.reach(endpoint));
+        let scheduler = self.scheduler.as_ref().and_then(|(_, endpoint)| talk.reach_own(endpoint, SCHEDULER));
         scheduler.into_iter().for_each(|scheduler| talk.send(scheduler, message));
+    }
+
+    /// The rank with which this one exchanges blocks, for logs.
+    fn other_rank(&self) -> String {
+        format!("another engine's rank {}", self.rank)
     }
 
     fn is_scheduler(&self, engine: EngineId) -> bool {
@@ -422,7 +433,8 @@ impl AtRank {
         computed: &Computed,
     ) -> Result<(), NotOffered> {
         let never = |why: &str| NotOffered::Never(why.into());
-        let to = talk.reach(reader).ok_or_else(|| never("its reader cannot be reached"))?;
+        let to =
+            talk.reach(reader, self.other_rank()).ok_or_else(|| never("its reader cannot be reached"))?;
         if !self.geometry.has(&computed.blocks) {
             return Err(never("one is none of this rank's"));
         }
@@ -492,7 +504,7 @@ impl AtRank {
         blocks: &[u32],
     ) {
         let transfer = self.transfer(offer, blocks);
-        let source = talk.reach(source);
+        let source = talk.reach(source, self.other_rank());
         let begun = match (transfer, source.and_then(|source| Some((source, talk.peer(source)?)))) {
             (Some((transfer, runs)), Some((source, peer))) => {
                 let begun = self.engine.begin(peer, transfer).ok();

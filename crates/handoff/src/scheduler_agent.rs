@@ -18,6 +18,8 @@ use crate::talk::{AgentError, Talk};
 
 /// An engine that does not answer by then is not reached.
 const DIAL_PATIENCE: Duration = Duration::from_secs(2);
+/// In logs.
+const SCHEDULER: &str = "another engine's scheduler";
 /// So many at once.
 const DIALS_MAX: usize = 4;
 /// An address that failed is not tried again before that.
@@ -201,6 +203,18 @@ impl SchedulerAgent {
         true
     }
 
+    /// Waits until a landing ends, of all that have since the last call. False: none in this time.
+    pub fn wait_for_end(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.state.lock();
+        while !state.landings.take_has_ended() {
+            if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
+                return state.landings.take_has_ended();
+            }
+        }
+        true
+    }
+
     /// Waits until a hand-off is over. False: not in this time.
     pub fn wait_over(&self, id: HandoffId, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
@@ -313,7 +327,7 @@ impl AtScheduler {
                 );
                 return;
             }
-            if talk.reach(&want.scheduler) != Some(from) {
+            if talk.reach(&want.scheduler, SCHEDULER) != Some(from) {
                 return;
             }
         }
@@ -347,7 +361,7 @@ impl AtScheduler {
             Event::Dialled(address, outcome) => {
                 let outcome = outcome.and_then(|peer| {
                     let id = self.engine.peer_id(peer).ok_or("it went away again")?;
-                    talk.add(id, peer);
+                    talk.add(id, peer, SCHEDULER);
                     self.reached.insert(address, id);
                     Ok(id)
                 });
@@ -399,7 +413,7 @@ impl AtScheduler {
     }
 
     fn adopt(&self, talk: &mut Talk, rank: u32, at: &RankAddress) -> Option<EngineId> {
-        let id = talk.reach(&at.endpoint)?;
+        let id = talk.reach_own(&at.endpoint, format_args!("this engine's rank {rank}"))?;
         talk.send(id, &Message::Adopt { rank, key: at.key, scheduler: self.own.clone() });
         Some(id)
     }

@@ -1,6 +1,7 @@
 //! Messages to other agents over the fabric: in order for each of them, and who is lost is told.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::fmt::Display;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ use crate::message::{Endpoint, Message};
 const WAITING_MAX: usize = 4096;
 /// After so long a message is given up, and whoever it is for counts as lost.
 const SEND_PATIENCE: Duration = Duration::from_secs(5);
+/// The same between processes of one engine: only the end of one is a loss, and the kernel tells that at once.
+const SEND_PATIENCE_WITHIN: Duration = Duration::from_secs(3600);
 
 /// Who was not talked to for so long counts as lost when somebody new comes: engines that were restarted are others, and the
 /// old ones say nothing of that.
@@ -52,6 +55,8 @@ pub(crate) type OnLost = Rc<dyn Fn(EngineId)>;
 pub(crate) struct Talk {
     engine: Arc<Engine>,
     peers: HashMap<EngineId, Known>,
+    /// Processes of this engine.
+    own: HashSet<EngineId>,
     on_lost: OnLost,
 }
 
@@ -65,11 +70,12 @@ struct Known {
 impl Talk {
     /// Nobody yet. To be used inside a `LocalSet`.
     pub(crate) fn new(engine: Arc<Engine>, on_lost: OnLost) -> Talk {
-        Talk { engine, peers: HashMap::new(), on_lost }
+        Talk { engine, peers: HashMap::new(), own: HashSet::new(), on_lost }
     }
 
     /// The peer that a descriptor is of; connections are made meanwhile. None: the descriptor is none, or cannot be used.
-    pub(crate) fn reach(&mut self, endpoint: &Endpoint) -> Option<EngineId> {
+    /// `name`: for the log.
+    pub(crate) fn reach(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
         let descriptor = Descriptor::from_bytes(endpoint).ok()?;
         let id = EngineId::from(&descriptor);
         if let Some(known) = self.peers.get_mut(&id) {
@@ -77,21 +83,31 @@ impl Talk {
             known.talked = Instant::now();
         } else {
             let peer = self.engine.connect(&descriptor).ok()?;
-            self.add(id, peer);
+            self.add(id, peer, name);
         }
         Some(id)
     }
 
+    /// The same of another process of this engine, whose silence does not count.
+    pub(crate) fn reach_own(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
+        let id = EngineId::from(&Descriptor::from_bytes(endpoint).ok()?);
+        self.own.insert(id);
+        self.engine.allow_silence(id);
+        self.reach(endpoint, name)
+    }
+
     /// The same of one that is connected already. Where it is talked to otherwise, this goes on: what was said waits there.
-    pub(crate) fn add(&mut self, id: EngineId, peer: PeerId) {
+    pub(crate) fn add(&mut self, id: EngineId, peer: PeerId, name: impl Display) {
         if self.peers.contains_key(&id) {
             return self.engine.disconnect(peer);
         }
+        self.engine.name_peer(peer, name.to_string());
         let (to_send, mut waiting) = mpsc::channel::<Vec<u8>>(WAITING_MAX);
         let (engine, on_lost) = (Arc::clone(&self.engine), Rc::clone(&self.on_lost));
+        let timeout = if self.own.contains(&id) { SEND_PATIENCE_WITHIN } else { SEND_PATIENCE };
         tokio::task::spawn_local(async move {
             while let Some(bytes) = waiting.recv().await {
-                let options = SendOptions { timeout: SEND_PATIENCE, priority: Priority::High };
+                let options = SendOptions { timeout, priority: Priority::High };
                 let is_there = match engine.send(peer, bytes, options) {
                     Ok(sent) => sent.await.is_ok(),
                     Err(_) => false,
@@ -155,15 +171,15 @@ mod tests {
             let mut talk = Talk::new(Arc::new(own), on_lost);
             let [former, present] = [&former, &present].map(|engine| engine.describe().unwrap());
             let [former, at_present] = [former, present].map(|endpoint| endpoint.to_bytes().unwrap());
-            let former = talk.reach(&former).unwrap();
-            let present = talk.reach(&at_present).unwrap();
+            let former = talk.reach(&former, "the former one").unwrap();
+            let present = talk.reach(&at_present, "the present one").unwrap();
             talk.forget_idle(Instant::now());
             assert!(lost.borrow().is_empty());
             for id in [former, present] {
                 talk.peers.get_mut(&id).unwrap().talked -= Duration::from_secs(1);
             }
             // It is only read from: that says nothing to it, and goes by this.
-            talk.reach(&at_present);
+            talk.reach(&at_present, "the present one");
             talk.forget_idle(talk.peers[&present].talked + IDLE_KEPT - Duration::from_millis(500));
             assert_eq!(*lost.borrow(), [former]);
         })

@@ -1,8 +1,9 @@
 //! Both halves of direct hand-offs between engines: a rank's and a scheduler's.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
-use kvlane_fabric::{Access, Engine, EngineOptions, Transport};
+use kvlane_fabric::{Access, Engine, EngineOptions, Options, Transport};
 use kvlane_gpu::Gpu;
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LayerOrder, LegOptions, Outcome, RankAddress,
@@ -15,6 +16,9 @@ use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
 use crate::fabric::{PyTls, error, resolve, tls_of, transport_of};
 use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
+
+/// After so long without an answer a connection is given up.
+const POST_PATIENCE: Duration = Duration::from_secs(12);
 
 /// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
 type PyFilled = (Vec<u8>, u32, Vec<u32>, Option<Vec<u8>>);
@@ -215,6 +219,7 @@ impl PyHandoffScheduler {
         Ok(self.agent()?.take_free_legs().into_iter().map(|id| id.0.to_vec()).collect())
     }
 
+    #[allow(clippy::too_many_arguments, reason = "arguments for Python")]
     fn begin_landing(
         &self,
         id: &[u8],
@@ -223,6 +228,7 @@ impl PyHandoffScheduler {
         first_block: u32,
         end_block: u32,
         patience_ms: f64,
+        budget_ms: f64,
     ) -> PyResult<bool> {
         let wanted = Wanted {
             address: resolve(address)?,
@@ -230,6 +236,7 @@ impl PyHandoffScheduler {
             first_block,
             end_block,
             patience: milliseconds(patience_ms)?,
+            budget: milliseconds(budget_ms)?,
         };
         Ok(self.agent()?.begin_landing(handoff_id(id)?, wanted))
     }
@@ -273,6 +280,11 @@ impl PyHandoffScheduler {
         Ok(py.detach(|| agent.wait_over(id, timeout)))
     }
 
+    fn wait_for_end(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let (agent, timeout) = (self.agent()?, milliseconds(timeout_ms)?);
+        Ok(py.detach(|| agent.wait_for_end(timeout)))
+    }
+
     fn end_all(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
         let (agent, timeout) = (self.agent()?, milliseconds(timeout_ms)?);
         Ok(py.detach(|| agent.end_all(timeout)))
@@ -299,8 +311,10 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
 
 fn engine(listen: &str, token: String, transport: Option<Transport>, tls: Option<PyTls>) -> PyResult<Engine> {
     let listen = vec![resolve(listen)?];
-    let options =
-        EngineOptions { listen, token, transport, tls: tls.map(tls_of), ..EngineOptions::default() };
+    // As patient as the fabric is with a peer that says nothing.
+    let transfers = Options { post_patience: POST_PATIENCE, ..Options::default() };
+    let tls = tls.map(tls_of);
+    let options = EngineOptions { listen, token, transport, tls, transfers, ..EngineOptions::default() };
     Engine::new(options).map_err(error)
 }
 
@@ -317,6 +331,7 @@ fn word(outcome: &Outcome) -> &'static str {
         Outcome::Unheard => "unheard",
         Outcome::Stalled => "stalled",
         Outcome::TooLong => "too_long",
+        Outcome::OverBudget => "budget",
         Outcome::PeerLost => "peer_lost",
         Outcome::GivenUp => "given_up",
     }

@@ -57,6 +57,12 @@ impl RequestId {
         format!("{}-{letter}{}", self.name(), attempt.min(999))
     }
 
+    /// What both engines of a pair know a direct hand-off by. A client sees its request's id and could name the next ones: the
+    /// random bytes keep it from claiming another request's blocks.
+    pub fn of_hand_off(self, attempt: u32, random: [u8; 16]) -> String {
+        format!("{}-{:032x}", self.of_leg(Leg::Whole, attempt), u128::from_ne_bytes(random))
+    }
+
     /// What both engines of a P2P NCCL pair get, which find each other by it (vLLM's P2pNcclConnector up to 0.23): the addresses
     /// of their ZeroMQ sockets, then a name of its own for each attempt.
     pub fn p2p_nccl(self, prefill: &str, decode: &str, attempt: u32) -> String {

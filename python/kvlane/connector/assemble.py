@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvlane import __version__
 from kvlane.connector import capabilities, events
 from kvlane.connector.adapters import Adapters, watch_loads
+from kvlane.connector.affinity import unbound
 from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
@@ -20,6 +21,7 @@ from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
 from kvlane.connector.namespace import adapters_meaning, engine_meaning, fix_hash_seed, group_namespace
+from kvlane.connector.no_daemon import NoScheduler, uses_daemon
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -46,6 +48,7 @@ def build_scheduler_side(
             "groups (it can from 0.30 on)",
             len(groups),
         )
+    has_daemon = uses_daemon(settings)
     shape = EngineShape(
         groups=groups,
         workers=vllm_config.parallel_config.world_size,
@@ -54,22 +57,26 @@ def build_scheduler_side(
         can_load=can_load,
         can_save=settings.save and transfer.is_kv_producer,
         emit_events=events.events_enabled(vllm_config),
+        has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
         hash_seed=hash_seed,
     )
-    core = open_core(settings.address).Scheduler(
-        settings.address,
-        engine_id(vllm_config),
-        client_name(),
-        [
-            (namespace, group_name(vllm_config, group), group.tokens_per_block, group.window_blocks)
-            for namespace, group in zip(namespaces, groups, strict=True)
-        ],
-        shape.workers,
-        settings.lookup_timeout_ms,
-        daemon_user=settings.daemon_user,
-        follow_journal=shape.emit_events,
-    )
+    if has_daemon:
+        core = open_core(settings.address).Scheduler(
+            settings.address,
+            engine_id(vllm_config),
+            client_name(),
+            [
+                (namespace, group_name(vllm_config, group), group.tokens_per_block, group.window_blocks)
+                for namespace, group in zip(namespaces, groups, strict=True)
+            ],
+            shape.workers,
+            settings.lookup_timeout_ms,
+            daemon_user=settings.daemon_user,
+            follow_journal=shape.emit_events,
+        )
+    else:
+        core = NoScheduler()
     logger.info(
         "kvlane: engine %s, %d worker(s), groups %s",
         engine_id(vllm_config),
@@ -105,7 +112,9 @@ def build_direct(
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     size = block_bytes(kv_cache_config) if settings.kv_buffer_size is not None else 0
     steps = capabilities.steps_at_once(vllm_config)
-    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None, size, steps)
+    hands_over_rests = vllm_config.speculative_config is None
+    may_wait = parallel.data_parallel_size == 1
+    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, steps, may_wait)
 
 
 def build_worker_core(
@@ -145,6 +154,23 @@ def build_worker_core(
         replicas.append(layout.replicas)
         last_region = layout.last_region
     if device is not None:
+        with unbound():
+            core = open_core(settings.address).Worker(
+                settings.address,
+                engine_id(vllm_config),
+                client_name(),
+                parallel.rank,
+                parallel.world_size,
+                described,
+                gpu=device_uuid(device),
+                replicas=replicas,
+                daemon_user=settings.daemon_user,
+                shards=shards,
+            )
+        # Flags are written for the regions of one group.
+        regions = last_region if len(groups) == 1 else {}
+        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas
+    with unbound():
         core = open_core(settings.address).Worker(
             settings.address,
             engine_id(vllm_config),
@@ -152,26 +178,11 @@ def build_worker_core(
             parallel.rank,
             parallel.world_size,
             described,
-            gpu=device_uuid(device),
+            settings.save_method,
             replicas=replicas,
             daemon_user=settings.daemon_user,
             shards=shards,
         )
-        # Flags are written for the regions of one group.
-        regions = last_region if len(groups) == 1 else {}
-        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas
-    core = open_core(settings.address).Worker(
-        settings.address,
-        engine_id(vllm_config),
-        client_name(),
-        parallel.rank,
-        parallel.world_size,
-        described,
-        settings.save_method,
-        replicas=replicas,
-        daemon_user=settings.daemon_user,
-        shards=shards,
-    )
     return core, None, replicas
 
 

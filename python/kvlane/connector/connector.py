@@ -21,6 +21,7 @@ from kvlane.connector.direct_rank import RankHandshake, start_rank
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
+from kvlane.connector.no_daemon import uses_daemon
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
@@ -84,9 +85,10 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.detach()
         self._kv_caches = kv_caches
         try:
-            self._worker.attach(
-                *build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
-            )
+            if uses_daemon(self._settings):
+                self._worker.attach(
+                    *build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+                )
             self._watch_weights()
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from typing import Protocol
 
+from kvlane.connector import core_log
+from kvlane.connector.affinity import unbound
 from kvlane.connector.core_protocols import HandoffScheduler
-from kvlane.connector.direct_peers import Peers, publish
+from kvlane.connector.direct_peers import Peers, publish, withdraw
 from kvlane.connector.groups import CacheGroup, Unsupported
 from kvlane.connector.settings import Settings
 
@@ -55,10 +58,13 @@ class Direct:
         hands_over_rests: bool,
         block_bytes: int = 0,
         steps_at_once: int = 1,
+        may_wait: bool = True,
     ) -> None:
         """`block_bytes`: of a block in one rank; asked for where there is a `kv_buffer_size`."""
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
+        self.may_wait = may_wait
+        """Whether a step of this engine holds up no other engine, as those of data-parallel engines do."""
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings
@@ -118,15 +124,19 @@ class Direct:
         shape.update(repr(facts).encode())
         for rank in ranks:
             shape.update(rank.layout)
-        self.agent = _core.HandoffScheduler(
-            self._settings.direct_listen,
-            self._settings.direct_token,
-            [(rank.endpoint, rank.key) for rank in ranks],
-            shape.digest(),
-            self.peers.networks,
-            self._settings.tls_files(),
-        )
+        with unbound():
+            core_log.start(_core)
+            self.agent = _core.HandoffScheduler(
+                self._settings.direct_listen,
+                self._settings.direct_token,
+                [(rank.endpoint, rank.key) for rank in ranks],
+                shape.digest(),
+                self.peers.networks,
+                self._settings.tls_files(),
+            )
         publish(self.agent.address, os.getpid())
+        # vLLM ends its engine's process without the hooks of atexit, and not every end calls `close`.
+        Finalize(self, withdraw, (os.getpid(),), exitpriority=0)
 
     def content(self, key: bytes) -> bytes:
         """What a request's tokens mean. `key`: of the engine's present weights and the request's adapter."""
@@ -141,4 +151,5 @@ class Direct:
         """End everything."""
         agent, self.agent = self.agent, None
         if agent is not None:
+            withdraw(os.getpid())
             agent.close()

@@ -28,6 +28,13 @@ def publish(address: str, pid: int) -> None:
         new.rename(place / f"{pid}-{address.rpartition(':')[2]}{SUFFIX}")
 
 
+def withdraw(pid: int) -> None:
+    """Take away what this process has left."""
+    with suppress(OSError):
+        for file in _core.runtime_folder().glob(f"{pid}-*{SUFFIX}"):
+            file.unlink()
+
+
 def _tidy(place: Path) -> None:
     """Take away what engines have left that are gone."""
     for file in place.glob(f"*{SUFFIX}"):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from kvlane.connector import core_log
+from kvlane.connector.affinity import unbound, warn_of_shared_processors
 from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
 from kvlane.connector.direct import the_group
 from kvlane.connector.groups import Unsupported, cache_groups
@@ -43,6 +45,9 @@ def start_rank(
     """This rank's agent. The caches have to stay until it is closed. Raises Unsupported."""
     from kvlane import _core
 
+    with unbound():
+        core_log.start(_core)
+    warn_of_shared_processors()
     group = the_group(cache_groups(vllm_config, kv_cache_config))
     device = gpu_of(kv_caches)
     if device is not None and vllm_config.model_config.enable_sleep_mode:
@@ -59,16 +64,17 @@ def start_rank(
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
     storages = _storages(kv_caches)
-    agent = _core.HandoffRank(
-        f"{host}:0",
-        settings.direct_token,
-        regions,
-        [(address, storage.nbytes()) for address, storage in storages.items()],
-        key,
-        settings.direct_transport,
-        device_uuid(device) if device is not None else None,
-        settings.tls_files(),
-    )
+    with unbound():
+        agent = _core.HandoffRank(
+            f"{host}:0",
+            settings.direct_token,
+            regions,
+            [(address, storage.nbytes()) for address, storage in storages.items()],
+            key,
+            settings.direct_transport,
+            device_uuid(device) if device is not None else None,
+            settings.tls_files(),
+        )
     # Where a step is computed in micro-batches, each layer is computed several times: only its end says something.
     in_parts = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
     if in_parts:

@@ -244,6 +244,8 @@ class SchedulerSide:
             self._follow_tables(output)
         self._tell("planning a step", lambda kind: kind.plan(output, jobs))
         self._adapters.moment.next_step()
+        if jobs.idle and not (jobs.loads or jobs.saves or jobs.others):
+            self._tell("a step with nothing to do", lambda kind: kind.idle())
 
     def _follow_tables(self, output: SchedulerOutput) -> None:
         """For versions before 0.30: put the block tables together from the scheduler's messages."""

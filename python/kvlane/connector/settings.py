@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
 SWITCH = ("on", "off")
 TRANSPORTS = ("auto", "tcp", "cma")
+DAEMON = ("auto", "on", "off")
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
 # These keys have no prefix: users know them from vLLM's P2P NCCL connector. They are read with `kvlane.direct` only.
 PLAIN = ("send_type", "kv_buffer_size")
@@ -29,6 +31,9 @@ class Settings:
 
     address: str | None = None
     """The daemon's Unix socket: `unix:PATH` or a path; None takes KVLANE_ADDR, then the user's default socket."""
+    daemon: str = "auto"
+    """Whether the engine uses a daemon: one of DAEMON. `auto` does. With `kvlane.direct` and no address, here or in
+    KVLANE_ADDR, only if the default socket exists when the engine starts."""
     daemon_user: str | None = None
     """A user whose daemon is used beside one's own and root's, by name or number; None takes KVLANE_DAEMON_USER."""
     lookup_timeout_ms: float = 250.0
@@ -116,16 +121,35 @@ class Settings:
                 f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share:g}"
             )
         self._check_direct()
+        self._check_daemon()
         choices = {
             "save_method": SAVE_METHODS,
             "layout": LAYOUTS,
             "direct": SWITCH,
+            "daemon": DAEMON,
             "direct_transport": TRANSPORTS,
         }
         for name, words in choices.items():
             value = getattr(self, name)
             if value not in words:
                 raise ValueError(f"kvlane.{key_name(name)} must be one of {', '.join(words)}, not {value!r}")
+
+    def _check_daemon(self) -> None:
+        if self.daemon == "off" and self.address is not None:
+            raise ValueError(
+                f"kvlane.daemon is off, and kvlane.address names a daemon, {self.address!r}: leave one of them out"
+            )
+        if self.daemon == "off" and self.direct == "off":
+            raise ValueError(
+                "kvlane.daemon is off, and so is kvlane.direct: the connector would do nothing; leave it out of the "
+                "engine's configuration"
+            )
+
+    def needs_daemon(self) -> bool:
+        """Whether the engine is to use a daemon whether or not there is one when it starts."""
+        if self.daemon != "auto":
+            return self.daemon == "on"
+        return self.direct == "off" or self.address is not None or bool(os.environ.get("KVLANE_ADDR"))
 
     def _check_direct(self) -> None:
         if not 0 <= self.direct_wait_ms <= 3_600_000:

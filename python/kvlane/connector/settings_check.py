@@ -140,7 +140,10 @@ def main() -> None:
         findings = [
             _finding("problem", f"it is no JSON ({where})", "vLLM does not start with it", f"write {EXAMPLE}")
         ]
-    daemon = None if settings is None else {"address": settings.address, "user": settings.daemon_user}
+    daemon = None
+    if settings is not None and settings.daemon != "off":
+        is_needed = settings.needs_daemon()
+        daemon = {"address": settings.address, "user": settings.daemon_user, "is_needed": is_needed}
     print(json.dumps({"findings": findings, "daemon": daemon}))
 
 

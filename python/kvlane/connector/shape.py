@@ -20,6 +20,8 @@ class EngineShape:
     can_load: bool
     can_save: bool
     emit_events: bool
+    has_daemon: bool = True
+    """Whether prompts are looked up in a daemon."""
     names_are_content: bool = True
     """Whether vLLM names multimodal inputs by their content."""
     hash_seed: bytes | None = None

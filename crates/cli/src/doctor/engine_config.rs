@@ -45,6 +45,8 @@ struct Said {
 struct Wanted {
     address: Option<String>,
     user: Option<String>,
+    /// False where the engine hands over directly, and uses a daemon only if one is there when it starts.
+    is_needed: bool,
 }
 
 /// Looks at the JSON, or at the file that has it, and for the daemon that an engine with it would look for.
@@ -127,6 +129,10 @@ fn look_for(wanted: &Wanted) -> Finding {
             .advice("name the socket in kvlane.address: unix:PATH");
     }
     match daemon::read(&address, user) {
+        daemon::Facts::Nobody if !wanted.is_needed => {
+            Finding::ok(DAEMON, format!("none answers at {address}"))
+                .means("an engine with this configuration hands prompts over directly and needs none")
+        }
         daemon::Facts::Nobody => Finding::problem(DAEMON, format!("none answers at {address}"))
             .means("an engine with this configuration computes everything itself until there is one")
             .advice(format!(
@@ -148,7 +154,7 @@ mod tests {
         let socket = folder.path().join("kvlane.sock");
         let said = serde_json::json!({
             "findings": [{"verdict": "problem", "found": "a wrong key", "means": "m", "advice": "a"}],
-            "daemon": {"address": format!("unix:{}", socket.display()), "user": null},
+            "daemon": {"address": format!("unix:{}", socket.display()), "user": null, "is_needed": true},
         });
         let interpreter = folder.path().join("python3");
         fs::write(&interpreter, format!("#!/bin/sh\ncat > /dev/null\necho '{said}'\n")).unwrap();
@@ -157,8 +163,19 @@ mod tests {
         let told: Vec<_> = findings.iter().map(|each| (each.verdict, &*each.subject)).collect();
         assert_eq!(told, [(Verdict::Problem, SUBJECT), (Verdict::Problem, DAEMON)]);
         assert!(findings[0].found == "a wrong key" && findings[1].found.contains("kvlane.sock"));
-        let user = look_for(&Wanted { address: None, user: Some("no such user".into()) });
+        let user = look_for(&Wanted { address: None, user: Some("no such user".into()), is_needed: true });
         assert!(user.found.contains("'no such user'"), "{user:?}");
+    }
+
+    /// An engine that hands over directly was told that it does not work without a daemon.
+    #[test]
+    fn a_daemon_that_the_engine_can_do_without_is_no_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = Some(format!("unix:{}", folder.path().join("kvlane.sock").display()));
+        for (is_needed, verdict) in [(true, Verdict::Problem), (false, Verdict::Ok)] {
+            let found = look_for(&Wanted { address: address.clone(), user: None, is_needed });
+            assert_eq!(found.verdict, verdict, "{found:?}");
+        }
     }
 
     #[test]

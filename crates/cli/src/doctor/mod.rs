@@ -2,6 +2,7 @@
 //!
 //! Each subject reads its facts, then judges them in a pure function.
 
+mod bound;
 mod daemon;
 mod engine_config;
 mod files;
@@ -96,6 +97,7 @@ fn examine(
     findings.push(numa::judge(&numa));
     findings.push(kernel::judge(&kernel::Facts::read(root)));
     findings.push(workers::judge(&workers::Facts::read(root)));
+    findings.extend(bound::judge(&bound::Facts::read(root)));
     findings.extend(gpu::judge(&gpu));
     findings.push(vllm::judge(&vllm::read()));
     findings.push(vllm::judge_hash_seed(seed.as_deref()));

@@ -6,7 +6,7 @@
 //!                                                                                          '--> a carrier's, for bytes
 //! ```
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -19,11 +19,12 @@ use super::{ChannelId, Control, ControlEvent};
 use crate::fences::{Broken, Question, Whom};
 use crate::frames::Frame;
 use crate::lease::{self, Lease};
-use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
+use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::process::Process;
 use crate::served::Served;
 use crate::shm::{Segment, Side};
+use crate::silence::CONNECTING;
 use crate::tcp::{
     BadFrame, Credentials, Dialled, Dialling, Ended, Head, Identity, Outcome, PROOF_MESSAGE_BYTES, Purpose,
     SessionKey, Welcome, encode_challenge, nonce,
@@ -35,8 +36,6 @@ use crate::watch::{Interest, Watch};
 
 /// How often connections are looked at. Whoever connected says something at each look.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
-/// How long a connection may say nothing.
-pub(crate) const SILENT: Duration = Duration::from_millis(1500);
 /// How long nobody is accepted after that failed for want of something.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Connections of peers, and of them those of whom nothing is known yet.
@@ -72,6 +71,8 @@ pub(crate) struct ControlSockets {
     pub(crate) without_rings: u64,
     /// Codes of carriers that take connections for bytes.
     pub(crate) carriers: Vec<u8>,
+    /// Peers that may say nothing for as long as they like.
+    pub(crate) silent: HashSet<Identity>,
 }
 
 const NOT_ITS_SIDES: BadFrame = BadFrame("a frame that is not its side's");
@@ -102,8 +103,8 @@ pub(crate) enum Role {
     Leaving,
     /// Ours, on its way.
     Dialling { to: Goal, whom: Whom, dialling: Dialling, segment: Option<Result<Segment, String>> },
-    /// Ours; and the latest stamp that the peer sent.
-    Up { path: PathId, number: u32, stamp: u64 },
+    /// Ours, to this peer; and the latest stamp that it sent.
+    Up { path: PathId, number: u32, from: Identity, stamp: u64 },
 }
 
 /// What a connection of ours is for.
@@ -137,7 +138,7 @@ impl ControlSockets {
             me,
             proofs,
             credentials,
-            links: Links::new(watch.clone()),
+            links: Links::of_messages(watch.clone()),
             watch,
             told: Told::default(),
             events: VecDeque::new(),
@@ -150,6 +151,7 @@ impl ControlSockets {
             paths: Numbered::default(),
             without_rings: 0,
             carriers: Vec::new(),
+            silent: HashSet::new(),
         })
     }
 
@@ -231,8 +233,7 @@ impl ControlSockets {
         if let Err(ended) = outcome {
             return self.end_link(now, process, id, ended);
         }
-        let is_done =
-            |entry: &crate::links::Entry<Role>| matches!(entry.role, Role::Leaving) && entry.is_flushed();
+        let is_done = |entry: &Entry<Role>| matches!(entry.role, Role::Leaving) && entry.is_flushed();
         if self.links.get(id).is_some_and(is_done) {
             return self.end_link(now, process, id, Ended::Closed);
         }
@@ -362,14 +363,21 @@ impl ControlSockets {
     /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
     fn look(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
+        let may_be_silent = |role: &Role| match role {
+            Role::Serving { served } => self.silent.contains(&served.from),
+            Role::Up { from, .. } => self.silent.contains(from),
+            _ => false,
+        };
         // They come back by way of their jobs' outcome, or at once.
-        let dead = self.links.find(|entry| !is_late && silent(entry.heard) >= SILENT);
+        let dead = self
+            .links
+            .find(|entry| !is_late && silent(entry.heard) >= patience(entry) && !may_be_silent(&entry.role));
         // Whoever speaks TLS speaks at once. A peer that waits for us to speak is told so before it gives up.
         let mute = self.links.find(|entry| {
             matches!(entry.role, Role::Accepted { .. })
                 && entry.link().is_some_and(|link| link.awaits_first_word())
                 && !is_late
-                && silent(entry.heard) >= SILENT / 2
+                && silent(entry.heard) >= CONNECTING / 2
         });
         dead.into_iter().for_each(|id| self.links.fail(id, Ended::Io(io::ErrorKind::TimedOut.into())));
         mute.into_iter().for_each(|id| self.links.fail(id, Ended::NoTls));
@@ -532,10 +540,10 @@ impl ControlSockets {
             at.no_rings = no_rings;
         }
         self.links.want(id, Wants::Frames);
-        if let Some(entry) = self.links.get_mut(id) {
-            entry.role = Role::Up { path, number, stamp: 0 };
-        }
         let from = welcome.from;
+        if let Some(entry) = self.links.get_mut(id) {
+            entry.role = Role::Up { path, number, from, stamp: 0 };
+        }
         self.events.push_back(ControlEvent::Up { path, number, channel: id, from });
         Ok(())
     }
@@ -631,6 +639,14 @@ impl Control for ControlSockets {
 
     fn next_event(&mut self) -> Option<ControlEvent> {
         self.events.pop_front()
+    }
+}
+
+/// How long nothing may come over a connection.
+fn patience(entry: &Entry<Role>) -> Duration {
+    match entry.role {
+        Role::Accepted { .. } => CONNECTING,
+        _ => entry.progress().patience(),
     }
 }
 

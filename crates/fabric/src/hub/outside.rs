@@ -218,7 +218,7 @@ impl<C: Control> Outside<C> {
         // After each of its connections the same peer is refused for the same reason.
         let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
         if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
-            tracing::info!(?peer, carrier = name, %why, "a carrier cannot reach a peer; said once");
+            tracing::info!(peer = known.name(), carrier = name, %why, "a carrier cannot reach a peer; said once");
             known.said_refusals.push((code, why));
         }
     }
@@ -464,7 +464,8 @@ impl<C: Control> Provider for Outside<C> {
 
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
         if route == Route::Words {
-            tracing::warn!(?peer, "a peer cannot be reached any more");
+            let name = self.peers.get(&peer).map_or_else(String::new, Peer::name);
+            tracing::warn!(peer = name, "a peer cannot be reached any more");
         }
     }
 

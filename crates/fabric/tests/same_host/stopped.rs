@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{Failure, Handle, Op, Pieces, Transfer};
+use kvlane_fabric::{EngineId, Failure, Handle, Op, Pieces, Transfer};
 
 use crate::side::{CANARY, LARGE, POISON, Peer, SOON, Side, done, impatient, lost};
 use crate::support::{MIB, PATIENCE, Process};
 
-/// Longer than a connection may be silent, and than a connection's lease.
+/// Longer than a connection's lease.
 const STOPPED: Duration = Duration::from_secs(4);
 
 /// Within this a write is over that waits for nobody.
@@ -163,4 +163,55 @@ fn a_write_of_a_process_that_may_read_others_no_more_is_not_over_while_the_peer_
     assert_eq!(writer.ask("outcome"), "None", "over while its memory may still be read");
     taker.resume();
     writer.order("lost");
+}
+
+/// Its control connection was given up after 1.5 s in which it said nothing, and everything under way failed or began anew:
+/// on a busy host a process may get no processor for longer. A stopped one looks alike.
+#[test]
+fn a_process_that_gets_no_processor_for_seconds_keeps_its_connection() {
+    let here = Side::new(LARGE, impatient());
+    let mut there = Process::new(LARGE);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("fill 0 1 0");
+    stays_up(&here, peer, &there, STOPPED);
+}
+
+/// Between the processes of one engine silence says nothing: the kernel tells when one of them ends.
+#[test]
+fn a_process_whose_silence_is_allowed_keeps_its_connection_for_as_long_as_it_lives() {
+    let here = Side::new(LARGE, impatient());
+    let mut there = Process::new(LARGE);
+    let descriptor = there.descriptor();
+    here.engine.allow_silence(EngineId::from(&descriptor));
+    let peer = here.meet(&descriptor);
+    here.is_neighbour(peer);
+    there.order("fill 0 1 0");
+    stays_up(&here, peer, &there, Duration::from_secs(13));
+    there.kill();
+    let begun = Instant::now();
+    while here.path(peer, "control").unwrap().is_up {
+        assert!(begun.elapsed() < AT_ONCE, "its end is not told");
+        std::thread::yield_now();
+    }
+}
+
+/// While a process is stopped for so long, and when it goes on.
+fn stays_up(here: &Side, peer: Peer, there: &Process, stopped: Duration) {
+    there.pause();
+    let is_up = |when: &str| {
+        let control = here.path(peer, "control").unwrap();
+        assert!(control.is_up, "{when}: {:?}", control.trouble);
+    };
+    let begun = Instant::now();
+    while begun.elapsed() < stopped {
+        is_up("while it is stopped");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    there.resume();
+    for _ in 0..100 {
+        // A write would be refused until the process has told its time again.
+        done(&here.read(peer, 0, 1));
+        is_up("when it goes on");
+    }
 }

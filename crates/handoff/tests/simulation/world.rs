@@ -209,7 +209,8 @@ impl World {
             let room = (end_block - first_block) as usize + dice.below(5).saturating_sub(2) as usize;
             let patience = if calm { Duration::from_millis(PATIENCE_MS) } else { dice.ms(300, PATIENCE_MS) };
             let address = address(if wild(dice, 30) { 9 } else { p as usize });
-            let wanted = Wanted { address, content, first_block, end_block, patience };
+            let budget = patience * 2;
+            let wanted = Wanted { address, content, first_block, end_block, patience, budget };
             let task = Plan::Task { engine: d as usize, id, wanted, room, has_to_land: calm };
             let near = begins + dice.ms(0, 280) - Duration::from_millis(140);
             let at = if wild(dice, 5) { dice.ms(0, BUSY_MS) } else { near };

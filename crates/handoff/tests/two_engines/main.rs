@@ -8,6 +8,7 @@
 #[path = "../../../fabric/tests/certificates/mod.rs"]
 mod certificates;
 mod gpus;
+mod namespaces;
 mod tls;
 
 use std::net::SocketAddr;
@@ -131,7 +132,7 @@ fn value(rank: u8, layer: u64, of_prompt: u32) -> u8 {
 }
 
 fn wanted(address: SocketAddr, first_block: u32, end_block: u32) -> Wanted {
-    Wanted { address, content: CONTENT, first_block, end_block, patience: SOON }
+    Wanted { address, content: CONTENT, first_block, end_block, patience: SOON, budget: SOON }
 }
 
 fn id(number: u8) -> HandoffId {

@@ -2,6 +2,7 @@
 
 use std::{
     cell::Cell,
+    pin::pin,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
@@ -41,6 +42,8 @@ use crate::{
 const ATTEMPTS_MAX: usize = 16;
 /// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
 const TAKEN_MAX: u32 = 3;
+/// After the decode node's first byte a prefill leg of the same moment may take so long to end by itself; then it is cancelled.
+const PREFILL_GRACE: Duration = Duration::from_millis(100);
 /// Longest answer of a prefill node, or of one that refuses.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 
@@ -225,7 +228,7 @@ impl Work<'_> {
                 let id = self.id.p2p_nccl(&prefill, &decode, attempt);
                 self.by_id(pair, &id).await
             }
-            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, &peer).await,
+            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, &peer, tried).await,
             Err(gone) => Err(Failed::gone(Some(gone)).into()),
         }
     }
@@ -282,19 +285,45 @@ impl Work<'_> {
         Ok(self.pass_on(begun).await?)
     }
 
-    /// The decode node reads what the prefill node computes. When one of them fails, the other one's leg is cancelled.
-    async fn at_once(&self, pair: Pair, peer: &str) -> Result<Response<AnswerBody>, Unserved> {
+    /// The decode node reads what the prefill node computes, and computes what does not come. So its answer is good even if the
+    /// prefill node fails: another pair is tried only when the decode node fails.
+    async fn at_once(
+        &self,
+        pair: Pair,
+        peer: &str,
+        tried: &mut Vec<NodeId>,
+    ) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { attempt, prefill, decode } = pair;
-        let (prefill_ask, decode_ask) = Ask::direct(&self.id.of_leg(Leg::Whole, attempt), peer);
+        let Ok(secret) = kvlane_memory::random() else {
+            let sentence = "the operating system has no random bytes for a hand-off's name";
+            return Err(Failed::bad_gateway(decode.node(), sentence.into()).into());
+        };
+        let (prefill_ask, decode_ask) = Ask::direct(&self.id.of_hand_off(attempt, secret), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
-        let prefilling = self.prefill_answer(prefill, &prefill_ask, &prefill_id);
-        let decoding = async {
+        let mut prefilling = pin!(self.prefill_answer(prefill, &prefill_ask, &prefill_id));
+        let mut decoding = pin!(async {
             let id = self.id.of_leg(Leg::Decode, attempt);
             let begun = self.send(decode, Leg::Decode, &decode_ask, &id).await?;
             self.pass_on(begun).await.map_err(Unserved::from)
-        };
-        let (_, answer) = tokio::try_join!(prefilling, decoding)?;
-        Ok(answer)
+        });
+        tokio::select! {
+            prefilled = &mut prefilling => {
+                match prefilled {
+                    Ok(_) => {}
+                    Err(Unserved::Failed(failed)) => {
+                        tried.extend(failed.node.filter(|node| !tried.contains(node)));
+                    }
+                    Err(refused) => return Err(refused),
+                }
+                decoding.await
+            }
+            answer = &mut decoding => {
+                let answer = answer?;
+                // The decode node needs nothing more of it. It is about to end, unless the prefill node is stuck.
+                let _ = timeout(PREFILL_GRACE, prefilling).await;
+                Ok(answer)
+            }
+        }
     }
 
     /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets; None if

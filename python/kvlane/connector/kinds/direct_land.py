@@ -18,6 +18,7 @@ from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
 from kvlane.connector.kinds.load import LookUpAndLoad
+from kvlane.connector.prefill_rate import PrefillRate
 from kvlane.connector.requests import RequestState
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
@@ -40,6 +41,8 @@ BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
 # Beyond its patience a request waits for so long until nothing of its hand-off is written any more.
 STUCK_SECONDS = 5.0
+# A step in which nothing can be computed waits so long for a landing to end. A new request waits for the step's end.
+IDLE_WAIT_MS = 5.0
 # A running request waits for so long for a landing's blocks.
 YIELD_TIMEOUT_MS = 50.0
 _UNKNOWN = "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
@@ -93,6 +96,9 @@ class LandDirect(SchedulerKind):
         """Of this step's copies: without a hash they would be the first to be reused, in the same step."""
         self._former_sources: deque[list[Block]] = deque()
         """Of steps that may be under way."""
+        self._rate = PrefillRate(shared.direct.steps_at_once if shared.direct is not None else 1)
+        self._gave_room = False
+        """Whether the last plan took blocks: the next one may take more."""
         self._plans_without_room = 0
         """After a reset no block is taken in so many plans: steps may be under way that copy from blocks which the
         reset gave back."""
@@ -192,6 +198,8 @@ class LandDirect(SchedulerKind):
         landed.is_alive = False
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        if output.num_scheduled_tokens:
+            self._rate.step_is_planned(self._shared.clock(), output.num_scheduled_tokens)
         if self._copies:
             jobs.others[self.name], self._copies = self._copies, []
         self._give_sources_back()
@@ -214,6 +222,21 @@ class LandDirect(SchedulerKind):
                 given = len(landed.taken) - before
                 room, in_use = room - given, in_use + given
                 is_first = False
+        self._gave_room = room < BLOCKS_A_STEP
+
+    def idle(self) -> None:
+        """vLLM steps without a pause while requests wait, which takes a processor from the engine that they wait for,
+        where that is on this host. Where all requests wait for landings, wait for the end of one."""
+        direct, shared = self._shared.direct, self._shared
+        if direct is None or direct.agent is None or not direct.may_wait or self._gave_room:
+            return
+        landings = [*self._by_request.values(), *self._with.values()]
+        if (
+            landings
+            and len(landings) == len(shared.requests)
+            and all(each.is_begun and not each.is_ready and not each.loads for each in landings)
+        ):
+            direct.agent.wait_for_end(IDLE_WAIT_MS)
 
     def _give_sources_back(self) -> None:
         """Those of which the step that copies from them is over."""
@@ -271,10 +294,14 @@ class LandDirect(SchedulerKind):
         landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
         patience, first = shared.settings.direct_wait_ms, local + landed.stored
+        budget = 1e3 * self._rate.budget(request.num_prompt_tokens - first * size)
+        landed.until = shared.clock() + min(patience, budget) / 1e3 + STUCK_SECONDS
         landing = landed.landing
         against = "full", "too many hand-offs are under way, or its id was used before"
         try:
-            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
+            begun = direct.agent.begin_landing(
+                landing.id, landing.peer, content, first, end, patience, budget
+            )
         except ValueError as error:
             begun, against = False, ("no_address", str(error))
         if not begun:

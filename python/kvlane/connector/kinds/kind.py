@@ -108,6 +108,10 @@ class SchedulerKind:
         """Once a step: put what the workers are to start into `jobs`. Whoever expects news in a moment sets
         `jobs.idle` to False, so that workers do not wait."""
 
+    def idle(self) -> None:
+        """Nothing is computed in this step, and workers start nothing. Whoever knows that all requests wait for
+        something of its own may wait for that here, for some milliseconds."""
+
     def ended(self, job: int, end: JobEnd) -> bool:
         """Workers have reported the end of a job. True if it is of this kind."""
         return False

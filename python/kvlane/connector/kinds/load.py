@@ -99,6 +99,7 @@ class LookUpAndLoad(SchedulerKind):
         self._drop_hit(state)
         if (
             not shared.shape.can_load
+            or not shared.shape.has_daemon
             or shared.pins.pool is None
             or not shared.weights.are_known
             or state.load_failed

@@ -8,7 +8,6 @@ use rustix::net::sockopt;
 use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
 use crate::carrier::{Context, Touched};
-use crate::control::sockets::SILENT;
 use crate::fences::LEASE;
 use crate::links::LinkId;
 use crate::tcp::{Ended, Head};
@@ -68,8 +67,9 @@ impl SocketCarrier {
 
     /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
     pub(super) fn look(&mut self, now: Duration, is_late: bool) {
-        let silent = |heard: Duration| !is_late && now.saturating_sub(heard) >= SILENT;
-        for id in self.links.find(|entry| silent(entry.heard)) {
+        let silent = |heard: Duration| now.saturating_sub(heard);
+        let dead = self.links.find(|entry| !is_late && silent(entry.heard) >= entry.progress().patience());
+        for id in dead {
             self.links.fail(id, Ended::Io(io::ErrorKind::TimedOut.into()));
         }
         let stamp = |role: &Role| if let Role::Up { stamp, .. } = role { Some(*stamp) } else { None };

@@ -1,0 +1,100 @@
+"""On which processors kvlane's threads run, and which engines share one.
+
+vLLM binds the threads of a worker on CPUs to processors of their own before it makes the connector, and threads that
+are started later inherit that: those of kvlane would then wait for the one processor on which the worker computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvlane.connector.guard import logger
+
+# By one of these vLLM has the OpenMP library bind a worker's first thread when that is loaded. Only its parent knows
+# then where the process might run.
+BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+OUR_THREADS = "kvlane-"
+PROC = Path("/proc")
+
+_before_binding: frozenset[int] = frozenset()
+
+
+def remember() -> None:
+    """Called when vLLM loads its plugins, before workers bind their threads."""
+    global _before_binding
+    if _before_binding:
+        return
+    with suppress(OSError):
+        _before_binding = frozenset(os.sched_getaffinity(0))
+
+
+def processors() -> set[int]:
+    """Where this process might run had vLLM bound none of its threads."""
+    found = set(_before_binding)
+    with suppress(OSError):
+        for task in PROC.joinpath("self", "task").iterdir():
+            with suppress(OSError, ValueError):
+                found |= os.sched_getaffinity(int(task.name))
+    if any(os.environ.get(name) for name in BINDING_VARIABLES):
+        with suppress(OSError):
+            found |= os.sched_getaffinity(os.getppid())
+    return found
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Threads that are started within may run on all processors of the process."""
+    try:
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, processors() | before)
+    except OSError as error:
+        logger.info("kvlane: its threads run where the worker's do: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def bound_processors(pid: int) -> set[int]:
+    """Processors that threads of a process are bound to one by one, but kvlane's own threads."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for task in PROC.joinpath(str(pid), "task").iterdir():
+            with suppress(OSError, ValueError):
+                allowed = os.sched_getaffinity(int(task.name))
+                if len(allowed) == 1 and not _name(task).startswith(OUR_THREADS):
+                    found |= allowed
+    return found
+
+
+def _name(task: Path) -> str:
+    return task.joinpath("comm").read_text().strip()
+
+
+def warn_of_shared_processors() -> None:
+    """Log each worker of this host with kvlane's connector that is bound to a processor to which this one is too."""
+    own = bound_processors(os.getpid())
+    if not own or len(processors()) == 1:
+        return
+    for process in PROC.iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        with suppress(OSError):
+            tasks = process.joinpath("task").iterdir()
+            if not any(_name(task).startswith(OUR_THREADS) for task in tasks):
+                continue
+            both = own & bound_processors(int(process.name))
+            if both:
+                logger.warning(
+                    "kvlane: this worker and process %s are bound to the same processor (%s), so each waits while the "
+                    "other computes: start engines on one host with VLLM_CPU_OMP_THREADS_BIND=nobind, or name "
+                    "processors of its own for each",
+                    process.name,
+                    ", ".join(map(str, sorted(both))),
+                )

@@ -1,0 +1,49 @@
+"""How fast this engine computes prompts, learned from its own steps: what a prompt that another engine computes may
+take before this engine computes it itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+
+# Steps with fewer tokens mostly generate: they say little about prompts.
+TOKENS_MIN = 64
+# Tokens a second of a slow engine. It counts until a step has shown how fast this one is.
+UNKNOWN_RATE = 250.0
+# Weight of the latest sample.
+WEIGHT = 0.3
+# A hand-off may take so many times as long as to compute the prompt here.
+TIMES = 2.0
+SECONDS_MIN = 2.0
+
+
+class PrefillRate:
+    """Tokens a second, as a moving average over steps that compute prompts."""
+
+    def __init__(self, steps_at_once: int = 1) -> None:
+        """`steps_at_once`: how many steps may be under way. A step is over when so many further ones are planned."""
+        self._rate: float | None = None
+        self._steps: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=max(1, steps_at_once) + 1)
+
+    def step_is_planned(self, now: float, scheduled: Mapping[str, int]) -> None:
+        """Another step begins. `scheduled`: its tokens, by request."""
+        self._steps.append((now, scheduled))
+        if len(self._steps) < (self._steps.maxlen or 0):
+            return
+        steps = list(self._steps)
+        tokens = sum(sum(each.values()) for _, each in steps[:-1])
+        if tokens < TOKENS_MIN:
+            return
+        # Between steps without a common request the engine may have had nothing to do.
+        goes_on = all(
+            not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps)
+        )
+        seconds = now - steps[0][0]
+        if goes_on and seconds > 0:
+            sample = tokens / seconds
+            self._rate = sample if self._rate is None else self._rate + WEIGHT * (sample - self._rate)
+
+    def budget(self, tokens: int) -> float:
+        """Seconds that a hand-off of so many tokens may take."""
+        return max(SECONDS_MIN, TIMES * tokens / (self._rate or UNKNOWN_RATE))
