@@ -27,9 +27,14 @@ const BESIDE: u64 = 4;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
     pub(super) id: NodeId,
+    /// With what it costs to load others from its pool.
     pub(super) miss: u64,
-    /// Tokens of the prompt before these, which it has.
+    /// Tokens of the prompt that it need not prefill: it has them, or loads them.
     pub(super) found: u64,
+    /// Of these, tokens that it loads from its pool.
+    pub(super) loads: u64,
+    /// What these loads cost, in tokens that it could prefill meanwhile.
+    pub(super) load_cost: u64,
     /// Tokens to within which that is known.
     pub(super) grain: u64,
 }
