@@ -14,7 +14,7 @@ use crate::body::Mark;
 
 /// A loaded token counts as so much of a computed one until first tokens of its class have shown what it takes. Low, because only
 /// loads that are tried can show it.
-pub(super) const LOAD_SHARE: f64 = 0.02;
+pub(super) const LOAD_SHARE: f64 = 0.01;
 
 /// The pool of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,8 +43,7 @@ impl Pools {
 
     /// A node joins the pool: its slot.
     pub(super) fn join(&mut self, name: &Arc<str>) -> usize {
-        let is_it = |slot: &Option<(Arc<str>, usize)>| slot.as_ref().is_some_and(|(known, _)| known == name);
-        if let Some(slot) = self.slots.iter().position(is_it) {
+        if let Some(slot) = self.slot_of(name) {
             self.slots[slot].iter_mut().for_each(|(_, nodes)| *nodes += 1);
             return slot;
         }
@@ -55,6 +54,10 @@ impl Pools {
         }
         self.slots.push(pool);
         self.slots.len() - 1
+    }
+
+    pub(super) fn slot_of(&self, name: &str) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(known, _)| &**known == name))
     }
 
     /// A node leaves it. The last one takes along what is known of the pool.

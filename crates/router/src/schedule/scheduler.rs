@@ -98,6 +98,11 @@ impl Scheduler {
         Some(slot)
     }
 
+    /// The slot of a pool that nodes are of.
+    pub fn pool_slot(&self, name: &str) -> Option<usize> {
+        self.pools.slot_of(name)
+    }
+
     fn leave_pool(&mut self, id: NodeId) {
         if let Some(pool) = self.nodes.get_mut(id).and_then(|node| node.pool.take()) {
             self.pools.leave(pool.slot);
