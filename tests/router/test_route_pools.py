@@ -22,6 +22,13 @@ def nodes(router: Router) -> list[dict[str, Any]]:
     return ask(router.admin, "/nodes")[1]["nodes"]
 
 
+def wait_for_metrics(router: Router) -> None:
+    until(
+        "its engines' metrics are read",
+        lambda: all(node["cache_used_percent"] is not None for node in nodes(router)),
+    )
+
+
 def pools(router: Router) -> list[str | None]:
     named = [node["pool"] for node in nodes(router)]
     return [each and each["name"] for each in named]
@@ -54,9 +61,10 @@ def test_six_requests_for_a_prompt_that_the_shared_pool_holds_go_to_both_engines
     first engine; the second one stayed idle."""
     named = [*SLOW, "--pool", f"{RUN}/{SPACE}"]
     with routed(named, named) as (router, engines):
-        until("both engines' metrics are read", lambda: pools(router) == [f"{RUN}/{SPACE}"] * 2)
+        wait_for_metrics(router)
         fewest, _ = one_then_six_at_once(router, engines)
         assert fewest >= 2
+        assert pools(router) == [f"{RUN}/{SPACE}"] * 2
         shared = nodes(router)[0]["pool"]
         assert 0 < shared["load_share"] < 1 and shared["is_learned"] is False
 
@@ -65,7 +73,8 @@ def test_engines_of_different_daemons_or_without_one_share_nothing() -> None:
     """The control: what the router does where it knows of no pool."""
     other = [*SLOW, "--pool", f"{'3c' * 16}/{SPACE}"]
     with routed([*SLOW, "--pool", f"{RUN}/{SPACE}"], other) as (router, engines):
-        until("both engines' metrics are read", lambda: None not in pools(router))
+        wait_for_metrics(router)
+        assert None not in pools(router)
         assert one_then_six_at_once(router, engines) == [0, 6]
     with routed(SLOW, SLOW) as (router, engines):
         assert pools(router) == [None, None]
@@ -81,9 +90,6 @@ def test_the_file_names_the_pool_of_engines_with_other_connectors(tmp_path: Path
         ]
         file.write_text("".join(tables))
         with Router("--config", str(file), nodes=2) as router:
-            until(
-                "loads were read",
-                lambda: all(node["cache_used_percent"] is not None for node in nodes(router)),
-            )
+            wait_for_metrics(router)
             assert pools(router) == ["store-1"] * 2
             assert one_then_six_at_once(router, [first, second])[0] >= 2

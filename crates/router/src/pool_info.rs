@@ -44,7 +44,7 @@ mod tests {
 
     fn line(engine: u32, daemon: &str, space: &str, value: f64) -> String {
         let labels =
-            format!("model_name=\"a } b\",engine=\"{engine}\",daemon=\"{daemon}\",space=\"{space}\"");
+            format!("model_name=\"a }} b\",engine=\"{engine}\",daemon=\"{daemon}\",space=\"{space}\"");
         format!("vllm:kvlane_pool_info{{{labels}}} {value}\n")
     }
 
