@@ -179,6 +179,7 @@ class Engine:
             can_save=True,
             emit_events=emit_events,
             has_daemon=has_daemon,
+            namespaces=tuple(namespaces),
         )
         self.scheduler = SchedulerSide(
             core if has_daemon else NoScheduler(),
@@ -201,7 +202,9 @@ class Engine:
                 layout.append((namespace, b"l" * 16, [(base, BLOCK_BYTES, blocks, BLOCK_BYTES, [0])]))
             shared = [replicas] * len(self.groups)
             worker.attach(
-                store.Worker(None, engine_id, "test", rank, workers, layout, replicas=shared), replicas=shared
+                store.Worker(None, engine_id, "test", rank, workers, layout, replicas=shared),
+                replicas=shared,
+                layouts=[each[1] for each in layout],
             )
             self.workers.append(worker)
         self._next_block = 1

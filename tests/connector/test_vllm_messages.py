@@ -194,9 +194,12 @@ def test_counters_reach_the_log_and_prometheus() -> None:
     def counter(**arguments: Any) -> Counter:
         return Counter(**arguments, registry=registry)
 
+    def gauge(**arguments: Any) -> Gauge:
+        return Gauge(**arguments, registry=registry)
+
     metrics = KVLaneConnector.build_prom_metrics(
         SimpleNamespace(kv_transfer_config=None),  # pyright: ignore
-        cast("Any", {Counter: counter, Gauge: Gauge, Histogram: Histogram}),
+        cast("Any", {Counter: counter, Gauge: gauge, Histogram: Histogram}),
         ["model", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
@@ -205,7 +208,7 @@ def test_counters_reach_the_log_and_prometheus() -> None:
     assert registry.get_sample_value("vllm:kvlane_hit_tokens_total", labels) == 48
     assert registry.get_sample_value("vllm:kvlane_hit_tokens_total", labels | {"engine": "0"}) == 0
     names = {metric.name for metric in registry.collect()}
-    assert names == {f"vllm:kvlane_{name}" for name in COUNTERS}
+    assert names == {f"vllm:kvlane_{name}" for name in COUNTERS} | {"vllm:kvlane_pool_info"}
 
 
 def test_the_capabilities_are_those_of_one_vllm() -> None:

@@ -5,6 +5,7 @@ mod capacity;
 mod fleet;
 mod fleet_file;
 mod picture;
+mod pool_table;
 mod report;
 mod trace_file;
 

@@ -155,7 +155,7 @@ impl hyper::body::Body for Streamed {
 
 async fn engines(port: u16, count: u16) {
     for port in port..port + count {
-        let engine = LiveEngine::new(Class::default(), BLOCK_TOKENS);
+        let engine = LiveEngine::new(Class::default(), BLOCK_TOKENS, None);
         let state = Mutex::new((engine, HashMap::new()));
         let server = Arc::new(Server { state, came: Notify::new(), start: Instant::now() });
         tokio::spawn(Arc::clone(&server).run());

@@ -14,7 +14,8 @@ use std::time::Duration;
 use kvlane_policy::{CacheModel, PolicyKind};
 
 use crate::chooser::Chooser;
-use crate::costs::Costs;
+use crate::costs::{Costs, milliseconds};
+use crate::pool::Pool;
 use crate::trace::Trace;
 
 /// Engines that are alike.
@@ -26,7 +27,8 @@ pub struct Class {
     pub costs: Costs,
     /// Tokens that the requests which run may have together.
     pub kv_tokens: u64,
-    /// Tokens whose blocks are found again: the engine's own cache, and its daemon's pool.
+    /// Tokens whose blocks are found again: the engine's own cache, and its daemon's pool. An engine that shares a pool with
+    /// others finds what its `kv_tokens` hold, and what the pool holds.
     pub cached_tokens: u64,
     /// Which of these blocks make room for others.
     pub eviction: PolicyKind,
@@ -105,6 +107,7 @@ impl Running {
 pub(crate) struct Engine {
     class: Arc<Class>,
     cache: CacheModel,
+    pool: Option<Pool>,
     waiting: VecDeque<(Job, u64)>,
     running: Vec<Running>,
     is_in_step: bool,
@@ -113,10 +116,12 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(class: Arc<Class>, block_tokens: u64) -> Self {
-        let blocks = (class.cached_tokens / block_tokens).clamp(1, u64::from(u32::MAX - 1)) as usize;
+    pub(crate) fn new(class: Arc<Class>, block_tokens: u64, pool: Option<Pool>) -> Self {
+        let tokens = if pool.is_some() { class.kv_tokens } else { class.cached_tokens };
+        let blocks = (tokens / block_tokens).clamp(1, u64::from(u32::MAX - 1)) as usize;
         Self {
             cache: CacheModel::new(class.eviction, blocks),
+            pool,
             class,
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -215,10 +220,14 @@ impl Engine {
             return false;
         }
         self.waiting.pop_front();
-        let blocks = request.blocks.iter().take_while(|block| self.cache.contains(**block)).count() as u64;
-        let in_cache = (blocks * trace.block_tokens).min(request.prompt_tokens - 1);
+        let own = request.blocks.iter().take_while(|block| self.cache.contains(**block)).count();
+        let pooled = self.pool.as_ref().map_or(0, |pool| pool.leading_blocks(&request.blocks[own..]));
+        let tokens = |blocks: usize| (blocks as u64 * trace.block_tokens).min(request.prompt_tokens - 1);
+        let in_cache = tokens(own + pooled);
         let found = if job.is_handed_over && generated == 0 { prompt - 1 } else { in_cache };
         let known = if job.is_handed_over { 0 } else { found };
+        let loads = if job.is_handed_over { 0 } else { in_cache - tokens(own) };
+        let loading = self.pool.as_ref().map_or(0.0, |pool| pool.load_ms(loads));
         self.running.push(Running {
             job,
             prompt,
@@ -226,7 +235,7 @@ impl Engine {
             found,
             generated,
             before: generated,
-            ready_at: now + self.class.costs.before(known),
+            ready_at: now + self.class.costs.before(known) + milliseconds(loading),
             part: 0,
         });
         true
@@ -251,6 +260,7 @@ impl Engine {
                 }
                 let blocks = &trace.requests[running.job.request].blocks;
                 keep(&mut self.cache, blocks, &mut told);
+                self.pool.iter().for_each(|pool| pool.keep(blocks));
                 if running.generated == 0 {
                     // One that was handed over was not expected here.
                     if !running.job.is_handed_over {
@@ -273,7 +283,7 @@ impl Engine {
     pub(crate) fn die(&mut self, block_tokens: u64) -> Vec<Job> {
         let lost = self.running.drain(..).map(|running| running.job);
         let lost = lost.chain(self.waiting.drain(..).map(|(job, _)| job)).collect();
-        *self = Self::new(Arc::clone(&self.class), block_tokens);
+        *self = Self::new(Arc::clone(&self.class), block_tokens, self.pool.take());
         lost
     }
 }

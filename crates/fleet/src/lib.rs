@@ -16,6 +16,7 @@ mod costs;
 mod engine;
 mod live;
 mod outcome;
+mod pool;
 mod replay;
 mod trace;
 
@@ -25,6 +26,7 @@ pub use self::{
     engine::Class,
     live::{Brought, LiveEngine},
     outcome::{Limits, Served, Summary},
+    pool::{Pool, PoolSetup},
     replay::{HandOver, Misread, NodeSetup, Replayed, Setup, Signals, Turn, replay, replay_by},
     trace::{Request, Trace},
 };

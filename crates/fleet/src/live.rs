@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     engine::{Came, Class, Engine, Job},
+    pool::Pool,
     trace::{Request, Trace},
 };
 
@@ -23,10 +24,10 @@ pub enum Brought {
 }
 
 impl LiveEngine {
-    /// An idle one.
-    pub fn new(class: Class, block_tokens: u64) -> Self {
+    /// An idle one. It shares the pool with others, if it has one.
+    pub fn new(class: Class, block_tokens: u64, pool: Option<Pool>) -> Self {
         let trace = Trace::new(block_tokens, Vec::new());
-        Self { engine: Engine::new(Arc::new(class), block_tokens), trace }
+        Self { engine: Engine::new(Arc::new(class), block_tokens, pool), trace }
     }
 
     /// A request has come. Its blocks are hashes of the prompt up to each block's end.

@@ -59,6 +59,8 @@ impl Limits {
 /// Of all requests of a replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
+    /// Mean time to the first token.
+    pub ttft_mean: Duration,
     /// Time to the first token: half of the requests waited no longer.
     pub ttft_p50: Duration,
     /// And 99 of 100.
@@ -85,7 +87,9 @@ impl Summary {
         let within = served.iter().filter(|each| limits.hold(each)).count();
         let prompts: u64 = served.iter().map(|each| each.prompt_tokens).sum();
         let found: u64 = served.iter().map(|each| each.found_tokens).sum();
+        let all: Duration = ttft.iter().sum();
         Self {
+            ttft_mean: all / u32::try_from(ttft.len()).unwrap_or(u32::MAX).max(1),
             ttft_p50: quantile(&ttft, 50),
             ttft_p99: quantile(&ttft, 99),
             tpot_p50: quantile(&tpot, 50),

@@ -17,6 +17,7 @@ use crate::chooser::Chooser;
 use crate::costs::milliseconds;
 use crate::engine::{Came, Class, Engine, Job};
 use crate::outcome::Served;
+use crate::pool::{Pool, PoolSetup};
 use crate::trace::Trace;
 
 /// A request is begun so often, if nodes die under it.
@@ -31,6 +32,8 @@ pub struct NodeSetup {
     pub class: Arc<Class>,
     /// Where it is.
     pub host: String,
+    /// The pool that it shares with others, by its number.
+    pub pool: Option<usize>,
     /// It dies then, if it does, and comes back with nothing so much later, if it does.
     pub dies: Option<(Duration, Option<Duration>)>,
     /// It is there from then on only, with nothing in its cache.
@@ -42,7 +45,7 @@ pub struct NodeSetup {
 impl NodeSetup {
     /// One that is there all the time.
     pub fn new(role: Role, class: Arc<Class>) -> Self {
-        Self { role, class, host: String::new(), dies: None, joins: None, drains: None }
+        Self { role, class, host: String::new(), pool: None, dies: None, joins: None, drains: None }
     }
 }
 
@@ -114,6 +117,8 @@ impl Default for Signals {
 pub struct Setup {
     /// At least one.
     pub nodes: Vec<NodeSetup>,
+    /// That nodes share.
+    pub pools: Vec<PoolSetup>,
     /// Of the scheduler.
     pub scheduler: Settings,
     /// Requests come so many times as fast as they were recorded.
@@ -184,6 +189,7 @@ struct World<'a> {
     balancer: Option<Balancers>,
     chooser: Option<&'a mut dyn Chooser>,
     places: Vec<Place>,
+    pools: Vec<Pool>,
     marks: Vec<Vec<Mark>>,
     open: Vec<Open>,
     served: Vec<Served>,
@@ -248,11 +254,15 @@ fn run(mut world: World<'_>, mut progress: impl FnMut(usize)) -> Replayed {
 impl<'a> World<'a> {
     fn new(trace: &'a Trace, setup: &'a Setup, chooser: Option<&'a mut dyn Chooser>) -> Self {
         let mut scheduler = Scheduler::new(setup.scheduler.clone());
-        let places = setup.nodes.iter().enumerate().map(|(number, node)| Place {
-            engine: Engine::new(Arc::clone(&node.class), trace.block_tokens),
-            id: scheduler.add(of_scheduler(number, node, setup.class_blind)),
-            life: 0,
-            is_alive: true,
+        let pools: Vec<Pool> = setup.pools.iter().map(|pool| Pool::new(pool, trace.block_tokens)).collect();
+        let places = setup.nodes.iter().enumerate().map(|(number, node)| {
+            let id = scheduler.add(of_scheduler(number, node, setup.class_blind));
+            if let Some(pool) = told_pool(setup, node) {
+                scheduler.set_pool(id, Some(&pool.name.as_str().into()), true);
+            }
+            let pool = node.pool.and_then(|pool| pools.get(pool)).cloned();
+            let engine = Engine::new(Arc::clone(&node.class), trace.block_tokens, pool);
+            Place { engine, id, life: 0, is_alive: true }
         });
         let places = places.collect();
         let count = trace.requests.len();
@@ -279,6 +289,7 @@ impl<'a> World<'a> {
             balancer: setup.balance.map(Balancers::new),
             chooser,
             places,
+            pools,
             marks: marks.collect(),
             open: (0..count).map(|_| Open::default()).collect(),
             served: served.collect(),
@@ -402,6 +413,12 @@ impl<'a> World<'a> {
     fn known(&self, request: usize) -> Known {
         let asked = &self.trace.requests[request];
         let mut known = Known::counted(asked.prompt_tokens);
+        for (pool, setup) in self.pools.iter().zip(&self.setup.pools).filter(|(_, setup)| setup.is_told) {
+            if let Some(slot) = self.scheduler.pool_slot(&setup.name) {
+                let tokens = pool.leading_blocks(&asked.blocks) as u64 * self.trace.block_tokens;
+                known.set_pooled(slot, tokens);
+            }
+        }
         for place in self.places.iter().filter(|place| place.is_alive) {
             let tokens = place.engine.leading_blocks(&asked.blocks) * self.trace.block_tokens;
             let cached =
@@ -615,6 +632,11 @@ impl<'a> World<'a> {
 /// Any number, always the same for the same one: SplitMix64.
 fn mixed(number: u64) -> u64 {
     spread(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// The pool of a node, if the router hears of it.
+fn told_pool<'s>(setup: &'s Setup, node: &NodeSetup) -> Option<&'s PoolSetup> {
+    setup.pools.get(node.pool?).filter(|pool| pool.is_told)
 }
 
 fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {

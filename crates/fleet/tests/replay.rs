@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Brought, Chooser, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, Request, Served, Setup,
-    Signals, Summary, Trace, replay, replay_by,
+    Brought, Chooser, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, PoolSetup, Request,
+    Served, Setup, Signals, Summary, Trace, replay, replay_by,
 };
 use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
@@ -31,6 +31,7 @@ fn node(role: Role, class: &Class) -> NodeSetup {
 fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
     Setup {
         nodes: roles.iter().map(|role| node(*role, class)).collect(),
+        pools: Vec::new(),
         scheduler: Settings { policy, decode_policy: policy, ..Settings::default() },
         speed: 1.0,
         hand_over: HandOver::default(),
@@ -231,7 +232,7 @@ fn a_live_engine_takes_the_same_time_as_one_in_a_replay() {
     let asked = || (0..20).map(|number| request(0, 700 + 300 * number, 5 + number, 100 * number));
     let all = trace(asked().collect());
     let served = run(&all, &fleet(&[Role::Worker], &Class::default(), Policy::LeastWork));
-    let mut engine = LiveEngine::new(Class::default(), BLOCK);
+    let mut engine = LiveEngine::new(Class::default(), BLOCK, None);
     let numbers: Vec<usize> = all.requests.iter().map(|request| engine.push(request.clone())).collect();
     assert_eq!(engine.load(), (0, 20, 0));
     let (mut now, mut firsts, mut lasts) = (Duration::ZERO, vec![None; 20], vec![None; 20]);
@@ -460,4 +461,28 @@ fn a_router_that_engines_tell_of_their_blocks_knows_as_much_of_them_as_one_that_
         node.class = Arc::new(Class { cached_tokens: BLOCK, ..Class::default() });
     });
     assert!(found(&setup) * 5 < by_events);
+}
+
+/// Requests for prompts that engines of one host have computed before, in bursts: with their long answers, as many as wait at one
+/// engine would be served by its idle neighbours, which load the prompt in milliseconds.
+#[test]
+fn a_router_that_knows_of_a_pool_spreads_the_prompts_that_it_holds() {
+    let first = (0..8).map(|name: u64| request(name * 500, 8192, 2, name * 100));
+    let bursts = (0..40).flat_map(|burst: u64| (0..24).map(move |_| burst));
+    let again = bursts.map(|burst| request(10_000 + burst * 4000, 8192, 150, burst % 8 * 100));
+    let trace = trace(first.chain(again).collect());
+    let class = Class { costs: Costs::H100_LLAMA_8B.times(20.0, 1.0), requests_max: 6, ..Class::default() };
+    for kv_events in [false, true] {
+        let summary = |is_told| {
+            let mut setup = fleet(&[Role::Worker; 4], &class, Policy::LeastWork);
+            setup.pools = vec![PoolSetup { is_told, ..PoolSetup::default() }];
+            setup.nodes.iter_mut().for_each(|node| node.pool = Some(0));
+            setup.signals.kv_events = kv_events;
+            Summary::of(&run(&trace, &setup), Limits { ttft: Duration::MAX, tpot: Duration::MAX })
+        };
+        let (told, untold) = (summary(true), summary(false));
+        assert_eq!((told.lost, untold.lost), (0, 0));
+        assert!(told.ttft_mean < untold.ttft_mean.mul_f64(0.8), "{kv_events}: {told:?} {untold:?}");
+        assert!(told.found > 0.98 && told.found >= untold.found, "{told:?} {untold:?}");
+    }
 }

@@ -403,6 +403,10 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                         "is_used": prediction.is_calibrated(),
                     })
                 });
+                let (load_share, is_learned) = scheduler.load_share(&node.class);
+                let pool = node
+                    .pool()
+                    .map(|name| json!({ "name": name, "load_share": load_share, "is_learned": is_learned }));
                 json!({
                     "id": id.to_string(),
                     "node": &*node.name,
@@ -414,6 +418,7 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "class": &*node.class,
                     "host": &*node.host,
                     "prediction": prediction,
+                    "pool": pool,
                     "connector": node.connector.name(),
                     "connector_address": node.connector_address.as_deref(),
                     "known_by": node.known_by.names(),

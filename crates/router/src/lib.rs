@@ -30,6 +30,7 @@ pub mod knowledge;
 pub mod legs;
 pub mod loads;
 pub mod members;
+mod pool_info;
 pub mod proxy;
 pub mod role_records;
 pub mod schedule;

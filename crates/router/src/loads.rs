@@ -24,6 +24,7 @@ use tokio::{
 };
 
 use crate::{
+    pool_info::pool_of,
     proxy::{Address, Shared},
     schedule::{NodeId, Reported},
 };
@@ -178,9 +179,14 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
         period.tick().await;
         let own_before = shared.own_requests(id);
         let asked = timeout(PATIENCE, page_of(&address)).await.unwrap_or(Err(LoadError::Late));
-        match asked.and_then(|page| read(&page, address.rank).ok_or(LoadError::NotThere)) {
-            Ok((mut reported, counted)) => {
+        let told = asked.and_then(|page| {
+            let told = read(&page, address.rank).ok_or(LoadError::NotThere)?;
+            Ok((told, pool_of(&page, address.rank)))
+        });
+        match told {
+            Ok(((mut reported, counted), pool)) => {
                 misses = 0;
+                shared.observe_pool(id, pool.as_deref());
                 if let Some((before, at)) = before.replace((counted, Instant::now())) {
                     (reported.preempted, reported.step_tokens) =
                         counted.since(&before, at.elapsed().as_secs_f64());

@@ -248,3 +248,22 @@ fn memory_is_bounded_and_taken_when_it_is_needed() {
     // A block of one medium, the engine's hashes of two, and nothing of the other medium.
     assert!(blocks.bytes() <= (1 << 12) * (13 + 2 * 11), "{} bytes", blocks.bytes());
 }
+
+/// One engine tells of the blocks that it has saved, another one of those that it saved itself: each can load all of them.
+#[test]
+fn a_pool_holds_what_any_of_its_nodes_told_of_another_medium_than_its_device() {
+    let mut blocks = Blocks::new(1 << 12);
+    let pieces = [1, 2, 3, 4];
+    take(&mut blocks, 3, &stored(&pieces[..2], 0, 7, Some("CPU")));
+    take(&mut blocks, 70, &stored(&pieces[..3], 0, 7, None));
+    take(&mut blocks, 70, &stored(&pieces[..3], 2, 7, Some("CPU")));
+    take(&mut blocks, 5, &stored(&pieces, 0, 7, Some("CPU")));
+    let chain = chain(&tokens(&pieces), SIZE, None, None);
+    let pool = [(0, 1 << 3), (1, 1 << 6)];
+    assert_eq!(blocks.pooled(&chain, &pool), 3);
+    assert_eq!(blocks.pooled(&chain, &pool[1..]), 0, "its first block is on a device");
+    let removed =
+        BlockRemoved { hashes: vec![engines(&pieces[..2], 7)], medium: Some("CPU".into()), group: None };
+    blocks.removed(3, &removed);
+    assert_eq!((blocks.pooled(&chain, &pool), blocks.pooled(&chain, &[(0, 1 << 5)])), (1, 4));
+}

@@ -60,6 +60,7 @@ def build_scheduler_side(
         has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
         hash_seed=hash_seed,
+        namespaces=tuple(namespaces),
     )
     if has_daemon:
         core = open_core(settings.address).Scheduler(
@@ -122,9 +123,9 @@ def build_worker_core(
     kv_cache_config: KVCacheConfig,
     settings: Settings,
     kv_caches: dict[str, torch.Tensor],
-) -> tuple[WorkerCore, Stream | None, list[int]]:
+) -> tuple[WorkerCore, Stream | None, list[int], list[bytes]]:
     """The core's worker for this rank's KV caches, connecting in the background; for caches on a GPU how the engine
-    computes there; and of each group, how many ranks hold its blocks. Raises Unsupported."""
+    computes there; and of each group, how many ranks hold its blocks, and their layout. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
     namespaces, _ = _namespaces(vllm_config, groups, settings)
     device = gpu_of(kv_caches)
@@ -135,6 +136,7 @@ def build_worker_core(
     described = []
     shards = []
     replicas = []
+    layouts = []
     last_region: dict[str, int] = {}
     for namespace, group in zip(namespaces, groups, strict=True):
         layout = group_layout(
@@ -150,6 +152,7 @@ def build_worker_core(
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
         shards.append(layout.shard)
+        layouts.append(layout.digest)
         _tell_layout(parallel.rank, group, layout, settings)
         replicas.append(layout.replicas)
         last_region = layout.last_region
@@ -169,7 +172,7 @@ def build_worker_core(
             )
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}
-        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas
+        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas, layouts
     with unbound():
         core = open_core(settings.address).Worker(
             settings.address,
@@ -183,7 +186,7 @@ def build_worker_core(
             daemon_user=settings.daemon_user,
             shards=shards,
         )
-    return core, None, replicas
+    return core, None, replicas, layouts
 
 
 def _facts(

@@ -24,6 +24,7 @@ from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.no_daemon import uses_daemon
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
+from kvlane.connector.shared_pool import POOL
 from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
 from kvlane.connector.vllm_protocols import AllocatedBlocks, BlockPool, KVEvent
 from kvlane.connector.weights import Weights, calling_runner, parameters_move, parameters_of
@@ -300,7 +301,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pending_work()
+        side = self._scheduler
+        return side is not None and (side.has_pending_work() or side.pool.is_due())
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
@@ -331,8 +333,13 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVLaneStats | None:
         side = self._scheduler or self._worker
-        counted = side.take_stats() if side is not None else None
-        return KVLaneStats(data=counted) if counted else None
+        if side is None:
+            return None
+        told: dict[str, object] = {**(side.take_stats() or {})}
+        pool = side.pool.take()
+        if pool is not None:
+            told[POOL] = pool
+        return KVLaneStats(data=told) if told else None
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
@@ -342,7 +349,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVLaneStats | None:
-        return KVLaneStats(data=data or {})
+        # For vLLM's log, which has numbers only.
+        return KVLaneStats(data={name: value for name, value in (data or {}).items() if name != POOL})
 
     @classmethod
     def build_prom_metrics(

@@ -24,6 +24,7 @@ from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
+from kvlane.connector.shared_pool import SchedulerPart
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
     Block,
@@ -82,6 +83,7 @@ class SchedulerSide:
         hashes = GroupHashes(shape.groups, shape.hash_block_size)
         weights = KnownWeights(settings.weights_version, shape.workers)
         hashes.weights_key = weights.key
+        self.pool = SchedulerPart(self._connection, shape, weights, clock)
         self._shared = SchedulerShared(
             core=core,
             connection=self._connection,

@@ -26,3 +26,5 @@ class EngineShape:
     """Whether vLLM names multimodal inputs by their content."""
     hash_seed: bytes | None = None
     """The hash that prompts start from, as the namespaces say; None if it is random."""
+    namespaces: tuple[bytes, ...] = ()
+    """What the blocks of each group mean."""

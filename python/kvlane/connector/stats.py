@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvlane.connector.counters import COUNTERS
+from kvlane.connector.shared_pool import DOCUMENTATION, LABELS, NAME, POOL, PoolInfo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
 
 
 class KVLaneStats(KVConnectorStats):
-    """Counter names to sums; plain numbers, so that they cross process borders."""
+    """Counter names to sums, and what is new of the shared pool; plain values, so that they cross process borders."""
 
     def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+            if name == POOL:
+                self.data[POOL] = {**self.data.get(POOL, {}), **value}
+            else:
+                self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -39,7 +43,7 @@ class KVLaneStats(KVConnectorStats):
 
 
 class KVLanePromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter for each of COUNTERS."""
+    """One Prometheus counter for each of COUNTERS, and the pool that each engine shares."""
 
     def __init__(
         self,
@@ -56,9 +60,18 @@ class KVLanePromMetrics(KVConnectorPromMetrics):
             )
             for engine, values in per_engine_labelvalues.items():
                 self._by_engine[engine][name] = counter.labels(*values)
+        gauge = self._gauge_cls(
+            name=NAME,
+            documentation=DOCUMENTATION,
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, *LABELS],
+        )
+        self._pools = {engine: PoolInfo(gauge, values) for engine, values in per_engine_labelvalues.items()}
 
-    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         counters = self._by_engine.get(engine_idx, {})
+        if POOL in transfer_stats_data and engine_idx in self._pools:
+            self._pools[engine_idx].hear(transfer_stats_data[POOL])
         for name, value in transfer_stats_data.items():
             if name in counters:
                 counters[name].inc(value)

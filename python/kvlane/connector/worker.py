@@ -14,6 +14,7 @@ from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.kinds import LookAtWeights, worker_kinds
 from kvlane.connector.kinds.direct_offer import OfferDirect, RankGone
 from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
+from kvlane.connector.shared_pool import WorkerPart
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
 
@@ -43,6 +44,7 @@ class WorkerSide:
         self._shared = WorkerShared(rank, failures)
         self._reports = self._shared.reports
         self.counters = self._shared.counters
+        self.pool = WorkerPart(rank)
         self.kinds = kinds(self._shared)
         (self._weights,) = (each for each in self.kinds if isinstance(each, LookAtWeights))
         self.on_layer_computed: LayerHook | None = None
@@ -61,12 +63,19 @@ class WorkerSide:
     def weights(self, weights: Weights | None) -> None:
         self._weights.weights = weights
 
-    def attach(self, core: WorkerCore, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
+    def attach(
+        self,
+        core: WorkerCore,
+        stream: Stream | None = None,
+        replicas: Sequence[int] = (),
+        layouts: Sequence[bytes] = (),
+    ) -> None:
         """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas`
-        says for each group how many consecutive ranks hold the same blocks, if any do."""
+        says for each group how many consecutive ranks hold the same blocks, if any do; `layouts` how a block is cut."""
         self._shared.core = core
         self._shared.stream = stream
         self._shared.replicas = replicas
+        self.pool.attached(layouts)
         self.on_layer = None
         self._tell("new caches", lambda kind: kind.attached())
 

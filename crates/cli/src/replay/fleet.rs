@@ -50,6 +50,7 @@ pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Va
                 "load": load,
                 "requests_per_second": load * capacity,
                 "policy": policy.name(),
+                "ttft_mean_ms": milliseconds(summary.ttft_mean),
                 "ttft_p50_ms": milliseconds(summary.ttft_p50),
                 "ttft_p99_ms": milliseconds(summary.ttft_p99),
                 "tpot_p50_ms": milliseconds(summary.tpot_p50),
@@ -112,7 +113,9 @@ fn capacity(trace: &Trace, setup: &Setup) -> f64 {
     let mut setup = Setup { speed: AT_ONCE, ..setup.clone() };
     (setup.scheduler.policy, setup.scheduler.decode_policy) = (Policy::default(), Policy::default());
     setup.balance = None;
-    setup.nodes.iter_mut().for_each(|node| *node = NodeSetup::new(node.role, Arc::clone(&node.class)));
+    setup.nodes.iter_mut().for_each(|node| {
+        *node = NodeSetup { pool: node.pool, ..NodeSetup::new(node.role, Arc::clone(&node.class)) };
+    });
     let served = replay(trace, &setup, |count| bar.inc(count as u64)).served;
     bar.finish_and_clear();
     let end = |each: &Served| each.last.map(|last| each.at + last);

@@ -3,11 +3,12 @@
 use std::{collections::HashMap, fs, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
-use kvlane_fleet::{Class, Costs, HandOver, Limits, Misread, NodeSetup, Setup, Signals};
+use kvlane_fleet::{Class, Costs, HandOver, Limits, Misread, NodeSetup, PoolSetup, Setup, Signals};
 use kvlane_policy::PolicyKind;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use serde::Deserialize;
 
+use super::pool_table::{PoolTable, pools};
 use crate::balance_table::BalanceTable;
 
 /// Nodes of a fleet, at the most.
@@ -38,6 +39,7 @@ struct File {
     ttft_ms: f64,
     tpot_ms: f64,
     class: Vec<ClassTable>,
+    pool: Vec<PoolTable>,
     node: Vec<NodeTable>,
     hand_over: HandOverTable,
     signals: SignalsTable,
@@ -57,6 +59,7 @@ impl Default for File {
             ttft_ms: 2000.0,
             tpot_ms: 50.0,
             class: Vec::new(),
+            pool: Vec::new(),
             node: Vec::new(),
             hand_over: HandOverTable::default(),
             signals: SignalsTable::default(),
@@ -91,6 +94,7 @@ struct NodeTable {
     count: usize,
     class: Option<String>,
     host: Option<String>,
+    pool: Option<String>,
     dies_s: Option<f64>,
     returns_s: Option<f64>,
     joins_s: Option<f64>,
@@ -189,8 +193,10 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
     if let Some(speed) = file.speeds.iter().find(|speed| !(0.001..=1000.0).contains(*speed)) {
         bail!("speeds: {speed} times as fast as recorded is not from 0.001 to 1000");
     }
+    let pools = pools(file.pool)?;
     let setup = Setup {
-        nodes: nodes(file.node, &classes(file.class, folder)?)?,
+        nodes: nodes(file.node, &classes(file.class, folder)?, &pools)?,
+        pools,
         scheduler: Settings {
             policy: first,
             decode_policy: first,
@@ -267,7 +273,11 @@ fn classes(tables: Vec<ClassTable>, folder: &Path) -> Result<HashMap<String, Arc
     Ok(classes)
 }
 
-fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Result<Vec<NodeSetup>> {
+fn nodes(
+    tables: Vec<NodeTable>,
+    classes: &HashMap<String, Arc<Class>>,
+    pools: &[PoolSetup],
+) -> Result<Vec<NodeSetup>> {
     let mut nodes = Vec::new();
     let usual = Arc::new(Class::default());
     for (index, table) in tables.iter().enumerate() {
@@ -296,7 +306,12 @@ fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Resul
             bail!("{}: joins-s has to be before dies-s and drains-s", place());
         }
         let host = table.host.clone().unwrap_or_default();
-        let node = NodeSetup { host, dies, joins, drains, ..NodeSetup::new(role, Arc::clone(class)) };
+        let pool = table.pool.as_ref().map(|name| {
+            let number = pools.iter().position(|pool| pool.name == *name);
+            number.with_context(|| format!("{}: pool = {name:?}: there is no [[pool]] of that name", place()))
+        });
+        let pool = pool.transpose()?;
+        let node = NodeSetup { host, pool, dies, joins, drains, ..NodeSetup::new(role, Arc::clone(class)) };
         if nodes.len() + table.count > NODES_MAX {
             bail!("{}: more than {NODES_MAX} nodes", place());
         }
@@ -362,13 +377,21 @@ mod tests {
             returns-s = 12
             joins-s = 3
             drains-s = 60
+            pool = \"host\"
+            [[pool]]
+            name = \"host\"
+            tokens = 9000
+            told = false
             [predictor]
             off-percent = -20
             noise-percent = 50
         ";
         let setup = parsed(text).unwrap().setup;
         assert_eq!(setup.misread, Misread { off: -0.2, noise: 0.5 });
+        let pool = PoolSetup { name: "host".into(), tokens: 9000, is_told: false, ..PoolSetup::default() };
+        assert_eq!(setup.pools, [pool]);
         let nodes = setup.nodes;
+        assert_eq!((nodes[2].pool, nodes[3].pool), (None, Some(0)));
         assert_eq!(nodes.len(), 4);
         assert_eq!((nodes[2].role, nodes[2].class.kv_tokens), (Role::Prefill, 7));
         assert_eq!((nodes[3].role, nodes[3].class.step_tokens), (Role::Decode, 9));
@@ -391,6 +414,10 @@ mod tests {
             ("ttft-ms = inf", "ttft-ms = inf: at least 0"),
             ("[[node]]\nrole = \"king\"", "king is no role"),
             ("[[node]]\nclass = \"x\"", "class = \"x\": there is no [[class]]"),
+            ("[[node]]\npool = \"x\"", "number 1: pool = \"x\": there is no [[pool]]"),
+            ("[[pool]]\nname = \"x\"\n[[pool]]\nname = \"x\"", "[[pool]] \"x\" is there twice"),
+            ("[[pool]]\nname = \"x\"\nload-token-ms = -1", "[[pool]] \"x\": load-token-ms = -1"),
+            ("[[pool]]\nname = \"x\"\ntokens = 0", "[[pool]] \"x\": tokens = 0"),
             ("[[node]]\ncount = 5000", "more than 4096 nodes"),
             ("[[node]]\ncount = 0", "[[node]]: there is none"),
             ("[[node]]\nreturns-s = 3", "returns-s without an earlier dies-s"),

@@ -133,8 +133,9 @@ fn sentence(error: &clap::Error) -> String {
     lines.join(" ")
 }
 
-const NODE_KEYS: &[&str] = &["url", "role", "group", "class", "host", "ranks", "connector", "zmq", "handoff"];
-const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "host", "ranks", "connector"];
+const NODE_KEYS: &[&str] =
+    &["url", "role", "group", "class", "host", "pool", "ranks", "connector", "zmq", "handoff"];
+const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "host", "pool", "ranks", "connector"];
 
 fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
     let Some(value) = table.remove(key) else { return Ok(Vec::new()) };
@@ -224,6 +225,10 @@ impl Keys {
         let group = self.given::<String>("group")?.unwrap_or_default().into();
         let class = self.given::<String>("class")?.unwrap_or_default().into();
         let host = self.given::<String>("host")?.map(Into::into);
+        let pool: Option<String> = self.given("pool")?;
+        if pool.as_deref() == Some("") {
+            bail!("pool = \"\": it has to have a name");
+        }
         Ok(Spec {
             address,
             role,
@@ -232,6 +237,7 @@ impl Keys {
             host,
             connector,
             connector_address: zmq.or(handoff).map(|address| address.0),
+            pool: pool.map(Into::into),
         })
     }
 }

@@ -205,6 +205,14 @@ impl Blocks {
         }
     }
 
+    /// Blocks of the chain, from its beginning, that one of these nodes can load from a pool of theirs: that another medium than
+    /// its device holds. Each table of 64 nodes with a bit each.
+    pub fn pooled(&self, chain: &[u64], of: &[(usize, u64)]) -> usize {
+        let is_held =
+            |block: &&u64| of.iter().any(|(table, nodes)| self.other.nodes_of(**block, *table) & nodes != 0);
+        chain.iter().take_while(is_held).count()
+    }
+
     fn medium_mut(&mut self, medium: Option<&str>) -> &mut Index {
         if is_device(medium) { &mut self.device } else { &mut self.other }
     }

@@ -18,6 +18,7 @@ mod chain;
 mod grade;
 mod messages;
 mod node;
+mod pool_nodes;
 mod progress;
 mod promises;
 mod prompt;

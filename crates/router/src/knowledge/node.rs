@@ -38,6 +38,8 @@ pub(super) struct KnownNode {
     pub(super) models: Vec<(Arc<str>, Option<String>)>,
     pub(super) has_source: bool,
     pub(super) is_live: bool,
+    /// The slot of the pool that it shares with others.
+    pub(super) pool: Option<usize>,
     pub(super) agreement: Agreement,
     pub(super) restarts: u64,
     pub(super) gaps: u64,
@@ -54,6 +56,7 @@ impl KnownNode {
             models: Vec::new(),
             has_source,
             is_live: false,
+            pool: None,
             agreement: Agreement::default(),
             restarts: 0,
             gaps: 0,

@@ -20,6 +20,7 @@ use super::{
     chain::chain,
     grade::Reason,
     node::{KnownNode, Status, parent},
+    pool_nodes::PoolNodes,
     prompt::{
         INLINE_BODY_BYTES_MAX, INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids,
     },
@@ -112,6 +113,13 @@ impl Knowledge {
         state.blocks.forget(id.slot());
         state.nodes.retain(|other, _| other.slot() != id.slot());
         state.nodes.insert(id, node);
+    }
+
+    /// A node shares the pool with this slot from now on, or none.
+    pub(crate) fn set_pool(&self, id: NodeId, pool: Option<usize>) {
+        if let Some(node) = self.state.lock().nodes.get_mut(&id) {
+            node.pool = pool;
+        }
     }
 
     /// A node has told which models it serves: names, and the JSON object that describes each.
@@ -241,12 +249,15 @@ impl Knowledge {
         let count = prompt.tokens.len() as u64;
         let mut wanted: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
         let mut ids: HashMap<usize, NodeId> = HashMap::new();
+        let mut pools = PoolNodes::default();
         {
             let state = self.state.lock();
             for (&id, node) in &state.nodes {
-                let Some(size) = state.blocks.told(id.slot()).block_size.filter(|_| node.is_exact()) else {
-                    continue;
-                };
+                let size = state.blocks.told(id.slot()).block_size.filter(|_| node.is_exact());
+                if let Some(pool) = node.pool {
+                    pools.add(pool, id.slot(), size);
+                }
+                let Some(size) = size else { continue };
                 ids.insert(id.slot(), id);
                 let tables = wanted.entry(size).or_default();
                 let table = id.slot() / NODES_A_TABLE;
@@ -271,6 +282,10 @@ impl Knowledge {
                     known.set(id, Cached { tokens, block_size: size_64 });
                 }
             });
+        }
+        for (pool, size, nodes) in pools.known() {
+            let blocks = chains.get(&size).map_or(0, |chain| state.blocks.pooled(chain, nodes));
+            known.set_pooled(pool, blocks as u64 * u64::from(size));
         }
         Looked { known, chains }
     }

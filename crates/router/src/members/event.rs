@@ -27,6 +27,8 @@ pub struct Spec {
     pub connector: Option<Connector>,
     /// Where other engines reach its connector, `HOST:PORT`.
     pub connector_address: Option<Arc<str>>,
+    /// The pool that it shares with others; None leaves it to the node's metrics.
+    pub pool: Option<Arc<str>>,
 }
 
 impl Spec {
@@ -40,6 +42,7 @@ impl Spec {
             host: None,
             connector: None,
             connector_address: None,
+            pool: None,
         }
     }
 }

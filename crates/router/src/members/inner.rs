@@ -96,7 +96,7 @@ impl Inner {
     }
 
     fn join(&self, book: &mut Book, spec: Spec) {
-        let Spec { address, role, group, class, host, connector, connector_address } = spec;
+        let Spec { address, role, group, class, host, connector, connector_address, pool } = spec;
         tracing::info!(node = %address, %role, group = &*group, "a node joins");
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
@@ -105,6 +105,9 @@ impl Inner {
         // Whoever named it as a worker leaves it to the router what it does.
         node.may_flip = role == Role::Worker && self.shared.is_balancing();
         let id = self.shared.add(node, address.clone());
+        if let Some(pool) = pool {
+            self.shared.configure_pool(id, &pool);
+        }
         book.nodes.insert(address.clone(), id);
         // The thread that asks it ends with this.
         let _ = self.joined.send((id, address));

@@ -272,6 +272,7 @@ impl Shared {
         let mut state = self.state.lock();
         state.addresses.remove(&id);
         state.descriptions.remove(&id);
+        self.knowledge.set_pool(id, None);
         state.scheduler.remove(id)
     }
 
@@ -282,6 +283,26 @@ impl Shared {
                 (node.connector, node.connector_address) = (connector, connector_address);
             }
         });
+    }
+
+    /// The router's file says which pool a node shares with others.
+    pub(crate) fn configure_pool(&self, id: NodeId, name: &Arc<str>) {
+        let mut state = self.state.lock();
+        let slot = state.scheduler.set_pool(id, Some(name), true);
+        self.knowledge.set_pool(id, slot);
+    }
+
+    /// A node's own metrics have told which pool it shares with others, or none.
+    pub(crate) fn observe_pool(&self, id: NodeId, name: Option<&str>) {
+        let mut state = self.state.lock();
+        let Some(node) = state.scheduler.node(id).filter(|node| node.pool() != name) else { return };
+        let node = Arc::clone(&node.name);
+        let name = name.map(Arc::from);
+        let slot = state.scheduler.set_pool(id, name.as_ref(), false);
+        self.knowledge.set_pool(id, slot);
+        if state.scheduler.node(id).and_then(Node::pool) == name.as_deref() {
+            tracing::info!(%node, pool = name.as_deref(), "node's metrics name another pool");
+        }
     }
 
     /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.

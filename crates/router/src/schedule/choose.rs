@@ -9,6 +9,7 @@ use super::{
     nodes::{Node, NodeId, Role},
     pick::Candidate,
     policy::Policy,
+    pools::LoadCosts,
     prediction::Terms,
     reservation::{Leg, Reservation},
     scheduler::Scheduler,
@@ -35,8 +36,9 @@ impl Scheduler {
         now: Instant,
     ) -> Result<Choice, NoNode> {
         self.known = known;
-        if self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes() {
+        if self.needs_prefixes() {
             self.index.matched(request.marks, &mut self.matched);
+            self.pools.look(request.marks);
         }
         let choice = self.choose_pair(request, now).or_else(|| self.choose_one(request, now));
         let choice = choice.ok_or_else(|| self.no_node(request, now))?;
@@ -92,7 +94,7 @@ impl Scheduler {
                 chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
                 why,
                 prompt_tokens,
-                cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                cached_tokens: one.found,
                 candidates: near.len(),
             });
         }
@@ -102,7 +104,7 @@ impl Scheduler {
                 chosen: Chosen::One(self.reserve(request, free, Leg::Whole, now)),
                 why: Why::Relief,
                 prompt_tokens,
-                cached_tokens: prompt_tokens.saturating_sub(free.miss),
+                cached_tokens: free.found,
                 candidates: decodes.len(),
             });
         }
@@ -129,7 +131,7 @@ impl Scheduler {
             chosen: Chosen::Pair { prefill: prefilling, decode: decoding },
             why: Why::Pair,
             prompt_tokens,
-            cached_tokens: prompt_tokens.saturating_sub(prefill.miss),
+            cached_tokens: prefill.found,
             candidates: prefills.len(),
         })
     }
@@ -178,7 +180,7 @@ impl Scheduler {
                     chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
                     why: if is_other { Why::OtherRole } else { why },
                     prompt_tokens,
-                    cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                    cached_tokens: one.found,
                     candidates: candidates.len(),
                 });
             }
@@ -194,6 +196,7 @@ impl Scheduler {
         is_wanted: impl Fn(&Node) -> bool,
     ) -> Vec<Candidate> {
         let prompt_tokens = self.prompt_tokens(request);
+        let mut load_costs = LoadCosts::new(&self.predictions);
         self.nodes
             .all()
             .filter(|(id, node)| {
@@ -202,12 +205,17 @@ impl Scheduler {
                     && node.takes(is_last_resort, now)
                     && !request.tried.contains(id)
             })
-            .map(|(id, _)| {
+            .map(|(id, node)| {
+                let cached = self.cached_tokens(request, id);
+                let pooled = node.pool.as_ref().map_or(0, |pool| self.pooled_tokens(request, pool.slot));
                 // What is known roughly must not look like more than the prompt is: nodes known exactly would get all.
                 // The last token is always computed.
-                let miss = prompt_tokens.saturating_sub(self.cached_tokens(request, id)).max(1);
+                let miss = prompt_tokens.saturating_sub(cached.max(pooled)).max(1);
                 let found = prompt_tokens - miss.min(prompt_tokens);
-                Candidate { id, miss, found, grain: self.grain(id).min(prompt_tokens) }
+                let loads = found.saturating_sub(cached);
+                let load_cost = load_costs.of(&node.class, loads);
+                let grain = self.grain(id).min(prompt_tokens);
+                Candidate { id, miss: miss + load_cost, found, loads, load_cost, grain }
             })
             .collect()
     }
@@ -226,16 +234,18 @@ impl Scheduler {
         self.choices += 1;
         // A prefill node's answer is one token, whatever the client asks for.
         let is_first_token = leg == Leg::Prefill || leg == Leg::Whole && request.streams;
-        let found = self.prompt_tokens(request).saturating_sub(candidate.miss);
+        let Candidate { found, loads, .. } = candidate;
+        // A load delays its own request only: the node computes meanwhile.
+        let miss = candidate.miss.saturating_sub(candidate.load_cost);
         let asked = self.nodes.get(candidate.id).filter(|_| is_first_token).map(|node| {
             let load = &node.load;
-            (Terms::new(candidate.miss, found, load.own_tokens, load.batch()), now)
+            (Terms::new(miss, found, load.own_tokens, load.batch()).loading(loads), now)
         });
         if let Some(node) = self.nodes.get_mut(candidate.id) {
             node.chosen = self.choices;
             node.breaker.sent(now);
         }
-        let mut reservation = Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss);
+        let mut reservation = Reservation::take(&mut self.nodes, candidate.id, leg, miss);
         (reservation.asked, reservation.streams) = (asked, request.streams);
         // When the first token of a whole answer comes nobody sees.
         if leg == Leg::Whole && !request.streams {
@@ -253,7 +263,16 @@ impl Scheduler {
         if let Some(known) = self.known.of(id) {
             return known.tokens;
         }
-        let bytes = self.matched.get(id.slot()).copied().unwrap_or(0);
+        self.tokens_of_text(request, self.matched.get(id.slot()).copied().unwrap_or(0))
+    }
+
+    /// Tokens of the prompt that a pool has: as its engines tell, or as one of them has prefilled its text.
+    fn pooled_tokens(&self, request: &Request<'_>, pool: usize) -> u64 {
+        let told = self.known.pooled(pool);
+        told.unwrap_or_else(|| self.tokens_of_text(request, self.pools.bytes_of(pool)))
+    }
+
+    fn tokens_of_text(&self, request: &Request<'_>, bytes: u32) -> u64 {
         match (self.known.prompt_tokens, request.marks.last()) {
             // Both kinds of node are compared: what is known by its text has as many tokens as it has of the whole text.
             (Some(tokens), Some(last)) => tokens * u64::from(bytes) / u64::from(last.bytes).max(1),

@@ -9,6 +9,8 @@ pub struct Known {
     pub prompt_tokens: Option<u64>,
     /// By slot.
     cached: Vec<Option<(NodeId, Cached)>>,
+    /// By pool.
+    pooled: Vec<Option<u64>>,
 }
 
 /// What a node has of a prompt.
@@ -23,7 +25,7 @@ pub struct Cached {
 impl Known {
     /// The prompt has so many tokens.
     pub fn counted(tokens: u64) -> Self {
-        Self { prompt_tokens: Some(tokens), cached: Vec::new() }
+        Self { prompt_tokens: Some(tokens), ..Self::default() }
     }
 
     /// The node has that much of it.
@@ -32,6 +34,19 @@ impl Known {
             self.cached.resize(id.slot() + 1, None);
         }
         self.cached[id.slot()] = Some((id, cached));
+    }
+
+    /// The pool with this slot has so many tokens of it, from its beginning.
+    pub fn set_pooled(&mut self, pool: usize, tokens: u64) {
+        if self.pooled.len() <= pool {
+            self.pooled.resize(pool + 1, None);
+        }
+        self.pooled[pool] = Some(tokens);
+    }
+
+    /// Tokens that a pool has of it. None where nothing is known exactly.
+    pub(super) fn pooled(&self, pool: usize) -> Option<u64> {
+        self.pooled.get(pool).copied().flatten()
     }
 
     /// What the node has of it. None where nothing is known exactly.

@@ -7,7 +7,8 @@
 //!   /metrics -------> loads: running and waiting -----------+--> choose --> reservations of one or two legs
 //!   marks of a prompt --> index: who has which prefix ------+       |            | first byte, end
 //!   tokens, KV events --> known: what engines tell of it --+       |            |
-//!   first tokens ------> prediction: what they took -------'       |            |
+//!   first tokens ------> prediction: what they took -------+       |            |
+//!               '------> pools: what nodes can load --------'       |            |
 //!                          ^----------------------------------------'            v
 //!                            the chosen nodes will have it                     loads
 //! ```
@@ -24,6 +25,7 @@ mod near;
 mod nodes;
 mod pick;
 mod policy;
+mod pools;
 mod prediction;
 mod reservation;
 mod scheduler;

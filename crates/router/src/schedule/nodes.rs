@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, sync::Arc, time::Instant};
 
-use super::{breaker::Breaker, load::Load};
+use super::{breaker::Breaker, load::Load, pools::PoolOf};
 
 /// What a node is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -184,6 +184,8 @@ pub struct Node {
     pub load: Load,
     /// Keeps requests away while it fails.
     pub breaker: Breaker,
+    /// What it shares with other nodes: [`Scheduler::set_pool`](super::Scheduler::set_pool).
+    pub(super) pool: Option<PoolOf>,
     /// Number of the choice that took it last.
     pub(super) chosen: u64,
 }
@@ -206,6 +208,7 @@ impl Node {
             next_role: None,
             load: Load::default(),
             breaker: Breaker::default(),
+            pool: None,
             chosen: 0,
         }
     }
@@ -213,6 +216,11 @@ impl Node {
     /// Whether it has this model or adapter.
     pub fn serves(&self, model: &str) -> bool {
         self.models.iter().any(|served| &**served == model)
+    }
+
+    /// The name of the pool that it can load blocks from.
+    pub fn pool(&self) -> Option<&str> {
+        self.pool.as_ref().map(|pool| &*pool.name)
     }
 
     /// Whether this one can hand over to the other one.

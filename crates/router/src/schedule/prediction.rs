@@ -1,8 +1,9 @@
 //! How long a node takes to a first token and to each further one, learned from tokens that came.
 //!
 //! ```text
-//!  first token, ms     = a + b * waiting + c * miss * (found + miss / 2) + d * requests
-//!         waiting: tokens that the node still prefills, these among them; miss of them are this prompt's, behind `found` others
+//!  first token, ms     = a + b * waiting + c * miss * (found + miss / 2) + d * requests + g * loaded
+//!         waiting: tokens that the node still prefills, these among them; miss of them are this prompt's, behind `found` others,
+//!         of which the node loads `loaded` from its pool
 //!  further tokens, ms  = e + f * requests
 //! ```
 
@@ -11,11 +12,13 @@ use std::time::Duration;
 use super::least_squares::LeastSquares;
 
 /// Of a first token.
-const TERMS: usize = 4;
+const TERMS: usize = 5;
 /// No engine generates a request's tokens faster, one after the other.
 const FURTHER_LEAST: Duration = Duration::from_micros(500);
 /// For a rate, prompts of this length are looked at.
 const USUAL_TOKENS: u64 = 2000;
+/// With fewer prompts that were loaded from a pool nothing is said of what that takes.
+const LOADS_MIN: u64 = 20;
 /// Requests at which nodes' speeds are compared.
 const USUAL_REQUESTS: u64 = 32;
 
@@ -29,7 +32,13 @@ impl Terms {
     pub(super) fn new(miss: u64, found: u64, pending: u64, requests: u64) -> Self {
         let [miss, found, pending, requests] = [miss, found, pending, requests].map(|count| count as f64);
         // Of about the same size: the numbers of the covariance stay near each other.
-        Self([1.0, (pending + miss) / 1e3, miss * (found + miss / 2.0) / 1e6, requests / 10.0])
+        Self([1.0, (pending + miss) / 1e3, miss * (found + miss / 2.0) / 1e6, requests / 10.0, 0.0])
+    }
+
+    /// The same prompt, of which the node loads so many tokens from its pool.
+    pub(super) fn loading(mut self, tokens: u64) -> Self {
+        self.0[4] = tokens as f64 / 1e3;
+        self
     }
 }
 
@@ -38,6 +47,8 @@ impl Terms {
 pub struct Prediction {
     first: LeastSquares<TERMS>,
     further: LeastSquares<2>,
+    /// First tokens behind a load from a pool.
+    loads: u64,
 }
 
 impl Prediction {
@@ -63,8 +74,8 @@ impl Prediction {
 
     /// Milliseconds by which a prompt keeps a node from others, of which `miss` tokens are prefilled behind `found`.
     pub(super) fn prefill(&self, miss: u64, found: u64) -> f64 {
-        let Terms([_, tokens, pairs, _]) = Terms::new(miss, found, 0, 0);
-        let [_, token, pair, _] = self.first.coefficients.map(|each| each.max(0.0));
+        let Terms([_, tokens, pairs, ..]) = Terms::new(miss, found, 0, 0);
+        let [_, token, pair, ..] = self.first.coefficients.map(|each| each.max(0.0));
         token * tokens + pair * pairs
     }
 
@@ -72,6 +83,14 @@ impl Prediction {
     pub fn prefill_rate(&self) -> Option<f64> {
         let ms = self.prefill(USUAL_TOKENS, 0);
         (self.is_calibrated() && ms > 0.0).then(|| USUAL_TOKENS as f64 / ms * 1e3)
+    }
+
+    /// How long a token takes to load from a pool, in times of one that is computed: from 0 to 1. None while too little is known.
+    pub fn load_share(&self) -> Option<f64> {
+        let computed = self.prefill(USUAL_TOKENS, 0) / USUAL_TOKENS as f64;
+        let loaded = self.first.coefficients[4].max(0.0) / 1e3;
+        let is_known = self.is_calibrated() && self.loads >= LOADS_MIN && computed > 0.0;
+        is_known.then(|| (loaded / computed).min(1.0))
     }
 
     /// Milliseconds to each further token of a request beside others, all in all `requests`; None while too little is known.
@@ -96,6 +115,7 @@ impl Prediction {
     /// A first token has come after so long.
     pub(super) fn observe(&mut self, terms: Terms, took: Duration) {
         self.first.observe(&terms.0, took.as_secs_f64() * 1e3);
+        self.loads += u64::from(terms.0[4] > 0.0);
     }
 
     /// Further tokens have come, one in so long on average, beside others.
@@ -154,6 +174,24 @@ mod tests {
         }
         let delay = prediction.prefill(1000, 0);
         assert!((delay / 20.4 - 1.0).abs() < 0.1, "{delay}");
+    }
+
+    #[test]
+    fn what_a_load_takes_is_learned_from_prompts_that_were_loaded() {
+        let mut prediction = Prediction::default();
+        for (miss, found, pending, requests) in spread(7).take(100) {
+            prediction
+                .observe(Terms::new(miss, found, pending, requests), took(miss, found, pending, requests));
+        }
+        assert_eq!(prediction.load_share(), None, "nothing was loaded");
+        for (miss, found, pending, requests) in spread(8).take(100) {
+            let load = Duration::from_micros(2 * found);
+            let terms = Terms::new(miss, found, pending, requests).loading(found);
+            prediction.observe(terms, took(miss, found, pending, requests) + load);
+        }
+        // A computed token of two thousand takes 20.75 us.
+        let share = prediction.load_share().unwrap();
+        assert!((share / (2.0 / 20.75) - 1.0).abs() < 0.1, "{share}");
     }
 
     #[test]

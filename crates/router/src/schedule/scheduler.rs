@@ -11,6 +11,7 @@ use super::{
     index::Index,
     known::Known,
     nodes::{Node, NodeId, Nodes},
+    pools::{LOAD_SHARE, PoolOf, Pools},
     prediction::Prediction,
     reservation::{Leg, LegEnd, Reservation},
     settings::Settings,
@@ -23,6 +24,8 @@ pub struct Scheduler {
     pub(super) settings: Settings,
     pub(super) nodes: Nodes,
     pub(super) index: Index,
+    /// What nodes can load, whoever of them has prefilled it.
+    pub(super) pools: Pools,
     pub(super) choices: u64,
     /// The number of the choice that took a prefill and a decode node together last. Without it two roles that are both taken
     /// in turn would meet in the same pairs for ever.
@@ -48,6 +51,7 @@ impl Scheduler {
     pub fn new(settings: Settings) -> Self {
         Self {
             index: Index::new(settings.marks_max),
+            pools: Pools::new(settings.marks_max),
             nodes: Nodes::default(),
             choices: 0,
             pairs: HashMap::new(),
@@ -71,9 +75,45 @@ impl Scheduler {
 
     /// A node goes, with all that was known of it.
     pub fn remove(&mut self, id: NodeId) -> Option<Node> {
+        self.leave_pool(id);
         self.pairs.remove(&id);
         self.pairs.values_mut().filter_map(|of| of.get_mut(id.slot())).for_each(|choice| *choice = 0);
         self.nodes.remove(id)
+    }
+
+    /// The pool that a node shares with all others of that name, or none. A configured one stays, whatever the engine tells.
+    /// Answers its slot.
+    pub fn set_pool(&mut self, id: NodeId, name: Option<&Arc<str>>, is_configured: bool) -> Option<usize> {
+        let node = self.nodes.get(id)?;
+        let present = node.pool.as_ref();
+        let stays = present.map(|pool| &pool.name) == name
+            || !is_configured && present.is_some_and(|pool| pool.is_configured);
+        if stays {
+            return present.map(|pool| pool.slot);
+        }
+        self.leave_pool(id);
+        let (name, node) = (name?, self.nodes.get_mut(id)?);
+        let slot = self.pools.join(name);
+        node.pool = Some(PoolOf { name: Arc::clone(name), slot, is_configured });
+        Some(slot)
+    }
+
+    /// The slot of a pool that nodes are of.
+    pub fn pool_slot(&self, name: &str) -> Option<usize> {
+        self.pools.slot_of(name)
+    }
+
+    fn leave_pool(&mut self, id: NodeId) {
+        if let Some(pool) = self.nodes.get_mut(id).and_then(|node| node.pool.take()) {
+            self.pools.leave(pool.slot);
+        }
+    }
+
+    /// How long a node of this class loads a token from its pool, in times of one that it computes; and whether first tokens
+    /// have shown it.
+    pub fn load_share(&self, class: &str) -> (f64, bool) {
+        let learned = self.predictions.get(class).and_then(Prediction::load_share);
+        (learned.unwrap_or(LOAD_SHARE), learned.is_some())
     }
 
     /// A node's engine has started anew: it has no prefix any more.
@@ -116,7 +156,7 @@ impl Scheduler {
 
     /// Bytes of memory that prefixes take.
     pub fn index_bytes(&self) -> usize {
-        self.index.bytes()
+        self.index.bytes() + self.pools.bytes()
     }
 
     /// A leg's first byte has come: its node has the prompt, which these are the marks of.
@@ -131,6 +171,10 @@ impl Scheduler {
         match (reservation.leg, reservation.handing.take()) {
             (Leg::Decode, Some(handing)) => self.ways.observe(&handing, now),
             (_, handing) => handing.iter().for_each(|handing| handing.begin(now)),
+        }
+        let pool = self.nodes.get(reservation.node).and_then(|node| node.pool.as_ref());
+        if let Some(slot) = pool.map(|pool| pool.slot).filter(|_| self.needs_prefixes()) {
+            self.pools.insert(marks, slot);
         }
         if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
             self.note_prefix(marks, reservation.node);
@@ -155,8 +199,12 @@ impl Scheduler {
     }
 
     pub(super) fn note_prefix(&mut self, marks: &[Mark], id: NodeId) {
-        if self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes() {
+        if self.needs_prefixes() {
             self.index.insert(marks, id.slot as usize);
         }
+    }
+
+    pub(super) fn needs_prefixes(&self) -> bool {
+        self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes()
     }
 }

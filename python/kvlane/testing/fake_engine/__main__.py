@@ -61,7 +61,9 @@ async def serve(given: argparse.Namespace) -> None:
         block_size=given.block_size,
     )
     words = None if given.words is None else Words(Path(given.words))
-    handlers.append(Server(Settings(Models(given.model, given.max_model_len), pairing, words), engine))
+    handlers.append(
+        Server(Settings(Models(given.model, given.max_model_len), pairing, words, given.pool), engine)
+    )
     await listener.start_serving()
     pinger = None
     if given.ping_router is not None:

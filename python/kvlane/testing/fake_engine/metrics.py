@@ -15,7 +15,8 @@ class Counters:
     generation_tokens: int = 0
 
 
-def text(model: str, engine: EngineModel, counters: Counters) -> bytes:
+def text(model: str, engine: EngineModel, counters: Counters, pool: str | None = None) -> bytes:
+    """`pool` is the daemon's run and the space that kvlane's connector would name, with a slash between."""
     rows = [
         ("vllm:num_requests_running", "gauge", "Requests that have a seat.", engine.running),
         ("vllm:num_requests_waiting", "gauge", "Requests that wait for a seat or a prefill.", engine.waiting),
@@ -27,7 +28,12 @@ def text(model: str, engine: EngineModel, counters: Counters) -> bytes:
     ]
     escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     labels = f'{{engine="0",model_name="{escaped}"}}'
-    return "".join(
+    page = "".join(
         f"# HELP {name} {help_}\n# TYPE {name} {kind}\n{name}{labels} {float(value)}\n"
         for name, kind, help_, value in rows
-    ).encode()
+    )
+    if pool is not None:
+        daemon, space = pool.split("/")
+        named = f'{labels[:-1]},daemon="{daemon}",space="{space}"}}'
+        page += f"# TYPE vllm:kvlane_pool_info gauge\nvllm:kvlane_pool_info{named} 1.0\n"
+    return page.encode()

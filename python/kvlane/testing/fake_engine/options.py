@@ -53,6 +53,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     flag("--block-size", type=_positive, default=16, help="Tokens of a block of the prefix cache.")
     flag("--cache-blocks", type=_positive, default=65536, help="How many blocks the prefix cache holds.")
     flag("--pairs", choices=FORMS, default="none", help="The form in which prefill and decode legs are told.")
+    flag(
+        "--pool",
+        metavar="DAEMON/SPACE",
+        help="The shared pool that its metrics name, as kvlane's connector does.",
+    )
     flag("--engine-id", help="The name that prefill legs answer; host and port if it is not given.")
     flag("--ping-router", metavar="HOST:PORT", help="The router that P2P NCCL pings go to; needs pyzmq.")
     flag("--role", choices=("P", "D"), help="Whether this engine prefills or decodes, for P2P NCCL.")
@@ -72,6 +77,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--kv-replay-port needs --kv-events-port")
     if given.pairs == "p2p-nccl" and not (given.role or given.zmq_address):
         parser.error("--pairs p2p-nccl needs --role or --zmq-address")
+    if given.pool and given.pool.count("/") != 1:
+        parser.error("--pool is DAEMON/SPACE")
     given.model = given.model or ["fake"]
     return given
 

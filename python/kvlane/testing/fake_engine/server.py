@@ -29,6 +29,7 @@ class Settings:
     models: Models
     pairing: pairs.Pairing
     tokenizer: requests.Tokenizer | None = None
+    pool: str | None = None
 
 
 class Server:
@@ -38,6 +39,7 @@ class Server:
         self._models = settings.models
         self._pairing = settings.pairing
         self._tokenizer = settings.tokenizer
+        self._pool = settings.pool
         self._engine = engine
         self._faults = Faults()
         self._log = Log()
@@ -180,7 +182,7 @@ class Server:
         return http.answer(200, b"")
 
     def _metrics(self, _: http.HttpRequest) -> bytes:
-        text = metrics.text(self._models.names[0], self._engine.model, self._engine.counters)
+        text = metrics.text(self._models.names[0], self._engine.model, self._engine.counters, self._pool)
         return http.answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _set_faults(self, request: http.HttpRequest) -> bytes:

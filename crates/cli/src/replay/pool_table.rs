@@ -1,0 +1,47 @@
+//! `[[pool]]` of the file of `kvlane replay --route`.
+
+use anyhow::{Context, Result, anyhow, bail};
+use kvlane_fleet::PoolSetup;
+use serde::Deserialize;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct PoolTable {
+    name: String,
+    tokens: Option<u64>,
+    eviction: Option<String>,
+    load_token_ms: Option<f64>,
+    /// Whether the router hears which nodes share it.
+    told: Option<bool>,
+}
+
+/// All pools; names have to differ.
+pub(super) fn pools(tables: Vec<PoolTable>) -> Result<Vec<PoolSetup>> {
+    let mut pools: Vec<PoolSetup> = Vec::new();
+    for table in tables {
+        let place = || format!("[[pool]] {:?}", table.name);
+        if pools.iter().any(|pool| pool.name == table.name) {
+            bail!("{} is there twice", place());
+        }
+        let usual = PoolSetup::default();
+        let eviction = table.eviction.as_ref().map_or(Ok(usual.eviction), |name| {
+            name.parse().map_err(|error| anyhow!("eviction: {error}")).with_context(place)
+        })?;
+        let (tokens, load_token_ms) =
+            (table.tokens.unwrap_or(usual.tokens), table.load_token_ms.unwrap_or(usual.load_token_ms));
+        if tokens == 0 {
+            bail!("{}: tokens = 0: it has to hold something", place());
+        }
+        if !(0.0..=60_000.0).contains(&load_token_ms) {
+            bail!("{}: load-token-ms = {load_token_ms}: at least 0 and at most a minute", place());
+        }
+        pools.push(PoolSetup {
+            name: table.name.clone(),
+            tokens,
+            eviction,
+            load_token_ms,
+            is_told: table.told.unwrap_or(usual.is_told),
+        });
+    }
+    Ok(pools)
+}

@@ -1,0 +1,124 @@
+//! Pools of blocks that several nodes share, as the engines of one host share their daemon's memory.
+//!
+//! ```text
+//!   first token at a node --> its pool has the prompt --> each node of the pool: loads what it lacks
+//!   choice at a node      --> the node will have it            cost of a load = share * tokens
+//! ```
+//! A pool has a prompt once one of its nodes has prefilled it: what was only given to a node is not saved yet. So equal new
+//! prompts that come together still meet at one node.
+
+use std::{collections::HashMap, sync::Arc};
+
+use super::{index::Index, prediction::Prediction};
+use crate::body::Mark;
+
+/// A loaded token counts as so much of a computed one until first tokens of its class have shown what it takes. Low, because only
+/// loads that are tried can show it.
+pub(super) const LOAD_SHARE: f64 = 0.01;
+
+/// The pool of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct PoolOf {
+    pub(super) name: Arc<str>,
+    pub(super) slot: usize,
+    /// The router's file names it, whatever the engine tells.
+    pub(super) is_configured: bool,
+}
+
+/// All pools that nodes are of, in numbered slots.
+#[derive(Debug)]
+pub(super) struct Pools {
+    /// Names, and how many nodes each has.
+    slots: Vec<Option<(Arc<str>, usize)>>,
+    index: Index,
+    /// Reused: bytes of the prompt that each pool has.
+    matched: Vec<u32>,
+}
+
+impl Pools {
+    /// Room for about that many marks, for each 64 pools; memory is taken with the first prompt of a pool.
+    pub(super) fn new(marks_max: usize) -> Self {
+        Self { slots: Vec::new(), index: Index::new(marks_max), matched: Vec::new() }
+    }
+
+    /// A node joins the pool: its slot.
+    pub(super) fn join(&mut self, name: &Arc<str>) -> usize {
+        if let Some(slot) = self.slot_of(name) {
+            self.slots[slot].iter_mut().for_each(|(_, nodes)| *nodes += 1);
+            return slot;
+        }
+        let pool = Some((Arc::clone(name), 1));
+        if let Some(slot) = self.slots.iter().position(Option::is_none) {
+            self.slots[slot] = pool;
+            return slot;
+        }
+        self.slots.push(pool);
+        self.slots.len() - 1
+    }
+
+    pub(super) fn slot_of(&self, name: &str) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(known, _)| &**known == name))
+    }
+
+    /// A node leaves it. The last one takes along what is known of the pool.
+    pub(super) fn leave(&mut self, slot: usize) {
+        let Some(pool) = self.slots.get_mut(slot) else { return };
+        if let Some((_, nodes)) = pool {
+            *nodes -= 1;
+        }
+        if pool.take_if(|(_, nodes)| *nodes == 0).is_some() {
+            self.index.forget(slot);
+        }
+    }
+
+    /// The pool has this prompt from now on.
+    pub(super) fn insert(&mut self, marks: &[Mark], slot: usize) {
+        self.index.insert(marks, slot);
+    }
+
+    /// Looks up what the pools have of a prompt, for [`Pools::bytes_of`].
+    pub(super) fn look(&mut self, marks: &[Mark]) {
+        if !self.slots.is_empty() {
+            self.index.matched(marks, &mut self.matched);
+        }
+    }
+
+    /// Bytes of the prompt that was looked up last, from its beginning, that a pool has.
+    pub(super) fn bytes_of(&self, slot: usize) -> u32 {
+        self.matched.get(slot).copied().unwrap_or(0)
+    }
+
+    /// Bytes of memory that prefixes take.
+    pub(super) fn bytes(&self) -> usize {
+        self.index.bytes()
+    }
+}
+
+/// What loads cost at nodes, in tokens that they could compute meanwhile.
+pub(super) struct LoadCosts<'a> {
+    predictions: &'a HashMap<Arc<str>, Prediction>,
+    /// Neighbours are of one class mostly.
+    last: Option<(&'a Arc<str>, f64)>,
+}
+
+impl<'a> LoadCosts<'a> {
+    pub(super) fn new(predictions: &'a HashMap<Arc<str>, Prediction>) -> Self {
+        Self { predictions, last: None }
+    }
+
+    /// Of so many tokens at a node of this class.
+    pub(super) fn of(&mut self, class: &'a Arc<str>, tokens: u64) -> u64 {
+        if tokens == 0 {
+            return 0;
+        }
+        let share = match self.last {
+            Some((last, share)) if *last == *class => share,
+            _ => {
+                let learned = self.predictions.get(class).and_then(Prediction::load_share);
+                learned.unwrap_or(LOAD_SHARE)
+            }
+        };
+        self.last = Some((class, share));
+        (tokens as f64 * share).ceil() as u64
+    }
+}

@@ -1,0 +1,123 @@
+"""Tells vLLM's metrics which pool this engine shares: its daemon's run, and the space of its blocks there.
+
+    scheduler: {"daemon": run, "blocks": namespaces and weights, "workers": 2} --.
+    rank 0:    {"0": its layouts} -----------------------------------------------+--> vllm:kvlane_pool_info
+    rank 1:    {"1": its layouts} -----------------------------------------------'
+
+Engines of one run and space load each other's blocks. A router reads that, and sends a prompt to any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvlane.connector.connection import Connection
+from kvlane.connector.digest import digest16
+from kvlane.connector.known_weights import KnownWeights
+from kvlane.connector.shape import EngineShape
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
+
+NAME = "vllm:kvlane_pool_info"
+DOCUMENTATION = "1 for the daemon's run and the space there that the engine loads from, 0 for former ones"
+LABELS = ["daemon", "space"]
+# The key of a part among the connector's stats.
+POOL = "pool"
+# An engine that has started steps so long, without requests, until it has found its daemon: then all of the daemon's
+# engines have told of it before their first request.
+START_SECONDS = 2.0
+Part = dict[str, str]
+
+
+class SchedulerPart:
+    """What the scheduler role knows."""
+
+    def __init__(
+        self, connection: Connection, shape: EngineShape, weights: KnownWeights, clock: Callable[[], float]
+    ) -> None:
+        self._connection = connection
+        self._shape = shape
+        self._weights = weights
+        self._clock = clock
+        self._started: float | None = None
+        self._has_found = False
+        self._told: Part | None = None
+
+    def _present(self) -> Part:
+        boot = self._connection.boot if self._shape.can_load else None
+        self._has_found = self._has_found or boot is not None
+        key = self._weights.key
+        blocks = [each.hex() for each in self._shape.namespaces] + [key.hex() if key else ""]
+        return {
+            "daemon": boot.hex() if boot else "",
+            "blocks": digest16(blocks).hex(),
+            "workers": str(self._shape.workers),
+        }
+
+    def take(self) -> Part | None:
+        """What is new since the last call."""
+        present = self._present()
+        if present == self._told:
+            return None
+        self._told = present
+        return present
+
+    def is_due(self) -> bool:
+        """Whether the engine has to step to tell it, although no request runs."""
+        if not self._shape.can_load or not self._shape.has_daemon:
+            return False
+        if self._started is None:
+            self._started = self._clock()
+        present = self._present()
+        if present["daemon"]:
+            return present != self._told
+        return not self._has_found and self._clock() - self._started < START_SECONDS
+
+
+class WorkerPart:
+    """What a rank knows."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._untold: Part | None = None
+
+    def attached(self, layouts: Sequence[bytes]) -> None:
+        """The rank's blocks are cut like this, by group."""
+        self._untold = {str(self._rank): digest16([each.hex() for each in layouts]).hex()}
+
+    def take(self) -> Part | None:
+        """What is new since the last call."""
+        untold, self._untold = self._untold, None
+        return untold
+
+
+class PoolInfo:
+    """The metric of one engine, put together from all parts."""
+
+    def __init__(self, gauge: PromMetric, labels: Sequence[object]) -> None:
+        self._gauge = gauge
+        self._labels = labels
+        self._known: Part = {}
+        self._shown: tuple[str, str] | None = None
+
+    def hear(self, part: Part) -> None:
+        """A part has come."""
+        self._known.update(part)
+        named = self._named()
+        if named == self._shown:
+            return
+        if self._shown is not None:
+            self._gauge.labels(*self._labels, *self._shown).set(0)
+        if named is not None:
+            self._gauge.labels(*self._labels, *named).set(1)
+        self._shown = named
+
+    def _named(self) -> tuple[str, str] | None:
+        """Daemon and space; None until all parts are known, or without a daemon."""
+        ranks = [self._known.get(str(rank)) for rank in range(int(self._known.get("workers", 0)))]
+        daemon = self._known.get("daemon")
+        if not daemon or None in ranks:
+            return None
+        return daemon, digest16([self._known["blocks"], *ranks]).hex()
