@@ -1,7 +1,7 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     future::poll_fn,
     pin::Pin,
     sync::{Arc, atomic::Ordering},
@@ -78,7 +78,7 @@ async fn route(
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
-            post(shared, upstreams, head, &body, id, client_id).await
+            post(shared, upstreams, client, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
             StatusCode::METHOD_NOT_ALLOWED,
@@ -199,6 +199,7 @@ impl Drop for Held<'_> {
 async fn post(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
+    client: &Client,
     head: &Parts,
     body: &Bytes,
     id: RequestId,
@@ -211,11 +212,9 @@ async fn post(
     } else {
         None
     };
-    if let Some(scan) = &scanned
-        && scan.raw(legs::TRANSFER).is_some_and(|value| value != b"null")
-    {
-        let sentence = "kv_transfer_params are the router's to set: leave them out";
-        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param(legs::TRANSFER));
+    if let Some(reserved) = scanned.as_ref().and_then(legs::reserved) {
+        let problem = Problem::new(StatusCode::BAD_REQUEST, reserved.to_string());
+        return Err(problem.with_param(reserved.param()));
     }
     let model = scanned.as_ref().and_then(|scan| scan.string("model"));
     if model.is_none()
@@ -234,6 +233,7 @@ async fn post(
     let work = Work {
         shared,
         upstreams,
+        client,
         head,
         body,
         scan: scanned.as_ref(),
@@ -245,6 +245,7 @@ async fn post(
         streams: scanned.as_ref().is_some_and(is_one_stream),
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
+        doubted: RefCell::default(),
         attempts: Cell::new(0),
     };
     Ok(work.serve().await)
