@@ -31,7 +31,10 @@ impl Work<'_> {
             let mut state = self.shared.state.lock();
             let turn = state.scheduler.doubt(node, self.fingerprint(), Instant::now());
             if turn.is_some() {
-                state.scheduler.note_failure(node, "it answered 500 to requests of several clients, and served none between");
+                state.scheduler.note_failure(
+                    node,
+                    "it answered 500 to requests of several clients, and served none between",
+                );
             }
             turn
         };
@@ -52,7 +55,9 @@ impl Work<'_> {
             each.is_convicted = true;
             let turn = {
                 let mut state = self.shared.state.lock();
-                state.scheduler.note_failure(each.node, "it answered 500 to a request that another node served");
+                state
+                    .scheduler
+                    .note_failure(each.node, "it answered 500 to a request that another node served");
                 state.scheduler.convict(each.node, self.fingerprint(), Instant::now())
             };
             self.shared.tell_turn(each.node, turn);

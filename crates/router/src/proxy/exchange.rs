@@ -61,6 +61,7 @@ impl Connection {
 
     /// Sends a request and waits for the head of its answer.
     pub(super) async fn ask(mut self, head: Bytes, body: Bytes) -> Result<Response<Incoming>, UpstreamError> {
+        let length = head.len() + body.len();
         self.unsent = [head, body];
         let mut reading = HeadReading::default();
         let answered = poll_fn(|context| {
@@ -68,7 +69,7 @@ impl Connection {
             self.poll_head(context, &mut reading)
         })
         .await;
-        let (head, early) = answered.map_err(|error| self.explain(error))?;
+        let (head, early) = answered.map_err(|error| self.explain(error, length))?;
         let mut response = Response::new(Incoming::new(self, head.framing, head.is_kept, early));
         *response.status_mut() = head.status;
         *response.headers_mut() = head.headers;
@@ -78,18 +79,24 @@ impl Connection {
         Ok(response)
     }
 
-    /// Tells an end before the request had come from one behind it. The engine's FIN acknowledges what its kernel had received, so
-    /// a request that is not acknowledged by then came too late.
-    fn explain(&mut self, error: UpstreamError) -> UpstreamError {
-        let is_closed = match &error {
-            UpstreamError::Closed => true,
-            // So the kernel reports a reset behind a FIN.
-            UpstreamError::Failed(error) => error.kind() == io::ErrorKind::BrokenPipe,
-            _ => return error,
-        };
+    /// Tells an end before a request of this length had come from one behind it. The engine's FIN acknowledges what its kernel had
+    /// received, so a request that is not acknowledged by then came too late.
+    fn explain(&mut self, error: UpstreamError, length: usize) -> UpstreamError {
+        if !matches!(error, UpstreamError::Closed | UpstreamError::Failed(_)) {
+            return error;
+        }
         let is_all_written = self.takes_more && !self.is_sending();
-        let came_late = || unacknowledged_bytes(&self.stream).is_ok_and(|bytes| bytes > 0);
-        if !is_all_written || is_closed && came_late() { UpstreamError::NotBegun } else { error }
+        let missing = unacknowledged_bytes(&self.stream).unwrap_or(0);
+        match error {
+            _ if !is_all_written => UpstreamError::NotBegun,
+            UpstreamError::Closed if missing > 0 => UpstreamError::NotBegun,
+            // So the kernel reports a reset behind a FIN.
+            UpstreamError::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe && missing > 0 => {
+                UpstreamError::NotBegun
+            }
+            UpstreamError::Failed(error) if missing == length => UpstreamError::Reset(error),
+            error => error,
+        }
     }
 
     /// Sends what the node takes now. A node that takes no more of a request may have answered it nevertheless.

@@ -8,9 +8,12 @@
 //! | failed before all of the request was written | not all of it | sends it again |
 //! | was closed by the engine (FIN), whose kernel had not acknowledged all of the request | closed before all of it came | sends it again |
 //! | was closed, and all of the request was acknowledged | read it | fails: the engine took it |
-//! | was reset (RST) without a close before | perhaps read it: the kernel may delay an acknowledgement, and a reset brings none | fails, as if the engine had taken it |
+//! | was reset (RST) without a close before | perhaps read it: a kernel may delay its acknowledgement, and a reset brings none | fails, as if the engine had taken it |
+//!
+//! Where the engine resets the connection and its kernel has acknowledged nothing of the request, [`UpstreamError::Reset`] says so:
+//! mostly such an engine has not read it.
 
-use std::{io::ErrorKind, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use hyper::Response;
@@ -31,20 +34,27 @@ pub(super) async fn send(
     body: Bytes,
     connect_timeout: Duration,
 ) -> Result<Response<Incoming>, UpstreamError> {
+    let mut ended = None;
     if let Some(stream) = upstreams.take(address) {
         let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
         match connection.ask(head.clone(), body.clone()).await {
-            Err(UpstreamError::NotBegun) => {}
-            Err(UpstreamError::Failed(error)) if error.kind() == ErrorKind::ConnectionReset => {
+            Err(error @ UpstreamError::NotBegun) => ended = Some(error),
+            Err(error @ UpstreamError::Reset(_)) => {
                 // The others were idle for longer, and may be reset as well.
                 upstreams.forget(address);
-                return Err(UpstreamError::Reset(error));
+                return Err(error);
             }
             answered => return answered,
         }
     }
-    let stream = connect(address, connect_timeout).await?;
-    Connection::new(stream, upstreams.clone(), Arc::clone(address)).ask(head, body).await
+    // An engine that takes no connection after it has ended one with a request may have died of a part of it.
+    let stream = connect(address, connect_timeout).await.map_err(|error| ended.unwrap_or(error))?;
+    let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
+    // Nothing was idle here that the engine could have closed for that.
+    connection.ask(head, body).await.map_err(|error| match error {
+        UpstreamError::Reset(error) => UpstreamError::Failed(error),
+        error => error,
+    })
 }
 
 async fn connect(address: &Address, connect_timeout: Duration) -> Result<TcpStream, UpstreamError> {

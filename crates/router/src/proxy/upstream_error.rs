@@ -18,8 +18,8 @@ pub(super) enum UpstreamError {
     NotBegun,
     #[error("it ended the connection before an answer")]
     Closed,
-    /// Of a kept connection: the engine may have closed it before the request came, or after.
-    #[error("it reset a kept connection before an answer: {0}")]
+    /// Nothing of the request was acknowledged, but the engine may have read it all the same.
+    #[error("it reset the connection before an answer: {0}")]
     Reset(io::Error),
     #[error("it ended the connection before an answer: {0}")]
     Failed(io::Error),
@@ -34,6 +34,6 @@ pub(super) enum UpstreamError {
 impl UpstreamError {
     /// Whether the node may have worked at the request.
     pub(super) fn was_taken(&self) -> bool {
-        !matches!(self, Self::Refused(_) | Self::Slow(_) | Self::NotBegun)
+        !matches!(self, Self::Refused(_) | Self::Slow(_))
     }
 }

@@ -219,8 +219,8 @@ impl Scheduler {
         };
         let is_doubted = |(_, node): &(NodeId, &Node)| node.doubts.count(now) > 0;
         // Two nodes that answer 500 must not send all requests to each other, past one that would serve them.
-        let avoids_doubted = !request.tried.is_empty()
-            && self.nodes.all().filter(takes).any(|each| !is_doubted(&each));
+        let avoids_doubted =
+            !request.tried.is_empty() && self.nodes.all().filter(takes).any(|each| !is_doubted(&each));
         self.nodes
             .all()
             .filter(|each| takes(each) && !(avoids_doubted && is_doubted(each)))

@@ -58,7 +58,10 @@ impl Condition {
         }
         if let Some(probe_in) = self.probe_in_ms {
             let missed = self.without_hand_off;
-            parts.push(format!("handed nothing over {missed} times in a row, next probe in {}", seconds(probe_in)));
+            parts.push(format!(
+                "handed nothing over {missed} times in a row, next probe in {}",
+                seconds(probe_in)
+            ));
         }
         parts.join("; ")
     }

@@ -116,7 +116,8 @@ mod tests {
             (0..2).for_each(|_| assert_eq!(hand_offs.answered(false, start), Pairing::Same));
             assert_eq!(hand_offs.answered(true, start), Pairing::Same, "not in a row");
         }
-        (0..3).for_each(|_| drop(hand_offs.answered(false, start)));
+        let last = (0..3).map(|_| hand_offs.answered(false, start)).last();
+        assert_eq!(last, Some(Pairing::Stopped { missed: 3, probe_in: PROBE_EVERY }));
         assert_eq!(hand_offs.probe_in(start), Some(PROBE_EVERY));
         assert_eq!(hand_offs.answered(true, start + PROBE_EVERY), Pairing::Resumed);
         assert!(hand_offs.allows(start) && hand_offs.probe_in(start).is_none());
