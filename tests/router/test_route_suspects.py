@@ -10,8 +10,6 @@ import pytest
 from processes import run_kvlane, until
 from routed import CHAT, COMPLETIONS, LONG, Router, ask, chat, routed, wanted
 
-from kvlane.testing.fake_engine import FakeEngine
-
 LEAST = ("--policy", "least-loaded")
 
 
@@ -57,7 +55,7 @@ def test_one_clients_requests_take_no_prefill_engine_from_the_pairs() -> None:
 
 
 def test_broken_engines_are_ejected_although_all_clients_have_one_address() -> None:
-    """As behind a proxy. The second try goes to an engine that nobody doubts, so two broken ones do not swallow all requests."""
+    """As behind a proxy. A second try goes to an engine that nobody doubts, past two broken ones."""
     with routed([], [], [], flags=LEAST) as (router, (one, other, good)):
         one.faults(status=500)
         other.faults(status=500)
@@ -108,15 +106,15 @@ def test_different_requests_of_different_clients_eject_an_engine(tmp_path: Path)
 
 
 def test_a_dead_engine_is_ejected_in_one_line_and_listed_with_the_reason() -> None:
-    with FakeEngine() as alive, FakeEngine() as dead:
-        with Router("--worker", alive.url, "--worker", dead.url, *LEAST, nodes=2) as router:
-            dead.faults(refuse=True)
-            for number in range(10):
-                assert ask(router.address, COMPLETIONS, wanted(f"short {number}"))[0] == 200
-            (line,) = until("it is ejected", lambda: ejections(router))
-            assert dead.url in line and "node ejected for 1 s: 3 failures in a row; last: it " in line
-            condition = conditions(router)[dead.url]
-            assert condition["ejected"] and condition["failures"] == 3 and condition["retry_in_ms"] is not None
+    with routed([], [], flags=LEAST) as (router, (_, dead)):
+        dead.faults(refuse=True)
+        for number in range(10):
+            assert ask(router.address, COMPLETIONS, wanted(f"short {number}"))[0] == 200
+        (line,) = until("it is ejected", lambda: ejections(router))
+        assert dead.url in line and "node ejected for 1 s: 3 failures in a row; last: it " in line
+        condition = conditions(router)[dead.url]
+        assert condition["ejected"] and condition["failures"] == 3
+        assert condition["retry_in_ms"] is not None
 
 
 @pytest.mark.parametrize(
@@ -127,18 +125,23 @@ def test_a_dead_engine_is_ejected_in_one_line_and_listed_with_the_reason() -> No
         ('"vllm_xargs": {"a": [1, {"b": 2}], "ec_transfer_params": "x"}', "vllm_xargs.ec_transfer_params"),
         ('"vllm_xargs": {"\\u006bv_transfer_param\\u0073": "x"}', "vllm_xargs.kv_transfer_params"),
         ('"vllm\\u005fxargs": {"kv_transfer_params": "x"}', "vllm_xargs.kv_transfer_params"),
-        ('"vllm_xargs" : { "a" : "x" , "a" : 1 , "kv_transfer_params" : null }', "vllm_xargs.kv_transfer_params"),
+        (
+            '"vllm_xargs" : { "a" : "x" , "a" : 1 , "kv_transfer_params" : null }',
+            "vllm_xargs.kv_transfer_params",
+        ),
         ('"vllm_xargs": {"a": "' + "x" * (1 << 20) + '"}', "vllm_xargs"),
     ],
 )
 def test_hosts_and_blocks_cannot_be_named_by_way_of_extra_arguments(member: str, param: str) -> None:
     """vLLM merges vllm_xargs with kv_transfer_params, and fails with 500 where they are no object."""
     with routed([]) as (router, (engine,)):
-        for path, body in ((COMPLETIONS, wanted("short")), (CHAT, chat("short")), ("/v1/responses", {"input": "x"})):
+        for path, body in (
+            (COMPLETIONS, wanted("short")),
+            (CHAT, chat("short")),
+            ("/v1/responses", {"input": "x"}),
+        ):
             text = json.dumps(body)[:-1] + ", " + member + "}"
-            status, answer, _ = ask(
-                router.address, path, text.encode(), {"Content-Type": "application/json"}
-            )
+            status, answer, _ = ask(router.address, path, text.encode(), {"Content-Type": "application/json"})
             assert (status, answer["error"]["param"]) == (400, param)
         assert engine.log() == []
         kept = wanted("short", vllm_xargs={"session_id": "kv_transfer_params"})
