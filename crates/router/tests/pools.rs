@@ -83,7 +83,9 @@ impl World {
                 reservation
             })
             .collect();
-        held.into_iter().for_each(|each| self.scheduler.end(each, LegEnd::Served, self.now));
+        for each in held {
+            self.scheduler.end(each, LegEnd::Served, self.now);
+        }
         counts
     }
 }
@@ -121,7 +123,9 @@ fn a_prompt_that_nobody_has_prefilled_is_not_in_the_pool() {
         let mut world = World::new(Policy::LeastWork, &[pool; 2]);
         let held: Vec<_> = (0..9).map(|turn| world.ask(&prompt(turn % 2, PIECES))).collect();
         let numbers: Vec<usize> = held.iter().map(|(number, _)| *number).collect();
-        held.into_iter().for_each(|(_, each)| world.scheduler.end(each, LegEnd::Served, world.now));
+        for (_, each) in held {
+            world.scheduler.end(each, LegEnd::Served, world.now);
+        }
         numbers
     };
     assert_eq!(given(Some("a")), given(None));

@@ -19,5 +19,5 @@ pub use self::{
     error::BodyError,
     json::DEPTH_MAX,
     marks::{MARK_BYTES, MARKS_MAX, Mark, marks},
-    scan::{MEMBERS_MAX, MESSAGES_MAX, Member, NAME_BYTES_MAX, Outline, Scan, outline, scan},
+    scan::{MEMBERS_MAX, MESSAGES_MAX, Member, NAME_BYTES_MAX, Outline, Scan, find_member, outline, scan},
 };

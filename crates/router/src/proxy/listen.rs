@@ -180,6 +180,7 @@ async fn connection(
         tracing::debug!(%error, "a client has left at once");
         return;
     }
+    let peer = stream.peer_addr().ok().map(|peer| peer.ip());
     let first = first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await;
     let Some(first) = first else { return };
     let _turn = match first {
@@ -189,7 +190,7 @@ async fn connection(
     let _place = headless.has_head();
     let stream = Rc::new(stream);
     let mut departure = Departure::new(&stream);
-    let client = clients.join();
+    let client = clients.join(peer);
     let asked = Cell::new(0u64);
     // Whether an interim answer may be sent: a request of HTTP/1.1 is under way, and its answer has not begun.
     let may_ask = Cell::new(false);

@@ -19,6 +19,7 @@ mod answer;
 mod attempt;
 mod clients;
 mod departure;
+mod doubted;
 mod exchange;
 mod first_head;
 mod forward;
@@ -39,6 +40,7 @@ mod reading;
 mod service;
 mod settings;
 mod shared;
+mod turns;
 mod upstream;
 mod upstream_error;
 

@@ -1,6 +1,12 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll};
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    pin::Pin,
+    sync::Arc,
+    task::Poll,
+};
 
 use bytes::Bytes;
 use hyper::{
@@ -89,13 +95,13 @@ async fn route(
             Counters::count(&shared.counters.requests);
             let held = Held::new(shared);
             // A preflight has no body: what comes in its place is not read.
-            pass(shared, upstreams, head, &Bytes::new(), &held, route, id, client_id).await.map(last)
+            pass(shared, upstreams, client, head, &Bytes::new(), &held, route, id, client_id).await.map(last)
         }
         route => {
             Counters::count(&shared.counters.requests);
             let held = Held::new(shared);
             let body = read(shared, body, client, &held).await?;
-            pass(shared, upstreams, head, &body, &held, route, id, client_id).await
+            pass(shared, upstreams, client, head, &body, &held, route, id, client_id).await
         }
     }
 }
@@ -179,6 +185,7 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
 async fn pass(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
+    client: &Client,
     head: &Parts,
     body: &Bytes,
     held: &Held,
@@ -195,11 +202,9 @@ async fn pass(
     } else {
         (None, Vec::new())
     };
-    if let Some(scan) = &scanned
-        && scan.raw(legs::TRANSFER).is_some_and(|value| value != b"null")
-    {
-        let sentence = "kv_transfer_params are the router's to set: leave them out";
-        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param(legs::TRANSFER));
+    if let Some(reserved) = scanned.as_ref().and_then(legs::reserved) {
+        let problem = Problem::new(StatusCode::BAD_REQUEST, reserved.to_string());
+        return Err(problem.with_param(reserved.param()));
     }
     if scanned.as_ref().and_then(|scan| scan.raw("model")).is_some_and(|raw| raw.len() > MODEL_BYTES_MAX) {
         let sentence = format!("model is longer than {MODEL_BYTES_MAX} bytes");
@@ -225,6 +230,7 @@ async fn pass(
     let work = Work {
         shared,
         upstreams,
+        client,
         head,
         body,
         scan: scanned.as_ref(),
@@ -238,6 +244,7 @@ async fn pass(
         one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
         api,
         taken: Cell::new(0),
+        doubted: RefCell::default(),
         attempts: Cell::new(0),
     };
     Ok(work.serve().await)

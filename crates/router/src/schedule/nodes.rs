@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, sync::Arc, time::Instant};
 
-use super::{breaker::Breaker, load::Load, pools::PoolOf};
+use super::{breaker::Breaker, doubts::Doubts, hand_offs::HandOffs, load::Load, pools::PoolOf};
 
 /// What a node is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -186,6 +186,12 @@ pub struct Node {
     pub breaker: Breaker,
     /// What it shares with other nodes: [`Scheduler::set_pool`](super::Scheduler::set_pool).
     pub(super) pool: Option<PoolOf>,
+    /// Answers of 500 that may be the requests' fault.
+    pub(super) doubts: Doubts,
+    /// What it failed of last; None after it has served a request.
+    pub(super) last_failure: Option<Arc<str>>,
+    /// Keeps pairs away while it hands nothing over.
+    pub hand_offs: HandOffs,
     /// Number of the choice that took it last.
     pub(super) chosen: u64,
 }
@@ -209,6 +215,9 @@ impl Node {
             load: Load::default(),
             breaker: Breaker::default(),
             pool: None,
+            doubts: Doubts::default(),
+            last_failure: None,
+            hand_offs: HandOffs::default(),
             chosen: 0,
         }
     }
