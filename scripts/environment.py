@@ -47,8 +47,8 @@ SOURCES = (
     "python",
 )
 VLLM_PYTHON_MIN = (3, 11)
-# Of a build from nothing on two cores.
-BUILD_TIME = "some minutes"
+# Of a build from nothing.
+BUILD_TIME = "about five minutes on two idle cores"
 # Profiles of cargo.
 FOR_TESTS, FOR_USERS = "dev", "release"
 
