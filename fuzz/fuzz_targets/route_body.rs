@@ -3,7 +3,7 @@
 
 use kvlane_router::{
     body::{edit, marks, scan},
-    legs,
+    legs::{self, Api, Ask},
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -13,12 +13,16 @@ fuzz_target!(|bytes: &[u8]| {
     let all = marks(&found, 7);
     assert!(all.windows(2).all(|pair| pair[0].bytes < pair[1].bytes));
     assert!(all.last().is_none_or(|last| last.bytes as usize <= bytes.len()));
-    let _ = legs::stays(&found);
-    let prefill = legs::prefill(&found);
-    let leg = scan(&prefill).expect("the prefill leg is JSON");
-    assert_eq!(leg.raw("max_tokens"), Some(&b"1"[..]));
-    assert!(["stream", "stream_options", "min_tokens", "n"].iter().all(|name| leg.raw(name).is_none()));
-    let transfer = legs::handed_over(&leg).expect("it asks for a transfer");
-    let decode = legs::decode(&found, std::str::from_utf8(transfer).expect("it is text"));
-    assert_eq!(scan(&decode).expect("the decode leg is JSON").raw(legs::TRANSFER), Some(transfer));
+    for api in [Api::Completions, Api::Chat, Api::Responses, Api::Messages] {
+        let _ = legs::stays_at(api, &found);
+        let body = |ask| legs::body(Some(api), &found, &ask, "id").expect("a leg of a pair has a body of its own");
+        let prefill = body(Ask::prefill());
+        let leg = scan(&prefill).expect("the prefill leg is JSON");
+        let most = if api == Api::Responses { "max_output_tokens" } else { "max_tokens" };
+        assert_eq!(leg.raw(most), Some(&b"1"[..]));
+        assert!(leg.raw("stream").is_none());
+        let transfer = legs::handed_over(&leg).expect("it asks for a transfer");
+        let decode = body(Ask::GoOn(String::from_utf8(transfer.to_vec()).expect("it is text")));
+        assert_eq!(scan(&decode).expect("the decode leg is JSON").raw(legs::TRANSFER), Some(transfer));
+    }
 });
