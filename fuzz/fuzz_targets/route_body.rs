@@ -15,7 +15,8 @@ fuzz_target!(|bytes: &[u8]| {
     assert!(all.last().is_none_or(|last| last.bytes as usize <= bytes.len()));
     for api in [Api::Completions, Api::Chat, Api::Responses, Api::Messages] {
         let _ = legs::stays_at(api, &found);
-        let body = |ask| legs::body(Some(api), &found, &ask, "id").expect("a leg of a pair has a body of its own");
+        let body =
+            |ask| legs::body(Some(api), &found, &ask, "id").expect("a leg of a pair has a body of its own");
         let prefill = body(Ask::prefill());
         let leg = scan(&prefill).expect("the prefill leg is JSON");
         let most = if api == Api::Responses { "max_output_tokens" } else { "max_tokens" };
