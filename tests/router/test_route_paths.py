@@ -270,19 +270,20 @@ def test_agents_that_begin_alike_share_an_engine(path: str, body: dict[str, Any]
 
 def test_a_web_page_under_a_name_of_its_own_reaches_no_engine() -> None:
     """It may resolve its own name to 127.0.0.1 for a moment (DNS rebinding), and read the answers."""
-    with routed([], flags=("--listen-host", "router.svc")) as (router, (engine,)):
-        for path in (COMPLETIONS, "/v1/models", "/health"):
-            status, answer, _ = ask(
-                router.address,
-                path,
-                wanted("short") if path == COMPLETIONS else None,
-                {"Host": "evil.example"},
-            )
-            assert status == 421, answer
+    with routed([]) as (router, (engine,)):
+        for path, body in ((COMPLETIONS, wanted("short")), ("/v1/models", None), ("/health", None)):
+            status, answer, _ = ask(router.address, path, body, {"Host": "evil.example"})
+            assert status == 421, (path, answer)
             assert "--listen-host evil.example" in answer["error"]["message"]
         assert engine.log() == []
-        for host in ("router.svc:8000", "localhost", "127.0.0.1", "[::1]:8000"):
+        for host in ("localhost", "localhost:8000", "127.0.0.1", "10.0.0.1:80", "[::1]:8000"):
             assert ask(router.address, COMPLETIONS, wanted("short"), {"Host": host})[0] == 200, host
+
+
+def test_a_router_answers_to_a_name_that_it_was_given() -> None:
+    with routed([], flags=("--listen-host", "router.svc")) as (router, _):
+        for host, status in (("router.svc:8000", 200), ("Router.Svc", 200), ("other.svc", 421)):
+            assert ask(router.address, COMPLETIONS, wanted("short"), {"Host": host})[0] == status
 
 
 def test_with_keys_a_router_answers_to_any_name(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ const OF_THE_ANSWER: [&str; 8] = [
 const OF_A_RESPONSE: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
 /// Tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
 const CLIENT_TOOLS: [&str; 3] = ["function", "custom", "namespace"];
+/// Most bytes of `tools`, and of `thinking`, that are looked through: other clients must not notice the time that this takes.
+const TOOLS_BYTES_MAX: usize = 256 << 10;
+const THINKING_BYTES_MAX: usize = 1 << 10;
 
 /// The interface that a generating request speaks, by its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,8 +86,6 @@ impl Api {
     }
 }
 
-/// Longest member that is parsed while other requests wait: that takes less than a millisecond.
-const PARSED_BYTES_MAX: usize = 128 << 10;
 /// Space at the beginning of an array that is searched for its first element.
 const SPACE_BYTES_MAX: usize = 1 << 10;
 
@@ -168,10 +169,10 @@ struct Typed<'a> {
     kind: Cow<'a, str>,
 }
 
-/// Whether `tools` names one that the engine runs. Tools that cannot be read, or take long to read, count as such.
+/// Whether `tools` names one that the engine runs. Tools that cannot be read, or are too long, count as such.
 fn has_engine_tools(scan: &Scan<'_>) -> bool {
     let Some(raw) = scan.raw("tools").filter(|raw| *raw != b"null") else { return false };
-    if raw.len() > PARSED_BYTES_MAX {
+    if raw.len() > TOOLS_BYTES_MAX {
         return true;
     }
     let tools: Result<Vec<Typed<'_>>, _> = serde_json::from_slice(raw);
@@ -254,8 +255,8 @@ fn one_token_of_a_response() -> Vec<Change<'static>> {
 fn one_token_of_a_message(scan: &Scan<'_>) -> Vec<Change<'static>> {
     let mut changes = vec![Change::Remove("stream"), Change::Set("max_tokens", "1")];
     // A budget of tokens for thinking has to be below `max_tokens`. It changes nothing of the prompt; that thinking is disabled does.
-    let thinking = scan.raw("thinking").filter(|raw| raw.len() <= PARSED_BYTES_MAX);
-    let thinking = thinking.and_then(|raw| serde_json::from_slice::<Typed<'_>>(raw).ok());
+    let raw = scan.raw("thinking").filter(|raw| raw.len() <= THINKING_BYTES_MAX);
+    let thinking = raw.and_then(|raw| serde_json::from_slice::<Typed<'_>>(raw).ok());
     if thinking.is_some_and(|thinking| thinking.kind == "enabled") {
         changes.push(Change::Remove("thinking"));
     }

@@ -82,6 +82,10 @@ fn a_response_that_one_engine_stores_or_works_at_alone_stays_there() {
         (json!({"input": "p", "tools": [{"type": "web_search_preview"}]}), Some(Stays::EngineTools)),
         (json!({"input": "p", "tools": [{"type": "mcp", "server_label": "x"}]}), Some(Stays::EngineTools)),
         (json!({"input": "p", "tools": "x"}), Some(Stays::EngineTools)),
+        (
+            json!({"input": "p", "tools": [{"type": "function", "name": "x".repeat(1 << 20)}]}),
+            Some(Stays::EngineTools),
+        ),
     ];
     for (request, expected) in cases {
         let text = request.to_string().into_bytes();

@@ -33,7 +33,9 @@ const BEFORE_THE_MESSAGES: [&str; 2] = ["instructions", "system"];
 pub fn marks(scan: &Scan<'_>, seed: u64) -> Vec<Mark> {
     let mut marks = Marks { hash: seed, bytes: 0, marks: Vec::new() };
     for before in BEFORE_THE_MESSAGES.into_iter().filter_map(|name| scan.member(name)) {
-        marks.add(scan.body(), inside(scan.body(), &before.value));
+        if matches!(scan.body()[before.value.start], b'"' | b'[') {
+            marks.add(scan.body(), inside(scan.body(), &before.value));
+        }
     }
     let text = || scan.member("prompt").or_else(|| scan.member("input"));
     if scan.messages_of_chat().is_empty() {
