@@ -235,8 +235,8 @@ impl Scheduler {
                 let miss = prompt_tokens.saturating_sub(cached.max(pooled)).max(1);
                 let found = prompt_tokens - miss.min(prompt_tokens);
                 let loads = found.saturating_sub(cached);
-                let load_cost = load_costs.of(&node.class, loads);
                 let grain = self.grain(id).min(prompt_tokens);
+                let load_cost = load_costs.of(&node.class, loads, grain);
                 Candidate { id, miss: miss + load_cost, found, loads, load_cost, grain }
             })
             .collect()

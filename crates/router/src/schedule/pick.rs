@@ -23,11 +23,6 @@ const OTHERS_SHARE: f64 = 0.05;
 /// conversation trace (docs/routing.md).
 const BESIDE: u64 = 4;
 
-/// A node that loads the prompt counts as with so many requests more. A request waits for its load, and one request less beside it
-/// is worth little: without this, prompts leave nodes that have them and a single request. By replays of Zipf prompts
-/// (docs/routing.md); with 2 and more, bursts of one prompt stay at one node.
-const BESIDE_LOAD: u64 = 1;
-
 /// A node that could take a request, and the tokens that it would prefill.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
@@ -115,7 +110,6 @@ impl Scheduler {
         let Candidate { id, miss, load_cost, grain, .. } = *candidate;
         // What is computed is known to within a grain; what is loaded comes on top.
         let miss = miss.saturating_sub(load_cost).max(grain) + load_cost;
-        let beside = beside + if load_cost > 0 { BESIDE_LOAD } else { 0 };
         self.nodes.get(id).map_or(u128::MAX, |node| node.load.work_with(miss, grain, beside))
     }
 
