@@ -159,7 +159,7 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 
-    /// Clients' connections at a time; further ones wait
+    /// Clients' connections at a time. For a further one the oldest without a whole head is closed, then an idle one; else it waits
     #[arg(long, env = "KVLANE_ROUTE_MAX_CONNECTIONS", value_name = "N", default_value_t = 10_000)]
     max_connections: u32,
 
@@ -167,7 +167,8 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODY", value_name = "SIZE", default_value = "64mb")]
     max_body: Size,
 
-    /// Most bytes of requests' bodies that are held at a time, each until its answer begins; of more, requests get 503
+    /// Most bytes that requests take at a time, each until its answer begins: bodies, and what the router knows of them. Further
+    /// requests get 503
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODIES", value_name = "SIZE", default_value = "1gb")]
     max_bodies: Size,
 

@@ -17,6 +17,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::{clients::Client, joined::Joined};
 
 const NAME: &[u8; 15] = b"content-length:";
+/// Most that is read at once. hyper doubles a connection's buffer when one read fills it, up to 64 KiB, and keeps it that large while
+/// the connection is idle: one byte less than 16 KiB ends that there.
+const READ_BYTES_MAX: usize = (16 << 10) - 1;
 
 /// What was seen of the head that is on its way.
 #[derive(Debug, Default)]
@@ -114,7 +117,15 @@ impl AsyncRead for Watched {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        let read = if buffer.remaining() > READ_BYTES_MAX {
+            let mut short = ReadBuf::new(buffer.initialize_unfilled_to(READ_BYTES_MAX));
+            let read = Pin::new(&mut self.stream).poll_read(context, &mut short);
+            let came = short.filled().len();
+            buffer.advance(came);
+            read
+        } else {
+            Pin::new(&mut self.stream).poll_read(context, buffer)
+        };
         let came = &buffer.filled()[before..];
         if !came.is_empty() && !self.watch.is_over.get() {
             self.client.sends_head();

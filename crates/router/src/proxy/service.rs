@@ -18,6 +18,7 @@ use super::{
     gathered::Gathered,
     held::Held,
     idle::Upstreams,
+    outlined::OutlineError,
     shared::{Counters, Shared},
 };
 use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
@@ -180,7 +181,14 @@ async fn post(
 ) -> Result<Response<AnswerBody>, Problem> {
     let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
     let (scanned, marks) = if can_split || is_json(&head.headers) {
-        let outlined = shared.walkers.outline(body).await?;
+        let refused = |error: OutlineError| {
+            let status = match &error {
+                OutlineError::Body(_) => StatusCode::BAD_REQUEST,
+                OutlineError::Ended => StatusCode::INTERNAL_SERVER_ERROR,
+            };
+            Problem::new(status, error.to_string())
+        };
+        let outlined = shared.walkers.outline(body).await.map_err(refused)?;
         held.take(outlined.bytes())?;
         (Some(Scan::new(body, outlined.outline)), outlined.marks)
     } else {
