@@ -166,7 +166,8 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 
-    /// Clients' connections at a time; further ones wait [default: 10000, or as many as the limit of open files allows]
+    /// Clients' connections at a time. For a further one the oldest without a whole head is closed, then an idle one; else it
+    /// waits [default: 10000, or as many as the limit of open files allows]
     #[arg(long, env = "KVLANE_ROUTE_MAX_CONNECTIONS", value_name = "N")]
     max_connections: Option<u32>,
 
@@ -174,7 +175,8 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODY", value_name = "SIZE", default_value = "64mb")]
     max_body: Size,
 
-    /// Most bytes of requests' bodies that are held at a time, each until its answer begins; of more, requests get 503
+    /// Most bytes that requests take at a time, each until its answer begins: bodies, and what the router knows of them. Further
+    /// requests get 503
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODIES", value_name = "SIZE", default_value = "1gb")]
     max_bodies: Size,
 

@@ -128,7 +128,7 @@ pub const METRICS: &[Metric] = &[
         "kvlane_route_connections_displaced_total",
         MetricKind::Counter,
         "Connections without a request that were closed because a new one needed their slot.",
-        |shared| shared.counters.displaced.load(Ordering::Relaxed),
+        Shared::displaced,
     ),
     total("kvlane_route_index_bytes", MetricKind::Gauge, "Memory of the index of prefixes.", |shared| {
         shared.with_scheduler(|scheduler| scheduler.index_bytes() as u64)

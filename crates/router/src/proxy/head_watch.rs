@@ -16,6 +16,10 @@ use super::{
     joined::Joined,
 };
 
+/// Most that is read at once. hyper doubles a connection's buffer when one read fills it, up to 64 KiB, and keeps it that large while
+/// the connection is idle: one byte less than 16 KiB ends that there.
+const READ_BYTES_MAX: usize = (16 << 10) - 1;
+
 /// What was seen of a connection's requests.
 #[derive(Debug, Default)]
 pub(super) struct HeadWatch {
@@ -61,7 +65,15 @@ impl AsyncRead for Watched {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        let read = if buffer.remaining() > READ_BYTES_MAX {
+            let mut short = ReadBuf::new(buffer.initialize_unfilled_to(READ_BYTES_MAX));
+            let read = Pin::new(&mut self.stream).poll_read(context, &mut short);
+            let came = short.filled().len();
+            buffer.advance(came);
+            read
+        } else {
+            Pin::new(&mut self.stream).poll_read(context, buffer)
+        };
         let came = &buffer.filled()[before..];
         if !came.is_empty() {
             let mut rules = self.watch.rules.borrow_mut();

@@ -130,7 +130,7 @@ async fn serve(
     });
     spawn_local({
         let (shared, clients) = (Arc::clone(&shared), Rc::clone(&clients));
-        async move { shared.places.close_idle(&shared, &clients).await }
+        async move { shared.places.close_idle(&clients).await }
     });
     let mut connections = JoinSet::new();
     loop {
@@ -142,7 +142,7 @@ async fn serve(
         match accepted {
             Ok((stream, _)) => {
                 let slot = tokio::select! {
-                    slot = shared.places.take(&shared) => slot,
+                    slot = shared.places.take() => slot,
                     _ = stopped.changed() => break,
                 };
                 let Some(slot) = slot else { break };

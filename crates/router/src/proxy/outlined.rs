@@ -10,11 +10,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use hyper::StatusCode;
+use thiserror::Error;
 use tokio::{sync::Semaphore, task::spawn_blocking};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::answer::Problem;
 use crate::body::{BodyError, Mark, Outline, Scan, marks, outline};
 
 /// Bodies up to this are walked over at once.
@@ -39,6 +38,17 @@ impl Outlined {
     }
 }
 
+/// A body was not walked over to its end.
+#[derive(Debug, Error)]
+pub(super) enum OutlineError {
+    /// No engine could take it.
+    #[error(transparent)]
+    Body(#[from] BodyError),
+    /// The thread beside has ended.
+    #[error("the body could not be read")]
+    Ended,
+}
+
 /// Who may walk over long bodies now.
 #[derive(Debug)]
 pub(super) struct Walkers {
@@ -57,22 +67,20 @@ impl Walkers {
     /// Finds what stands in a body, and the marks of its prompt.
     ///
     /// # Errors
-    /// 400 where the body cannot be taken.
-    pub(super) async fn outline(&self, body: &Bytes) -> Result<Outlined, Problem> {
-        let bad = |error: BodyError| Problem::new(StatusCode::BAD_REQUEST, error.to_string());
+    /// The body cannot be taken.
+    pub(super) async fn outline(&self, body: &Bytes) -> Result<Outlined, OutlineError> {
         if body.len() <= INLINE_BYTES_MAX {
-            return outlined(body).map_err(bad);
+            return Ok(outlined(body)?);
         }
         let class = if body.len() <= MEDIUM_BYTES_MAX { &self.medium } else { &self.long };
-        let ended = |_| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be read");
-        let permit = Arc::clone(class).acquire_owned().await.map_err(|_| ended(()))?;
+        let permit = Arc::clone(class).acquire_owned().await.map_err(|_| OutlineError::Ended)?;
         let body = body.clone();
         // It goes on when its client leaves, and keeps its permit until then.
         let walk = move || {
             let _permit = permit;
             outlined(&body)
         };
-        spawn_blocking(walk).await.map_err(|_| ended(()))?.map_err(bad)
+        Ok(spawn_blocking(walk).await.map_err(|_| OutlineError::Ended)??)
     }
 }
 

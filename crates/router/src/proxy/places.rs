@@ -9,7 +9,13 @@
 //! Strangers show no key before their first head is there, and are disconnected after it: so they wait in the second line only,
 //! and clients whose key was seen are the last to be closed.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use kvlane_door::Waiting;
 use tokio::{
@@ -18,7 +24,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{clients::Clients, shared::Shared};
+use super::clients::Clients;
 
 /// How often a connection that waits for a slot looks whether another one can be closed.
 const CROWDED_RETRY: Duration = Duration::from_millis(100);
@@ -36,6 +42,8 @@ pub(super) struct Places {
     pub(super) strangers: Semaphore,
     /// Somebody waits for a slot, and all that have one have sent a head.
     crowded: Notify,
+    /// Connections that were closed because another one needed their slot.
+    displaced: AtomicU64,
 }
 
 impl Places {
@@ -46,11 +54,12 @@ impl Places {
             headless: Waiting::default(),
             strangers: Semaphore::new(STRANGERS_AT_ONCE),
             crowded: Notify::new(),
+            displaced: AtomicU64::new(0),
         }
     }
 
     /// A slot for a connection that has come.
-    pub(super) async fn take(&self, shared: &Shared) -> Option<OwnedSemaphorePermit> {
+    pub(super) async fn take(&self) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
                 return Some(slot);
@@ -58,7 +67,7 @@ impl Places {
             // Those that came just now may have sent their heads already.
             yield_now().await;
             if let Some(slot) = self.headless.close_oldest() {
-                Self::tell(shared);
+                self.count();
                 return Some(slot);
             }
             self.crowded.notify_waiters();
@@ -69,20 +78,24 @@ impl Places {
     }
 
     /// Closes idle connections of this thread when slots are wanted. For ever.
-    pub(super) async fn close_idle(&self, shared: &Shared, clients: &Clients) {
+    pub(super) async fn close_idle(&self, clients: &Clients) {
         loop {
             self.crowded.notified().await;
             if clients.close_idle() {
-                Self::tell(shared);
+                self.count();
             }
         }
     }
 
-    fn tell(shared: &Shared) {
-        if super::shared::Counters::count(&shared.counters.displaced) {
+    /// Connections that were closed because another one needed their slot.
+    pub(super) fn displaced(&self) -> u64 {
+        self.displaced.load(Ordering::Relaxed)
+    }
+
+    fn count(&self) {
+        if self.displaced.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(
-                connections = shared.settings.connections_max,
-                "all connections are taken: the oldest without a request is closed for each new one. Further cases are only counted"
+                "all connections are taken: closing the oldest without a request for each new one. Further cases are only counted"
             );
         }
     }

@@ -24,6 +24,7 @@ use super::{
     gathered::Gathered,
     held::Held,
     idle::Upstreams,
+    outlined::OutlineError,
     paths::{Route, route as route_of},
     shared::{Counters, Shared},
 };
@@ -196,7 +197,14 @@ async fn pass(
     let api = if let Route::Generates(api) = route { api } else { None };
     let is_post = head.method == Method::POST;
     let (scanned, marks) = if is_post && (api.is_some() || is_json(&head.headers)) {
-        let outlined = shared.walkers.outline(body).await?;
+        let refused = |error: OutlineError| {
+            let status = match &error {
+                OutlineError::Body(_) => StatusCode::BAD_REQUEST,
+                OutlineError::Ended => StatusCode::INTERNAL_SERVER_ERROR,
+            };
+            Problem::new(status, error.to_string())
+        };
+        let outlined = shared.walkers.outline(body).await.map_err(refused)?;
         held.take(outlined.bytes())?;
         (Some(Scan::new(body, outlined.outline)), outlined.marks)
     } else {

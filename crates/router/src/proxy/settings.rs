@@ -9,7 +9,7 @@ use kvlane_door::Names;
 pub struct ProxySettings {
     /// Threads that serve, each with a runtime of its own.
     pub threads: usize,
-    /// Clients' connections at a time, over all threads. More wait in the kernel's queue.
+    /// Clients' connections at a time, over all threads. For a further one another is closed that has sent no whole head, or is idle.
     pub connections_max: usize,
     /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
     pub keys: Vec<String>,
@@ -21,12 +21,12 @@ pub struct ProxySettings {
     pub quiet_decisions: bool,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
-    /// Bytes of all bodies that are held at a time, each until its answer has begun.
+    /// Bytes that all requests take at a time, each until its answer has begun: bodies, and what is known of them.
     pub bodies_bytes_max: usize,
     /// Classes of requests that are refused while all nodes are overloaded, and when they may be sent again. The class is in the
     /// header `X-Request-Class`; those without are of the class "default".
     pub refuse: Vec<(String, Duration)>,
-    /// How long a client may take for each piece of its body.
+    /// How long a client may take for each piece of its body. Once it has passed, all of the body has to come at a least rate.
     pub client_timeout: Duration,
     /// How long a connection to a node may take.
     pub connect_timeout: Duration,

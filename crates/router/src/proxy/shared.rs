@@ -143,8 +143,6 @@ pub struct Counters {
     pub control: AtomicU64,
     /// Bytes of bodies that are held, and of what the router knows of them.
     pub body_bytes: AtomicU64,
-    /// Connections that were closed because another one needed their slot.
-    pub displaced: AtomicU64,
     /// Clients' connections that are open.
     pub connections: AtomicU64,
 }
@@ -356,6 +354,11 @@ impl Shared {
         let state = self.state.lock();
         let decisions = state.decisions.page(most, self.settings.quiet_decisions);
         serde_json::json!({ "decisions": decisions, "balance": state.records.page(most) })
+    }
+
+    /// Connections without a request that were closed because another one needed their slot.
+    pub(crate) fn displaced(&self) -> u64 {
+        self.places.displaced()
     }
 
     /// Looks at the scheduler, or changes it. Must not take long: all requests wait.
