@@ -1,7 +1,7 @@
 //! One request, from the choice of its nodes to the first byte of its answer.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::Cell,
     future::poll_fn,
     pin::pin,
     sync::Arc,
@@ -20,7 +20,6 @@ use tokio::time::timeout;
 
 use super::{
     answer::{AnswerBody, EngineBody, Problem},
-    clients::Client,
     doubted::Doubted,
     exchange::Incoming,
     forward,
@@ -56,7 +55,6 @@ const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 pub(super) struct Work<'a> {
     pub(super) shared: &'a Arc<Shared>,
     pub(super) upstreams: &'a Upstreams,
-    pub(super) client: &'a Client,
     pub(super) head: &'a request::Parts,
     pub(super) body: &'a Bytes,
     /// None where the body is no JSON.
@@ -80,7 +78,7 @@ pub(super) struct Work<'a> {
     /// Nodes that have failed after they took it.
     pub(super) taken: Cell<u32>,
     /// Nodes that have answered it with 500.
-    pub(super) doubted: RefCell<Vec<Doubted>>,
+    pub(super) doubted: Doubted<'a>,
     /// The number of the next attempt.
     pub(super) attempts: Cell<u32>,
 }
@@ -384,7 +382,7 @@ impl Work<'_> {
         if !head.status.is_success() {
             return Err(Unserved::Refused(self.own(head, answer)));
         }
-        self.convict(Some(Leg::Prefill));
+        self.doubted.convict(Some(Leg::Prefill));
         self.compare(node, &answer);
         Ok(answer)
     }
@@ -430,7 +428,7 @@ impl Work<'_> {
         match status {
             // It lives, but has too much to do: no reason to leave it alone for a while.
             StatusCode::TOO_MANY_REQUESTS => guard.end(LegEnd::Left),
-            StatusCode::INTERNAL_SERVER_ERROR => self.doubt(&mut guard, leg),
+            StatusCode::INTERNAL_SERVER_ERROR => self.doubted.doubt(&mut guard, leg),
             _ => guard.fail(&format!("it answered {status}")),
         }
         let answer = match self.short_answer(body).await {
@@ -462,7 +460,7 @@ impl Work<'_> {
 
     /// Whether further nodes would fail as well: it may be the request that ends engines, or that makes them answer 500.
     fn is_given_up(&self) -> bool {
-        self.taken.get() >= TAKEN_MAX || self.is_refused_by_engines()
+        self.taken.get() >= TAKEN_MAX || self.doubted.are_enough()
     }
 
     /// A node has failed after it took the request.
@@ -493,7 +491,7 @@ impl Work<'_> {
                 self.compare(node, first.data_ref().map_or(&[], |data| data));
                 guard.answers(head.status);
                 if head.status.is_success() {
-                    self.convict(guard.leg());
+                    self.doubted.convict(guard.leg());
                 }
                 EngineBody::new(first, body, guard, self.marks)
             }

@@ -1,32 +1,52 @@
 //! A request that engines answered with 500: its fault, or theirs.
 
-use std::{net::IpAddr, time::Instant};
+use std::{cell::RefCell, net::IpAddr, time::Instant};
 
-use hyper::header::AUTHORIZATION;
+use bytes::Bytes;
+use hyper::{HeaderMap, header::AUTHORIZATION};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{attempt::Work, leg::LegGuard};
+use super::{clients::Client, leg::LegGuard, shared::Shared};
 use crate::schedule::{Doubt, Leg, LegEnd, NodeId};
 
 /// Engines that may answer one request with 500. Then the client gets that answer.
 const ERRORS_MAX: usize = 2;
 
+/// The nodes that answered one request with 500.
+pub(super) struct Doubted<'a> {
+    shared: &'a Shared,
+    client: &'a Client,
+    headers: &'a HeaderMap,
+    body: &'a Bytes,
+    all: RefCell<Vec<Answered>>,
+}
+
 /// A node that answered a leg of the request with 500.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Doubted {
+struct Answered {
     node: NodeId,
     leg: Leg,
     /// Another node has served the leg.
     is_convicted: bool,
 }
 
-impl Work<'_> {
+impl<'a> Doubted<'a> {
+    /// None so far, of this client's request.
+    pub(super) fn new(
+        shared: &'a Shared,
+        client: &'a Client,
+        headers: &'a HeaderMap,
+        body: &'a Bytes,
+    ) -> Self {
+        Self { shared, client, headers, body, all: RefCell::default() }
+    }
+
     /// The node answered 500.
     pub(super) fn doubt(&self, guard: &mut LegGuard, leg: Leg) {
         let node = guard.node();
         guard.end(LegEnd::InDoubt);
         let Some(node) = node else { return };
-        self.doubted.borrow_mut().push(Doubted { node, leg, is_convicted: false });
+        self.all.borrow_mut().push(Answered { node, leg, is_convicted: false });
         let turn = {
             let mut state = self.shared.state.lock();
             let turn = state.scheduler.doubt(node, self.fingerprint(), Instant::now());
@@ -42,13 +62,13 @@ impl Work<'_> {
     }
 
     /// Whether so many engines have answered 500 that another one would, too.
-    pub(super) fn is_refused_by_engines(&self) -> bool {
-        self.doubted.borrow().len() >= ERRORS_MAX
+    pub(super) fn are_enough(&self) -> bool {
+        self.all.borrow().len() >= ERRORS_MAX
     }
 
     /// A node has served this leg: those that answered it with 500 were at fault. Another leg is another request to engines.
     pub(super) fn convict(&self, leg: Option<Leg>) {
-        for each in self.doubted.borrow_mut().iter_mut() {
+        for each in self.all.borrow_mut().iter_mut() {
             if each.is_convicted || Some(each.leg) != leg {
                 continue;
             }
@@ -74,7 +94,7 @@ impl Work<'_> {
                 None => 0,
             }
         } else {
-            xxh3_64(self.head.headers.get(AUTHORIZATION).map_or(&[], |key| key.as_bytes()))
+            xxh3_64(self.headers.get(AUTHORIZATION).map_or(&[], |key| key.as_bytes()))
         };
         Doubt { client, request: xxh3_64(self.body) }
     }

@@ -1,12 +1,6 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{
-    cell::{Cell, RefCell},
-    future::poll_fn,
-    pin::Pin,
-    sync::Arc,
-    task::Poll,
-};
+use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll};
 
 use bytes::Bytes;
 use hyper::{
@@ -20,6 +14,7 @@ use super::{
     answer::{AnswerBody, Problem, json_answer},
     attempt::Work,
     clients::{BODY_RATE_MIN, Client},
+    doubted::Doubted,
     forward::REQUEST_ID,
     gathered::Gathered,
     held::Held,
@@ -238,7 +233,6 @@ async fn pass(
     let work = Work {
         shared,
         upstreams,
-        client,
         head,
         body,
         scan: scanned.as_ref(),
@@ -252,7 +246,7 @@ async fn pass(
         one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
         api,
         taken: Cell::new(0),
-        doubted: RefCell::default(),
+        doubted: Doubted::new(shared, client, &head.headers, body),
         attempts: Cell::new(0),
     };
     Ok(work.serve().await)
