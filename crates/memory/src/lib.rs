@@ -4,6 +4,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
 
+mod acknowledged;
 pub mod arena;
 mod available;
 pub mod descriptor;
@@ -21,6 +22,7 @@ pub mod socket_file;
 mod users;
 pub mod view;
 
+pub use acknowledged::unacknowledged_bytes;
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
 pub use available::{Available, available_memory};
 pub use descriptor::{DESCRIPTORS_MAX, recv_with_fds, send_with_fds};
