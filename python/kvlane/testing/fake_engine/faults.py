@@ -8,6 +8,7 @@ from typing import Any
 KINDS: dict[str, tuple[type, ...]] = {
     "refuse": (bool,),
     "status": (int,),
+    "poison": (str,),
     "hang_before_first_byte": (bool,),
     "die_at_chunk": (int,),
     "exit_at_chunk": (int,),
@@ -16,6 +17,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "bad_length": (bool,),
     "close_idle_connections": (bool,),
     "retry_after": (int, float),
+    "hand_nothing_over": (bool,),
 }
 """Each fault and what its value may be; options.py tells what they do."""
 
@@ -52,7 +54,8 @@ class Faults:
         for name, value in rest.items():
             if name not in KINDS:
                 raise BadFault(f"there is no fault {name!r}; there are {', '.join(KINDS)}")
-            if type(value) not in KINDS[name] or (not isinstance(value, bool) and value < 0):
+            is_negative = isinstance(value, int | float) and value < 0
+            if type(value) not in KINDS[name] or is_negative or value == "":
                 raise BadFault(f"{name} cannot be {value!r}")
         left = float("inf") if times is None else times
         self._on = {name: _Fault(value, left) for name, value in rest.items() if value is not False}
@@ -67,6 +70,11 @@ class Faults:
         if fault.left <= 0:
             del self._on[name]
         return fault.value
+
+    def peek(self, name: str) -> Any:
+        """The value of a fault that is on, else None; counts as no use."""
+        fault = self._on.get(name)
+        return None if fault is None else fault.value
 
     def shown(self) -> dict[str, Any]:
         """The faults that are on, with how often each still happens; null is without end."""

@@ -13,6 +13,7 @@ It prints "ready URL" when it listens. A token is 4 bytes of the prompt. GET /lo
 POST /faults {"NAME": VALUE} switches faults on, {} all off:
   refuse: true                  closes new connections at once; open ones stay
   status: CODE                  answers an error
+  poison: TEXT                  answers 500 to requests that have the text in their body
   retry_after: SECONDS          answers 503, or the status given, with Retry-After
   hang_before_first_byte: true  never answers
   die_at_chunk: N               resets the connection after N tokens; of an answer in one piece, amid it
@@ -21,6 +22,7 @@ POST /faults {"NAME": VALUE} switches faults on, {} all off:
   bad_length: true              announces more bytes than it sends, then closes
   close_idle_connections: true  closes after an answer that does not say so
   slow_health: SECONDS          delays GET /health
+  hand_nothing_over: true       answers prefill legs without kv_transfer_params
 "times": N ends each after N uses. "path": PATH has them happen there, instead of where a model is used."""
 
 

@@ -70,7 +70,7 @@ class Server:
         if (
             self._faults
             and request.path not in _CONTROL
-            and self._fails(connection, request.path, entry, generates)
+            and self._fails(connection, request, entry, generates)
         ):
             return
         if entry is not None:
@@ -98,9 +98,11 @@ class Server:
         connection.write(data)
         connection.end(close)
 
-    def _fails(self, connection: http.Connection, path: str, entry: Entry | None, generates: bool) -> bool:
+    def _fails(
+        self, connection: http.Connection, request: http.HttpRequest, entry: Entry | None, generates: bool
+    ) -> bool:
         """Carries out the faults that take the place of an answer; False if there is none."""
-        faults = self._faults
+        faults, path = self._faults, request.path
         if faults.path != path if faults.path is not None else not (generates or path == "/v1/embeddings"):
             return False
         if faults.take("close_idle_connections"):
@@ -114,6 +116,9 @@ class Server:
             self._answer(connection, _GARBAGE, close=True)
             return True
         status, seconds = faults.take("status"), faults.take("retry_after")
+        poison = faults.peek("poison")
+        if poison is not None and poison.encode() in request.body and faults.take("poison"):
+            status = 500
         if status is None and seconds is None:
             return False
         status = status or 503
@@ -142,7 +147,7 @@ class Server:
         name = entry.id or f"{self._run[:16]}{next(self._numbers):016x}"
         request_id = ("chatcmpl-" if chat else "cmpl-") + name
         transfer = None
-        if leg.name == "prefill":
+        if leg.name == "prefill" and not self._faults.take("hand_nothing_over"):
             transfer = pairs.transfer_params(self._pairing, self._run, asked.prompt_tokens, request_id)
         damage = Damage()
         if self._faults and self._faults.path in (None, request.path):
