@@ -24,10 +24,10 @@ def metrics(admin: str) -> dict[str, float]:
 def test_metrics_count_and_come_to_rest() -> None:
     pair = ["--pairs", "none"]
     with routed(pair, [*pair, "--itl-ms", "1"], roles="pd") as (router, (prefill, _)):
+        prefill.faults(status=500, times=1)
+        ask(router.address, COMPLETIONS, wanted("fails " + LONG))
         for number in range(3):
             ask(router.address, COMPLETIONS, wanted(f"{number} " + LONG, stream=True))
-        prefill.faults(status=500)
-        ask(router.address, COMPLETIONS, wanted("fails " + LONG))
         ask(router.address, COMPLETIONS, wanted(model="unknown"))
         found = metrics(router.admin)
         reference = (ROOT / "docs/reference/metrics.md").read_text().split("## The router")[1]

@@ -141,6 +141,35 @@ def test_a_client_that_leaves_ends_the_leg_that_runs() -> None:
         until("it is aborted", lambda: [seen["state"] for seen in decode.log()] == ["aborted"])
 
 
+def test_where_nothing_is_handed_over_the_decode_engine_serves_alone_and_pairs_come_back() -> None:
+    """With the daemon away each prompt was prefilled twice, and the log named a wrong cause."""
+    with routed(KVLANE_PAIR, KVLANE_PAIR, roles="pd") as (router, (prefill, decode)):
+        prefill.faults(hand_nothing_over=True)
+
+        def serve(number: int) -> str:
+            assert ask(router.address, COMPLETIONS, wanted(f"{number} " + LONG, max_tokens=1))[0] == 200
+            return decode.log()[-1]["leg"]
+
+        legs = [serve(number) for number in range(13)]
+        assert legs == ["whole"] * 13
+        assert len(prefill.log()) == 3, "three prompts were prefilled twice, and no more"
+        (line,) = until("the log says it", lambda: [each for each in router.lines if "in a row" in each])
+        assert f"prefill node {prefill.url} handed nothing over 3 times in a row" in line
+        assert "sending whole requests to decode nodes, next probe in 10 s" in line
+        why = ask(router.admin, "/decisions?limit=1")[1]["decisions"][0]["why"]
+        assert why == "prefill nodes hand nothing over, decode node prefills"
+        nodes = {node["node"]: node["condition"] for node in ask(router.admin, "/nodes")[1]["nodes"]}
+        assert nodes[prefill.url]["without_hand_off"] == 3 and nodes[prefill.url]["probe_in_ms"] <= 10_000
+        stopped = f'kvlane_route_node_hand_offs_stopped{{node="{prefill.url}",role="prefill"}} 1'
+        assert stopped in ask(router.admin, "/metrics")[1]
+        prefill.faults()
+        numbers = iter(range(100, 100_000))
+        until("a probe finds that it hands over again", lambda: serve(next(numbers)) == "decode")
+        assert len(prefill.log()) == 4, "no other prompt was sent there"
+        assert serve(99) == "decode"
+        until("the log says it", lambda: any("hands over again" in each for each in router.lines))
+
+
 def test_an_engine_that_hands_nothing_over_still_gets_its_request_served() -> None:
     with routed(["--pairs", "none"], ["--pairs", "none"], roles="pd") as (router, (prefill, decode)):
         assert ask(router.address, COMPLETIONS, wanted())[0] == 200

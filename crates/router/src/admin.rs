@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{Arc, atomic::Ordering},
+    time::Instant,
 };
 
 use axum::{
@@ -22,7 +23,7 @@ use crate::{
     knowledge::{Reason, Status},
     proxy::Shared,
     role_records::{Records, score_page},
-    schedule::{Node, NodeId, NodeState, Role},
+    schedule::{Condition, Node, NodeId, NodeState, Role},
 };
 
 /// Decisions that are shown where nobody says how many.
@@ -132,6 +133,11 @@ pub const METRICS: &[Metric] = &[
     of_node("kvlane_route_node_open", "Whether the node is left alone since it failed: 1, or 0.", |node| {
         u64::from(node.breaker.is_open())
     }),
+    of_node(
+        "kvlane_route_node_hand_offs_stopped",
+        "Whether prompts go to decode nodes alone, since this prefill node handed nothing over: 1, or 0.",
+        |node| u64::from(node.hand_offs.is_stopped()),
+    ),
     of_node("kvlane_route_node_requests", "Requests of this router that the node has.", |node| {
         node.load.own_requests
     }),
@@ -384,7 +390,7 @@ fn scores(shared: &Shared) -> HashMap<NodeId, (Option<f64>, Indicators)> {
 
 async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
     let knowledge = &shared.knowledge;
-    let scores = scores(&shared);
+    let (scores, now) = (scores(&shared), Instant::now());
     let nodes: Vec<Value> = shared.with_scheduler(|scheduler| {
         scheduler
             .nodes()
@@ -413,6 +419,7 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "known_by": node.known_by.names(),
                     "state": node.state.name(),
                     "left_alone": node.breaker.is_open(),
+                    "condition": Condition::of(node, now),
                     "models": node.models.iter().map(|model| &**model).collect::<Vec<_>>(),
                     "requests": node.load.own_requests,
                     "prefill_tokens": node.load.own_tokens,

@@ -1,10 +1,37 @@
 //! What each leg of a request says: the prefill leg computes the prompt and one token, the decode leg gets what the prefill node
 //! answered.
 
-use crate::body::{Change, Scan, edit};
+use crate::body::{Change, Scan, edit, find_member};
 
 /// The member in which engines say where a prompt's blocks are: vLLM's name for it.
 pub const TRANSFER: &str = "kv_transfer_params";
+
+/// Members in which vLLM takes hosts and blocks from a request. vLLM also takes them out of [`EXTRA`], which it merges with them.
+const RESERVED: [&str; 2] = [TRANSFER, "ec_transfer_params"];
+const EXTRA: &str = "vllm_xargs";
+/// Most bytes of [`EXTRA`], so that looking through it takes no time that other clients would notice.
+const EXTRA_BYTES_MAX: usize = 1 << 20;
+
+/// Why a client's member is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Reserved {
+    /// Only the router may set it.
+    #[error("{0} are the router's to set: leave them out")]
+    Transfer(String),
+    /// It may hide anything.
+    #[error("{EXTRA} has more than {EXTRA_BYTES_MAX} bytes")]
+    TooLong,
+}
+
+impl Reserved {
+    /// The member.
+    pub fn param(&self) -> &str {
+        match self {
+            Self::Transfer(name) => name,
+            Self::TooLong => EXTRA,
+        }
+    }
+}
 
 /// The prefill leg's transfer: vLLM's connectors for two engines ask for exactly these (NixlConnector reads them all).
 const PREFILL_TRANSFER: &str = r#"{"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}"#;
@@ -33,6 +60,20 @@ pub enum Stays {
     BeamSearch,
     /// Its prompt is not text and not tokens.
     Embeddings,
+}
+
+/// The member of a client's request that only the router may set, if there is one. Names are compared as engines read them.
+pub fn reserved(scan: &Scan<'_>) -> Option<Reserved> {
+    let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null");
+    if let Some(name) = RESERVED.into_iter().find(is_given) {
+        return Some(Reserved::Transfer(name.to_owned()));
+    }
+    let extra = scan.raw(EXTRA)?;
+    if extra.len() > EXTRA_BYTES_MAX {
+        return Some(Reserved::TooLong);
+    }
+    let found = find_member(extra, |name| RESERVED.contains(&name))?;
+    Some(Reserved::Transfer(format!("{EXTRA}.{found}")))
 }
 
 /// Why this request has to stay on one node, if it has to.

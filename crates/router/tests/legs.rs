@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use kvlane_router::{
     body::scan,
     ids::{ID_LENGTH_MAX, Ids},
-    legs::{Stays, decode, handed_over, prefill, response, stays},
+    legs::{Reserved, Stays, decode, handed_over, prefill, reserved, response, stays},
     schedule::Leg,
 };
 use proptest::prelude::*;
@@ -118,4 +118,30 @@ fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
         assert!(id.len() <= ID_LENGTH_MAX);
         assert_eq!(named, json!({"input": "hello", "request_id": id}));
     }
+}
+
+/// vLLM merges vllm_xargs with kv_transfer_params: a client's own could name hosts and blocks there.
+#[test]
+fn what_only_the_router_may_set_is_found_under_any_spelling_and_nothing_else() {
+    let found = |body: &str| reserved(&scan(body.as_bytes()).unwrap());
+    let name = |name: &str| Some(Reserved::Transfer(name.into()));
+    assert_eq!(found(r#"{"ec_transfer_params": {}}"#), name("ec_transfer_params"));
+    for inside in [
+        r#"{"kv_transfer_params": 1}"#,
+        r#"{"a": {"b": [{}, "}"]}, "a": 1, "kv_transfer_params": null}"#,
+        r#" { "\ud800": 1 , "\u006b\u0076_transfer_params" : "x" }"#,
+    ] {
+        let body = format!(r#"{{"\u0076llm_xargs": {inside}}}"#);
+        assert_eq!(found(&body), name("vllm_xargs.kv_transfer_params"), "{body}");
+    }
+    for body in [
+        r#"{"kv_transfer_params": null, "ec_transfer_params": null}"#,
+        r#"{"vllm_xargs": {"a": {"kv_transfer_params": 1}, "b": "ec_transfer_params"}}"#,
+        r#"{"vllm_xargs": "kv_transfer_params"}"#,
+        r#"{"vllm_xargs": {}, "other": {"kv_transfer_params": 1}}"#,
+    ] {
+        assert_eq!(found(body), None, "{body}");
+    }
+    let long = format!(r#"{{"vllm_xargs": ["{}"]}}"#, "x".repeat(1 << 20));
+    assert_eq!(found(&long), Some(Reserved::TooLong));
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_router::{
     body::Mark,
     schedule::{
-        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Reported, Request,
-        Reservation, Role, Scheduler, Settings, Why,
+        Choice, Chosen, Connector, Doubt, LegEnd, NoNode, Node, NodeId, NodeState, Pairing, Policy, Reported,
+        Request, Reservation, Role, Scheduler, Settings, Turn, Why,
     },
 };
 use proptest::prelude::*;
@@ -667,4 +667,77 @@ fn where_hand_overs_are_not_known_or_another_policy_decides_all_decode_nodes_get
         }
         assert!(counts[1..].iter().all(|count| *count >= 9), "{policy} {handed_over}: {counts:?}");
     }
+}
+
+/// Two nodes that answer 500 at once have the least to do: without doubts each request would go to both of them, and to no third.
+#[test]
+fn a_second_try_goes_to_a_node_that_nobody_doubts() {
+    let mut world = World::workers(Policy::LeastLoaded, 3);
+    let ids = world.ids.clone();
+    let doubt = Doubt { client: 1, request: 1 };
+    let (_, busy) = world.one(&[]);
+    for id in ids.iter().filter(|id| **id != busy.node) {
+        assert_eq!(world.scheduler.doubt(*id, doubt, world.now), None);
+    }
+    let doubted: Vec<NodeId> = ids.iter().copied().filter(|id| *id != busy.node).collect();
+    let first = world.one(&[]).1;
+    assert!(doubted.contains(&first.node), "a first try knows nothing of doubts");
+    let second = world.ask_without(&[], &[first.node]).unwrap();
+    let Chosen::One(second) = second.chosen else { panic!("a pair") };
+    assert_eq!(second.node, busy.node);
+    let third = world.ask_without(&[], &[first.node, second.node]).unwrap();
+    let Chosen::One(third) = third.chosen else { panic!("a pair") };
+    assert!(doubted.contains(&third.node), "where no other one is left");
+    drop((busy, first, second, third));
+}
+
+#[test]
+fn a_500_counts_when_another_node_serves_the_request_even_after_the_pause() {
+    let mut world = World::workers(Policy::LeastLoaded, 1);
+    let id = world.ids[0];
+    let doubt = |request| Doubt { client: 1, request };
+    for request in 0..2 {
+        assert_eq!(world.scheduler.doubt(id, doubt(request), world.now), None);
+        assert_eq!(world.scheduler.convict(id, doubt(request), world.now), None);
+    }
+    assert_eq!(world.scheduler.doubt(id, doubt(2), world.now), None);
+    let pause = Duration::from_secs(1);
+    let ejected = world.scheduler.convict(id, doubt(2), world.now);
+    assert_eq!(ejected, Some(Turn::Ejected { pause, failures: 3 }));
+    world.now += pause;
+    let (_, trial) = world.one(&[]);
+    assert_eq!(world.scheduler.end(trial, LegEnd::InDoubt, world.now), None);
+    assert_eq!(world.scheduler.doubt(id, doubt(3), world.now), None);
+    let again = world.scheduler.convict(id, doubt(3), world.now);
+    assert_eq!(again, Some(Turn::Ejected { pause: pause * 2, failures: 4 }), "the trial has failed");
+    world.now += pause * 2;
+    let (_, trial) = world.one(&[]);
+    let returned = world.scheduler.end(trial, LegEnd::Served, world.now);
+    assert_eq!(returned, Some(Turn::Returned { after: pause * 3 }));
+}
+
+#[test]
+fn a_prefill_node_that_hands_nothing_over_gets_a_pair_now_and_then() {
+    let mut world = World::new(Policy::LeastWork, &[Role::Prefill, Role::Decode]);
+    let (prefill, decode) = (world.ids[0], world.ids[1]);
+    for name in 0..3 {
+        let (one, other) = world.pair(&prompt(name, 20));
+        world.scheduler.prefill_answered(prefill, false, world.now);
+        world.end(one);
+        world.end(other);
+    }
+    for name in 3..6 {
+        let choice = world.ask(&prompt(name, 20)).unwrap();
+        assert_eq!(choice.why, Why::NoHandOff);
+        let Chosen::One(alone) = choice.chosen else { panic!("a pair") };
+        assert_eq!(alone.node, decode);
+        world.end(alone);
+    }
+    world.now += Duration::from_secs(10);
+    let (one, other) = world.pair(&prompt(6, 20));
+    assert_eq!(world.ask(&prompt(7, 20)).unwrap().why, Why::NoHandOff, "one at a time");
+    assert_eq!(world.scheduler.prefill_answered(prefill, true, world.now), Pairing::Resumed);
+    world.end(one);
+    world.end(other);
+    assert_eq!(world.ask(&prompt(8, 20)).unwrap().why, Why::Pair);
 }

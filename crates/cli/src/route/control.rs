@@ -177,19 +177,20 @@ fn print(nodes: &[Listed], json: bool) -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&serde_json::json!({ "nodes": nodes }))?);
         return Ok(());
     }
-    let head = ["NODE", "ROLE", "STATE", "REQUESTS", "GROUP", "CONNECTOR", "KNOWN BY", "MODELS"];
+    let head = ["NODE", "ROLE", "STATE", "REQUESTS", "GROUP", "CONNECTOR", "KNOWN BY", "MODELS", "CONDITION"];
     let mut rows = vec![head.map(str::to_owned)];
     rows.extend(nodes.iter().map(|node| {
         let or_dash = |text: String| if text.is_empty() { "-".to_owned() } else { text };
         [
             node.node.clone(),
             node.role.clone(),
-            node.state.clone(),
+            if node.condition.ejected { "ejected".to_owned() } else { node.state.clone() },
             node.requests.to_string(),
             or_dash(node.group.clone()),
             node.connector.clone(),
             or_dash(node.known_by.join(",")),
             or_dash(node.models.join(",")),
+            or_dash(node.condition.sentence()),
         ]
     }));
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);

@@ -19,5 +19,5 @@ pub use self::{
     error::BodyError,
     json::DEPTH_MAX,
     marks::{MARK_BYTES, Mark, marks},
-    scan::{Member, Scan, scan},
+    scan::{Member, Scan, find_member, scan},
 };

@@ -147,6 +147,26 @@ impl<'b> Scan<'b> {
     }
 }
 
+/// The first member of an object, which is part of a scanned body, whose name is wanted. None too where the value is no object.
+pub fn find_member(object: &[u8], is_wanted: impl Fn(&str) -> bool) -> Option<Cow<'_, str>> {
+    let mut cursor = Cursor::new(object);
+    if cursor.peek() != Some(b'{') {
+        return None;
+    }
+    cursor.enter(true).ok()?;
+    while cursor.peek() == Some(b'"') {
+        let name = name(object, &cursor.key().ok()?);
+        if is_wanted(&name) {
+            return Some(name);
+        }
+        cursor.value().ok()?;
+        cursor.skip_space();
+        cursor.takes(b',');
+        cursor.skip_space();
+    }
+    None
+}
+
 /// What a string says. One with a lone surrogate, which is no text, stays as it was written.
 fn name<'b>(body: &'b [u8], quoted: &Range<usize>) -> Cow<'b, str> {
     let inside = &body[quoted.start + 1..quoted.end - 1];

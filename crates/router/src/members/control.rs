@@ -19,6 +19,8 @@ use kvlane_memory::{FolderFault, FolderRefused, PeerCredentials, RuntimeFolder, 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::schedule::Condition;
+
 /// Longest line that asks.
 pub const CALL_BYTES_MAX: usize = 4096;
 /// Longest line that answers.
@@ -87,6 +89,9 @@ pub struct Listed {
     pub known_by: Vec<String>,
     /// Requests of this router that it works at.
     pub requests: u64,
+    /// What has gone wrong there, as `/nodes` shows it. A router of an earlier release says nothing of it.
+    #[serde(default)]
+    pub condition: Condition,
     /// Models and adapters; of many the first ones.
     pub models: Vec<String>,
 }

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     proxy::{Address, Shared},
-    schedule::{Node, NodeId, NodeState, Role},
+    schedule::{Condition, Node, NodeId, NodeState, Role},
 };
 
 /// Models of a node that are listed.
@@ -133,7 +133,7 @@ impl Inner {
 
     /// All nodes, or one.
     pub(super) fn list(&self, only: Option<&Address>) -> Vec<Listed> {
-        let book = self.book.lock();
+        let (book, now) = (self.book.lock(), Instant::now());
         let named = |address: &Address| only.is_none_or(|only| only == address);
         let mut listed: Vec<Listed> = self.shared.with_scheduler(|scheduler| {
             let nodes = book.nodes.iter().filter(|(address, _)| named(address));
@@ -147,6 +147,7 @@ impl Inner {
                     state: node.state.name().to_owned(),
                     known_by: node.known_by.names().into_iter().map(str::to_owned).collect(),
                     requests: node.load.own_requests,
+                    condition: Condition::of(node, now),
                     models: node.models.iter().take(MODELS_LISTED).map(ToString::to_string).collect(),
                 })
             });

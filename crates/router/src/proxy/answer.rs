@@ -79,7 +79,7 @@ impl EngineBody {
             }
             Some(Err(error)) => {
                 self.rest = None;
-                self.leg.end(LegEnd::Failed);
+                self.leg.fail(&error.to_string());
                 Poll::Ready(Some(Err(error)))
             }
             None => {

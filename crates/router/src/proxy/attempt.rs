@@ -2,7 +2,9 @@
 
 use std::{
     cell::Cell,
+    future::poll_fn,
     sync::Arc,
+    task::Poll,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -17,6 +19,7 @@ use tokio::time::timeout;
 
 use super::{
     answer::{AnswerBody, EngineBody, Problem},
+    doubted::Doubted,
     exchange::Incoming,
     forward,
     hand_over::HandOver,
@@ -24,6 +27,7 @@ use super::{
     leg::LegGuard,
     shared::{Counters, Shared},
     upstream,
+    upstream_error::UpstreamError,
 };
 use crate::{
     body::{Mark, Scan, scan},
@@ -65,6 +69,8 @@ pub(super) struct Work<'a> {
     pub(super) streams: bool,
     /// Nodes that have failed after they took it.
     pub(super) taken: Cell<u32>,
+    /// Nodes that have answered it with 500.
+    pub(super) doubted: Doubted<'a>,
     /// The number of the next attempt.
     pub(super) attempts: Cell<u32>,
 }
@@ -76,6 +82,8 @@ struct Failed {
     answer: Box<Response<AnswerBody>>,
     /// Since the deadline for the first byte had passed.
     is_late: bool,
+    /// A kept connection was reset: the node may have had the request, or not.
+    is_unsure: bool,
 }
 
 /// An answer whose head has come.
@@ -90,9 +98,20 @@ impl Work<'_> {
     pub(super) async fn serve(&self) -> Response<AnswerBody> {
         let mut tried = Vec::new();
         let mut last: Option<Failed> = None;
+        let mut unsure = None;
         for _ in 0..ATTEMPTS_MAX {
             let attempt = self.next_attempt();
-            let chosen = match self.choose(&tried, attempt) {
+            let chosen = self.choose(&tried, attempt).or_else(|none| {
+                let node = unsure.take().ok_or(none)?;
+                tracing::warn!(
+                    id = self.id.name(),
+                    "a node reset a kept connection and no other node is left: the same node gets the request again, and may \
+                     run it twice"
+                );
+                tried.retain(|each| *each != node);
+                self.choose(&tried, attempt)
+            });
+            let chosen = match chosen {
                 Ok(chosen) => chosen,
                 Err(none) => {
                     Counters::count(&self.shared.counters.refused);
@@ -111,11 +130,14 @@ impl Work<'_> {
                 Err(Unserved::Failed(failed)) => failed,
             };
             tried.extend(failed.node.filter(|node| !tried.contains(node)));
+            if failed.is_unsure {
+                unsure = failed.node;
+            }
             // A slow node may be slow for the request: two are enough.
             if failed.is_late && last.as_ref().is_some_and(|last| last.is_late) {
                 return *failed.answer;
             }
-            if self.taken.get() >= TAKEN_MAX {
+            if self.is_given_up() {
                 return *failed.answer;
             }
             last = Some(failed);
@@ -259,7 +281,7 @@ impl Work<'_> {
                 Err(failed) => failed,
             };
             tried.extend(failed.node.filter(|node| !tried.contains(node)));
-            if failed.is_late || self.taken.get() >= TAKEN_MAX || tried.len() >= ATTEMPTS_MAX {
+            if failed.is_late || self.is_given_up() || tried.len() >= ATTEMPTS_MAX {
                 return Err(failed.into());
             }
             let request = self.request(tried);
@@ -314,20 +336,15 @@ impl Work<'_> {
         attempt: u32,
     ) -> Result<Option<Bytes>, Unserved> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
+        let node = prefill.node();
         let answer = self.prefill_answer(prefill, legs::prefill(body).into(), &id).await?;
         let handed_over = scan(&answer).ok();
         let transfer = handed_over.as_ref().and_then(legs::handed_over);
-        if let Some(transfer) = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok()) {
-            return Ok(Some(legs::decode(body, transfer).into()));
+        let transfer = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok());
+        if let Some(node) = node {
+            self.shared.prefill_answered(node, transfer.is_some());
         }
-        if Counters::count(&self.shared.counters.not_handed_over) {
-            tracing::warn!(
-                id = self.id.name(),
-                "a prefill node handed nothing over: the decode node computes the prompt again. Its connector must \
-                 answer kv_transfer_params; further cases are only counted"
-            );
-        }
-        Ok(None)
+        Ok(transfer.map(|transfer| legs::decode(body, transfer).into()))
     }
 
     /// A prefill leg, to the end of its answer.
@@ -338,7 +355,7 @@ impl Work<'_> {
         let answer = match collected {
             Ok(collected) => collected.to_bytes(),
             Err(error) => {
-                guard.end(LegEnd::Failed);
+                guard.fail(&error.to_string());
                 let sentence = format!("a prefill node ended its answer before its end: {error}");
                 return Err(self.taken(Failed::bad_gateway(node, sentence)).into());
             }
@@ -349,6 +366,7 @@ impl Work<'_> {
         if !head.status.is_success() {
             return Err(Unserved::Refused(self.own(head, answer)));
         }
+        self.doubted.convict(Some(Leg::Prefill));
         self.compare(node, &answer);
         Ok(answer)
     }
@@ -375,25 +393,30 @@ impl Work<'_> {
         let response = match sent {
             Ok(Ok(sent)) => sent,
             Ok(Err(error)) => {
-                guard.end(LegEnd::Failed);
+                guard.fail(&error.to_string());
                 tracing::debug!(id, node = %address, %error, "a node failed a request");
-                let failed = Failed::bad_gateway(node, format!("the node at {address} failed: {error}"));
+                let mut failed = Failed::bad_gateway(node, format!("the node at {address} failed: {error}"));
+                failed.is_unsure = matches!(error, UpstreamError::Reset(_));
                 let was_taken = error.was_taken();
                 return Err(if was_taken { self.taken(failed) } else { failed });
             }
             Err(deadline) => {
-                guard.end(LegEnd::Failed);
-                return Err(Failed::late(node, deadline));
+                let failed = Failed::late(node, deadline);
+                guard.fail(&late(deadline));
+                return Err(failed);
             }
         };
         let (head, body) = response.into_parts();
         if !is_of_the_node(head.status) {
             return Ok(Begun { head, body, guard });
         }
-        // It lives, but has too much to do: no reason to leave it alone for a while.
         let status = head.status;
-        let is_busy = status == StatusCode::TOO_MANY_REQUESTS;
-        guard.end(if is_busy { LegEnd::Left } else { LegEnd::Failed });
+        match status {
+            // It lives, but has too much to do: no reason to leave it alone for a while.
+            StatusCode::TOO_MANY_REQUESTS => guard.end(LegEnd::Left),
+            StatusCode::INTERNAL_SERVER_ERROR => self.doubted.doubt(&mut guard, leg),
+            _ => guard.fail(&format!("it answered {status}")),
+        }
         let answer = match Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await {
             Ok(collected) => self.own(head, collected.to_bytes()),
             Err(error) => {
@@ -401,9 +424,14 @@ impl Work<'_> {
                     .answer()
             }
         };
-        let failed = Failed { node, answer: Box::new(answer), is_late: false };
+        let failed = Failed { node, answer: Box::new(answer), is_late: false, is_unsure: false };
         // vLLM answers so when its engine dies of a request, and ends.
         Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
+    }
+
+    /// Whether further nodes would fail as well: it may be the request that ends engines, or that makes them answer 500.
+    fn is_given_up(&self) -> bool {
+        self.taken.get() >= TAKEN_MAX || self.doubted.are_enough()
     }
 
     /// A node has failed after it took the request.
@@ -420,20 +448,32 @@ impl Work<'_> {
             None => Ok(body.frame().await),
             Some(deadline) => timeout(deadline, body.frame()).await.map_err(|_| deadline),
         };
+        let cut = |mut guard: LegGuard, error: UpstreamError| {
+            guard.fail(&error.to_string());
+            let sentence = format!("a node ended its answer before the first byte: {error}");
+            self.taken(Failed::bad_gateway(node, sentence))
+        };
         let body = match first {
             Ok(Some(Ok(first))) => {
+                // Nothing has gone to the client yet, and nothing would if the next read failed before the first write.
+                if let Some(error) = poll_fn(|context| Poll::Ready(body.poll_cut(context))).await {
+                    return Err(cut(guard, error));
+                }
                 self.compare(node, first.data_ref().map_or(&[], |data| data));
                 guard.answers(head.status);
+                if head.status.is_success() {
+                    self.doubted.convict(guard.leg());
+                }
                 EngineBody::new(first, body, guard, self.marks)
             }
-            Ok(None) => EngineBody::empty(guard),
-            Ok(Some(Err(error))) => {
-                guard.end(LegEnd::Failed);
-                let sentence = format!("a node ended its answer before the first byte: {error}");
-                return Err(self.taken(Failed::bad_gateway(node, sentence)));
+            // Without a length, an answer that has nothing looks like one that was cut.
+            Ok(None) if body.ends_with_connection() && head.status.is_success() => {
+                return Err(cut(guard, UpstreamError::Cut));
             }
+            Ok(None) => EngineBody::empty(guard),
+            Ok(Some(Err(error))) => return Err(cut(guard, error)),
             Err(deadline) => {
-                guard.end(LegEnd::Failed);
+                guard.fail(&late(deadline));
                 return Err(Failed::late(node, deadline));
             }
         };
@@ -481,17 +521,22 @@ impl Failed {
             node,
             answer: Box::new(Problem::new(StatusCode::BAD_GATEWAY, sentence).answer()),
             is_late: false,
+            is_unsure: false,
         }
     }
 
     fn late(node: Option<NodeId>, deadline: Duration) -> Self {
-        let sentence = format!("no node answered within {} s", deadline.as_secs_f64());
         Self {
             node,
-            answer: Box::new(Problem::new(StatusCode::GATEWAY_TIMEOUT, sentence).answer()),
+            answer: Box::new(Problem::new(StatusCode::GATEWAY_TIMEOUT, late(deadline)).answer()),
             is_late: true,
+            is_unsure: false,
         }
     }
+}
+
+fn late(deadline: Duration) -> String {
+    format!("no node answered within {} s", deadline.as_secs_f64())
 }
 
 /// Whether this answer says something of the node, and not of the request: another node may do better.

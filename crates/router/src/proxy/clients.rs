@@ -10,6 +10,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::HashMap,
+    net::IpAddr,
     pin::Pin,
     rc::Rc,
     task::{Context, Poll, Waker},
@@ -47,6 +48,7 @@ pub(super) struct Clients {
 #[derive(Debug)]
 pub(super) struct Client {
     number: u64,
+    ip: Option<IpAddr>,
     phase: Cell<Phase>,
     /// Sweeps since something came of it.
     sweeps: Cell<u32>,
@@ -59,11 +61,12 @@ pub(super) struct Client {
 
 impl Clients {
     /// A connection comes.
-    pub(super) fn join(&self) -> Rc<Client> {
+    pub(super) fn join(&self, ip: Option<IpAddr>) -> Rc<Client> {
         let number = self.next.get();
         self.next.set(number + 1);
         let client = Rc::new(Client {
             number,
+            ip,
             phase: Cell::new(Phase::Asks),
             sweeps: Cell::new(0),
             is_late: Cell::new(false),
@@ -124,6 +127,11 @@ impl Client {
         if let Some(waker) = &*self.waker.borrow() {
             waker.wake_by_ref();
         }
+    }
+
+    /// Where it connects from, if that is known.
+    pub(super) fn ip(&self) -> Option<IpAddr> {
+        self.ip
     }
 
     /// The head of a request has come. Until the guard is dropped, the client waits for us.

@@ -16,6 +16,7 @@ use hyper::{
     Response,
     body::{Body, Frame},
 };
+use kvlane_memory::unacknowledged_bytes;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
@@ -60,13 +61,15 @@ impl Connection {
 
     /// Sends a request and waits for the head of its answer.
     pub(super) async fn ask(mut self, head: Bytes, body: Bytes) -> Result<Response<Incoming>, UpstreamError> {
+        let length = head.len() + body.len();
         self.unsent = [head, body];
         let mut reading = HeadReading::default();
-        let (head, early) = poll_fn(|context| {
+        let answered = poll_fn(|context| {
             self.poll_send(context);
             self.poll_head(context, &mut reading)
         })
-        .await?;
+        .await;
+        let (head, early) = answered.map_err(|error| self.explain(error, length))?;
         let mut response = Response::new(Incoming::new(self, head.framing, head.is_kept, early));
         *response.status_mut() = head.status;
         *response.headers_mut() = head.headers;
@@ -74,6 +77,26 @@ impl Connection {
             response.extensions_mut().insert(reason);
         }
         Ok(response)
+    }
+
+    /// Tells an end before a request of this length had come from one behind it. The engine's FIN acknowledges what its kernel had
+    /// received, so a request that is not acknowledged by then came too late.
+    fn explain(&mut self, error: UpstreamError, length: usize) -> UpstreamError {
+        if !matches!(error, UpstreamError::Closed | UpstreamError::Failed(_)) {
+            return error;
+        }
+        let is_all_written = self.takes_more && !self.is_sending();
+        let missing = unacknowledged_bytes(&self.stream).unwrap_or(0);
+        match error {
+            _ if !is_all_written => UpstreamError::NotBegun,
+            UpstreamError::Closed if missing > 0 => UpstreamError::NotBegun,
+            // So the kernel reports a reset behind a FIN.
+            UpstreamError::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe && missing > 0 => {
+                UpstreamError::NotBegun
+            }
+            UpstreamError::Failed(error) if missing == length => UpstreamError::Reset(error),
+            error => error,
+        }
     }
 
     /// Sends what the node takes now. A node that takes no more of a request may have answered it nevertheless.
@@ -155,6 +178,24 @@ impl Incoming {
             && !has_surplus
         {
             connection.keep();
+        }
+    }
+
+    /// Whether only the end of the connection ends the body. Such an answer cannot be told from one that is cut.
+    pub(super) fn ends_with_connection(&self) -> bool {
+        self.framing.ends_with_connection()
+    }
+
+    /// Why no more of the body will come, if the connection has ended already. Reads nothing of the body.
+    pub(super) fn poll_cut(&mut self, context: &mut Context<'_>) -> Option<UpstreamError> {
+        if self.framing.ends_with_connection() {
+            return None;
+        }
+        let stream = &mut self.connection.as_mut()?.stream;
+        match stream.poll_peek(context, &mut ReadBuf::new(&mut [0])) {
+            Poll::Ready(Ok(0)) => Some(UpstreamError::Cut),
+            Poll::Ready(Err(error)) => Some(UpstreamError::Broken(error)),
+            Poll::Ready(Ok(_)) | Poll::Pending => None,
         }
     }
 

@@ -15,10 +15,11 @@ use super::shared::Address;
 
 /// Idle connections that are kept for each node.
 const IDLE_MAX: usize = 256;
-/// A connection that was idle for longer is closed.
-const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
-/// How often that is looked after.
-const SWEEP_PERIOD: Duration = Duration::from_secs(5);
+/// The router closes a connection that was idle for longer, before the engine does: vLLM closes one after 5 s
+/// (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`), and a request that meets the close may be lost.
+const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
+/// How often all idle connections are checked.
+const SWEEP_PERIOD: Duration = Duration::from_secs(2);
 /// Most that is read at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -66,12 +67,17 @@ impl Upstreams {
         let mut idle = self.0.idle.borrow_mut();
         let of_node = idle.get_mut(address)?;
         // The last one that was used: the others may grow old and be closed.
-        while let Some(Idle { stream, .. }) = of_node.pop_back() {
-            if is_quiet(&stream) {
+        while let Some(Idle { stream, since }) = of_node.pop_back() {
+            if since.elapsed() < IDLE_TIME_MAX && is_quiet(&stream) {
                 return Some(stream);
             }
         }
         None
+    }
+
+    /// Closes all idle connections to this node.
+    pub(super) fn forget(&self, address: &Arc<Address>) {
+        self.0.idle.borrow_mut().remove(address);
     }
 
     /// Closes connections that nodes have closed, or that nobody has used for long. For ever.

@@ -7,7 +7,7 @@ use hyper::StatusCode;
 use super::shared::{Counters, Shared};
 use crate::{
     body::Mark,
-    schedule::{LegEnd, NodeId, Reservation},
+    schedule::{Leg, LegEnd, NodeId, Reservation},
 };
 
 /// Gives its reservation back when it is dropped: as a leg that was left, if nothing else was said.
@@ -24,6 +24,10 @@ impl LegGuard {
 
     pub(super) fn node(&self) -> Option<NodeId> {
         self.reservation.as_ref().map(|reservation| reservation.node)
+    }
+
+    pub(super) fn leg(&self) -> Option<Leg> {
+        self.reservation.as_ref().map(|reservation| reservation.leg)
     }
 
     /// An answer with this status comes. Of one that is no success there is nothing to learn: it takes no time to refuse.
@@ -57,8 +61,18 @@ impl LegGuard {
     /// The leg has ended. What is said later does not count.
     pub(super) fn end(&mut self, end: LegEnd) {
         if let Some(reservation) = self.reservation.take() {
-            self.shared.state.lock().scheduler.end(reservation, end, Instant::now());
+            let node = reservation.node;
+            let turn = self.shared.state.lock().scheduler.end(reservation, end, Instant::now());
+            self.shared.tell_turn(node, turn);
         }
+    }
+
+    /// The node has failed the leg, for this reason.
+    pub(super) fn fail(&mut self, why: &str) {
+        if let Some(node) = self.node() {
+            self.shared.state.lock().scheduler.note_failure(node, why);
+        }
+        self.end(LegEnd::Failed);
     }
 }
 

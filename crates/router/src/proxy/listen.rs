@@ -166,7 +166,7 @@ async fn connection(
         tracing::debug!(%error, "a client has left at once");
         return;
     }
-    let client = clients.join();
+    let client = clients.join(stream.peer_addr().ok().map(|peer| peer.ip()));
     let asked = Cell::new(0u64);
     let watch = HeadWatch::new();
     let service = service_fn(|request: Request<Incoming>| {

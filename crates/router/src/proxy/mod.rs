@@ -18,6 +18,7 @@
 mod answer;
 mod attempt;
 mod clients;
+mod doubted;
 mod exchange;
 mod forward;
 mod hand_over;
@@ -30,6 +31,7 @@ mod reading;
 mod service;
 mod settings;
 mod shared;
+mod turns;
 mod upstream;
 mod upstream_error;
 

@@ -22,6 +22,7 @@ use super::{
     answer::{AnswerBody, Problem, json_answer},
     attempt::Work,
     clients::Client,
+    doubted::Doubted,
     forward::REQUEST_ID,
     idle::Upstreams,
     shared::{Counters, Shared},
@@ -78,7 +79,7 @@ async fn route(
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
-            post(shared, upstreams, head, &body, id, client_id).await
+            post(shared, upstreams, client, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
             StatusCode::METHOD_NOT_ALLOWED,
@@ -199,6 +200,7 @@ impl Drop for Held<'_> {
 async fn post(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
+    client: &Client,
     head: &Parts,
     body: &Bytes,
     id: RequestId,
@@ -211,11 +213,9 @@ async fn post(
     } else {
         None
     };
-    if let Some(scan) = &scanned
-        && scan.raw(legs::TRANSFER).is_some_and(|value| value != b"null")
-    {
-        let sentence = "kv_transfer_params are the router's to set: leave them out";
-        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param(legs::TRANSFER));
+    if let Some(reserved) = scanned.as_ref().and_then(legs::reserved) {
+        let problem = Problem::new(StatusCode::BAD_REQUEST, reserved.to_string());
+        return Err(problem.with_param(reserved.param()));
     }
     let model = scanned.as_ref().and_then(|scan| scan.string("model"));
     if model.is_none()
@@ -245,6 +245,7 @@ async fn post(
         streams: scanned.as_ref().is_some_and(is_one_stream),
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
+        doubted: Doubted::new(shared, client, &head.headers, body),
         attempts: Cell::new(0),
     };
     Ok(work.serve().await)

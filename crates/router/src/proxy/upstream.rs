@@ -1,9 +1,19 @@
 //! Asks a node: over a connection that is kept, or a new one.
+//!
+//! An engine closes kept connections that were idle for long (vLLM after 5 s), and may do so just as a request is sent. The router
+//! sends such a request once more, over a new connection, if the engine cannot have begun it:
+//!
+//! | the kept connection | the engine had | the router |
+//! |---|---|---|
+//! | failed before all of the request was written | not all of it | sends it again |
+//! | was closed by the engine (FIN), whose kernel had not acknowledged all of the request | closed before all of it came | sends it again |
+//! | was closed, and all of the request was acknowledged | read it | fails: the engine took it |
+//! | was reset (RST) without a close before | perhaps read it: a kernel may delay its acknowledgement, and a reset brings none | fails, as if the engine had taken it |
+//!
+//! Where the engine resets the connection and its kernel has acknowledged nothing of the request, [`UpstreamError::Reset`] says so:
+//! mostly such an engine has not read it.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use hyper::Response;
@@ -16,11 +26,7 @@ use super::{
     upstream_error::UpstreamError,
 };
 
-/// A node that ends a kept connection later than this after a request has worked at it.
-const JUST_NOW: Duration = Duration::from_millis(200);
-
-/// Sends a request, a head and a body, and waits for the head of its answer. A kept connection that the node closes just now
-/// is no failure of the node: the request goes over a new one then, once.
+/// Sends a request, a head and a body, and waits for the head of its answer.
 pub(super) async fn send(
     upstreams: &Upstreams,
     address: &Arc<Address>,
@@ -28,20 +34,27 @@ pub(super) async fn send(
     body: Bytes,
     connect_timeout: Duration,
 ) -> Result<Response<Incoming>, UpstreamError> {
-    let mut lost = None;
+    let mut ended = None;
     if let Some(stream) = upstreams.take(address) {
-        let asked = Instant::now();
         let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
         match connection.ask(head.clone(), body.clone()).await {
-            Err(error @ (UpstreamError::Closed | UpstreamError::Failed(_))) if asked.elapsed() < JUST_NOW => {
-                lost = Some(error);
+            Err(error @ UpstreamError::NotBegun) => ended = Some(error),
+            Err(error @ UpstreamError::Reset(_)) => {
+                // The others were idle for longer, and may be reset as well.
+                upstreams.forget(address);
+                return Err(error);
             }
             answered => return answered,
         }
     }
-    // A node that cannot be reached after it has closed a connection with a request may have died of it.
-    let stream = connect(address, connect_timeout).await.map_err(|error| lost.unwrap_or(error))?;
-    Connection::new(stream, upstreams.clone(), Arc::clone(address)).ask(head, body).await
+    // An engine that takes no connection after it has ended one with a request may have died of a part of it.
+    let stream = connect(address, connect_timeout).await.map_err(|error| ended.unwrap_or(error))?;
+    let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
+    // Nothing was idle here that the engine could have closed for that.
+    connection.ask(head, body).await.map_err(|error| match error {
+        UpstreamError::Reset(error) => UpstreamError::Failed(error),
+        error => error,
+    })
 }
 
 async fn connect(address: &Address, connect_timeout: Duration) -> Result<TcpStream, UpstreamError> {

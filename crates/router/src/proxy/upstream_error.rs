@@ -13,8 +13,14 @@ pub(super) enum UpstreamError {
     Refused(io::Error),
     #[error("it did not take the connection within {} ms", .0.as_millis())]
     Slow(Duration),
+    /// The engine cannot have begun the request.
+    #[error("it ended the connection before the request had come")]
+    NotBegun,
     #[error("it ended the connection before an answer")]
     Closed,
+    /// Nothing of the request was acknowledged, but the engine may have read it all the same.
+    #[error("it reset the connection before an answer: {0}")]
+    Reset(io::Error),
     #[error("it ended the connection before an answer: {0}")]
     Failed(io::Error),
     #[error("it ended the connection within its answer")]

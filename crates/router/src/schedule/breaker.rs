@@ -24,6 +24,8 @@ pub struct Breaker {
     pause: Duration,
     /// While open.
     until: Option<Instant>,
+    /// Since when it is open.
+    since: Option<Instant>,
     /// Since when one request tries the node.
     trying: Option<Instant>,
 }
@@ -52,23 +54,37 @@ impl Breaker {
         }
     }
 
-    /// The node has served one.
-    pub fn served(&mut self) {
-        *self = Self::default();
+    /// The node has served one. Returns how long it was open, if this closes it.
+    pub fn served(&mut self, now: Instant) -> Option<Duration> {
+        std::mem::take(self).since.map(|since| now.saturating_duration_since(since))
     }
 
-    /// The node has failed one: refused the connection, died, or answered that it cannot.
-    pub fn failed(&mut self, now: Instant) {
+    /// The node has failed one: refused the connection, died, or answered that it cannot. Returns the pause, if one begins.
+    pub fn failed(&mut self, now: Instant) -> Option<Duration> {
         self.failures += 1;
-        if self.trying.take().is_some() || self.failures == FAILURES {
-            self.pause = if self.until.is_some() { (self.pause * 2).min(PAUSE_MAX) } else { PAUSE };
-            self.until = Some(now + self.pause);
+        let was_tried = self.trying.take().is_some();
+        // A 500 counts only when another node has served the request: the pause may be over by then, and the trial too.
+        let opens = match self.until {
+            None => self.failures >= FAILURES,
+            Some(until) => was_tried || now >= until,
+        };
+        if !opens {
+            return None;
         }
+        self.pause = if self.until.is_some() { (self.pause * 2).min(PAUSE_MAX) } else { PAUSE };
+        self.until = Some(now + self.pause);
+        self.since.get_or_insert(now);
+        Some(self.pause)
     }
 
     /// Neither: the client left, or the request itself was wrong.
     pub fn left(&mut self) {
         self.trying = None;
+    }
+
+    /// Failures in a row.
+    pub fn failures(&self) -> u32 {
+        self.failures
     }
 
     /// Whether it is open or being tried.

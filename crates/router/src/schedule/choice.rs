@@ -51,6 +51,8 @@ pub enum Why {
     MustStay,
     /// Two nodes, which is what prefill and decode nodes are for.
     Pair,
+    /// The prefill nodes hand nothing over: a pair would compute the prompt twice.
+    NoHandOff,
     /// Only this node is left; it has another role.
     OtherRole,
 }
@@ -65,6 +67,7 @@ impl Why {
             Self::Relief => "prefill nodes are busy, decode node prefills",
             Self::MustStay => "request cannot be split",
             Self::Pair => "prefill, then decode",
+            Self::NoHandOff => "prefill nodes hand nothing over, decode node prefills",
             Self::OtherRole => "no node of the right role is left",
         }
     }

@@ -96,6 +96,20 @@ impl Scheduler {
                 candidates: near.len(),
             });
         }
+        let hands_over = |id| self.nodes.get(id).is_some_and(|node| node.hand_offs.allows(now));
+        let handing: Vec<_> = prefills.iter().filter(|each| hands_over(each.id)).copied().collect();
+        let alone: Vec<_> = decodes.iter().filter(|each| serves_alone(each.id)).copied().collect();
+        if handing.is_empty() && !alone.is_empty() {
+            let one = self.pick(&alone, self.settings.policy, None);
+            return Some(Choice {
+                chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
+                why: Why::NoHandOff,
+                prompt_tokens,
+                cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                candidates: alone.len(),
+            });
+        }
+        let prefills = if handing.is_empty() { prefills } else { handing };
         let prefill = self.pick(&prefills, self.settings.policy, None);
         if let Some(free) = self.free_decode(prefill, &decodes) {
             return Some(Choice {
@@ -119,6 +133,9 @@ impl Scheduler {
         let with = self.pairs.entry(prefill.id).or_default();
         with.resize(with.len().max(decode.id.slot() + 1), 0);
         with[decode.id.slot()] = self.choices + 1;
+        if let Some(node) = self.nodes.get_mut(prefill.id) {
+            node.hand_offs.sent(now);
+        }
         let handing = self.handing(prefill.id, decode.id, prompt_tokens);
         let mut prefilling = self.reserve(request, prefill, Leg::Prefill, now);
         let mut decoding = self.reserve(request, decode, Leg::Decode, now);
@@ -194,14 +211,19 @@ impl Scheduler {
         is_wanted: impl Fn(&Node) -> bool,
     ) -> Vec<Candidate> {
         let prompt_tokens = self.prompt_tokens(request);
+        let takes = |(id, node): &(NodeId, &Node)| {
+            is_wanted(node)
+                && request.model.is_none_or(|model| node.serves(model))
+                && node.takes(is_last_resort, now)
+                && !request.tried.contains(id)
+        };
+        let is_doubted = |(_, node): &(NodeId, &Node)| node.doubts.count(now) > 0;
+        // Two nodes that answer 500 must not send all requests to each other, past one that would serve them.
+        let avoids_doubted =
+            !request.tried.is_empty() && self.nodes.all().filter(takes).any(|each| !is_doubted(&each));
         self.nodes
             .all()
-            .filter(|(id, node)| {
-                is_wanted(node)
-                    && request.model.is_none_or(|model| node.serves(model))
-                    && node.takes(is_last_resort, now)
-                    && !request.tried.contains(id)
-            })
+            .filter(|each| takes(each) && !(avoids_doubted && is_doubted(each)))
             .map(|(id, _)| {
                 // What is known roughly must not look like more than the prompt is: nodes known exactly would get all.
                 // The last token is always computed.

@@ -15,6 +15,9 @@
 mod breaker;
 mod choice;
 mod choose;
+mod condition;
+mod doubts;
+mod hand_offs;
 mod hand_over;
 mod index;
 mod known;
@@ -33,6 +36,9 @@ pub(crate) use self::index::{FETCHED_AT_ONCE, NODES_A_TABLE};
 pub use self::{
     breaker::Breaker,
     choice::{Choice, Chosen, NoNode, Request, Why},
+    condition::Condition,
+    doubts::Doubt,
+    hand_offs::{HandOffs, Pairing},
     index::Index,
     known::{Cached, Known},
     load::{Load, Reported},
@@ -40,6 +46,6 @@ pub use self::{
     policy::{Policy, UnknownPolicy},
     prediction::Prediction,
     reservation::{Leg, LegEnd, Reservation},
-    scheduler::Scheduler,
+    scheduler::{Scheduler, Turn},
     settings::Settings,
 };

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, sync::Arc, time::Instant};
 
-use super::{breaker::Breaker, load::Load};
+use super::{breaker::Breaker, doubts::Doubts, hand_offs::HandOffs, load::Load};
 
 /// What a node is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -184,6 +184,12 @@ pub struct Node {
     pub load: Load,
     /// Keeps requests away while it fails.
     pub breaker: Breaker,
+    /// Answers of 500 that may be the requests' fault.
+    pub(super) doubts: Doubts,
+    /// What it failed of last; None after it has served a request.
+    pub(super) last_failure: Option<Arc<str>>,
+    /// Keeps pairs away while it hands nothing over.
+    pub hand_offs: HandOffs,
     /// Number of the choice that took it last.
     pub(super) chosen: u64,
 }
@@ -206,6 +212,9 @@ impl Node {
             next_role: None,
             load: Load::default(),
             breaker: Breaker::default(),
+            doubts: Doubts::default(),
+            last_failure: None,
+            hand_offs: HandOffs::default(),
             chosen: 0,
         }
     }

@@ -7,6 +7,8 @@ use std::{
 };
 
 use super::{
+    doubts::Doubt,
+    hand_offs::Pairing,
     hand_over::Ways,
     index::Index,
     known::Known,
@@ -41,6 +43,23 @@ pub struct Scheduler {
     pub(super) relief: Option<Duration>,
     /// Tokens are to come within this time, one after the other.
     pub(super) tpot: Option<Duration>,
+}
+
+/// A node's requests go elsewhere from now on, or no longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// It gets no requests for this time.
+    Ejected {
+        /// Until a request tries it.
+        pause: Duration,
+        /// In a row.
+        failures: u32,
+    },
+    /// It has served a request after this time.
+    Returned {
+        /// Since it was ejected first.
+        after: Duration,
+    },
 }
 
 impl Scheduler {
@@ -138,7 +157,8 @@ impl Scheduler {
     }
 
     /// A leg has ended, well or by its client.
-    pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) {
+    pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) -> Option<Turn> {
+        let mut turn = None;
         if let Some(node) = self.nodes.get_mut(reservation.node) {
             let further = reservation.further(node.load.batch(), now);
             if let Some((requests, took)) = further.filter(|_| end == LegEnd::Served) {
@@ -146,12 +166,47 @@ impl Scheduler {
                 prediction.observe_further(requests, took);
             }
             match end {
-                LegEnd::Served => node.breaker.served(),
-                LegEnd::Failed => node.breaker.failed(now),
-                LegEnd::Left => node.breaker.left(),
+                LegEnd::Served => {
+                    node.doubts.clear();
+                    node.last_failure = None;
+                    turn = node.breaker.served(now).map(|after| Turn::Returned { after });
+                }
+                LegEnd::Failed => turn = failed(node, now),
+                LegEnd::InDoubt | LegEnd::Left => node.breaker.left(),
             }
         }
         reservation.give_back(&mut self.nodes);
+        turn
+    }
+
+    /// Says what a node failed of, for operators.
+    pub fn note_failure(&mut self, id: NodeId, why: &str) {
+        if let Some(node) = self.nodes.get_mut(id) {
+            node.last_failure = Some(why.into());
+        }
+    }
+
+    /// What a node failed of last; None if it has served a request since.
+    pub fn last_failure(&self, id: NodeId) -> Option<Arc<str>> {
+        self.nodes.get(id)?.last_failure.clone()
+    }
+
+    /// A node has answered a request with 500.
+    pub fn doubt(&mut self, id: NodeId, doubt: Doubt, now: Instant) -> Option<Turn> {
+        let node = self.nodes.get_mut(id)?;
+        let failures = node.doubts.raise(doubt, now);
+        (0..failures).filter_map(|_| failed(node, now)).last()
+    }
+
+    /// Another node has served a request that this one answered with 500.
+    pub fn convict(&mut self, id: NodeId, doubt: Doubt, now: Instant) -> Option<Turn> {
+        let node = self.nodes.get_mut(id)?;
+        if node.doubts.confirm(doubt) { failed(node, now) } else { None }
+    }
+
+    /// A prefill node has answered: with a hand-off, or without one.
+    pub fn prefill_answered(&mut self, id: NodeId, handed_over: bool, now: Instant) -> Pairing {
+        self.nodes.get_mut(id).map_or(Pairing::Same, |node| node.hand_offs.answered(handed_over, now))
     }
 
     pub(super) fn note_prefix(&mut self, marks: &[Mark], id: NodeId) {
@@ -159,4 +214,9 @@ impl Scheduler {
             self.index.insert(marks, id.slot as usize);
         }
     }
+}
+
+fn failed(node: &mut Node, now: Instant) -> Option<Turn> {
+    let pause = node.breaker.failed(now)?;
+    Some(Turn::Ejected { pause, failures: node.breaker.failures() })
 }

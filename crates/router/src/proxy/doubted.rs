@@ -1,0 +1,101 @@
+//! A request that engines answered with 500: its fault, or theirs.
+
+use std::{cell::RefCell, net::IpAddr, time::Instant};
+
+use bytes::Bytes;
+use hyper::{HeaderMap, header::AUTHORIZATION};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{clients::Client, leg::LegGuard, shared::Shared};
+use crate::schedule::{Doubt, Leg, LegEnd, NodeId};
+
+/// Engines that may answer one request with 500. Then the client gets that answer.
+const ERRORS_MAX: usize = 2;
+
+/// The nodes that answered one request with 500.
+pub(super) struct Doubted<'a> {
+    shared: &'a Shared,
+    client: &'a Client,
+    headers: &'a HeaderMap,
+    body: &'a Bytes,
+    all: RefCell<Vec<Answered>>,
+}
+
+/// A node that answered a leg of the request with 500.
+#[derive(Debug, Clone, Copy)]
+struct Answered {
+    node: NodeId,
+    leg: Leg,
+    /// Another node has served the leg.
+    is_convicted: bool,
+}
+
+impl<'a> Doubted<'a> {
+    /// None so far, of this client's request.
+    pub(super) fn new(
+        shared: &'a Shared,
+        client: &'a Client,
+        headers: &'a HeaderMap,
+        body: &'a Bytes,
+    ) -> Self {
+        Self { shared, client, headers, body, all: RefCell::default() }
+    }
+
+    /// The node answered 500.
+    pub(super) fn doubt(&self, guard: &mut LegGuard, leg: Leg) {
+        let node = guard.node();
+        guard.end(LegEnd::InDoubt);
+        let Some(node) = node else { return };
+        self.all.borrow_mut().push(Answered { node, leg, is_convicted: false });
+        let turn = {
+            let mut state = self.shared.state.lock();
+            let turn = state.scheduler.doubt(node, self.fingerprint(), Instant::now());
+            if turn.is_some() {
+                state.scheduler.note_failure(
+                    node,
+                    "it answered 500 to requests of several clients, and served none between",
+                );
+            }
+            turn
+        };
+        self.shared.tell_turn(node, turn);
+    }
+
+    /// Whether so many engines have answered 500 that another one would, too.
+    pub(super) fn are_enough(&self) -> bool {
+        self.all.borrow().len() >= ERRORS_MAX
+    }
+
+    /// A node has served this leg: those that answered it with 500 were at fault. Another leg is another request to engines.
+    pub(super) fn convict(&self, leg: Option<Leg>) {
+        for each in self.all.borrow_mut().iter_mut() {
+            if each.is_convicted || Some(each.leg) != leg {
+                continue;
+            }
+            each.is_convicted = true;
+            let turn = {
+                let mut state = self.shared.state.lock();
+                state
+                    .scheduler
+                    .note_failure(each.node, "it answered 500 to a request that another node served");
+                state.scheduler.convict(each.node, self.fingerprint(), Instant::now())
+            };
+            self.shared.tell_turn(each.node, turn);
+        }
+    }
+
+    /// Who asks, and what. Where clients show keys, a client is its key; else it is its IP address, of IPv6 the network of 64
+    /// bits. What a client says of itself in headers does not count, because it can say anything.
+    fn fingerprint(&self) -> Doubt {
+        let client = if self.shared.settings.keys.is_empty() {
+            match self.client.ip().map(|ip| ip.to_canonical()) {
+                Some(IpAddr::V4(ip)) => xxh3_64(&ip.octets()),
+                Some(IpAddr::V6(ip)) => xxh3_64(&ip.octets()[..8]),
+                None => 0,
+            }
+        } else {
+            xxh3_64(self.headers.get(AUTHORIZATION).map_or(&[], |key| key.as_bytes()))
+        };
+        Doubt { client, request: xxh3_64(self.body) }
+    }
+}

@@ -1,0 +1,55 @@
+//! Tells operators in one line each when a node gets no requests any more, and when it gets them again.
+
+use std::{sync::Arc, time::Instant};
+
+use super::shared::{Counters, Shared};
+use crate::schedule::{NodeId, Pairing, Turn};
+
+impl Shared {
+    /// Logs what has become of a node, if something has.
+    pub(super) fn tell_turn(&self, node: NodeId, turn: Option<Turn>) {
+        let Some(turn) = turn else { return };
+        let told = self.with_scheduler(|scheduler| {
+            let failure = scheduler.last_failure(node);
+            scheduler.node(node).map(|node| (Arc::clone(&node.name), failure))
+        });
+        let Some((node, failure)) = told else { return };
+        match turn {
+            Turn::Ejected { pause, failures } => tracing::warn!(
+                %node,
+                "node ejected for {} s: {failures} failures in a row; last: {}",
+                pause.as_secs_f64(),
+                failure.as_deref().unwrap_or("unknown")
+            ),
+            Turn::Returned { after } => {
+                tracing::info!(%node, "node returned: it served a request after {:.1} s", after.as_secs_f64());
+            }
+        }
+    }
+
+    /// A prefill node has answered, with a hand-off or without one.
+    pub(super) fn prefill_answered(&self, node: NodeId, handed_over: bool) {
+        let (pairing, name) = self.with_scheduler(|scheduler| {
+            let pairing = scheduler.prefill_answered(node, handed_over, Instant::now());
+            let is_told = !handed_over || pairing != Pairing::Same;
+            (pairing, scheduler.node(node).filter(|_| is_told).map(|node| Arc::clone(&node.name)))
+        });
+        let is_first = !handed_over && Counters::count(&self.counters.not_handed_over);
+        let Some(node) = name else { return };
+        match pairing {
+            Pairing::Stopped { missed, probe_in } => tracing::warn!(
+                "prefill node {node} handed nothing over {missed} times in a row (its connector may be off, or its daemon \
+                 is away); sending whole requests to decode nodes, next probe in {} s",
+                probe_in.as_secs()
+            ),
+            Pairing::Resumed => {
+                tracing::info!("prefill node {node} hands over again; sending requests to pairs");
+            }
+            Pairing::Same if is_first => tracing::warn!(
+                "prefill node {node} handed nothing over (its connector may be off, or its daemon is away); the decode node \
+                 computes the prompt again; further cases are only counted"
+            ),
+            Pairing::Same => {}
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Whether a prefill node hands prompts over: where it does not, its pairs compute each prompt twice.
+//!
+//! ```text
+//!            MISSED in a row without a hand-off                PROBE_EVERY over: one pair
+//!   pairs -------------------------------------> decode alone ----------------------------> probe
+//!     ^                                              ^                                        |
+//!     |                                              '----------- nothing handed over --------'
+//!     '--------------------------------------------------------------- a hand-off -----------'
+//! ```
+
+use std::time::{Duration, Instant};
+
+/// Answers in a row without a hand-off that end pairs.
+const MISSED: u32 = 3;
+/// Between two pairs that try whether a node hands over again.
+const PROBE_EVERY: Duration = Duration::from_secs(10);
+
+/// Counts a prefill node's answers that named no blocks.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HandOffs {
+    missed: u32,
+    /// When the next pair may try the node; None: pairs are the rule.
+    probe_at: Option<Instant>,
+}
+
+/// What an answer of a prefill node changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pairing {
+    /// Pairs go on, or stay off.
+    Same,
+    /// Prompts go to decode nodes alone, after so many answers without a hand-off; a pair tries the node after this time.
+    Stopped {
+        /// Answers in a row.
+        missed: u32,
+        /// Until the next pair.
+        probe_in: Duration,
+    },
+    /// The node hands over again: pairs are the rule again.
+    Resumed,
+}
+
+impl HandOffs {
+    /// Whether the node may be one of a pair.
+    pub fn allows(&self, now: Instant) -> bool {
+        self.probe_at.is_none_or(|at| now >= at)
+    }
+
+    /// A pair with this node was chosen.
+    pub fn sent(&mut self, now: Instant) {
+        if self.probe_at.is_some() {
+            self.probe_at = Some(now + PROBE_EVERY);
+        }
+    }
+
+    /// The node has answered a prefill leg, with a hand-off or without one.
+    pub fn answered(&mut self, handed_over: bool, now: Instant) -> Pairing {
+        if handed_over {
+            let was_stopped = self.probe_at.is_some();
+            *self = Self::default();
+            return if was_stopped { Pairing::Resumed } else { Pairing::Same };
+        }
+        self.missed += 1;
+        if self.probe_at.is_some() || self.missed < MISSED {
+            return Pairing::Same;
+        }
+        self.probe_at = Some(now + PROBE_EVERY);
+        Pairing::Stopped { missed: self.missed, probe_in: PROBE_EVERY }
+    }
+
+    /// Whether prompts go to decode nodes alone, but for probes.
+    pub fn is_stopped(&self) -> bool {
+        self.probe_at.is_some()
+    }
+
+    /// Answers in a row without a hand-off.
+    pub fn missed(&self) -> u32 {
+        self.missed
+    }
+
+    /// Time until a pair tries the node, while prompts go to decode nodes alone.
+    pub fn probe_in(&self, now: Instant) -> Option<Duration> {
+        self.probe_at.map(|at| at.saturating_duration_since(now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_three_in_a_row_pairs_stop_and_one_in_ten_seconds_probes() {
+        let (mut hand_offs, start) = (HandOffs::default(), Instant::now());
+        assert_eq!(hand_offs.answered(false, start), Pairing::Same);
+        assert_eq!(hand_offs.answered(false, start), Pairing::Same);
+        assert!(hand_offs.allows(start));
+        let stopped = Pairing::Stopped { missed: 3, probe_in: PROBE_EVERY };
+        assert_eq!(hand_offs.answered(false, start), stopped);
+        assert_eq!(hand_offs.answered(false, start), Pairing::Same, "it was under way already");
+        let mut probes = 0;
+        for second in 0..60 {
+            let now = start + Duration::from_secs(second);
+            if hand_offs.allows(now) {
+                hand_offs.sent(now);
+                assert!(!hand_offs.allows(now), "one at a time");
+                assert_eq!(hand_offs.answered(false, now), Pairing::Same);
+                probes += 1;
+            }
+        }
+        assert_eq!(probes, 5);
+    }
+
+    #[test]
+    fn one_hand_off_brings_pairs_back() {
+        let (mut hand_offs, start) = (HandOffs::default(), Instant::now());
+        for _ in 0..2 {
+            (0..2).for_each(|_| assert_eq!(hand_offs.answered(false, start), Pairing::Same));
+            assert_eq!(hand_offs.answered(true, start), Pairing::Same, "not in a row");
+        }
+        let last = (0..3).map(|_| hand_offs.answered(false, start)).last();
+        assert_eq!(last, Some(Pairing::Stopped { missed: 3, probe_in: PROBE_EVERY }));
+        assert_eq!(hand_offs.probe_in(start), Some(PROBE_EVERY));
+        assert_eq!(hand_offs.answered(true, start + PROBE_EVERY), Pairing::Resumed);
+        assert!(hand_offs.allows(start) && hand_offs.probe_in(start).is_none());
+    }
+}
