@@ -4,6 +4,8 @@ mod beat;
 mod config;
 mod control;
 mod nodes;
+mod reload;
+mod stop;
 
 use std::{
     fs,
@@ -11,7 +13,6 @@ use std::{
     path::PathBuf,
     process::ExitCode,
     sync::Arc,
-    thread,
     time::Duration,
 };
 
@@ -29,13 +30,13 @@ use kvlane_router::{
     webhook::Webhook,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     balance_table::BalanceTable,
     errors,
     logging::{self, LogFormat},
     route_knowledge::{KnowledgeArgs, knowledge},
+    service,
     size::Size,
 };
 
@@ -180,7 +181,12 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_FIRST_BYTE_TIMEOUT", value_name = "SECONDS")]
     first_byte_timeout: Option<f64>,
 
-    /// Seconds that requests may still take after SIGTERM
+    /// Seconds after SIGTERM in which clients are still served, while /health answers 503: until those who send clients here have
+    /// seen it. A second signal ends them
+    #[arg(long, env = "KVLANE_ROUTE_DRAIN_DELAY", value_name = "SECONDS", default_value_t = 5)]
+    drain_delay: u64,
+
+    /// Seconds that requests may take after that, or after SIGINT
     #[arg(long, env = "KVLANE_ROUTE_DRAIN", value_name = "SECONDS", default_value_t = 30)]
     drain: u64,
 
@@ -222,6 +228,7 @@ fn route(args: RouteArgs) -> Result<()> {
     let webhook = balance.as_ref().map(BalanceTable::webhook).transpose()?.flatten();
     settings.refuse = balance.as_ref().map(BalanceTable::refuse).transpose()?.unwrap_or_default();
     let balance = balance.map(|table| table.settings()).transpose()?;
+    let mut running = reload::Running::new(args, tables.values.clone(), settings.keys.clone());
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Settings {
         policy: args.policy,
@@ -236,9 +243,9 @@ fn route(args: RouteArgs) -> Result<()> {
     logging::start(filter, args.log_format);
     raise_descriptor_limit(args.max_connections);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut interrupt) = {
+    let mut signals = {
         let _inside = runtime.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
+        stop::Signals::take()?
     };
     let listen =
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
@@ -252,7 +259,7 @@ fn route(args: RouteArgs) -> Result<()> {
     let counts = nodes::counts(&nodes);
     let ping = args.ping.map(|at| PingOptions { at, allow: AllowList::new(args.ping_allow.clone()) });
     let options = MembershipOptions { nodes, names, ping, control, resolver: None };
-    let members = Membership::start(&shared, options)?;
+    let mut members = Membership::start(&shared, options)?;
     if let Some(at) = members.ping() {
         tracing::info!("engines' beats are taken at {at}");
     }
@@ -276,23 +283,16 @@ fn route(args: RouteArgs) -> Result<()> {
             tracing::info!("clients are served at http://{} too", proxy.address());
         }
     }
-    runtime.block_on(async {
-        tokio::select! {
-            _ = term.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    });
-    tracing::info!(seconds = args.drain, "stopping: taking no new connections");
-    thread::scope(|scope| {
-        for proxy in proxies {
-            scope.spawn(|| proxy.stop(Duration::from_secs(args.drain)));
-        }
-    });
+    service::notify(service::READY);
+    let asked = runtime.block_on(signals.stop(|| running.reload(&mut members)));
+    service::notify(service::STOPPING);
+    let ended = stop::stop(&runtime, &mut signals, &shared, proxies, asked, running.times);
     members.stop();
     loads.stop();
     balancing.into_iter().for_each(Balancing::stop);
     events.stop();
     admin.into_iter().for_each(Pages::stop);
+    tracing::info!("{ended}");
     Ok(())
 }
 
@@ -331,7 +331,7 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         connections_max: args.max_connections.max(1) as usize,
         body_bytes_max: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         bodies_bytes_max: usize::try_from(args.max_bodies.0).unwrap_or(usize::MAX),
-        keys,
+        keys: keys.into(),
         first_byte_timeout,
         ..ProxySettings::default()
     })

@@ -24,17 +24,21 @@ mod hand_over;
 mod head_watch;
 mod idle;
 mod joined;
+mod keys;
 mod leg;
 mod listen;
 mod reading;
 mod service;
 mod settings;
 mod shared;
+mod stopping;
+mod tally;
 mod upstream;
 mod upstream_error;
 
 pub use self::{
-    listen::{Proxy, StartError},
+    keys::Keys,
+    listen::{Proxy, StartError, Stop},
     settings::ProxySettings,
     shared::{Address, AddressError, Counters, Shared},
 };

@@ -13,7 +13,7 @@ use bytes::{Bytes, BytesMut};
 use hyper::{
     HeaderMap, Method, Request, Response, StatusCode,
     body::{Body, Incoming},
-    header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue},
+    header::{AUTHORIZATION, CONNECTION, CONTENT_TYPE, HeaderValue},
     http::request::Parts,
 };
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -25,6 +25,7 @@ use super::{
     forward::REQUEST_ID,
     idle::Upstreams,
     shared::{Counters, Shared},
+    tally::Tally,
 };
 use crate::{
     body::{Scan, marks, scan},
@@ -48,14 +49,21 @@ pub(super) async fn answer(
     let (head, body) = request.into_parts();
     let id = shared.state.lock().ids.next_id();
     let client_id = client_id(&head.headers, id);
-    let mut response = match route(shared, upstreams, client, &head, body, id, &client_id).await {
+    let tally = Tally::begin(shared, &head);
+    let mut response = match route(shared, upstreams, client, &head, body, id, &client_id, &tally).await {
         Ok(response) => response,
         Err(problem) => problem.answer(),
     };
+    let measure = tally.answered(&response);
+    response.body_mut().measure(measure);
+    if shared.is_stopping() {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
     response.headers_mut().insert(REQUEST_ID, client_id);
     response
 }
 
+#[allow(clippy::too_many_arguments)]
 async fn route(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
@@ -64,9 +72,10 @@ async fn route(
     body: Incoming,
     id: RequestId,
     client_id: &HeaderValue,
+    tally: &Tally<'_>,
 ) -> Result<Response<AnswerBody>, Problem> {
     let path = head.uri.path();
-    if path != "/health" && !is_allowed(&shared.settings.keys, &head.headers) {
+    if path != "/health" && !is_allowed(&shared.settings.keys.read(), &head.headers) {
         let problem =
             Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
         return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
@@ -75,10 +84,9 @@ async fn route(
         (&Method::GET, "/health") => Ok(health(shared)),
         (&Method::GET, "/v1/models") => Ok(models(shared)),
         (&Method::POST, _) if path.starts_with("/v1/") && is_plain(path) => {
-            Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
-            post(shared, upstreams, head, &body, id, client_id).await
+            post(shared, upstreams, head, &body, id, client_id, tally).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
             StatusCode::METHOD_NOT_ALLOWED,
@@ -203,6 +211,7 @@ async fn post(
     body: &Bytes,
     id: RequestId,
     client_id: &HeaderValue,
+    tally: &Tally<'_>,
 ) -> Result<Response<AnswerBody>, Problem> {
     let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
     let scanned = if can_split || is_json(&head.headers) {
@@ -223,6 +232,7 @@ async fn post(
     {
         return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
     }
+    tally.names(model.as_deref());
     if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
         return Err(problem);
     }
@@ -246,6 +256,7 @@ async fn post(
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
         attempts: Cell::new(0),
+        tally,
     };
     Ok(work.serve().await)
 }
@@ -278,6 +289,9 @@ fn client_id(headers: &HeaderMap, id: RequestId) -> HeaderValue {
 }
 
 fn health(shared: &Shared) -> Response<AnswerBody> {
+    if shared.is_stopping() {
+        return Problem::new(StatusCode::SERVICE_UNAVAILABLE, "the router stops").answer();
+    }
     let is_served =
         shared.with_scheduler(|scheduler| scheduler.nodes().any(|(_, node)| node.state == NodeState::Ready));
     if is_served {

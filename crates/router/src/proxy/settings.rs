@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::keys::Keys;
+
 /// Limits and deadlines.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
@@ -10,7 +12,7 @@ pub struct ProxySettings {
     /// Clients' connections at a time, over all threads. More wait in the kernel's queue.
     pub connections_max: usize,
     /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
-    pub keys: Vec<String>,
+    pub keys: Keys,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
     /// Bytes of all bodies that are held at a time, each until its answer has begun.
@@ -31,7 +33,7 @@ impl Default for ProxySettings {
         Self {
             threads: 1,
             connections_max: 10_000,
-            keys: Vec::new(),
+            keys: Keys::default(),
             body_bytes_max: 64 << 20,
             bodies_bytes_max: 1 << 30,
             refuse: Vec::new(),
