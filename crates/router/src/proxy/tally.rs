@@ -20,6 +20,8 @@ const PENDING_MAX: u32 = 64;
 const LEFT: u16 = 499;
 /// The last event of a stream, which is no token.
 const STREAM_END: &[u8] = b"data: [DONE]\n\n";
+/// In the first event of a chat's stream, which comes with the first token and is none.
+const ROLE: &[u8] = b"\"role\"";
 /// How many tokens an answer in one piece has, by its `usage`.
 const COMPLETION_TOKENS: &[u8] = b"\"completion_tokens\":";
 
@@ -137,7 +139,9 @@ impl Measure {
             }
             return;
         }
-        let tokens = events - u64::from(events > 0 && data.ends_with(STREAM_END));
+        let is_end = events > 0 && data.ends_with(STREAM_END);
+        let is_role = self.last.is_none() && memchr::memmem::find(data, ROLE).is_some();
+        let tokens = events.saturating_sub(u64::from(is_end) + u64::from(is_role));
         let Some(count) = u32::try_from(tokens).ok().filter(|tokens| *tokens > 0) else { return };
         let now = Instant::now();
         match self.last.replace(now) {
@@ -185,6 +189,7 @@ mod tests {
     #[test]
     fn events_of_a_stream_are_tokens_but_for_its_end() {
         let mut measure = measure(true);
+        measure.piece(b"data: {\"delta\": {\"role\": \"assistant\"}}\n\n", 1);
         measure.piece(b"data: {}\n\n", 1);
         measure.piece(b"data: {}\n\ndata: {}\n\n", 2);
         measure.piece(b"data: [DONE]\n\n", 1);
