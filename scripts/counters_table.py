@@ -16,8 +16,8 @@ HEAD = """<!-- Made by `python scripts/counters_table.py docs/reference/engine-m
 
 # Metrics of engines
 
-vLLM serves what the connector counts at its own `/metrics`. All are counters, with vLLM's labels `model_name` and `engine`; they
-are summed over the engine's scheduler and its workers.
+vLLM serves what the connector counts at its own `/metrics`. All are counters, with vLLM's labels `model_name` and
+`engine`; they are summed over the engine's scheduler and its workers.
 
 | name | what |
 |---|---|

@@ -52,8 +52,11 @@ impl Members {
             }
             Event::Added(spec) => self.add(spec, &mut changes)?,
             Event::Drained(address) => {
+                let member = self.named(&address)?;
                 // One that is to go goes on to go.
-                self.named(&address)?.drain.get_or_insert(Drain::Stay);
+                if member.drain != Some(Drain::Go) {
+                    member.drain = Some(Drain::Stay);
+                }
             }
             Event::Removed { address, now: at_once } => self.remove(&address, at_once, now, &mut changes)?,
             Event::Beat(spec) => self.beat(&spec, now, &mut changes)?,
@@ -186,10 +189,13 @@ impl Members {
                 || spec.connector.is_some() && is.connector != spec.connector
                 || spec.connector_address.is_some() && is.connector_address != spec.connector_address
         };
-        if let Some(member) = self.members.get_mut(&key).filter(|member| !differs(member)) {
+        if let Some(member) = self.members.get_mut(&key) {
             member.whose.configured = true;
-            member.drain = None;
-            return;
+            // An operator who has removed it does not keep it any more.
+            member.whose.added &= member.drain.take() != Some(Drain::Go);
+            if !differs(member) {
+                return;
+            }
         }
         let former = self.leave(&key, "the configuration says something else of it now", changes);
         let (whose, at) = former.map_or_else(Default::default, |former| (former.whose, former.at));
@@ -385,8 +391,8 @@ impl Members {
 
 /// The configuration names this node no more: it drains if nobody else knows it.
 fn drain_unnamed(member: &mut Member, now: Instant) {
-    if member.drain != Some(Drain::Go) && member.whose.is_forgotten(member.answers, now) {
-        member.drain = Some(Drain::Unnamed);
+    if member.whose.is_forgotten(member.answers, now) {
+        member.drain.get_or_insert(Drain::Unnamed);
     }
 }
 
