@@ -48,6 +48,7 @@ fetch: ## what `make test` needs from registries
 	$(ENVIRONMENT) --without-kvlane dev vllm-0.32
 	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
 	$(PYTHON) scripts/dependencies.py --fetch
+	$(PYTHON) scripts/promtool.py
 
 build: dev vllm ## the crates, their tests, and the environments that have them
 
@@ -60,6 +61,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
 	$(DEV)/python scripts/settings_table.py docs/configure.md --check
+	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md --check
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
@@ -114,6 +116,7 @@ vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests
 
 docs: dev ## the pages in docs/reference, made from the code
 	$(DEV)/kvlane reference docs/reference
+	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md
 
 pictures: dev ## the pictures in bench/*/results and docs/pictures, drawn from the results beside them
 	$(DEV)/python bench/redraw.py

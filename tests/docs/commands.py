@@ -11,6 +11,7 @@ WHEEL = "tests/packaging/test_wheel.py::test_a_daemon_an_engine_that_saves_and_a
 # What `kvlane serve` is told, up to the last flag; the daemon itself runs in the tests of tests/daemon.
 FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
 UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
+ROUTE_UNIT = HERE + "test_the_unit_starts_and_reloads_a_router_as_systemd_would"
 ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
 CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_it"
 DIRECT = HERE + "test_engines_for_direct_hand_offs_are_configured_as_the_page_says"
@@ -47,6 +48,10 @@ RUN_BY = {
     "cp examples/systemd/kvlane.service /etc/systemd/system/kvlane.service": UNIT,
     "systemctl daemon-reload": UNIT,
     "systemctl enable --now kvlane": UNIT,
+    "cp examples/systemd/kvlane-route.toml /etc/kvlane-route.toml": ROUTE_UNIT,
+    "cp examples/systemd/kvlane-route.service /etc/systemd/system/kvlane-route.service": ROUTE_UNIT,
+    "systemctl enable --now kvlane-route": ROUTE_UNIT,
+    "systemctl reload kvlane-route": ROUTE_UNIT,
     "curl -s http://127.0.0.1:9091/health": HERE + "test_health_and_metrics_are_asked_for",
     "curl -s http://127.0.0.1:9091/metrics": HERE + "test_health_and_metrics_are_asked_for",
     # docs/performance.md

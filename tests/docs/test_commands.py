@@ -224,6 +224,49 @@ def test_the_unit_starts_a_daemon_as_systemd_would(folder: Path) -> None:
             daemon.wait()
 
 
+def test_the_unit_starts_and_reloads_a_router_as_systemd_would(folder: Path) -> None:
+    """Its commands, with the settings that come with it, and the messages that systemd waits for."""
+    unit = dict(
+        re.findall(r"^(\w+)=(.*)$", (ROOT / "examples/systemd/kvlane-route.service").read_text(), re.M)
+    )
+    settings = folder / "kvlane-route.toml"
+    text = (ROOT / "examples/systemd/kvlane-route.toml").read_text()
+    times = dict(re.findall(r"^(drain|drain-delay) = (\d+)$", text, re.M))
+    assert sum(map(int, times.values())) < int(unit["TimeoutStopSec"])
+    for there, here in (
+        ("/run/kvlane-route", str(folder)),
+        ("127.0.0.1:8000", "127.0.0.1:0"),
+        ("127.0.0.1:9092", "127.0.0.1:0"),
+        ("drain-delay = 5", "drain-delay = 0"),
+    ):
+        assert there in text
+        text = text.replace(there, here)
+    settings.write_text(text)
+    words = [
+        word.replace("/opt/kvlane/bin/kvlane", str(KVLANE)).replace("/etc/kvlane-route.toml", str(settings))
+        for word in unit["ExecStart"].split()
+    ]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(folder / "notify"))
+        systemd.settimeout(PATIENCE)
+        environment = clean_environment(NOTIFY_SOCKET=str(folder / "notify"))
+        router = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+        try:
+            assert "READY=1" in systemd.recv(4096).decode().splitlines()
+            told = run_kvlane("route", "list", "--socket", f"{folder}/route.sock")
+            assert told.returncode == 0 and "http://127.0.0.1:8100" in told.stdout, told.stderr
+            reload = shlex.split(unit["ExecReload"].replace("$MAINPID", str(router.pid)))
+            subprocess.run(reload, check=True)
+            assert router.stderr is not None
+            assert any("configuration read again" in line for line in router.stderr)
+            router.send_signal(signal.SIGTERM)
+            assert "STOPPING=1" in systemd.recv(4096).decode().splitlines()
+            assert router.wait(PATIENCE) == 0
+        finally:
+            router.kill()
+            router.wait()
+
+
 def test_certificates_are_made_and_fit_each_other(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(ROOT / "docs/fabric.md") if "openssl" in block.text)
     assert block.language == "sh"

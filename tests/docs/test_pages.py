@@ -127,7 +127,14 @@ def check_transfer(config: dict[str, Any]) -> None:
     Settings.parse(config.get("kv_connector_extra_config"))
 
 
-@pytest.mark.parametrize("script", ["settings_table.py docs/configure.md", "figures.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "settings_table.py docs/configure.md",
+        "counters_table.py docs/reference/engine-metrics.md",
+        "figures.py",
+    ],
+)
 def test_what_is_made_from_code_is_up_to_date(script: str) -> None:
     command = [sys.executable, *(f"scripts/{script} --check").split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -173,12 +180,21 @@ def test_alerts_are_of_metrics_that_exist_and_stand_on_the_page() -> None:
     rules = read("examples/prometheus/kvlane-alerts.yaml")
     known = set(re.findall(r"`(kvlane_\w+)`", read("docs/reference/metrics.md")))
     known |= {f"vllm:kvlane_{counter}_total" for counter in COUNTERS}
+    known |= {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
     for text in (rules, read("docs/operate.md")):
         used = set(re.findall(r"(?:vllm:)?kvlane_[a-z]\w*", text)) - {"kvlane_server"}
         assert used <= known, used - known
-    listed = [row[0] for row in table("docs/operate.md", "| alert |")]
-    assert re.findall(r"- alert: (\w+)", rules) == listed
+    listed = [(row[0], row[1]) for row in table("docs/operate.md", "| alert |")]
+    found = re.findall(r"- alert: (\w+)\n(?:(?!- alert).*\n)*? *labels: \{severity: (\w+)\}", rules)
+    assert found == listed
     assert rules.count("summary:") == rules.count("expr:") == len(listed)
+
+
+def test_each_counter_of_the_connector_is_on_a_page() -> None:
+    """22 of them were on none, so that nobody could say what they count."""
+    page = read("docs/reference/engine-metrics.md")
+    missing = [counter for counter in COUNTERS if f"`vllm:kvlane_{counter}_total`" not in page]
+    assert missing == []
 
 
 def test_the_unit_and_its_settings_fit_each_other() -> None:

@@ -103,12 +103,33 @@ def test_the_router_takes_its_flags_and_finds_its_engines() -> None:
     (words,) = [words for name, words in _commands() if name == "router.yaml" and words[0] == "kvlane"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert "--api-key-file /etc/kvlane/keys: cannot be read" in done.stderr, done.stderr
-    engines, router, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
+    engines, router, budget, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
     (manifest,) = _documents(ROOT / "examples/kubernetes/engine.yaml")
     assert engines["spec"]["clusterIP"] == "None"
     assert engines["spec"]["selector"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
     assert f"--worker-dns={engines['metadata']['name']}:{engines['spec']['ports'][0]['port']}" in words
-    assert router["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert router["spec"]["selector"] == budget["spec"]["selector"]["matchLabels"] == labels
+    monitors = _documents(ROOT / "examples/kubernetes/pod-monitor.yaml")
+    assert labels in [monitor["spec"]["selector"]["matchLabels"] for monitor in monitors]
+
+
+def test_a_router_that_is_replaced_ends_no_stream_and_turns_no_client_away() -> None:
+    """There was one replica, and SIGTERM closed its port while Kubernetes still sent clients there."""
+    *_, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    seconds = {
+        flag: int(value)
+        for flag, _, value in (word.partition("=") for word in container["command"])
+        if flag in ("--drain", "--drain-delay")
+    }
+    assert sum(seconds.values()) < pod["terminationGracePeriodSeconds"]
+    probe = container["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/health", "port": "admin"}
+    assert probe["periodSeconds"] * probe["failureThreshold"] < seconds["--drain-delay"]
 
 
 def test_every_subcommand_that_is_called_exists() -> None:

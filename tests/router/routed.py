@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -44,7 +45,9 @@ class Router:
             *([] if "--socket" in self._flags else ["--socket", "off"]),
             *self._flags,
         ]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        # Tests that wait for the delay at SIGTERM give the flag, which counts more.
+        environment = {**os.environ, "KVLANE_ROUTE_DRAIN_DELAY": "0"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:

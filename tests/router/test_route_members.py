@@ -281,7 +281,7 @@ def test_flags_count_more_than_the_file_and_engines_add_up(tmp_path: Path) -> No
             assert (len(one.log()), len(other.log())) == (2, 2)
             router.process.send_signal(signal.SIGTERM)
             router.process.wait(PATIENCE)
-        assert any("stopping" in line and "seconds=3" in line for line in router.lines)
+        assert any("stopping" in line and "requests have 3 s" in line for line in router.lines)
 
 
 def test_a_router_learns_which_class_of_engines_answers_sooner(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ fn metrics() -> String {
         "\n## The router\n\nServed at `/metrics` of `kvlane route --admin`.\n\n\
          | name | kind | labels | what |\n|---|---|---|---|\n",
     );
-    for metric in admin::METRICS {
+    for metric in admin::metrics() {
         let (kind, labels) = (metric.kind.name(), metric.labels);
         text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
     }

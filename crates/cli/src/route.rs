@@ -5,13 +5,14 @@ mod config;
 mod control;
 mod key_file;
 mod nodes;
+mod reload;
+mod stop;
 
 use std::{
     net::{SocketAddr, TcpListener},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
-    thread,
     time::Duration,
 };
 
@@ -29,7 +30,6 @@ use kvlane_router::{
     webhook::Webhook,
 };
 use rustix::process::{Resource, getrlimit};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     balance_table::BalanceTable,
@@ -37,6 +37,7 @@ use crate::{
     logging::{self, LogFormat},
     open_files::{self, Needs},
     route_knowledge::{KnowledgeArgs, knowledge},
+    service,
     size::Size,
 };
 
@@ -198,7 +199,12 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_FIRST_BYTE_TIMEOUT", value_name = "SECONDS")]
     first_byte_timeout: Option<f64>,
 
-    /// Seconds that requests may still take after SIGTERM
+    /// Seconds after SIGTERM in which clients are still served, while /health answers 503: until those who send clients here have
+    /// seen it. A second signal ends them
+    #[arg(long, env = "KVLANE_ROUTE_DRAIN_DELAY", value_name = "SECONDS", default_value_t = 5)]
+    drain_delay: u64,
+
+    /// Seconds that requests may take after that, or after SIGINT
     #[arg(long, env = "KVLANE_ROUTE_DRAIN", value_name = "SECONDS", default_value_t = 30)]
     drain: u64,
 
@@ -240,6 +246,7 @@ fn route(args: RouteArgs) -> Result<()> {
     let webhook = balance.as_ref().map(BalanceTable::webhook).transpose()?.flatten();
     settings.refuse = balance.as_ref().map(BalanceTable::refuse).transpose()?.unwrap_or_default();
     let balance = balance.map(|table| table.settings()).transpose()?;
+    let mut running = reload::Running::new(args, tables.values.clone(), settings.keys.clone());
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Settings {
         policy: args.policy,
@@ -259,9 +266,9 @@ fn route(args: RouteArgs) -> Result<()> {
         settings.connections_max = settings.connections_max.min(clients.max(1) as usize);
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut interrupt) = {
+    let mut signals = {
         let _inside = runtime.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
+        stop::Signals::take()?
     };
     let listen =
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
@@ -275,7 +282,7 @@ fn route(args: RouteArgs) -> Result<()> {
     let counts = nodes::counts(&nodes);
     let ping = args.ping.map(|at| PingOptions { at, allow: AllowList::new(args.ping_allow.clone()) });
     let options = MembershipOptions { nodes, names, ping, control, resolver: None };
-    let members = Membership::start(&shared, options)?;
+    let mut members = Membership::start(&shared, options)?;
     if let Some(at) = members.ping() {
         tracing::info!("engines' beats are taken at {at}");
     }
@@ -299,23 +306,16 @@ fn route(args: RouteArgs) -> Result<()> {
             tracing::info!("clients are served at http://{} too", proxy.address());
         }
     }
-    runtime.block_on(async {
-        tokio::select! {
-            _ = term.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    });
-    tracing::info!(seconds = args.drain, "stopping: taking no new connections");
-    thread::scope(|scope| {
-        for proxy in proxies {
-            scope.spawn(|| proxy.stop(Duration::from_secs(args.drain)));
-        }
-    });
+    service::notify(service::READY);
+    let asked = runtime.block_on(signals.stop(|| running.reload(&mut members)));
+    service::notify(service::STOPPING);
+    let ended = stop::stop(&runtime, &mut signals, &shared, proxies, asked, running.times);
     members.stop();
     loads.stop();
     balancing.into_iter().for_each(Balancing::stop);
     events.stop();
     admin.into_iter().for_each(Pages::stop);
+    tracing::info!("{ended}");
     Ok(())
 }
 
@@ -359,7 +359,7 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
             flag: "--listen-host",
             given: args.listen_host.clone(),
         }),
-        keys,
+        keys: keys.into(),
         allow_admin_paths: args.allow_admin_paths,
         quiet_decisions: args.quiet_decisions,
         first_byte_timeout,

@@ -12,18 +12,18 @@ use std::{
     },
 };
 
-/// The daemon serves.
+/// The process serves.
 pub(crate) const READY: &str = "READY=1";
-/// The daemon ends.
+/// The process ends.
 pub(crate) const STOPPING: &str = "STOPPING=1";
 
 /// Tells the service manager, if there is one. That it does not hear of the start is logged: it would wait, and then end
-/// the daemon.
+/// the process.
 pub(crate) fn notify(state: &str) {
     match try_notify(state) {
         Ok(()) => {}
         Err(error) if state == READY => {
-            tracing::warn!(%error, "the service manager (NOTIFY_SOCKET) cannot be told that the daemon serves");
+            tracing::warn!(%error, "the service manager (NOTIFY_SOCKET) cannot be told that this process serves");
         }
         Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),
     }

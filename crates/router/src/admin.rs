@@ -20,8 +20,11 @@ use serde_json::{Value, json};
 use crate::{
     balance::{Balancer, Balancers, Group, Indicators},
     beats_refused::BeatRefused,
+    histogram::write_histogram,
     knowledge::{Reason, Status},
+    metric::{Metric, Source, each, of_node, total},
     proxy::Shared,
+    request_rows,
     role_records::{Records, score_page},
     schedule::{Condition, Node, NodeId, NodeState, Role},
 };
@@ -29,40 +32,13 @@ use crate::{
 /// Decisions that are shown where nobody says how many.
 const DECISIONS_SHOWN: usize = 100;
 
-/// One metric of the router.
-#[derive(Debug, Clone, Copy)]
-pub struct Metric {
-    /// As scraped.
-    pub name: &'static str,
-    /// What it is.
-    pub kind: MetricKind,
-    /// Labels, comma-separated.
-    pub labels: &'static str,
-    /// One sentence.
-    pub help: &'static str,
-    source: Source,
+/// All metrics.
+pub fn metrics() -> impl Iterator<Item = &'static Metric> {
+    METRICS.iter().chain(request_rows::METRICS)
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Source {
-    Total(fn(&Shared) -> u64),
-    OfNode(fn(&Node) -> u64),
-    OfReason(fn(&Shared, BeatRefused) -> u64),
-    /// Labels and a value each.
-    Each(fn(&Shared) -> Vec<(String, f64)>),
-}
-
-/// All of them.
-pub const METRICS: &[Metric] = &[
-    total("kvlane_route_requests_total", MetricKind::Counter, "Requests of clients.", |shared| {
-        shared.counters.requests.load(Ordering::Relaxed)
-    }),
-    total(
-        "kvlane_route_retries_total",
-        MetricKind::Counter,
-        "Attempts beyond a request's first one, on another node.",
-        |shared| shared.counters.retries.load(Ordering::Relaxed),
-    ),
+/// All but those of [requests](request_rows).
+const METRICS: &[Metric] = &[
     total(
         "kvlane_route_refused_total",
         MetricKind::Counter,
@@ -295,29 +271,6 @@ pub const METRICS: &[Metric] = &[
     ),
 ];
 
-const fn total(
-    name: &'static str,
-    kind: MetricKind,
-    help: &'static str,
-    value: fn(&Shared) -> u64,
-) -> Metric {
-    Metric { name, kind, labels: "", help, source: Source::Total(value) }
-}
-
-const fn of_node(name: &'static str, help: &'static str, value: fn(&Node) -> u64) -> Metric {
-    Metric { name, kind: MetricKind::Gauge, labels: "node, role", help, source: Source::OfNode(value) }
-}
-
-const fn each(
-    name: &'static str,
-    kind: MetricKind,
-    labels: &'static str,
-    help: &'static str,
-    values: fn(&Shared) -> Vec<(String, f64)>,
-) -> Metric {
-    Metric { name, kind, labels, help, source: Source::Each(values) }
-}
-
 fn labels(node: &Node) -> String {
     format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role)
 }
@@ -343,7 +296,7 @@ fn told(shared: &Shared, number: fn(&Status) -> u64) -> Vec<(String, f64)> {
 pub fn pages(shared: Arc<Shared>) -> Router {
     Router::new()
         .route("/health", get(health))
-        .route("/metrics", get(metrics))
+        .route("/metrics", get(metrics_answer))
         .route("/nodes", get(nodes))
         .route("/decisions", get(decisions))
         .with_state(shared)
@@ -353,7 +306,9 @@ async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) 
     let ready = shared.with_scheduler(|scheduler| {
         scheduler.nodes().filter(|(_, node)| node.state == NodeState::Ready).count()
     });
-    let (code, status) = if ready > 0 {
+    let (code, status) = if shared.is_stopping() {
+        (StatusCode::SERVICE_UNAVAILABLE, "the router stops")
+    } else if ready > 0 {
         (StatusCode::OK, "ok")
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "no node is ready")
@@ -361,13 +316,14 @@ async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) 
     (code, Json(json!({ "status": status, "nodes_ready": ready, "version": env!("CARGO_PKG_VERSION") })))
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
+async fn metrics_answer(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
     ([("content-type", "text/plain; version=0.0.4")], metrics_page(&shared))
 }
 
 fn metrics_page(shared: &Shared) -> String {
     let mut page = String::new();
-    for Metric { name, kind, help, source, .. } in METRICS {
+    shared.requests.prune(|node| shared.is_there(node));
+    for Metric { name, kind, help, source, .. } in metrics() {
         let values: Vec<(String, f64)> = match source {
             Source::Total(value) => vec![(String::new(), value(shared) as f64)],
             Source::OfReason(value) => {
@@ -375,6 +331,10 @@ fn metrics_page(shared: &Shared) -> String {
                 BeatRefused::ALL.map(|reason| (labels(reason), value(shared, reason) as f64)).into()
             }
             Source::Each(values) => values(shared),
+            Source::Distributions(values) => {
+                write_histogram(&mut page, name, help, values(shared));
+                continue;
+            }
             Source::OfNode(value) => shared.with_scheduler(|scheduler| {
                 scheduler.nodes().map(|(_, node)| (labels(node), value(node) as f64)).collect()
             }),

@@ -7,6 +7,7 @@
 //! - [`beats_refused`]: nodes' beats that do not count.
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`decisions`]: the last choices.
+//! - [`metric`]: a row of the metrics.
 //! - [`ids`]: what engines get as a request's id.
 //! - [`knowledge`]: what nodes have of prompts, by what their engines tell.
 //! - [`legs`]: what a prefill node and a decode node are asked.
@@ -25,13 +26,17 @@ pub mod balancing;
 pub mod beats_refused;
 pub mod body;
 pub mod decisions;
+mod histogram;
 pub mod ids;
 pub mod knowledge;
 pub mod legs;
 pub mod loads;
 pub mod members;
+pub mod metric;
 mod pool_info;
 pub mod proxy;
+mod request_metrics;
+mod request_rows;
 pub mod role_records;
 pub mod schedule;
 pub mod webhook;

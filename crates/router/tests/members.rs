@@ -299,6 +299,58 @@ fn a_goodbye_counts_at_once_but_not_against_a_flag() {
 }
 
 #[test]
+fn a_node_that_the_configuration_drops_finishes_what_it_has_unless_others_know_it() {
+    let mut world = World::new();
+    for url in [ONE, OTHER] {
+        world.tell(Event::Configured(spec(url, Role::Worker))).unwrap();
+        world.answered(url, None);
+    }
+    world.tell(Event::Beat(spec(OTHER, Role::Worker))).unwrap();
+    for url in [ONE, OTHER] {
+        world.tell(Event::Unconfigured(address(url))).unwrap();
+    }
+    assert_eq!((world.state(ONE), world.state(OTHER)), (Some(NodeState::Draining), Some(NodeState::Ready)));
+    assert_eq!(world.members.leaving(), [address(ONE)]);
+    world.wait(5);
+    world.tell(Event::Reconfigured(spec(ONE, Role::Worker))).unwrap();
+    assert_eq!(world.state(ONE), Some(NodeState::Ready), "it is named again");
+    world.tell(Event::Unconfigured(address(ONE))).unwrap();
+    world.tell(Event::Idle(address(ONE))).unwrap();
+    assert_eq!(world.state(ONE), None);
+}
+
+#[test]
+fn a_node_of_another_role_joins_anew_and_the_configuration_counts_more_than_an_operator() {
+    let mut world = World::new();
+    world.tell(Event::Added(spec(ONE, Role::Worker))).unwrap();
+    world.answered(ONE, None);
+    assert!(world.tell(Event::Configured(spec(ONE, Role::Decode))).is_err(), "at the start it is a mistake");
+    world.tell(Event::Reconfigured(spec(ONE, Role::Decode))).unwrap();
+    assert_eq!(world.there[ONE].2.role, Role::Decode);
+    let epoch = world.epoch;
+    world.tell(Event::Reconfigured(spec(ONE, Role::Decode))).unwrap();
+    assert_eq!(world.epoch, epoch, "the same again changes nothing");
+    world.tell(Event::Removed { address: address(ONE), now: true }).unwrap();
+    world.tell(Event::Reconfigured(spec(ONE, Role::Prefill))).unwrap();
+    assert_eq!(world.there[ONE].2.role, Role::Prefill, "a changed entry brings it back");
+}
+
+#[test]
+fn nodes_of_a_name_that_is_dropped_drain_although_they_answer() {
+    let mut world = World::new();
+    let hosts = vec!["10.0.0.1".parse().unwrap()];
+    let like = spec("http://engines:8100", Role::Worker);
+    world.tell(Event::Resolved { name: 3, like: like.clone(), hosts: hosts.clone() }).unwrap();
+    world.answered(ONE, None);
+    world.tell(Event::Unnamed(2)).unwrap();
+    assert_eq!(world.state(ONE), Some(NodeState::Ready), "another name");
+    world.tell(Event::Unnamed(3)).unwrap();
+    assert_eq!(world.state(ONE), Some(NodeState::Draining));
+    world.tell(Event::Resolved { name: 4, like, hosts }).unwrap();
+    assert_eq!(world.state(ONE), Some(NodeState::Ready), "a new name has it");
+}
+
+#[test]
 fn strangers_do_not_fill_the_memory() {
     let mut world = World::new();
     for number in 0..NODES_MAX + 10 {
@@ -357,6 +409,9 @@ enum Step {
     Remove(u8, bool),
     Add(u8),
     Idle(u8),
+    Configure(u8, u8),
+    Unconfigure(u8),
+    Unname(usize),
     Wait(u64),
 }
 
@@ -379,6 +434,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (2u8..8, any::<bool>()).prop_map(|(node, now)| Step::Remove(node, now)),
         1 => node.clone().prop_map(Step::Add),
         1 => node.prop_map(Step::Idle),
+        1 => (2u8..8, 0u8..3).prop_map(|(node, role)| Step::Configure(node, role)),
+        1 => (2u8..8).prop_map(Step::Unconfigure),
+        1 => (0usize..2).prop_map(Step::Unname),
         3 => (0u64..40).prop_map(Step::Wait),
     ]
 }
@@ -392,6 +450,7 @@ proptest! {
             world.tell(Event::Configured(spec(&url(number), ROLES[number as usize]))).unwrap();
         }
         let mut added = BTreeSet::new();
+        let mut configured = BTreeSet::new();
         let mut drained = BTreeSet::new();
         for step in steps {
             let told = match step.clone() {
@@ -420,6 +479,11 @@ proptest! {
                 Step::Remove(node, now) => world.tell(Event::Removed { address: address(&url(node)), now }),
                 Step::Add(node) => world.tell(Event::Added(spec(&url(node), ROLES[usize::from(node) % 3]))),
                 Step::Idle(node) => world.tell(Event::Idle(address(&url(node)))),
+                Step::Configure(node, role) => {
+                    world.tell(Event::Reconfigured(spec(&url(node), ROLES[usize::from(role)])))
+                }
+                Step::Unconfigure(node) => world.tell(Event::Unconfigured(address(&url(node)))),
+                Step::Unname(name) => world.tell(Event::Unnamed(name)),
                 Step::Wait(seconds) => {
                     world.wait(seconds);
                     Ok(Vec::new())
@@ -433,8 +497,16 @@ proptest! {
                 Step::Drain(node) if told.is_ok() => {
                     drained.insert(url(node));
                 }
+                Step::Configure(node, _) => {
+                    configured.insert(url(node));
+                    drained.remove(&url(node));
+                }
+                Step::Unconfigure(node) => {
+                    configured.remove(&url(node));
+                }
                 Step::Remove(node, _) if told.is_ok() => {
                     added.remove(&url(node));
+                    configured.remove(&url(node));
                     drained.remove(&url(node));
                 }
                 _ => {}
@@ -457,7 +529,7 @@ proptest! {
         }
         world.wait(FORGOTTEN.as_secs() + 1);
         for (name, (_, state, _)) in &world.there {
-            let stays = (0..2).any(|number| *name == url(number)) || added.contains(name);
+            let stays = (0..2).any(|number| *name == url(number)) || added.contains(name) || configured.contains(name);
             let goes = world.members.leaving().iter().any(|address| address.to_string() == *name);
             prop_assert!(stays || goes, "{name} is kept by nobody");
             prop_assert_ne!(*state, NodeState::Ready);

@@ -3,7 +3,7 @@
 //! Flags' values become words of the command line, behind those that were given: so each key has the type, the limits and the
 //! error of its flag.
 
-use std::{env, ffi::OsString, fs, path::Path};
+use std::{collections::BTreeMap, env, ffi::OsString, fs, path::Path};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Args, Command, CommandFactory, FromArgMatches, parser::ValueSource};
@@ -36,6 +36,8 @@ pub(super) struct Tables {
     pub(super) names: Vec<DnsName>,
     /// How workers become prefill or decode nodes, if they do.
     pub(super) balance: Option<BalanceTable>,
+    /// What the file sets besides, as it stands there, but for what a flag or a variable sets.
+    pub(super) values: BTreeMap<String, String>,
 }
 
 /// Reads the file and puts its values where neither a flag nor the environment has one.
@@ -73,12 +75,17 @@ fn parse(text: &str, given: &ArgMatches) -> Result<(Vec<String>, Tables)> {
         tables.names.push(name(Keys::of(table, DNS_KEYS).with_context(place)?).with_context(place)?);
     }
     if let Some(value) = table.remove("balance") {
+        tables.values.insert("balance".to_owned(), value.to_string());
         tables.balance = balance(value).context("[balance]")?;
     }
     let flags = RouteArgs::augment_args(Command::new("route"));
     let mut words = Vec::new();
     for (key, value) in table {
-        words.extend(words_of(&flags, &key, &value, given)?);
+        let of_key = words_of(&flags, &key, &value, given)?;
+        if !of_key.is_empty() {
+            tables.values.insert(key, value.to_string());
+        }
+        words.extend(of_key);
     }
     Ok((words, tables))
 }

@@ -11,7 +11,7 @@ use super::{RouteArgs, config::Tables};
 
 /// All of them, and all names whose addresses are engines.
 pub(super) fn all(args: &RouteArgs, tables: Tables) -> Result<(Vec<Spec>, Vec<DnsName>)> {
-    let Tables { nodes: mut specs, names: mut dns, balance: _ } = tables;
+    let Tables { nodes: mut specs, names: mut dns, balance: _, values: _ } = tables;
     let by_role = |worker: &[Address], prefill: &[Address], decode: &[Address]| {
         let all = [(Role::Worker, worker), (Role::Prefill, prefill), (Role::Decode, decode)];
         let specs = all.into_iter().flat_map(|(role, addresses)| {

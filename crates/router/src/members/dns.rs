@@ -16,7 +16,7 @@ const PERIOD: Duration = Duration::from_secs(3);
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A name whose addresses are nodes.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsName {
     /// What the nodes are like; its address has the name, and the port of all of them.
     pub like: Spec,

@@ -75,6 +75,12 @@ impl FromStr for ConnectorAddress {
 pub enum Event {
     /// A flag or the file names a node: it is never forgotten.
     Configured(Spec),
+    /// The configuration, read again, names a node that it did not name so before. What others said of its role does not count.
+    Reconfigured(Spec),
+    /// The configuration, read again, does not name this node any more. It finishes what it has and goes, unless others know it.
+    Unconfigured(Address),
+    /// The configuration, read again, does not have this name any more, which had this number.
+    Unnamed(usize),
     /// An operator adds a node, or ends its draining: it is never forgotten either.
     Added(Spec),
     /// An operator has a node finish what it has, and gives it nothing new.

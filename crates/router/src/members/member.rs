@@ -40,6 +40,8 @@ pub(super) enum Drain {
     Stay,
     /// It goes when it has nothing to do.
     Go,
+    /// The same, unless somebody names it again before.
+    Unnamed,
 }
 
 impl Member {
@@ -59,7 +61,9 @@ impl Member {
 
     /// What it should be told to be, and why.
     pub(super) fn state(&self, now: Instant) -> (NodeState, &'static str) {
-        if self.drain.is_some() {
+        if self.drain == Some(Drain::Unnamed) {
+            (NodeState::Draining, "the configuration does not name it any more")
+        } else if self.drain.is_some() {
             (NodeState::Draining, "an operator has it finish what it has")
         } else if !self.answers {
             (NodeState::Suspect, "it does not answer")

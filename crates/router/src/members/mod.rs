@@ -11,6 +11,7 @@
 
 mod allow;
 mod beats;
+mod configured;
 mod control;
 mod dns;
 mod event;
@@ -25,6 +26,7 @@ mod whose;
 pub use self::{
     allow::{AllowList, AllowListError, Block},
     beats::{BeatError, BeatTo, beat},
+    configured::Reconfigured,
     control::{ANSWER_BYTES_MAX, Answer, AskError, CALL_BYTES_MAX, Call, CallError, Listed, ask, read_call},
     dns::{DnsName, Resolve, Resolving, SystemResolver},
     event::{Change, ConnectorAddress, Event, Refusal, Spec},

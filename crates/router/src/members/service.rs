@@ -7,8 +7,9 @@ use tokio::sync::{mpsc, watch};
 use super::{
     allow::AllowList,
     beats,
+    configured::{Configured, Reconfigured},
     dns::{self, DnsName, Resolve},
-    event::{Event, Spec},
+    event::{Event, Refusal, Spec},
     inner::Inner,
     probes, serve_control,
 };
@@ -59,6 +60,7 @@ pub struct Membership {
     stop: watch::Sender<bool>,
     thread: JoinHandle<()>,
     ping: Option<SocketAddr>,
+    configured: Configured,
 }
 
 impl Membership {
@@ -72,9 +74,12 @@ impl Membership {
         let (joined, mut joining) = mpsc::unbounded_channel();
         let inner = Arc::new(Inner::new(Arc::clone(shared), joined));
         let MembershipOptions { nodes, names, resolver, ping, control } = options;
-        for node in nodes {
-            inner.tell(Event::Configured(node)).map_err(io::Error::other)?;
+        for node in &nodes {
+            inner.tell(Event::Configured(node.clone())).map_err(io::Error::other)?;
         }
+        let resolver = resolver.unwrap_or_else(|| Arc::new(dns::SystemResolver));
+        let configured =
+            Configured::start(Arc::clone(&inner), resolver, runtime.handle().clone(), nodes, names);
         let listener = match ping {
             Some(PingOptions { at, allow }) => {
                 let listener = runtime.block_on(beats::bind(at, allow.clone()))?;
@@ -86,10 +91,6 @@ impl Membership {
         let run = async move {
             if let Some((listener, allow)) = listener {
                 tokio::spawn(beats::listen(listener, allow, Arc::clone(&inner)));
-            }
-            let resolver = resolver.unwrap_or_else(|| Arc::new(dns::SystemResolver));
-            for (number, name) in names.into_iter().enumerate() {
-                tokio::spawn(dns::look_up(Arc::clone(&inner), Arc::clone(&resolver), number, name));
             }
             if let Some(control) = control {
                 let inner = Arc::clone(&inner);
@@ -116,7 +117,15 @@ impl Membership {
             // Not waiting for a look-up that hangs.
             runtime.shutdown_background();
         })?;
-        Ok(Self { stop, thread, ping })
+        Ok(Self { stop, thread, ping, configured })
+    }
+
+    /// Flags and the file name these nodes and names from now on. The others drain, unless beats or operators know them.
+    ///
+    /// # Errors
+    /// Two of the nodes are one and have different roles: nothing changes.
+    pub fn configure(&mut self, nodes: Vec<Spec>, names: Vec<DnsName>) -> Result<Reconfigured, Refusal> {
+        self.configured.change(nodes, names)
     }
 
     /// Where beats are taken.

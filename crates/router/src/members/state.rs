@@ -36,10 +36,27 @@ impl Members {
             Event::Configured(spec) => {
                 self.name(spec, &mut changes, |whose| whose.configured = true)?;
             }
+            Event::Reconfigured(spec) => self.reconfigure(spec, &mut changes),
+            Event::Unconfigured(address) => {
+                if let Some(member) = self.members.get_mut(&address.to_string()) {
+                    member.whose.configured = false;
+                    drain_unnamed(member, now);
+                }
+            }
+            Event::Unnamed(name) => {
+                for member in self.members.values_mut() {
+                    if member.whose.dns.remove(&name).is_some() {
+                        drain_unnamed(member, now);
+                    }
+                }
+            }
             Event::Added(spec) => self.add(spec, &mut changes)?,
             Event::Drained(address) => {
+                let member = self.named(&address)?;
                 // One that is to go goes on to go.
-                self.named(&address)?.drain.get_or_insert(Drain::Stay);
+                if member.drain != Some(Drain::Go) {
+                    member.drain = Some(Drain::Stay);
+                }
             }
             Event::Removed { address, now: at_once } => self.remove(&address, at_once, now, &mut changes)?,
             Event::Beat(spec) => self.beat(&spec, now, &mut changes)?,
@@ -53,8 +70,12 @@ impl Members {
             }
             Event::Idle(address) => {
                 let key = address.to_string();
-                if self.members.get(&key).is_some_and(|member| member.drain == Some(Drain::Go)) {
-                    self.leave(&key, "an operator has removed it", &mut changes);
+                match self.members.get(&key).and_then(|member| member.drain) {
+                    Some(Drain::Go) => drop(self.leave(&key, "an operator has removed it", &mut changes)),
+                    Some(Drain::Unnamed) => {
+                        self.leave(&key, "the configuration does not name it any more", &mut changes);
+                    }
+                    Some(Drain::Stay) | None => {}
                 }
             }
             Event::Tick => {
@@ -67,15 +88,23 @@ impl Members {
 
     /// Nodes that go as soon as they have nothing to do.
     pub fn leaving(&self) -> Vec<Address> {
-        let leaving = self.members.values().filter(|member| member.drain == Some(Drain::Go));
+        let goes = |member: &&Member| matches!(member.drain, Some(Drain::Go | Drain::Unnamed));
+        let leaving = self.members.values().filter(goes);
         leaving.map(|member| member.spec.address.clone()).collect()
     }
 
     /// Forgets whom nobody knows, and tells what has become of the others.
     fn settle(&mut self, now: Instant, changes: &mut Vec<Change>) {
-        let forgotten = |member: &Member| member.whose.is_forgotten(member.answers, now);
-        let gone: Vec<String> =
-            self.members.iter().filter(|(_, member)| forgotten(member)).map(|(key, _)| key.clone()).collect();
+        let mut gone: Vec<String> = Vec::new();
+        for (key, member) in &mut self.members {
+            match (member.drain, member.whose.is_forgotten(member.answers, now)) {
+                // It goes when it is idle.
+                (Some(Drain::Unnamed), true) => {}
+                (Some(Drain::Unnamed), false) => member.drain = None,
+                (_, true) => gone.push(key.clone()),
+                (_, false) => {}
+            }
+        }
         for key in gone {
             self.leave(&key, "nothing was heard of it for 30 s", changes);
         }
@@ -163,6 +192,32 @@ impl Members {
             member.drain = None;
         }
         Ok(())
+    }
+
+    /// A node that differs from what the configuration says of it joins anew: its requests go on, and count nowhere.
+    fn reconfigure(&mut self, spec: Spec, changes: &mut Vec<Change>) {
+        let key = spec.address.to_string();
+        self.removed.remove(&key);
+        let differs = |member: &Member| {
+            let is = &member.spec;
+            (is.role, &is.group, &is.class, &is.host) != (spec.role, &spec.group, &spec.class, &spec.host)
+                || spec.connector.is_some() && is.connector != spec.connector
+                || spec.connector_address.is_some() && is.connector_address != spec.connector_address
+        };
+        if let Some(member) = self.members.get_mut(&key) {
+            member.whose.configured = true;
+            // An operator who has removed it does not keep it any more.
+            member.whose.added &= member.drain.take() != Some(Drain::Go);
+            if !differs(member) {
+                return;
+            }
+        }
+        let former = self.leave(&key, "the configuration says something else of it now", changes);
+        let (whose, at) = former.map_or_else(Default::default, |former| (former.whose, former.at));
+        self.join(key.clone(), spec, Whose { configured: true, ..whose }, changes);
+        if let Some(member) = self.members.get_mut(&key) {
+            member.at = at;
+        }
     }
 
     fn remove(
@@ -346,6 +401,13 @@ impl Members {
                 Err(Refusal::WasRemoved(address.clone()))
             }
         }
+    }
+}
+
+/// The configuration names this node no more: it drains if nobody else knows it.
+fn drain_unnamed(member: &mut Member, now: Instant) {
+    if member.whose.is_forgotten(member.answers, now) {
+        member.drain.get_or_insert(Drain::Unnamed);
     }
 }
 

@@ -15,7 +15,10 @@ use hyper::{
 };
 use serde_json::json;
 
-use super::{exchange::Incoming, head_rules::FramingFault, leg::LegGuard, upstream_error::UpstreamError};
+use super::{
+    exchange::Incoming, head_rules::FramingFault, leg::LegGuard, tally::Measure,
+    upstream_error::UpstreamError,
+};
 use crate::{body::Mark, schedule::LegEnd};
 
 /// The body of an answer.
@@ -36,13 +39,14 @@ pub(super) struct EngineBody {
     /// What is to come, with its connection. None at the end.
     rest: Option<Incoming>,
     leg: LegGuard,
+    measure: Option<Measure>,
 }
 
 impl EngineBody {
     /// The answer from its first piece on, which has come.
     pub(super) fn new(first: Frame<Bytes>, rest: Incoming, mut leg: LegGuard, marks: &[Mark]) -> Self {
         leg.prefilled(marks);
-        let mut body = Self { first: Some(first), rest: Some(rest), leg };
+        let mut body = Self { first: Some(first), rest: Some(rest), leg, measure: None };
         body.count();
         body.end_if_over();
         body
@@ -51,7 +55,7 @@ impl EngineBody {
     /// An answer without a body.
     pub(super) fn empty(mut leg: LegGuard) -> Self {
         leg.end(LegEnd::Served);
-        Self { first: None, rest: None, leg }
+        Self { first: None, rest: None, leg, measure: None }
     }
 
     fn count(&mut self) {
@@ -73,7 +77,11 @@ impl EngineBody {
         let Some(incoming) = &mut self.rest else { return Poll::Ready(None) };
         match ready!(Pin::new(incoming).poll_frame(context)) {
             Some(Ok(frame)) => {
-                self.leg.generated(tokens(&frame));
+                let tokens = tokens(&frame);
+                self.leg.generated(tokens);
+                if let (Some(measure), Some(data)) = (&mut self.measure, frame.data_ref()) {
+                    measure.piece(data, tokens);
+                }
                 self.end_if_over();
                 Poll::Ready(Some(Ok(frame)))
             }
@@ -88,6 +96,18 @@ impl EngineBody {
                 Poll::Ready(None)
             }
         }
+    }
+}
+
+impl AnswerBody {
+    /// Has the answer count what comes of it, from its first piece on.
+    pub(super) fn measure(&mut self, mut measure: Option<Measure>) {
+        // An answer of the router's own is over at once.
+        let Self::Engine(body) = self else { return };
+        if let (Some(measure), Some(data)) = (&mut measure, body.first.as_ref().and_then(Frame::data_ref)) {
+            measure.piece(data, body.first.as_ref().map_or(0, tokens));
+        }
+        body.measure = measure;
     }
 }
 

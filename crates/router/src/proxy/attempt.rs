@@ -30,6 +30,7 @@ use super::{
     leg::LegGuard,
     outgoing::Outgoing,
     shared::{Counters, Shared},
+    tally::Tally,
     upstream,
     upstream_error::UpstreamError,
 };
@@ -81,6 +82,7 @@ pub(super) struct Work<'a> {
     pub(super) doubted: Doubted<'a>,
     /// The number of the next attempt.
     pub(super) attempts: Cell<u32>,
+    pub(super) tally: &'a Tally<'a>,
 }
 
 /// A node failed a request before its first byte: another one may serve it.
@@ -126,9 +128,6 @@ impl Work<'_> {
                     return last.map_or_else(|| no_node(&none).answer(), |failed| *failed.answer);
                 }
             };
-            if last.is_some() {
-                Counters::count(&self.shared.counters.retries);
-            }
             let served = match chosen {
                 Chosen::One(whole) => self.whole(whole, attempt).await.map_err(Unserved::from),
                 Chosen::Pair { prefill, decode } => self.pair(prefill, decode, attempt, &mut tried).await,
@@ -167,6 +166,7 @@ impl Work<'_> {
             Chosen::One(one) => (None, one.node),
             Chosen::Pair { prefill, decode } => (Some(prefill.node), decode.node),
         };
+        self.tally.chosen(node, &choice);
         let name = |id| state.scheduler.node(id).map(|node| Arc::clone(&node.name));
         let decision = Decision {
             at: SystemTime::now(),
@@ -289,7 +289,7 @@ impl Work<'_> {
             let again =
                 self.shared.state.lock().scheduler.choose_decode(&request, prefill_node, Instant::now());
             let Some(again) = again else { return Err(failed.into()) };
-            Counters::count(&self.shared.counters.retries);
+            self.tally.tries(again.node);
             attempt = self.next_attempt();
             decode_guard = LegGuard::new(self.shared, again);
         }

@@ -105,6 +105,15 @@ impl Clients {
         }
     }
 
+    /// How many have a request that is not answered to its end.
+    pub(super) fn busy(&self) -> usize {
+        self.all
+            .borrow()
+            .values()
+            .filter(|client| matches!(client.phase.get(), Phase::Body | Phase::Waits))
+            .count()
+    }
+
     /// Tells those that are late. `patience` is how long a client may take to send a piece of a body, or to read one of an
     /// answer. For ever.
     pub(super) async fn sweep(&self, patience: Duration) {

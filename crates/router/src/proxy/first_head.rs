@@ -6,7 +6,7 @@ use std::{io, time::Duration};
 use rustix::net::{RecvFlags, recv};
 use tokio::{io::Interest, net::TcpStream, sync::watch, time::timeout};
 
-use super::{clients::HEAD_TIMEOUT, idle::Upstreams, service::shows_key};
+use super::{clients::HEAD_TIMEOUT, idle::Upstreams, keys::Keys, service::shows_key};
 
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
@@ -37,7 +37,7 @@ enum Found {
 pub(super) async fn first_head(
     stream: &TcpStream,
     upstreams: &Upstreams,
-    keys: &[String],
+    keys: &Keys,
     stopped: &mut watch::Receiver<Option<Duration>>,
 ) -> Option<First> {
     let found = tokio::select! {
@@ -58,14 +58,14 @@ pub(super) async fn first_head(
     }
 }
 
-async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &[String]) -> io::Result<Found> {
+async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &Keys) -> io::Result<Found> {
     let mut searched = 0;
     loop {
         let ready = stream.ready(Interest::READABLE).await?;
         let peek = |buffer: &mut [u8]| {
             stream.try_io(Interest::READABLE, || {
                 let (length, _) = recv(stream, &mut *buffer, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
-                let found = judge(&buffer[..length], searched, keys);
+                let found = judge(&buffer[..length], searched, &keys.read());
                 searched = length;
                 // Clears the readiness: the next bytes wake this again.
                 found.ok_or_else(|| io::ErrorKind::WouldBlock.into())

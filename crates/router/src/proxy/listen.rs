@@ -22,7 +22,7 @@ use tokio::{
     runtime::{LocalOptions, LocalRuntime},
     sync::{OwnedSemaphorePermit, watch},
     task::{JoinSet, spawn_local},
-    time::{sleep, timeout},
+    time::sleep,
 };
 
 use super::{
@@ -60,8 +60,19 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Proxy {
     address: SocketAddr,
-    stop: watch::Sender<Option<Duration>>,
+    stop: Stop,
     threads: Vec<JoinHandle<()>>,
+}
+
+/// Stops a proxy, from wherever. The latest word counts.
+#[derive(Debug, Clone)]
+pub struct Stop(watch::Sender<Option<Duration>>);
+
+impl Stop {
+    /// Takes no connections any more, and gives what is under way at most this time from now on.
+    pub fn within(&self, drain: Duration) {
+        self.0.send_replace(Some(drain));
+    }
 }
 
 impl Proxy {
@@ -94,7 +105,12 @@ impl Proxy {
             let ended = |_| Err(io::Error::other("it ended at once"));
             has_started.recv().unwrap_or_else(ended).map_err(StartError::Thread)?;
         }
-        Ok(Self { address, stop, threads })
+        Ok(Self { address, stop: Stop(stop), threads })
+    }
+
+    /// Stops it while somebody else waits for its end.
+    pub fn stopper(&self) -> Stop {
+        self.stop.clone()
     }
 
     /// Where it listens.
@@ -104,7 +120,7 @@ impl Proxy {
 
     /// Takes no connections any more, waits until what is under way has ended, but no longer than this, and ends.
     pub fn stop(self, drain: Duration) {
-        let _ = self.stop.send(Some(drain));
+        self.stop.within(drain);
         for thread in self.threads {
             let _ = thread.join();
         }
@@ -162,9 +178,22 @@ async fn serve(
     }
     drop(listener);
     clients.stop();
-    let drain = stopped.borrow().unwrap_or_default();
-    let _ = timeout(drain, async { while connections.join_next().await.is_some() {} }).await;
+    tokio::select! {
+        () = async { while connections.join_next().await.is_some() {} } => {}
+        () = drained(&mut stopped) => drop(shared.cut.fetch_add(clients.busy(), Ordering::Relaxed)),
+    }
     Ok(())
+}
+
+/// Waits until the time to drain is over, which a later word may shorten.
+async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
+    loop {
+        let drain = stopped.borrow_and_update().unwrap_or_default();
+        tokio::select! {
+            () = sleep(drain) => return,
+            changed = stopped.changed() => if changed.is_err() { return },
+        }
+    }
 }
 
 async fn connection(

@@ -30,6 +30,7 @@ mod head_watch;
 mod held;
 mod idle;
 mod joined;
+mod keys;
 mod leg;
 mod listen;
 mod outgoing;
@@ -40,12 +41,15 @@ mod reading;
 mod service;
 mod settings;
 mod shared;
+mod stopping;
+mod tally;
 mod turns;
 mod upstream;
 mod upstream_error;
 
 pub use self::{
-    listen::{Proxy, StartError},
+    keys::Keys,
+    listen::{Proxy, StartError, Stop},
     settings::ProxySettings,
     shared::{Address, AddressError, Counters, Shared},
 };

@@ -22,6 +22,7 @@ use super::{
     outlined::OutlineError,
     paths::{Route, route as route_of},
     shared::{Counters, Shared},
+    tally::Tally,
 };
 use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
 
@@ -34,6 +35,17 @@ const MODEL_BYTES_MAX: usize = 1 << 10;
 /// Bytes of a body that are taken in before other requests have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
+/// A request whose head has come.
+struct Arrived<'a> {
+    shared: &'a Arc<Shared>,
+    upstreams: &'a Upstreams,
+    client: &'a Client,
+    head: &'a Parts,
+    id: RequestId,
+    client_id: &'a HeaderValue,
+    tally: &'a Tally<'a>,
+}
+
 /// Answers one request.
 pub(super) async fn answer(
     shared: &Arc<Shared>,
@@ -44,61 +56,125 @@ pub(super) async fn answer(
     let (head, body) = request.into_parts();
     let id = shared.state.lock().ids.next_id();
     let client_id = client_id(&head.headers, id);
-    let mut response = match route(shared, upstreams, client, &head, body, id, &client_id).await {
-        Ok(response) => response,
-        Err(problem) => problem.answer(),
-    };
+    let tally = Tally::begin(shared, &head);
+    let arrived =
+        Arrived { shared, upstreams, client, head: &head, id, client_id: &client_id, tally: &tally };
+    let mut response = arrived.answer(body).await.unwrap_or_else(|problem| problem.answer());
+    let measure = tally.answered(&response);
+    response.body_mut().measure(measure);
+    if shared.is_stopping() {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
     response.headers_mut().insert(REQUEST_ID, client_id);
     response
 }
 
-async fn route(
-    shared: &Arc<Shared>,
-    upstreams: &Upstreams,
-    client: &Client,
-    head: &Parts,
-    body: Incoming,
-    id: RequestId,
-    client_id: &HeaderValue,
-) -> Result<Response<AnswerBody>, Problem> {
-    let path = head.uri.path();
-    if let Some(names) = &shared.settings.names {
-        let checked = names.check(head.version, &head.uri, &head.headers);
-        checked.map_err(|(status, sentence)| Problem {
-            closes: true,
-            ..Problem::new(status, sentence).with_param("Host")
-        })?;
-    }
-    let route = route_of(&head.method, path, &head.headers, shared.settings.allow_admin_paths);
-    let needs_no_key = path == "/health" || matches!(route, Ok(Route::Preflight));
-    let is_allowed = is_allowed(&shared.settings.keys, &head.headers);
-    if !needs_no_key && !is_allowed {
-        let problem =
-            Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
-        return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
-    }
-    // A connection that has shown no key serves no second request.
-    let last = |mut answer: Response<AnswerBody>| {
-        if !is_allowed {
-            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+impl Arrived<'_> {
+    async fn answer(&self, body: Incoming) -> Result<Response<AnswerBody>, Problem> {
+        let Self { shared, head, .. } = self;
+        let path = head.uri.path();
+        if let Some(names) = &shared.settings.names {
+            let checked = names.check(head.version, &head.uri, &head.headers);
+            checked.map_err(|(status, sentence)| Problem {
+                closes: true,
+                ..Problem::new(status, sentence).with_param("Host")
+            })?;
         }
-        answer
-    };
-    match route? {
-        Route::Health => Ok(last(health(shared))),
-        Route::Models => Ok(models(shared)),
-        route @ Route::Preflight => {
-            Counters::count(&shared.counters.requests);
-            let held = Held::new(shared);
+        let route = route_of(&head.method, path, &head.headers, shared.settings.allow_admin_paths);
+        let needs_no_key = path == "/health" || matches!(route, Ok(Route::Preflight));
+        let is_allowed = is_allowed(&shared.settings.keys.read(), &head.headers);
+        if !needs_no_key && !is_allowed {
+            let problem =
+                Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
+            return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
+        }
+        // A connection that has shown no key serves no second request.
+        let last = |mut answer: Response<AnswerBody>| {
+            if !is_allowed {
+                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            answer
+        };
+        let held = Held::new(shared);
+        match route? {
+            Route::Health => Ok(last(health(shared))),
+            Route::Models => Ok(models(shared)),
             // A preflight has no body: what comes in its place is not read.
-            pass(shared, upstreams, client, head, &Bytes::new(), &held, route, id, client_id).await.map(last)
+            route @ Route::Preflight => self.pass(&Bytes::new(), &held, route).await.map(last),
+            route => {
+                let body = read(shared, body, self.client, &held).await?;
+                self.pass(&body, &held, route).await
+            }
         }
-        route => {
-            Counters::count(&shared.counters.requests);
-            let held = Held::new(shared);
-            let body = read(shared, body, client, &held).await?;
-            pass(shared, upstreams, client, head, &body, &held, route, id, client_id).await
+    }
+
+    /// Has nodes serve it, now that its body has come.
+    async fn pass(&self, body: &Bytes, held: &Held, route: Route) -> Result<Response<AnswerBody>, Problem> {
+        let Self { shared, upstreams, client, head, id, client_id, tally } = *self;
+        let api = if let Route::Generates(api) = route { api } else { None };
+        let is_post = head.method == Method::POST;
+        let (scanned, marks) = if is_post && (api.is_some() || is_json(&head.headers)) {
+            let refused = |error: OutlineError| {
+                let status = match &error {
+                    OutlineError::Body(_) => StatusCode::BAD_REQUEST,
+                    OutlineError::Ended => StatusCode::INTERNAL_SERVER_ERROR,
+                };
+                Problem::new(status, error.to_string())
+            };
+            let outlined = shared.walkers.outline(body).await.map_err(refused)?;
+            held.take(outlined.bytes())?;
+            (Some(Scan::new(body, outlined.outline)), outlined.marks)
+        } else {
+            (None, Vec::new())
+        };
+        if let Some(reserved) = scanned.as_ref().and_then(legs::reserved) {
+            let problem = Problem::new(StatusCode::BAD_REQUEST, reserved.to_string());
+            return Err(problem.with_param(reserved.param()));
         }
+        if scanned.as_ref().and_then(|scan| scan.raw("model")).is_some_and(|raw| raw.len() > MODEL_BYTES_MAX)
+        {
+            let sentence = format!("model is longer than {MODEL_BYTES_MAX} bytes");
+            return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param("model"));
+        }
+        let model = scanned.as_ref().and_then(|scan| scan.string("model"));
+        if model.is_none()
+            && scanned.as_ref().is_some_and(|scan| scan.raw("model").is_some_and(|value| value != b"null"))
+        {
+            return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
+        }
+        tally.names(model.as_deref());
+        if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
+            return Err(problem);
+        }
+        // A node that only reads a text has nothing of it afterwards.
+        let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
+        let marks = if computed.is_some() { marks } else { Vec::new() };
+        let prompt = match computed {
+            Some(scan) => shared.knowledge.prompt(head.uri.path(), body, scan, model.as_deref()).await,
+            None => None,
+        };
+        held.take(prompt.as_ref().map_or(0, |prompt| prompt.tokens.capacity() * size_of::<u32>()))?;
+        let work = Work {
+            shared,
+            upstreams,
+            head,
+            body,
+            scan: scanned.as_ref(),
+            model: model.as_deref(),
+            marks: &marks,
+            prompt: prompt.as_ref(),
+            held,
+            id,
+            client_id,
+            streams: scanned.as_ref().is_some_and(is_one_stream),
+            one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
+            api,
+            taken: Cell::new(0),
+            doubted: Doubted::new(shared, client, &head.headers, body),
+            attempts: Cell::new(0),
+            tally,
+        };
+        Ok(work.serve().await)
     }
 }
 
@@ -177,81 +253,6 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
     Ok(gathered.whole())
 }
 
-/// Has nodes serve a request whose body has come.
-async fn pass(
-    shared: &Arc<Shared>,
-    upstreams: &Upstreams,
-    client: &Client,
-    head: &Parts,
-    body: &Bytes,
-    held: &Held,
-    route: Route,
-    id: RequestId,
-    client_id: &HeaderValue,
-) -> Result<Response<AnswerBody>, Problem> {
-    let api = if let Route::Generates(api) = route { api } else { None };
-    let is_post = head.method == Method::POST;
-    let (scanned, marks) = if is_post && (api.is_some() || is_json(&head.headers)) {
-        let refused = |error: OutlineError| {
-            let status = match &error {
-                OutlineError::Body(_) => StatusCode::BAD_REQUEST,
-                OutlineError::Ended => StatusCode::INTERNAL_SERVER_ERROR,
-            };
-            Problem::new(status, error.to_string())
-        };
-        let outlined = shared.walkers.outline(body).await.map_err(refused)?;
-        held.take(outlined.bytes())?;
-        (Some(Scan::new(body, outlined.outline)), outlined.marks)
-    } else {
-        (None, Vec::new())
-    };
-    if let Some(reserved) = scanned.as_ref().and_then(legs::reserved) {
-        let problem = Problem::new(StatusCode::BAD_REQUEST, reserved.to_string());
-        return Err(problem.with_param(reserved.param()));
-    }
-    if scanned.as_ref().and_then(|scan| scan.raw("model")).is_some_and(|raw| raw.len() > MODEL_BYTES_MAX) {
-        let sentence = format!("model is longer than {MODEL_BYTES_MAX} bytes");
-        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param("model"));
-    }
-    let model = scanned.as_ref().and_then(|scan| scan.string("model"));
-    if model.is_none()
-        && scanned.as_ref().is_some_and(|scan| scan.raw("model").is_some_and(|value| value != b"null"))
-    {
-        return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
-    }
-    if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
-        return Err(problem);
-    }
-    // A node that only reads a text has nothing of it afterwards.
-    let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
-    let marks = if computed.is_some() { marks } else { Vec::new() };
-    let prompt = match computed {
-        Some(scan) => shared.knowledge.prompt(head.uri.path(), body, scan, model.as_deref()).await,
-        None => None,
-    };
-    held.take(prompt.as_ref().map_or(0, |prompt| prompt.tokens.capacity() * size_of::<u32>()))?;
-    let work = Work {
-        shared,
-        upstreams,
-        head,
-        body,
-        scan: scanned.as_ref(),
-        model: model.as_deref(),
-        marks: &marks,
-        prompt: prompt.as_ref(),
-        held,
-        id,
-        client_id,
-        streams: scanned.as_ref().is_some_and(is_one_stream),
-        one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
-        api,
-        taken: Cell::new(0),
-        doubted: Doubted::new(shared, client, &head.headers, body),
-        attempts: Cell::new(0),
-    };
-    Ok(work.serve().await)
-}
-
 /// Whether one answer comes token by token.
 fn is_one_stream(scan: &Scan<'_>) -> bool {
     let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"))
@@ -273,6 +274,9 @@ fn client_id(headers: &HeaderMap, id: RequestId) -> HeaderValue {
 }
 
 fn health(shared: &Shared) -> Response<AnswerBody> {
+    if shared.is_stopping() {
+        return Problem::new(StatusCode::SERVICE_UNAVAILABLE, "the router stops").answer();
+    }
     let is_served =
         shared.with_scheduler(|scheduler| scheduler.nodes().any(|(_, node)| node.state == NodeState::Ready));
     if is_served {

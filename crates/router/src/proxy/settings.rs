@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use kvlane_door::Names;
 
+use super::keys::Keys;
+
 /// Limits and deadlines.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
@@ -12,7 +14,7 @@ pub struct ProxySettings {
     /// Clients' connections at a time, over all threads. For a further one another is closed that has sent no whole head, or is idle.
     pub connections_max: usize,
     /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
-    pub keys: Vec<String>,
+    pub keys: Keys,
     /// The names under which clients may ask, beside addresses and `localhost`. None: any name, since a key is wanted.
     pub names: Option<Names>,
     /// Whether clients may send POSTs that change an engine.
@@ -39,7 +41,7 @@ impl Default for ProxySettings {
         Self {
             threads: 1,
             connections_max: 10_000,
-            keys: Vec::new(),
+            keys: Keys::default(),
             names: None,
             allow_admin_paths: false,
             quiet_decisions: false,

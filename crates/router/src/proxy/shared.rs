@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -23,6 +23,7 @@ use crate::{
     decisions::Decisions,
     ids::Ids,
     knowledge::Knowledge,
+    request_metrics::RequestMetrics,
     role_records::Records,
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
 };
@@ -119,10 +120,6 @@ impl fmt::Display for Address {
 /// What has happened since the start.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Requests that a client has sent.
-    pub requests: AtomicU64,
-    /// Legs that were tried again elsewhere.
-    pub retries: AtomicU64,
     /// Requests that no node could serve.
     pub refused: AtomicU64,
     /// Requests that were refused in an overload.
@@ -166,6 +163,11 @@ pub struct Shared {
     pub(super) state: Mutex<State>,
     /// What has happened.
     pub counters: Counters,
+    /// What is counted of requests, by route, model and node.
+    pub(crate) requests: RequestMetrics,
+    pub(super) is_stopping: AtomicBool,
+    /// Requests that were cut when the time to drain was over.
+    pub(super) cut: AtomicUsize,
     /// What nodes have of prompts, by what their engines tell.
     pub knowledge: Arc<Knowledge>,
 }
@@ -212,6 +214,9 @@ impl Shared {
             walkers: Walkers::default(),
             state: Mutex::new(state),
             counters: Counters::default(),
+            requests: RequestMetrics::default(),
+            is_stopping: AtomicBool::new(false),
+            cut: AtomicUsize::new(0),
             knowledge,
         })
     }
@@ -317,6 +322,16 @@ impl Shared {
         let state = self.state.lock();
         let address = |(id, _)| Some((id, Arc::clone(state.addresses.get(&id)?)));
         state.scheduler.nodes().filter_map(address).collect()
+    }
+
+    /// Whether some node serves this model.
+    pub(crate) fn is_served(&self, model: &str) -> bool {
+        self.state.lock().scheduler.nodes().any(|(_, node)| node.serves(model))
+    }
+
+    /// Whether a node has not gone.
+    pub(crate) fn is_there(&self, id: NodeId) -> bool {
+        self.state.lock().scheduler.node(id).is_some()
     }
 
     /// Names of nodes.

@@ -1,0 +1,105 @@
+//! SIGHUP: the router reads its keys and its file again.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result, bail};
+use kvlane_router::{
+    members::{Membership, Reconfigured},
+    proxy::Keys,
+};
+
+use super::{RouteArgs, config, keys, nodes, settings};
+
+/// Keys of the file whose new value counts at once, beside [[node]] and [[dns]].
+const AT_ONCE: [&str; 3] = ["api-key-file", "drain", "drain-delay"];
+
+/// What a running router was told, as far as it may change.
+#[derive(Debug)]
+pub(super) struct Running {
+    file: Option<PathBuf>,
+    /// What the file sets.
+    values: BTreeMap<String, String>,
+    /// As the router uses them.
+    keys: Keys,
+    key_file: Option<PathBuf>,
+    pub(super) times: Times,
+}
+
+/// How long a router takes to stop.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Times {
+    /// Seconds after SIGTERM in which new connections are served.
+    pub(super) delay: Duration,
+    /// Seconds that requests may take after that.
+    pub(super) drain: Duration,
+}
+
+impl Times {
+    fn of(args: &RouteArgs) -> Self {
+        Self { delay: Duration::from_secs(args.drain_delay), drain: Duration::from_secs(args.drain) }
+    }
+}
+
+impl Running {
+    pub(super) fn new(args: &RouteArgs, values: BTreeMap<String, String>, keys: Keys) -> Self {
+        Self {
+            file: args.config.clone(),
+            values,
+            keys,
+            key_file: args.api_key_file.clone(),
+            times: Times::of(args),
+        }
+    }
+
+    /// Reads everything again. What cannot be read, or makes no sense, changes nothing.
+    pub(super) fn reload(&mut self, members: &mut Membership) {
+        match self.try_reload(members) {
+            Ok(done) => tracing::info!("configuration read again: {done}"),
+            Err(error) => tracing::error!("configuration not read again, the former one stays: {error:#}"),
+        }
+    }
+
+    fn try_reload(&mut self, members: &mut Membership) -> Result<String> {
+        let Some(file) = &self.file else {
+            let read = self.key_file.as_deref().map(keys).transpose()?;
+            return Ok(self.replace_keys(read.unwrap_or_default()));
+        };
+        let (args, tables) = config::read(file)?;
+        let new = settings(&args)?;
+        if new.keys.is_empty() != self.keys.is_empty() {
+            bail!("api-key-file: restart the router to serve clients with keys only, or without");
+        }
+        let values = tables.values.clone();
+        let (nodes, names) = nodes::all(&args, tables)?;
+        let changed =
+            members.configure(nodes, names).with_context(|| format!("--config '{}'", file.display()))?;
+        let mut done = self.replace_keys(new.keys.read().clone());
+        if changed != Reconfigured::default() {
+            let Reconfigured { nodes_named, nodes_dropped, names_added, names_dropped } = changed;
+            done += &format!(
+                "; {nodes_named} nodes are new or changed, {nodes_dropped} drain; {names_added} names are new, {names_dropped} gone"
+            );
+        }
+        let differs = |key: &&String| self.values.get(*key) != values.get(*key);
+        let both = self.values.keys().chain(values.keys().filter(|key| !self.values.contains_key(*key)));
+        let late: Vec<&String> =
+            both.filter(differs).filter(|key| !AT_ONCE.contains(&key.as_str())).collect();
+        if !late.is_empty() {
+            let names: Vec<&str> = late.iter().map(|key| key.as_str()).collect();
+            done += &format!("; these count after a restart only: {}", names.join(", "));
+        }
+        // `values` stays what the router uses: what waits for a restart is named at each SIGHUP.
+        for key in AT_ONCE {
+            self.values.remove(key);
+            self.values.extend(values.get_key_value(key).map(|(key, value)| (key.clone(), value.clone())));
+        }
+        (self.key_file, self.times) = (args.api_key_file.clone(), Times::of(&args));
+        Ok(done)
+    }
+
+    fn replace_keys(&self, keys: Vec<String>) -> String {
+        let done = format!("{} keys of clients", keys.len());
+        self.keys.replace(keys);
+        done
+    }
+}

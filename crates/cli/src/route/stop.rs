@@ -1,0 +1,102 @@
+//! Signals of a running router, and how it stops.
+
+use std::{
+    io, thread,
+    time::{Duration, Instant},
+};
+
+use kvlane_router::proxy::{Proxy, Shared, Stop};
+use tokio::{
+    runtime::Runtime,
+    signal::unix::{Signal, SignalKind, signal},
+    time::sleep,
+};
+
+use super::reload::Times;
+
+/// The signals that a router takes.
+#[derive(Debug)]
+pub(super) struct Signals {
+    term: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+/// Who asked the router to stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// A service manager, by SIGTERM: clients may not know yet.
+    ByManager,
+    /// A person, by SIGINT.
+    ByHand,
+}
+
+impl Signals {
+    /// From now on they have no other effect. Within a runtime.
+    pub(super) fn take() -> io::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    /// Returns when the router is to stop. Each SIGHUP before that calls `reload`.
+    pub(super) async fn stop(&mut self, mut reload: impl FnMut()) -> Asked {
+        loop {
+            tokio::select! {
+                _ = self.term.recv() => return Asked::ByManager,
+                _ = self.interrupt.recv() => return Asked::ByHand,
+                _ = self.hangup.recv() => reload(),
+            }
+        }
+    }
+}
+
+/// Stops the proxies: those of a service manager serve new clients for the delay. A further signal ends what is still under way.
+/// Answers how it ended, for the log.
+pub(super) fn stop(
+    runtime: &Runtime,
+    signals: &mut Signals,
+    shared: &Shared,
+    proxies: Vec<Proxy>,
+    asked: Asked,
+    times: Times,
+) -> String {
+    let Times { delay, mut drain } = times;
+    shared.begin_stopping();
+    runtime.block_on(async {
+        if asked == Asked::ByManager && !delay.is_zero() {
+            tracing::info!(
+                "stopping: /health answers 503, and clients are served for {} s more",
+                delay.as_secs()
+            );
+            tokio::select! {
+                () = sleep(delay) => {}
+                _ = signals.stop(|| {}) => drain = Duration::ZERO,
+            }
+        }
+        tracing::info!("stopping: taking no new connections; requests have {} s", drain.as_secs());
+        let began = Instant::now();
+        let stops: Vec<Stop> = proxies.iter().map(Proxy::stopper).collect();
+        let mut stopping = tokio::task::spawn_blocking(move || {
+            thread::scope(|scope| {
+                for proxy in proxies {
+                    scope.spawn(move || proxy.stop(drain));
+                }
+            });
+        });
+        tokio::select! {
+            _ = &mut stopping => {}
+            _ = signals.stop(|| {}) => {
+                stops.iter().for_each(|stop| stop.within(Duration::ZERO));
+                let _ = stopping.await;
+            }
+        }
+        match shared.cut() {
+            0 => "stopped: nothing cut".to_owned(),
+            1 => format!("stopped: 1 request cut after {} s", began.elapsed().as_secs()),
+            cut => format!("stopped: {cut} requests cut after {} s", began.elapsed().as_secs()),
+        }
+    })
+}

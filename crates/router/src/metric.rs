@@ -1,0 +1,53 @@
+//! One metric of the router: its name, what it means, and where its values come from.
+
+use kvlane_door::MetricKind;
+
+use crate::{beats_refused::BeatRefused, histogram::Distribution, proxy::Shared, schedule::Node};
+
+/// One metric of the router.
+#[derive(Debug, Clone, Copy)]
+pub struct Metric {
+    /// As scraped.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: MetricKind,
+    /// Labels, comma-separated.
+    pub labels: &'static str,
+    /// One sentence.
+    pub help: &'static str,
+    pub(crate) source: Source,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Source {
+    Total(fn(&Shared) -> u64),
+    OfNode(fn(&Node) -> u64),
+    OfReason(fn(&Shared, BeatRefused) -> u64),
+    /// Labels and a value each.
+    Each(fn(&Shared) -> Vec<(String, f64)>),
+    /// Labels and a distribution each.
+    Distributions(fn(&Shared) -> Vec<(String, Distribution)>),
+}
+
+pub(crate) const fn total(
+    name: &'static str,
+    kind: MetricKind,
+    help: &'static str,
+    value: fn(&Shared) -> u64,
+) -> Metric {
+    Metric { name, kind, labels: "", help, source: Source::Total(value) }
+}
+
+pub(crate) const fn of_node(name: &'static str, help: &'static str, value: fn(&Node) -> u64) -> Metric {
+    Metric { name, kind: MetricKind::Gauge, labels: "node, role", help, source: Source::OfNode(value) }
+}
+
+pub(crate) const fn each(
+    name: &'static str,
+    kind: MetricKind,
+    labels: &'static str,
+    help: &'static str,
+    values: fn(&Shared) -> Vec<(String, f64)>,
+) -> Metric {
+    Metric { name, kind, labels, help, source: Source::Each(values) }
+}

@@ -1,0 +1,39 @@
+//! Clients' keys, which may change while the router runs.
+
+use std::{fmt, sync::Arc};
+
+use parking_lot::{RwLock, RwLockReadGuard};
+
+/// The keys that clients may show. Clones share them.
+#[derive(Clone, Default)]
+pub struct Keys(Arc<RwLock<Vec<String>>>);
+
+impl Keys {
+    /// These keys count from now on.
+    pub fn replace(&self, keys: Vec<String>) {
+        *self.0.write() = keys;
+    }
+
+    /// Without a key anybody is served.
+    pub fn is_empty(&self) -> bool {
+        self.0.read().is_empty()
+    }
+
+    /// All of them. Never to be held over an await.
+    pub fn read(&self) -> RwLockReadGuard<'_, Vec<String>> {
+        self.0.read()
+    }
+}
+
+impl From<Vec<String>> for Keys {
+    fn from(keys: Vec<String>) -> Self {
+        Self(Arc::new(RwLock::new(keys)))
+    }
+}
+
+/// Logs show how many there are, and none of them.
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} keys", self.read().len())
+    }
+}

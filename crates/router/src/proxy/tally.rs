@@ -1,0 +1,213 @@
+//! Counts one request into the [request metrics](crate::request_metrics): what it asked for, who answered, and how soon.
+
+use std::{
+    cell::{Cell, RefCell},
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
+};
+
+use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::Parts};
+
+use super::shared::Shared;
+use crate::{
+    request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_MS, PendingTokens, Series, route_of},
+    schedule::{Choice, NodeId},
+};
+
+/// Times between tokens that a long answer counts by itself, before it adds them to those of all.
+const PENDING_MAX: u32 = 64;
+/// nginx's status of requests whose client left before an answer began.
+const LEFT: u16 = 499;
+/// The last event of a stream, which is no token.
+const STREAM_END: &[u8] = b"data: [DONE]\n\n";
+/// In the first event of a chat's stream, which comes with the first token and is none.
+const ROLE: &[u8] = b"\"role\"";
+/// How many tokens an answer in one piece has, by its `usage`.
+const COMPLETION_TOKENS: &[u8] = b"\"completion_tokens\":";
+
+/// A request that has no answer yet. Dropped before, it counts as one whose client left.
+pub(super) struct Tally<'s> {
+    shared: &'s Shared,
+    began: Instant,
+    route: usize,
+    is_measured: Cell<bool>,
+    model: RefCell<Option<String>>,
+    /// The node that was chosen last.
+    node: Cell<Option<NodeId>>,
+    attempts: Cell<u64>,
+    prompt_tokens: Cell<u64>,
+    cached_tokens: Cell<u64>,
+}
+
+/// An answer on its way to the client. Dropped, it counts how long the request took.
+#[derive(Debug)]
+pub(super) struct Measure {
+    series: Arc<Series>,
+    began: Instant,
+    streams: bool,
+    /// When the last token came.
+    last: Option<Instant>,
+    pending: PendingTokens,
+}
+
+impl<'s> Tally<'s> {
+    /// A request's head has come. Only POSTs count: others are probes and lists.
+    pub(super) fn begin(shared: &'s Shared, head: &Parts) -> Self {
+        Self {
+            shared,
+            began: Instant::now(),
+            route: route_of(head.uri.path()),
+            is_measured: Cell::new(head.method == Method::POST),
+            model: RefCell::default(),
+            node: Cell::default(),
+            attempts: Cell::default(),
+            prompt_tokens: Cell::default(),
+            cached_tokens: Cell::default(),
+        }
+    }
+
+    /// The request names this model.
+    pub(super) fn names(&self, model: Option<&str>) {
+        *self.model.borrow_mut() = model.map(str::to_owned);
+    }
+
+    /// A node was chosen to answer it.
+    pub(super) fn chosen(&self, node: NodeId, choice: &Choice) {
+        self.prompt_tokens.set(choice.prompt_tokens);
+        self.cached_tokens.set(choice.cached_tokens);
+        self.tries(node);
+    }
+
+    /// It is sent to this node; beyond the first time this is a retry.
+    pub(super) fn tries(&self, node: NodeId) {
+        self.node.set(Some(node));
+        self.attempts.set(self.attempts.get() + 1);
+    }
+
+    /// Its answer begins. None for a request that does not count.
+    pub(super) fn answered<B>(&self, response: &Response<B>) -> Option<Measure> {
+        let kind = response.headers().get(CONTENT_TYPE).map_or(&b""[..], |kind| kind.as_bytes());
+        let series = self.count(response.status())?;
+        Some(Measure {
+            series,
+            began: self.began,
+            streams: kind.starts_with(b"text/event-stream"),
+            last: None,
+            pending: PendingTokens::default(),
+        })
+    }
+
+    fn count(&self, status: StatusCode) -> Option<Arc<Series>> {
+        if !self.is_measured.replace(false) {
+            return None;
+        }
+        let answerer = self.node.get().map_or(Answerer::Router, Answerer::Node);
+        let model = self.model.borrow();
+        let shared = self.shared;
+        let series = shared.requests.series(
+            answerer,
+            model.as_deref(),
+            self.route,
+            |model| shared.is_served(model),
+            |node| shared.is_there(node),
+        );
+        series.answered(status.as_u16());
+        series.prompt_tokens.fetch_add(self.prompt_tokens.get(), Ordering::Relaxed);
+        series.cached_tokens.fetch_add(self.cached_tokens.get(), Ordering::Relaxed);
+        series.retries.fetch_add(self.attempts.get().saturating_sub(1), Ordering::Relaxed);
+        Some(series)
+    }
+}
+
+impl Drop for Tally<'_> {
+    fn drop(&mut self) {
+        if self.is_measured.get()
+            && let Ok(left) = StatusCode::from_u16(LEFT)
+            && let Some(series) = self.count(left)
+        {
+            series.duration.observe(self.began.elapsed());
+        }
+    }
+}
+
+impl Measure {
+    /// A piece of the answer has come, with so many events in it.
+    pub(super) fn piece(&mut self, data: &[u8], events: u64) {
+        if !self.streams {
+            if let Some(tokens) = completion_tokens(data) {
+                self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
+            }
+            return;
+        }
+        let is_end = events > 0 && data.ends_with(STREAM_END);
+        let is_role = self.last.is_none() && memchr::memmem::find(data, ROLE).is_some();
+        let tokens = events.saturating_sub(u64::from(is_end) + u64::from(is_role));
+        let Some(count) = u32::try_from(tokens).ok().filter(|tokens| *tokens > 0) else { return };
+        let now = Instant::now();
+        match self.last.replace(now) {
+            None => self.series.first_token.observe(now.saturating_duration_since(self.began)),
+            Some(last) => {
+                let each = now.saturating_duration_since(last) / count;
+                self.pending.observe(BETWEEN_TOKENS_BOUNDS_MS, each, count);
+                if self.pending.total() >= PENDING_MAX {
+                    self.series.between_tokens.add(&mut self.pending);
+                }
+            }
+        }
+        self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Measure {
+    fn drop(&mut self) {
+        self.series.between_tokens.add(&mut self.pending);
+        self.series.duration.observe(self.began.elapsed());
+    }
+}
+
+/// The last number of that name. Answers are not parsed for it.
+fn completion_tokens(data: &[u8]) -> Option<u64> {
+    let at = memchr::memmem::rfind(data, COMPLETION_TOKENS)? + COMPLETION_TOKENS.len();
+    let rest = data[at..].trim_ascii_start();
+    let digits = rest.iter().position(|byte| !byte.is_ascii_digit())?;
+    std::str::from_utf8(&rest[..digits]).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn measure(streams: bool) -> Measure {
+        let metrics = crate::request_metrics::RequestMetrics::default();
+        let series = metrics.series(Answerer::Router, None, 0, |_| true, |_| true);
+        let began = Instant::now().checked_sub(Duration::from_secs(1)).unwrap_or_else(Instant::now);
+        Measure { series, began, streams, last: None, pending: PendingTokens::default() }
+    }
+
+    #[test]
+    fn events_of_a_stream_are_tokens_but_for_its_end() {
+        let mut measure = measure(true);
+        measure.piece(b"data: {\"delta\": {\"role\": \"assistant\"}}\n\n", 1);
+        measure.piece(b"data: {}\n\n", 1);
+        measure.piece(b"data: {}\n\ndata: {}\n\n", 2);
+        measure.piece(b"data: [DONE]\n\n", 1);
+        let series = Arc::clone(&measure.series);
+        assert_eq!(series.generated_tokens.load(Ordering::Relaxed), 3);
+        assert!(series.between_tokens.read().is_empty(), "added at the end");
+        drop(measure);
+        for observed in [series.first_token.read(), series.between_tokens.read(), series.duration.read()] {
+            assert!(!observed.is_empty());
+        }
+    }
+
+    #[test]
+    fn an_answer_in_one_piece_says_itself_how_many_tokens_it_has() {
+        let mut measure = measure(false);
+        measure.piece(br#"{"usage": {"prompt_tokens": 9, "completion_tokens": 5}}"#, 0);
+        measure.piece(br#"{"completion_tokens": null}"#, 0);
+        assert_eq!(measure.series.generated_tokens.load(Ordering::Relaxed), 5);
+        assert!(measure.series.first_token.read().is_empty(), "its first byte is its last");
+    }
+}

@@ -1,0 +1,222 @@
+//! What is counted of requests, by route, model and the node that answered.
+//!
+//! A request looks its series up once, when its answer begins; tokens are counted without a lock. Clients choose paths and models,
+//! so the number of series is bounded: paths are of a list, a model has its own series only if a node serves it, and beyond
+//! [`SERIES_MAX`] series are counted as one node's.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use parking_lot::RwLock;
+
+use crate::{
+    histogram::{Histogram, Pending},
+    schedule::NodeId,
+};
+
+/// Paths that are counted apart; others are counted together as [`OTHER`].
+pub(crate) const ROUTES: [&str; 8] = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    OTHER,
+];
+/// Paths, models, statuses and nodes that are not counted apart.
+pub(crate) const OTHER: &str = "other";
+/// Statuses that are counted apart. 499: the client left before an answer began.
+pub(crate) const STATUSES: [u16; 16] =
+    [200, 400, 401, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 502, 503, 504];
+/// Series at a time, of all nodes, models and routes.
+pub(crate) const SERIES_MAX: usize = 2048;
+
+/// Upper bounds, in milliseconds; some of vLLM's own, so that both can be compared.
+const FIRST_TOKEN_BOUNDS_MS: &[u64] = &[10, 40, 100, 250, 500, 1000, 2500, 5000, 10_000, 40_000, 160_000];
+pub(crate) const BETWEEN_TOKENS_BOUNDS_MS: &[u64] = &[10, 25, 50, 100, 200, 500, 1000, 5000];
+const DURATION_BOUNDS_MS: &[u64] = &[300, 1000, 2500, 5000, 10_000, 30_000, 60_000, 240_000, 960_000];
+
+/// Times between tokens that one request has counted and not added yet.
+pub(crate) type PendingTokens = Pending<9>;
+
+/// What is counted of the requests of one route and model that one node answered, or none.
+#[derive(Debug)]
+pub(crate) struct Series {
+    by_status: [AtomicU64; STATUSES.len() + 1],
+    pub(crate) first_token: Histogram<12>,
+    pub(crate) between_tokens: Histogram<9>,
+    pub(crate) duration: Histogram<10>,
+    pub(crate) prompt_tokens: AtomicU64,
+    pub(crate) cached_tokens: AtomicU64,
+    pub(crate) generated_tokens: AtomicU64,
+    pub(crate) retries: AtomicU64,
+}
+
+/// The node of a series.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Answerer {
+    /// The router itself.
+    Router,
+    /// An engine.
+    Node(NodeId),
+    /// Some node: there are too many series for one each.
+    Others,
+}
+
+type ByRoute = [Option<Arc<Series>>; ROUTES.len()];
+
+/// All series.
+#[derive(Debug, Default)]
+pub(crate) struct RequestMetrics(RwLock<HashMap<Answerer, HashMap<Arc<str>, ByRoute>>>);
+
+/// Where a path's requests are counted: its place in [`ROUTES`].
+pub(crate) fn route_of(path: &str) -> usize {
+    ROUTES.iter().position(|route| *route == path).unwrap_or(ROUTES.len() - 1)
+}
+
+impl Series {
+    fn new() -> Self {
+        Self {
+            by_status: std::array::from_fn(|_| AtomicU64::new(0)),
+            first_token: Histogram::new(FIRST_TOKEN_BOUNDS_MS),
+            between_tokens: Histogram::new(BETWEEN_TOKENS_BOUNDS_MS),
+            duration: Histogram::new(DURATION_BOUNDS_MS),
+            prompt_tokens: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(0),
+            generated_tokens: AtomicU64::new(0),
+            retries: AtomicU64::new(0),
+        }
+    }
+
+    /// A request gets an answer of this status.
+    pub(crate) fn answered(&self, status: u16) {
+        let place = STATUSES.iter().position(|known| *known == status).unwrap_or(STATUSES.len());
+        self.by_status[place].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Statuses that occurred, and how often.
+    pub(crate) fn statuses(&self) -> impl Iterator<Item = (String, u64)> {
+        let counted = |(place, count): (usize, &AtomicU64)| {
+            let name = STATUSES.get(place).map_or_else(|| OTHER.to_owned(), ToString::to_string);
+            Some((name, count.load(Ordering::Relaxed))).filter(|(_, count)| *count > 0)
+        };
+        self.by_status.iter().enumerate().filter_map(counted)
+    }
+}
+
+impl RequestMetrics {
+    /// The series of a request. `serves` says whether some node serves the model, `is_there` whether a node still exists; both are
+    /// asked only for a series that does not exist yet.
+    pub(crate) fn series(
+        &self,
+        answerer: Answerer,
+        model: Option<&str>,
+        route: usize,
+        serves: impl Fn(&str) -> bool,
+        is_there: impl Fn(NodeId) -> bool,
+    ) -> Arc<Series> {
+        let found = |answerer, model: &str| {
+            let series = self.0.read();
+            series.get(&answerer)?.get(model)?[route].clone()
+        };
+        let model = model.unwrap_or("");
+        if let Some(series) = found(answerer, model) {
+            return series;
+        }
+        let model = if model.is_empty() || serves(model) { model } else { OTHER };
+        if let Some(series) = found(answerer, model) {
+            return series;
+        }
+        let mut all = self.0.write();
+        if count(&all) >= SERIES_MAX {
+            prune(&mut all, &is_there, &serves);
+        }
+        let (answerer, model) =
+            if count(&all) >= SERIES_MAX { (Answerer::Others, OTHER) } else { (answerer, model) };
+        let by_route = all.entry(answerer).or_default().entry(model.into()).or_default();
+        Arc::clone(by_route[route].get_or_insert_with(|| Arc::new(Series::new())))
+    }
+
+    /// Drops the series of nodes that are gone.
+    pub(crate) fn prune(&self, is_there: impl Fn(NodeId) -> bool) {
+        prune(&mut self.0.write(), &is_there, &|_| true);
+    }
+
+    /// All series: answerer, model and route of each, in order.
+    pub(crate) fn all(&self) -> Vec<(Answerer, Arc<str>, &'static str, Arc<Series>)> {
+        let all = self.0.read();
+        let mut listed = Vec::new();
+        for (answerer, models) in all.iter() {
+            for (model, routes) in models {
+                let there = ROUTES.iter().zip(routes).filter_map(|(route, series)| {
+                    Some((*answerer, Arc::clone(model), *route, Arc::clone(series.as_ref()?)))
+                });
+                listed.extend(there);
+            }
+        }
+        listed.sort_by(|one, other| (one.0, &one.1, one.2).cmp(&(other.0, &other.1, other.2)));
+        listed
+    }
+}
+
+fn count(all: &HashMap<Answerer, HashMap<Arc<str>, ByRoute>>) -> usize {
+    all.values().flat_map(HashMap::values).flatten().flatten().count()
+}
+
+fn prune(
+    all: &mut HashMap<Answerer, HashMap<Arc<str>, ByRoute>>,
+    is_there: &impl Fn(NodeId) -> bool,
+    serves: &impl Fn(&str) -> bool,
+) {
+    all.retain(|answerer, models| {
+        models.retain(|model, _| model.is_empty() || &**model == OTHER || serves(model));
+        !models.is_empty() && !matches!(answerer, Answerer::Node(node) if !is_there(*node))
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{Node, Role, Scheduler, Settings};
+
+    #[test]
+    fn clients_cannot_make_series_beyond_the_bound() {
+        let metrics = RequestMetrics::default();
+        for number in 0..SERIES_MAX * 2 {
+            let model = format!("model-{number}");
+            metrics.series(Answerer::Router, Some(&model), 0, |_| false, |_| true).answered(404);
+        }
+        let all = metrics.all();
+        assert_eq!(all.len(), 1, "no node serves these models: they are one");
+        assert_eq!(
+            (&*all[0].1, all[0].3.statuses().next()),
+            (OTHER, Some(("404".into(), SERIES_MAX as u64 * 2)))
+        );
+        for number in 0..SERIES_MAX * 2 {
+            let model = format!("model-{number}");
+            metrics.series(Answerer::Router, Some(&model), 0, |_| true, |_| true).answered(200);
+        }
+        assert_eq!(metrics.all().len(), SERIES_MAX + 1, "the last one is of all further ones");
+    }
+
+    #[test]
+    fn a_node_that_goes_takes_its_series_along() {
+        let mut scheduler = Scheduler::new(Settings::default());
+        let [goes, stays] = ["a", "b"].map(|name| scheduler.add(Node::new(name, Role::Worker, "")));
+        let metrics = RequestMetrics::default();
+        for node in [goes, stays] {
+            metrics.series(Answerer::Node(node), Some("m"), route_of("/v1/messages"), |_| true, |_| true);
+        }
+        metrics.prune(|node| node == stays);
+        let left: Vec<_> =
+            metrics.all().into_iter().map(|(node, model, route, _)| (node, model, route)).collect();
+        assert_eq!(left, [(Answerer::Node(stays), "m".into(), "/v1/messages")]);
+    }
+}

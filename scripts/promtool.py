@@ -1,0 +1,67 @@
+"""Fetches promtool, which tests of the alert rules run. Nothing is installed: Debian's package is unpacked.
+
+python scripts/promtool.py             into .cache/promtool, unless it is there or on the PATH
+python scripts/promtool.py --path      where it is; fails if it is nowhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import not_tested
+
+UNPACKED = Path(__file__).resolve().parents[1] / ".cache/promtool"
+
+
+def find() -> Path | None:
+    """The program, if it was fetched or the machine has it."""
+    fetched = UNPACKED / "usr/bin/promtool"
+    installed = shutil.which("promtool")
+    return fetched if fetched.exists() else Path(installed) if installed else None
+
+
+def fetch() -> str | None:
+    """Downloads and unpacks it; answers why that is not possible."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        return "promtool comes in Debian's package prometheus, and this machine has no apt-get"
+    with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
+        download = ["apt-get", "download", "-qq", "prometheus"]
+        done = _run(download, folder)
+        if done.returncode:
+            # A fresh machine has no lists of packages; getting them takes root.
+            _run(["apt-get", "update", "-qq"], folder)
+            done = _run(download, folder)
+        packages = list(Path(folder).glob("prometheus_*.deb"))
+        if not packages:
+            return f"apt-get download prometheus failed: {(done.stderr.strip() or 'no package').splitlines()[-1]}"
+        shutil.rmtree(UNPACKED, ignore_errors=True)
+        UNPACKED.mkdir(parents=True)
+        subprocess.run(["dpkg", "-x", str(packages[0]), str(UNPACKED)], check=True)
+    return None if find() else "Debian's package prometheus has no promtool any more"
+
+
+def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fetch promtool, for tests of the alert rules.")
+    parser.add_argument("--path", action="store_true", help="print where it is")
+    if parser.parse_args().path:
+        found = find()
+        if found is None:
+            sys.exit("there is no promtool: run python scripts/promtool.py")
+        print(found)
+    elif find() is None:
+        why = fetch()
+        if why is not None:
+            not_tested.tell("alert rules", why)
+
+
+if __name__ == "__main__":
+    main()

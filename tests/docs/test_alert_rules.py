@@ -1,0 +1,260 @@
+"""The alert rules as Prometheus evaluates them: each has a case in which it fires, and one in which it must not.
+
+`promtool` is fetched by scripts/promtool.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pages import ROOT, read
+
+RULES = ROOT / "examples/prometheus/kvlane-alerts.yaml"
+SEVERITIES = ("critical", "warning", "info")
+
+# As the operator for Prometheus calls the job of a PodMonitor, and as a file calls it.
+POD = '{job="prod/kvlane", instance="10.0.0.1:9091"}'
+FILE = '{job="kvlane", instance="host:9091"}'
+ROUTER_POD = '{job="prod/kvlane-router", instance="10.0.0.2:9092"}'
+ROUTER_FILE = '{job="kvlane-router", instance="host:9092"}'
+REQUESTS = "kvlane_route_requests_total"
+FIRST = "kvlane_route_time_to_first_token_seconds_bucket"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series, as promtool writes them, one value a minute; and the minute at which the alert has to fire, or not."""
+
+    fires: dict[str, str]
+    silent: dict[str, str]
+    minute: int
+
+
+def statuses(good: str, bad: str) -> dict[str, str]:
+    labels = 'job="kvlane-router", instance="a", route="/v1/completions", node="n", model="m"'
+    return {
+        f'{REQUESTS}{{{labels}, status="200"}}': good,
+        f'{REQUESTS}{{{labels}, status="503"}}': bad,
+    }
+
+
+def first_tokens(within_5: str, within_40: str) -> dict[str, str]:
+    labels = 'job="kvlane-router", instance="a", route="/v1/completions", node="n", model="m"'
+    bounds = {"5": within_5, "10": within_5, "40": within_40, "+Inf": within_40}
+    return {f'{FIRST}{{{labels}, le="{bound}"}}': values for bound, values in bounds.items()}
+
+
+CASES: dict[str, list[Case]] = {
+    "KvlaneIsDown": [
+        Case({f"up{POD}": "1 0x9"}, {f"up{POD}": "1x9"}, 5),
+        Case({f"up{FILE}": "0x9"}, {f"up{ROUTER_FILE}": "0x9"}, 5),
+    ],
+    "KvlaneIsAbsent": [
+        Case({f"up{ROUTER_POD}": "1x20"}, {f"up{POD}": "1x20"}, 10),
+        Case({f"up{POD}": "1 1 _x20"}, {f"up{FILE}": "0x20"}, 15),
+    ],
+    "KvlaneHasFewerDaemons": [
+        Case(
+            {f"up{POD}": "1x90", 'up{job="prod/kvlane", instance="10.0.0.9:9091"}': "1x30 _x60"},
+            # One in place of the other, as at an upgrade.
+            {f"up{POD}": "1x30 _x60", 'up{job="prod/kvlane", instance="10.0.0.9:9091"}': "_x31 1x60"},
+            80,
+        )
+    ],
+    "KvlaneHasNoEngines": [
+        Case(
+            {'kvlane_sessions{instance="a", role="worker"}': "0x30"},
+            {'kvlane_sessions{instance="a", role="worker"}': "0x10 2x20"},
+            20,
+        )
+    ],
+    "KvlaneRefusesEngines": [
+        Case(
+            {'kvlane_requests_refused_total{instance="a", call="Hello"}': "_x20 1x20"},
+            {'kvlane_requests_refused_total{instance="a", call="Lookup"}': "0+1x40"},
+            25,
+        ),
+        Case(
+            {'kvlane_requests_refused_total{instance="a", call="RegisterWorker"}': "1x30 2x30"},
+            {'kvlane_requests_refused_total{instance="a", call="RegisterWorker"}': "1x60"},
+            40,
+        ),
+    ],
+    "KvlaneKeepsNothing": [
+        Case(
+            {'kvlane_save_no_room_blocks_total{instance="a"}': "0+5x60"},
+            {'kvlane_save_no_room_blocks_total{instance="a"}': "0+5x20 100x40"},
+            45,
+        )
+    ],
+    "KvlaneMemoryIsDamaged": [
+        Case(
+            {'kvlane_scrub_bad_blocks_total{instance="a"}': "0x30 1x30"},
+            {'kvlane_scrub_bad_blocks_total{instance="a"}': "1x60"},
+            40,
+        )
+    ],
+    "KvlaneSsdIsDamaged": [
+        Case(
+            {'kvlane_ssd_damaged_blocks_total{instance="a"}': "0x30 1x30"},
+            {'kvlane_ssd_damaged_blocks_total{instance="a"}': "1x60"},
+            40,
+        )
+    ],
+    "KvlaneSsdTakesNoWrites": [
+        Case(
+            {'kvlane_ssd_degraded{instance="a", device="/ssd"}': "1x20"},
+            {'kvlane_ssd_degraded{instance="a", device="/ssd"}': "1x2 0x20"},
+            10,
+        )
+    ],
+    "KvlaneTurnsConnectionsAway": [
+        Case(
+            {'kvlane_connections_turned_away_total{instance="a", door="http"}': "0+9x30"},
+            {'kvlane_connections_turned_away_total{instance="a", door="http"}': "9x30"},
+            20,
+        )
+    ],
+    "KvlaneEngineWithoutDaemon": [
+        Case(
+            {'vllm:kvlane_unavailable_total{instance="a"}': "0+9x30"},
+            {'vllm:kvlane_unavailable_total{instance="a"}': "0 9x30"},
+            15,
+        )
+    ],
+    "KvlaneLoadsFail": [
+        Case(
+            {'vllm:kvlane_failed_loads_total{instance="a"}': "0x10 1x20"},
+            {'vllm:kvlane_failed_loads_total{instance="a"}': "1x30"},
+            15,
+        )
+    ],
+    "KvlaneConnectorFails": [
+        Case(
+            {'vllm:kvlane_errors_total{instance="a"}': "0x10 1x20"},
+            {'vllm:kvlane_errors_total{instance="a"}': "1x30"},
+            15,
+        )
+    ],
+    "KvlaneRouterIsDown": [
+        Case({f"up{ROUTER_POD}": "1 0x9"}, {f"up{ROUTER_POD}": "1x9"}, 5),
+        Case({f"up{ROUTER_FILE}": "0x9"}, {f"up{FILE}": "0x9"}, 5),
+    ],
+    "KvlaneRouterIsAbsent": [Case({f"up{POD}": "1x20"}, {f"up{ROUTER_POD}": "1x20"}, 10)],
+    "KvlaneRouterHasNoReadyNode": [
+        Case(
+            {
+                'kvlane_route_node_ready{job="r", instance="a", node="n"}': "1 0x20",
+                'kvlane_route_connections{job="r", instance="a"}': "3x20",
+            },
+            {
+                'kvlane_route_node_ready{job="r", instance="a", node="n"}': "1x20",
+                'kvlane_route_node_ready{job="r", instance="a", node="m"}': "0x20",
+                'kvlane_route_connections{job="r", instance="a"}': "3x20",
+            },
+            10,
+        ),
+        Case(
+            {'kvlane_route_connections{job="r", instance="a"}': "3x20"},
+            {'kvlane_route_node_ready{job="r", instance="a", node="n"}': "0 1x20"},
+            10,
+        ),
+    ],
+    "KvlaneRouterLeavesNodesAlone": [
+        Case(
+            {'kvlane_route_node_open{instance="a", node="n"}': "1x20"},
+            {'kvlane_route_node_open{instance="a", node="n"}': "1x3 0 1x3 0x9"},
+            10,
+        )
+    ],
+    "KvlaneRouterAnswersErrors": [
+        Case(statuses("0+90x30", "0+10x30"), statuses("0+990x30", "0+10x30"), 20),
+        Case(statuses("0x30", "0+1x30"), statuses("0+1x30", "0x30"), 20),
+    ],
+    "KvlaneRouterRetries": [
+        Case(
+            {**statuses("0+50x40", "0x40"), 'kvlane_route_retries_total{job="kvlane-router"}': "0+10x40"},
+            {**statuses("0+500x40", "0x40"), 'kvlane_route_retries_total{job="kvlane-router"}': "0+10x40"},
+            30,
+        )
+    ],
+    "KvlaneRouterFirstTokensAreLate": [
+        Case(first_tokens("0+80x40", "0+100x40"), first_tokens("0+99x40", "0+100x40"), 30)
+    ],
+    "KvlaneRouterShedsRequests": [
+        Case(
+            {'kvlane_route_shed_total{instance="a"}': "0+9x30"},
+            {'kvlane_route_shed_total{instance="a"}': "9x30"},
+            20,
+        )
+    ],
+}
+
+
+def promtool() -> Path:
+    found = subprocess.run(
+        ["python3", str(ROOT / "scripts/promtool.py"), "--path"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(found.stderr.strip())
+    return Path(found.stdout.strip())
+
+
+def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, severity: str | None) -> str:
+    """What promtool says, nothing if this alert fires then with this severity; or does not fire, if there is none."""
+    labels = f'alertname="{alert}", alertstate="firing"' + (f', severity="{severity}"' if severity else "")
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"count(ALERTS{{{labels}}}) > 0",
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": "{}", "value": 1}] if severity else [],
+            }
+        ],
+    }
+    tests = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [case]}
+    file = folder / "test.json"
+    file.write_text(json.dumps(tests))
+    done = subprocess.run(
+        [str(promtool()), "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def rules() -> dict[str, str]:
+    """Alerts and their severities."""
+    return dict(
+        re.findall(r"- alert: (\w+)\n(?:(?!- alert).*\n)*? *labels: \{severity: (\w+)\}", read_rules())
+    )
+
+
+def read_rules() -> str:
+    return read("examples/prometheus/kvlane-alerts.yaml")
+
+
+def test_every_rule_has_a_severity_and_cases() -> None:
+    """Who is woken up was left to each user: no rule said how bad it is."""
+    assert re.findall(r"- alert: (\w+)", read_rules()) == list(rules()) == list(CASES)
+    assert set(rules().values()) == set(SEVERITIES)
+
+
+@pytest.mark.parametrize("alert", CASES)
+def test_it_fires_when_it_should_and_not_when_it_should_not(alert: str, tmp_path: Path) -> None:
+    severity = rules()[alert]
+    for case in CASES[alert]:
+        assert verdict(tmp_path, alert, case.fires, case.minute, severity) == ""
+        assert verdict(tmp_path, alert, case.silent, case.minute, None) == ""
+
+
+def test_a_rule_that_stays_silent_is_noticed(tmp_path: Path) -> None:
+    """The control: the same questions with the other answers."""
+    case = CASES["KvlaneIsDown"][0]
+    assert "got:" in verdict(tmp_path, "KvlaneIsDown", case.silent, case.minute, "critical")
+    assert "got:" in verdict(tmp_path, "KvlaneIsDown", case.fires, case.minute, None)
