@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 # Without an installed kvlane too, and beside one of another version.
 sys.path[:0] = [
-    str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds", "bench/pd", "bench/replay")
+    str(ROOT / name)
+    for name in ("python", "bench", "bench/gpu", "bench/builds", "bench/pd", "bench/replay", "bench/route")
 ]
 
 import direct as pd_direct  # noqa: E402
 import first_picture  # noqa: E402
 import pictures as gpu_pictures  # noqa: E402
+import pool  # noqa: E402
 import roles  # noqa: E402
 import route_peers  # noqa: E402
 import two_builds  # noqa: E402
@@ -74,6 +76,8 @@ def committed() -> Iterator[Redrawn]:
     for result in sorted((ROOT / "bench/route/results").glob("*.json")):
         if (read := _read(result)).get("compared"):
             yield _bars(result.with_suffix(".png"), result, route_peers.picture(read))
+        elif "rows" in read and "engines" in read:
+            yield _bars(result.with_suffix(".png"), result, pool.picture(read))
     for result in sorted((ROOT / "bench/pd/results").glob("*.json")):
         if (read := _read(result)).get("benchmark"):
             # Those with a name have a table in the README, which says it all.
