@@ -32,6 +32,8 @@ const REQUEST_CLASS: &str = "x-request-class";
 const CLIENT_ID_BYTES_MAX: usize = 256;
 /// Longest name of a model, with its escapes and quotes: the last decisions keep it.
 const MODEL_BYTES_MAX: usize = 1 << 10;
+/// Shorter heads do not count as memory that a request takes.
+const HEAD_BYTES_FREE: usize = 8 << 10;
 /// Bytes of a body that are taken in before other requests have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
@@ -102,6 +104,11 @@ impl Arrived<'_> {
             // A preflight has no body: what comes in its place is not read.
             route @ Route::Preflight => self.pass(&Bytes::new(), &held, route).await.map(last),
             route => {
+                let head_bytes = head_bytes(head);
+                if head_bytes > HEAD_BYTES_FREE {
+                    // As it came, and as an engine gets it.
+                    held.take(2 * head_bytes)?;
+                }
                 let body = read(shared, body, self.client, &held).await?;
                 self.pass(&body, &held, route).await
             }
@@ -258,6 +265,12 @@ fn is_one_stream(scan: &Scan<'_>) -> bool {
     let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"))
         && legs::stays(scan) != Some(legs::Stays::ManyPrompts);
     scan.raw("stream") == Some(b"true") && is_one
+}
+
+/// About as many as the head has.
+fn head_bytes(head: &Parts) -> usize {
+    let of_headers = head.headers.iter().map(|(name, value)| name.as_str().len() + value.len());
+    of_headers.sum::<usize>() + head.uri.path_and_query().map_or(0, |path| path.as_str().len())
 }
 
 fn is_json(headers: &HeaderMap) -> bool {
