@@ -24,6 +24,9 @@ class Gauge:
 
         return Child
 
+    def remove(self, *values: object) -> None:
+        assert self.values.pop(values) == 0
+
     def named(self) -> list[tuple[object, ...]]:
         return [labels for labels, value in self.values.items() if value == 1]
 
@@ -47,7 +50,9 @@ class Watched:
     def pool(self) -> tuple[object, object] | None:
         self.step()
         named = self.gauge.named()
-        assert len(named) <= 1, "an engine has one pool"
+        assert len(self.gauge.values) == len(named) <= 1, (
+            "an engine has one pool, and leaves no series behind"
+        )
         return (named[0][2], named[0][3]) if named else None
 
 
@@ -89,8 +94,13 @@ def test_the_pool_follows_the_daemon() -> None:
     # Changed weights: blocks are found by engines with the same ones only.
     watched.engine.weights.present = "other"
     watched.engine.scheduler.reset()
+    assert watched.pool() is None, "nothing is looked up until the workers have told what they compute with"
+    asking = Request("r", list(range(20)))
+    watched.engine.scheduler.add_request(asking)
+    assert watched.engine.scheduler.matched_tokens(asking, 0) == (None, False)
+    watched.step()
     changed = watched.pool()
-    assert changed is not None and changed[1] != after[1]
+    assert changed is not None and changed[0] == after[0] and changed[1] != after[1]
 
 
 def test_an_engine_that_has_found_no_daemon_steps_for_it_for_a_moment_only() -> None:

@@ -9,6 +9,7 @@ Engines of one run and space load each other's blocks. A router reads that, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
 
 NAME = "vllm:kvlane_pool_info"
-DOCUMENTATION = "1 for the daemon's run and the space there that the engine loads from, 0 for former ones"
+DOCUMENTATION = "1: the daemon's run, and the space there, that the engine loads from; 0: a former one"
 LABELS = ["daemon", "space"]
 # The key of a part among the connector's stats.
 POOL = "pool"
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 # An engine that has started steps so long, without requests, until it has found its daemon: then all of the daemon's
 # engines have told of it before their first request.
 START_SECONDS = 2.0
@@ -46,7 +48,9 @@ class SchedulerPart:
         self._told: Part | None = None
 
     def _present(self) -> Part:
-        boot = self._connection.boot if self._shape.can_load else None
+        # Until the weights are known nothing is looked up.
+        loads = self._shape.can_load and self._weights.are_known
+        boot = self._connection.boot if loads else None
         self._has_found = self._has_found or boot is not None
         key = self._weights.key
         blocks = [each.hex() for each in self._shape.namespaces] + [key.hex() if key else ""]
@@ -109,7 +113,12 @@ class PoolInfo:
         if named == self._shown:
             return
         if self._shown is not None:
-            self._gauge.labels(*self._labels, *self._shown).set(0)
+            labels = [*self._labels, *self._shown]
+            self._gauge.labels(*labels).set(0)
+            # An engine whose weights change often would leave a series of each. In Prometheus' mode for several
+            # processes, and in Ray's, they stay, as 0.
+            if hasattr(self._gauge, "remove") and MULTIPROCESS not in os.environ:
+                self._gauge.remove(*labels)
         if named is not None:
             self._gauge.labels(*self._labels, *named).set(1)
         self._shown = named
