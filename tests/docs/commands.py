@@ -93,9 +93,11 @@ RUN_BY = {
         "tests/router/test_route_members.py::test_heartbeats_of_ours_tell_of_any_engine_and_end_with_a_goodbye"
     ),
     # docs/handoff.md
-    'VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8100 --kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
+    "VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8100 "
+    '--kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"kvlane.direct": "on", "kvlane.direct.listen": "127.0.0.1:7100"}}\'': DIRECT,
-    'VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8200 --kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
+    "VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8200 "
+    '--kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"kvlane.direct": "on"}}\'': DIRECT,
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",

@@ -36,9 +36,7 @@ class PrefillRate:
         if tokens < TOKENS_MIN:
             return
         # Between steps without a common request the engine may have had nothing to do.
-        goes_on = all(
-            not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps)
-        )
+        goes_on = all(not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps))
         seconds = now - steps[0][0]
         if goes_on and seconds > 0:
             sample = tokens / seconds
