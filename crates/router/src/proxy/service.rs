@@ -63,7 +63,7 @@ pub(super) async fn answer(
     response
 }
 
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "what a request needs on its way, handed on once")]
 async fn route(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
