@@ -201,6 +201,7 @@ impl Members {
         let differs = |member: &Member| {
             let is = &member.spec;
             (is.role, &is.group, &is.class, &is.host) != (spec.role, &spec.group, &spec.class, &spec.host)
+                || is.pool != spec.pool
                 || spec.connector.is_some() && is.connector != spec.connector
                 || spec.connector_address.is_some() && is.connector_address != spec.connector_address
         };
