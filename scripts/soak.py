@@ -123,6 +123,14 @@ PARTS = {
         "three prefill engines and one decode engine that hand over directly",
         _make("demo-direct", "ARGS=--prefill 3 --decode 1"),
     ),
+    "route": Part(
+        "20 minutes of a router whose engines are killed and restarted while clients attack it; KVLANE_TEST_MINUTES for more",
+        _make("python", "RELEASE=1", "ARGS=tests/router/test_route_soak.py -m soak -s"),
+    ),
+    "direct-busy": Part(
+        "engines that hand over directly beside 16 busy loops, bound to one processor and not",
+        _make("engines", "ARGS=-m soak -s tests/engine/test_direct_busy.py"),
+    ),
     "route-direct": Part(
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),

@@ -232,7 +232,7 @@ def test_clients_of_the_former_proxy_find_the_router_at_a_second_port() -> None:
         ('[[node]]\nurl = 3\nrole = "worker"', "url = 3: it has to be a text"),
         (
             '[[node]]\nurl = "http://h:1"\nrole = "worker"\nrank = 2',
-            "rank = 2: .*there are url, role, group, class, host, ranks",
+            "rank = 2: .*there are url, role, group, class, host, pool, ranks",
         ),
         ('[[node]]\nrole = "worker"', "url is missing"),
         ('[[node]]\nurl = "http://h:1"\nrole = "worker"\nranks = 0', "ranks = 0: .*from 1 to 1024"),
