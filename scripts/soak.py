@@ -124,7 +124,7 @@ PARTS = {
         _make("demo-direct", "ARGS=--prefill 3 --decode 1"),
     ),
     "route": Part(
-        "20 minutes of a router whose engines are killed and restarted while clients attack it; KVLANE_TEST_MINUTES for more",
+        "20 minutes of a router whose engines are killed and restarted while clients attack it",
         _make("python", "RELEASE=1", "ARGS=tests/router/test_route_soak.py -m soak -s"),
     ),
     "direct-busy": Part(

@@ -1,5 +1,5 @@
-"""Clients that attack a router: huge bodies, silent connections, half heads, bad framing, requests that engines answer with
-500, requests that change engines. Each runs in a thread until its event is set."""
+"""Clients that attack a router with huge and slow bodies, bad framing, silent connections and half heads, and with
+requests that change engines or name their parameters. Each runs in a thread of its own."""
 
 from __future__ import annotations
 

@@ -149,7 +149,9 @@ class EngineSide:
     def want(self, id: str) -> None:
         """Asks for a prompt."""
         name = bytes.fromhex(id)
-        asked = self.scheduler.begin_landing(name, self.peer_address, _CONTENT, 0, self.blocks, _SOON_MS)
+        asked = self.scheduler.begin_landing(
+            name, self.peer_address, _CONTENT, 0, self.blocks, _SOON_MS, _SOON_MS
+        )
         assert asked, "too many hand-offs"
         self.scheduler.give_room(name, self.order)
 
