@@ -1,12 +1,14 @@
 """Builds the tests of the crates and runs them, several programs at once; then the examples in the documentation.
 
     python scripts/rust_tests.py --workspace
+    python scripts/rust_tests.py --workspace --only router,fleet
     python scripts/rust_tests.py -p kvlane-fabric --test simulation -- --nocapture late
 
-Everything but --jobs goes to `cargo test`, and what follows `--` to each program. `cargo test` itself runs one program
-after the other, and most of ours wait for processes, sockets and disks. What a program prints is shown when it has
-ended, as a whole if a test failed. The times of all tests are left in .cache/times/rust.xml, as JUnit XML, which pytest
-writes too.
+`--only` builds what the other arguments name, and runs the tests of these crates alone, by their folders' names.
+Everything but --jobs and --only goes to `cargo test`, and what follows `--` to each program. `cargo test` itself runs
+one program after the other, and most of ours wait for processes, sockets and disks. What a program prints is shown when
+it has ended, as a whole if a test failed. The times of all tests are left in .cache/times/rust.xml, as JUnit XML, which
+pytest writes too.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ def build(arguments: list[str]) -> list[Built]:
     everything = arguments == ["--workspace"]
     made = cargo.build(*(cargo.EVERYTHING if everything else ("test", "--no-run", "--locked", *arguments)))
     return [each for each in made if each.is_test and each.program]
+
+
+def _folder(program: Built) -> str:
+    """The crate's folder in crates/."""
+    return program.crate.relative_to(ROOT / "crates").parts[0]
 
 
 def _name(program: Built) -> str:
@@ -122,7 +129,12 @@ def main() -> None:
         at = arguments.index("--jobs")
         jobs = int(arguments[at + 1])
         del arguments[at : at + 2]
-    programs = build(arguments)
+    only: set[str] | None = None
+    if "--only" in arguments:
+        at = arguments.index("--only")
+        only = set(arguments[at + 1].split(","))
+        del arguments[at : at + 2]
+    programs = [each for each in build(arguments) if only is None or _folder(each) in only]
     if not programs:
         sys.exit("these arguments name no tests")
     run = Run(options)
@@ -136,7 +148,7 @@ def main() -> None:
         print(f"not tested: {what}")
     if run.failed:
         sys.exit("failed: " + "; ".join(sorted(run.failed)))
-    if "--workspace" in arguments:
+    if "--workspace" in arguments and only is None:
         documentation = ["cargo", "test", "--quiet", "--doc", "--locked", *arguments]
         sys.exit(subprocess.run(documentation, cwd=ROOT, check=False).returncode)
 

@@ -2,8 +2,10 @@
 what was not tested.
 
     python scripts/stages.py lint rust python
+    python scripts/stages.py lint "python=tests/router tests/docs"
 
-The first target that fails is the last one. Test runners leave their times as JUnit XML in .cache/times.
+What follows = is the target's ARGS. The first target that fails is the last one. Test runners leave their times as
+JUnit XML in .cache/times.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ def main() -> None:
     status = 0
     try:
         for target in targets:
-            print(f"==> make {target}", flush=True)
+            target, _, arguments = target.partition("=")
+            print(f"==> make {target}" + (f' ARGS="{arguments}"' if arguments else ""), flush=True)
             began = time.monotonic()
             try:
-                status = make(target)
+                status = make(target, arguments)
             finally:
                 took.append((target, time.monotonic() - began))
             if status:
@@ -53,10 +56,10 @@ def main() -> None:
     sys.exit(status)
 
 
-def make(target: str) -> int:
+def make(target: str, arguments: str = "") -> int:
     """The status of one target. What ends this process ends all that the target has started."""
     # ARGS are for one target, not for all.
-    made = subprocess.Popen(["make", target, "ARGS="], cwd=ROOT, start_new_session=True)
+    made = subprocess.Popen(["make", target, f"ARGS={arguments}"], cwd=ROOT, start_new_session=True)
 
     def stop(number: int, _: object) -> None:
         os.killpg(made.pid, signal.SIGTERM)

@@ -1,0 +1,140 @@
+"""scripts/selection.py: a planted change in each crate and folder selects the stages that it can break."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import pytest
+from pages import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import selection
+
+WITH_VLLM = {"engines", "oldest", "data-parallel"}
+GRAPH = selection.crate_graph()
+FUZZED = selection.fuzzed_crates(GRAPH)
+# Written by hand, so that a rule that is lost turns this red: stages beside fetch, build, lint, rust and python.
+MORE_STAGES = {
+    "block": WITH_VLLM | {"fuzz", "miri"},
+    "cli": WITH_VLLM,
+    "client": WITH_VLLM,
+    "door": WITH_VLLM | {"fuzz"},
+    "engine-memory": WITH_VLLM,
+    "fabric": WITH_VLLM | {"fuzz", "loom"},
+    "fake-gpu": {"fuzz"},
+    "fleet": set(),
+    "gpu": WITH_VLLM | {"fuzz"},
+    "handoff": WITH_VLLM | {"fuzz"},
+    "kv-events": {"fuzz"},
+    "memory": WITH_VLLM | {"fuzz"},
+    "policy": {"fuzz", "miri"},
+    "proto": WITH_VLLM | {"fuzz"},
+    "python": WITH_VLLM | {"packaging"},
+    "router": {"fuzz"},
+    "server": WITH_VLLM,
+    "ssd": WITH_VLLM | {"fuzz"},
+    "store": WITH_VLLM | {"miri"},
+    "zmtp": {"fuzz"},
+}
+
+
+def planted(*files: str) -> selection.Plan:
+    return selection.plan(files, GRAPH, FUZZED)
+
+
+def test_every_crate_has_a_row() -> None:
+    assert set(GRAPH) == set(MORE_STAGES)
+
+
+@pytest.mark.parametrize("crate", sorted(MORE_STAGES))
+def test_a_change_in_a_crate_selects_what_it_can_break(crate: str) -> None:
+    found = planted(f"crates/{crate}/src/lib.rs")
+    assert set(found.stages) == {"rust", "python"} | MORE_STAGES[crate]
+    assert found.crates is not None
+    assert crate in found.crates
+    assert all(
+        crate in GRAPH[each] or each == crate for each in found.crates if not GRAPH[each] & found.crates
+    )
+
+
+def test_a_change_in_the_router_tests_its_users_and_no_engine() -> None:
+    found = planted("crates/router/src/ids.rs", "crates/cli/src/route.rs")
+    assert (found.crates, found.folders) == ({"router", "fleet", "cli"}, {"router", "bench", "docs"})
+    assert not set(found.stages) & WITH_VLLM
+
+
+def test_the_daemons_command_is_no_routers_command() -> None:
+    assert set(planted("crates/cli/src/serve.rs").stages) >= WITH_VLLM
+
+
+@pytest.mark.parametrize(
+    ("file", "stages", "folders"),
+    [
+        ("docs/routing.md", {"python"}, {"docs"}),
+        ("README.md", {"python"}, {"docs"}),
+        ("python/kvlane/connector/direct.py", {"python"} | WITH_VLLM, set(selection.PYTHON_FOLDERS)),
+        ("python/kvlane/testing/fake_engine/http.py", {"python"}, {"router", "bench", "docs"}),
+        ("python/kvlane/bench/serve.py", {"python"}, {"bench", "docs"}),
+        ("tests/router/test_route.py", {"python"}, {"router"}),
+        ("tests/daemon/processes.py", {"python"}, set(selection.PYTHON_FOLDERS)),
+        ("tests/connector/test_roles.py", {"python"}, {"connector"}),
+        ("tests/connector/test_vllm_engine.py", {"python"} | WITH_VLLM, {"connector"}),
+        ("tests/engine/served.py", {"python"} | WITH_VLLM, {"connector"}),
+        ("tests/defects/01-x.patch", set(), set()),
+        ("fuzz/fuzz_targets/frame.rs", {"fuzz"}, set()),
+        ("scripts/wheel.py", {"packaging"}, set()),
+        (".ci/passed", set(), set()),
+    ],
+)
+def test_a_change_outside_the_crates(file: str, stages: set[str], folders: set[str]) -> None:
+    found = planted(file)
+    assert (set(found.stages), found.folders) == (stages, folders)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["Cargo.lock", "Makefile", ".ci/run", "pyproject.toml", "scripts/environment.py", "a/new/folder.txt"],
+)
+def test_what_builds_the_rest_and_what_no_rule_knows_selects_everything(file: str) -> None:
+    found = planted(file, "docs/routing.md")
+    assert set(found.stages) == set(selection.STAGES)
+    assert found.targets() == list(selection.STAGES), "nothing is narrowed"
+
+
+def test_the_commands_that_run_name_crates_and_folders() -> None:
+    targets = planted("crates/zmtp/src/lib.rs").targets()
+    assert targets[:3] == ["fetch", "build", "lint"]
+    assert targets[3:5] == [
+        "rust=--workspace --only cli,fleet,router,zmtp",
+        "python=tests/bench tests/docs tests/router",
+    ]
+
+
+TODAY = datetime.date(2026, 11, 27)
+
+
+def test_the_newest_commit_that_passed_all_stages_is_compared_with() -> None:
+    known = selection.landings(
+        "# date commit stages\n2026-11-25 aaa all\n2026-11-26 bbb all\n2026-11-26 ccc some\n"
+    )
+    assert selection.base(known, TODAY)[0] == "bbb"
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("", "names no commit"),
+        ("2026-11-26 aaa some\n", "names no commit"),
+        ("2026-11-24 aaa all\n", "last passed on 2026-11-24"),
+        ("2026-11-27 aaa all\n" + "2026-11-27 bbb some\n" * 10, "10 landings have followed"),
+    ],
+)
+def test_where_the_last_whole_run_is_too_far_away_all_stages_run(lines: str, why: str) -> None:
+    commit, sentence = selection.base(selection.landings(lines), TODAY)
+    assert (commit, why in sentence) == (None, True), sentence
+
+
+def test_the_repositorys_own_file_can_be_read() -> None:
+    assert selection.landings(selection.PASSED.read_text())
