@@ -1,7 +1,7 @@
 //! HTTP connections whose request has not come completely. Where all places are taken the oldest of these gives up its own:
 //! whoever has something to ask does so at once.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
@@ -15,7 +15,14 @@ pub struct Waiting<S = Slot>(Mutex<Inner<S>>);
 #[derive(Debug)]
 struct Inner<S> {
     next: u64,
-    waiting: BTreeMap<u64, (Arc<Place<S>>, AbortHandle)>,
+    waiting: BTreeMap<u64, Entry<S>>,
+}
+
+#[derive(Debug)]
+struct Entry<S> {
+    since: Instant,
+    place: Arc<Place<S>>,
+    task: AbortHandle,
 }
 
 /// Where a connection is counted, until this is dropped or the place is taken away.
@@ -45,7 +52,7 @@ impl<S> Waiting<S> {
 
     /// A connection that has begun waits for its request from now on.
     pub fn add(&self, number: u64, place: Arc<Place<S>>, task: AbortHandle) {
-        self.0.lock().waiting.insert(number, (place, task));
+        self.0.lock().waiting.insert(number, Entry { since: Instant::now(), place, task });
     }
 
     /// Its request has come, or it has ended.
@@ -53,9 +60,14 @@ impl<S> Waiting<S> {
         self.0.lock().waiting.remove(&number);
     }
 
+    /// When the oldest began to wait. None where none waits.
+    pub fn oldest(&self) -> Option<Instant> {
+        self.0.lock().waiting.values().next().map(|entry| entry.since)
+    }
+
     /// Closes the oldest, and answers the place that it had. None where none waits.
     pub fn close_oldest(&self) -> Option<S> {
-        let (_, (place, task)) = self.0.lock().waiting.pop_first()?;
+        let (_, Entry { place, task, .. }) = self.0.lock().waiting.pop_first()?;
         task.abort();
         place.0.lock().take()
     }

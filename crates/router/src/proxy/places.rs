@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   a slot is free                                    --> it gets that
-//!   none is, but a connection has sent no whole head  --> the oldest of these gives up its own, at once
+//!   none is, but a connection has sent no whole head  --> the oldest of these gives up its own, once it has had HEAD_GRACE
 //!   none is, but one is idle or amid a head           --> each thread closes the one that asks nothing for longest
 //!   all are being served                              --> it waits
 //! ```
@@ -26,6 +26,8 @@ use tokio::{
 
 use super::clients::Clients;
 
+/// A client that has connected sends its head within this time. Without it a crowd of clients would close each other's connections.
+const HEAD_GRACE: Duration = Duration::from_millis(100);
 /// How often a connection that waits for a slot looks whether another one can be closed.
 const CROWDED_RETRY: Duration = Duration::from_millis(100);
 
@@ -66,6 +68,13 @@ impl Places {
             }
             // Those that came just now may have sent their heads already.
             yield_now().await;
+            let grace = self.headless.oldest().map(|since| HEAD_GRACE.saturating_sub(since.elapsed()));
+            if let Some(grace) = grace.filter(|grace| !grace.is_zero()) {
+                if let Ok(slot) = timeout(grace, Arc::clone(&self.slots).acquire_owned()).await {
+                    return slot.ok();
+                }
+                continue;
+            }
             if let Some(slot) = self.headless.close_oldest() {
                 self.count();
                 return Some(slot);
