@@ -75,7 +75,12 @@ class Hostile:
         ).encode()
 
     def _status(self, connection: socket.socket) -> str:
-        line = connection.makefile("rb").readline(200)
+        """Of the final answer: an interim one (100) asks whether this client has left."""
+        with connection.makefile("rb") as answer:
+            line = answer.readline(200)
+            while line.startswith(b"HTTP/1.1 100 "):
+                answer.readline(200)
+                line = answer.readline(200)
         return line.split(b" ")[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
 
     def _send(self, path: str, body: bytes) -> str:
@@ -94,8 +99,9 @@ class Hostile:
         return self._send(CHAT, b'{"model":"fake","messages":[' + b"0," * (self._body_bytes // 2) + b"0]}")
 
     def _nested(self) -> str:
+        # Without its last bracket: the router has to walk over all of it, and no engine gets it.
         lists = b",".join([b"[" * 100 + b"]" * 100] * (self._body_bytes // 201))
-        return self._send(COMPLETIONS, b'{"model":"fake","max_tokens":1,"prompt":"x","y":[' + lists + b"]}")
+        return self._send(COMPLETIONS, b'{"model":"fake","max_tokens":1,"prompt":"x","y":[' + lists + b"]")
 
     def _slow_body(self) -> str:
         with self._connection() as connection:

@@ -97,7 +97,7 @@ def _kill_in_turns(router: Router, flags: list[list[str]], engines: list[FakeEng
 
 def _ready(router: Router) -> int:
     _, page, _ = ask(router.admin, "/nodes")
-    return sum(node["state"] == "ready" and node.get("pause_s") is None for node in page["nodes"])
+    return sum(node["state"] == "ready" and not node["left_alone"] for node in page["nodes"])
 
 
 def _client(address: str, key: str, number: int, seen: Seen, over: threading.Event) -> None:
