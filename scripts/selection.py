@@ -46,6 +46,8 @@ WITH_VLLM = ("engines", "oldest", "data-parallel")
 PYTHON_FOLDERS = ("daemon", "connector", "bench", "fabric", "router", "docs")
 ROUTER_FOLDERS = ("router", "bench", "docs")
 
+# The tests of real engines that the router, the benchmarks, the demos and the pages take part in.
+PAIRS = "tests/engine"
 # No engine and no daemon behaves otherwise because one of these changed; policy decides only which blocks stay.
 BESIDE_ENGINES = ("router", "fleet", "kv-events", "zmtp", "policy")
 # Files of the program's crate that belong to the router and to replays.
@@ -62,6 +64,8 @@ class Plan:
     """Crates whose tests run."""
     folders: set[str] | None = field(default_factory=set)
     """Folders of tests/ that `make python` runs."""
+    engines: set[str] | None = field(default_factory=set)
+    """Paths that `make engines` runs."""
 
     def ask(self, why: str, *stages: str) -> None:
         for stage in stages:
@@ -77,9 +81,17 @@ class Plan:
         if self.folders is not None:
             self.folders.update(folders)
 
+    def ask_engines(self, why: str, *paths: str) -> None:
+        """Some tests of real engines; without paths all of them, with the oldest and data-parallel ones."""
+        self.ask(why, *(("engines",) if paths else WITH_VLLM))
+        if not paths:
+            self.engines = None
+        elif self.engines is not None:
+            self.engines.update(paths)
+
     def ask_all(self, why: str) -> None:
         self.ask(why, *STAGES)
-        self.crates = self.folders = None
+        self.crates = self.folders = self.engines = None
 
     def targets(self) -> list[str]:
         """Arguments of scripts/stages.py, in the order of the stages."""
@@ -88,6 +100,7 @@ class Plan:
             "python": ""
             if self.folders is None
             else " ".join(f"tests/{each}" for each in sorted(self.folders)),
+            "engines": "" if self.engines is None else " ".join(sorted(self.engines)),
         }
         chosen = [stage for stage in STAGES if stage in self.stages or stage in ALWAYS]
         return [f"{stage}={narrowed[stage]}" if narrowed.get(stage) else stage for stage in chosen]
@@ -110,19 +123,24 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
             found.ask_python(file, *ROUTER_FOLDERS)
         case ("python", "kvlane", "bench" | "demo", *_):
             found.ask_python(file, "bench", "docs")
+            found.ask_engines(file, PAIRS)
         case ("python", *_):
             found.ask_python(file, *PYTHON_FOLDERS)
-            found.ask(file, *WITH_VLLM)
+            found.ask_engines(file)
         case ("tests", "connector", name) if name.startswith("test_") and not name.startswith("test_vllm_"):
             found.ask_python(file, "connector")
         case ("tests", "connector" | "engine", *_):
             found.ask_python(file, "connector")
-            found.ask(file, *WITH_VLLM)
+            found.ask_engines(file)
         case ("tests", "packaging", *_):
             found.ask(file, "packaging")
         case ("tests", "daemon", name) if not name.startswith("test_"):
             # The other folders import its helpers.
             found.ask_python(file, *PYTHON_FOLDERS)
+        case ("tests", "router" | "docs" as folder, name) if not name.startswith("test_"):
+            # Tests of engines import these helpers.
+            found.ask_python(file, folder)
+            found.ask_engines(file, PAIRS)
         case ("tests", folder, *_) if folder in PYTHON_FOLDERS:
             found.ask_python(file, folder)
         case ("tests", "defects", *_) | ("LICENSE" | "deny.toml",):
@@ -131,9 +149,15 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
             found.ask(file, "fuzz")
         case ("examples", *_):
             found.ask_python(file, "docs", "bench")
-            found.ask(file, "engines")
+            found.ask_engines(file, PAIRS)
         case ("bench", *_):
             found.ask_python(file, "bench", "docs")
+        case ("docs", "start.md"):
+            # A test of engines walks this page word for word.
+            found.ask_python(file, "docs")
+            found.ask_engines(file, "tests/engine/test_start_page.py")
+        case ("docs", "identity.md" | "configure.md"):
+            found.ask_python(file, "docs", "connector")
         case ("docs", *_) | ("CHANGELOG.md" | "CONTRIBUTING.md" | "README.md",):
             found.ask_python(file, "docs")
         case (
@@ -164,11 +188,12 @@ def _add_crate(
         found.ask_python(file, "daemon", "bench", "docs")
     elif crate in BESIDE_ENGINES or is_router_command:
         found.ask_python(file, *ROUTER_FOLDERS)
+        found.ask_engines(file, "tests/engine/test_route_pd.py")
     elif crate == "fake-gpu":
         found.ask_python(file, *PYTHON_FOLDERS)
     else:
         found.ask_python(file, *PYTHON_FOLDERS)
-        found.ask(file, *WITH_VLLM)
+        found.ask_engines(file)
     if crate in fuzzed:
         found.ask(file, "fuzz")
     if crate == "fabric":

@@ -100,3 +100,16 @@ def test_two_workers_that_are_bound_to_one_processor_are_named(
         assert all("VLLM_CPU_OMP_THREADS_BIND=nobind" in line for line in lines)
     with suppress(OSError):
         assert affinity.bound_processors(os.getpid()) == own
+
+
+def test_a_process_whose_name_is_cut_within_a_character_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel cuts names at 15 bytes. Reading such a one failed, and with it the rank's start."""
+    task = tmp_path / "4000000" / "task" / "4000000"
+    task.mkdir(parents=True)
+    (task / "comm").write_bytes("Обработка".encode()[:15] + b"\n")
+    monkeypatch.setattr(affinity, "PROC", tmp_path)
+    monkeypatch.setattr(affinity, "bound_processors", lambda _: {SEVERAL[0]})
+    monkeypatch.setattr(affinity, "processors", lambda: set(SEVERAL) | {SEVERAL[0] + 1})
+    affinity.warn_of_shared_processors()

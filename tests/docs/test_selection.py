@@ -24,19 +24,19 @@ MORE_STAGES = {
     "engine-memory": WITH_VLLM,
     "fabric": WITH_VLLM | {"fuzz", "loom"},
     "fake-gpu": {"fuzz"},
-    "fleet": set(),
+    "fleet": {"engines"},
     "gpu": WITH_VLLM | {"fuzz"},
     "handoff": WITH_VLLM | {"fuzz"},
-    "kv-events": {"fuzz"},
+    "kv-events": {"engines", "fuzz"},
     "memory": WITH_VLLM | {"fuzz"},
     "policy": {"fuzz", "miri"},
     "proto": WITH_VLLM | {"fuzz"},
     "python": WITH_VLLM | {"packaging"},
-    "router": {"fuzz"},
+    "router": {"engines", "fuzz"},
     "server": WITH_VLLM,
     "ssd": WITH_VLLM | {"fuzz"},
     "store": WITH_VLLM | {"miri"},
-    "zmtp": {"fuzz"},
+    "zmtp": {"engines", "fuzz"},
 }
 
 
@@ -59,10 +59,10 @@ def test_a_change_in_a_crate_selects_what_it_can_break(crate: str) -> None:
     )
 
 
-def test_a_change_in_the_router_tests_its_users_and_no_engine() -> None:
+def test_a_change_in_the_router_tests_its_users_and_of_engines_only_a_pair_behind_it() -> None:
     found = planted("crates/router/src/ids.rs", "crates/cli/src/route.rs")
     assert (found.crates, found.folders) == ({"router", "fleet", "cli"}, {"router", "bench", "docs"})
-    assert not set(found.stages) & WITH_VLLM
+    assert (set(found.stages) & WITH_VLLM, found.engines) == ({"engines"}, {"tests/engine/test_route_pd.py"})
 
 
 def test_the_daemons_command_is_no_routers_command() -> None:
@@ -76,7 +76,10 @@ def test_the_daemons_command_is_no_routers_command() -> None:
         ("README.md", {"python"}, {"docs"}),
         ("python/kvlane/connector/direct.py", {"python"} | WITH_VLLM, set(selection.PYTHON_FOLDERS)),
         ("python/kvlane/testing/fake_engine/http.py", {"python"}, {"router", "bench", "docs"}),
-        ("python/kvlane/bench/serve.py", {"python"}, {"bench", "docs"}),
+        ("python/kvlane/bench/serve.py", {"python", "engines"}, {"bench", "docs"}),
+        ("docs/start.md", {"python", "engines"}, {"docs"}),
+        ("docs/identity.md", {"python"}, {"docs", "connector"}),
+        ("tests/router/routed.py", {"python", "engines"}, {"router"}),
         ("tests/router/test_route.py", {"python"}, {"router"}),
         ("tests/daemon/processes.py", {"python"}, set(selection.PYTHON_FOLDERS)),
         ("tests/connector/test_roles.py", {"python"}, {"connector"}),
@@ -106,9 +109,10 @@ def test_what_builds_the_rest_and_what_no_rule_knows_selects_everything(file: st
 def test_the_commands_that_run_name_crates_and_folders() -> None:
     targets = planted("crates/zmtp/src/lib.rs").targets()
     assert targets[:3] == ["fetch", "build", "lint"]
-    assert targets[3:5] == [
+    assert targets[3:6] == [
         "rust=--workspace --only cli,fleet,router,zmtp",
         "python=tests/bench tests/docs tests/router",
+        "engines=tests/engine/test_route_pd.py",
     ]
 
 

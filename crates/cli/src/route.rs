@@ -43,9 +43,9 @@ use crate::{
 
 /// Clients' connections at a time, where nobody says another number.
 const CONNECTIONS: u32 = 10_000;
-/// A request takes its client's connection, and that to a node.
+/// A request takes its client's connection, and one to each of its nodes: a direct pair works at the same time.
 const CLIENTS: Needs =
-    Needs { flag: "--max-connections", whom: "clients", each: 2, besides: 100, usual: 500 };
+    Needs { flag: "--max-connections", whom: "clients", each: 3, besides: 100, usual: 500 };
 
 /// Runs a router, or tells a running one what to do.
 #[derive(Debug, Args)]

@@ -9,8 +9,12 @@ pub(crate) const CONNECTING: Duration = Duration::from_millis(1500);
 const GREETING: Duration = Duration::from_secs(5);
 /// A peer whose kernel holds the connection: it gets no processor, or is stopped.
 const SILENT: Duration = Duration::from_secs(10);
-/// How long another host may acknowledge nothing of what was sent to it. Its kernel does that, however busy the peer is.
+/// How long another host may acknowledge nothing of the messages that were sent to it. Its kernel does that, however busy the peer
+/// is, since messages do not fill its buffers.
 pub(crate) const UNACKNOWLEDGED_MS: u32 = 1500;
+/// The same of bytes. A peer that gets no processor reads nothing: its buffers fill, and Linux counts that as unacknowledged, although
+/// the other kernel answers.
+pub(crate) const UNREAD_MS: u32 = 10_000;
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

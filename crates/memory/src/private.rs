@@ -3,7 +3,7 @@
 
 use std::{ffi::c_void, io, ptr::NonNull, slice};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Zeroed bytes. A page costs memory once something is written to it.
 #[derive(Debug)]
@@ -28,6 +28,9 @@ impl PrivateMemory {
         // SAFETY: A new mapping at an address that the kernel chooses touches nothing that exists.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }?;
         let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
+        // Where huge pages are `always` on, one written byte would cost 2 MiB. A kernel without them refuses the advice.
+        // SAFETY: The mapping is new and has these bytes; the advice changes no contents.
+        let _ = unsafe { madvise(base.as_ptr(), bytes, Advice::LinuxNoHugepage) };
         Ok(Self { base, bytes })
     }
 

@@ -74,7 +74,8 @@ def bound_processors(pid: int) -> set[int]:
 
 
 def _name(task: Path) -> str:
-    return task.joinpath("comm").read_text().strip()
+    # The kernel cuts names at 15 bytes, perhaps within a character.
+    return task.joinpath("comm").read_text(errors="replace").strip()
 
 
 def warn_of_shared_processors() -> None:

@@ -134,9 +134,10 @@ class Direct:
                 self.peers.networks,
                 self._settings.tls_files(),
             )
-        publish(self.agent.address, os.getpid())
-        # vLLM ends its engine's process without the hooks of atexit, and not every end calls `close`.
-        Finalize(self, withdraw, (os.getpid(),), exitpriority=0)
+        file = publish(self.agent.address, os.getpid())
+        if file is not None:
+            # vLLM ends its engine's process without the hooks of atexit, and not every end calls `close`.
+            Finalize(self, withdraw, (file,), exitpriority=0)
 
     def content(self, key: bytes) -> bytes:
         """What a request's tokens mean. `key`: of the engine's present weights and the request's adapter."""

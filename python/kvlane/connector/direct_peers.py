@@ -17,22 +17,22 @@ from kvlane import _core
 SUFFIX = ".direct"
 
 
-def publish(address: str, pid: int) -> None:
-    """Leave the address for this user's other engines. Where the runtime folder is not this user's alone, nothing is
-    left: then `kvlane.direct.peers` has to name this engine."""
+def publish(address: str, pid: int) -> Path | None:
+    """Leave the address for this user's other engines, in this file. Where the runtime folder is not this user's alone,
+    nothing is left: then `kvlane.direct.peers` has to name this engine."""
     with suppress(OSError):
         place = _core.runtime_folder()
         _tidy(place)
         new = place / f".{pid}{SUFFIX}.new"
         new.write_text(address)
-        new.rename(place / f"{pid}-{address.rpartition(':')[2]}{SUFFIX}")
+        return new.rename(place / f"{pid}-{address.rpartition(':')[2]}{SUFFIX}")
+    return None
 
 
-def withdraw(pid: int) -> None:
-    """Take away what this process has left."""
+def withdraw(file: Path) -> None:
+    """Take away what `publish` has left. Another engine of the same process keeps its own."""
     with suppress(OSError):
-        for file in _core.runtime_folder().glob(f"{pid}-*{SUFFIX}"):
-            file.unlink()
+        file.unlink()
 
 
 def _tidy(place: Path) -> None:

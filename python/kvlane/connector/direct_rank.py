@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,9 @@ def start_rank(
 
     with unbound():
         core_log.start(_core)
-    warn_of_shared_processors()
+    with suppress(Exception):
+        # A warning costs the rank nothing.
+        warn_of_shared_processors()
     group = the_group(cache_groups(vllm_config, kv_cache_config))
     device = gpu_of(kv_caches)
     if device is not None and vllm_config.model_config.enable_sleep_mode:

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
 
-# Steps with fewer tokens mostly generate: they say little about prompts.
+# A request with fewer tokens in a step generates, also where a drafter proposes some: that says nothing of prompts.
+PROMPT_TOKENS_MIN = 32
+# Steps with fewer tokens of prompts say little.
 TOKENS_MIN = 64
 # Tokens a second of a slow engine. It counts until a step has shown how fast this one is.
 UNKNOWN_RATE = 250.0
@@ -32,12 +34,13 @@ class PrefillRate:
         if len(self._steps) < (self._steps.maxlen or 0):
             return
         steps = list(self._steps)
-        tokens = sum(sum(each.values()) for _, each in steps[:-1])
+        # The oldest step is over now. Its own time began when the step before it was over, and one more was planned.
+        tokens = sum(count for count in steps[0][1].values() if count >= PROMPT_TOKENS_MIN)
         if tokens < TOKENS_MIN:
             return
         # Between steps without a common request the engine may have had nothing to do.
         goes_on = all(not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps))
-        seconds = now - steps[0][0]
+        seconds = now - steps[-2][0]
         if goes_on and seconds > 0:
             sample = tokens / seconds
             self._rate = sample if self._rate is None else self._rate + WEIGHT * (sample - self._rate)

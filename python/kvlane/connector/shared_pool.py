@@ -10,6 +10,7 @@ Engines of one run and space load each other's blocks. A router reads that, and 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 # An engine that has started steps so long, without requests, until it has found its daemon: then all of the daemon's
 # engines have told of it before their first request.
 START_SECONDS = 2.0
+# Parts are given again after so long: vLLM brings each to one of its API servers, and every one of them has a metric.
+AGAIN_SECONDS = 5.0
 Part = dict[str, str]
 
 
@@ -46,6 +49,7 @@ class SchedulerPart:
         self._started: float | None = None
         self._has_found = False
         self._told: Part | None = None
+        self._again_at = 0.0
 
     def _present(self) -> Part:
         # Until the weights are known nothing is looked up.
@@ -61,11 +65,11 @@ class SchedulerPart:
         }
 
     def take(self) -> Part | None:
-        """What is new since the last call."""
-        present = self._present()
-        if present == self._told:
+        """What is new since the last call, or was given long ago."""
+        present, now = self._present(), self._clock()
+        if present == self._told and now < self._again_at:
             return None
-        self._told = present
+        self._told, self._again_at = present, now + AGAIN_SECONDS
         return present
 
     def is_due(self) -> bool:
@@ -83,18 +87,24 @@ class SchedulerPart:
 class WorkerPart:
     """What a rank knows."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank = rank
-        self._untold: Part | None = None
+        self._clock = clock
+        self._part: Part | None = None
+        self._again_at = 0.0
 
     def attached(self, layouts: Sequence[bytes]) -> None:
         """The rank's blocks are cut like this, by group."""
-        self._untold = {str(self._rank): digest16([each.hex() for each in layouts]).hex()}
+        self._part = {str(self._rank): digest16([each.hex() for each in layouts]).hex()}
+        self._again_at = 0.0
 
     def take(self) -> Part | None:
-        """What is new since the last call."""
-        untold, self._untold = self._untold, None
-        return untold
+        """What is new since the last call, or was given long ago."""
+        now = self._clock()
+        if self._part is None or now < self._again_at:
+            return None
+        self._again_at = now + AGAIN_SECONDS
+        return self._part
 
 
 class PoolInfo:

@@ -32,7 +32,11 @@ impl Facts {
                     status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()))
                 };
                 match value("Name") {
-                    Some(name) if name.starts_with(OURS) => is_worker = true,
+                    // Where ours may not run elsewhere either, as on one processor, `nobind` would change nothing.
+                    Some(name) if name.starts_with(OURS) => {
+                        is_worker |=
+                            value("Cpus_allowed_list").is_some_and(|list| list.parse::<u32>().is_err());
+                    }
                     // Several are written as a list or a range.
                     _ => bound.extend(value("Cpus_allowed_list").and_then(|list| list.parse::<u32>().ok())),
                 }
@@ -72,6 +76,10 @@ mod tests {
 
     /// Each has a thread that computes and one of kvlane's.
     fn judged(workers: &[(u32, &str)], ours: &str) -> Option<Finding> {
+        judged_on(workers, ours, "0-3")
+    }
+
+    fn judged_on(workers: &[(u32, &str)], ours: &str, our_cpus: &str) -> Option<Finding> {
         let mut files = Vec::new();
         for (process, cpus) in workers {
             files.push((
@@ -81,7 +89,7 @@ mod tests {
             let other = process + 1;
             files.push((
                 format!("proc/{process}/task/{other}/status"),
-                format!("Name:\t{ours}\nCpus_allowed_list:\t0\n"),
+                format!("Name:\t{ours}\nCpus_allowed_list:\t{our_cpus}\n"),
             ));
         }
         let files: Vec<(&str, &str)> = files.iter().map(|(path, text)| (&**path, &**text)).collect();
@@ -104,6 +112,11 @@ mod tests {
             judged(&[(100, "0"), (200, "0")], "other").map(|found| found.found),
             None,
             "no engines of ours"
+        );
+        assert_eq!(
+            judged_on(&[(100, "0"), (200, "0")], "kvlane-fabric", "0").map(|found| found.found),
+            None,
+            "a host with one processor"
         );
     }
 }

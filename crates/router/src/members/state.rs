@@ -207,17 +207,19 @@ impl Members {
         };
         if let Some(member) = self.members.get_mut(&key) {
             member.whose.configured = true;
-            // An operator who has removed it does not keep it any more.
-            member.whose.added &= member.drain.take() != Some(Drain::Go);
+            // An operator who has removed it does not keep it any more. What an operator drains stays drained.
+            member.whose.added &= member.drain != Some(Drain::Go);
+            member.drain = member.drain.filter(|drain| *drain == Drain::Stay);
             if !differs(member) {
                 return;
             }
         }
         let former = self.leave(&key, "the configuration says something else of it now", changes);
-        let (whose, at) = former.map_or_else(Default::default, |former| (former.whose, former.at));
+        let (whose, at, drain) =
+            former.map_or_else(Default::default, |former| (former.whose, former.at, former.drain));
         self.join(key.clone(), spec, Whose { configured: true, ..whose }, changes);
         if let Some(member) = self.members.get_mut(&key) {
-            member.at = at;
+            (member.at, member.drain) = (at, drain);
         }
     }
 

@@ -63,6 +63,8 @@ pub(super) struct Work<'a> {
     /// None where the request names none.
     pub(super) model: Option<&'a str>,
     pub(super) marks: &'a [Mark],
+    /// Whether an engine computes its answer.
+    pub(super) computes: bool,
     /// None where it cannot be split.
     pub(super) api: Option<Api>,
     /// Its tokens, if they are known.
@@ -222,6 +224,7 @@ impl Work<'_> {
 
     async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {
         let guard = LegGuard::new(self.shared, whole);
+        let guard = if self.computes { guard } else { guard.computes_nothing() };
         let id = self.id.of_leg(Leg::Whole, attempt);
         let begun = self.send(guard, Leg::Whole, &Ask::Whole, &id).await?;
         self.pass_on(begun).await
@@ -377,7 +380,7 @@ impl Work<'_> {
             }
         };
         guard.answers(head.status);
-        guard.prefilled(self.marks);
+        guard.prefilled(self.marks_of(head.status));
         guard.end(LegEnd::Served);
         if !head.status.is_success() {
             return Err(Unserved::Refused(self.own(head, answer)));
@@ -443,6 +446,11 @@ impl Work<'_> {
         Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
     }
 
+    /// What the node has of the prompt after an answer with this status: one that refuses has computed nothing.
+    fn marks_of(&self, status: StatusCode) -> &[Mark] {
+        if status.is_success() { self.marks } else { &[] }
+    }
+
     fn edited(&self, edited: Edited<'_>) -> Outgoing {
         Outgoing::edited(self.body, edited)
     }
@@ -493,7 +501,7 @@ impl Work<'_> {
                 if head.status.is_success() {
                     self.doubted.convict(guard.leg());
                 }
-                EngineBody::new(first, body, guard, self.marks)
+                EngineBody::new(first, body, guard, self.marks_of(head.status))
             }
             // Without a length, an answer that has nothing looks like one that was cut.
             Ok(None) if body.ends_with_connection() && head.status.is_success() => {

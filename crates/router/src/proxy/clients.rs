@@ -145,8 +145,9 @@ impl Clients {
         let waiting = all.values().filter(|client| !client.is_late.get()).filter_map(|client| {
             let rank = match client.phase.get() {
                 Phase::Head => 1,
-                Phase::Idle => 0,
-                Phase::Body | Phase::Waits => return None,
+                // Its last answer has been read to its end.
+                Phase::Idle if !client.is_full() => 0,
+                Phase::Idle | Phase::Body | Phase::Waits => return None,
             };
             Some((rank, client.sweeps.get(), client))
         });

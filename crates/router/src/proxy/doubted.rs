@@ -47,9 +47,10 @@ impl<'a> Doubted<'a> {
         guard.end(LegEnd::InDoubt);
         let Some(node) = node else { return };
         self.all.borrow_mut().push(Answered { node, leg, is_convicted: false });
+        let fingerprint = self.fingerprint();
         let turn = {
             let mut state = self.shared.state.lock();
-            let turn = state.scheduler.doubt(node, self.fingerprint(), Instant::now());
+            let turn = state.scheduler.doubt(node, fingerprint, Instant::now());
             if turn.is_some() {
                 state.scheduler.note_failure(
                     node,
@@ -73,12 +74,13 @@ impl<'a> Doubted<'a> {
                 continue;
             }
             each.is_convicted = true;
+            let fingerprint = self.fingerprint();
             let turn = {
                 let mut state = self.shared.state.lock();
                 state
                     .scheduler
                     .note_failure(each.node, "it answered 500 to a request that another node served");
-                state.scheduler.convict(each.node, self.fingerprint(), Instant::now())
+                state.scheduler.convict(each.node, fingerprint, Instant::now())
             };
             self.shared.tell_turn(each.node, turn);
         }

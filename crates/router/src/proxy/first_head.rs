@@ -4,12 +4,19 @@
 use std::{io, time::Duration};
 
 use rustix::net::{RecvFlags, recv};
-use tokio::{io::Interest, net::TcpStream, sync::watch, time::timeout};
+use tokio::{
+    io::Interest,
+    net::TcpStream,
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use super::{clients::HEAD_TIMEOUT, idle::Upstreams, keys::Keys, service::shows_key};
 
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
+/// How long a connection may take for its first head when the proxy stops.
+const LAST_HEADS: Duration = Duration::from_millis(100);
 /// What hyper answers where a head is too long.
 const TOO_LONG: &[u8] =
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
@@ -43,7 +50,11 @@ pub(super) async fn first_head(
     let found = tokio::select! {
         biased;
         found = timeout(HEAD_TIMEOUT, find(stream, upstreams, keys)) => found,
-        _ = stopped.changed() => return None,
+        // Heads that were on their way are still served.
+        () = async {
+            let _ = stopped.changed().await;
+            sleep(LAST_HEADS).await;
+        } => return None,
     };
     let Ok(Ok(found)) = found else { return None };
     if found == Found::TooLong {

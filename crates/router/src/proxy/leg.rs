@@ -15,11 +15,19 @@ use crate::{
 pub(super) struct LegGuard {
     shared: Arc<Shared>,
     reservation: Option<Reservation>,
+    /// The node computes nothing for it, so an answer does not say that its engine works.
+    proves_nothing: bool,
 }
 
 impl LegGuard {
     pub(super) fn new(shared: &Arc<Shared>, reservation: Reservation) -> Self {
-        Self { shared: Arc::clone(shared), reservation: Some(reservation) }
+        Self { shared: Arc::clone(shared), reservation: Some(reservation), proves_nothing: false }
+    }
+
+    /// A leg that an engine's server answers without its engine, such as a browser's preflight.
+    pub(super) fn computes_nothing(mut self) -> Self {
+        self.proves_nothing = true;
+        self
     }
 
     pub(super) fn node(&self) -> Option<NodeId> {
@@ -62,6 +70,7 @@ impl LegGuard {
     pub(super) fn end(&mut self, end: LegEnd) {
         if let Some(reservation) = self.reservation.take() {
             let node = reservation.node;
+            let end = if self.proves_nothing && end == LegEnd::Served { LegEnd::Left } else { end };
             let turn = self.shared.state.lock().scheduler.end(reservation, end, Instant::now());
             self.shared.tell_turn(node, turn);
         }

@@ -22,12 +22,12 @@ use tokio::{
     runtime::{LocalOptions, LocalRuntime},
     sync::{OwnedSemaphorePermit, watch},
     task::{JoinSet, spawn_local},
-    time::sleep,
+    time::{sleep, timeout},
 };
 
 use super::{
     answer::Problem,
-    clients::{Awaited, Clients},
+    clients::{Awaited, Clients, HEAD_TIMEOUT},
     departure::Departure,
     first_head::{First, first_head},
     head_watch::{HeadWatch, Watched},
@@ -214,7 +214,10 @@ async fn connection(
     let Some(first) = first else { return };
     let _turn = match first {
         First::OfClient => None,
-        First::OfStranger => shared.places.strangers.acquire().await.ok(),
+        First::OfStranger => match timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await {
+            Ok(turn) => turn.ok(),
+            Err(_) => return,
+        },
     };
     let _place = headless.has_head();
     let stream = Rc::new(stream);
@@ -251,14 +254,16 @@ async fn connection(
     let mut is_told_to_stop = false;
     let served = poll_fn(|context| {
         client.is_polled(context);
-        if client.is_silent_too_long() {
-            return Poll::Ready(Ok(()));
-        }
-        if client.is_stopping() && !is_told_to_stop {
+        // What has come is taken in before the connection is closed for what has not.
+        let mut served = serving.as_mut().poll(context);
+        if served.is_pending() && client.is_stopping() && !is_told_to_stop {
             is_told_to_stop = true;
             serving.as_mut().graceful_shutdown();
+            served = serving.as_mut().poll(context);
         }
-        let served = serving.as_mut().poll(context);
+        if served.is_pending() && client.is_silent_too_long() {
+            return Poll::Ready(Ok(()));
+        }
         let mut has_left = || departure.poll(context, may_ask.get() && !client.is_full()).is_ready();
         if served.is_pending() && client.waits() && has_left() {
             tracing::debug!("a client has left");

@@ -1,6 +1,6 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll};
+use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll, time::Duration};
 
 use bytes::Bytes;
 use hyper::{
@@ -9,6 +9,7 @@ use hyper::{
     header::{AUTHORIZATION, CONNECTION, CONTENT_TYPE, HeaderValue},
     http::request::Parts,
 };
+use tokio::time::timeout;
 
 use super::{
     answer::{AnswerBody, Problem, json_answer},
@@ -34,6 +35,8 @@ const CLIENT_ID_BYTES_MAX: usize = 256;
 const MODEL_BYTES_MAX: usize = 1 << 10;
 /// Shorter heads do not count as memory that a request takes.
 const HEAD_BYTES_FREE: usize = 8 << 10;
+/// An engine's server answers a preflight at once. Strangers send them, so a stuck one must not hold their turns.
+const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes of a body that are taken in before other requests have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
@@ -102,7 +105,13 @@ impl Arrived<'_> {
             Route::Health => Ok(last(health(shared))),
             Route::Models => Ok(models(shared)),
             // A preflight has no body: what comes in its place is not read.
-            route @ Route::Preflight => self.pass(&Bytes::new(), &held, route).await.map(last),
+            route @ Route::Preflight => {
+                let passing =
+                    timeout(PREFLIGHT_TIMEOUT, async { self.pass(&Bytes::new(), &held, route).await });
+                let late =
+                    || Problem::new(StatusCode::GATEWAY_TIMEOUT, "no engine answered the preflight in time");
+                passing.await.unwrap_or_else(|_| Err(late())).map(last)
+            }
             route => {
                 let head_bytes = head_bytes(head);
                 if head_bytes > HEAD_BYTES_FREE {
@@ -120,7 +129,7 @@ impl Arrived<'_> {
         let Self { shared, upstreams, client, head, id, client_id, tally } = *self;
         let api = if let Route::Generates(api) = route { api } else { None };
         let is_post = head.method == Method::POST;
-        let (scanned, marks) = if is_post && (api.is_some() || is_json(&head.headers)) {
+        let (scanned, marks) = if is_post && (api.is_some() || !body.is_empty() && is_json(&head.headers)) {
             let refused = |error: OutlineError| {
                 let status = match &error {
                     OutlineError::Body(_) => StatusCode::BAD_REQUEST,
@@ -176,6 +185,7 @@ impl Arrived<'_> {
             streams: scanned.as_ref().is_some_and(is_one_stream),
             one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
             api,
+            computes: matches!(route, Route::Generates(_)),
             taken: Cell::new(0),
             doubted: Doubted::new(shared, client, &head.headers, body),
             attempts: Cell::new(0),

@@ -64,7 +64,7 @@ impl Scheduler {
             .into_iter()
             .map(|is_last_resort| self.candidates(request, is_last_resort, now, is_partner))
             .find(|candidates| !candidates.is_empty())?;
-        let candidates: Vec<_> = candidates.iter().map(|&each| Candidate { miss: 0, ..each }).collect();
+        let candidates: Vec<_> = candidates.iter().map(|&each| each.handed_over()).collect();
         let decode = self.pick(&candidates, self.settings.decode_policy, Some(after));
         Some(self.reserve(request, decode, Leg::Decode, now))
     }
@@ -107,7 +107,7 @@ impl Scheduler {
                 chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
                 why: Why::NoHandOff,
                 prompt_tokens,
-                cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                cached_tokens: one.found,
                 candidates: alone.len(),
             });
         }
@@ -125,8 +125,7 @@ impl Scheduler {
         let partners: Vec<_> = decodes
             .into_iter()
             .filter(|each| self.can_pair(prefill.id, each.id))
-            // What comes from the prefill node is not prefilled again.
-            .map(|each| Candidate { miss: 0, ..each })
+            .map(Candidate::handed_over)
             .collect();
         let is_by_delay = self.settings.decode_policy == Policy::LeastDelay;
         let near = is_by_delay.then(|| self.near(prefill.id, &partners, prompt_tokens, now)).flatten();

@@ -39,6 +39,13 @@ pub(super) struct Candidate {
     pub(super) grain: u64,
 }
 
+impl Candidate {
+    /// A decode node gets the prompt from its prefill node: it prefills nothing, and loads nothing.
+    pub(super) fn handed_over(self) -> Self {
+        Self { miss: 0, loads: 0, load_cost: 0, ..self }
+    }
+}
+
 impl Scheduler {
     /// One of several, at least one. A decode node is picked for a prefill node.
     pub(super) fn pick(

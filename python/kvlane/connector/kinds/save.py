@@ -87,6 +87,8 @@ class SaveBlocks(SchedulerKind):
         """What of the prompt is stored, or will be soon: the workers save it, and the daemon may not have heard of it
         yet. What is known not to be stored is not named: the other engine would wait for it in vain."""
         shared = self._shared
+        if not shared.shape.has_daemon:
+            return None
         shared.counters.add("handed_over")
         boot = shared.core.boot
         if boot is None or not self._can_save() or not state.takes_part() or state.stale:
