@@ -58,7 +58,7 @@ pub(crate) struct Links<R> {
     has_news_of_rings: bool,
     /// The bytes of one frame may be expected in parts: when some are there, the owner says where the next ones go.
     takes_parts: bool,
-    /// Frames are taken whether or not the lease holds: their owner asks it before it places bytes that they brought.
+    /// Takes frames whether or not the lease holds. The owner checks the lease before it places the bytes of a frame.
     takes_late: bool,
 }
 
@@ -175,7 +175,7 @@ impl<R> Links<R> {
         }
     }
 
-    /// The same for frames that are taken as a whole, also from a peer that got no processor for longer than its lease.
+    /// Links for frames that are taken whole, so a peer may have got no processor for longer than its lease.
     pub(crate) fn of_messages(watch: Watch) -> Links<R> {
         Links { takes_late: true, ..Links::new(watch) }
     }
@@ -783,10 +783,10 @@ pub(crate) fn is_same_host(socket: &TcpStream) -> bool {
     matches!(addresses, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
 }
 
-/// Bounds what waits in a socket between two processes of this host. Between hosts the kernel ends a connection whose other
-/// end acknowledges nothing.
+/// Bounds the bytes that wait in a socket between two processes of this host. Between hosts the kernel ends a connection whose
+/// other end acknowledges nothing.
 fn suit_host(socket: &TcpStream) {
-    // Without either a connection is only slower, or its end is noticed later.
+    // Both options may fail: the connection is then slower, or its end is noticed later.
     if is_same_host(socket) {
         let _ = sockopt::set_socket_send_buffer_size(socket.as_fd(), SAME_HOST_SEND_BYTES);
     } else {

@@ -11,11 +11,11 @@ pub(super) struct PoolTable {
     tokens: Option<u64>,
     eviction: Option<String>,
     load_token_ms: Option<f64>,
-    /// Whether the router hears which nodes share it.
+    /// Whether the router learns which nodes share the pool.
     told: Option<bool>,
 }
 
-/// All pools; names have to differ.
+/// All pools. Fails if two have one name.
 pub(super) fn pools(tables: Vec<PoolTable>) -> Result<Vec<PoolSetup>> {
     let mut pools: Vec<PoolSetup> = Vec::new();
     for table in tables {

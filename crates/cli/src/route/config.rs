@@ -36,7 +36,7 @@ pub(super) struct Tables {
     pub(super) names: Vec<DnsName>,
     /// How workers become prefill or decode nodes, if they do.
     pub(super) balance: Option<BalanceTable>,
-    /// What the file sets besides, as it stands there, but for what a flag or a variable sets.
+    /// Other keys of the file with their values, without those that a flag or a variable overrides.
     pub(super) values: BTreeMap<String, String>,
 }
 
