@@ -29,7 +29,7 @@ def publish(address: str, pid: int) -> None:
 
 
 def withdraw(pid: int) -> None:
-    """Take away what this process has left."""
+    """Remove the files of this process."""
     with suppress(OSError):
         for file in _core.runtime_folder().glob(f"{pid}-*{SUFFIX}"):
             file.unlink()

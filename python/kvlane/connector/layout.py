@@ -61,7 +61,7 @@ class LayerHint:
     block_strides: tuple[int, ...] = ()
     """Bytes from one block to the next, the surest first."""
     backend: str = ""
-    """Name of the attention backend and of its packing: two may order the bytes of one shape differently."""
+    """Name of the attention backend and of its packing, because two of them may order a shape's bytes differently."""
 
 
 @dataclass(frozen=True)

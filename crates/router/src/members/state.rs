@@ -155,7 +155,7 @@ impl Members {
         let others = self.members.values().filter(|member| !member.whose.configured).count();
         if !whose.configured && others >= NODES_MAX {
             let gives_way = self.gives_way().filter(|_| !whose.is_only_beats()).ok_or(Refusal::TooMany)?;
-            self.leave(&gives_way, "only beats know it, and its place is needed", changes);
+            self.leave(&gives_way, "known by beats only, and another node needs its place", changes);
         }
         self.join(key.clone(), spec, whose, changes);
         if let Some(member) = self.members.get_mut(&key) {
