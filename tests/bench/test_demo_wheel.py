@@ -31,7 +31,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def make_wheel(environment: Any, folder: Path) -> Path:
-    """What `make wheel` leaves in dist/."""
+    """Write the files that `make wheel` leaves in dist/."""
     wheel = folder / "dist" / WHEEL
     wheel.touch()
     # The stamp that scripts/environment.py keeps beside each of its own wheels too.

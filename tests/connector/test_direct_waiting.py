@@ -1,4 +1,4 @@
-"""How long a prompt waits for another engine, and what this engine does meanwhile."""
+"""Bounds the time for which a prompt waits for another engine, and the steps of this engine meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlane.connector.prefill_rate import PrefillRate
 
 
 def computes(world: World, name: str, tokens: int, seconds: float) -> None:
-    """The engine computes a prompt in a step of so many seconds, and goes on with it."""
+    """The engine computes a prompt in a step of this many seconds, and continues it in the next step."""
     request = Request(name, list(range(5000, 5000 + tokens)))
     world.side.add_request(request)
     world.side.matched_tokens(request, 0)

@@ -206,7 +206,7 @@ def promtool() -> Path:
 
 
 def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, severity: str | None) -> str:
-    """What promtool says, nothing if this alert fires then with this severity; or does not fire, if there is none."""
+    """Promtool's complaint; "" if the alert fires at this minute with this severity, or, without one, does not fire."""
     labels = f'alertname="{alert}", alertstate="firing"' + (f', severity="{severity}"' if severity else "")
     case = {
         "interval": "1m",

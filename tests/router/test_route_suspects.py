@@ -1,4 +1,4 @@
-"""Engines that answer 500: whose fault it was, who may eject an engine, and what operators see of it."""
+"""Engines that answer 500: when the router ejects one, which clients can cause that, and what operators see."""
 
 from __future__ import annotations
 

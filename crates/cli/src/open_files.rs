@@ -43,7 +43,7 @@ pub(crate) fn raise_limit(needs: &Needs, asked: Option<u64>) -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
+        tracing::warn!(%error, limit = ?limit.current, "cannot raise the limit of open files");
     }
     let files = getrlimit(Resource::Nofile).current?;
     if let Some(warning) = needs.warning(asked, files) {

@@ -23,7 +23,7 @@ pub(crate) fn notify(state: &str) {
     match try_notify(state) {
         Ok(()) => {}
         Err(error) if state == READY => {
-            tracing::warn!(%error, "the service manager (NOTIFY_SOCKET) cannot be told that this process serves");
+            tracing::warn!(%error, "cannot notify the service manager (NOTIFY_SOCKET) that this process is ready");
         }
         Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),
     }

@@ -17,7 +17,7 @@ unsafe impl Send for PrivateMemory {}
 unsafe impl Sync for PrivateMemory {}
 
 impl PrivateMemory {
-    /// Maps so many bytes, at least one.
+    /// Maps this many bytes, at least one.
     ///
     /// # Errors
     /// The kernel gives no such mapping.

@@ -52,7 +52,7 @@ const OF_THE_ANSWER: [&str; 8] = [
     "top_logprobs",
     "max_completion_tokens",
 ];
-/// The same members of a request to `/v1/responses`.
+/// Members of a request to `/v1/responses` that a prefill leg leaves out.
 const OF_A_RESPONSE: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
 /// Tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
 const CLIENT_TOOLS: [&str; 3] = ["function", "custom", "namespace"];

@@ -242,7 +242,7 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, LayerHint]:
-    """What vLLM's configuration knows about each layer of this worker. Raises Unsupported."""
+    """The facts about each layer of this worker from vLLM's configuration. Raises Unsupported."""
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     packed: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:

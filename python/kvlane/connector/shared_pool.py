@@ -61,7 +61,7 @@ class SchedulerPart:
         }
 
     def take(self) -> Part | None:
-        """What is new since the last call."""
+        """The part, if it has changed since the last call."""
         present = self._present()
         if present == self._told:
             return None
@@ -92,7 +92,7 @@ class WorkerPart:
         self._untold = {str(self._rank): digest16([each.hex() for each in layouts]).hex()}
 
     def take(self) -> Part | None:
-        """What is new since the last call."""
+        """The part, if it has changed since the last call."""
         untold, self._untold = self._untold, None
         return untold
 

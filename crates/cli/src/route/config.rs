@@ -234,7 +234,7 @@ impl Keys {
         let host = self.given::<String>("host")?.map(Into::into);
         let pool: Option<String> = self.given("pool")?;
         if pool.as_deref() == Some("") {
-            bail!("pool = \"\": it has to have a name");
+            bail!("pool = \"\": the name is empty");
         }
         Ok(Spec {
             address,

@@ -22,7 +22,7 @@ pub(super) enum FramingFault {
     LengthAndEncoding,
     #[error("the request has more than one Content-Length")]
     ManyLengths,
-    #[error("the request's Content-Length is no number")]
+    #[error("the request's Content-Length is not a number")]
     BadLength,
     #[error("the request's Transfer-Encoding is not just \"chunked\"")]
     BadEncoding,

@@ -304,7 +304,7 @@ impl Shared {
         let slot = state.scheduler.set_pool(id, name.as_ref(), false);
         self.knowledge.set_pool(id, slot);
         if state.scheduler.node(id).and_then(Node::pool) == name.as_deref() {
-            tracing::info!(%node, pool = name.as_deref(), "node's metrics name another pool");
+            tracing::info!(%node, pool = name.as_deref(), "node's metrics changed its pool");
         }
     }
 
