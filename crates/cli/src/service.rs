@@ -17,8 +17,8 @@ pub(crate) const READY: &str = "READY=1";
 /// The process ends.
 pub(crate) const STOPPING: &str = "STOPPING=1";
 
-/// Tells the service manager, if there is one. That it does not hear of the start is logged: it would wait, and then end
-/// the process.
+/// Notifies the service manager, if there is one. A failed notification of the start is logged as a warning, because the
+/// manager would wait for it, and then end the process.
 pub(crate) fn notify(state: &str) {
     match try_notify(state) {
         Ok(()) => {}
