@@ -47,7 +47,7 @@ SOURCES = (
     "python",
 )
 VLLM_PYTHON_MIN = (3, 11)
-# Of a build from nothing.
+# Duration of a build from nothing.
 BUILD_TIME = "about five minutes on two idle cores"
 # Profiles of cargo.
 FOR_TESTS, FOR_USERS = "dev", "release"
@@ -182,12 +182,12 @@ def _say_why_it_is_built() -> None:
 
 
 def sources_digest() -> str:
-    """Of what is in the working tree and goes into the wheel, or decides how it is built."""
+    """Hash of the files in the working tree that go into the wheel or decide how it is built."""
     return _digest(*(ROOT / source for source in SOURCES))
 
 
 def sign(folder: Path, digest: str) -> None:
-    """Keep beside the wheel in this folder which sources it was built from."""
+    """Write a stamp of the sources beside the wheel in this folder."""
     (folder / "made-from").write_text(digest)
 
 
@@ -201,7 +201,7 @@ def build_wheel(folder: Path, **variables: str) -> None:
     """The wheel that users get, by setuptools and setuptools-rust. Cargo's progress is shown."""
     # setuptools copies the package through build/lib and never removes what left the source.
     _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
-    # The hook that pip calls to build a wheel (PEP 517). pip itself would keep cargo's progress to itself.
+    # The hook that pip calls to build a wheel (PEP 517). pip itself would hide cargo's progress.
     hook = (
         "import sys; from setuptools import build_meta; "
         "build_meta.build_wheel(sys.argv[1], {'--global-option': ['--quiet']})"

@@ -1,4 +1,4 @@
-"""Fetches promtool, which tests of the alert rules run. Nothing is installed: Debian's package is unpacked.
+"""Fetches promtool for the tests of the alert rules. Unpacks Debian's package, and installs nothing.
 
 python scripts/promtool.py             into .cache/promtool, unless it is there or on the PATH
 python scripts/promtool.py --path      where it is; fails if it is nowhere
@@ -26,14 +26,14 @@ def find() -> Path | None:
 
 
 def fetch() -> str | None:
-    """Downloads and unpacks it; answers why that is not possible."""
+    """Download and unpack it. Returns the reason if that is not possible."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return "promtool comes in Debian's package prometheus, and this machine has no apt-get"
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
         download = ["apt-get", "download", "-qq", "prometheus"]
         done = _run(download, folder)
         if done.returncode:
-            # A fresh machine has no lists of packages; getting them takes root.
+            # A fresh machine has no lists of packages, and only root can fetch them.
             _run(["apt-get", "update", "-qq"], folder)
             done = _run(download, folder)
         packages = list(Path(folder).glob("prometheus_*.deb"))

@@ -5,7 +5,7 @@
     python scripts/selection.py --all    shows, or with --run runs, every stage
 
 A change is the difference between the working tree and the newest commit in .ci/passed that passed all stages. All
-stages run where that commit is unknown here, is older than two days, or where ten landings have followed it.
+stages run if that commit is unknown here, is older than two days, or has been followed by ten landings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAGES = (
     "loom",
     "miri",
 )
-# Every run has these: what others need, and what takes a minute.
+# Every run has these, because other stages need them or because they take a minute.
 ALWAYS = ("fetch", "build", "lint")
 WITH_VLLM = ("engines", "oldest", "data-parallel")
 PYTHON_FOLDERS = ("daemon", "connector", "bench", "fabric", "router", "docs")
@@ -56,7 +56,7 @@ ROUTER_COMMANDS = ("route", "replay", "balance_table", "reference")
 
 @dataclass
 class Plan:
-    """What runs. None stands for everything of its kind."""
+    """The stages that run. None stands for everything of its kind."""
 
     stages: dict[str, str] = field(default_factory=dict)
     """Stage: the first file that asked for it."""
@@ -107,7 +107,7 @@ class Plan:
 
 
 def plan(files: Iterable[str], uses: dict[str, set[str]], fuzzed: set[str]) -> Plan:
-    """What a change of these files can break. `uses` has the crates that each crate is built or tested from, `fuzzed`
+    """The plan for a change of these files. `uses` has the crates that each crate is built or tested from, `fuzzed`
     those of the fuzz targets."""
     found = Plan()
     for file in sorted(files):
@@ -174,7 +174,7 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
         case (".ci", "passed"):
             pass
         case _:
-            # Whatever builds, fetches or runs the rest, and everything that no rule knows.
+            # Files that build, fetch or run the rest, and files that no rule knows.
             found.ask_all(file)
 
 
@@ -264,7 +264,7 @@ def landings(text: str) -> list[Landing]:
 
 
 def base(known: list[Landing], today: datetime.date) -> tuple[str | None, str]:
-    """The commit to compare with, or None where all stages have to run; and why, in a sentence."""
+    """The commit to compare with, or None if all stages have to run; and the reason, as a sentence."""
     whole = [number for number, landing in enumerate(known) if landing.is_whole]
     if not whole:
         return None, ".ci/passed names no commit that passed all stages"
@@ -277,12 +277,12 @@ def base(known: list[Landing], today: datetime.date) -> tuple[str | None, str]:
 
 
 def changed(commit: str) -> list[str] | None:
-    """Files that differ from that commit; None where it is not known here."""
+    """Files that differ from that commit; None if the commit is not known here."""
     git = ("git", "-C", str(ROOT))
     is_known = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True)
     if is_known.returncode:
         return None
-    # Without renames: where a file came from counts, too.
+    # Without renames, so that the former path of a moved file counts too.
     command = [*git, "diff", "--name-only", "--no-renames", commit]
     differing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     command = [*git, "ls-files", "--others", "--exclude-standard"]
@@ -291,7 +291,7 @@ def changed(commit: str) -> list[str] | None:
 
 
 def choose(is_all: bool) -> Plan:
-    """The plan for this tree; says what it was compared with."""
+    """The plan for this tree. Prints the commit that it was compared with."""
     commit, why = base(landings(PASSED.read_text()), datetime.datetime.now(datetime.timezone.utc).date())
     files = None if is_all or commit is None else changed(commit)
     if files is None:
@@ -306,7 +306,7 @@ def choose(is_all: bool) -> Plan:
 
 
 def tell(found: Plan) -> None:
-    """What runs and what does not, each with its reason."""
+    """The stages that run and those that do not, each with its reason."""
     for stage in STAGES:
         if stage in found.stages or stage in ALWAYS:
             print(f"  {stage:14} runs: {found.stages.get(stage, 'always')}")

@@ -356,7 +356,7 @@ class HandoffScheduler:
         """One that is over. ValueError for another one."""
 
     def wait_for_end(self, timeout_ms: float, /) -> bool:
-        """Waits until a landing ends, of all that have since the last call. False: none in this time."""
+        """Waits until a landing has ended since the last call. Returns False after the timeout."""
 
     def wait_over(self, id: bytes, timeout_ms: float, /) -> bool:
         """Waits until it is over."""

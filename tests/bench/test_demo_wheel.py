@@ -31,7 +31,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def make_wheel(environment: Any, folder: Path) -> Path:
-    """What `make wheel` leaves in dist/."""
+    """Write the files that `make wheel` leaves in dist/."""
     wheel = folder / "dist" / WHEEL
     wheel.touch()
     # The stamp that scripts/environment.py keeps beside each of its own wheels too.
@@ -42,7 +42,7 @@ def make_wheel(environment: Any, folder: Path) -> Path:
 def test_the_wheel_in_dist_is_taken(
     environment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It built another one beside it, for minutes and without a word."""
+    """The demo built another wheel beside it, for minutes and without a word."""
     wheel = make_wheel(environment, tmp_path)
     assert environment._wheel(environment.FOR_USERS) == wheel
     assert capsys.readouterr().err == ""
@@ -77,7 +77,7 @@ def test_without_a_wheel_one_is_built_once(
 def test_tests_never_run_the_wheel_in_dist(
     environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They need assertions and fake GPUs, which it has not."""
+    """Tests need assertions and fake GPUs, which the wheel in dist/ lacks."""
     make_wheel(environment, tmp_path)
     monkeypatch.setattr(environment, "_pack_for_tests", lambda folder: (folder / "kvlane-tests.whl").touch())
     assert environment._wheel(environment.FOR_TESTS).name == "kvlane-tests.whl"

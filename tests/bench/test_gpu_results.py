@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 MINE = {path.stem for path in FOLDER.glob("*.py")}
 GPU = "NVIDIA H200, 570.133.20"
 TINY = ["--shape", "tiny"]
-# A script, the file that it writes, and what it is told.
+# Script, the file that it writes, and its arguments.
 SCRIPTS = {
     "compare": ("gpu.json", [*TINY, "--systems", "kvlane", "--modes", "eager"]),
     "handoff": ("direct.json", TINY),
@@ -117,7 +117,7 @@ def test_every_script_that_writes_results_is_here() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_result_says_what_took_part(script: str, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six of eight scripts named neither the GPU nor the commit: nobody could measure their figures again."""
+    """Six of eight scripts named neither the GPU nor the commit, so their figures could not be measured again."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )

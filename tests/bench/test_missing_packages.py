@@ -35,7 +35,7 @@ def give(python: Path, *names: str) -> None:
 
 
 def told(*command: str | Path, stdin: str = "") -> str:
-    """What a command says that must fail, in sentences."""
+    """The sentences of a command that must fail."""
     done = subprocess.run(
         [str(part) for part in command], input=stdin, capture_output=True, text=True, timeout=60, check=False
     )
@@ -52,7 +52,7 @@ def test_the_demo_names_what_it_lacks(bare: Path) -> None:
 
 
 def test_the_demos_model_names_what_it_lacks(bare: Path, tmp_path: Path) -> None:
-    """It ended with a traceback."""
+    """The demo's model ended with a traceback."""
     said = told(bare, "-m", "kvlane.demo.model", "--shape", "tiny", tmp_path / "model")
     assert f"needs torch and safetensors, which come with vLLM, beside {bare}" in said
     assert not (tmp_path / "model").exists()
@@ -73,7 +73,7 @@ def test_an_environment_without_pip_is_not_told_to_use_it(bare: Path, command: t
 
 
 def test_beside_vllm_the_demo_says_how_to_get_the_rest(tmp_path: Path) -> None:
-    """The hint was `make demo`, which somebody with a wheel has not."""
+    """The hint was `make demo`, which a user with a wheel does not have."""
     venv.create(tmp_path / "beside", with_pip=False)
     python = tmp_path / "beside/bin/python"
     give(python, "vllm", "torch", "safetensors", "pip")

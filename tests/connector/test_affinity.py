@@ -35,7 +35,7 @@ group = CacheGroup(0, 0, "full_attention", 0, 4, 0, "f32", False, ("a",))
 direct = Direct(Settings.parse({"kvlane.direct": "on", "kvlane.direct.token": "t"}), group, b"n" * 16, (1, 1), True)
 direct.start([SimpleNamespace(rank=0, endpoint=rank.endpoint, key=b"k" * 16, layout=b"l")])
 own = {}
-# A thread names itself.
+# A thread names itself, as kvlane's threads do.
 while not {"kvlane-fabric", "kvlane-handoff"} <= set(own):
     for task in set(os.listdir("/proc/self/task")) - before:
         name = Path("/proc/self/task", task, "comm").read_text().strip()
@@ -60,7 +60,8 @@ def worker(cpu: int) -> subprocess.Popen[str]:
 
 @needs_two
 def test_threads_of_kvlane_are_not_bound_to_the_processor_on_which_the_worker_computes() -> None:
-    """They inherited it. Messages between engines then waited for whoever computed, and connections were given up."""
+    """The threads inherited the binding, so messages between engines waited for the worker and connections were given
+    up."""
     with worker(SEVERAL[0]) as process:
         assert process.stdout is not None and process.stdin is not None
         found = json.loads(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""How long a prompt waits for another engine, and what this engine does meanwhile."""
+"""Bounds the time for which a prompt waits for another engine, and the steps of this engine meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlane.connector.prefill_rate import PrefillRate
 
 
 def computes(world: World, name: str, tokens: int, seconds: float) -> None:
-    """The engine computes a prompt in a step of so many seconds, and goes on with it."""
+    """The engine computes a prompt in a step of this many seconds, and continues it in the next step."""
     request = Request(name, list(range(5000, 5000 + tokens)))
     world.side.add_request(request)
     world.side.matched_tokens(request, 0)
@@ -25,7 +25,7 @@ def computes(world: World, name: str, tokens: int, seconds: float) -> None:
 def test_a_prompt_that_others_compute_waits_twice_as_long_as_this_engine_would_compute_and_two_seconds_at_least() -> (
     None
 ):
-    """It waited for 30 s without progress, or a minute, beside an engine that would have computed it in a second."""
+    """The prompt waited for up to a minute beside an engine that would have computed it in a second."""
     world = World(4000)
     computes(world, "own", 1001, seconds=10.0)
     short, long = world.request("short", handoff="short"), world.request("long", tokens=900, handoff="long")
@@ -49,7 +49,7 @@ def test_before_an_engine_knows_how_fast_it_is_it_takes_itself_for_a_slow_one() 
     rate.step_is_planned(2.0, {"b": 1000})
     rate.step_is_planned(99.0, {"c": 1})
     assert rate.budget(2500) == pytest.approx(5.0)
-    # A machine that gets busy makes it slower, and a prompt may wait longer.
+    # If the machine gets busy, the engine gets slower, and a prompt may wait longer.
     for number in range(20):
         rate.step_is_planned(100.0 + number * 10, {"d": 1000})
     assert rate.budget(2500) == pytest.approx(50.0, rel=0.02)
@@ -73,7 +73,7 @@ def test_tokens_that_are_generated_say_nothing_of_how_fast_prompts_are_computed(
 
 
 def test_an_engine_whose_requests_all_wait_does_not_step_without_pause() -> None:
-    """Its steps took half of the processor on which the other engine was to compute what it waited for."""
+    """The decode engine's steps took half of the processor on which the prefill engine was to compute."""
     world = World()
     request = world.request()
     assert world.waits(request)
@@ -106,7 +106,7 @@ def test_a_step_that_something_else_may_use_does_not_wait(other: str) -> None:
 
 
 def test_a_step_that_other_engines_wait_for_does_not_wait() -> None:
-    """Data-parallel engines step together."""
+    """Data-parallel engines step together, so they must not pause."""
     world = World()
     world.direct.may_wait = False
     assert world.waits(world.request())

@@ -67,7 +67,8 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sa
 def test_an_engine_without_a_daemon_misses_nothing_and_counts_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It counted `unavailable` for each prompt, so that an alert fired for ever, and logged that no daemon answers."""
+    """The engine counted `unavailable` for each prompt, so an alert fired for ever, and logged that no daemon
+    answers."""
     caplog.set_level(logging.INFO)
     engine = Engine(FakeCore(), settings=DIRECT, has_daemon=False)
     for number in range(3):
@@ -134,7 +135,7 @@ multiprocessing.get_context("fork").Process(target=serve).start()
 def test_an_engine_that_is_terminated_takes_its_address_out_of_the_runtime_folder(
     tmp_path: Path,
 ) -> None:
-    """Its file stayed until the next engine started."""
+    """The engine's file stayed until the next engine started."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     tmp_path.chmod(0o700)
     with subprocess.Popen(

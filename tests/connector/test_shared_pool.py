@@ -57,7 +57,7 @@ class Watched:
 
 
 def test_engines_that_share_blocks_name_the_same_pool_before_their_first_request() -> None:
-    """Today a router cannot know that the second engine would load what the first one has computed."""
+    """A router could not know that the second engine would load what the first one has computed."""
     store = FakeCore()
     first = Watched(Engine(store, engine_id="first", workers=2), "0")
     second = Watched(Engine(store, engine_id="second", workers=2), "1")
@@ -91,7 +91,7 @@ def test_the_pool_follows_the_daemon() -> None:
     store.restart()
     after = watched.pool()
     assert after is not None and after[0] == store.boot.hex() != before[0] and after[1] == before[1]
-    # Changed weights: blocks are found by engines with the same ones only.
+    # The weights change, and only engines with the same weights find these blocks.
     watched.engine.weights.present = "other"
     watched.engine.scheduler.reset()
     assert watched.pool() is None, "nothing is looked up until the workers have told what they compute with"

@@ -41,7 +41,8 @@ def elsewhere() -> Iterator[None]:
 
 @pytest.fixture
 def shallow_model(tmp_path: Path) -> Path:
-    """One layer: its keys and values do not depend on what attention reads, so they are those of the other host."""
+    """A model of one layer. Its keys and values do not depend on what attention reads, so they equal those of the
+    other host."""
     return build_tiny_model(tmp_path / "shallow", layers=1)
 
 

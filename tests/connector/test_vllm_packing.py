@@ -29,7 +29,7 @@ def name_of_cpu_backend() -> str:
 
 @contextmanager
 def choosing(choose: Callable[..., str]) -> Iterator[None]:
-    """vLLM chooses the packing by this function, which has the parameters of its own one."""
+    """A choice of packing with the parameters of vLLM's own function."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_attn, "_get_attn_isa", functools.wraps(cpu_attn._get_attn_isa)(choose))
         yield
@@ -53,7 +53,7 @@ def test_a_vllm_that_does_not_tell_its_packing_is_not_served(monkeypatch: pytest
 
 
 def test_backends_whose_dimensions_say_all_keep_their_names() -> None:
-    """Blocks that GPU engines have stored are found by these."""
+    """Engines on GPUs still find the blocks that they stored before packings had names."""
 
     class Backend:
         @staticmethod
@@ -65,7 +65,7 @@ def test_backends_whose_dimensions_say_all_keep_their_names() -> None:
 
 
 def test_the_same_keys_and_values_are_other_bytes() -> None:
-    """The reason for all this: one shape, two orders. The kernel packs for AMX on any processor."""
+    """The reason for the packing's name: one shape, two orders. The kernel packs for AMX on any processor."""
     current_platform.import_kernels()
     keys, values = torch.randn(2, 32, 2, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     packed = []

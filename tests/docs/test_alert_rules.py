@@ -61,7 +61,7 @@ CASES: dict[str, list[Case]] = {
     "KvlaneHasFewerDaemons": [
         Case(
             {f"up{POD}": "1x90", 'up{job="prod/kvlane", instance="10.0.0.9:9091"}': "1x30 _x60"},
-            # One in place of the other, as at an upgrade.
+            # One series takes the place of the other, as at an upgrade.
             {f"up{POD}": "1x30 _x60", 'up{job="prod/kvlane", instance="10.0.0.9:9091"}': "_x31 1x60"},
             80,
         )
@@ -206,7 +206,7 @@ def promtool() -> Path:
 
 
 def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, severity: str | None) -> str:
-    """What promtool says, nothing if this alert fires then with this severity; or does not fire, if there is none."""
+    """Promtool's complaint; "" if the alert fires at this minute with this severity, or, without one, does not fire."""
     labels = f'alertname="{alert}", alertstate="firing"' + (f', severity="{severity}"' if severity else "")
     case = {
         "interval": "1m",
@@ -240,7 +240,7 @@ def read_rules() -> str:
 
 
 def test_every_rule_has_a_severity_and_cases() -> None:
-    """Who is woken up was left to each user: no rule said how bad it is."""
+    """No rule said how urgent it is, so each user had to decide which alerts wake somebody up."""
     assert re.findall(r"- alert: (\w+)", read_rules()) == list(rules()) == list(CASES)
     assert set(rules().values()) == set(SEVERITIES)
 

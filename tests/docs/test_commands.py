@@ -225,7 +225,7 @@ def test_the_unit_starts_a_daemon_as_systemd_would(folder: Path) -> None:
 
 
 def test_the_unit_starts_and_reloads_a_router_as_systemd_would(folder: Path) -> None:
-    """Its commands, with the settings that come with it, and the messages that systemd waits for."""
+    """Runs the unit's commands, with its example settings and the messages that systemd waits for."""
     unit = dict(
         re.findall(r"^(\w+)=(.*)$", (ROOT / "examples/systemd/kvlane-route.service").read_text(), re.M)
     )

@@ -191,7 +191,7 @@ def test_alerts_are_of_metrics_that_exist_and_stand_on_the_page() -> None:
 
 
 def test_each_counter_of_the_connector_is_on_a_page() -> None:
-    """22 of them were on none, so that nobody could say what they count."""
+    """22 counters were on no page, so a reader could not learn what they count."""
     page = read("docs/reference/engine-metrics.md")
     missing = [counter for counter in COUNTERS if f"`vllm:kvlane_{counter}_total`" not in page]
     assert missing == []

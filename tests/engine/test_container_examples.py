@@ -115,7 +115,7 @@ def test_the_router_takes_its_flags_and_finds_its_engines() -> None:
 
 
 def test_a_router_that_is_replaced_ends_no_stream_and_turns_no_client_away() -> None:
-    """There was one replica, and SIGTERM closed its port while Kubernetes still sent clients there."""
+    """The example had one replica, and SIGTERM closed its port while Kubernetes still sent clients there."""
     *_, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
     assert deployment["spec"]["replicas"] == 2
     assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0

@@ -66,7 +66,7 @@ def test_no_prompt_waits_longer_than_its_budget_beside_sixteen_busy_loops(pair: 
         assert not metric(pair.decode.url, "unavailable")
     print(f"first tokens and answers took {[round(each, 2) for each in times]} s")
     print(f"hand-offs took {[round(each, 2) for each in waited]} s, {fallbacks} fell back")
-    # Until the decode engine has computed a prompt it takes itself for a slow one; afterwards it knows better.
+    # The decode engine assumes a low rate until it has computed a prompt.
     budget = max(SECONDS_MIN, TIMES * PROMPT_TOKENS / UNKNOWN_RATE)
     assert max(waited) < budget + MARGIN_SECONDS, (budget, waited)
     assert answers == [alone(pair.prefill, text) for text in texts]

@@ -75,7 +75,7 @@ class Hostile:
         ).encode()
 
     def _status(self, connection: socket.socket) -> str:
-        """Of the final answer: an interim one (100) asks whether this client has left."""
+        """Status of the final answer. An interim one (100) asks whether this client has left."""
         with connection.makefile("rb") as answer:
             line = answer.readline(200)
             while line.startswith(b"HTTP/1.1 100 "):
@@ -85,7 +85,7 @@ class Hostile:
 
     def _send(self, path: str, body: bytes) -> str:
         with self._connection() as connection:
-            # A router that refuses early closes before all was sent; its answer lies there all the same.
+            # A router that refuses early closes before all was sent, but its answer can still be read.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(self._head(path, len(body), "Connection: close\r\n") + body)
             return self._status(connection)
@@ -99,7 +99,7 @@ class Hostile:
         return self._send(CHAT, b'{"model":"fake","messages":[' + b"0," * (self._body_bytes // 2) + b"0]}")
 
     def _nested(self) -> str:
-        # Without its last bracket: the router has to walk over all of it, and no engine gets it.
+        # The last bracket is missing, so the router has to scan all of it, and no engine gets it.
         lists = b",".join([b"[" * 100 + b"]" * 100] * (self._body_bytes // 201))
         return self._send(COMPLETIONS, b'{"model":"fake","max_tokens":1,"prompt":"x","y":[' + lists + b"]")
 

@@ -45,7 +45,7 @@ class Router:
             *([] if "--socket" in self._flags else ["--socket", "off"]),
             *self._flags,
         ]
-        # Tests that wait for the delay at SIGTERM give the flag, which counts more.
+        # Tests that wait for the delay at SIGTERM give the flag, which overrides this.
         environment = {**os.environ, "KVLANE_ROUTE_DRAIN_DELAY": "0"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -23,7 +23,7 @@ def metrics(admin: str) -> dict[str, float]:
 
 
 def metric(name: str, kinds: dict[str, str]) -> str:
-    """Of which metric this row is; a histogram has three kinds of rows."""
+    """Name of the metric to which this row belongs; a histogram has three kinds of rows."""
     name = name.partition("{")[0]
     base = re.sub("_(bucket|sum|count)$", "", name)
     return base if kinds.get(base) == "histogram" else name
@@ -67,7 +67,7 @@ def test_metrics_count_and_come_to_rest() -> None:
 
 
 def test_requests_are_counted_by_route_model_node_and_status() -> None:
-    """An operator used to see one number of all requests: neither which model is slow nor which engine fails."""
+    """Operators saw one count of all requests, which showed neither the slow model nor the failing engine."""
     flags = ["--ttft-ms", "60", "--itl-ms", "20"]
     with routed(flags, flags, flags=("--policy", "round-robin")) as (router, (good, bad)):
         for number in range(4):

@@ -1,4 +1,4 @@
-"""What clients and strangers can cost a router: memory, others' time, and connections."""
+"""Costs that clients and strangers can cause a router: memory, other clients' time, and connections."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def members(count: int) -> bytes:
 
 
 def big(kind: str, size: int = 58 * MB) -> tuple[str, bytes]:
-    """A path and a body of that kind, each of whose bytes is work for somebody who reads it."""
+    """Path and body of that kind. Each byte of the body is work for a reader."""
     begin = b'{"model":"fake",'
     return {
         "messages": (CHAT, filled(begin + b'"messages":[', b"0,", b"0]}", size)),
@@ -167,7 +167,7 @@ def test_the_most_memory_that_a_default_router_can_be_made_to_hold() -> None:
                     post(connection, path, body)
                     statuses.append(connection.getresponse().status)
                 except OSError:
-                    # It is refused before all of it was sent.
+                    # The router refuses it before all of it was sent.
                     statuses.append(503)
 
         senders = [threading.Thread(target=send, args=request, daemon=True) for request in requests]
@@ -196,12 +196,12 @@ def metric(router: Router, name: str) -> int:
     ["messages", "members", "nested", "token ids", "text", "space", "tools", "model", "name"],
 )
 def test_beside_58_mb_of_anything_other_clients_do_not_wait(kind: str) -> None:
-    """The router read such a body in one go: others waited for 10.9 and 14.3 s."""
+    """The router scanned such a body in one go, and other clients waited for 10.9 and 14.3 s."""
     path, body = big(kind)
     with before() as (router, _):
 
         def send() -> None:
-            # A body that is too long may be refused before all of it was sent.
+            # The router may refuse a body that is too long before all of it was sent.
             with closing(connect(router)) as connection, suppress(BrokenPipeError, ConnectionResetError):
                 post(connection, path, body)
                 connection.getresponse().read()
@@ -257,7 +257,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_10000_strangers_do_not_keep_out_a_client_with_a_key(kind: str, tmp_path: Path) -> None:
-    """They held all connections for 75 s each: none of 7 clients with a key was served. 861 MB stayed."""
+    """Strangers held all connections for 75 s each: none of 7 clients with a key was served. 861 MB stayed."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     keys.chmod(0o600)
@@ -305,7 +305,7 @@ def test_clients_with_a_key_that_ask_nothing_make_room_for_one_that_does(tmp_pat
 
 
 def test_a_head_has_to_come_within_ten_seconds() -> None:
-    """A byte now and then held a connection for 75 s, and each request anew."""
+    """A client that sent a byte now and then held a connection for 75 s, and again for each request."""
     with before() as (router, _):
         host, port = router.address.split(":")
         with closing(connect(router)) as kept:

@@ -55,7 +55,7 @@ def test_a_request_that_kills_engines_does_not_kill_them_all(has_kept: bool) -> 
 
 
 def test_a_request_that_two_engines_answer_with_500_is_tried_on_no_third() -> None:
-    """vLLM answers so when a request makes it fail, and when its engine dies of it."""
+    """vLLM answers 500 when a request makes it fail, and when its engine dies of the request."""
     with routed(*[[]] * 5, flags=LEAST) as (router, engines):
         for engine in engines:
             engine.faults(status=500)

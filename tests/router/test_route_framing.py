@@ -30,7 +30,7 @@ def connected(address: str) -> socket.socket:
 
 
 def answers(address: str, sent: bytes) -> bytes:
-    """All that comes until the router closes the connection."""
+    """All bytes until the router closes the connection."""
     with connected(address) as client:
         client.sendall(sent)
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
@@ -110,7 +110,7 @@ def half_closed(address: str, sent: bytes) -> bytes:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_closes_its_sending_side_gets_its_answer(is_stream: bool) -> None:
-    """`nc -N` and many a script do so: the router took them for gone and answered nothing."""
+    """`nc -N` and many scripts close their side; the router took them for gone and answered nothing."""
     with routed(["--ttft-ms", "300"]) as (router, (engine,)):
         _, expected, _ = ask(engine.address, COMPLETIONS, wanted("short", max_tokens=5))
         body = json.dumps(wanted("short", max_tokens=5, stream=is_stream)).encode()
@@ -135,7 +135,7 @@ def test_pythons_client_reads_the_answer_behind_what_asks_whether_it_is_there() 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_leaves_ends_its_request_in_the_engine(is_stream: bool, is_reset: bool) -> None:
-    """Forty of forty, within 0.2 s: also where the router cannot tell at once whether it has left."""
+    """All forty requests end within 0.2 s, even if the router cannot tell at once whether the client has left."""
     with routed(["--ttft-ms", "100" if is_stream else "20000", "--itl-ms", "20"]) as (router, (engine,)):
         body = json.dumps(wanted("short", max_tokens=200, stream=is_stream)).encode()
         late: list[float] = []
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(is_stream: bool, is
 
 
 def test_a_client_of_http_1_0_that_closes_its_sending_side_has_left() -> None:
-    """It knows no interim answers, by which one that is there could be told from one that has left."""
+    """An HTTP/1.0 client knows no interim answers, so the router cannot find out whether it has left."""
     with routed(["--ttft-ms", "20000"]) as (router, (engine,)):
         sent = GOOD.replace(b"HTTP/1.1", b"HTTP/1.0")
         assert half_closed(router.address, sent) == b""

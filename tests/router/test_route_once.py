@@ -44,7 +44,7 @@ def resets(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("end", [closes, resets])
 def test_a_request_that_an_engine_took_over_a_kept_connection_goes_to_another_engine(end: Script) -> None:
-    """It went to the same engine again, uncounted, because the kept connection had just been closed."""
+    """The request went to the same engine again, uncounted, because the engine had just closed the kept connection."""
     with before(2) as (router, (bad, good)):
         bad.script = good.script = says(HI)
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_where_no_other_engine_is_left_a_request_that_was_taken_fails() -> None:
 
 
 def test_an_idle_connection_that_the_engine_closes_as_the_request_comes_costs_nobody_a_request() -> None:
-    """uvicorn does so after 5 s. Its kernel resets the connection, because the request is there and was not read."""
+    """uvicorn closes after 5 s. The kernel resets the connection, because the request is there and was not read."""
     closed_unread = [0]
 
     def script(connection: socket.socket) -> bool:

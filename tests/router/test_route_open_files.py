@@ -33,7 +33,7 @@ def warnings(*flags: str) -> list[str]:
 
 
 def test_a_limit_that_is_enough_for_a_usual_host_is_no_warning(limit: Limit) -> None:
-    """On a laptop that allows 4,096 files each router began with a warning, although nobody asked for more."""
+    """On a laptop that allows 4,096 files each router began with a warning, although no flag asked for more."""
     limit(4096)
     assert warnings() == []
     (warning,) = warnings("--max-connections", "10000")

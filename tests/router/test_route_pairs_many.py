@@ -206,7 +206,8 @@ def test_the_prefill_engine_may_die_when_its_leg_is_over(tmp_path: Path) -> None
 def test_when_the_prefill_engine_dies_the_decode_engine_goes_on_and_its_answer_is_kept(
     tmp_path: Path,
 ) -> None:
-    """A decode engine computes what does not land. Its leg was cancelled, and the request ran again on another pair."""
+    """The decode engine computes what does not land, but the router cancelled its leg and ran the request on another
+    pair."""
     slow = ["--prefill-tokens-per-second", "50"]
     with pairs(tmp_path, "direct", (2, 1), prefill=slow, decode=["--ttft-ms", "2000"]) as found:
         answers: list[tuple[int, Any]] = []
@@ -234,7 +235,7 @@ def test_where_the_decode_engine_fails_too_another_pair_serves(tmp_path: Path) -
 def test_a_decode_engine_that_gave_up_does_not_wait_for_a_prefill_engine_that_is_stuck(
     tmp_path: Path,
 ) -> None:
-    """Its answer was held back until the prefill leg had ended."""
+    """The router held the answer back until the prefill leg had ended."""
     slow = ["--prefill-tokens-per-second", "1"]
     with pairs(tmp_path, "direct", (1, 1), prefill=slow, decode=["--ttft-ms", "100"]) as found:
         assert found.ask()[0] == 200
@@ -247,7 +248,7 @@ def test_a_decode_engine_that_gave_up_does_not_wait_for_a_prefill_engine_that_is
 
 
 def test_the_name_of_a_hand_off_cannot_be_guessed_from_another_one(tmp_path: Path) -> None:
-    """It was the router's run and a counter, which a client sees in the id of its own answer."""
+    """The name was the router's run and a counter, which a client sees in the id of its own answer."""
     with pairs(tmp_path, "direct", (1, 1)) as found:
         names = []
         for number in range(2):

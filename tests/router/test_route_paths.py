@@ -24,7 +24,7 @@ TRANSFER = {"remote_block_ids": [1, 2], "of": "the prefill engine"}
 
 
 class Recorder(ThreadingHTTPServer):
-    """A server with one model that keeps all requests but probes. Asked to hand over, it does."""
+    """A server with one model that records all requests except probes. It hands over if asked to."""
 
     daemon_threads = True
 
@@ -109,7 +109,7 @@ ADMIN_PATHS = [
 
 
 def test_a_client_does_not_change_an_engine_for_all_others() -> None:
-    """Whoever reached the router's port could unload an adapter that others were using."""
+    """Any client of the router's port could unload an adapter that others were using."""
     with recorders("w") as (router, (engine,)):
         for path in ADMIN_PATHS:
             status, answer, _ = ask(router.address, path, {"model": "fake", "lora_name": "a"})
@@ -226,7 +226,7 @@ MESSAGE = {
 def test_what_agents_speak_is_split_between_a_prefill_and_a_decode_engine(
     path: str, body: dict[str, Any], one_token: dict[str, Any]
 ) -> None:
-    """Only chats and completions were: an agent's long instructions were computed where others' tokens are decoded."""
+    """The router split only chats and completions, so decode engines computed the long instructions of agents."""
     with recorders("pd") as (router, (prefill, decode)):
         assert ask(router.address, path, body)[0] == 200
         (first,), (second,) = prefill.bodies(), decode.bodies()
@@ -257,7 +257,7 @@ def test_a_response_that_needs_one_engine_for_more_than_its_prompt_stays_whole(m
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
 def test_agents_that_begin_alike_share_an_engine(path: str, body: dict[str, Any]) -> None:
-    """Their instructions stand before the input, and were not seen."""
+    """The router ignored the instructions, which stand before the input."""
     with recorders("ww") as (router, engines):
         for number in range(6):
             text = [{"role": "user", "content": f"{number} hello"}]
@@ -269,7 +269,7 @@ def test_agents_that_begin_alike_share_an_engine(path: str, body: dict[str, Any]
 
 
 def test_a_web_page_under_a_name_of_its_own_reaches_no_engine() -> None:
-    """It may resolve its own name to 127.0.0.1 for a moment (DNS rebinding), and read the answers."""
+    """A web page may resolve its own name to 127.0.0.1 for a moment (DNS rebinding), and read the answers."""
     with routed([]) as (router, (engine,)):
         for path, body in ((COMPLETIONS, wanted("short")), ("/v1/models", None), ("/health", None)):
             status, answer, _ = ask(router.address, path, body, {"Host": "evil.example"})
@@ -342,7 +342,7 @@ def test_quiet_decisions_do_not_tell_which_prompts_others_have_sent() -> None:
                 assert ask(router.address, COMPLETIONS, wanted(LONG, max_tokens=1))[0] == 200
             _, page, _ = ask(router.admin, "/decisions")
             second, first = page["decisions"]
-            # The second stays on the decode engine, since that has the prompt: three members say so.
+            # The second request stays on the decode engine, which has the prompt. Three members reveal that.
             differing = {name for name in first if first[name] != second[name]} - {"time", "id", "client_id"}
             assert differing == ({"cached_tokens", "why", "prefill"} if told else set()), page
             assert ("cached_tokens" in first) == told

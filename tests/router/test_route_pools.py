@@ -39,7 +39,7 @@ def asked_for(engines: Sequence[FakeEngine]) -> list[int]:
 
 
 def one_then_six_at_once(router: Router, engines: Sequence[FakeEngine]) -> list[int]:
-    """How many of the six each engine got."""
+    """Number of the six requests that each engine got."""
     assert ask(router.address, COMPLETIONS, wanted(PROMPT, max_tokens=1))[0] == 200
     before = asked_for(engines)
     body = wanted(PROMPT, max_tokens=40, stream=True)
@@ -70,7 +70,7 @@ def test_six_requests_for_a_prompt_that_the_shared_pool_holds_go_to_both_engines
 
 
 def test_engines_of_different_daemons_or_without_one_share_nothing() -> None:
-    """The control: what the router does where it knows of no pool."""
+    """The control: the router does not know of a pool."""
     other = [*SLOW, "--pool", f"{'3c' * 16}/{SPACE}"]
     with routed([*SLOW, "--pool", f"{RUN}/{SPACE}"], other) as (router, engines):
         wait_for_metrics(router)
@@ -82,7 +82,7 @@ def test_engines_of_different_daemons_or_without_one_share_nothing() -> None:
 
 
 def test_the_file_names_the_pool_of_engines_with_other_connectors(tmp_path: Path) -> None:
-    """It counts more than what an engine's metrics tell."""
+    """The configured pool takes precedence over the engine's metrics."""
     with FakeEngine(*SLOW) as first, FakeEngine(*SLOW, "--pool", f"{RUN}/{SPACE}") as second:
         file = tmp_path / "route.toml"
         tables = [

@@ -25,7 +25,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def hang_up(router: Router, line: str) -> str:
-    """Sends SIGHUP, and answers the line of the log that says what came of it."""
+    """Sends SIGHUP, and returns the line of the log with the result."""
     seen = len(router.lines)
     router.process.send_signal(signal.SIGHUP)
 
@@ -165,7 +165,7 @@ def test_a_hangup_names_what_takes_a_restart(tmp_path: Path) -> None:
 
 
 def test_at_sigterm_health_says_so_at_once_and_clients_are_served_until_the_delay_is_over() -> None:
-    """A new pod's clients come for some seconds after SIGTERM; they used to find a closed port."""
+    """A new pod's clients come for some seconds after SIGTERM; they found a closed port."""
     with routed(["--itl-ms", "20"], flags=("--drain-delay", "2", "--drain", "20")) as (router, _):
         stream = connect(router.address)
         stream.request("POST", COMPLETIONS, json_of(wanted("x", stream=True, max_tokens=200)))

@@ -27,7 +27,7 @@ ANSWER_TOKENS = 20
 
 @dataclass
 class Seen:
-    """What the honest clients saw, and what the router took."""
+    """Observations of the honest clients, and the router's use of memory and files."""
 
     served: int = 0
     cut: int = 0

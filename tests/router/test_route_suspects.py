@@ -1,4 +1,4 @@
-"""Engines that answer 500: whose fault it was, who may eject an engine, and what operators see of it."""
+"""Engines that answer 500: when the router ejects one, which clients can cause that, and what operators see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = ("--policy", "least-loaded")
 
 
 def conditions(router: Router) -> dict[str, dict[str, Any]]:
-    """By node: what /nodes says of its condition."""
+    """By node: the condition that /nodes shows."""
     return {node["node"]: node["condition"] for node in ask(router.admin, "/nodes")[1]["nodes"]}
 
 
@@ -55,7 +55,8 @@ def test_one_clients_requests_take_no_prefill_engine_from_the_pairs() -> None:
 
 
 def test_broken_engines_are_ejected_although_all_clients_have_one_address() -> None:
-    """As behind a proxy. A second try goes to an engine that nobody doubts, past two broken ones."""
+    """All clients have one address, as behind a proxy. A second attempt goes to an engine without doubts, past two
+    broken ones."""
     with routed([], [], [], flags=LEAST) as (router, (one, other, good)):
         one.faults(status=500)
         other.faults(status=500)

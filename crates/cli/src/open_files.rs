@@ -2,27 +2,27 @@
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What each of those who are served takes, and how many of them a host usually has.
+/// Descriptors that each client or peer takes, and how many of them a host usually has.
 pub(crate) struct Needs {
     /// The flag that sets how many are served.
     pub(crate) flag: &'static str,
-    /// What the flag counts: "clients".
+    /// Plural of the noun that the flag counts: "clients".
     pub(crate) whom: &'static str,
     /// Descriptors of each of them.
     pub(crate) each: u64,
     /// Descriptors of the program itself.
     pub(crate) besides: u64,
-    /// A limit that lets the program serve fewer than this is worth a warning although nobody asked for more.
+    /// The program warns about a limit below this, even if the user asked for no number.
     pub(crate) usual: u64,
 }
 
 impl Needs {
-    /// How many the program can serve with so many open files.
+    /// Number of clients or peers that the program can serve with this many open files.
     fn served(&self, files: u64) -> u64 {
         files.saturating_sub(self.besides) / self.each
     }
 
-    /// A warning, if somebody asked for more than the limit allows, or if it allows less than is usual.
+    /// A warning if the user asked for more than the limit allows, or if it allows less than usual.
     fn warning(&self, asked: Option<u64>, files: u64) -> Option<String> {
         let (flag, whom, served) = (self.flag, self.whom, self.served(files));
         let why = match asked {
@@ -37,13 +37,13 @@ impl Needs {
     }
 }
 
-/// Raises the limit as far as this process may, and warns if it stays too low. `asked` is what somebody typed for the flag.
-/// Returns how many can be served; None if any number can.
+/// Raises the limit as far as this process may, and warns if it stays too low. `asked` is the user's value of the flag. Returns
+/// how many can be served; None means any number.
 pub(crate) fn raise_limit(needs: &Needs, asked: Option<u64>) -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
+        tracing::warn!(%error, limit = ?limit.current, "cannot raise the limit of open files");
     }
     let files = getrlimit(Resource::Nofile).current?;
     if let Some(warning) = needs.warning(asked, files) {

@@ -41,9 +41,9 @@ use crate::{
     size::Size,
 };
 
-/// Clients' connections at a time, where nobody says another number.
+/// Clients' connections at a time if the user sets no number.
 const CONNECTIONS: u32 = 10_000;
-/// A request takes its client's connection, and one to each of its nodes: a direct pair works at the same time.
+/// Descriptors of a request: its client's connection and one to each node of a direct pair.
 const CLIENTS: Needs =
     Needs { flag: "--max-connections", whom: "clients", each: 3, besides: 100, usual: 500 };
 
@@ -262,7 +262,7 @@ fn route(args: RouteArgs) -> Result<()> {
     if let Some(clients) = open_files::raise_limit(&CLIENTS, args.max_connections.map(u64::from))
         && args.max_connections.is_none()
     {
-        // Further clients wait, so that requests under way still reach their engines.
+        // Further clients wait, because requests under way need descriptors to reach their engines.
         settings.connections_max = settings.connections_max.min(clients.max(1) as usize);
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

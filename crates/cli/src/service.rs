@@ -17,13 +17,13 @@ pub(crate) const READY: &str = "READY=1";
 /// The process ends.
 pub(crate) const STOPPING: &str = "STOPPING=1";
 
-/// Tells the service manager, if there is one. That it does not hear of the start is logged: it would wait, and then end
-/// the process.
+/// Notifies the service manager, if there is one. A failed notification of the start is logged as a warning, because the
+/// manager would wait for it, and then end the process.
 pub(crate) fn notify(state: &str) {
     match try_notify(state) {
         Ok(()) => {}
         Err(error) if state == READY => {
-            tracing::warn!(%error, "the service manager (NOTIFY_SOCKET) cannot be told that this process serves");
+            tracing::warn!(%error, "cannot notify the service manager (NOTIFY_SOCKET) that this process is ready");
         }
         Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),
     }

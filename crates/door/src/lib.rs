@@ -5,7 +5,7 @@
 //! - [`Names`]: under which names they may be asked for.
 //! - [`write_metric`]: metrics as Prometheus reads them.
 //! - [`Slots`]: how many connections are open.
-//! - [`Waiting`]: which of them gives up its slot when there is none left.
+//! - [`Waiting`]: chooses the connection that gives up its slot when there is none left.
 #![forbid(unsafe_code)]
 
 mod host;

@@ -8,7 +8,7 @@ use tokio::task::AbortHandle;
 
 use crate::slots::Slot;
 
-/// Those that wait, in the order in which they came. `S` is what a connection is counted by.
+/// Waiting connections, oldest first. `S` is the slot by which a connection is counted.
 #[derive(Debug)]
 pub struct Waiting<S = Slot>(Mutex<Inner<S>>);
 
@@ -60,7 +60,7 @@ impl<S> Waiting<S> {
         self.0.lock().waiting.remove(&number);
     }
 
-    /// When the oldest began to wait. None where none waits.
+    /// Time at which the oldest connection began to wait; None if none waits.
     pub fn oldest(&self) -> Option<Instant> {
         self.0.lock().waiting.values().next().map(|entry| entry.since)
     }

@@ -477,15 +477,15 @@ impl Engine {
         self.shared.hub().hub.outside.control.without_rings
     }
 
-    /// What the log calls a peer, beside its addresses.
+    /// Sets the name that the log prints beside the peer's addresses.
     pub fn name_peer(&self, peer: PeerId, label: String) {
         if let Some(known) = self.shared.hub().hub.outside.peer_mut(peer) {
             known.label = label;
         }
     }
 
-    /// A process of this host that may say nothing for as long as it likes, as one that gets no processor: only its end ends its
-    /// connections, which the kernel tells. Others count as gone after 10 s of silence. Both sides have to say so.
+    /// Lets a process of this host be silent without limit, because it may get no processor. Its connections end when the kernel
+    /// closes them at its end. Other peers count as gone after 10 s of silence. Both sides have to call this.
     pub fn allow_silence(&self, peer: EngineId) {
         let EngineId { engine_id: engine, boot_nonce: boot } = peer;
         self.shared.hub().hub.outside.control.silent.insert(Identity { engine, boot });

@@ -58,7 +58,7 @@ pub(crate) struct Links<R> {
     has_news_of_rings: bool,
     /// The bytes of one frame may be expected in parts: when some are there, the owner says where the next ones go.
     takes_parts: bool,
-    /// Frames are taken whether or not the lease holds: their owner asks it before it places bytes that they brought.
+    /// Takes frames whether or not the lease holds. The owner checks the lease before it places the bytes of a frame.
     takes_late: bool,
 }
 
@@ -176,7 +176,7 @@ impl<R> Links<R> {
         }
     }
 
-    /// The same for frames that are taken as a whole, also from a peer that got no processor for longer than its lease.
+    /// Links for frames that are taken whole, so a peer may have got no processor for longer than its lease.
     pub(crate) fn of_messages(watch: Watch) -> Links<R> {
         Links { takes_late: true, ..Links::new(watch) }
     }

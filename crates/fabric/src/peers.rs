@@ -44,7 +44,7 @@ pub(crate) struct Peer {
     pub(crate) refusals: Vec<(u8, String)>,
     /// Of those, what the log has said.
     pub(crate) said_refusals: Vec<(u8, String)>,
-    /// What the engine's owner calls it; empty if it has said nothing.
+    /// Name that the engine's owner gave the peer; empty by default.
     pub(crate) label: String,
 }
 
@@ -96,7 +96,7 @@ impl Peer {
         }
     }
 
-    /// For logs.
+    /// Name and addresses, for logs.
     pub(crate) fn name(&self) -> String {
         let addresses: Vec<String> = self.whom.addresses.iter().map(ToString::to_string).collect();
         let addresses = addresses.join(" or ");

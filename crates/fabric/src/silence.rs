@@ -1,13 +1,13 @@
-//! How long a connection may say nothing. Whether its peer is there the kernel knows better: it closes the sockets of a process
-//! that ends, acknowledges for one that gets no processor, and [`UNACKNOWLEDGED_MS`] ends a connection to a host that is gone.
+//! Longest silence of a connection. The kernel knows better whether a peer is alive: it closes the sockets of a process that
+//! ends, and acknowledges for a process that gets no processor. [`UNACKNOWLEDGED_MS`] ends a connection to a host that is gone.
 
 use std::time::Duration;
 
-/// Until a connection is there, and until whoever made it has proved something.
+/// Time to connect, and for the connecting side to prove something.
 pub(crate) const CONNECTING: Duration = Duration::from_millis(1500);
-/// The rest of a greeting: a peer on a busy host may get a processor rarely.
+/// Time for the rest of the greeting. It is longer, because a peer on a busy host rarely gets a processor.
 const GREETING: Duration = Duration::from_secs(5);
-/// A peer whose kernel holds the connection: it gets no processor, or is stopped.
+/// Silence of a peer whose kernel still holds the connection: the peer is stopped, or gets no processor.
 const SILENT: Duration = Duration::from_secs(10);
 /// How long another host may acknowledge nothing of the messages that were sent to it. Its kernel does that, however busy the peer
 /// is, since messages do not fill its buffers.
@@ -16,7 +16,7 @@ pub(crate) const UNACKNOWLEDGED_MS: u32 = 1500;
 /// the other kernel answers.
 pub(crate) const UNREAD_MS: u32 = 10_000;
 
-/// How far a connection is.
+/// Stages of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// The kernels connect it.
@@ -28,7 +28,7 @@ pub(crate) enum Progress {
 }
 
 impl Progress {
-    /// For how long nothing may come; before it is greeted, for how long it may be without that.
+    /// Longest silence at this stage; before `Greeted` the longest time in the stage.
     pub(crate) fn patience(self) -> Duration {
         match self {
             Progress::Connecting => CONNECTING,

@@ -27,8 +27,8 @@ pub struct Class {
     pub costs: Costs,
     /// Tokens that the requests which run may have together.
     pub kv_tokens: u64,
-    /// Tokens whose blocks are found again: the engine's own cache, and its daemon's pool. An engine that shares a pool with
-    /// others finds what its `kv_tokens` hold, and what the pool holds.
+    /// Tokens whose blocks are found again, in the engine's own cache and in its daemon's pool. An engine that shares a pool with
+    /// others finds the blocks of its `kv_tokens`, and those of the pool.
     pub cached_tokens: u64,
     /// Which of these blocks make room for others.
     pub eviction: PolicyKind,

@@ -24,7 +24,7 @@ pub enum Brought {
 }
 
 impl LiveEngine {
-    /// An idle one. It shares the pool with others, if it has one.
+    /// An idle engine, with the pool that it shares with others, if any.
     pub fn new(class: Class, block_tokens: u64, pool: Option<Pool>) -> Self {
         let trace = Trace::new(block_tokens, Vec::new());
         Self { engine: Engine::new(Arc::new(class), block_tokens, pool), trace }

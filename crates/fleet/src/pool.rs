@@ -7,20 +7,20 @@ use kvlane_policy::{CacheModel, PolicyKind};
 /// A pool as it is set up.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolSetup {
-    /// For people.
+    /// Name in the file and in messages.
     pub name: String,
     /// Tokens whose blocks it keeps. Each engine keeps those of its own `kv_tokens` beside it.
     pub tokens: u64,
-    /// Which blocks make room for others.
+    /// Policy by which blocks are evicted.
     pub eviction: PolicyKind,
     /// Milliseconds to load a token, during which the engine computes other requests.
     pub load_token_ms: f64,
-    /// The router hears which nodes share it.
+    /// Whether the router learns which nodes share the pool.
     pub is_told: bool,
 }
 
 impl Default for PoolSetup {
-    /// 256 GB of an 8B model's blocks, loaded at 45 GB/s.
+    /// Room for 256 GB of an 8B model's blocks, loaded at 45 GB/s.
     fn default() -> Self {
         Self {
             name: "pool".into(),
@@ -32,7 +32,7 @@ impl Default for PoolSetup {
     }
 }
 
-/// A pool for the engines that share it: a clone is the same pool.
+/// A pool of several engines. Clones refer to the same pool.
 #[derive(Clone)]
 pub struct Pool {
     cache: Arc<Mutex<CacheModel>>,
@@ -40,7 +40,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// An empty one.
+    /// Creates an empty pool.
     pub fn new(setup: &PoolSetup, block_tokens: u64) -> Self {
         let blocks = (setup.tokens / block_tokens.max(1)).clamp(1, u64::from(u32::MAX - 1)) as usize;
         let cache = Arc::new(Mutex::new(CacheModel::new(setup.eviction, blocks)));
@@ -51,13 +51,13 @@ impl Pool {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many of these blocks it has, from the first one on.
+    /// Number of leading blocks that the pool holds.
     pub(crate) fn leading_blocks(&self, blocks: &[u64]) -> usize {
         let cache = self.cache();
         blocks.iter().take_while(|block| cache.contains(**block)).count()
     }
 
-    /// A prompt of these blocks was computed, or loaded.
+    /// Adds the blocks of a prompt that an engine has computed or loaded.
     pub(crate) fn keep(&self, blocks: &[u64]) {
         self.cache().request(blocks, |_| ());
     }

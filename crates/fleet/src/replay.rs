@@ -32,7 +32,7 @@ pub struct NodeSetup {
     pub class: Arc<Class>,
     /// Where it is.
     pub host: String,
-    /// The pool that it shares with others, by its number.
+    /// Index of the node's pool.
     pub pool: Option<usize>,
     /// It dies then, if it does, and comes back with nothing so much later, if it does.
     pub dies: Option<(Duration, Option<Duration>)>,
@@ -117,7 +117,7 @@ impl Default for Signals {
 pub struct Setup {
     /// At least one.
     pub nodes: Vec<NodeSetup>,
-    /// That nodes share.
+    /// Pools that nodes share.
     pub pools: Vec<PoolSetup>,
     /// Of the scheduler.
     pub scheduler: Settings,
@@ -634,7 +634,7 @@ fn mixed(number: u64) -> u64 {
     spread(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// The pool of a node, if the router hears of it.
+/// Pool of a node, if the router learns of it.
 fn told_pool<'s>(setup: &'s Setup, node: &NodeSetup) -> Option<&'s PoolSetup> {
     setup.pools.get(node.pool?).filter(|pool| pool.is_told)
 }

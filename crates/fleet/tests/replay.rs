@@ -463,8 +463,8 @@ fn a_router_that_engines_tell_of_their_blocks_knows_as_much_of_them_as_one_that_
     assert!(found(&setup) * 5 < by_events);
 }
 
-/// Requests for prompts that engines of one host have computed before, in bursts: with their long answers, as many as wait at one
-/// engine would be served by its idle neighbours, which load the prompt in milliseconds.
+/// Bursts of requests for prompts that engines of one host have computed before. While their long answers queue at one engine,
+/// idle neighbours could load the prompt in milliseconds and serve them.
 #[test]
 fn a_router_that_knows_of_a_pool_spreads_the_prompts_that_it_holds() {
     let first = (0..8).map(|name: u64| request(name * 500, 8192, 2, name * 100));

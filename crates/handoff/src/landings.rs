@@ -57,7 +57,7 @@ pub struct Wanted {
     pub end_block: u32,
     /// Given up after so long.
     pub patience: Duration,
-    /// The same, since by then this engine would have computed it.
+    /// Longest time until it has landed, even if it makes progress. Computing the prompt here takes less.
     pub budget: Duration,
 }
 
@@ -74,9 +74,9 @@ pub enum Outcome {
     Unheard,
     /// The request made no progress there.
     Stalled,
-    /// It took longer than a user lets it.
+    /// The hand-off took longer than `kvlane.direct.wait_ms`.
     TooLong,
-    /// It took longer than to compute it here.
+    /// The hand-off took longer than its budget: computing the prompt here takes less.
     OverBudget,
     /// It cannot be reached any more.
     PeerLost,
@@ -163,7 +163,7 @@ pub struct Landings {
     ranks: Vec<Endpoint>,
     landings: BTreeMap<HandoffId, Landing>,
     actions: VecDeque<LandingAction>,
-    /// One has ended since [`Landings::take_has_ended`] was called.
+    /// A landing has ended since the last call of [`Landings::take_has_ended`].
     has_ended: bool,
 }
 
@@ -402,7 +402,7 @@ impl Landings {
         assert!(is_over, "{id:?} is forgotten while it may be written");
     }
 
-    /// Whether one has ended since this was called last.
+    /// Whether a landing has ended since the last call.
     pub fn take_has_ended(&mut self) -> bool {
         std::mem::take(&mut self.has_ended)
     }
@@ -515,7 +515,7 @@ mod tests {
         assert_eq!(landings.room(ID), 5);
     }
 
-    /// It waited for 30 s without progress, or for `kvlane.direct.wait_ms`, however soon it could be computed.
+    /// A prompt waited for 30 s without progress, or for `kvlane.direct.wait_ms`, even if it takes less to compute.
     #[test]
     fn a_prompt_that_waits_for_longer_than_it_takes_to_compute_it_is_given_up() {
         let secs = Duration::from_secs;
@@ -527,7 +527,7 @@ mod tests {
             let wanted = Wanted { address, content: [0; 16], first_block: 0, end_block: 3, patience, budget };
             assert!(landings.begin(Duration::ZERO, ID, wanted));
             landings.dialled(Duration::ZERO, address, &Ok(PEER));
-            // The other engine says again and again that it goes on.
+            // The other engine keeps reporting progress.
             for second in 0..patience.min(budget).as_secs() {
                 let queued =
                     crate::message::Queued { id: ID, ahead: 0, computed: second, ranks: vec![vec![1]] };

@@ -32,7 +32,7 @@ const OFFER_BYTES_MIN: u64 = 1 << 20;
 /// the engine a system call in each, and its processor.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 const READ_PATIENCE: Duration = Duration::from_secs(30);
-/// In logs.
+/// Name in logs.
 const SCHEDULER: &str = "this engine's scheduler";
 /// Of so many engines the log says how their blocks come.
 const TOLD_WAYS_MAX: usize = 1024;
@@ -247,7 +247,7 @@ struct AtRank {
     /// The fabric's number of each area.
     areas: Vec<u32>,
     key: [u8; 16],
-    /// Its number, as its scheduler says.
+    /// Rank that its scheduler assigned.
     rank: u32,
     scheduler: Option<(EngineId, Endpoint)>,
     is_on_gpu: bool,
@@ -399,7 +399,7 @@ impl AtRank {
         scheduler.into_iter().for_each(|scheduler| talk.send(scheduler, message));
     }
 
-    /// The rank with which this one exchanges blocks, for logs.
+    /// Name of the peer rank with which this rank exchanges blocks, for logs.
     fn other_rank(&self) -> String {
         format!("another engine's rank {}", self.rank)
     }

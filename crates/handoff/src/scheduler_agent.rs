@@ -18,7 +18,7 @@ use crate::talk::{AgentError, Talk};
 
 /// An engine that does not answer by then is not reached.
 const DIAL_PATIENCE: Duration = Duration::from_secs(2);
-/// In logs.
+/// Name in logs.
 const SCHEDULER: &str = "another engine's scheduler";
 /// So many at once.
 const DIALS_MAX: usize = 4;
@@ -203,7 +203,7 @@ impl SchedulerAgent {
         true
     }
 
-    /// Waits until a landing ends, of all that have since the last call. False: none in this time.
+    /// Waits until a landing has ended since the last call. Returns false after the timeout.
     pub fn wait_for_end(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();

@@ -18,7 +18,7 @@ use crate::message::{Endpoint, Message};
 const WAITING_MAX: usize = 4096;
 /// After so long a message is given up, and whoever it is for counts as lost.
 const SEND_PATIENCE: Duration = Duration::from_secs(5);
-/// The same between processes of one engine: only the end of one is a loss, and the kernel tells that at once.
+/// Patience between processes of one engine: a message is lost only if a process ends, and the kernel reports that at once.
 const SEND_PATIENCE_WITHIN: Duration = Duration::from_secs(3600);
 
 /// Who was not talked to for so long counts as lost when somebody new comes: engines that were restarted are others, and the
@@ -55,7 +55,7 @@ pub(crate) type OnLost = Rc<dyn Fn(EngineId)>;
 pub(crate) struct Talk {
     engine: Arc<Engine>,
     peers: HashMap<EngineId, Known>,
-    /// Processes of this engine.
+    /// Processes of this engine, whose silence does not count.
     own: HashSet<EngineId>,
     on_lost: OnLost,
 }
@@ -74,7 +74,7 @@ impl Talk {
     }
 
     /// The peer that a descriptor is of; connections are made meanwhile. None: the descriptor is none, or cannot be used.
-    /// `name`: for the log.
+    /// Connects to a process. `name` is for the log.
     pub(crate) fn reach(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
         let descriptor = Descriptor::from_bytes(endpoint).ok()?;
         let id = EngineId::from(&descriptor);
@@ -88,7 +88,7 @@ impl Talk {
         Some(id)
     }
 
-    /// The same of another process of this engine, whose silence does not count.
+    /// Connects to another process of this engine, whose silence does not count.
     pub(crate) fn reach_own(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
         let id = EngineId::from(&Descriptor::from_bytes(endpoint).ok()?);
         self.own.insert(id);

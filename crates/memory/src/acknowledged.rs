@@ -1,15 +1,15 @@
-//! What the other end of a TCP connection has acknowledged.
+//! Bytes that the other end of a TCP connection has acknowledged.
 
 use std::{
     io,
     os::fd::{AsFd, AsRawFd},
 };
 
-/// Bytes that were written to a TCP connection and not acknowledged by the other end's kernel. The number stays readable after
-/// either end has closed or reset the connection.
+/// Bytes that were written to a TCP connection and that the other end's kernel has not acknowledged. The number stays readable
+/// after either end has closed or reset the connection.
 ///
 /// # Errors
-/// This is no TCP socket.
+/// The descriptor is not a TCP socket.
 pub fn unacknowledged_bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: SIOCOUTQ (which has TIOCOUTQ's number) writes one int through the pointer, which is valid for the call.

@@ -1,5 +1,4 @@
-//! Memory of this process alone, straight from the kernel: it goes back as a whole when it is dropped, whatever the allocator
-//! would keep of it.
+//! Private memory straight from the kernel. Dropping it returns all of it; an allocator would keep some.
 
 use std::{ffi::c_void, io, ptr::NonNull, slice};
 
@@ -18,7 +17,7 @@ unsafe impl Send for PrivateMemory {}
 unsafe impl Sync for PrivateMemory {}
 
 impl PrivateMemory {
-    /// Maps so many bytes, at least one.
+    /// Maps this many bytes, at least one.
     ///
     /// # Errors
     /// The kernel gives no such mapping.
@@ -34,7 +33,7 @@ impl PrivateMemory {
         Ok(Self { base, bytes })
     }
 
-    /// All of it, to write to.
+    /// All bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: The mapping has these bytes, which the kernel has zeroed, and `self` is borrowed alone.
         unsafe { slice::from_raw_parts_mut(self.base.as_ptr().cast(), self.bytes) }
@@ -43,7 +42,7 @@ impl PrivateMemory {
 
 impl AsRef<[u8]> for PrivateMemory {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: As above; whoever writes has to borrow `self` alone.
+        // SAFETY: As above; a writer has to borrow `self` alone.
         unsafe { slice::from_raw_parts(self.base.as_ptr().cast(), self.bytes) }
     }
 }

@@ -17,7 +17,7 @@ use crate::fabric::{PyTls, error, resolve, tls_of, transport_of};
 use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
 
-/// After so long without an answer a connection is given up.
+/// The fabric closes a connection that brings no answer for this time.
 const POST_PATIENCE: Duration = Duration::from_secs(12);
 
 /// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
@@ -311,7 +311,7 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
 
 fn engine(listen: &str, token: String, transport: Option<Transport>, tls: Option<PyTls>) -> PyResult<Engine> {
     let listen = vec![resolve(listen)?];
-    // As patient as the fabric is with a peer that says nothing.
+    // The fabric waits for a silent peer equally long.
     let transfers = Options { post_patience: POST_PATIENCE, ..Options::default() };
     let tls = tls.map(tls_of);
     let options = EngineOptions { listen, token, transport, tls, transfers, ..EngineOptions::default() };

@@ -32,12 +32,12 @@ use crate::{
 /// Decisions that are shown where nobody says how many.
 const DECISIONS_SHOWN: usize = 100;
 
-/// All metrics.
+/// All metrics: those below, and those of [requests](request_rows).
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     METRICS.iter().chain(request_rows::METRICS)
 }
 
-/// All but those of [requests](request_rows).
+/// All metrics but those of [requests](request_rows).
 const METRICS: &[Metric] = &[
     total(
         "kvlane_route_refused_total",

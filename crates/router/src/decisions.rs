@@ -9,8 +9,8 @@ use crate::{ids::RequestId, schedule::Why};
 /// Choices that are remembered.
 pub const DECISIONS_MAX: usize = 1000;
 
-/// Members of a decision that tell whether somebody has sent the beginning of a prompt before. A decode node that has it needs no
-/// prefill node, and `why` says so.
+/// Members of a decision that reveal whether somebody has sent the beginning of a prompt before. `why` is one of them, because it
+/// says that a decode node has the prompt and needs no prefill node.
 const TELLS_OF_PREFIXES: [&str; 3] = ["cached_tokens", "prefill", "why"];
 
 /// One choice.
@@ -53,7 +53,7 @@ impl Decisions {
         self.0.push_back(decision);
     }
 
-    /// The last `most`, the newest first. `is_quiet`: without what tells how much of each prompt had come before.
+    /// The last `most` decisions, newest first. `is_quiet` leaves out the members that reveal other users' prompts.
     pub fn page(&self, most: usize, is_quiet: bool) -> Value {
         self.0.iter().rev().take(most).map(|decision| decision.page(is_quiet)).collect()
     }

@@ -8,7 +8,7 @@ use std::{
 
 use kvlane_door::MetricKind;
 
-/// Durations by upper bounds, in milliseconds. `BUCKETS` is one more than there are bounds: the last one has no bound.
+/// Durations by upper bounds, in milliseconds. `BUCKETS` is the number of bounds and one more, for durations above all of them.
 #[derive(Debug)]
 pub(crate) struct Histogram<const BUCKETS: usize> {
     bounds_ms: &'static [u64],
@@ -43,7 +43,7 @@ impl<const BUCKETS: usize> Histogram<BUCKETS> {
         self.sum_us.fetch_add(micros(took), Ordering::Relaxed);
     }
 
-    /// Adds what was counted, and empties it.
+    /// Adds the counts of `pending`, and empties it.
     pub(crate) fn add(&self, pending: &mut Pending<BUCKETS>) {
         for (count, more) in self.counts.iter().zip(&mut pending.counts) {
             if *more > 0 {
@@ -67,7 +67,7 @@ impl<const BUCKETS: usize> Default for Pending<BUCKETS> {
 }
 
 impl<const BUCKETS: usize> Pending<BUCKETS> {
-    /// `times` durations of the same length. The bounds are the histogram's.
+    /// Adds `times` durations of this length. `bounds_ms` are the histogram's.
     pub(crate) fn observe(&mut self, bounds_ms: &[u64], each: Duration, times: u32) {
         let count = &mut self.counts[bucket(bounds_ms, each)];
         *count = count.saturating_add(times);
@@ -86,7 +86,7 @@ impl Distribution {
     }
 }
 
-/// Appends a histogram as Prometheus reads it; nothing where no distribution has a value.
+/// Appends a histogram in Prometheus' text format, or nothing if no distribution has a value.
 pub(crate) fn write_histogram(
     page: &mut String,
     name: &str,
@@ -97,7 +97,7 @@ pub(crate) fn write_histogram(
     if values.peek().is_none() {
         return;
     }
-    // A String takes everything.
+    // Writing to a String cannot fail.
     let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {}", MetricKind::Histogram.name());
     for (labels, Distribution { bounds_ms, counts, sum_us }) in values {
         let mut below = 0;

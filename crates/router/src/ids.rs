@@ -57,8 +57,8 @@ impl RequestId {
         format!("{}-{letter}{}", self.name(), attempt.min(999))
     }
 
-    /// What both engines of a pair know a direct hand-off by. A client sees its request's id and could name the next ones: the
-    /// random bytes keep it from claiming another request's blocks.
+    /// The id by which both engines of a pair know a direct hand-off. A client sees its request's id and could guess the next
+    /// ones; the random bytes keep it from claiming another request's blocks.
     pub fn of_hand_off(self, attempt: u32, random: [u8; 16]) -> String {
         format!("{}-{:032x}", self.of_leg(Leg::Whole, attempt), u128::from_ne_bytes(random))
     }

@@ -10,10 +10,10 @@ use crate::body::{Change, Edited, Scan, edit, find_member};
 /// The member in which engines say where a prompt's blocks are: vLLM's name for it.
 pub const TRANSFER: &str = "kv_transfer_params";
 
-/// Members in which vLLM takes hosts and blocks from a request. vLLM also takes them out of [`EXTRA`], which it merges with them.
+/// Members from which vLLM takes hosts and blocks. vLLM also takes them out of [`EXTRA`], which it merges with them.
 const RESERVED: [&str; 2] = [TRANSFER, "ec_transfer_params"];
 const EXTRA: &str = "vllm_xargs";
-/// Most bytes of [`EXTRA`], so that looking through it takes no time that other clients would notice.
+/// Longest [`EXTRA`] that the router searches. Searching more would delay other clients.
 const EXTRA_BYTES_MAX: usize = 1 << 20;
 
 /// Why a client's member is refused.
@@ -22,13 +22,13 @@ pub enum Reserved {
     /// Only the router may set it.
     #[error("{0} are the router's to set: leave them out")]
     Transfer(String),
-    /// It may hide anything.
+    /// The member is too long to search, so it could hide a reserved one.
     #[error("{EXTRA} has more than {EXTRA_BYTES_MAX} bytes")]
     TooLong,
 }
 
 impl Reserved {
-    /// The member.
+    /// Name of the member, as the client may see it.
     pub fn param(&self) -> &str {
         match self {
             Self::Transfer(name) => name,
@@ -52,11 +52,11 @@ const OF_THE_ANSWER: [&str; 8] = [
     "top_logprobs",
     "max_completion_tokens",
 ];
-/// The same in a request to `/v1/responses`.
+/// Members of a request to `/v1/responses` that a prefill leg leaves out.
 const OF_A_RESPONSE: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
 /// Tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
 const CLIENT_TOOLS: [&str; 3] = ["function", "custom", "namespace"];
-/// Most bytes of `tools`, and of `thinking`, that are looked through: other clients must not notice the time that this takes.
+/// Longest `tools` and `thinking` that the router searches. Searching more would delay other clients.
 const TOOLS_BYTES_MAX: usize = 256 << 10;
 const THINKING_BYTES_MAX: usize = 1 << 10;
 
@@ -74,7 +74,7 @@ pub enum Api {
 }
 
 impl Api {
-    /// The interface of a path. None: its requests cannot be split.
+    /// The interface of a path. None: requests to this path cannot be split.
     pub fn of(path: &str) -> Option<Self> {
         match path {
             "/v1/completions" => Some(Self::Completions),
@@ -100,7 +100,7 @@ pub enum Stays {
     BeamSearch,
     /// Its prompt is not text and not tokens.
     Embeddings,
-    /// Its prompt goes on from an answer that one engine stores.
+    /// The prompt continues an answer that one engine stores.
     StoredAnswer,
     /// The engine answers before it has computed anything.
     Background,
@@ -108,7 +108,7 @@ pub enum Stays {
     EngineTools,
 }
 
-/// The member of a client's request that only the router may set, if there is one. Names are compared as engines read them.
+/// The member of a client's request that only the router may set, if any. Names are compared after unescaping, as engines do.
 pub fn reserved(scan: &Scan<'_>) -> Option<Reserved> {
     let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null");
     if let Some(name) = RESERVED.into_iter().find(is_given) {
@@ -138,7 +138,7 @@ pub fn stays(scan: &Scan<'_>) -> Option<Stays> {
     }
 }
 
-/// The same for a request to this interface.
+/// Why a request to this interface goes to one node; None if it can be split.
 pub fn stays_at(api: Api, scan: &Scan<'_>) -> Option<Stays> {
     let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null");
     if api == Api::Responses {
@@ -153,8 +153,8 @@ pub fn stays_at(api: Api, scan: &Scan<'_>) -> Option<Stays> {
     stays(scan)
 }
 
-/// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with a long stretch of space stays on one node
-/// too: no client writes one, and searching it takes time.
+/// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with much white space counts as one, because
+/// no client writes it and searching it takes time.
 fn has_many_prompts(scan: &Scan<'_>) -> bool {
     let Some([b'[', inside @ ..]) = scan.raw("prompt") else { return false };
     let searched = &inside[..inside.len().min(SPACE_BYTES_MAX)];
@@ -169,7 +169,7 @@ struct Typed<'a> {
     kind: Cow<'a, str>,
 }
 
-/// Whether `tools` names one that the engine runs. Tools that cannot be read, or are too long, count as such.
+/// Whether `tools` names one that the engine runs. Tools that are malformed or too long count as such.
 fn has_engine_tools(scan: &Scan<'_>) -> bool {
     let Some(raw) = scan.raw("tools").filter(|raw| *raw != b"null") else { return false };
     if raw.len() > TOOLS_BYTES_MAX {
@@ -179,7 +179,7 @@ fn has_engine_tools(scan: &Scan<'_>) -> bool {
     tools.map_or(true, |tools| tools.iter().any(|tool| !CLIENT_TOOLS.contains(&&*tool.kind)))
 }
 
-/// What a leg asks its node for.
+/// The kind of request that a leg sends to its node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ask {
     /// The request as it came.
@@ -196,13 +196,13 @@ impl Ask {
         Self::OneToken(Some(PREFILL_TRANSFER.into()))
     }
 
-    /// The prefill leg of a P2P NCCL pair: all that concerns the transfer stands in the id.
+    /// The prefill leg of a P2P NCCL pair. Its request id holds everything about the transfer.
     pub fn prefill_by_id() -> Self {
         Self::OneToken(None)
     }
 
-    /// Both legs of a pair that work at the same time. `handoff`: the hand-off's name; `peer`: where the prefill node hands over.
-    /// Neither has a character that JSON escapes.
+    /// Both legs of a pair that work at the same time. `handoff` is the hand-off's id, `peer` the address at which the prefill
+    /// node hands over. Neither contains a character that JSON escapes.
     pub fn direct(handoff: &str, peer: &str) -> (Self, Self) {
         let prefill = format!(
             r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
@@ -214,10 +214,10 @@ impl Ask {
     }
 }
 
-/// The body of a leg with this id. None: the request's own bytes.
+/// The body of a leg with this id. None: the client's own bytes.
 ///
-/// vLLM takes the id of a request to `/v1/responses` out of the body and not out of a header, and finds answers again only by ids
-/// that begin with `resp_`.
+/// vLLM takes the id of a request to `/v1/responses` from the body, not from a header, and finds stored answers only by ids that
+/// begin with `resp_`.
 pub fn body<'b>(api: Option<Api>, scan: &Scan<'b>, ask: &Ask, id: &str) -> Option<Edited<'b>> {
     let response_id = (api == Some(Api::Responses)).then(|| format!("\"resp_{id}\""));
     let mut changes = match (ask, api) {
@@ -247,14 +247,15 @@ fn one_token(scan: &Scan<'_>) -> Vec<Change<'static>> {
 
 fn one_token_of_a_response() -> Vec<Change<'static>> {
     let mut changes: Vec<_> = OF_A_RESPONSE.into_iter().map(Change::Remove).collect();
-    // The decode node stores the answer, if one does.
+    // The decode node, not the prefill node, stores the answer.
     changes.extend([Change::Set("max_output_tokens", "1"), Change::Set("store", "false")]);
     changes
 }
 
 fn one_token_of_a_message(scan: &Scan<'_>) -> Vec<Change<'static>> {
     let mut changes = vec![Change::Remove("stream"), Change::Set("max_tokens", "1")];
-    // A budget of tokens for thinking has to be below `max_tokens`. It changes nothing of the prompt; that thinking is disabled does.
+    // vLLM requires the token budget for thinking to be below `max_tokens`. The budget does not change the prompt; disabled
+    // thinking does.
     let raw = scan.raw("thinking").filter(|raw| raw.len() <= THINKING_BYTES_MAX);
     let thinking = raw.and_then(|raw| serde_json::from_slice::<Typed<'_>>(raw).ok());
     if thinking.is_some_and(|thinking| thinking.kind == "enabled") {

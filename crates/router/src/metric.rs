@@ -7,13 +7,13 @@ use crate::{beats_refused::BeatRefused, histogram::Distribution, proxy::Shared, 
 /// One metric of the router.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// As scraped.
+    /// Name as scraped.
     pub name: &'static str,
-    /// What it is.
+    /// Kind of the metric.
     pub kind: MetricKind,
-    /// Labels, comma-separated.
+    /// Label names, comma-separated.
     pub labels: &'static str,
-    /// One sentence.
+    /// Help text, one sentence.
     pub help: &'static str,
     pub(crate) source: Source,
 }
@@ -23,9 +23,9 @@ pub(crate) enum Source {
     Total(fn(&Shared) -> u64),
     OfNode(fn(&Node) -> u64),
     OfReason(fn(&Shared, BeatRefused) -> u64),
-    /// Labels and a value each.
+    /// Pairs of labels and a value.
     Each(fn(&Shared) -> Vec<(String, f64)>),
-    /// Labels and a distribution each.
+    /// Pairs of labels and a distribution.
     Distributions(fn(&Shared) -> Vec<(String, Distribution)>),
 }
 

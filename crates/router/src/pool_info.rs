@@ -2,11 +2,11 @@
 
 /// Metric that kvlane's connector sets to 1 for the daemon and the space that its engine uses, and to 0 for former ones.
 const NAME: &str = "vllm:kvlane_pool_info{";
-/// Longest label that is believed; kvlane's have 32 hex digits.
+/// Longest label that the router accepts; kvlane's labels have 32 hex digits.
 const LABEL_MAX: usize = 64;
 
-/// The name of the pool that an engine loads from, `DAEMON/SPACE`. None where it names none, or its server's ranks name several.
-/// Of a server with several data-parallel ranks, only what it says of `rank`, if one is given.
+/// The name of the pool that an engine loads from, `DAEMON/SPACE`. None if the page names no pool, or if data-parallel ranks name
+/// several. With `rank` only the lines of that rank count.
 pub(crate) fn pool_of(page: &str, rank: Option<u32>) -> Option<String> {
     let rank = rank.map(|rank| rank.to_string());
     let mut found = None;

@@ -1,8 +1,8 @@
-//! What is counted of requests, by route, model and the node that answered.
+//! Request metrics by route, model and the node that answered.
 //!
-//! A request looks its series up once, when its answer begins; tokens are counted without a lock. Clients choose paths and models,
-//! so the number of series is bounded: paths are of a list, a model has its own series only if a node serves it, and beyond
-//! [`SERIES_MAX`] series are counted as one node's.
+//! A request looks up its series once, when its answer begins, and tokens are counted without a lock. Clients choose paths and
+//! models, so the router bounds the number of series: paths come from a list, a model has its own series only if a node serves
+//! it, and series beyond [`SERIES_MAX`] share one.
 
 use std::{
     collections::HashMap,
@@ -19,7 +19,7 @@ use crate::{
     schedule::NodeId,
 };
 
-/// Paths that are counted apart; others are counted together as [`OTHER`].
+/// Paths with series of their own. Other paths share [`OTHER`].
 pub(crate) const ROUTES: [&str; 8] = [
     "/v1/completions",
     "/v1/chat/completions",
@@ -30,12 +30,12 @@ pub(crate) const ROUTES: [&str; 8] = [
     "/v1/score",
     OTHER,
 ];
-/// Paths, models, statuses and nodes that are not counted apart.
+/// Label of paths, models, statuses and nodes without series of their own.
 pub(crate) const OTHER: &str = "other";
-/// Statuses that are counted apart. 499: the client left before an answer began.
+/// Statuses with series of their own. 499: the client left before an answer began.
 pub(crate) const STATUSES: [u16; 16] =
     [200, 400, 401, 404, 405, 408, 413, 415, 422, 429, 499, 500, 501, 502, 503, 504];
-/// Series at a time, of all nodes, models and routes.
+/// Most series of all nodes, models and routes together.
 pub(crate) const SERIES_MAX: usize = 2048;
 
 /// Upper bounds, in milliseconds; some of vLLM's own, so that both can be compared.
@@ -43,10 +43,10 @@ const FIRST_TOKEN_BOUNDS_MS: &[u64] = &[10, 40, 100, 250, 500, 1000, 2500, 5000,
 pub(crate) const BETWEEN_TOKENS_BOUNDS_MS: &[u64] = &[10, 25, 50, 100, 200, 500, 1000, 5000];
 const DURATION_BOUNDS_MS: &[u64] = &[300, 1000, 2500, 5000, 10_000, 30_000, 60_000, 240_000, 960_000];
 
-/// Times between tokens that one request has counted and not added yet.
+/// Times between tokens that one request has counted and not yet added.
 pub(crate) type PendingTokens = Pending<9>;
 
-/// What is counted of the requests of one route and model that one node answered, or none.
+/// Counters of one route and model at one node, or at none.
 #[derive(Debug)]
 pub(crate) struct Series {
     by_status: [AtomicU64; STATUSES.len() + 1],
@@ -59,24 +59,24 @@ pub(crate) struct Series {
     pub(crate) retries: AtomicU64,
 }
 
-/// The node of a series.
+/// Label `node` of a series.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Answerer {
-    /// The router itself.
+    /// The router itself answered.
     Router,
-    /// An engine.
+    /// An engine answered.
     Node(NodeId),
-    /// Some node: there are too many series for one each.
+    /// Any node, because there are too many series for one each.
     Others,
 }
 
 type ByRoute = [Option<Arc<Series>>; ROUTES.len()];
 
-/// All series.
+/// All series, by answerer, model and route.
 #[derive(Debug, Default)]
 pub(crate) struct RequestMetrics(RwLock<HashMap<Answerer, HashMap<Arc<str>, ByRoute>>>);
 
-/// Where a path's requests are counted: its place in [`ROUTES`].
+/// Index of the path in [`ROUTES`].
 pub(crate) fn route_of(path: &str) -> usize {
     ROUTES.iter().position(|route| *route == path).unwrap_or(ROUTES.len() - 1)
 }
@@ -95,13 +95,13 @@ impl Series {
         }
     }
 
-    /// A request gets an answer of this status.
+    /// Counts an answer of this status.
     pub(crate) fn answered(&self, status: u16) {
         let place = STATUSES.iter().position(|known| *known == status).unwrap_or(STATUSES.len());
         self.by_status[place].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Statuses that occurred, and how often.
+    /// Statuses that occurred, with their counts.
     pub(crate) fn statuses(&self) -> impl Iterator<Item = (String, u64)> {
         let counted = |(place, count): (usize, &AtomicU64)| {
             let name = STATUSES.get(place).map_or_else(|| OTHER.to_owned(), ToString::to_string);
@@ -112,8 +112,8 @@ impl Series {
 }
 
 impl RequestMetrics {
-    /// The series of a request. `serves` says whether some node serves the model, `is_there` whether a node still exists; both are
-    /// asked only for a series that does not exist yet.
+    /// The series of a request. `serves` tells whether a node serves the model, `is_there` whether a node still exists. Both are
+    /// called only if the series does not exist yet.
     pub(crate) fn series(
         &self,
         answerer: Answerer,

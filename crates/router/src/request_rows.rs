@@ -17,7 +17,7 @@ use crate::{
 
 const LABELS: &str = "route, model, node";
 
-/// All of them. `node` is empty where no engine was chosen.
+/// All request metrics. `node` is empty if no engine was chosen.
 pub(crate) const METRICS: &[Metric] = &[
     each(
         "kvlane_route_requests_total",

@@ -249,7 +249,7 @@ fn memory_is_bounded_and_taken_when_it_is_needed() {
     assert!(blocks.bytes() <= (1 << 12) * (13 + 2 * 11), "{} bytes", blocks.bytes());
 }
 
-/// One engine tells of the blocks that it has saved, another one of those that it saved itself: each can load all of them.
+/// One engine reports blocks that it has saved, another engine reports its own. Each engine can load all of them.
 #[test]
 fn a_pool_holds_what_any_of_its_nodes_told_of_another_medium_than_its_device() {
     let mut blocks = Blocks::new(1 << 12);

@@ -63,7 +63,7 @@ fn a_message_is_prefilled_as_one_token_whatever_it_may_think() {
     // vLLM refuses a budget that is not below `max_tokens`.
     let budget = json!({"type": "enabled", "budget_tokens": 2048});
     assert_eq!(agents_prefill(Api::Messages, &request(budget)), rest);
-    // But this one changes the prompt.
+    // Disabled thinking does change the prompt.
     let mut disabled = rest;
     disabled["thinking"] = json!({"type": "disabled"});
     assert_eq!(agents_prefill(Api::Messages, &request(json!({"type": "disabled"}))), disabled);
@@ -200,7 +200,7 @@ fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
     }
 }
 
-/// vLLM merges vllm_xargs with kv_transfer_params: a client's own could name hosts and blocks there.
+/// vLLM merges vllm_xargs with kv_transfer_params, so a client's own could name hosts and blocks there.
 #[test]
 fn what_only_the_router_may_set_is_found_under_any_spelling_and_nothing_else() {
     let found = |body: &str| reserved(&scan(body.as_bytes()).unwrap());

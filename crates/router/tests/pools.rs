@@ -65,7 +65,7 @@ impl World {
         (number, reservation)
     }
 
-    /// A request that is over, with its first token after so long.
+    /// A request that has ended, with its first token after this time.
     fn serve(&mut self, marks: &[Mark], first: Duration) -> usize {
         let (number, mut reservation) = self.ask(marks);
         self.scheduler.prefilled(&mut reservation, marks, self.now + first);
@@ -73,7 +73,7 @@ impl World {
         number
     }
 
-    /// So many requests of a prompt at once: how many each node gets.
+    /// Sends this many requests of a prompt at once. Returns the number that each node gets.
     fn at_once(&mut self, marks: &[Mark], requests: usize) -> Vec<usize> {
         let mut counts = vec![0; self.ids.len()];
         let held: Vec<Reservation> = (0..requests)
@@ -131,7 +131,7 @@ fn a_prompt_that_nobody_has_prefilled_is_not_in_the_pool() {
     assert_eq!(given(Some("a")), given(None));
 }
 
-/// Loads that take as long as computing, as where the pool has evicted what the router believes in it, are no reason to go elsewhere.
+/// Loads are as slow as computing, as if the pool had evicted its prompts, so the router must not move prompts.
 #[test]
 fn what_a_load_takes_is_learned_from_first_tokens() {
     let learned = |load_us: u64| {
@@ -162,7 +162,7 @@ fn a_pool_is_forgotten_with_its_last_node_and_a_configured_one_stays() {
     let mut world = World::new(Policy::LeastWork, &[Some("a"), Some("a")]);
     world.serve(&prompt(1, PIECES), Duration::from_millis(100));
     let [one, other] = [world.ids[0], world.ids[1]];
-    // The daemon was started anew: both engines tell of another run.
+    // The daemon restarted, so both engines name another run.
     for id in [one, other] {
         world.scheduler.set_pool(id, Some(&"b".into()), false);
         world.scheduler.set_pool(id, Some(&"a".into()), false);

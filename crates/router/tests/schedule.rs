@@ -669,7 +669,7 @@ fn where_hand_overs_are_not_known_or_another_policy_decides_all_decode_nodes_get
     }
 }
 
-/// Two nodes that answer 500 at once have the least to do: without doubts each request would go to both of them, and to no third.
+/// Two nodes that answer 500 at once have the least to do. Without doubts each request would go to these two, and to no third.
 #[test]
 fn a_second_try_goes_to_a_node_that_nobody_doubts() {
     let mut world = World::workers(Policy::LeastLoaded, 3);

@@ -13,7 +13,7 @@ use kvlane_router::{
     schedule::{Scheduler, Settings},
 };
 
-/// Each piece came in time, so that it held its connection for ever.
+/// Each piece came in time, so the body held its connection for ever.
 #[test]
 fn a_body_that_comes_too_slowly_is_given_up_though_each_piece_comes_in_time() {
     let settings = ProxySettings { client_timeout: Duration::from_secs(1), ..ProxySettings::default() };

@@ -38,12 +38,12 @@ else:
 
 
 def missing(names: Sequence[str]) -> list[str]:
-    """Those of these packages that this Python does not have."""
+    """The packages of this list that this Python lacks."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def install(names: Sequence[str]) -> str:
-    """The command that installs these packages beside this Python; uv's, where there is no pip."""
+    """The command that installs these packages for this Python: pip's, or uv's if there is no pip."""
     if importlib.util.find_spec("pip") is None:
         return f"uv pip install --python {sys.executable} {' '.join(names)}"
     return f"{sys.executable} -m pip install {' '.join(names)}"

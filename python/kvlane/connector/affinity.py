@@ -1,7 +1,7 @@
-"""On which processors kvlane's threads run, and which engines share one.
+"""Keeps kvlane's threads off the worker's processor, and warns of engines that share a processor.
 
-vLLM binds the threads of a worker on CPUs to processors of their own before it makes the connector, and threads that
-are started later inherit that: those of kvlane would then wait for the one processor on which the worker computes.
+vLLM binds each thread of a CPU worker to a processor before it makes the connector. Threads that are started later
+inherit the binding, so kvlane's threads would wait for the one processor on which the worker computes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvlane.connector.guard import logger
 
-# By one of these vLLM has the OpenMP library bind a worker's first thread when that is loaded. Only its parent knows
-# then where the process might run.
+# vLLM sets one of these, so that the OpenMP library binds a worker's first thread when the library is loaded. Then only
+# the parent process still has the processors on which the worker may run.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 OUR_THREADS = "kvlane-"
 PROC = Path("/proc")
@@ -32,7 +32,7 @@ def remember() -> None:
 
 
 def processors() -> set[int]:
-    """Where this process might run had vLLM bound none of its threads."""
+    """The processors on which this process may run, without vLLM's binding of its threads."""
     found = set(_before_binding)
     with suppress(OSError):
         for task in PROC.joinpath("self", "task").iterdir():
@@ -46,12 +46,12 @@ def processors() -> set[int]:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Threads that are started within may run on all processors of the process."""
+    """Starts threads within this context on all processors of the process."""
     try:
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, processors() | before)
     except OSError as error:
-        logger.info("kvlane: its threads run where the worker's do: %s", error)
+        logger.info("kvlane cannot start its threads on other processors than the worker's: %s", error)
         yield
         return
     try:
@@ -62,7 +62,7 @@ def unbound() -> Iterator[None]:
 
 
 def bound_processors(pid: int) -> set[int]:
-    """Processors that threads of a process are bound to one by one, but kvlane's own threads."""
+    """Processors to which single threads of a process are bound, without kvlane's own threads."""
     found: set[int] = set()
     with suppress(OSError):
         for task in PROC.joinpath(str(pid), "task").iterdir():
@@ -79,7 +79,7 @@ def _name(task: Path) -> str:
 
 
 def warn_of_shared_processors() -> None:
-    """Log each worker of this host with kvlane's connector that is bound to a processor to which this one is too."""
+    """Log each worker of this host with kvlane's connector that is bound to a processor of this worker."""
     own = bound_processors(os.getpid())
     if not own or len(processors()) == 1:
         return

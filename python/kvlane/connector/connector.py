@@ -349,7 +349,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVLaneStats | None:
-        # For vLLM's log, which has numbers only.
+        # vLLM's log takes numbers only.
         return KVLaneStats(data={name: value for name, value in (data or {}).items() if name != POOL})
 
     @classmethod

@@ -64,7 +64,7 @@ class Direct:
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait
-        """Whether a step of this engine holds up no other engine, as those of data-parallel engines do."""
+        """Whether this engine may pause in a step. A data-parallel engine may not, because others wait for its step."""
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings

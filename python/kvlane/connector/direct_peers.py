@@ -30,7 +30,7 @@ def publish(address: str, pid: int) -> Path | None:
 
 
 def withdraw(file: Path) -> None:
-    """Take away what `publish` has left. Another engine of the same process keeps its own."""
+    """Remove the file that `publish` made. Another engine of this process keeps its own file."""
     with suppress(OSError):
         file.unlink()
 

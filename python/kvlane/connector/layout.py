@@ -61,7 +61,7 @@ class LayerHint:
     block_strides: tuple[int, ...] = ()
     """Bytes from one block to the next, the surest first."""
     backend: str = ""
-    """Name of the attention backend and of its packing: two may order the bytes of one shape differently."""
+    """Name of the attention backend and of its packing, because two of them may order a shape's bytes differently."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, LayerHint]:
-    """What vLLM's configuration knows about each layer of this worker. Raises Unsupported."""
+    """The facts about each layer of this worker from vLLM's configuration. Raises Unsupported."""
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     packed: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:

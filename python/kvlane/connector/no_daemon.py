@@ -13,7 +13,7 @@ from kvlane.connector.settings import Settings
 
 
 def uses_daemon(settings: Settings) -> bool:
-    """Whether this engine uses a daemon. Looks for the default socket where the settings leave that open."""
+    """Whether this engine uses a daemon. Looks for the default socket if the settings leave it open."""
     if settings.needs_daemon():
         return True
     if settings.daemon == "off":
@@ -27,7 +27,7 @@ def uses_daemon(settings: Settings) -> bool:
 
 
 class NoScheduler:
-    """A scheduler's connection to no daemon. It counts nothing, since nothing is missing."""
+    """Takes the place of a scheduler's connection if the engine uses no daemon. Counts nothing as unavailable."""
 
     ready = False
     boot = None

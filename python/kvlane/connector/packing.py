@@ -1,4 +1,4 @@
-"""How an attention backend packs keys and values inside a block, where the tensor's dimensions do not say.
+"""Names the order of keys and values inside a block, if the tensor's dimensions do not determine it.
 
 vLLM's backend for CPUs chooses a packing (amx, vec, neon, ..) by the processor, the data type and the sizes. All
 packings have one shape and one backend name, so a block of another packing would be read as wrong numbers.
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _CHOICE = "_get_attn_isa"
-"""The function beside the backend by which vLLM chooses."""
+"""vLLM's function, in the backend's module, that chooses the packing."""
 _PACKS = "CPU_ATTN"
-"""The backend that packs in every version of vLLM that has it."""
+"""The backend that has packings in every version of vLLM."""
 
 
 def backend_name(backend: object, vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
-    """The name of a layer's attention backend, with its packing where it has several, as `CPU_ATTN/amx`; "" without a
-    backend. Raises Unsupported if the backend packs and vLLM does not tell how."""
+    """The name of a layer's attention backend, with its packing if it has several: `CPU_ATTN/amx`. "" without a
+    backend. Raises Unsupported if the backend has packings and vLLM does not reveal which one it uses."""
     if backend is None:
         return ""
     name = str(backend.get_name())  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,5 @@
-"""How fast this engine computes prompts, learned from its own steps: what a prompt that another engine computes may
-take before this engine computes it itself."""
+"""The rate at which this engine computes prompts, learned from its own steps. It bounds the time for which a prompt
+waits for another engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import pairwise
 PROMPT_TOKENS_MIN = 32
 # Steps with fewer tokens of prompts say little.
 TOKENS_MIN = 64
-# Tokens a second of a slow engine. It counts until a step has shown how fast this one is.
+# Tokens a second of a slow engine, assumed until a step has shown this engine's rate.
 UNKNOWN_RATE = 250.0
 # Weight of the latest sample.
 WEIGHT = 0.3
-# A hand-off may take so many times as long as to compute the prompt here.
+# A hand-off may take this many times as long as computing the prompt here.
 TIMES = 2.0
 SECONDS_MIN = 2.0
 
@@ -24,12 +24,12 @@ class PrefillRate:
     """Tokens a second, as a moving average over steps that compute prompts."""
 
     def __init__(self, steps_at_once: int = 1) -> None:
-        """`steps_at_once`: how many steps may be under way. A step is over when so many further ones are planned."""
+        """`steps_at_once`: steps that may be under way. A step is over when that many further ones are planned."""
         self._rate: float | None = None
         self._steps: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=max(1, steps_at_once) + 1)
 
     def step_is_planned(self, now: float, scheduled: Mapping[str, int]) -> None:
-        """Another step begins. `scheduled`: its tokens, by request."""
+        """Record the start of a step. `scheduled`: its tokens, by request."""
         self._steps.append((now, scheduled))
         if len(self._steps) < (self._steps.maxlen or 0):
             return
@@ -46,5 +46,5 @@ class PrefillRate:
             self._rate = sample if self._rate is None else self._rate + WEIGHT * (sample - self._rate)
 
     def budget(self, tokens: int) -> float:
-        """Seconds that a hand-off of so many tokens may take."""
+        """Seconds that a hand-off of this many tokens may take."""
         return max(SECONDS_MIN, TIMES * tokens / (self._rate or UNKNOWN_RATE))

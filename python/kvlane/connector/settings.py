@@ -32,8 +32,8 @@ class Settings:
     address: str | None = None
     """The daemon's Unix socket: `unix:PATH` or a path; None takes KVLANE_ADDR, then the user's default socket."""
     daemon: str = "auto"
-    """Whether the engine uses a daemon: one of DAEMON. `auto` does. With `kvlane.direct` and no address, here or in
-    KVLANE_ADDR, only if the default socket exists when the engine starts."""
+    """Whether the engine uses a daemon: one of DAEMON. `auto` uses one, except for an engine with `kvlane.direct`, no
+    address here or in KVLANE_ADDR, and no default socket when it starts."""
     daemon_user: str | None = None
     """A user whose daemon is used beside one's own and root's, by name or number; None takes KVLANE_DAEMON_USER."""
     lookup_timeout_ms: float = 250.0
@@ -146,7 +146,7 @@ class Settings:
             )
 
     def needs_daemon(self) -> bool:
-        """Whether the engine is to use a daemon whether or not there is one when it starts."""
+        """Whether the engine uses a daemon even if there is none when it starts."""
         if self.daemon != "auto":
             return self.daemon == "on"
         return self.direct == "off" or self.address is not None or bool(os.environ.get("KVLANE_ADDR"))

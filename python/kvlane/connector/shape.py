@@ -27,4 +27,4 @@ class EngineShape:
     hash_seed: bytes | None = None
     """The hash that prompts start from, as the namespaces say; None if it is random."""
     namespaces: tuple[bytes, ...] = ()
-    """What the blocks of each group mean."""
+    """The namespace of each group's blocks, which identifies their content."""

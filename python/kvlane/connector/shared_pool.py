@@ -1,10 +1,10 @@
-"""Tells vLLM's metrics which pool this engine shares: its daemon's run, and the space of its blocks there.
+"""Publishes in vLLM's metrics which pool this engine shares: its daemon's run, and the space of its blocks there.
 
     scheduler: {"daemon": run, "blocks": namespaces and weights, "workers": 2} --.
     rank 0:    {"0": its layouts} -----------------------------------------------+--> vllm:kvlane_pool_info
     rank 1:    {"1": its layouts} -----------------------------------------------'
 
-Engines of one run and space load each other's blocks. A router reads that, and sends a prompt to any of them.
+Engines of one run and space load each other's blocks. A router reads the metric, and sends a prompt to any of them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LABELS = ["daemon", "space"]
 # The key of a part among the connector's stats.
 POOL = "pool"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-# An engine that has started steps so long, without requests, until it has found its daemon: then all of the daemon's
-# engines have told of it before their first request.
+# An engine without requests steps for this time after its start, until it finds its daemon. So all engines of a daemon
+# publish it before their first request.
 START_SECONDS = 2.0
-# Parts are given again after so long: vLLM brings each to one of its API servers, and every one of them has a metric.
+# Each part is published again after this time: vLLM sends it to one of its API servers, and each of them has a metric.
 AGAIN_SECONDS = 5.0
 Part = dict[str, str]
 
 
 class SchedulerPart:
-    """What the scheduler role knows."""
+    """The scheduler's part: the daemon's run, the namespaces and the weights."""
 
     def __init__(
         self, connection: Connection, shape: EngineShape, weights: KnownWeights, clock: Callable[[], float]
@@ -52,7 +52,7 @@ class SchedulerPart:
         self._again_at = 0.0
 
     def _present(self) -> Part:
-        # Until the weights are known nothing is looked up.
+        # The engine looks nothing up until the weights are known.
         loads = self._shape.can_load and self._weights.are_known
         boot = self._connection.boot if loads else None
         self._has_found = self._has_found or boot is not None
@@ -65,7 +65,7 @@ class SchedulerPart:
         }
 
     def take(self) -> Part | None:
-        """What is new since the last call, or was given long ago."""
+        """The part, if it has changed since the last call or is due again."""
         present, now = self._present(), self._clock()
         if present == self._told and now < self._again_at:
             return None
@@ -73,7 +73,7 @@ class SchedulerPart:
         return present
 
     def is_due(self) -> bool:
-        """Whether the engine has to step to tell it, although no request runs."""
+        """Whether the engine has to step without a request, to publish a change."""
         if not self._shape.can_load or not self._shape.has_daemon:
             return False
         if self._started is None:
@@ -85,7 +85,7 @@ class SchedulerPart:
 
 
 class WorkerPart:
-    """What a rank knows."""
+    """A rank's part: the layouts of its blocks."""
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank = rank
@@ -99,7 +99,7 @@ class WorkerPart:
         self._again_at = 0.0
 
     def take(self) -> Part | None:
-        """What is new since the last call, or was given long ago."""
+        """The part, if it has changed since the last call or is due again."""
         now = self._clock()
         if self._part is None or now < self._again_at:
             return None
@@ -117,7 +117,7 @@ class PoolInfo:
         self._shown: tuple[str, str] | None = None
 
     def hear(self, part: Part) -> None:
-        """A part has come."""
+        """Merge a part, and update the metric if that changes it."""
         self._known.update(part)
         named = self._named()
         if named == self._shown:
@@ -125,8 +125,8 @@ class PoolInfo:
         if self._shown is not None:
             labels = [*self._labels, *self._shown]
             self._gauge.labels(*labels).set(0)
-            # An engine whose weights change often would leave a series of each. In Prometheus' mode for several
-            # processes, and in Ray's, they stay, as 0.
+            # Removes the former series, because an engine whose weights change often would leave many. With several
+            # processes (PROMETHEUS_MULTIPROC_DIR), and with Ray, they stay, as 0.
             if hasattr(self._gauge, "remove") and MULTIPROCESS not in os.environ:
                 self._gauge.remove(*labels)
         if named is not None:
@@ -134,7 +134,7 @@ class PoolInfo:
         self._shown = named
 
     def _named(self) -> tuple[str, str] | None:
-        """Daemon and space; None until all parts are known, or without a daemon."""
+        """Daemon and space. None without a daemon, or until all parts are known."""
         ranks = [self._known.get(str(rank)) for rank in range(int(self._known.get("workers", 0)))]
         daemon = self._known.get("daemon")
         if not daemon or None in ranks:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KVLaneStats(KVConnectorStats):
-    """Counter names to sums, and what is new of the shared pool; plain values, so that they cross process borders."""
+    """Sums by counter name, and changes of the shared pool; plain values, so that they cross process borders."""
 
     def reset(self) -> None:
         self.data = {}

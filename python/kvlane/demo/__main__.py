@@ -19,7 +19,7 @@ from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
 
-# What comes with vLLM, and what the demo draws with.
+# Packages that come with vLLM, and those with which the demo draws.
 _ENGINE = ("vllm", "torch", "safetensors")
 _DRAWING = ("matplotlib", "tqdm")
 
@@ -94,7 +94,7 @@ def missing_packages() -> list[str]:
 
 
 def lacking() -> str | None:
-    """What is missing beside this Python and how to get it, in a sentence; None if nothing is."""
+    """A sentence that names the missing packages and how to install them; None if none are missing."""
     names = missing_packages()
     if not names:
         return None

@@ -18,7 +18,7 @@ from kvlane.bench import extra
 
 WEIGHT_STD = 0.1
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
-# Words are apart by spaces, so a message costs two tokens beside its own. Random weights know no roles.
+# Spaces separate words, so a message costs two tokens beside its own. Random weights need no roles.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<s> ' + message['content'] + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>' }}{% endif %}"

@@ -9,10 +9,10 @@ use std::{
 use crate::doctor::finding::Finding;
 
 const SUBJECT: &str = "bound workers";
-/// How the names of kvlane's own threads begin, by which its workers are known. vLLM's threads are bound, not these.
+/// Prefix of the names of kvlane's own threads. It marks a process as one of kvlane's workers; vLLM does not bind these threads.
 const OURS: &str = "kvlane-";
 
-/// By process with kvlane's connector: the processors to which its threads are bound one by one.
+/// For each process with kvlane's connector, the processors to which vLLM has bound its threads.
 #[derive(Debug)]
 pub(crate) struct Facts(BTreeMap<u32, BTreeSet<u32>>);
 
@@ -49,7 +49,7 @@ impl Facts {
     }
 }
 
-/// None where none share one.
+/// Returns None if no two workers share a processor.
 pub(crate) fn judge(Facts(workers): &Facts) -> Option<Finding> {
     let mut of_processor: BTreeMap<u32, Vec<String>> = BTreeMap::new();
     for (process, bound) in workers {

@@ -45,7 +45,7 @@ struct Said {
 struct Wanted {
     address: Option<String>,
     user: Option<String>,
-    /// False where the engine hands over directly, and uses a daemon only if one is there when it starts.
+    /// False if the engine hands over directly and uses a daemon only if one is there when it starts.
     is_needed: bool,
 }
 

@@ -11,11 +11,11 @@ pub(super) struct PoolTable {
     tokens: Option<u64>,
     eviction: Option<String>,
     load_token_ms: Option<f64>,
-    /// Whether the router hears which nodes share it.
+    /// Whether the router learns which nodes share the pool.
     told: Option<bool>,
 }
 
-/// All pools; names have to differ.
+/// All pools. Fails if two have one name.
 pub(super) fn pools(tables: Vec<PoolTable>) -> Result<Vec<PoolSetup>> {
     let mut pools: Vec<PoolSetup> = Vec::new();
     for table in tables {
@@ -30,7 +30,7 @@ pub(super) fn pools(tables: Vec<PoolTable>) -> Result<Vec<PoolSetup>> {
         let (tokens, load_token_ms) =
             (table.tokens.unwrap_or(usual.tokens), table.load_token_ms.unwrap_or(usual.load_token_ms));
         if tokens == 0 {
-            bail!("{}: tokens = 0: it has to hold something", place());
+            bail!("{}: tokens = 0: at least 1", place());
         }
         if !(0.0..=60_000.0).contains(&load_token_ms) {
             bail!("{}: load-token-ms = {load_token_ms}: at least 0 and at most a minute", place());

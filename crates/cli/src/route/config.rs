@@ -36,7 +36,7 @@ pub(super) struct Tables {
     pub(super) names: Vec<DnsName>,
     /// How workers become prefill or decode nodes, if they do.
     pub(super) balance: Option<BalanceTable>,
-    /// What the file sets besides, as it stands there, but for what a flag or a variable sets.
+    /// Other keys of the file with their values, without those that a flag or a variable overrides.
     pub(super) values: BTreeMap<String, String>,
 }
 
@@ -234,7 +234,7 @@ impl Keys {
         let host = self.given::<String>("host")?.map(Into::into);
         let pool: Option<String> = self.given("pool")?;
         if pool.as_deref() == Some("") {
-            bail!("pool = \"\": it has to have a name");
+            bail!("pool = \"\": the name is empty");
         }
         Ok(Spec {
             address,

@@ -13,7 +13,7 @@ use rustix::process::{getegid, geteuid, getgroups};
 /// The text of the file.
 pub(super) fn read(file: &Path) -> Result<String> {
     let mut opened = File::open(file).context("cannot be read")?;
-    // The file that is read, and not one that took its name since.
+    // Checks the opened file, because another file may have taken its name since.
     let found = opened.metadata().context("cannot be read")?;
     let groups = getgroups().context("the kernel does not tell this process's groups")?;
     let is_own_group =
@@ -26,9 +26,9 @@ pub(super) fn read(file: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// Who else may read or change a file with these metadata, as a sentence. None: nobody.
-///
-/// Root's file may be readable by a group of this process: Kubernetes mounts a secret so (0440) where a pod has an `fsGroup`.
+/// Why other users may read or change a file with these metadata, as a sentence; None if they may not.
+/// A file of root's may be readable by a group of this process, because Kubernetes mounts a secret so (0440) in a pod with an
+/// `fsGroup`.
 fn exposed(found: &Metadata, user: u32, is_own_group: impl Fn(u32) -> bool) -> Option<String> {
     let (mode, owner, group) = (found.mode() & 0o777, found.uid(), found.gid());
     let is_mount = owner == 0 && is_own_group(group);

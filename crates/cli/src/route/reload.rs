@@ -10,27 +10,27 @@ use kvlane_router::{
 
 use super::{RouteArgs, config, keys, nodes, settings};
 
-/// Keys of the file whose new value counts at once, beside [[node]] and [[dns]].
+/// Keys of the file that take effect at a reload, beside [[node]] and [[dns]].
 const AT_ONCE: [&str; 3] = ["api-key-file", "drain", "drain-delay"];
 
-/// What a running router was told, as far as it may change.
+/// The settings that a running router can change.
 #[derive(Debug)]
 pub(super) struct Running {
     file: Option<PathBuf>,
-    /// What the file sets.
+    /// Keys of the file with the values that the router uses.
     values: BTreeMap<String, String>,
-    /// As the router uses them.
+    /// Shared with the proxies.
     keys: Keys,
     key_file: Option<PathBuf>,
     pub(super) times: Times,
 }
 
-/// How long a router takes to stop.
+/// Times that a router takes to stop.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Times {
-    /// Seconds after SIGTERM in which new connections are served.
+    /// The router still serves new connections for this time after SIGTERM.
     pub(super) delay: Duration,
-    /// Seconds that requests may take after that.
+    /// Requests may take this time after `delay`.
     pub(super) drain: Duration,
 }
 
@@ -51,7 +51,7 @@ impl Running {
         }
     }
 
-    /// Reads everything again. What cannot be read, or makes no sense, changes nothing.
+    /// Reads everything again. If something cannot be read or is invalid, the router keeps its former configuration.
     pub(super) fn reload(&mut self, members: &mut Membership) {
         match self.try_reload(members) {
             Ok(done) => tracing::info!("configuration read again: {done}"),
@@ -88,7 +88,7 @@ impl Running {
             let names: Vec<&str> = late.iter().map(|key| key.as_str()).collect();
             done += &format!("; these count after a restart only: {}", names.join(", "));
         }
-        // `values` stays what the router uses: what waits for a restart is named at each SIGHUP.
+        // `values` stays what the router uses, so each SIGHUP names the keys that wait for a restart.
         for key in AT_ONCE {
             self.values.remove(key);
             self.values.extend(values.get_key_value(key).map(|(key, value)| (key.clone(), value.clone())));

@@ -1,4 +1,4 @@
-//! Signals of a running router, and how it stops.
+//! Signals of a running router, and its shutdown.
 
 use std::{
     io, thread,
@@ -22,17 +22,17 @@ pub(super) struct Signals {
     hangup: Signal,
 }
 
-/// Who asked the router to stop.
+/// The origin of a request to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// A service manager, by SIGTERM: clients may not know yet.
+    /// A service manager sent SIGTERM: the load balancer may still send clients here.
     ByManager,
-    /// A person, by SIGINT.
+    /// A user pressed Ctrl-C (SIGINT).
     ByHand,
 }
 
 impl Signals {
-    /// From now on they have no other effect. Within a runtime.
+    /// Takes the signals over from their default actions. Needs a runtime.
     pub(super) fn take() -> io::Result<Self> {
         Ok(Self {
             term: signal(SignalKind::terminate())?,
@@ -41,7 +41,7 @@ impl Signals {
         })
     }
 
-    /// Returns when the router is to stop. Each SIGHUP before that calls `reload`.
+    /// Returns when the router has to stop. Calls `reload` for each SIGHUP before that.
     pub(super) async fn stop(&mut self, mut reload: impl FnMut()) -> Asked {
         loop {
             tokio::select! {
@@ -53,8 +53,8 @@ impl Signals {
     }
 }
 
-/// Stops the proxies: those of a service manager serve new clients for the delay. A further signal ends what is still under way.
-/// Answers how it ended, for the log.
+/// Stops the proxies. After SIGTERM they still serve new clients for the delay. A further signal cuts the requests under way.
+/// Returns the outcome, for the log.
 pub(super) fn stop(
     runtime: &Runtime,
     signals: &mut Signals,

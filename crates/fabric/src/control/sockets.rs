@@ -71,7 +71,7 @@ pub(crate) struct ControlSockets {
     pub(crate) without_rings: u64,
     /// Codes of carriers that take connections for bytes.
     pub(crate) carriers: Vec<u8>,
-    /// Peers that may say nothing for as long as they like.
+    /// Peers whose silence never ends a connection.
     pub(crate) silent: HashSet<Identity>,
 }
 
@@ -642,7 +642,7 @@ impl Control for ControlSockets {
     }
 }
 
-/// How long nothing may come over a connection.
+/// Longest silence of a connection.
 fn patience(entry: &Entry<Role>) -> Duration {
     match entry.role {
         Role::Accepted { .. } => CONNECTING,

@@ -218,7 +218,7 @@ impl<C: Control> Outside<C> {
         // After each of its connections the same peer is refused for the same reason.
         let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
         if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
-            tracing::info!(peer = known.name(), carrier = name, %why, "a carrier cannot reach a peer; said once");
+            tracing::info!(peer = known.name(), carrier = name, %why, "carrier cannot reach peer (logged once)");
             known.said_refusals.push((code, why));
         }
     }
@@ -465,7 +465,7 @@ impl<C: Control> Provider for Outside<C> {
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
         if route == Route::Words {
             let name = self.peers.get(&peer).map_or_else(String::new, Peer::name);
-            tracing::warn!(peer = name, "a peer cannot be reached any more");
+            tracing::warn!(peer = name, "peer lost: no path reaches it any more");
         }
     }
 

@@ -165,8 +165,8 @@ fn a_write_of_a_process_that_may_read_others_no_more_is_not_over_while_the_peer_
     writer.order("lost");
 }
 
-/// Its control connection was given up after 1.5 s in which it said nothing, and everything under way failed or began anew:
-/// on a busy host a process may get no processor for longer. A stopped one looks alike.
+/// A peer closed its control connection after 1.5 s of silence, and everything under way failed or started over. On a busy host a
+/// process may get no processor for longer. The test stops the process, which looks the same to its peer.
 #[test]
 fn a_process_that_gets_no_processor_for_seconds_keeps_its_connection() {
     let here = Side::new(LARGE, impatient());

@@ -1,4 +1,4 @@
-//! Changes of a body's members. All other bytes stay as they came, and where they are.
+//! Edits of a body's members. All other bytes keep their values and their order.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -21,13 +21,13 @@ impl Change<'_> {
     }
 }
 
-/// An edited body in pieces: slices of the body as it came, and between them what is new. A copy of a long body for each leg would
+/// An edited body in pieces: slices of the client's body, and new bytes between them. A copy of a long body for each leg would
 /// multiply its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Edited<'b> {
     body: &'b [u8],
     pieces: Vec<Cow<'b, [u8]>>,
-    /// What was kept last, and is no piece yet.
+    /// Range that was kept last and is not yet a piece.
     kept: Range<usize>,
 }
 
@@ -60,7 +60,7 @@ impl<'b> Edited<'b> {
         self.pieces
     }
 
-    /// All in one, as a copy.
+    /// All pieces in one copy.
     pub fn to_vec(&self) -> Vec<u8> {
         self.pieces.concat()
     }

@@ -41,17 +41,17 @@ pub enum BodyError {
     TooMany {
         /// "members" or "messages".
         what: &'static str,
-        /// The first one that is too many.
+        /// Offset of the first element that is too many.
         at: usize,
-        /// How many are taken.
+        /// Number of elements that the router takes.
         most: usize,
     },
-    /// No engine has a member whose name is that long.
+    /// The name is longer than that of any member that engines know.
     #[error("the body has a member whose name is longer than {most} bytes, at byte {at}")]
     LongName {
-        /// Where the name begins.
+        /// Offset at which the name begins.
         at: usize,
-        /// The longest name that is taken.
+        /// Longest name that the router takes.
         most: usize,
     },
 }

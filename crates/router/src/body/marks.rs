@@ -12,8 +12,9 @@ use super::scan::Scan;
 
 /// Bytes between two marks, at most.
 pub const MARK_BYTES: usize = 256;
-/// Marks of one prompt: 4 MiB of text, about a million tokens, which is what the longest contexts hold. Text beyond the last mark
-/// is not known by its prefix. Each choice looks all marks up under the scheduler's lock, so more would make other requests wait.
+/// Marks of one prompt. They cover 4 MiB of text, about a million tokens, which is as much as the longest contexts hold. The
+/// router ignores text beyond the last mark. Each choice looks up all marks under the scheduler's lock, so more marks would make
+/// other requests wait.
 pub const MARKS_MAX: usize = 16 << 10;
 
 /// A place in a prompt, and a name for all text before it.
@@ -28,8 +29,8 @@ pub struct Mark {
 /// Members that an engine puts before the messages: `instructions` of /v1/responses, `system` of /v1/messages.
 const BEFORE_THE_MESSAGES: [&str; 2] = ["instructions", "system"];
 
-/// The marks of `messages`, `prompt` or `input`, whichever is there first in this order, from the prompt's beginning, which
-/// `instructions` or `system` is. `seed` names what else decides what the engine computes: model, adapter, salt, tools.
+/// The marks of `messages`, `prompt` or `input`, whichever comes first in this order. `instructions` or `system` is the beginning
+/// of the prompt. `seed` hashes the other inputs of the engine's blocks: model, adapter, salt, tools.
 pub fn marks(scan: &Scan<'_>, seed: u64) -> Vec<Mark> {
     let mut marks = Marks { hash: seed, bytes: 0, marks: Vec::new() };
     for before in BEFORE_THE_MESSAGES.into_iter().filter_map(|name| scan.member(name)) {

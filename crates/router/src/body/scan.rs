@@ -4,7 +4,7 @@ use std::{borrow::Cow, collections::HashSet, ops::Range};
 
 use super::{error::BodyError, json::Cursor};
 
-/// Members of a body. Requests have some tens; each costs the router more memory than its shortest form has bytes.
+/// Members of a body. Requests have some tens. The router needs more memory for a member than its shortest form has bytes.
 pub const MEMBERS_MAX: usize = 1024;
 /// Messages of a chat.
 pub const MESSAGES_MAX: usize = 65_536;
@@ -22,7 +22,7 @@ pub struct Member {
     pub value: Range<usize>,
 }
 
-/// What stands where in a body, without the body: so it can be found on another thread than that of the request.
+/// Ranges of a body's members, without the body, so that another thread than the request's can find them.
 #[derive(Debug, Clone, Default)]
 pub struct Outline {
     members: Vec<Named>,
@@ -33,7 +33,7 @@ pub struct Outline {
 
 #[derive(Debug, Clone)]
 struct Named {
-    /// What the name says, where that is not what stands in the body.
+    /// The name without its escapes, if it has any.
     unescaped: Option<Box<str>>,
     member: Member,
 }
@@ -48,12 +48,12 @@ pub struct Scan<'b> {
 /// Walks over a body once.
 ///
 /// # Errors
-/// It is not one JSON object, or names a member twice, or is nested too deep, or has too many members or messages.
+/// The body is not one JSON object, names a member twice, is nested too deep, or has too many members or messages.
 pub fn scan(body: &[u8]) -> Result<Scan<'_>, BodyError> {
     Ok(Scan::new(body, outline(body)?))
 }
 
-/// The same, without the body.
+/// Scans a body without keeping it.
 ///
 /// # Errors
 /// As for [`scan`].
@@ -147,7 +147,7 @@ impl Outline {
         Some(&named.member)
     }
 
-    /// Bytes of memory that it takes, the names that had escapes left out: they are fewer than the body's own.
+    /// Bytes of memory that it takes, without unescaped names: these are shorter than the body.
     pub fn bytes(&self) -> usize {
         self.members.capacity() * size_of::<Named>() + self.messages.capacity() * size_of::<Range<usize>>()
     }
@@ -166,7 +166,7 @@ impl<'b> Scan<'b> {
         Self { body, outline }
     }
 
-    /// What stands where.
+    /// The ranges without the body.
     pub(crate) fn into_outline(self) -> Outline {
         self.outline
     }
@@ -214,7 +214,7 @@ impl<'b> Scan<'b> {
     }
 }
 
-/// The first member of an object, which is part of a scanned body, whose name is wanted. None too where the value is no object.
+/// The first member of an object whose name is wanted; the object is part of a scanned body. None if the value is not an object.
 pub fn find_member(object: &[u8], is_wanted: impl Fn(&str) -> bool) -> Option<Cow<'_, str>> {
     let mut cursor = Cursor::new(object);
     if cursor.peek() != Some(b'{') {

@@ -205,8 +205,8 @@ impl Blocks {
         }
     }
 
-    /// Blocks of the chain, from its beginning, that one of these nodes can load from a pool of theirs: that another medium than
-    /// its device holds. Each table of 64 nodes with a bit each.
+    /// Leading blocks of the chain that one of these nodes can load from its pool, because a medium other than its device holds
+    /// them. Each table has 64 nodes, with a bit each.
     pub fn pooled(&self, chain: &[u64], of: &[(usize, u64)]) -> usize {
         let is_held =
             |block: &&u64| of.iter().any(|(table, nodes)| self.other.nodes_of(**block, *table) & nodes != 0);

@@ -34,7 +34,7 @@ pub fn block<'t>(parent: u64, tokens: &[u32], beside: impl Iterator<Item = &'t s
     beside.fold(hash, |hash, text| xxh3_64_with_seed(text.as_bytes(), hash ^ IS_TEXT))
 }
 
-/// Blocks of one prompt that are known: half a million tokens in blocks of 16. All are looked up while other requests wait.
+/// Most blocks of one prompt that the router looks up: half a million tokens in blocks of 16. Other requests wait meanwhile.
 const BLOCKS_MAX: usize = 1 << 15;
 
 /// The full blocks of a prompt, in order. vLLM salts the first block, and so all that follow.

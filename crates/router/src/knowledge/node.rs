@@ -38,7 +38,7 @@ pub(super) struct KnownNode {
     pub(super) models: Vec<(Arc<str>, Option<String>)>,
     pub(super) has_source: bool,
     pub(super) is_live: bool,
-    /// The slot of the pool that it shares with others.
+    /// Slot of the pool that the node shares with others.
     pub(super) pool: Option<usize>,
     pub(super) agreement: Agreement,
     pub(super) restarts: u64,

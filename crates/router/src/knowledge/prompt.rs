@@ -13,7 +13,7 @@ use crate::body::Scan;
 
 /// Text whose tokens are found at once, on the thread that serves clients: some tens of microseconds.
 pub(super) const INLINE_BYTES_MAX: usize = 2 << 10;
-/// Bodies that are read on that thread. Rendering what is longer takes milliseconds, even if all its tokens are known.
+/// Longest body that is rendered on the request's thread. A longer one takes milliseconds, even if all its tokens are cached.
 pub(super) const INLINE_BODY_BYTES_MAX: usize = 128 << 10;
 /// Text that is tokenized at all.
 pub(super) const TEXT_BYTES_MAX: usize = 1 << 20;

@@ -115,7 +115,7 @@ impl Knowledge {
         state.nodes.insert(id, node);
     }
 
-    /// A node shares the pool with this slot from now on, or none.
+    /// The node shares the pool with this slot from now on; None: it shares none.
     pub(crate) fn set_pool(&self, id: NodeId, pool: Option<usize>) {
         if let Some(node) = self.state.lock().nodes.get_mut(&id) {
             node.pool = pool;
@@ -139,7 +139,7 @@ impl Knowledge {
         self.note(&mut state, id);
     }
 
-    /// The prompt of a request, if its tokens can be known. `scan` is that of the body.
+    /// The prompt of a request, if its tokens can be known. `scan` is the scan of its body.
     pub async fn prompt(
         &self,
         path: &str,
@@ -186,8 +186,8 @@ impl Knowledge {
         }
     }
 
-    /// Tokens of a long body, all of whose work is done beside the threads that serve clients. None where it needs a tokenizer, and
-    /// there is none.
+    /// Tokens of a long body. Other threads than those that serve clients do all of the work. None if the prompt needs a
+    /// tokenizer that the router does not have.
     async fn read_beside(
         &self,
         body: &Bytes,
@@ -227,7 +227,7 @@ impl Knowledge {
         self.beside(move || tokenizer.tokens(tokenizer.pieces(&text, special)).ok_or(Reason::Form)).await
     }
 
-    /// Does this in a thread of its own, for at most 25 ms. One that comes too late for this request fills the cache for the next.
+    /// Runs this in a thread of its own, and waits for at most 25 ms. A later result fills the cache for the next request.
     async fn beside<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, Reason> + Send + 'static,

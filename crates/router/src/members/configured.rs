@@ -1,4 +1,4 @@
-//! What flags and the file name, which may change while the router runs.
+//! Nodes and names of flags and the file. A reload may change them.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -17,7 +17,7 @@ pub(super) struct Configured {
     runtime: Handle,
     nodes: Vec<Spec>,
     names: Vec<Name>,
-    /// Of the next name: no two names share a number, so that the records of a former one count for nothing.
+    /// Number of the next name. No two names share one, so the router can drop late records of a former name.
     next: usize,
 }
 
@@ -27,16 +27,16 @@ struct Name {
     look_up: JoinHandle<()>,
 }
 
-/// What a changed configuration did.
+/// Counts of the changes that a reload made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Reconfigured {
-    /// Nodes that it names now, or says something else of.
+    /// Nodes that the new configuration adds or changes.
     pub nodes_named: usize,
-    /// Nodes that it does not name any more.
+    /// Nodes that the new configuration no longer has.
     pub nodes_dropped: usize,
-    /// The same of names.
+    /// Names that the new configuration adds.
     pub names_added: usize,
-    /// The same of names.
+    /// Names that the new configuration no longer has.
     pub names_dropped: usize,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Debug for Configured {
 }
 
 impl Configured {
-    /// `nodes` have joined already; `names` are looked up from now on.
+    /// `nodes` have joined already. The look-ups of `names` begin now.
     pub(super) fn start(
         inner: Arc<Inner>,
         resolver: Arc<dyn Resolve>,
@@ -75,7 +75,7 @@ impl Configured {
             }
         }
         let mut done = Reconfigured::default();
-        // What is new comes first: a node that a name had, and that has an entry now, does not drain in between.
+        // New nodes come first, so that a node that moves from a name to an entry does not drain in between.
         for spec in nodes.iter().filter(|spec| !self.nodes.contains(spec)) {
             done.nodes_named += 1;
             self.inner.tell(Event::Reconfigured(spec.clone()))?;
@@ -97,7 +97,7 @@ impl Configured {
             done.names_dropped += 1;
             look_up.abort();
             let inner = Arc::clone(&self.inner);
-            // Once the look-up has ended, so that it cannot tell of its records afterwards.
+            // Sends this after the look-up has ended, so that no records of the name follow.
             self.runtime.spawn(async move {
                 let _ = look_up.await;
                 let _ = inner.tell(Event::Unnamed(number));

@@ -89,7 +89,7 @@ pub struct Listed {
     pub known_by: Vec<String>,
     /// Requests of this router that it works at.
     pub requests: u64,
-    /// What has gone wrong there, as `/nodes` shows it. A router of an earlier release says nothing of it.
+    /// Recent failures of the node, as `/nodes` shows them. Empty if the router is of an earlier release.
     #[serde(default)]
     pub condition: Condition,
     /// Models and adapters; of many the first ones.

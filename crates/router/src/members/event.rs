@@ -27,7 +27,7 @@ pub struct Spec {
     pub connector: Option<Connector>,
     /// Where other engines reach its connector, `HOST:PORT`.
     pub connector_address: Option<Arc<str>>,
-    /// The pool that it shares with others; None leaves it to the node's metrics.
+    /// Pool that the node shares with others; None leaves it to the node's metrics.
     pub pool: Option<Arc<str>>,
 }
 
@@ -75,11 +75,11 @@ impl FromStr for ConnectorAddress {
 pub enum Event {
     /// A flag or the file names a node: it is never forgotten.
     Configured(Spec),
-    /// The configuration, read again, names a node that it did not name so before. What others said of its role does not count.
+    /// The reloaded configuration adds or changes this node. Its role replaces that of other sources.
     Reconfigured(Spec),
-    /// The configuration, read again, does not name this node any more. It finishes what it has and goes, unless others know it.
+    /// The reloaded configuration no longer has this node. It finishes its requests and leaves, unless another source names it.
     Unconfigured(Address),
-    /// The configuration, read again, does not have this name any more, which had this number.
+    /// The reloaded configuration no longer has the name with this number.
     Unnamed(usize),
     /// An operator adds a node, or ends its draining: it is never forgotten either.
     Added(Spec),

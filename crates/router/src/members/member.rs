@@ -40,7 +40,7 @@ pub(super) enum Drain {
     Stay,
     /// It goes when it has nothing to do.
     Go,
-    /// The same, unless somebody names it again before.
+    /// The node leaves once it is idle, unless a source names it again before.
     Unnamed,
 }
 

@@ -120,10 +120,10 @@ impl Membership {
         Ok(Self { stop, thread, ping, configured })
     }
 
-    /// Flags and the file name these nodes and names from now on. The others drain, unless beats or operators know them.
+    /// Replaces the nodes and names of flags and the file. Nodes that are gone drain, unless beats or operators name them.
     ///
     /// # Errors
-    /// Two of the nodes are one and have different roles: nothing changes.
+    /// Two of the nodes are one and have different roles. The former configuration stays.
     pub fn configure(&mut self, nodes: Vec<Spec>, names: Vec<DnsName>) -> Result<Reconfigured, Refusal> {
         self.configured.change(nodes, names)
     }

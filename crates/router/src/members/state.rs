@@ -98,7 +98,7 @@ impl Members {
         let mut gone: Vec<String> = Vec::new();
         for (key, member) in &mut self.members {
             match (member.drain, member.whose.is_forgotten(member.answers, now)) {
-                // It goes when it is idle.
+                // The node leaves when it is idle.
                 (Some(Drain::Unnamed), true) => {}
                 (Some(Drain::Unnamed), false) => member.drain = None,
                 (_, true) => gone.push(key.clone()),
@@ -126,8 +126,8 @@ impl Members {
         self.members.get_mut(&address.to_string()).ok_or_else(|| Refusal::Unknown(address.clone()))
     }
 
-    /// Somebody names a node: a new one, or one that is there for the same. What flags, the file and names say counts more than
-    /// beats: it replaces a node that only beats know, and takes the place of one where all are taken.
+    /// A source names a node: a new one, or one that is there with the same role and group. Flags, the file and DNS names replace
+    /// a node that is known by beats only. They and operators also take the place of one if there is no room.
     fn name(
         &mut self,
         spec: Spec,
@@ -155,7 +155,7 @@ impl Members {
         let others = self.members.values().filter(|member| !member.whose.configured).count();
         if !whose.configured && others >= NODES_MAX {
             let gives_way = self.gives_way().filter(|_| !whose.is_only_beats()).ok_or(Refusal::TooMany)?;
-            self.leave(&gives_way, "only beats know it, and its place is needed", changes);
+            self.leave(&gives_way, "known by beats only, and another node needs its place", changes);
         }
         self.join(key.clone(), spec, whose, changes);
         if let Some(member) = self.members.get_mut(&key) {
@@ -164,7 +164,7 @@ impl Members {
         Ok(())
     }
 
-    /// The node that only beats know and that is missed least: one that does not answer, and of those the oldest.
+    /// The node to evict among those known by beats only: one that does not answer, else the oldest.
     fn gives_way(&self) -> Option<String> {
         let only_beats = self.members.iter().filter(|(_, member)| member.whose.is_only_beats());
         only_beats.min_by_key(|(_, member)| (member.answers, member.epoch)).map(|(key, _)| key.clone())
@@ -194,7 +194,7 @@ impl Members {
         Ok(())
     }
 
-    /// A node that differs from what the configuration says of it joins anew: its requests go on, and count nowhere.
+    /// A node whose configuration differs joins anew. Requests of the former one go on, and count for no node.
     fn reconfigure(&mut self, spec: Spec, changes: &mut Vec<Change>) {
         let key = spec.address.to_string();
         self.removed.remove(&key);
@@ -207,7 +207,7 @@ impl Members {
         };
         if let Some(member) = self.members.get_mut(&key) {
             member.whose.configured = true;
-            // An operator who has removed it does not keep it any more. What an operator drains stays drained.
+            // If an operator has removed the node, the operator's earlier addition no longer keeps it. An operator's drain stays.
             member.whose.added &= member.drain != Some(Drain::Go);
             member.drain = member.drain.filter(|drain| *drain == Drain::Stay);
             if !differs(member) {
@@ -407,7 +407,7 @@ impl Members {
     }
 }
 
-/// The configuration names this node no more: it drains if nobody else knows it.
+/// The configuration no longer names this node. It drains if no other source names it.
 fn drain_unnamed(member: &mut Member, now: Instant) {
     if member.whose.is_forgotten(member.answers, now) {
         member.drain.get_or_insert(Drain::Unnamed);

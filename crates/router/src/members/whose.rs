@@ -29,7 +29,7 @@ impl Whose {
         !self.configured && !self.added && !is_named && self.beat.is_none_or(is_old)
     }
 
-    /// Whether beats are all that is known of the node: anybody of --ping-allow may have sent them.
+    /// Whether only beats name the node. Any sender in --ping-allow may have sent them.
     pub(super) fn is_only_beats(&self) -> bool {
         !self.configured && !self.added && self.dns.is_empty()
     }

@@ -100,9 +100,9 @@ impl EngineBody {
 }
 
 impl AnswerBody {
-    /// Has the answer count what comes of it, from its first piece on.
+    /// Lets `measure` count this answer from its first piece on.
     pub(super) fn measure(&mut self, mut measure: Option<Measure>) {
-        // An answer of the router's own is over at once.
+        // Answers of the router itself end at once.
         let Self::Engine(body) = self else { return };
         if let (Some(measure), Some(data)) = (&mut measure, body.first.as_ref().and_then(Frame::data_ref)) {
             measure.piece(data, body.first.as_ref().map_or(0, tokens));
@@ -163,7 +163,7 @@ impl Problem {
         Self { status, message: message.into(), param: None, retry_after: None, closes: false }
     }
 
-    /// The request could be read in two ways, and so could what follows it.
+    /// The request could be read in two ways, and so could the bytes behind it: the connection closes.
     pub(super) fn bad_framing(fault: FramingFault) -> Self {
         Self { closes: true, ..Self::new(StatusCode::BAD_REQUEST, fault.to_string()) }
     }

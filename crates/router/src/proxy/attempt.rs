@@ -47,7 +47,7 @@ use crate::{
 const ATTEMPTS_MAX: usize = 16;
 /// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
 const TAKEN_MAX: u32 = 3;
-/// After the decode node's first byte a prefill leg of the same moment may take so long to end by itself; then it is cancelled.
+/// Time for a concurrent prefill leg to end by itself after the decode node's first byte. Then the router cancels it.
 const PREFILL_GRACE: Duration = Duration::from_millis(100);
 /// Longest answer of a prefill node, or of one that refuses.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
@@ -65,12 +65,12 @@ pub(super) struct Work<'a> {
     pub(super) marks: &'a [Mark],
     /// Whether an engine computes its answer.
     pub(super) computes: bool,
-    /// None where it cannot be split.
+    /// Interface of the request; None if it cannot be split.
     pub(super) api: Option<Api>,
     /// Its tokens, if they are known.
     pub(super) prompt: Option<&'a Prompt>,
     pub(super) id: RequestId,
-    /// The memory that it takes.
+    /// Memory that the request takes.
     pub(super) held: &'a Held,
     /// What the client knows the request by.
     pub(super) client_id: &'a HeaderValue,
@@ -80,7 +80,7 @@ pub(super) struct Work<'a> {
     pub(super) streams: bool,
     /// Nodes that have failed after they took it.
     pub(super) taken: Cell<u32>,
-    /// Nodes that have answered it with 500.
+    /// Nodes that have answered the request with 500.
     pub(super) doubted: Doubted<'a>,
     /// The number of the next attempt.
     pub(super) attempts: Cell<u32>,
@@ -94,7 +94,7 @@ struct Failed {
     answer: Box<Response<AnswerBody>>,
     /// Since the deadline for the first byte had passed.
     is_late: bool,
-    /// A kept connection was reset: the node may have had the request, or not.
+    /// The node reset a kept connection, so it may have had the request.
     is_unsure: bool,
 }
 
@@ -310,8 +310,8 @@ impl Work<'_> {
         Ok(self.pass_on(begun).await?)
     }
 
-    /// The decode node reads what the prefill node computes, and computes what does not come. So its answer is good even if the
-    /// prefill node fails: another pair is tried only when the decode node fails.
+    /// The decode node reads blocks from the prefill node, and computes those that do not come. So its answer is good even if the
+    /// prefill node fails, and the router tries another pair only if the decode node fails.
     async fn at_once(
         &self,
         pair: Pair,
@@ -344,7 +344,7 @@ impl Work<'_> {
             }
             answer = &mut decoding => {
                 let answer = answer?;
-                // The decode node needs nothing more of it. It is about to end, unless the prefill node is stuck.
+                // The decode node needs nothing more of the prefill leg, which ends soon unless the prefill node is stuck.
                 let _ = timeout(PREFILL_GRACE, prefilling).await;
                 Ok(answer)
             }
@@ -429,7 +429,7 @@ impl Work<'_> {
         }
         let status = head.status;
         match status {
-            // It lives, but has too much to do: no reason to leave it alone for a while.
+            // An overloaded node is alive, so this is no failure.
             StatusCode::TOO_MANY_REQUESTS => guard.end(LegEnd::Left),
             StatusCode::INTERNAL_SERVER_ERROR => self.doubted.doubt(&mut guard, leg),
             _ => guard.fail(&format!("it answered {status}")),
@@ -455,7 +455,7 @@ impl Work<'_> {
         Outgoing::edited(self.body, edited)
     }
 
-    /// An answer that the router reads itself. It counts as a part of the request.
+    /// An answer that the router reads itself. Its bytes count as memory of the request.
     async fn short_answer(&self, mut body: Incoming) -> Result<Bytes, String> {
         let mut answer = Gathered::new(None, SHORT_ANSWER_BYTES_MAX);
         while let Some(frame) = body.frame().await {
@@ -466,7 +466,7 @@ impl Work<'_> {
         Ok(answer.whole())
     }
 
-    /// Whether further nodes would fail as well: it may be the request that ends engines, or that makes them answer 500.
+    /// Whether to stop, because the request may be what kills engines or makes them answer 500.
     fn is_given_up(&self) -> bool {
         self.taken.get() >= TAKEN_MAX || self.doubted.are_enough()
     }
@@ -492,7 +492,7 @@ impl Work<'_> {
         };
         let body = match first {
             Ok(Some(Ok(first))) => {
-                // Nothing has gone to the client yet, and nothing would if the next read failed before the first write.
+                // The client has received nothing yet, and would receive nothing if the next read failed before the first write.
                 if let Some(error) = poll_fn(|context| Poll::Ready(body.poll_cut(context))).await {
                     return Err(cut(guard, error));
                 }
@@ -503,7 +503,7 @@ impl Work<'_> {
                 }
                 EngineBody::new(first, body, guard, self.marks_of(head.status))
             }
-            // Without a length, an answer that has nothing looks like one that was cut.
+            // An empty answer without a length looks like one that was cut.
             Ok(None) if body.ends_with_connection() && head.status.is_success() => {
                 return Err(cut(guard, UpstreamError::Cut));
             }

@@ -22,11 +22,11 @@ use std::{
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::time::sleep;
 
-/// A connection may be idle for as long as this.
+/// Longest time between two requests of a connection.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
-/// A request's head has to come within this time.
+/// Longest time for a request's head.
 pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a body that have to come in a second, on average, beyond the time that one piece may take.
+/// Bytes of a body that have to come per second on average, after the time that one piece may take.
 pub(super) const BODY_RATE_MIN: u32 = 4096;
 /// How often all are looked at.
 const SWEEP_PERIOD: Duration = Duration::from_secs(1);
@@ -34,9 +34,9 @@ const SWEEP_PERIOD: Duration = Duration::from_secs(1);
 /// What a connection waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// For a request.
+    /// Waits for a request.
     Idle,
-    /// For the rest of a request's head.
+    /// Waits for the rest of a request's head.
     Head,
     /// For more of a request's body.
     Body,
@@ -60,7 +60,7 @@ pub(super) struct Client {
     phase: Cell<Phase>,
     /// Sweeps since something came of it.
     sweeps: Cell<u32>,
-    /// Sweeps since its body began, and the bytes that came of it.
+    /// Sweeps since the body began, and bytes that came since.
     body_sweeps: Cell<u32>,
     body_bytes: Cell<usize>,
     is_late: Cell<bool>,
@@ -105,7 +105,7 @@ impl Clients {
         }
     }
 
-    /// How many have a request that is not answered to its end.
+    /// Number of connections with a request that is not yet answered completely.
     pub(super) fn busy(&self) -> usize {
         self.all
             .borrow()
@@ -138,8 +138,8 @@ impl Clients {
 }
 
 impl Clients {
-    /// Closes the connection that sends no request for longest, because another one needs its slot. One that has begun a head goes
-    /// before idle ones. Answers whether there was one.
+    /// Closes the connection that has been without a request for longest, because another one needs its slot. Connections that
+    /// have begun a head go before idle ones. Returns whether there was one.
     pub(super) fn close_idle(&self) -> bool {
         let all = self.all.borrow();
         let waiting = all.values().filter(|client| !client.is_late.get()).filter_map(|client| {
@@ -175,7 +175,7 @@ impl Client {
         }
     }
 
-    /// Where it connects from, if that is known.
+    /// Address of the client, if known.
     pub(super) fn ip(&self) -> Option<IpAddr> {
         self.ip
     }
@@ -186,27 +186,27 @@ impl Client {
         Busy(Rc::clone(self))
     }
 
-    /// Bytes of a head have come: the rest has to come in time.
+    /// Bytes of a head have come; starts the time limit for the rest.
     pub(super) fn sends_head(&self) {
         if self.phase.get() == Phase::Idle {
             self.enter(Phase::Head);
         }
     }
 
-    /// From now on, the body has to come in time.
+    /// Starts the time limits of the body.
     pub(super) fn sends(&self) {
         self.body_sweeps.set(0);
         self.body_bytes.set(0);
         self.enter(Phase::Body);
     }
 
-    /// So many more bytes of the body have come.
+    /// Counts bytes of the body.
     pub(super) fn sent(&self, bytes: usize) {
         self.body_bytes.set(self.body_bytes.get() + bytes);
         self.sweeps.set(0);
     }
 
-    /// One more sweep has passed. Whether the body has come more slowly than it has to.
+    /// Counts a sweep. Returns whether the body is slower than it has to be.
     fn is_body_too_slow(&self, patience: Duration) -> bool {
         if self.phase.get() != Phase::Body {
             return false;
@@ -235,12 +235,12 @@ impl Client {
         }
     }
 
-    /// Whether it waits for its answer, or for the rest of it.
+    /// Whether the client waits for its answer, or for the rest of it.
     pub(super) fn waits(&self) -> bool {
         self.phase.get() == Phase::Waits
     }
 
-    /// Whether the kernel takes no more of its answer.
+    /// Whether the client does not read its answer: the kernel takes no more of it.
     pub(super) fn is_full(&self) -> bool {
         self.is_full.get()
     }

@@ -1,8 +1,8 @@
-//! Whether a client has left while its request is under way.
+//! Detects that a client has left while its request is under way.
 //!
-//! A FIN says only that a client sends no more. It may have closed its sending side alone (`shutdown(SHUT_WR)`) and wait for the
-//! answer, or it may have left. The kernel cannot tell us which before we send something: the host of a client that has left
-//! answers that with RST, within one round trip.
+//! A FIN says only that the client sends no more. The client may have closed its sending side alone (`shutdown(SHUT_WR)`) and
+//! wait for the answer, or it may have left. The kernel cannot tell the difference until we send something: the host of a client
+//! that has left answers that with RST, within one round trip.
 //!
 //! ```text
 //!   FIN before the answer begins, HTTP/1.1 --> send "100 Continue", which each client skips --RST--> it has left
@@ -23,13 +23,13 @@ use tokio::{
     net::TcpStream,
 };
 
-/// RFC 9110, 15.2: a client reads any number of interim answers, also unasked, and waits for the final one.
+/// RFC 9110, 15.2: a client reads any number of interim answers, even unrequested ones, and waits for the final one.
 const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// Watches a connection whose client waits.
+/// Watches the connection of a client that waits for its answer.
 pub(super) struct Departure {
     stream: Rc<TcpStream>,
-    /// Ends when the connection is reset. There since the client was sent an interim answer.
+    /// Ends when the connection is reset. Set once the client was sent an interim answer.
     reset: Option<Pin<Box<dyn Future<Output = ()>>>>,
 }
 
@@ -38,13 +38,13 @@ impl Departure {
         Self { stream: Rc::clone(stream), reset: None }
     }
 
-    /// Whether the client has left. `may_ask`: an interim answer may be sent now, since no byte of an answer is on its way.
+    /// Whether the client has left. `may_ask`: an interim answer may be sent now, because no byte of an answer is on its way.
     pub(super) fn poll(&mut self, context: &mut Context<'_>, may_ask: bool) -> Poll<()> {
         if self.reset.is_none() {
             let mut byte = [0];
             match self.stream.poll_peek(context, &mut ReadBuf::new(&mut byte)) {
                 Poll::Pending => return Poll::Pending,
-                // A further request waits behind this one. What stands behind that cannot be seen.
+                // A further request waits behind this one. Bytes behind that one cannot be inspected.
                 Poll::Ready(Ok(1..)) => return Poll::Pending,
                 Poll::Ready(Ok(0)) if may_ask && self.ask() => {}
                 Poll::Ready(_) => return Poll::Ready(()),
@@ -53,7 +53,7 @@ impl Departure {
         self.reset.as_mut().map_or(Poll::Pending, |reset| reset.as_mut().poll(context))
     }
 
-    /// Sends what a client that has left answers with RST. False if it has not all been sent.
+    /// Sends an interim answer; the host of a client that has left answers with RST. Returns false if not all of it was sent.
     fn ask(&mut self) -> bool {
         let stream = Rc::clone(&self.stream);
         self.reset = Some(Box::pin(async move {

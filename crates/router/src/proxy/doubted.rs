@@ -1,4 +1,4 @@
-//! A request that engines answered with 500: its fault, or theirs.
+//! A request that engines answered with 500, by its own fault or by theirs.
 
 use std::{cell::RefCell, net::IpAddr, time::Instant};
 
@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{clients::Client, leg::LegGuard, shared::Shared};
 use crate::schedule::{Doubt, Leg, LegEnd, NodeId};
 
-/// Engines that may answer one request with 500. Then the client gets that answer.
+/// Number of engines that may answer one request with 500. Then the client gets that answer.
 const ERRORS_MAX: usize = 2;
 
 /// The nodes that answered one request with 500.
@@ -26,12 +26,12 @@ pub(super) struct Doubted<'a> {
 struct Answered {
     node: NodeId,
     leg: Leg,
-    /// Another node has served the leg.
+    /// Another node has served the leg, so this node was at fault.
     is_convicted: bool,
 }
 
 impl<'a> Doubted<'a> {
-    /// None so far, of this client's request.
+    /// Creates an empty list for this client's request.
     pub(super) fn new(
         shared: &'a Shared,
         client: &'a Client,
@@ -62,12 +62,13 @@ impl<'a> Doubted<'a> {
         self.shared.tell_turn(node, turn);
     }
 
-    /// Whether so many engines have answered 500 that another one would, too.
+    /// Whether so many engines have answered 500 that another one probably would, too.
     pub(super) fn are_enough(&self) -> bool {
         self.all.borrow().len() >= ERRORS_MAX
     }
 
-    /// A node has served this leg: those that answered it with 500 were at fault. Another leg is another request to engines.
+    /// A node has served this leg, so the nodes that answered it with 500 were at fault. Other legs do not count, because engines
+    /// get another request there.
     pub(super) fn convict(&self, leg: Option<Leg>) {
         for each in self.all.borrow_mut().iter_mut() {
             if each.is_convicted || Some(each.leg) != leg {
@@ -86,8 +87,8 @@ impl<'a> Doubted<'a> {
         }
     }
 
-    /// Who asks, and what. Where clients show keys, a client is its key; else it is its IP address, of IPv6 the network of 64
-    /// bits. What a client says of itself in headers does not count, because it can say anything.
+    /// Fingerprints of the client and of its request. If clients show keys, a client is its key; else its IP address, and the /64
+    /// network of an IPv6 address. Headers do not count, because a client can write anything there.
     fn fingerprint(&self) -> Doubt {
         let client = if self.shared.settings.keys.is_empty() {
             match self.client.ip().map(|ip| ip.to_canonical()) {

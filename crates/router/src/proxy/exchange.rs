@@ -32,9 +32,9 @@ use super::{
 };
 use crate::answers::{Framing, Head};
 
-/// Pieces that are handed to the kernel at once.
+/// Most pieces that one call hands to the kernel.
 const SLICES_MAX: usize = 16;
-/// Bytes that are handed to it before others have their turn.
+/// Most bytes that are handed to the kernel before other tasks have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
 /// A connection to a node.
@@ -43,9 +43,9 @@ pub(super) struct Connection {
     stream: TcpStream,
     upstreams: Upstreams,
     address: Arc<Address>,
-    /// What the node has not been sent yet: of the head, and of the body's first piece.
+    /// Unsent bytes of the head and of the body's first piece.
     unsent: [Bytes; 2],
-    /// And the body's other pieces.
+    /// Unsent pieces of the body after the first one.
     later: VecDeque<Bytes>,
     /// False after it has refused to take more of a request.
     takes_more: bool,
@@ -100,8 +100,8 @@ impl Connection {
         Ok(response)
     }
 
-    /// Tells an end before a request of this length had come from one behind it. The engine's FIN acknowledges what its kernel had
-    /// received, so a request that is not acknowledged by then came too late.
+    /// Tells whether the connection ended before or after a request of this length had come. The engine's FIN acknowledges the
+    /// bytes that its kernel had received, so a request that is not acknowledged by then came too late.
     fn explain(&mut self, error: UpstreamError, length: usize) -> UpstreamError {
         if !matches!(error, UpstreamError::Closed | UpstreamError::Failed(_)) {
             return error;
@@ -111,7 +111,7 @@ impl Connection {
         match error {
             _ if !is_all_written => UpstreamError::NotBegun,
             UpstreamError::Closed if missing > 0 => UpstreamError::NotBegun,
-            // So the kernel reports a reset behind a FIN.
+            // The kernel reports a reset behind a FIN in this way.
             UpstreamError::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe && missing > 0 => {
                 UpstreamError::NotBegun
             }
@@ -125,7 +125,7 @@ impl Connection {
         let mut turn = TURN_BYTES;
         while self.is_sending() {
             if turn == 0 {
-                // Others have their turn: a node on this host may take all of a long body at once.
+                // Gives other tasks a turn, because a node on this host may take all of a long body at once.
                 context.waker().wake_by_ref();
                 return;
             }
@@ -223,12 +223,12 @@ impl Incoming {
         }
     }
 
-    /// Whether only the end of the connection ends the body. Such an answer cannot be told from one that is cut.
+    /// Whether only the end of the connection ends the body. Then an answer that is cut looks complete.
     pub(super) fn ends_with_connection(&self) -> bool {
         self.framing.ends_with_connection()
     }
 
-    /// Why no more of the body will come, if the connection has ended already. Reads nothing of the body.
+    /// Why the rest of the body will not come, if the connection has already ended. Reads nothing of the body.
     pub(super) fn poll_cut(&mut self, context: &mut Context<'_>) -> Option<UpstreamError> {
         if self.framing.ends_with_connection() {
             return None;

@@ -1,5 +1,5 @@
-//! The head of a connection's first request. Until all of it is there it stays in the kernel's buffer, and the connection costs
-//! this process a socket and a task: strangers who send nothing, or half a head, take no memory that would have to be given back.
+//! The head of a connection's first request. The head stays in the kernel's buffer until all of it is there, so the connection
+//! costs this process a socket and a task. Strangers who send nothing, or half a head, take no further memory.
 
 use std::{io, time::Duration};
 
@@ -15,32 +15,32 @@ use super::{clients::HEAD_TIMEOUT, idle::Upstreams, keys::Keys, service::shows_k
 
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
-/// How long a connection may take for its first head when the proxy stops.
+/// Time for heads that are on their way when the proxy stops.
 const LAST_HEADS: Duration = Duration::from_millis(100);
-/// What hyper answers where a head is too long.
+/// hyper's answer to a head that is too long.
 const TOO_LONG: &[u8] =
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
-/// Whose first head has come.
+/// Sender of the first head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum First {
-    /// It shows a key, or needs none.
+    /// The head shows a key, or the router needs none.
     OfClient,
-    /// It shows no key: it is refused, or asks for the router's health.
+    /// The head shows no key: the router refuses the request, or answers about its own health.
     OfStranger,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
-    /// All of it, or what HTTP's parser refuses at once, or as much as shows a key: the parser goes on.
+    /// The head is whole, is malformed, or shows a key already. HTTP's parser continues.
     Head(First),
-    /// It is longer than a stranger's may be.
+    /// The head is longer than a stranger's may be.
     TooLong,
     /// The client sends no more.
     End,
 }
 
-/// Waits until a connection has sent the head of a request, or a key. None: it sends none in time, or the proxy stops.
+/// Waits until a connection has sent the head of a request, or a key. None if that does not come in time, or if the proxy stops.
 pub(super) async fn first_head(
     stream: &TcpStream,
     upstreams: &Upstreams,
@@ -58,8 +58,8 @@ pub(super) async fn first_head(
     };
     let Ok(Ok(found)) = found else { return None };
     if found == Found::TooLong {
-        // The first bytes that are written fit into the kernel's buffer. Unread ones would have the kernel reset the connection
-        // before the client has seen the answer.
+        // The answer is short, so it fits into the kernel's buffer. Unread bytes would make the kernel reset the connection
+        // before the client has read the answer.
         let _ = upstreams.with_buffer(|buffer| stream.try_read(buffer));
         let _ = stream.try_write(TOO_LONG);
     }
@@ -91,7 +91,7 @@ async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &Keys) -> io::Res
     }
 }
 
-/// Looks at what has come of a head, of which the first `searched` bytes have no end. None: more has to come.
+/// Examines the bytes of a head that have come, of which the first `searched` have no end of the head. None if more have to come.
 fn judge(bytes: &[u8], searched: usize, keys: &[String]) -> Option<Found> {
     if bytes.is_empty() {
         return Some(Found::End);

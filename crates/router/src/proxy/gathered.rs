@@ -1,27 +1,27 @@
-//! A request's body while it comes, in one piece at the end.
+//! Gathers a request's body into one piece.
 //!
-//! Long bodies lie in memory of their own, which the kernel gets back with them: an allocator keeps much of what it was given
-//! back, and copies what grows.
+//! Long bodies have memory of their own, which the kernel gets back with them. An allocator would keep much of it, and would copy
+//! a body that grows.
 
 use std::io;
 
 use bytes::{Bytes, BytesMut};
 use kvlane_memory::PrivateMemory;
 
-/// Bodies of fewer bytes lie in the allocator's memory.
+/// Shorter bodies use the allocator's memory.
 const LONG_BYTES: usize = 64 << 10;
 
-/// What has come of a body.
+/// The bytes of a body that have come.
 #[derive(Debug)]
 pub(super) struct Gathered {
-    /// How long it is, if its client has said so; else how long it may be.
+    /// Length that the client announced, else the longest allowed one.
     bytes_max: usize,
     held: Memory,
 }
 
 #[derive(Debug)]
 enum Memory {
-    /// As it came, without a copy.
+    /// The first piece, not copied.
     First(Bytes),
     Short(BytesMut),
     Long {
@@ -31,7 +31,7 @@ enum Memory {
 }
 
 impl Gathered {
-    /// `announced`: as the client said; a piece beyond that, or beyond `most`, is an error.
+    /// `announced` is the client's Content-Length. A piece beyond that, or beyond `most`, is an error.
     pub(super) fn new(announced: Option<usize>, most: usize) -> Self {
         Self {
             bytes_max: announced.map_or(most, |announced| announced.min(most)),
@@ -50,7 +50,7 @@ impl Gathered {
     /// Adds a piece.
     ///
     /// # Errors
-    /// The kernel gives no memory, or there is more of the body than there may be.
+    /// The kernel gives no memory, or the body is longer than allowed.
     pub(super) fn add(&mut self, piece: Bytes) -> io::Result<()> {
         let (before, all) = (self.len(), self.len() + piece.len());
         if all > self.bytes_max {
@@ -61,7 +61,7 @@ impl Gathered {
             return Ok(());
         }
         if all > LONG_BYTES && !matches!(self.held, Memory::Long { .. }) {
-            // Untouched pages cost nothing, so that there is room for all of it at once.
+            // Maps room for all of it at once, because untouched pages cost nothing.
             let mut memory = PrivateMemory::new(self.bytes_max)?;
             memory.bytes_mut()[..before].copy_from_slice(self.bytes());
             self.held = Memory::Long { memory, filled: before };
@@ -90,7 +90,7 @@ impl Gathered {
         }
     }
 
-    /// All that has come.
+    /// Returns all bytes that have come.
     pub(super) fn whole(self) -> Bytes {
         match self.held {
             Memory::First(first) => first,

@@ -1,8 +1,8 @@
-//! Where each request of a connection ends, as strictly as [`answers`](crate::answers) reads engines. Pure.
+//! Finds where each request of a connection ends, as strictly as [`answers`](crate::answers) reads engines. Pure.
 //!
-//! hyper reads requests leniently: it takes lines without CR, `gzip, chunked` and two equal lengths, and leaves a length beside
-//! chunks out without a word. Two readers may take such bytes for different requests, which is how requests are smuggled past a
-//! proxy. These rules follow the same bytes, from head to body to the next head, and say what hyper does not.
+//! hyper reads requests leniently: it takes lines without CR, `gzip, chunked` and two equal lengths, and silently drops a length
+//! beside chunks. Two readers may take such bytes for different requests, which is how requests are smuggled past a proxy. These
+//! rules follow the same bytes, from head to body to the next head, and report what hyper does not.
 
 use thiserror::Error;
 
@@ -10,7 +10,7 @@ use crate::answers::Framing;
 
 const LENGTH: &[u8] = b"content-length:";
 const ENCODING: &[u8] = b"transfer-encoding:";
-/// Of a line that comes in pieces so many bytes are kept: more than either header needs.
+/// Bytes of an incomplete line that are kept: more than either header needs.
 const KEPT_BYTES: usize = 128;
 
 /// Why a request is refused: it could be read in two ways.
@@ -22,7 +22,7 @@ pub(super) enum FramingFault {
     LengthAndEncoding,
     #[error("the request has more than one Content-Length")]
     ManyLengths,
-    #[error("the request's Content-Length is no number")]
+    #[error("the request's Content-Length is not a number")]
     BadLength,
     #[error("the request's Transfer-Encoding is not just \"chunked\"")]
     BadEncoding,
@@ -30,7 +30,7 @@ pub(super) enum FramingFault {
     BadChunk,
 }
 
-/// Where in its requests a connection stands.
+/// Position of a connection within its requests.
 #[derive(Debug, Default)]
 pub(super) struct HeadRules {
     at: At,
@@ -45,21 +45,21 @@ enum At {
     Start,
     Head(HeadLines),
     Body(Framing),
-    /// Behind a fault nothing can be said.
+    /// After a fault the position is unknown.
     Fault(FramingFault),
 }
 
-/// What the lines of a head have said so far.
+/// Framing headers of a head so far.
 #[derive(Debug, Default)]
 struct HeadLines {
-    /// The line that names method and path has come. Empty lines may stand before it.
+    /// The request line has come. Empty lines may stand before it.
     has_begun: bool,
     length: Option<u64>,
     is_chunked: bool,
     unended: Unended,
 }
 
-/// A line whose end has not come.
+/// The line so far, without its end.
 #[derive(Debug, Default)]
 struct Unended {
     kept: Vec<u8>,
@@ -68,7 +68,7 @@ struct Unended {
 }
 
 impl HeadRules {
-    /// Walks on over bytes that came.
+    /// Follows the bytes that came.
     pub(super) fn see(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let walked = match &mut self.at {
@@ -99,12 +99,12 @@ impl HeadRules {
         }
     }
 
-    /// Whether the head of a request is to come, or is on its way.
+    /// Whether the connection waits for a head, or for the rest of one.
     pub(super) fn is_in_head(&self) -> bool {
         matches!(self.at, At::Start | At::Head(_))
     }
 
-    /// What is wrong with one of the first `requests`, if something is.
+    /// The fault in one of the first `requests`, if any.
     pub(super) fn fault(&self, requests: u64) -> Option<FramingFault> {
         match self.at {
             At::Fault(fault) if self.number <= requests => Some(fault),
@@ -114,7 +114,7 @@ impl HeadRules {
 }
 
 impl HeadLines {
-    /// Answers how many of the bytes are of the head, and what follows it, if it ends among them.
+    /// Returns the number of bytes that belong to the head, and what follows the head if it ends among them.
     fn see(&mut self, bytes: &[u8]) -> Result<(usize, Option<Framing>), FramingFault> {
         let mut taken = 0;
         while let Some(end) = memchr::memchr(b'\n', &bytes[taken..]) {
@@ -139,7 +139,7 @@ impl HeadLines {
         Ok((bytes.len(), None))
     }
 
-    /// A line without its end; of one that is not whole, its beginning. Answers whether the head ends with it.
+    /// Takes a line without its end, or the beginning of an incomplete one. Returns whether the head ends with it.
     fn line(&mut self, text: &[u8], is_whole: bool) -> Result<bool, FramingFault> {
         if text.is_empty() {
             return Ok(self.has_begun);
@@ -178,7 +178,7 @@ impl Unended {
     }
 }
 
-/// The value of a header's line, if it is this header's.
+/// The value of a header line, if the line has this name.
 fn value_of<'l>(line: &'l [u8], name: &[u8]) -> Option<&'l [u8]> {
     let (start, value) = line.split_at_checked(name.len())?;
     start.eq_ignore_ascii_case(name).then(|| value.trim_ascii())
@@ -193,7 +193,7 @@ fn number(digits: &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// What is wrong with the first so many requests of these bytes, however they are cut.
+    /// The fault in the first `requests` of these bytes, however they are cut into pieces.
     fn fault(bytes: &[u8], requests: u64) -> Option<FramingFault> {
         let of = |pieces: usize| {
             let mut rules = HeadRules::default();

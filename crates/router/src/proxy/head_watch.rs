@@ -1,4 +1,4 @@
-//! A client's connection whose requests are checked as they come, without a copy.
+//! A client's connection that checks requests as they come, without a copy.
 
 use std::{
     cell::{Cell, RefCell},
@@ -20,11 +20,11 @@ use super::{
 /// the connection is idle: one byte less than 16 KiB ends that there.
 const READ_BYTES_MAX: usize = (16 << 10) - 1;
 
-/// What was seen of a connection's requests.
+/// Observations of a connection's requests.
 #[derive(Debug, Default)]
 pub(super) struct HeadWatch {
     rules: RefCell<HeadRules>,
-    /// Requests that hyper has read so far. It may have the bytes of further ones.
+    /// Number of requests that hyper has read. It may have bytes of further ones.
     requests: Cell<u64>,
 }
 
@@ -33,7 +33,7 @@ impl HeadWatch {
         Rc::default()
     }
 
-    /// hyper has read the head of one more request. Answers what is wrong with it.
+    /// hyper has read the head of one more request. Returns the fault in it, if any.
     pub(super) fn request(&self) -> Option<FramingFault> {
         self.requests.set(self.requests.get() + 1);
         self.fault()
@@ -82,7 +82,7 @@ impl AsyncRead for Watched {
             }
             rules.see(came);
         }
-        // The head of this request was right: its body is wrong, and hyper must not go on with it.
+        // The head was right and the body is wrong, so hyper must not go on with this request.
         match self.watch.fault() {
             Some(fault) => Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, fault))),
             None => read,

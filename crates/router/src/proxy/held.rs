@@ -1,4 +1,4 @@
-//! What requests take of the memory that all of them together may have.
+//! Bounds the memory that all requests take together.
 
 use std::{
     cell::Cell,
@@ -10,7 +10,7 @@ use hyper::StatusCode;
 
 use super::{answer::Problem, shared::Shared};
 
-/// What one request takes, until this is dropped.
+/// Memory that one request takes, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Held {
     shared: Arc<Shared>,
@@ -22,10 +22,10 @@ impl Held {
         Self { shared: Arc::clone(shared), bytes: Cell::new(0) }
     }
 
-    /// Takes some more.
+    /// Adds bytes to this request's share.
     ///
     /// # Errors
-    /// Then all requests would have too much: this one is to be refused.
+    /// All requests together would exceed the bound: refuse this one.
     pub(super) fn take(&self, bytes: usize) -> Result<(), Problem> {
         self.bytes.set(self.bytes.get() + bytes);
         let before = self.shared.counters.body_bytes.fetch_add(bytes as u64, Ordering::Relaxed);

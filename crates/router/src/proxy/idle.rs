@@ -15,10 +15,10 @@ use super::shared::Address;
 
 /// Idle connections that are kept for each node.
 const IDLE_MAX: usize = 256;
-/// The router closes a connection that was idle for longer, before the engine does: vLLM closes one after 5 s
-/// (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`), and a request that meets the close may be lost.
+/// Longest idle time of a kept connection. vLLM closes one after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`), and a request that meets
+/// the close may be lost, so the router closes it first.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
-/// How often all idle connections are checked.
+/// Period of the sweep over idle connections.
 const SWEEP_PERIOD: Duration = Duration::from_secs(2);
 /// Most that is read at once.
 const READ_BYTES: usize = 64 << 10;

@@ -50,7 +50,8 @@ impl AsyncRead for Joined {
                 Err(error) => return Poll::Ready(Err(error)),
                 Ok(read) => {
                     if 0 < read && read < room {
-                        // All that had come: what comes next wakes us. Saves the call that would say so.
+                        // All available bytes have been read, and new ones wake this task. This saves the call that would return
+                        // WouldBlock.
                         let _ = self
                             .0
                             .try_io(Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
@@ -94,7 +95,7 @@ impl AsyncWrite for Joined {
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         match rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Write) {
-            // It has closed both sides already.
+            // The client has already closed both sides.
             Ok(()) | Err(rustix::io::Errno::NOTCONN) => Poll::Ready(Ok(())),
             Err(error) => Poll::Ready(Err(error.into())),
         }

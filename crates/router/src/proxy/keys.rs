@@ -9,17 +9,17 @@ use parking_lot::{RwLock, RwLockReadGuard};
 pub struct Keys(Arc<RwLock<Vec<String>>>);
 
 impl Keys {
-    /// These keys count from now on.
+    /// Replaces the keys at once.
     pub fn replace(&self, keys: Vec<String>) {
         *self.0.write() = keys;
     }
 
-    /// Without a key anybody is served.
+    /// Without keys the router serves everybody.
     pub fn is_empty(&self) -> bool {
         self.0.read().is_empty()
     }
 
-    /// All of them. Never to be held over an await.
+    /// All keys. Never hold the guard across an await.
     pub fn read(&self) -> RwLockReadGuard<'_, Vec<String>> {
         self.0.read()
     }
@@ -31,7 +31,7 @@ impl From<Vec<String>> for Keys {
     }
 }
 
-/// Logs show how many there are, and none of them.
+/// Logs show the number of keys, and no key.
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} keys", self.read().len())

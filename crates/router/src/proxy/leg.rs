@@ -76,7 +76,7 @@ impl LegGuard {
         }
     }
 
-    /// The node has failed the leg, for this reason.
+    /// Counts a failure of the node, with this reason.
     pub(super) fn fail(&mut self, why: &str) {
         if let Some(node) = self.node() {
             self.shared.state.lock().scheduler.note_failure(node, why);

@@ -39,8 +39,8 @@ use super::{
 
 /// Longest headers of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
-/// Connections that the kernel completes before they are accepted. Its default of 128 is full within milliseconds when many come at
-/// once, and a client then tries again after a second.
+/// Connections that the kernel completes before the router accepts them. The kernel's default of 128 fills within milliseconds if
+/// many clients connect at once, and then a client retries only after a second.
 const BACKLOG: i32 = 4096;
 /// After the kernel could not give a connection.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -64,12 +64,12 @@ pub struct Proxy {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Stops a proxy, from wherever. The latest word counts.
+/// Stops a proxy from another thread. The latest call counts.
 #[derive(Debug, Clone)]
 pub struct Stop(watch::Sender<Option<Duration>>);
 
 impl Stop {
-    /// Takes no connections any more, and gives what is under way at most this time from now on.
+    /// Stops accepting connections, and gives requests under way at most this time from now on.
     pub fn within(&self, drain: Duration) {
         self.0.send_replace(Some(drain));
     }
@@ -108,7 +108,7 @@ impl Proxy {
         Ok(Self { address, stop: Stop(stop), threads })
     }
 
-    /// Stops it while somebody else waits for its end.
+    /// Stops the proxy while another thread waits for its end.
     pub fn stopper(&self) -> Stop {
         self.stop.clone()
     }
@@ -167,7 +167,7 @@ async fn serve(
                 let connection =
                     connection(stream, headless, stopped.clone(), upstreams.clone(), Rc::clone(&clients));
                 let task = connections.spawn_local(connection);
-                // Tasks run in this thread: it has not begun yet.
+                // All tasks run in this thread, so this one has not begun yet.
                 shared.places.headless.add(number, place, task);
             }
             Err(error) => {
@@ -185,7 +185,7 @@ async fn serve(
     Ok(())
 }
 
-/// Waits until the time to drain is over, which a later word may shorten.
+/// Waits until the time to drain is over. A later call may shorten it.
 async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
     loop {
         let drain = stopped.borrow_and_update().unwrap_or_default();
@@ -224,7 +224,7 @@ async fn connection(
     let mut departure = Departure::new(&stream);
     let client = clients.join(peer);
     let asked = Cell::new(0u64);
-    // Whether an interim answer may be sent: a request of HTTP/1.1 is under way, and its answer has not begun.
+    // Whether an interim answer may be sent: an HTTP/1.1 request is under way, and its answer has not begun.
     let may_ask = Cell::new(false);
     let watch = HeadWatch::new();
     let service = service_fn(|request: Request<Incoming>| {
@@ -246,7 +246,7 @@ async fn connection(
     let serving = http1::Builder::new()
         // Our own clock says who is late.
         .header_read_timeout(None)
-        // Our own watch says who has left.
+        // Our own watch detects clients that have left.
         .half_close(true)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch, &client)), service);
@@ -278,7 +278,7 @@ async fn connection(
     }
 }
 
-/// A connection that has not sent a head: until this is dropped, another one may get its slot.
+/// A connection that has not sent a head. Until this is dropped, another connection may take its slot.
 struct Headless {
     shared: Arc<Shared>,
     number: u64,
@@ -291,7 +291,7 @@ impl Headless {
         Self { shared: Arc::clone(shared), number, place: Place::new(slot) }
     }
 
-    /// It keeps its slot as long as it has this.
+    /// The head has come. The connection keeps its slot until the result is dropped.
     fn has_head(self) -> Arc<Place<OwnedSemaphorePermit>> {
         Arc::clone(&self.place)
     }

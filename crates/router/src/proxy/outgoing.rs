@@ -6,16 +6,16 @@ use bytes::Bytes;
 
 use crate::body::Edited;
 
-/// Pieces that are sent one after the other. What was not changed are slices of the client's body, so that a leg copies none of it.
+/// Pieces that are sent one after the other. Unchanged pieces are slices of the client's body, so a leg does not copy it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Outgoing {
     pub(super) first: Bytes,
-    /// Empty where nothing was changed, which costs no memory.
+    /// Empty if nothing was changed, so that this costs no memory.
     pub(super) later: Vec<Bytes>,
 }
 
 impl Outgoing {
-    /// An edited form of this body.
+    /// Applies an edit to this body.
     pub(super) fn edited(body: &Bytes, edited: Edited<'_>) -> Self {
         let mut pieces = edited.pieces().into_iter().map(|piece| match piece {
             Cow::Borrowed(kept) => body.slice_ref(kept),

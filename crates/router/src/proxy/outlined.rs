@@ -1,4 +1,4 @@
-//! Bodies are walked over: short ones at once, long ones beside the threads that serve clients.
+//! Scans bodies: short ones on the thread of the request, long ones on threads of their own.
 //!
 //! ```text
 //!   up to 128 KiB    on the thread of the request, within half a millisecond
@@ -16,15 +16,15 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::body::{BodyError, Mark, Outline, Scan, marks, outline};
 
-/// Bodies up to this are walked over at once.
+/// Longest body that is scanned on the thread of the request.
 pub(super) const INLINE_BYTES_MAX: usize = 128 << 10;
-/// Bodies up to this do not wait for longer ones.
+/// Longest body of the middle class, which does not wait for longer ones.
 const MEDIUM_BYTES_MAX: usize = 4 << 20;
-/// Of each class, bodies that are walked over at a time.
+/// Bodies of each class that are scanned at a time.
 const MEDIUM_AT_ONCE: usize = 2;
 const LONG_AT_ONCE: usize = 1;
 
-/// What a router has to know of a body.
+/// The result of scanning a body.
 #[derive(Debug)]
 pub(super) struct Outlined {
     pub(super) outline: Outline,
@@ -38,18 +38,18 @@ impl Outlined {
     }
 }
 
-/// A body was not walked over to its end.
+/// The scan of a body did not succeed.
 #[derive(Debug, Error)]
 pub(super) enum OutlineError {
     /// No engine could take it.
     #[error(transparent)]
     Body(#[from] BodyError),
-    /// The thread beside has ended.
+    /// The scanning thread has ended.
     #[error("the body could not be read")]
     Ended,
 }
 
-/// Who may walk over long bodies now.
+/// Permits to scan long bodies.
 #[derive(Debug)]
 pub(super) struct Walkers {
     medium: Arc<Semaphore>,
@@ -64,7 +64,7 @@ impl Default for Walkers {
 }
 
 impl Walkers {
-    /// Finds what stands in a body, and the marks of its prompt.
+    /// Finds the members of a body, and the marks of its prompt.
     ///
     /// # Errors
     /// The body cannot be taken.
@@ -75,7 +75,7 @@ impl Walkers {
         let class = if body.len() <= MEDIUM_BYTES_MAX { &self.medium } else { &self.long };
         let permit = Arc::clone(class).acquire_owned().await.map_err(|_| OutlineError::Ended)?;
         let body = body.clone();
-        // It goes on when its client leaves, and keeps its permit until then.
+        // The scan continues if its client leaves, and keeps its permit until it ends.
         let walk = move || {
             let _permit = permit;
             outlined(&body)
@@ -90,7 +90,7 @@ fn outlined(body: &[u8]) -> Result<Outlined, BodyError> {
     Ok(Outlined { outline: scan.into_outline(), marks })
 }
 
-/// What decides, besides the text, which blocks a prompt has.
+/// Hashes the other inputs that decide which blocks a prompt has.
 fn seed(scan: &Scan<'_>) -> u64 {
     ["model", "cache_salt", "tools"]
         .into_iter()

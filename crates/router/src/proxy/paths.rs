@@ -48,7 +48,7 @@ const HEALTH: &str = "/health";
 const MODELS: &str = "/v1/models";
 const VERSION: &str = "/version";
 
-/// What becomes of a request.
+/// How the router handles a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
     /// The router answers whether a node is ready.
@@ -57,13 +57,13 @@ pub(super) enum Route {
     Models,
     /// A node generates the answer; two can, where the path has an interface that is split.
     Generates(Option<Api>),
-    /// A node answers, and keeps nothing of the request in its cache.
+    /// A node answers, and caches nothing of the request.
     Reads,
-    /// A node answers which origins its pages may have. A browser shows no key here.
+    /// A node answers which origins may ask. A browser shows no key here.
     Preflight,
 }
 
-/// What becomes of a request with this method, path and headers. `all_posts`: the operator lets clients change engines.
+/// How to handle a request with this method, path and headers. `all_posts`: the operator lets clients change engines.
 pub(super) fn route(
     method: &Method,
     path: &str,
@@ -98,7 +98,7 @@ pub(super) fn route(
     }
 }
 
-/// Whether a browser asks what a page of another origin may do.
+/// Whether a browser asks for the permissions of a page of another origin (a CORS preflight).
 fn is_preflight(headers: &HeaderMap) -> bool {
     headers.contains_key(ORIGIN) && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)
 }
@@ -110,7 +110,7 @@ fn is_known(path: &str) -> bool {
         || matches!(path, MODELS | VERSION)
 }
 
-/// Whether a path means to an engine what it means here: engines decode what is escaped in it.
+/// Whether engines read the path as the router does: they decode escapes.
 fn is_plain(path: &str) -> bool {
     !path.contains('%') && path.split('/').skip(1).all(|part| !matches!(part, "" | "." | ".."))
 }

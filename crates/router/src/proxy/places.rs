@@ -1,4 +1,4 @@
-//! How many clients are connected at a time, and which connection is closed when a further one comes.
+//! Bounds the clients that are connected at a time, and chooses the connection to close when a further one comes.
 //!
 //! ```text
 //!   a slot is free                                    --> it gets that
@@ -6,8 +6,8 @@
 //!   none is, but one is idle or amid a head           --> each thread closes the one that asks nothing for longest
 //!   all are being served                              --> it waits
 //! ```
-//! Strangers show no key before their first head is there, and are disconnected after it: so they wait in the second line only,
-//! and clients whose key was seen are the last to be closed.
+//! Strangers show no key before their first head is there, and are disconnected after it. So they are all in the second row, and
+//! clients that have shown a key are closed last.
 
 use std::{
     sync::{
@@ -26,23 +26,23 @@ use tokio::{
 
 use super::clients::Clients;
 
-/// A client that has connected sends its head within this time. Without it a crowd of clients would close each other's connections.
+/// Time for a new client to send its head. Without it a crowd of clients would close each other's connections.
 const HEAD_GRACE: Duration = Duration::from_millis(100);
-/// How often a connection that waits for a slot looks whether another one can be closed.
+/// Period at which a connection that waits for a slot tries to have another one closed.
 const CROWDED_RETRY: Duration = Duration::from_millis(100);
 
-/// Requests without a key that are answered at a time. Each gets its answer at once, and then its connection is closed.
+/// Strangers' requests that are answered at a time. Each is answered at once, and then its connection is closed.
 const STRANGERS_AT_ONCE: usize = 64;
 
 /// Slots for clients' connections, over all threads and listeners.
 #[derive(Debug)]
 pub(super) struct Places {
     slots: Arc<Semaphore>,
-    /// Connections whose first head has not come.
+    /// Connections whose first head has not come, by age.
     pub(super) headless: Waiting<OwnedSemaphorePermit>,
-    /// For requests that show no key: thousands at once would take memory which the allocator keeps.
+    /// Permits for strangers' requests. Thousands at once would take memory that the allocator keeps.
     pub(super) strangers: Semaphore,
-    /// Somebody waits for a slot, and all that have one have sent a head.
+    /// A connection waits for a slot, and all connections that hold one have sent a head.
     crowded: Notify,
     /// Connections that were closed because another one needed their slot.
     displaced: AtomicU64,
@@ -60,13 +60,13 @@ impl Places {
         }
     }
 
-    /// A slot for a connection that has come.
+    /// Takes a slot for a new connection.
     pub(super) async fn take(&self) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
                 return Some(slot);
             }
-            // Those that came just now may have sent their heads already.
+            // The newest connections may have sent their heads already.
             yield_now().await;
             let grace = self.headless.oldest().map(|since| HEAD_GRACE.saturating_sub(since.elapsed()));
             if let Some(grace) = grace.filter(|grace| !grace.is_zero()) {
@@ -86,7 +86,7 @@ impl Places {
         }
     }
 
-    /// Closes idle connections of this thread when slots are wanted. For ever.
+    /// Closes idle connections of this thread when slots are needed. Runs forever.
     pub(super) async fn close_idle(&self, clients: &Clients) {
         loop {
             self.crowded.notified().await;

@@ -31,13 +31,13 @@ use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
 const REQUEST_CLASS: &str = "x-request-class";
 /// Longest id of a client that comes back to it.
 const CLIENT_ID_BYTES_MAX: usize = 256;
-/// Longest name of a model, with its escapes and quotes: the last decisions keep it.
+/// Longest name of a model, with its escapes and quotes, because `/decisions` keeps it.
 const MODEL_BYTES_MAX: usize = 1 << 10;
-/// Shorter heads do not count as memory that a request takes.
+/// Shorter heads do not count as memory of a request.
 const HEAD_BYTES_FREE: usize = 8 << 10;
 /// An engine's server answers a preflight at once. Strangers send them, so a stuck one must not hold their turns.
 const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Bytes of a body that are taken in before other requests have their turn.
+/// Bytes of a body that are read before other requests have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
 /// A request whose head has come.
@@ -93,7 +93,7 @@ impl Arrived<'_> {
                 Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
             return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
         }
-        // A connection that has shown no key serves no second request.
+        // A connection without a key gets one answer.
         let last = |mut answer: Response<AnswerBody>| {
             if !is_allowed {
                 answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -104,7 +104,7 @@ impl Arrived<'_> {
         match route? {
             Route::Health => Ok(last(health(shared))),
             Route::Models => Ok(models(shared)),
-            // A preflight has no body: what comes in its place is not read.
+            // A preflight has no body, so the router does not read one.
             route @ Route::Preflight => {
                 let passing =
                     timeout(PREFLIGHT_TIMEOUT, async { self.pass(&Bytes::new(), &held, route).await });
@@ -115,7 +115,7 @@ impl Arrived<'_> {
             route => {
                 let head_bytes = head_bytes(head);
                 if head_bytes > HEAD_BYTES_FREE {
-                    // As it came, and as an engine gets it.
+                    // Twice: the client's head, and the one for an engine.
                     held.take(2 * head_bytes)?;
                 }
                 let body = read(shared, body, self.client, &held).await?;
@@ -124,7 +124,7 @@ impl Arrived<'_> {
         }
     }
 
-    /// Has nodes serve it, now that its body has come.
+    /// Passes the request on to nodes, once its body has come.
     async fn pass(&self, body: &Bytes, held: &Held, route: Route) -> Result<Response<AnswerBody>, Problem> {
         let Self { shared, upstreams, client, head, id, client_id, tally } = *self;
         let api = if let Route::Generates(api) = route { api } else { None };
@@ -162,7 +162,7 @@ impl Arrived<'_> {
         if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
             return Err(problem);
         }
-        // A node that only reads a text has nothing of it afterwards.
+        // A node that only tokenizes a text does not cache it.
         let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
         let marks = if computed.is_some() { marks } else { Vec::new() };
         let prompt = match computed {
@@ -211,7 +211,7 @@ fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
     shows_key(keys, headers.get(AUTHORIZATION).map(HeaderValue::as_bytes))
 }
 
-/// The same, of the Authorization header alone.
+/// Whether an Authorization header shows one of the keys.
 pub(super) fn shows_key(keys: &[String], authorization: Option<&[u8]>) -> bool {
     let shown = authorization.and_then(|value| value.strip_prefix(b"Bearer "));
     let is = |key: &String, shown: &[u8]| {

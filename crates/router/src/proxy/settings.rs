@@ -11,24 +11,25 @@ use super::keys::Keys;
 pub struct ProxySettings {
     /// Threads that serve, each with a runtime of its own.
     pub threads: usize,
-    /// Clients' connections at a time, over all threads. For a further one another is closed that has sent no whole head, or is idle.
+    /// Clients' connections at a time, over all threads. A further one takes the slot of one that has sent no whole head, or is
+    /// idle.
     pub connections_max: usize,
     /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
     pub keys: Keys,
-    /// The names under which clients may ask, beside addresses and `localhost`. None: any name, since a key is wanted.
+    /// Names that the `Host` header may have, beside addresses and `localhost`. None: any name, because clients need a key.
     pub names: Option<Names>,
     /// Whether clients may send POSTs that change an engine.
     pub allow_admin_paths: bool,
-    /// Whether `/decisions` leaves out what tells which prompts others have sent.
+    /// Whether `/decisions` leaves out the members that reveal which prompts others have sent.
     pub quiet_decisions: bool,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
-    /// Bytes that all requests take at a time, each until its answer has begun: bodies, and what is known of them.
+    /// Bytes that all requests take at a time, each until its answer begins: bodies, and the ranges and hashes of their contents.
     pub bodies_bytes_max: usize,
     /// Classes of requests that are refused while all nodes are overloaded, and when they may be sent again. The class is in the
     /// header `X-Request-Class`; those without are of the class "default".
     pub refuse: Vec<(String, Duration)>,
-    /// How long a client may take for each piece of its body. Once it has passed, all of the body has to come at a least rate.
+    /// Longest time for each piece of a client's body. After this time the body also has to come at a minimum rate.
     pub client_timeout: Duration,
     /// How long a connection to a node may take.
     pub connect_timeout: Duration,

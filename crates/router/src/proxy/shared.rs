@@ -138,7 +138,7 @@ pub struct Counters {
     pub names_failed: AtomicU64,
     /// Whether operators can reach the router over its socket: 1, or 0.
     pub control: AtomicU64,
-    /// Bytes of bodies that are held, and of what the router knows of them.
+    /// Bytes of bodies that are held, and of the ranges and hashes of their contents.
     pub body_bytes: AtomicU64,
     /// Clients' connections that are open.
     pub connections: AtomicU64,
@@ -157,13 +157,13 @@ pub struct Shared {
     pub(super) settings: ProxySettings,
     /// For clients' connections, over all listeners.
     pub(super) places: Places,
-    /// For bodies that are too long to be read at once.
+    /// Threads for bodies that are too long for the request's thread.
     pub(super) walkers: Walkers,
     /// Held for microseconds, never over an await.
     pub(super) state: Mutex<State>,
     /// What has happened.
     pub counters: Counters,
-    /// What is counted of requests, by route, model and node.
+    /// Request metrics by route, model and node.
     pub(crate) requests: RequestMetrics,
     pub(super) is_stopping: AtomicBool,
     /// Requests that were cut when the time to drain was over.
@@ -288,14 +288,14 @@ impl Shared {
         });
     }
 
-    /// The router's file says which pool a node shares with others.
+    /// Sets the pool that the router's file names for a node.
     pub(crate) fn configure_pool(&self, id: NodeId, name: &Arc<str>) {
         let mut state = self.state.lock();
         let slot = state.scheduler.set_pool(id, Some(name), true);
         self.knowledge.set_pool(id, slot);
     }
 
-    /// A node's own metrics have told which pool it shares with others, or none.
+    /// Sets the pool that a node's own metrics name; None if they name none.
     pub(crate) fn observe_pool(&self, id: NodeId, name: Option<&str>) {
         let mut state = self.state.lock();
         let Some(node) = state.scheduler.node(id).filter(|node| node.pool() != name) else { return };
@@ -304,7 +304,7 @@ impl Shared {
         let slot = state.scheduler.set_pool(id, name.as_ref(), false);
         self.knowledge.set_pool(id, slot);
         if state.scheduler.node(id).and_then(Node::pool) == name.as_deref() {
-            tracing::info!(%node, pool = name.as_deref(), "node's metrics name another pool");
+            tracing::info!(%node, pool = name.as_deref(), "node's metrics changed its pool");
         }
     }
 
@@ -329,7 +329,7 @@ impl Shared {
         self.state.lock().scheduler.nodes().any(|(_, node)| node.serves(model))
     }
 
-    /// Whether a node has not gone.
+    /// Whether the node is still known.
     pub(crate) fn is_there(&self, id: NodeId) -> bool {
         self.state.lock().scheduler.node(id).is_some()
     }

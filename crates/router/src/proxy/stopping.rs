@@ -1,17 +1,16 @@
-//! How the router stops: it says so first, then takes no connections, then waits for what is under way.
+//! Shutdown of the router: `/health` answers 503 first, then the router accepts no connections, then it waits for requests.
 
 use std::sync::atomic::Ordering;
 
 use super::shared::Shared;
 
 impl Shared {
-    /// From now on `/health` says that the router stops, and answers ask clients to close their connections. Requests are still
-    /// served.
+    /// Makes `/health` answer 503, and answers ask clients to close their connections. The router still serves requests.
     pub fn begin_stopping(&self) {
         self.is_stopping.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the router stops.
+    /// Whether the shutdown has begun.
     pub(crate) fn is_stopping(&self) -> bool {
         self.is_stopping.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Counts one request into the [request metrics](crate::request_metrics): what it asked for, who answered, and how soon.
+//! Counts one request into the [request metrics](crate::request_metrics): its route, its node, and its times.
 
 use std::{
     cell::{Cell, RefCell},
@@ -14,18 +14,18 @@ use crate::{
     schedule::{Choice, NodeId},
 };
 
-/// Times between tokens that a long answer counts by itself, before it adds them to those of all.
+/// Times between tokens that an answer counts by itself, before it adds them to the shared histogram.
 const PENDING_MAX: u32 = 64;
-/// nginx's status of requests whose client left before an answer began.
+/// nginx's status for requests whose client left before an answer began.
 const LEFT: u16 = 499;
-/// The last event of a stream, which is no token.
+/// The last event of a stream. It is not a token.
 const STREAM_END: &[u8] = b"data: [DONE]\n\n";
-/// In the first event of a chat's stream, which comes with the first token and is none.
+/// Part of the first event of a chat's stream, which comes with the first token and is none.
 const ROLE: &[u8] = b"\"role\"";
-/// How many tokens an answer in one piece has, by its `usage`.
+/// Precedes the token count in the `usage` of an answer in one piece.
 const COMPLETION_TOKENS: &[u8] = b"\"completion_tokens\":";
 
-/// A request that has no answer yet. Dropped before, it counts as one whose client left.
+/// A request that has no answer yet. If it is dropped, its client has left.
 pub(super) struct Tally<'s> {
     shared: &'s Shared,
     began: Instant,
@@ -39,19 +39,19 @@ pub(super) struct Tally<'s> {
     cached_tokens: Cell<u64>,
 }
 
-/// An answer on its way to the client. Dropped, it counts how long the request took.
+/// An answer on its way to the client. When it is dropped, it counts the duration of the request.
 #[derive(Debug)]
 pub(super) struct Measure {
     series: Arc<Series>,
     began: Instant,
     streams: bool,
-    /// When the last token came.
+    /// Time of the last token.
     last: Option<Instant>,
     pending: PendingTokens,
 }
 
 impl<'s> Tally<'s> {
-    /// A request's head has come. Only POSTs count: others are probes and lists.
+    /// Begins to count a request whose head has come. Only POSTs count: others are probes and lists.
     pub(super) fn begin(shared: &'s Shared, head: &Parts) -> Self {
         Self {
             shared,
@@ -66,25 +66,25 @@ impl<'s> Tally<'s> {
         }
     }
 
-    /// The request names this model.
+    /// Sets the model that the request names.
     pub(super) fn names(&self, model: Option<&str>) {
         *self.model.borrow_mut() = model.map(str::to_owned);
     }
 
-    /// A node was chosen to answer it.
+    /// Sets the node that was chosen to answer.
     pub(super) fn chosen(&self, node: NodeId, choice: &Choice) {
         self.prompt_tokens.set(choice.prompt_tokens);
         self.cached_tokens.set(choice.cached_tokens);
         self.tries(node);
     }
 
-    /// It is sent to this node; beyond the first time this is a retry.
+    /// Counts an attempt at this node; after the first one this is a retry.
     pub(super) fn tries(&self, node: NodeId) {
         self.node.set(Some(node));
         self.attempts.set(self.attempts.get() + 1);
     }
 
-    /// Its answer begins. None for a request that does not count.
+    /// The answer begins. None if the request does not count.
     pub(super) fn answered<B>(&self, response: &Response<B>) -> Option<Measure> {
         let kind = response.headers().get(CONTENT_TYPE).map_or(&b""[..], |kind| kind.as_bytes());
         let series = self.count(response.status())?;
@@ -131,7 +131,7 @@ impl Drop for Tally<'_> {
 }
 
 impl Measure {
-    /// A piece of the answer has come, with so many events in it.
+    /// Counts a piece of the answer with this many events.
     pub(super) fn piece(&mut self, data: &[u8], events: u64) {
         if !self.streams {
             if let Some(tokens) = completion_tokens(data) {
@@ -165,7 +165,7 @@ impl Drop for Measure {
     }
 }
 
-/// The last number of that name. Answers are not parsed for it.
+/// The last number of that name. The router does not parse answers for it.
 fn completion_tokens(data: &[u8]) -> Option<u64> {
     let at = memchr::memmem::rfind(data, COMPLETION_TOKENS)? + COMPLETION_TOKENS.len();
     let rest = data[at..].trim_ascii_start();

@@ -1,4 +1,4 @@
-//! Tells operators in one line each when a node gets no requests any more, and when it gets them again.
+//! Logs one line when a node stops getting requests, and one when it gets them again.
 
 use std::{sync::Arc, time::Instant};
 
@@ -6,7 +6,7 @@ use super::shared::{Counters, Shared};
 use crate::schedule::{NodeId, Pairing, Turn};
 
 impl Shared {
-    /// Logs what has become of a node, if something has.
+    /// Logs a change of a node's state, if there is one.
     pub(super) fn tell_turn(&self, node: NodeId, turn: Option<Turn>) {
         let Some(turn) = turn else { return };
         let told = self.with_scheduler(|scheduler| {
@@ -27,7 +27,7 @@ impl Shared {
         }
     }
 
-    /// A prefill node has answered, with a hand-off or without one.
+    /// Counts an answer of a prefill node, and logs when the node stops or resumes handing over.
     pub(super) fn prefill_answered(&self, node: NodeId, handed_over: bool) {
         let (pairing, name) = self.with_scheduler(|scheduler| {
             let pairing = scheduler.prefill_answered(node, handed_over, Instant::now());

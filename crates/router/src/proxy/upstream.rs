@@ -10,8 +10,8 @@
 //! | was closed, and all of the request was acknowledged | read it | fails: the engine took it |
 //! | was reset (RST) without a close before | perhaps read it: a kernel may delay its acknowledgement, and a reset brings none | fails, as if the engine had taken it |
 //!
-//! Where the engine resets the connection and its kernel has acknowledged nothing of the request, [`UpstreamError::Reset`] says so:
-//! mostly such an engine has not read it.
+//! If the engine resets the connection and its kernel has acknowledged nothing of the request, the result is
+//! [`UpstreamError::Reset`]: most such engines have not read the request.
 
 use std::{sync::Arc, time::Duration};
 
@@ -41,17 +41,17 @@ pub(super) async fn send(
         match connection.ask(head.clone(), body.clone()).await {
             Err(error @ UpstreamError::NotBegun) => ended = Some(error),
             Err(error @ UpstreamError::Reset(_)) => {
-                // The others were idle for longer, and may be reset as well.
+                // The other kept connections were idle for longer, so they may be reset as well.
                 upstreams.forget(address);
                 return Err(error);
             }
             answered => return answered,
         }
     }
-    // An engine that takes no connection after it has ended one with a request may have died of a part of it.
+    // An engine that refuses connections after it ended one with a request may have died of that request.
     let stream = connect(address, connect_timeout).await.map_err(|error| ended.unwrap_or(error))?;
     let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
-    // Nothing was idle here that the engine could have closed for that.
+    // The connection was new, so the engine did not close it for being idle.
     connection.ask(head, body).await.map_err(|error| match error {
         UpstreamError::Reset(error) => UpstreamError::Failed(error),
         error => error,

@@ -24,7 +24,7 @@ pub struct Breaker {
     pause: Duration,
     /// While open.
     until: Option<Instant>,
-    /// Since when it is open.
+    /// Time at which it opened.
     since: Option<Instant>,
     /// Since when one request tries the node.
     trying: Option<Instant>,
@@ -54,16 +54,16 @@ impl Breaker {
         }
     }
 
-    /// The node has served one. Returns how long it was open, if this closes it.
+    /// The node has served a request. Returns how long the breaker was open, if this closes it.
     pub fn served(&mut self, now: Instant) -> Option<Duration> {
         std::mem::take(self).since.map(|since| now.saturating_duration_since(since))
     }
 
-    /// The node has failed one: refused the connection, died, or answered that it cannot. Returns the pause, if one begins.
+    /// The node refused the connection, died, or answered that it cannot serve. Returns the pause, if one begins.
     pub fn failed(&mut self, now: Instant) -> Option<Duration> {
         self.failures += 1;
         let was_tried = self.trying.take().is_some();
-        // A 500 counts only when another node has served the request: the pause may be over by then, and the trial too.
+        // A 500 counts only after another node has served the request. By then the pause may be over, and the trial too.
         let opens = match self.until {
             None => self.failures >= FAILURES,
             Some(until) => was_tried || now >= until,

@@ -51,7 +51,7 @@ pub enum Why {
     MustStay,
     /// Two nodes, which is what prefill and decode nodes are for.
     Pair,
-    /// The prefill nodes hand nothing over: a pair would compute the prompt twice.
+    /// The prefill nodes hand nothing over, so a pair would compute the prompt twice.
     NoHandOff,
     /// Only this node is left; it has another role.
     OtherRole,

@@ -219,7 +219,7 @@ impl Scheduler {
                 && !request.tried.contains(id)
         };
         let is_doubted = |(_, node): &(NodeId, &Node)| node.doubts.count(now) > 0;
-        // Two nodes that answer 500 must not send all requests to each other, past one that would serve them.
+        // Without this, two nodes that answer 500 would send all requests to each other, past a node that could serve them.
         let avoids_doubted =
             !request.tried.is_empty() && self.nodes.all().filter(takes).any(|each| !is_doubted(&each));
         let mut load_costs = LoadCosts::new(&self.predictions);
@@ -256,7 +256,7 @@ impl Scheduler {
         // A prefill node's answer is one token, whatever the client asks for.
         let is_first_token = leg == Leg::Prefill || leg == Leg::Whole && request.streams;
         let Candidate { found, loads, .. } = candidate;
-        // A load delays its own request only: the node computes meanwhile.
+        // A load delays its own request only, because the node computes other requests meanwhile.
         let miss = candidate.miss.saturating_sub(candidate.load_cost);
         let asked = self.nodes.get(candidate.id).filter(|_| is_first_token).map(|node| {
             let load = &node.load;
@@ -287,7 +287,7 @@ impl Scheduler {
         self.tokens_of_text(request, self.matched.get(id.slot()).copied().unwrap_or(0))
     }
 
-    /// Tokens of the prompt that a pool has: as its engines tell, or as one of them has prefilled its text.
+    /// Tokens of the prompt that a pool has, by its engines' events, or because one of them has prefilled its text.
     fn pooled_tokens(&self, request: &Request<'_>, pool: usize) -> u64 {
         let told = self.known.pooled(pool);
         told.unwrap_or_else(|| self.tokens_of_text(request, self.pools.bytes_of(pool)))

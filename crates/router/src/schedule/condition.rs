@@ -1,4 +1,4 @@
-//! How a node has done lately, as operators see it at `/nodes` and in `kvlane route list`.
+//! Recent failures of a node, for `/nodes` and `kvlane route list`.
 
 use std::time::{Duration, Instant};
 
@@ -6,28 +6,28 @@ use serde::{Deserialize, Serialize};
 
 use super::nodes::Node;
 
-/// What has gone wrong at a node, and what the router does about it.
+/// Recent failures of a node, and the router's reaction.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Condition {
-    /// Requests go elsewhere, because the node failed.
+    /// The router ejected the node: requests go elsewhere.
     pub ejected: bool,
-    /// Milliseconds until a request tries an ejected node.
+    /// Milliseconds until the router tries an ejected node.
     pub retry_in_ms: Option<u64>,
     /// Failures in a row.
     pub failures: u32,
-    /// Answers of 500 that do not count against the node, because the requests may be at fault.
+    /// Answers of 500 that do not count as failures, because the requests may be at fault.
     pub doubts: usize,
-    /// What the last failure was, if no request was served since.
+    /// Reason of the last failure, if the node has served no request since.
     pub last_failure: Option<String>,
     /// Answers of a prefill node in a row that handed nothing over.
     pub without_hand_off: u32,
-    /// Milliseconds until a pair tries a prefill node whose prompts go to decode nodes alone.
+    /// Milliseconds until a pair tries a prefill node that was skipped for handing nothing over.
     pub probe_in_ms: Option<u64>,
 }
 
 impl Condition {
-    /// Of this node, now.
+    /// The condition of this node at `now`.
     pub fn of(node: &Node, now: Instant) -> Self {
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let ejected = node.breaker.is_open();
@@ -42,7 +42,7 @@ impl Condition {
         }
     }
 
-    /// For people; empty if nothing is wrong.
+    /// The condition as text; empty if nothing is wrong.
     pub fn sentence(&self) -> String {
         let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
         let mut parts = Vec::new();

@@ -1,26 +1,26 @@
-//! Answers of 500 at one node that may be the requests' fault, and when they count against the node.
+//! Answers of 500 at one node that may be the requests' fault, and the rules by which they count against the node.
 //!
-//! vLLM answers 500 both when its engine is broken and when a request makes it fail. Only the first says anything of the node. A
+//! vLLM answers 500 both if its engine is broken and if a request makes it fail. Only the first says something about the node. A
 //! 500 therefore counts in two cases:
 //!
-//! - Another node then served the same leg of the same request: the caller says so ([`Doubts::confirm`]).
-//! - Different requests of different clients failed here and none was served between ([`Doubts::raise`]).
+//! - Another node then served the same leg of the same request. The caller reports this ([`Doubts::confirm`]).
+//! - Different requests of different clients failed here, and the node served none in between ([`Doubts::raise`]).
 
 use std::time::{Duration, Instant};
 
-/// A doubt that found no second one within this time says nothing any more.
+/// A doubt expires if no second one follows within this time.
 const LASTS: Duration = Duration::from_secs(60);
-/// Doubts that one client can raise, so that a single client neither ejects a node nor fills the list.
+/// Doubts that one client can raise. A single client can neither eject a node nor fill the list.
 const OF_A_CLIENT: usize = 2;
-/// Doubts that are remembered.
+/// Most doubts that are remembered.
 const MOST: usize = 8;
 
-/// A request that a node answered with 500: a fingerprint of it, and one of its client.
+/// Fingerprints of a request that a node answered with 500, and of its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doubt {
-    /// Two clients are two fingerprints.
+    /// Differs between clients.
     pub client: u64,
-    /// Equal bodies are one fingerprint.
+    /// Equal for equal bodies.
     pub request: u64,
 }
 
@@ -35,12 +35,12 @@ pub(super) struct Doubts {
 struct Raised {
     doubt: Doubt,
     at: Instant,
-    /// It has counted as a failure of the node.
+    /// The doubt has counted as a failure of the node.
     counted: bool,
 }
 
 impl Doubts {
-    /// The node answered 500. Returns how many failures of the node follow from it.
+    /// The node answered 500. Returns the number of failures that follow from it.
     pub(super) fn raise(&mut self, doubt: Doubt, now: Instant) -> u32 {
         self.all.retain(|raised| now.saturating_duration_since(raised.at) < LASTS);
         let same_client = self.all.iter().filter(|raised| raised.doubt.client == doubt.client).count();
@@ -71,12 +71,12 @@ impl Doubts {
         at.is_none_or(|at| !self.all.remove(at).counted)
     }
 
-    /// The node served a request.
+    /// The node served a request: forgets its doubts.
     pub(super) fn clear(&mut self) {
         self.all.clear();
     }
 
-    /// How many there are.
+    /// Number of doubts that have not expired.
     pub(super) fn count(&self, now: Instant) -> usize {
         self.all.iter().filter(|raised| now.saturating_duration_since(raised.at) < LASTS).count()
     }

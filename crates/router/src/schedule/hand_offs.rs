@@ -1,4 +1,4 @@
-//! Whether a prefill node hands prompts over: where it does not, its pairs compute each prompt twice.
+//! Whether a prefill node hands prompts over. If it does not, its pairs compute each prompt twice.
 //!
 //! ```text
 //!            MISSED in a row without a hand-off                PROBE_EVERY over: one pair
@@ -10,32 +10,32 @@
 
 use std::time::{Duration, Instant};
 
-/// Answers in a row without a hand-off that end pairs.
+/// Answers in a row without a hand-off after which pairs stop.
 const MISSED: u32 = 3;
-/// Between two pairs that try whether a node hands over again.
+/// Time between two pairs that probe whether the node hands over again.
 const PROBE_EVERY: Duration = Duration::from_secs(10);
 
-/// Counts a prefill node's answers that named no blocks.
+/// Counts a prefill node's answers without a hand-off.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HandOffs {
     missed: u32,
-    /// When the next pair may try the node; None: pairs are the rule.
+    /// Earliest time of the next probe. None: pairs are not stopped.
     probe_at: Option<Instant>,
 }
 
-/// What an answer of a prefill node changed.
+/// Effect of a prefill node's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pairing {
-    /// Pairs go on, or stay off.
+    /// Nothing changed.
     Same,
-    /// Prompts go to decode nodes alone, after so many answers without a hand-off; a pair tries the node after this time.
+    /// Pairs stop: prompts go to decode nodes alone until a pair probes the node.
     Stopped {
         /// Answers in a row.
         missed: u32,
-        /// Until the next pair.
+        /// Time until the next probe.
         probe_in: Duration,
     },
-    /// The node hands over again: pairs are the rule again.
+    /// Pairs resume, because the node hands over again.
     Resumed,
 }
 
@@ -45,14 +45,14 @@ impl HandOffs {
         self.probe_at.is_none_or(|at| now >= at)
     }
 
-    /// A pair with this node was chosen.
+    /// A pair with this node was chosen; starts the time to the next probe.
     pub fn sent(&mut self, now: Instant) {
         if self.probe_at.is_some() {
             self.probe_at = Some(now + PROBE_EVERY);
         }
     }
 
-    /// The node has answered a prefill leg, with a hand-off or without one.
+    /// The node answered a prefill leg, with a hand-off or without one.
     pub fn answered(&mut self, handed_over: bool, now: Instant) -> Pairing {
         if handed_over {
             let was_stopped = self.probe_at.is_some();
@@ -67,7 +67,7 @@ impl HandOffs {
         Pairing::Stopped { missed: self.missed, probe_in: PROBE_EVERY }
     }
 
-    /// Whether prompts go to decode nodes alone, but for probes.
+    /// Whether pairs are stopped, except for probes.
     pub fn is_stopped(&self) -> bool {
         self.probe_at.is_some()
     }
@@ -77,7 +77,7 @@ impl HandOffs {
         self.missed
     }
 
-    /// Time until a pair tries the node, while prompts go to decode nodes alone.
+    /// Time until the next probe, if pairs are stopped.
     pub fn probe_in(&self, now: Instant) -> Option<Duration> {
         self.probe_at.map(|at| at.saturating_duration_since(now))
     }

@@ -9,7 +9,7 @@ pub struct Known {
     pub prompt_tokens: Option<u64>,
     /// By slot.
     cached: Vec<Option<(NodeId, Cached)>>,
-    /// By pool.
+    /// Tokens that each pool has, by its slot. None if they are not known exactly.
     pooled: Vec<Option<u64>>,
 }
 
@@ -36,7 +36,7 @@ impl Known {
         self.cached[id.slot()] = Some((id, cached));
     }
 
-    /// The pool with this slot has so many tokens of it, from its beginning.
+    /// Sets the number of leading tokens that the pool with this slot has.
     pub fn set_pooled(&mut self, pool: usize, tokens: u64) {
         if self.pooled.len() <= pool {
             self.pooled.resize(pool + 1, None);
@@ -44,7 +44,7 @@ impl Known {
         self.pooled[pool] = Some(tokens);
     }
 
-    /// Tokens that a pool has of it. None where nothing is known exactly.
+    /// Leading tokens that a pool has. None if they are not known exactly.
     pub(super) fn pooled(&self, pool: usize) -> Option<u64> {
         self.pooled.get(pool).copied().flatten()
     }

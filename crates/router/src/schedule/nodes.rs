@@ -184,13 +184,13 @@ pub struct Node {
     pub load: Load,
     /// Keeps requests away while it fails.
     pub breaker: Breaker,
-    /// What it shares with other nodes: [`Scheduler::set_pool`](super::Scheduler::set_pool).
+    /// The pool that it shares with other nodes: [`Scheduler::set_pool`](super::Scheduler::set_pool).
     pub(super) pool: Option<PoolOf>,
     /// Answers of 500 that may be the requests' fault.
     pub(super) doubts: Doubts,
-    /// What it failed of last; None after it has served a request.
+    /// Reason of its last failure; None after it has served a request.
     pub(super) last_failure: Option<Arc<str>>,
-    /// Keeps pairs away while it hands nothing over.
+    /// Stops pairs with this node while it hands nothing over.
     pub hand_offs: HandOffs,
     /// Number of the choice that took it last.
     pub(super) chosen: u64,

@@ -27,13 +27,13 @@ const BESIDE: u64 = 4;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
     pub(super) id: NodeId,
-    /// With what it costs to load others from its pool.
+    /// Tokens to prefill, and the cost of its loads.
     pub(super) miss: u64,
     /// Tokens of the prompt that it need not prefill: it has them, or loads them.
     pub(super) found: u64,
-    /// Of these, tokens that it loads from its pool.
+    /// Tokens among these that it loads from its pool.
     pub(super) loads: u64,
-    /// What these loads cost, in tokens that it could prefill meanwhile.
+    /// Cost of these loads, in tokens that it could prefill meanwhile.
     pub(super) load_cost: u64,
     /// Tokens to within which that is known.
     pub(super) grain: u64,
@@ -115,7 +115,7 @@ impl Scheduler {
 
     fn work(&self, candidate: &Candidate, beside: u64) -> u128 {
         let Candidate { id, miss, load_cost, grain, .. } = *candidate;
-        // What is computed is known to within a grain; what is loaded comes on top.
+        // Computed tokens are known to within a grain. The cost of loads is added to them.
         let miss = miss.saturating_sub(load_cost).max(grain) + load_cost;
         self.nodes.get(id).map_or(u128::MAX, |node| node.load.work_with(miss, grain, beside))
     }

@@ -4,48 +4,47 @@
 //!   first token at a node --> its pool has the prompt --> each node of the pool: loads what it lacks
 //!   choice at a node      --> the node will have it            cost of a load = share * tokens
 //! ```
-//! A pool has a prompt once one of its nodes has prefilled it: what was only given to a node is not saved yet. So equal new
-//! prompts that come together still meet at one node.
+//! A pool has a prompt once one of its nodes has prefilled it, because a node that was only given a prompt has not saved it yet.
+//! So equal new prompts that come together still meet at one node.
 
 use std::{collections::HashMap, sync::Arc};
 
 use super::{index::Index, prediction::Prediction};
 use crate::body::Mark;
 
-/// A loaded token counts as so much of a computed one until first tokens of its class have shown what it takes. Low, because only
-/// loads that are tried can show it.
+/// Load share until first tokens of the class have shown the real one. It is low, because only loads that are tried can show it.
 pub(super) const LOAD_SHARE: f64 = 0.01;
-/// A load counts as so many times what it takes, and as a grain of tokens beside it: its request waits for it, while one request
-/// less beside it is worth little. With less, prompts leave nodes that have them and a single request, and first tokens come later
-/// at 30 % load; with more, bursts of one prompt stay at one node. By replays of Zipf prompts (docs/routing.md).
+/// Weight of a load's time in its cost, beside one grain of tokens. A load delays its own request, while one request less beside
+/// it gains little. A lower weight moves prompts away from nodes that have them and a single request, and first tokens come later
+/// at 30 % load. A higher weight keeps bursts of one prompt at one node. From replays of Zipf prompts (docs/routing.md).
 const LOAD_WEIGHT: f64 = 2.0;
 
-/// The pool of a node.
+/// The source that names a node's pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PoolOf {
     pub(super) name: Arc<str>,
     pub(super) slot: usize,
-    /// The router's file names it, whatever the engine tells.
+    /// The router's file. It takes precedence over the engine's metrics.
     pub(super) is_configured: bool,
 }
 
-/// All pools that nodes are of, in numbered slots.
+/// All pools of nodes, in numbered slots.
 #[derive(Debug)]
 pub(super) struct Pools {
-    /// Names, and how many nodes each has.
+    /// Names, and the number of nodes of each.
     slots: Vec<Option<(Arc<str>, usize)>>,
     index: Index,
-    /// Reused: bytes of the prompt that each pool has.
+    /// Bytes of the looked-up prompt that each pool has. Kept to reuse its memory.
     matched: Vec<u32>,
 }
 
 impl Pools {
-    /// Room for about that many marks, for each 64 pools; memory is taken with the first prompt of a pool.
+    /// Room for that many marks for each 64 pools. Memory is allocated with the first prompt of a pool.
     pub(super) fn new(marks_max: usize) -> Self {
         Self { slots: Vec::new(), index: Index::new(marks_max), matched: Vec::new() }
     }
 
-    /// A node joins the pool: its slot.
+    /// A node joins the pool. Returns the pool's slot.
     pub(super) fn join(&mut self, name: &Arc<str>) -> usize {
         if let Some(slot) = self.slot_of(name) {
             self.slots[slot].iter_mut().for_each(|(_, nodes)| *nodes += 1);
@@ -64,7 +63,7 @@ impl Pools {
         self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(known, _)| &**known == name))
     }
 
-    /// A node leaves it. The last one takes along what is known of the pool.
+    /// A node leaves the pool. After the last one, the pool's prompts are forgotten.
     pub(super) fn leave(&mut self, slot: usize) {
         let Some(pool) = self.slots.get_mut(slot) else { return };
         if let Some((_, nodes)) = pool {
@@ -75,19 +74,19 @@ impl Pools {
         }
     }
 
-    /// The pool has this prompt from now on.
+    /// Records that the pool has this prompt.
     pub(super) fn insert(&mut self, marks: &[Mark], slot: usize) {
         self.index.insert(marks, slot);
     }
 
-    /// Looks up what the pools have of a prompt, for [`Pools::bytes_of`].
+    /// Looks up the bytes of a prompt that each pool has, for [`Pools::bytes_of`].
     pub(super) fn look(&mut self, marks: &[Mark]) {
         if !self.slots.is_empty() {
             self.index.matched(marks, &mut self.matched);
         }
     }
 
-    /// Bytes of the prompt that was looked up last, from its beginning, that a pool has.
+    /// Leading bytes of the last looked-up prompt that a pool has.
     pub(super) fn bytes_of(&self, slot: usize) -> u32 {
         self.matched.get(slot).copied().unwrap_or(0)
     }
@@ -98,10 +97,10 @@ impl Pools {
     }
 }
 
-/// What loads cost at nodes, in tokens that they could compute meanwhile.
+/// Costs of loads at nodes, in tokens that the nodes could compute meanwhile.
 pub(super) struct LoadCosts<'a> {
     predictions: &'a HashMap<Arc<str>, Prediction>,
-    /// Neighbours are of one class mostly.
+    /// The last class and its share, because most neighbours are of one class.
     last: Option<(&'a Arc<str>, f64)>,
 }
 
@@ -110,7 +109,7 @@ impl<'a> LoadCosts<'a> {
         Self { predictions, last: None }
     }
 
-    /// Of so many tokens at a node of this class: no more than computing them.
+    /// Cost of loading this many tokens at a node of this class, at most that of computing them.
     pub(super) fn of(&mut self, class: &'a Arc<str>, tokens: u64, grain: u64) -> u64 {
         if tokens == 0 {
             return 0;

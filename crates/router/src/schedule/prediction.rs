@@ -17,7 +17,7 @@ const TERMS: usize = 5;
 const FURTHER_LEAST: Duration = Duration::from_micros(500);
 /// For a rate, prompts of this length are looked at.
 const USUAL_TOKENS: u64 = 2000;
-/// With fewer prompts that were loaded from a pool nothing is said of what that takes.
+/// Loaded prompts from which the load share is known.
 const LOADS_MIN: u64 = 20;
 /// Requests at which nodes' speeds are compared.
 const USUAL_REQUESTS: u64 = 32;
@@ -35,7 +35,7 @@ impl Terms {
         Self([1.0, (pending + miss) / 1e3, miss * (found + miss / 2.0) / 1e6, requests / 10.0, 0.0])
     }
 
-    /// The same prompt, of which the node loads so many tokens from its pool.
+    /// The same prompt, if the node loads this many tokens from its pool.
     pub(super) fn loading(mut self, tokens: u64) -> Self {
         self.0[4] = tokens as f64 / 1e3;
         self
@@ -47,7 +47,7 @@ impl Terms {
 pub struct Prediction {
     first: LeastSquares<TERMS>,
     further: LeastSquares<2>,
-    /// First tokens behind a load from a pool.
+    /// Number of first tokens that followed a load from a pool.
     loads: u64,
 }
 
@@ -85,7 +85,7 @@ impl Prediction {
         (self.is_calibrated() && ms > 0.0).then(|| USUAL_TOKENS as f64 / ms * 1e3)
     }
 
-    /// How long a token takes to load from a pool, in times of one that is computed: from 0 to 1. None while too little is known.
+    /// Time to load a token, divided by the time to compute one: from 0 to 1. None if too few loads were seen.
     pub fn load_share(&self) -> Option<f64> {
         let computed = self.prefill(USUAL_TOKENS, 0) / USUAL_TOKENS as f64;
         let loaded = self.first.coefficients[4].max(0.0) / 1e3;

@@ -39,7 +39,7 @@ pub enum LegEnd {
     Served,
     /// Without one, or the node said that it cannot.
     Failed,
-    /// With a 500, which may be the request's fault ([`Doubt`](super::Doubt)).
+    /// The node answered 500, which may be the request's fault ([`Doubt`](super::Doubt)).
     InDoubt,
     /// The router or its client gave up.
     Left,

@@ -26,7 +26,7 @@ pub struct Scheduler {
     pub(super) settings: Settings,
     pub(super) nodes: Nodes,
     pub(super) index: Index,
-    /// What nodes can load, whoever of them has prefilled it.
+    /// Prompts that nodes can load, whichever node has prefilled them.
     pub(super) pools: Pools,
     pub(super) choices: u64,
     /// The number of the choice that took a prefill and a decode node together last. Without it two roles that are both taken
@@ -48,19 +48,19 @@ pub struct Scheduler {
     pub(super) tpot: Option<Duration>,
 }
 
-/// A node's requests go elsewhere from now on, or no longer.
+/// A node was ejected, or has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
-    /// It gets no requests for this time.
+    /// The node gets no requests for this time.
     Ejected {
-        /// Until a request tries it.
+        /// Time until the router tries the node.
         pause: Duration,
-        /// In a row.
+        /// Failures in a row.
         failures: u32,
     },
-    /// It has served a request after this time.
+    /// The node has served a request again.
     Returned {
-        /// Since it was ejected first.
+        /// Time since it was ejected first.
         after: Duration,
     },
 }
@@ -100,8 +100,8 @@ impl Scheduler {
         self.nodes.remove(id)
     }
 
-    /// The pool that a node shares with all others of that name, or none. A configured one stays, whatever the engine tells.
-    /// Answers its slot.
+    /// Sets the pool that a node shares with all nodes of that pool's name; None: it shares none. A configured pool stays,
+    /// whatever the engine's metrics name. Returns the pool's slot.
     pub fn set_pool(&mut self, id: NodeId, name: Option<&Arc<str>>, is_configured: bool) -> Option<usize> {
         let node = self.nodes.get(id)?;
         let present = node.pool.as_ref();
@@ -128,8 +128,7 @@ impl Scheduler {
         }
     }
 
-    /// How long a node of this class loads a token from its pool, in times of one that it computes; and whether first tokens
-    /// have shown it.
+    /// Time to load a token at a node of this class, divided by the time to compute one; and whether first tokens have shown it.
     pub fn load_share(&self, class: &str) -> (f64, bool) {
         let learned = self.predictions.get(class).and_then(Prediction::load_share);
         (learned.unwrap_or(LOAD_SHARE), learned.is_some())
@@ -223,14 +222,14 @@ impl Scheduler {
         turn
     }
 
-    /// Says what a node failed of, for operators.
+    /// Records the reason of a node's failure, for operators.
     pub fn note_failure(&mut self, id: NodeId, why: &str) {
         if let Some(node) = self.nodes.get_mut(id) {
             node.last_failure = Some(why.into());
         }
     }
 
-    /// What a node failed of last; None if it has served a request since.
+    /// Reason of a node's last failure; None if it has served a request since.
     pub fn last_failure(&self, id: NodeId) -> Option<Arc<str>> {
         self.nodes.get(id)?.last_failure.clone()
     }
@@ -242,7 +241,7 @@ impl Scheduler {
         (0..failures).filter_map(|_| failed(node, now)).last()
     }
 
-    /// Another node has served a request that this one answered with 500.
+    /// Another node has served a request that this one answered with 500. Counts a failure of this one.
     pub fn convict(&mut self, id: NodeId, doubt: Doubt, now: Instant) -> Option<Turn> {
         let node = self.nodes.get_mut(id)?;
         if node.doubts.confirm(doubt) { failed(node, now) } else { None }

@@ -41,7 +41,7 @@ BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
 # Beyond its patience a request waits for so long until nothing of its hand-off is written any more.
 STUCK_SECONDS = 5.0
-# A step in which nothing can be computed waits so long for a landing to end. A new request waits for the step's end.
+# Longest pause of a step in which nothing can be computed. A new request waits for the step's end.
 IDLE_WAIT_MS = 5.0
 # A running request waits for so long for a landing's blocks.
 YIELD_TIMEOUT_MS = 50.0
@@ -98,7 +98,7 @@ class LandDirect(SchedulerKind):
         """Of steps that may be under way."""
         self._rate = PrefillRate(shared.direct.steps_at_once if shared.direct is not None else 1)
         self._gave_room = False
-        """Whether the last plan took blocks: the next one may take more."""
+        """Whether the last plan took blocks, so that the next one may take more."""
         self._plans_without_room = 0
         """After a reset no block is taken in so many plans: steps may be under way that copy from blocks which the
         reset gave back."""
@@ -225,8 +225,8 @@ class LandDirect(SchedulerKind):
         self._gave_room = room < BLOCKS_A_STEP
 
     def idle(self) -> None:
-        """vLLM steps without a pause while requests wait, which takes a processor from the engine that they wait for,
-        where that is on this host. Where all requests wait for landings, wait for the end of one."""
+        """Wait for the end of a landing if all requests wait for landings. vLLM steps without a pause meanwhile, and
+        would take a processor from the engine that computes their prompts, if that is on this host."""
         direct, shared = self._shared.direct, self._shared
         if direct is None or direct.agent is None or not direct.may_wait or self._gave_room:
             return

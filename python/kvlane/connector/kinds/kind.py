@@ -109,8 +109,8 @@ class SchedulerKind:
         `jobs.idle` to False, so that workers do not wait."""
 
     def idle(self) -> None:
-        """Nothing is computed in this step, and workers start nothing. Whoever knows that all requests wait for
-        something of its own may wait for that here, for some milliseconds."""
+        """Called in a step in which nothing is computed and workers start nothing. A kind may wait here for some
+        milliseconds if all requests wait for it."""
 
     def ended(self, job: int, end: JobEnd) -> bool:
         """Workers have reported the end of a job. True if it is of this kind."""

@@ -72,7 +72,7 @@ class Faults:
         return fault.value
 
     def peek(self, name: str) -> Any:
-        """The value of a fault that is on, else None; counts as no use."""
+        """The value of a fault that is on, else None. Does not use the fault up."""
         fault = self._on.get(name)
         return None if fault is None else fault.value
 
