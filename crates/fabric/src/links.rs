@@ -24,7 +24,7 @@ use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spots};
 use crate::shm::{Reader, Writer};
-use crate::silence::{Progress, UNACKNOWLEDGED_MS, UNREAD_MS};
+use crate::silence::{Progress, UNACKNOWLEDGED_MS};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};
 
@@ -144,7 +144,6 @@ pub(crate) struct LinkJob {
     reads: bool,
     /// Nothing more is written or read.
     is_ending: bool,
-    unacknowledged_ms: u32,
     takes_parts: bool,
     is_told: bool,
     switch: Option<(Writer, Reader)>,
@@ -179,10 +178,6 @@ impl<R> Links<R> {
     /// Links for frames that are taken whole, so a peer may have got no processor for longer than its lease.
     pub(crate) fn of_messages(watch: Watch) -> Links<R> {
         Links { takes_late: true, ..Links::new(watch) }
-    }
-
-    fn unacknowledged_ms(&self) -> u32 {
-        if self.takes_late { UNACKNOWLEDGED_MS } else { UNREAD_MS }
     }
 
     /// The same where the bytes of one frame may be expected in parts.
@@ -223,7 +218,7 @@ impl<R> Links<R> {
         wants: Wants,
     ) -> io::Result<LinkId> {
         socket.set_nodelay(true)?;
-        suit_host(&socket, self.unacknowledged_ms());
+        suit_host(&socket);
         let link = Link::new(Stream::new(socket, credentials, true)?)?;
         self.add(now, Box::new(link), role, wants, Interest::READS)
     }
@@ -236,8 +231,6 @@ impl<R> Links<R> {
         lease: Lease,
         role: R,
     ) -> io::Result<LinkId> {
-        // Another part has set what suits its own connections.
-        suit_host(link.socket(), self.unacknowledged_ms());
         let id = self.add(now, link, role, Wants::Frames, Interest::READS)?;
         if let Some(entry) = self.entries.get_mut(&id) {
             (entry.lease, entry.reads) = (Some(lease), true);
@@ -468,7 +461,6 @@ impl<R> Links<R> {
 
     /// The next link with something to do.
     pub(crate) fn take_job(&mut self) -> Option<LinkJob> {
-        let unacknowledged_ms = self.unacknowledged_ms();
         loop {
             let id = self.due.pop_front()?;
             let Some(entry) = self.entries.get_mut(&id) else { continue };
@@ -500,7 +492,6 @@ impl<R> Links<R> {
                 reads,
                 is_ending,
                 takes_parts: self.takes_parts,
-                unacknowledged_ms,
                 is_told: std::mem::take(&mut entry.is_told),
                 switch,
                 arrived: Vec::new(),
@@ -699,7 +690,7 @@ impl LinkJob {
                 return Err(Ended::Io(errno.into()));
             }
             if self.reads {
-                suit_host(self.link.socket(), self.unacknowledged_ms);
+                suit_host(self.link.socket());
                 self.arrived.push(Arrived::Connected);
             }
             return Ok(());
@@ -792,13 +783,13 @@ pub(crate) fn is_same_host(socket: &TcpStream) -> bool {
     matches!(addresses, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
 }
 
-/// Bounds what waits in a socket between two processes of this host. Between hosts the kernel ends a connection whose other
-/// end acknowledges nothing for that long.
-fn suit_host(socket: &TcpStream, unacknowledged_ms: u32) {
-    // Without either a connection is only slower, or its end is noticed later.
+/// Bounds the bytes that wait in a socket between two processes of this host. Between hosts the kernel ends a connection whose
+/// other end acknowledges nothing.
+fn suit_host(socket: &TcpStream) {
+    // Both options may fail: the connection is then slower, or its end is noticed later.
     if is_same_host(socket) {
         let _ = sockopt::set_socket_send_buffer_size(socket.as_fd(), SAME_HOST_SEND_BYTES);
     } else {
-        let _ = sockopt::set_tcp_user_timeout(socket.as_fd(), unacknowledged_ms);
+        let _ = sockopt::set_tcp_user_timeout(socket.as_fd(), UNACKNOWLEDGED_MS);
     }
 }

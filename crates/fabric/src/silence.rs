@@ -9,12 +9,8 @@ pub(crate) const CONNECTING: Duration = Duration::from_millis(1500);
 const GREETING: Duration = Duration::from_secs(5);
 /// Silence of a peer whose kernel still holds the connection: the peer is stopped, or gets no processor.
 const SILENT: Duration = Duration::from_secs(10);
-/// How long another host may acknowledge nothing of the messages that were sent to it. Its kernel does that, however busy the peer
-/// is, since messages do not fill its buffers.
+/// Milliseconds in which another host has to acknowledge sent bytes. Its kernel does so, however busy the peer is.
 pub(crate) const UNACKNOWLEDGED_MS: u32 = 1500;
-/// The same of bytes. A peer that gets no processor reads nothing: its buffers fill, and Linux counts that as unacknowledged, although
-/// the other kernel answers.
-pub(crate) const UNREAD_MS: u32 = 10_000;
 
 /// Stages of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
