@@ -49,14 +49,15 @@ def test_no_request_is_lost_while_engines_die_and_clients_attack(tmp_path: Path)
     flags = [["--port", str(port), "--itl-ms", "2"] for port in ports]
     workers = [word for port in ports for word in ("--worker", f"http://127.0.0.1:{port}")]
     engines = [FakeEngine(*each).__enter__() for each in flags]
-    seen, over = Seen(), threading.Event()
+    seen, over, hostile = Seen(), threading.Event(), None
     try:
         with Router(*workers, "--api-key-file", str(keys), nodes=2) as router:
+            hostile = Hostile(router.address, key, body_bytes=58 << 20, strangers=1_000)
             clients = [
                 threading.Thread(target=_client, args=(router.address, key, number, seen, over))
                 for number in range(CLIENTS)
             ]
-            with Hostile(router.address, key, body_bytes=58 << 20, strangers=1_000) as hostile:
+            with hostile:
                 for each in clients:
                     each.start()
                 try:
@@ -70,7 +71,7 @@ def test_no_request_is_lost_while_engines_die_and_clients_attack(tmp_path: Path)
     finally:
         for engine in engines:
             engine.__exit__()
-    print(json.dumps(_summary(seen, hostile), indent=1))
+        print(json.dumps(_summary(seen, hostile), indent=1))
     assert not seen.lost, seen.lost[:10]
     assert seen.served > 100 * MINUTES
     quarter = len(seen.memory_mb) // 4
@@ -96,7 +97,11 @@ def _kill_in_turns(router: Router, flags: list[list[str]], engines: list[FakeEng
 
 
 def _ready(router: Router) -> int:
-    _, page, _ = ask(router.admin, "/nodes")
+    try:
+        _, page, _ = ask(router.admin, "/nodes")
+    except (OSError, http.client.HTTPException):
+        # On a busy machine the admin port may close a connection whose request it has not read within 2 s.
+        return 0
     return sum(node["state"] == "ready" and not node["left_alone"] for node in page["nodes"])
 
 
@@ -141,8 +146,8 @@ def _descriptors(router: Router) -> int:
     return len(os.listdir(f"/proc/{router.process.pid}/fd"))
 
 
-def _summary(seen: Seen, hostile: Hostile) -> dict[str, object]:
-    waits = sorted(seen.waits_s)
+def _summary(seen: Seen, hostile: Hostile | None) -> dict[str, object]:
+    waits = sorted(seen.waits_s) or [0.0]
     return {
         "minutes": MINUTES,
         "served": seen.served,
@@ -153,7 +158,7 @@ def _summary(seen: Seen, hostile: Hostile) -> dict[str, object]:
             "p99": round(1000 * waits[len(waits) * 99 // 100], 1),
             "max": round(1000 * waits[-1], 1),
         },
-        "memory_mb": {"median": statistics.median(seen.memory_mb), "max": max(seen.memory_mb)},
-        "descriptors": {"max": max(seen.descriptors), "after": seen.descriptors[-1]},
-        "attacks": {name: dict(count) for name, count in hostile.answers.items()},
+        "memory_mb": seen.memory_mb[:: max(1, len(seen.memory_mb) // 10)],
+        "descriptors": seen.descriptors[:: max(1, len(seen.descriptors) // 10)],
+        "attacks": {} if hostile is None else {name: dict(count) for name, count in hostile.answers.items()},
     }
