@@ -38,13 +38,13 @@ def test_a_limit_that_is_enough_for_a_usual_host_is_no_warning(limit: Limit) -> 
     assert warnings() == []
     (warning,) = warnings("--max-connections", "10000")
     assert "--max-connections 10000: this process may open 4096 files" in warning
-    assert "enough for about 1998 clients" in warning
+    assert "enough for about 1332 clients" in warning
 
 
 def test_a_small_limit_is_a_warning_even_if_nobody_asked(limit: Limit) -> None:
     limit(1024)
     (warning,) = warnings()
-    assert "this process may open 1024 files, which is enough for about 462 clients" in warning
+    assert "this process may open 1024 files, which is enough for about 308 clients" in warning
 
 
 def test_clients_for_whom_no_files_are_left_wait(limit: Limit) -> None:

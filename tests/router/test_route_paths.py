@@ -129,6 +129,12 @@ def test_an_operator_may_let_clients_do_that() -> None:
         assert len(engine.seen) == len(ADMIN_PATHS)
 
 
+def test_a_post_without_a_body_passes_where_an_operator_allows_it() -> None:
+    """`curl -X POST .../sleep` was refused: an empty body is no JSON."""
+    with routed([], flags=("--allow-admin-paths",)) as (router, _):
+        assert ask(router.address, "/reset_prefix_cache", b"")[0] == 200
+
+
 def test_the_file_may_say_so_too(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text("allow-admin-paths = true\nquiet-decisions = false\n")

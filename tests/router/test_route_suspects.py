@@ -147,3 +147,17 @@ def test_hosts_and_blocks_cannot_be_named_by_way_of_extra_arguments(member: str,
         assert engine.log() == []
         kept = wanted("short", vllm_xargs={"session_id": "kv_transfer_params"})
         assert ask(router.address, COMPLETIONS, kept)[0] == 200, "other extra arguments pass"
+
+
+def test_an_engine_whose_server_lives_is_ejected_all_the_same() -> None:
+    """Monitors asked each engine for its version in between, so that it never had three failures in a row."""
+    with routed([], [], flags=("--policy", "round-robin")) as (router, (broken, _)):
+        broken.faults(status=500, path=COMPLETIONS)
+
+        def is_ejected() -> bool:
+            assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200, "the other engine serves it"
+            for _ in range(2):
+                assert ask(router.address, "/version")[0] == 200
+            return any("node ejected" in line for line in router.lines)
+
+        until("it is ejected", is_ejected)

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Protocol
 
 from kvlane.connector import core_log
@@ -85,6 +86,7 @@ class Direct:
         self.offers_at_once = settings.send_type == "GET"
         """Whether a prompt is offered once all of it is computed."""
         self.agent: HandoffScheduler | None = None
+        self._file: Path | None = None
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks of a prompt are handed over."""
@@ -134,10 +136,10 @@ class Direct:
                 self.peers.networks,
                 self._settings.tls_files(),
             )
-        file = publish(self.agent.address, os.getpid())
-        if file is not None:
+        self._file = publish(self.agent.address, os.getpid())
+        if self._file is not None:
             # vLLM ends its engine's process without the hooks of atexit, and not every end calls `close`.
-            Finalize(self, withdraw, (file,), exitpriority=0)
+            Finalize(self, withdraw, (self._file,), exitpriority=0)
 
     def content(self, key: bytes) -> bytes:
         """What a request's tokens mean. `key`: of the engine's present weights and the request's adapter."""
@@ -152,5 +154,6 @@ class Direct:
         """End everything."""
         agent, self.agent = self.agent, None
         if agent is not None:
-            withdraw(os.getpid())
+            if self._file is not None:
+                withdraw(self._file)
             agent.close()
