@@ -446,7 +446,7 @@ def request(name: str, body_bytes: int, is_stream: bool, chunks: int) -> bytes:
         {"model": "fake", "prompt": prompt[:body_bytes], "max_tokens": chunks, "stream": is_stream}
     ).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -176,7 +176,7 @@ class _Client:
             {"model": "fake", "prompt": "streams", "stream": True, "max_tokens": chunks}
         ).encode()
         self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         self._open: dict[int, socket.socket] = {}

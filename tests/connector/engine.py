@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvlane.connector.shared_pool import POOL
 from kvlane.connector.weights_memo import YOUNG_NS
 
 ENVIRONMENT = {
@@ -78,7 +79,8 @@ class InProcessEngine:
 
         def make_and_count(*arguments: Any, **named: Any) -> Any:
             stats = make_stats(*arguments, **named)
-            self.counted.update(getattr(stats, "kv_connector_stats", None) or {})
+            told = getattr(stats, "kv_connector_stats", None) or {}
+            self.counted.update({name: count for name, count in told.items() if name != POOL})
             return stats
 
         self.scheduler.make_stats = make_and_count
