@@ -29,7 +29,8 @@ fuzz_target!(|bytes: &[u8]| {
     legs.tick(NOW * 60);
     let mut landings = Landings::new(LandingOptions::default(), [0; 16], Vec::new(), ranks);
     let address = ([127, 0, 0, 1], 1).into();
-    let wanted = Wanted { address, content: [0; 16], first_block: 1, end_block: 9, patience: NOW };
+    let wanted =
+        Wanted { address, content: [0; 16], first_block: 1, end_block: 9, patience: NOW, budget: NOW };
     landings.begin(NOW, id, wanted);
     landings.dialled(NOW, address, &Ok(STRANGER));
     landings.give_room(id, &[1, 2, 3]);
