@@ -32,7 +32,7 @@ use crate::{
 /// Decisions that are shown where nobody says how many.
 const DECISIONS_SHOWN: usize = 100;
 
-/// All metrics: those below, and those of [requests](request_rows).
+/// All metrics: those below, and those of requests (request_rows.rs).
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     METRICS.iter().chain(request_rows::METRICS)
 }
