@@ -446,7 +446,7 @@ impl Work<'_> {
         Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
     }
 
-    /// What the node has of the prompt after an answer with this status: one that refuses has computed nothing.
+    /// Marks that the node holds after an answer with this status. A node that refuses has computed nothing.
     fn marks_of(&self, status: StatusCode) -> &[Mark] {
         if status.is_success() { self.marks } else { &[] }
     }

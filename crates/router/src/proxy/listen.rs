@@ -254,7 +254,7 @@ async fn connection(
     let mut is_told_to_stop = false;
     let served = poll_fn(|context| {
         client.is_polled(context);
-        // What has come is taken in before the connection is closed for what has not.
+        // Poll first: a request that came in this turn must be served, not closed as silent.
         let mut served = serving.as_mut().poll(context);
         if served.is_pending() && client.is_stopping() && !is_told_to_stop {
             is_told_to_stop = true;
