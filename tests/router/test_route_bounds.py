@@ -30,6 +30,8 @@ class Engine:
         self.answers = threading.Event()
         self.answers.set()
         self.taken = 0
+        self.answer = (200, ANSWER)
+        """Status and body of the answer to a POST."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -61,8 +63,9 @@ class Engine:
                     if is_post:
                         self.taken += 1
                         self.answers.wait()
-                    body = ANSWER if is_post else MODELS
-                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+                    status, body = self.answer if is_post else (200, MODELS)
+                    head = b"HTTP/1.1 %d OK\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+                    connection.sendall(head + body)
             except OSError:
                 return
 
@@ -184,6 +187,19 @@ def test_the_most_memory_that_a_default_router_can_be_made_to_hold() -> None:
         print(f"{stayed / MB:.0f} stayed; {statuses.count(503)} refused, {statuses.count(200)} served")
         assert held > 900 * MB, "the attack fills the budget"
         assert most < 1300 * MB
+
+
+def test_refusals_that_clients_do_not_read_count() -> None:
+    """An engine's refusals of 8 MB went to clients that read nothing. The router held them, and counted none."""
+    with before() as (router, engine), ExitStack() as held:
+        engine.answer = (429, b"x" * (8 * MB))
+        at_rest = metric(router, "kvlane_route_body_bytes")
+        for _ in range(4):
+            connection = held.enter_context(closing(connect(router)))
+            post(connection, COMPLETIONS, json.dumps(wanted("x")).encode())
+        until("all four count", lambda: metric(router, "kvlane_route_body_bytes") - at_rest >= 32 * MB)
+        held.close()
+        until("none counts", lambda: metric(router, "kvlane_route_body_bytes") == at_rest)
 
 
 def metric(router: Router, name: str) -> int:

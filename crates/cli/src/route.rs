@@ -30,6 +30,7 @@ use kvlane_router::{
     webhook::Webhook,
 };
 use rustix::process::{Resource, getrlimit};
+use tokio::signal::unix::SignalKind;
 
 use crate::{
     balance_table::BalanceTable,
@@ -257,6 +258,9 @@ fn route(args: RouteArgs) -> Result<()> {
     };
     // Others may still come where names or beats bring engines.
     let is_closed = names.is_empty() && args.ping.is_none();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // Tokenizers take seconds to load. A SIGHUP in the meantime waits; SIGTERM and SIGINT end the router at once.
+    let hangup = stop::take(&runtime, SignalKind::hangup())?;
     let knowledge = knowledge(&args.knowledge, nodes.iter().map(|node| &node.address), is_closed)?;
     logging::start(filter, args.log_format);
     if let Some(clients) = open_files::raise_limit(&CLIENTS, args.max_connections.map(u64::from))
@@ -265,11 +269,7 @@ fn route(args: RouteArgs) -> Result<()> {
         // Further clients wait, because requests under way need descriptors to reach their engines.
         settings.connections_max = settings.connections_max.min(clients.max(1) as usize);
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut signals = {
-        let _inside = runtime.enter();
-        stop::Signals::take()?
-    };
+    let mut signals = stop::Signals::take(&runtime, hangup)?;
     let listen =
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
     let listeners = args.listen.iter().map(listen).collect::<Result<Vec<_>>>()?;

@@ -31,13 +31,19 @@ pub(super) enum Asked {
     ByHand,
 }
 
+/// Takes a signal over from its default action.
+pub(super) fn take(runtime: &Runtime, kind: SignalKind) -> io::Result<Signal> {
+    let _inside = runtime.enter();
+    signal(kind)
+}
+
 impl Signals {
-    /// Takes the signals over from their default actions. Needs a runtime.
-    pub(super) fn take() -> io::Result<Self> {
+    /// Takes the signals to stop over from their default actions, which end the process.
+    pub(super) fn take(runtime: &Runtime, hangup: Signal) -> io::Result<Self> {
         Ok(Self {
-            term: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            hangup: signal(SignalKind::hangup())?,
+            term: take(runtime, SignalKind::terminate())?,
+            interrupt: take(runtime, SignalKind::interrupt())?,
+            hangup,
         })
     }
 

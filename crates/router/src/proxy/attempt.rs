@@ -519,8 +519,10 @@ impl Work<'_> {
         Ok(response)
     }
 
-    /// An engine's answer that was read already.
+    /// An engine's answer that was read already. Its bytes count until the client has them, which may be long after the request's
+    /// other memory is free.
     fn own(&self, head: response::Parts, body: Bytes) -> Response<AnswerBody> {
+        let body = Held::new(self.shared).counting(body);
         let mut response = Response::from_parts(head, AnswerBody::Own(Full::new(body)));
         forward::to_client(&mut response);
         response

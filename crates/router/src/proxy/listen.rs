@@ -69,9 +69,16 @@ pub struct Proxy {
 pub struct Stop(watch::Sender<Option<Duration>>);
 
 impl Stop {
-    /// Stops accepting connections, and gives requests under way at most this time from now on.
+    /// Stops accepting connections, and gives requests under way at most this time from now on. A longer time than before changes
+    /// nothing.
     pub fn within(&self, drain: Duration) {
-        self.0.send_replace(Some(drain));
+        self.0.send_if_modified(|given| {
+            let is_sooner = given.is_none_or(|given| drain < given);
+            if is_sooner {
+                *given = Some(drain);
+            }
+            is_sooner
+        });
     }
 }
 
