@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -357,3 +360,23 @@ def test_flags_that_fit_nowhere_are_refused(tokenizer: Path, tmp_path: Path) -> 
         ended = run_kvlane("route", "--worker", "http://127.0.0.1:1", *flags)
         assert ended.returncode != 0
         assert named in ended.stderr, ended.stderr
+
+
+def test_a_hangup_while_a_tokenizer_loads_waits_for_it(tokenizer: Path) -> None:
+    """It ended the router, which took its signals over only after it had loaded all tokenizers."""
+    file = tokenizer / "tokenizer.json"
+    text = file.read_text()
+    file.unlink()
+    os.mkfifo(file)
+    with FakeEngine() as engine:
+        router = Router("--worker", engine.url, "--tokenizer", f"fake={tokenizer}", nodes=1)
+
+        def hang_up() -> None:
+            # Open returns when the router reads.
+            with file.open("w") as pipe:
+                router.process.send_signal(signal.SIGHUP)
+                pipe.write(text)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with router:
+            until("it reads again", lambda: any("configuration read again" in line for line in router.lines))
