@@ -96,6 +96,7 @@ class Request:
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
         self.lora_request: Any = None
+        self.mm_features: Any = None
         self.skip_reading_prefix_cache = False
         self._hash_block = hash_block
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,23 @@ def test_a_prompt_that_fills_no_block_is_no_failure() -> None:
     engine = Engine(FakeCore(), engine_id="p")
     assert prefill(engine, tokens=[1, 2, 3])["kvlane"]["tokens"] == 0
     assert counted(engine, "not_handed_over") == 0
+
+
+def test_a_request_whose_input_has_no_name_of_its_own_hands_nothing_over_and_blames_no_engine() -> None:
+    """Such a request is never stored. Its answer named no hand-off, as if the daemon was away: after three of them,
+    routers sent everybody's prompts to decode engines alone for ten seconds."""
+    engine = Engine(FakeCore(), engine_id="p")
+    request = Request("p", PROMPT, transfer=TO_PREFILL)
+    request.mm_features = [SimpleNamespace(identifier="renderer0-mm-1-image-0")]
+    engine.run(request)
+    request.all_token_ids.append(7)
+    handed_over = engine.finish(request)
+    assert handed_over["kvlane"]["tokens"] == 0 and "last" not in handed_over["kvlane"]
+    assert counted(engine, "not_handed_over") == 1
+    decode = Request("d", PROMPT, transfer=handed_over)
+    second = Engine(FakeCore(), engine_id="d")
+    second.scheduler.add_request(decode)
+    assert second.scheduler.matched_tokens(decode, 0) == (0, False)
 
 
 def test_a_block_takes_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,13 @@ class SaveBlocks(SchedulerKind):
             return None
         shared.counters.add("handed_over")
         boot = shared.core.boot
-        if boot is None or not self._can_save() or not state.takes_part() or state.stale:
+        if boot is None or not self._can_save() or state.stale:
             shared.counters.add("not_handed_over")
             return None
+        if not state.takes_part():
+            # Nothing is stored because of this request, not because of this engine: routers go on pairing with it.
+            shared.counters.add("not_handed_over")
+            return HandOff(shared.core.engine_id, shared.core.run, boot, 0).params()
         alignment, prompt_tokens = shared.shape.hit_alignment, request.num_prompt_tokens
         tokens = state.tokens_to_find(shared.shape.groups, alignment, prompt_tokens)
         if tokens == 0 and prompt_tokens >= alignment:
