@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 LOADS = (0.3, 0.8)
 GOALS = {0.3: 1.0, 0.8: 0.8}
 PROMPTS, ZIPF, BLOCK = 40, 1.0, 512
+# Of a prompt for real engines.
+WORDS = 3000
 KNOWS, KNOWS_NOT = "knows of the pool", "does not"
 # CPU engines take thirty times (prefill) and three times (decode) as long as an H100, and 4 ms to load 4,000 tokens.
 FLEET = """policies = ["least-work"]
@@ -143,11 +145,16 @@ def router(program: str, engines: list[str], knows: bool) -> Iterator[str]:
             process.wait()
 
 
+def text_of(prompt: int) -> str:
+    """Its words are tokens of the demo's model, and differ from the first one on."""
+    return " ".join(f"w{4 + (997 * prompt + 13 * place) % 1900}" for place in range(WORDS))
+
+
 def ask(address: str, model: str, prompt: int, output: int) -> float:
     """Seconds to the first byte of a streamed answer."""
+    text = text_of(prompt)
     began = time.monotonic()
     connection = http.client.HTTPConnection(address, timeout=600)
-    text = f"{prompt} and so on. " * 400
     body = {"model": model, "prompt": text, "max_tokens": output, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
