@@ -3,8 +3,9 @@
     python scripts/fuzz.py                             all targets, 5 s each
     python scripts/fuzz.py --seconds 3600 ssd_file     one of them, for an hour
 
-Inputs that reach new code are kept in fuzz/corpus and used again. A find ends it: what broke is said, and the input is
-kept in fuzz/artifacts.
+The targets are functions of crates/fuzz-targets, which `make test` calls with the inputs in its corpus/. Inputs that
+reach new code are kept in fuzz/corpus and used again. A find ends the run, which says what broke and keeps the input in
+fuzz/artifacts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-FUZZ = Path(__file__).resolve().parent.parent / "fuzz"
+ROOT = Path(__file__).resolve().parent.parent
+FUZZ = ROOT / "fuzz"
+# A folder of inputs for each target, in the repository.
+SEEDS = ROOT / "crates/fuzz-targets/corpus"
 # What libFuzzer needs of the compiler, as cargo-fuzz asks for it; there is no address sanitizer in stable toolchains.
 COVERAGE = (
     "-Cpasses=sancov-module",
@@ -44,7 +48,7 @@ def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) ->
     corpus, artifacts = FUZZ / "corpus" / target, FUZZ / "artifacts" / target
     for folder in (corpus, artifacts):
         folder.mkdir(parents=True, exist_ok=True)
-    command = ["cargo", "run", "--quiet", "--locked", "--release", "--target", triple, "--bin", target, "--"]
+    command = ["cargo", "run", "--quiet", "--locked", "--release", "--target", triple, "--"]
     command += [
         f"-max_total_time={seconds}",
         f"-rss_limit_mb={MEMORY_MIB}",
@@ -52,7 +56,9 @@ def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) ->
         f"-timeout={SECONDS_FOR_AN_INPUT}",
         f"-artifact_prefix={artifacts}/",
         str(corpus),
+        str(SEEDS / target),
     ]
+    environment = {**environment, "KVLANE_FUZZ_TARGET": target}
     ran = subprocess.run(command, cwd=FUZZ, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
         sys.stderr.write(ran.stderr[-8000:])
@@ -65,7 +71,7 @@ def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) ->
 
 def main() -> None:
     """Runs what was asked for, one after the other."""
-    known = sorted(path.stem for path in (FUZZ / "fuzz_targets").glob("*.rs"))
+    known = sorted(path.name for path in SEEDS.iterdir())
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(known)}; all if none is named"
@@ -81,8 +87,8 @@ def main() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "CARGO_TARGET_DIR"}
     environment["RUSTFLAGS"] = " ".join(COVERAGE)
     triple = host()
-    print(f"==> building {len(known)} fuzz targets", flush=True)
-    build = ["cargo", "build", "--quiet", "--locked", "--release", "--target", triple, "--bins"]
+    print("==> building the fuzz targets", flush=True)
+    build = ["cargo", "build", "--quiet", "--locked", "--release", "--target", triple]
     subprocess.run(build, cwd=FUZZ, env=environment, check=True)
     for target in arguments.targets or known:
         print(f"{target}: {fuzz(target, arguments.seconds, environment, triple)}", flush=True)

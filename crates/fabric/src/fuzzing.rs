@@ -1,4 +1,4 @@
-//! What has to hold for bytes of any origin, for `fuzz/`: each function panics where it does not.
+//! What has to hold for bytes of any origin, for crates/fuzz-targets: each function panics where it does not.
 
 #![allow(unsafe_code, reason = "a link receives into memory here")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]

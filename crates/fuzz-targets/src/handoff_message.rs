@@ -1,0 +1,54 @@
+//! What a stranger says to an engine's scheduler and rank about a hand-off: refused, or a message that means the same when it is
+//! said again, and that the four machines bear.
+use std::time::Duration;
+
+use kvlane_fabric::{EngineId, MESSAGE_BYTES_MAX};
+use kvlane_handoff::{
+    Computed, HandoffId, LandingOptions, Landings, LegOptions, Legs, Message, Offering, Reading, Wanted,
+    whose,
+};
+
+const STRANGER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
+const NOW: Duration = Duration::from_secs(1);
+
+/// Panics where something does not hold.
+pub(crate) fn run(bytes: &[u8]) {
+    let Ok(message) = Message::decode(bytes) else { return };
+    let again = message.encode();
+    assert!(again.len() <= MESSAGE_BYTES_MAX);
+    assert_eq!(Message::decode(&again).as_ref(), Ok(&message));
+    // It is about a hand-off that is under way on both sides, so that it is not passed over at once.
+    let id = message.id().unwrap_or(HandoffId([0; 16]));
+    let ranks = vec![Vec::new()];
+    let mut legs = Legs::new(LegOptions::default(), [0; 16], ranks.clone());
+    legs.begin(NOW, id, [0; 16]);
+    legs.message(NOW, STRANGER, message.clone());
+    legs.rank_said(0, &message);
+    legs.tick(NOW * 60);
+    let mut landings = Landings::new(LandingOptions::default(), [0; 16], Vec::new(), ranks);
+    let address = ([127, 0, 0, 1], 1).into();
+    let wanted =
+        Wanted { address, content: [0; 16], first_block: 1, end_block: 9, patience: NOW, budget: NOW };
+    landings.begin(NOW, id, wanted);
+    landings.dialled(NOW, address, &Ok(STRANGER));
+    landings.give_room(id, &[1, 2, 3]);
+    landings.message(NOW, STRANGER, message.clone());
+    landings.rank_said(NOW, 0, message.clone());
+    let standing = landings.standing(id);
+    assert!(standing.is_none_or(|standing| (1..=9).contains(&standing.end_block)));
+    let mut offering = Offering::default();
+    offering.computed(id, Computed { first_block: 0, blocks: vec![1, 2, 3], regions: 0..1, hash: None });
+    offering.told(message.clone());
+    let mut reading = Reading::new(2);
+    let Message::Room { source, first_block, .. } = &message else {
+        if let Message::Offer(offer) = message {
+            reading.offer(NOW, STRANGER, offer);
+            reading.tick(NOW * 60);
+            assert_eq!(reading.live(), 0, "nobody wants it");
+        }
+        return;
+    };
+    let (source, first_block) = (whose(source), *first_block);
+    reading.told(message);
+    assert_eq!(reading.live(), usize::from(source.is_some()), "{first_block}");
+}

@@ -1,0 +1,57 @@
+//! What has to hold for bytes of any origin, for each parser that reads what others wrote: peers, engines, clients, files.
+//!
+//! Two programs run these functions. `tests/seeded.rs` takes the inputs in `corpus/` and 10,000 mutated ones of each, in
+//! `make test`. `fuzz/` searches for new ones, guided by coverage, in `make soak`.
+
+#![allow(clippy::expect_used, clippy::panic, reason = "a panic is what these functions are for")]
+
+mod fabric_link;
+mod frame;
+mod handoff_message;
+mod kv_events;
+mod request;
+mod route_answer;
+mod route_body;
+mod route_control;
+mod shard_layout;
+mod zmtp;
+
+/// A parser under test.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// Its folder in `corpus/`, and its argument of `make fuzz`.
+    pub name: &'static str,
+    /// Panics where something does not hold for these bytes.
+    pub run: fn(&[u8]),
+}
+
+/// All parsers.
+pub const TARGETS: [Target; 16] = [
+    Target { name: "fabric_descriptor", run: kvlane_fabric::fuzzing::descriptor },
+    Target { name: "fabric_frame", run: kvlane_fabric::fuzzing::frame },
+    Target { name: "fabric_greeting", run: kvlane_fabric::fuzzing::greeting },
+    Target { name: "fabric_link", run: fabric_link::run },
+    Target { name: "fabric_words", run: kvlane_fabric::fuzzing::words },
+    Target { name: "frame", run: frame::run },
+    Target { name: "handoff_message", run: handoff_message::run },
+    Target { name: "kv_events", run: kv_events::run },
+    Target { name: "request", run: request::run },
+    Target { name: "route_answer", run: route_answer::run },
+    Target { name: "route_body", run: route_body::run },
+    Target { name: "route_control", run: route_control::run },
+    Target { name: "shard_layout", run: shard_layout::run },
+    Target { name: "ssd_file", run: kvlane_ssd::fuzzing::file },
+    Target { name: "ssd_structure", run: kvlane_ssd::fuzzing::structure },
+    Target { name: "zmtp", run: zmtp::run },
+];
+
+/// The target of this name.
+pub fn target(name: &str) -> Option<Target> {
+    TARGETS.into_iter().find(|each| each.name == name)
+}
+
+/// Two inputs from one: the first byte is the length of the first.
+fn halves(bytes: &[u8]) -> (&[u8], &[u8]) {
+    let Some((length, rest)) = bytes.split_first() else { return (&[], &[]) };
+    rest.split_at(usize::from(*length).min(rest.len()))
+}
