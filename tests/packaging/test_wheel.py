@@ -1,53 +1,22 @@
-"""The wheel of `make wheel`, where there is neither Rust nor a compiler nor any other package."""
+"""A wheel where there is neither Rust nor a compiler nor any other package: the tests' own, and in `make manylinux` the
+one that users get."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
-import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from installed import only, run
 from processes import Daemon, Engine
 
-WHEELS = sorted((Path(__file__).parents[2] / "dist").glob("kvlane-*.whl"))
 BLOCKS = 20
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where an environment has its programs that has the wheel, and nothing else."""
-    assert len(WHEELS) == 1, "`make wheel` makes the wheel; `make packaging` does both"
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
-    install = [folder / "bin/python", "-m", "pip", "install", "--no-index", "--no-cache-dir", WHEELS[0]]
-    done = subprocess.run(install, env=only(folder / "bin"), capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, done.stderr
-    return folder / "bin"
-
-
-def only(programs: Path) -> dict[str, str]:
-    """This machine's environment, with no other programs on PATH: no cargo, no rustc, no compiler."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVLANE_", "PYTHON"))}
-    return {**kept, "PATH": str(programs)}
-
-
-def run(programs: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [programs / command[0], *command[1:]],
-        env=only(programs),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -57,21 +26,14 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_its_name_says_where_it_runs() -> None:
-    (wheel,) = WHEELS
-    assert re.fullmatch(r"kvlane-[\d.]+-cp310-abi3-manylinux_2_28_x86_64\.whl", wheel.name)
-    assert wheel.stat().st_size < 15_000_000
-
-
-def test_all_of_the_package_is_in_it() -> None:
-    """Tests elsewhere run on a wheel that is packed another way."""
+def test_all_of_the_package_is_in_it(wheel: Path) -> None:
     listed = ["git", "ls-files", "python/kvlane"]
     root = Path(__file__).parents[2]
     sources = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.split()
     extensions = {"kvlane/_core.abi3.so", "kvlane/_bench.abi3.so"}
     wanted = {name.removeprefix("python/") for name in sources} | extensions
-    with zipfile.ZipFile(WHEELS[0]) as wheel:
-        names = [name for name in wheel.namelist() if not name.endswith("/")]
+    with zipfile.ZipFile(wheel) as packed:
+        names = [name for name in packed.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
     assert any(name.endswith(".data/scripts/kvlane") for name in names)
     # What runs NIXL, Mooncake, iperf3 and fio stays in bench/: a wheel has the package, what describes it, a program.
@@ -129,16 +91,6 @@ def test_every_help_works_without_extras(programs: Path) -> None:
     for name in benchmarks:
         told = run(programs, "kvlane", "bench", name, "--help")
         assert told.returncode == 0 and "usage:" in told.stdout, f"{name}: {told.stderr}"
-
-
-def test_the_gpus_that_tests_pretend_to_have_are_not_in_it(programs: Path) -> None:
-    """They were: a variable left over from a test had a user's daemon serve GPUs made of shared memory."""
-    command, environment = [programs / "kvlane", "doctor"], only(programs) | {"KVLANE_GPU_DRIVER": "fake"}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert 'KVLANE_GPU_DRIVER is "fake", but must be cuda or off' in told.stdout
-    with zipfile.ZipFile(WHEELS[0]) as wheel:
-        having = [name for name in wheel.namelist() if b"of a fake device" in wheel.read(name)]
-    assert having == []
 
 
 def test_what_a_benchmark_lacks_is_named_with_how_to_get_it(programs: Path) -> None:
