@@ -1,8 +1,15 @@
-"""What cargo builds of the crates, and where it lies."""
+"""What cargo builds of the crates, and where it lies.
+
+    python scripts/cargo.py    the flags that choose the crates under test
+
+The variable KVLANE_TEST_CRATES names the folders of the crates whose tests will run, as "fleet,router": `.ci/run` sets
+it. Without it those of all crates are built.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,8 +17,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# All that tests need, at once: cargo then chooses the features of each crate once, and compiles it once.
-EVERYTHING = ("build", "--locked", "--workspace", "--all-targets")
+TESTED = "KVLANE_TEST_CRATES"
+# Python's tests need their examples.
+ALWAYS = ("cli", "python")
+
+
+def chosen(tested: str | None) -> list[str]:
+    """Flags for cargo that name the crates under test, and those that the environments hold."""
+    if tested is None:
+        return ["--workspace"]
+    folders = {*filter(None, tested.split(",")), *ALWAYS}
+    packages = ("kvlane" if folder == "cli" else f"kvlane-{folder}" for folder in sorted(folders))
+    return [word for package in packages for word in ("-p", package)]
+
+
+def everything() -> tuple[str, ...]:
+    """All that tests need, at once: cargo then chooses the features of each crate once, and compiles it once."""
+    return ("build", "--locked", "--all-targets", *chosen(os.environ.get(TESTED)))
 
 
 @dataclass
@@ -48,3 +70,7 @@ def _built(message: dict[str, Any]) -> Built:
         files=[Path(file) for file in message["filenames"]],
         program=Path(program) if program else None,
     )
+
+
+if __name__ == "__main__":
+    print(*chosen(os.environ.get(TESTED)))

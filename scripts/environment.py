@@ -212,7 +212,7 @@ def build_wheel(folder: Path, **variables: str) -> None:
 def _pack_for_tests(folder: Path) -> None:
     """A wheel of what cargo builds for the tests of the crates: setuptools-rust would build crate by crate, with other
     features, so each crate once more. Its programs are those on fake GPUs, from the crates' examples."""
-    files = [file for built in cargo.build(*cargo.EVERYTHING) if not built.is_test for file in built.files]
+    files = [file for built in cargo.build(*cargo.everything()) if not built.is_test for file in built.files]
     tree = folder / "unpacked"
     _run("rm", "-rf", tree)
     (tree / "kvlane-0.data/scripts").mkdir(parents=True)

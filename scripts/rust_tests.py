@@ -39,7 +39,7 @@ def build(arguments: list[str]) -> list[Built]:
     """The programs that these arguments of `cargo test` name."""
     # All of them together are what scripts/environment.py wants, too: compiled once.
     everything = arguments == ["--workspace"]
-    made = cargo.build(*(cargo.EVERYTHING if everything else ("test", "--no-run", "--locked", *arguments)))
+    made = cargo.build(*(cargo.everything() if everything else ("test", "--no-run", "--locked", *arguments)))
     return [each for each in made if each.is_test and each.program]
 
 
