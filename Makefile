@@ -7,15 +7,19 @@ STAGES = $(PYTHON) scripts/stages.py
 DEV = .venvs/dev/bin
 VLLM = .venvs/vllm-0.32/bin
 OLD_VLLM = .venvs/vllm-0.24/bin
+# All crates, or those that `.ci/run` tests.
+CRATES = $(shell $(PYTHON) scripts/cargo.py)
 # Where runners leave the times of tests.
 TIMES = .cache/times
 # Tests start `kvlane` and find it beside their Python.
 PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
 PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
+# Two processes, each with files of its own: engines wait for each other half of the time.
+TWO = -n 2 --dist loadfile
 PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo demo-pd demo-direct test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
+.PHONY: help demo demo-pd demo-direct test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -36,16 +40,16 @@ demo-direct: ## prompts from a prefill engine straight into a decode engine, rea
 test: ## what a change could break, in a quarter of an hour on two cores
 	$(STAGES) fetch build lint rust python engines
 
-gate: ## what a change must pass beside `make test` before it lands: other vLLMs, the wheel, loom, miri, short fuzzing
-	$(STAGES) fuzz packaging oldest data-parallel loom miri
+gate: ## what a change must pass beside `make test` before it lands: other vLLMs, an installed wheel, loom, miri
+	$(STAGES) packaging oldest data-parallel loom miri
 
 soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"] [FORMER=WHEEL]
 	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FORMER),--former-wheel $(FORMER)) $(PARTS)
 
-fetch: ## what `make test` needs from registries
+fetch: ## what `make test` needs from registries; ARGS: more environments
 	cargo fetch --locked
 	cargo fetch --locked --manifest-path fuzz/Cargo.toml
-	$(ENVIRONMENT) --without-kvlane dev vllm-0.32
+	$(ENVIRONMENT) --without-kvlane dev vllm-0.32 $(ARGS)
 	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
 	$(PYTHON) scripts/dependencies.py --fetch
 	$(PYTHON) scripts/promtool.py
@@ -54,8 +58,8 @@ build: dev vllm ## the crates, their tests, and the environments that have them
 
 lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circles of files, whether tests/defects fits
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --workspace
+	cargo clippy --locked $(CRATES) --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(CRATES)
 	$(DEV)/python scripts/dependencies.py
 	$(DEV)/ruff format --check .
 	$(DEV)/ruff check .
@@ -76,11 +80,11 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak$(if $(RELEASE), and not fake_gpus)" $(ARGS)
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
-	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
+	$(PYTEST_VLLM) $(if $(ARGS),,$(TWO)) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
 
 oldest: ## tests with the oldest real vLLM; OLDEST=all: also those that `make soak` runs
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24
-	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
+	$(PYTEST_OLD_VLLM) $(TWO) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
 
 data-parallel: vllm ## data-parallel engines of the newest vLLM
 	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_*.py tests/engine
@@ -88,8 +92,11 @@ data-parallel: vllm ## data-parallel engines of the newest vLLM
 wheel: ## the wheel that users get, for glibc 2.28 and newer: dist/kvlane-*.whl
 	$(PYTHON) scripts/wheel.py
 
-packaging: wheel dev ## installs the wheel where there is no Rust, and uses it
-	$(PYTEST_DEV) --junitxml $(TIMES)/packaging.xml tests/packaging
+packaging: dev ## installs the tests' own wheel where there is no Rust, and uses it
+	KVLANE_TEST_WHEEL=.cache/wheel/dev $(PYTEST_DEV) --junitxml $(TIMES)/packaging.xml tests/packaging/test_wheel.py
+
+manylinux: wheel dev ## the same with the wheel that users get, which takes a release build
+	KVLANE_TEST_WHEEL=dist $(PYTEST_DEV) --junitxml $(TIMES)/manylinux.xml tests/packaging
 
 loom: ## all orders of the steps of two threads at the fabric's ring
 	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-fabric --lib loom

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cargo import TESTED
+
 ROOT = Path(__file__).resolve().parent.parent
 PASSED = ROOT / ".ci/passed"
 LANDINGS_MAX = 10
@@ -33,13 +35,17 @@ STAGES = (
     "rust",
     "python",
     "engines",
-    "fuzz",
     "packaging",
+    "manylinux",
     "oldest",
     "data-parallel",
     "loom",
     "miri",
 )
+# Stages that a change has to ask for by name: `make soak` runs them too.
+BY_NAME = ("manylinux",)
+# Environments that a stage needs beside those of `make test`. The stage fetch makes them, so it has all downloads.
+ENVIRONMENTS = {"oldest": "vllm-0.24", "manylinux": "wheel"}
 # Every run has these, because other stages need them or because they take a minute.
 ALWAYS = ("fetch", "build", "lint")
 WITH_VLLM = ("engines", "oldest", "data-parallel")
@@ -90,12 +96,13 @@ class Plan:
             self.engines.update(paths)
 
     def ask_all(self, why: str) -> None:
-        self.ask(why, *STAGES)
+        self.ask(why, *(stage for stage in STAGES if stage not in BY_NAME))
         self.crates = self.folders = self.engines = None
 
     def targets(self) -> list[str]:
         """Arguments of scripts/stages.py, in the order of the stages."""
         narrowed = {
+            "fetch": " ".join(name for stage, name in ENVIRONMENTS.items() if stage in self.stages),
             "rust": "" if self.crates is None else f"--workspace --only {','.join(sorted(self.crates))}",
             "python": ""
             if self.folders is None
@@ -106,19 +113,18 @@ class Plan:
         return [f"{stage}={narrowed[stage]}" if narrowed.get(stage) else stage for stage in chosen]
 
 
-def plan(files: Iterable[str], uses: dict[str, set[str]], fuzzed: set[str]) -> Plan:
-    """The plan for a change of these files. `uses` has the crates that each crate is built or tested from, `fuzzed`
-    those of the fuzz targets."""
+def plan(files: Iterable[str], uses: dict[str, set[str]]) -> Plan:
+    """The plan for a change of these files. `uses` has the crates that each crate is built or tested from."""
     found = Plan()
     for file in sorted(files):
-        _add(found, file, uses, fuzzed)
+        _add(found, file, uses)
     return found
 
 
-def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) -> None:
+def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
     match Path(file).parts:
         case ("crates", crate, *rest) if crate in uses:
-            _add_crate(found, file, crate, rest, uses, fuzzed)
+            _add_crate(found, file, crate, rest, uses)
         case ("python", "kvlane", "testing", "fake_engine", *_):
             found.ask_python(file, *ROUTER_FOLDERS)
         case ("python", "kvlane", "bench" | "demo", *_):
@@ -127,13 +133,16 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
         case ("python", *_):
             found.ask_python(file, *PYTHON_FOLDERS)
             found.ask_engines(file)
+            found.ask(file, "packaging")
         case ("tests", "connector", name) if name.startswith("test_") and not name.startswith("test_vllm_"):
             found.ask_python(file, "connector")
         case ("tests", "connector" | "engine", *_):
             found.ask_python(file, "connector")
             found.ask_engines(file)
+        case ("tests", "packaging", "test_manylinux.py") | ("scripts", "wheel.py"):
+            found.ask(file, "manylinux")
         case ("tests", "packaging", *_):
-            found.ask(file, "packaging")
+            found.ask(file, "packaging", "manylinux")
         case ("tests", "daemon", name) if not name.startswith("test_"):
             # The other folders import its helpers.
             found.ask_python(file, *PYTHON_FOLDERS)
@@ -145,8 +154,9 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
             found.ask_python(file, folder)
         case ("tests", "defects", *_) | ("LICENSE" | "deny.toml",):
             pass
-        case ("fuzz", *_):
-            found.ask(file, "fuzz")
+        case ("fuzz", *_) | ("scripts", "fuzz.py"):
+            # `make soak` fuzzes.
+            pass
         case ("examples", *_):
             found.ask_python(file, "docs", "bench")
             found.ask_engines(file, PAIRS)
@@ -165,22 +175,19 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]], fuzzed: set[str]) ->
             "soak.py" | "defects.py" | "dynamo_replay.py" | "nixl_pair.py" | "vllm_router_pair.py",
         ):
             found.ask_python(file, "docs")
-        case ("scripts", "wheel.py"):
-            found.ask(file, "packaging")
-        case ("scripts", "fuzz.py"):
-            found.ask(file, "fuzz")
         case ("scripts", "miri.py"):
             found.ask(file, "miri")
         case (".ci", "passed"):
             pass
+        case ("Cargo.lock" | "pyproject.toml",):
+            found.ask_all(file)
+            found.ask(file, "manylinux")
         case _:
             # Files that build, fetch or run the rest, and files that no rule knows.
             found.ask_all(file)
 
 
-def _add_crate(
-    found: Plan, file: str, crate: str, rest: list[str], uses: dict[str, set[str]], fuzzed: set[str]
-) -> None:
+def _add_crate(found: Plan, file: str, crate: str, rest: list[str], uses: dict[str, set[str]]) -> None:
     affected = {each for each in uses if crate in _closure(each, uses)}
     found.ask_rust(file, affected)
     is_router_command = crate == "cli" and len(rest) > 1 and rest[1].startswith(ROUTER_COMMANDS)
@@ -191,17 +198,15 @@ def _add_crate(
         found.ask_engines(file, "tests/engine/test_route_pd.py")
     elif crate == "fake-gpu":
         found.ask_python(file, *PYTHON_FOLDERS)
-    else:
+    elif crate != "fuzz-targets":
         found.ask_python(file, *PYTHON_FOLDERS)
         found.ask_engines(file)
-    if crate in fuzzed:
-        found.ask(file, "fuzz")
     if crate == "fabric":
         found.ask(file, "loom")
     if crate in ("block", "policy", "store"):
         found.ask(file, "miri")
-    if crate in ("python", "core-module", "bench-module"):
-        found.ask(file, "packaging")
+    if crate == "python":
+        found.ask(file, "packaging", "manylinux")
 
 
 def _closure(crate: str, uses: dict[str, set[str]]) -> set[str]:
@@ -224,12 +229,6 @@ def crate_graph() -> dict[str, set[str]]:
         folder = Path(package["manifest_path"]).relative_to(ROOT / "crates").parts[0]
         found.setdefault(folder, set()).update(_used(package) - {folder})
     return found
-
-
-def fuzzed_crates(uses: dict[str, set[str]]) -> set[str]:
-    """Crates that the fuzz targets are built from."""
-    (package,) = _packages(ROOT / "fuzz/Cargo.toml")
-    return set().union(*(_closure(crate, uses) for crate in _used(package)))
 
 
 def _packages(manifest: Path) -> list[dict[str, Any]]:
@@ -301,8 +300,7 @@ def choose(is_all: bool) -> Plan:
         )
         return found
     print(f"{why}: {len(files)} files differ")
-    uses = crate_graph()
-    return plan(files, uses, fuzzed_crates(uses))
+    return plan(files, crate_graph())
 
 
 def tell(found: Plan) -> None:
@@ -329,6 +327,8 @@ def main() -> None:
     found = choose(arguments.all)
     tell(found)
     if arguments.run:
+        if found.crates is not None:
+            os.environ[TESTED] = ",".join(sorted(found.crates))
         os.execv(sys.executable, [sys.executable, str(ROOT / "scripts/stages.py"), *found.targets()])
 
 

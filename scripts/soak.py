@@ -4,7 +4,8 @@
     python scripts/soak.py ssd-kills fuzz               these
     python scripts/soak.py --minutes 60 ssd-kills fuzz  these, again and again, each for half an hour or longer
 
-A part that fails does not end the others; the table at the end says what became of each.
+A part that fails does not end the others; the table at the end says what became of each. The first line says when all
+stages of `.ci/run` last passed on main.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cargo import ROOT
+from selection import PASSED, Landing, landings
 
 # The wheel of the release before.
 FORMER_WHEEL = "KVLANE_FORMER_WHEEL"
@@ -169,6 +172,7 @@ PARTS = {
         [sys.executable, "scripts/dynamo_replay.py"],
     ),
     "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
+    "manylinux": Part("the wheel that users get, installed where there is no Rust", _make("manylinux")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
     "defects": Part(
         "each defect of tests/defects, put back, is found", [sys.executable, "scripts/defects.py"]
@@ -205,6 +209,7 @@ def main() -> None:
     names = [name for name in asked if name not in not_given]
     if not names:
         parser.error(f"{', '.join(not_given)}: --former-wheel is not given")
+    print(last_whole_run(landings(PASSED.read_text())), flush=True)
     share = arguments.minutes * 60 / len(names)
     told = [soak(name, share) for name in names]
     print("\n==> soak")
@@ -215,6 +220,17 @@ def main() -> None:
     failures = sum(failed for *_, failed in told)
     print(f"{len(told) - failures} passed, {failures} failed")
     sys.exit(1 if failures else 0)
+
+
+def last_whole_run(known: Sequence[Landing]) -> str:
+    """The newest commit on main on which all stages of `.ci/run` passed, as a sentence."""
+    whole = [number for number, landing in enumerate(known) if landing.is_whole]
+    if not whole:
+        return "all stages of .ci/run have never passed on a commit that .ci/passed names"
+    newest, since = known[whole[-1]], len(known) - 1 - whole[-1]
+    return (
+        f"all stages of .ci/run last passed on {newest.commit}, {newest.date}; {since} landings have followed"
+    )
 
 
 def soak(name: str, share: float) -> tuple[str, int, float, bool]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from pages import ROOT
@@ -14,34 +16,34 @@ import selection
 
 WITH_VLLM = {"engines", "oldest", "data-parallel"}
 GRAPH = selection.crate_graph()
-FUZZED = selection.fuzzed_crates(GRAPH)
 # Written by hand, so that a rule that is lost turns this red: stages beside fetch, build, lint, rust and python.
-MORE_STAGES = {
-    "block": WITH_VLLM | {"fuzz", "miri"},
+MORE_STAGES: dict[str, set[str]] = {
+    "block": WITH_VLLM | {"miri"},
     "cli": WITH_VLLM,
     "client": WITH_VLLM,
-    "door": WITH_VLLM | {"fuzz"},
+    "door": WITH_VLLM,
     "engine-memory": WITH_VLLM,
-    "fabric": WITH_VLLM | {"fuzz", "loom"},
-    "fake-gpu": {"fuzz"},
+    "fabric": WITH_VLLM | {"loom"},
+    "fake-gpu": set(),
     "fleet": {"engines"},
-    "gpu": WITH_VLLM | {"fuzz"},
-    "handoff": WITH_VLLM | {"fuzz"},
-    "kv-events": {"engines", "fuzz"},
-    "memory": WITH_VLLM | {"fuzz"},
-    "policy": {"fuzz", "miri"},
-    "proto": WITH_VLLM | {"fuzz"},
-    "python": WITH_VLLM | {"packaging"},
-    "router": {"engines", "fuzz"},
+    "fuzz-targets": set(),
+    "gpu": WITH_VLLM,
+    "handoff": WITH_VLLM,
+    "kv-events": {"engines"},
+    "memory": WITH_VLLM,
+    "policy": {"miri"},
+    "proto": WITH_VLLM,
+    "python": WITH_VLLM | {"packaging", "manylinux"},
+    "router": {"engines"},
     "server": WITH_VLLM,
-    "ssd": WITH_VLLM | {"fuzz"},
+    "ssd": WITH_VLLM,
     "store": WITH_VLLM | {"miri"},
-    "zmtp": {"engines", "fuzz"},
+    "zmtp": {"engines"},
 }
 
 
 def planted(*files: str) -> selection.Plan:
-    return selection.plan(files, GRAPH, FUZZED)
+    return selection.plan(files, GRAPH)
 
 
 def test_every_crate_has_a_row() -> None:
@@ -51,7 +53,8 @@ def test_every_crate_has_a_row() -> None:
 @pytest.mark.parametrize("crate", sorted(MORE_STAGES))
 def test_a_change_in_a_crate_selects_what_it_can_break(crate: str) -> None:
     found = planted(f"crates/{crate}/src/lib.rs")
-    assert set(found.stages) == {"rust", "python"} | MORE_STAGES[crate]
+    python = set() if crate == "fuzz-targets" else {"python"}
+    assert set(found.stages) == {"rust"} | python | MORE_STAGES[crate]
     assert found.crates is not None
     assert crate in found.crates
     assert all(
@@ -61,7 +64,10 @@ def test_a_change_in_a_crate_selects_what_it_can_break(crate: str) -> None:
 
 def test_a_change_in_the_router_tests_its_users_and_of_engines_only_a_pair_behind_it() -> None:
     found = planted("crates/router/src/ids.rs", "crates/cli/src/route.rs")
-    assert (found.crates, found.folders) == ({"router", "fleet", "cli"}, {"router", "bench", "docs"})
+    assert (found.crates, found.folders) == (
+        {"router", "fleet", "fuzz-targets", "cli"},
+        {"router", "bench", "docs"},
+    )
     assert (set(found.stages) & WITH_VLLM, found.engines) == ({"engines"}, {"tests/engine/test_route_pd.py"})
 
 
@@ -74,7 +80,11 @@ def test_the_daemons_command_is_no_routers_command() -> None:
     [
         ("docs/routing.md", {"python"}, {"docs"}),
         ("README.md", {"python"}, {"docs"}),
-        ("python/kvlane/connector/direct.py", {"python"} | WITH_VLLM, set(selection.PYTHON_FOLDERS)),
+        (
+            "python/kvlane/connector/direct.py",
+            {"python", "packaging"} | WITH_VLLM,
+            set(selection.PYTHON_FOLDERS),
+        ),
         ("python/kvlane/testing/fake_engine/http.py", {"python"}, {"router", "bench", "docs"}),
         ("python/kvlane/bench/serve.py", {"python", "engines"}, {"bench", "docs"}),
         ("docs/start.md", {"python", "engines"}, {"docs"}),
@@ -86,8 +96,9 @@ def test_the_daemons_command_is_no_routers_command() -> None:
         ("tests/connector/test_vllm_engine.py", {"python"} | WITH_VLLM, {"connector"}),
         ("tests/engine/served.py", {"python"} | WITH_VLLM, {"connector"}),
         ("tests/defects/01-x.patch", set(), set()),
-        ("fuzz/fuzz_targets/frame.rs", {"fuzz"}, set()),
-        ("scripts/wheel.py", {"packaging"}, set()),
+        ("fuzz/fuzz.rs", set(), set()),
+        ("scripts/wheel.py", {"manylinux"}, set()),
+        ("tests/packaging/test_wheel.py", {"packaging", "manylinux"}, set()),
         (".ci/passed", set(), set()),
     ],
 )
@@ -102,18 +113,40 @@ def test_a_change_outside_the_crates(file: str, stages: set[str], folders: set[s
 )
 def test_what_builds_the_rest_and_what_no_rule_knows_selects_everything(file: str) -> None:
     found = planted(file, "docs/routing.md")
-    assert set(found.stages) == set(selection.STAGES)
-    assert found.targets() == list(selection.STAGES), "nothing is narrowed"
+    is_in_the_wheel = file in ("Cargo.lock", "pyproject.toml")
+    wanted = [stage for stage in selection.STAGES if stage != "manylinux" or is_in_the_wheel]
+    assert set(found.stages) == set(wanted)
+    environments = "vllm-0.24 wheel" if is_in_the_wheel else "vllm-0.24"
+    assert found.targets() == [f"fetch={environments}", *wanted[1:]], "nothing is narrowed"
 
 
 def test_the_commands_that_run_name_crates_and_folders() -> None:
     targets = planted("crates/zmtp/src/lib.rs").targets()
     assert targets[:3] == ["fetch", "build", "lint"]
     assert targets[3:6] == [
-        "rust=--workspace --only cli,fleet,router,zmtp",
+        "rust=--workspace --only cli,fleet,fuzz-targets,router,zmtp",
         "python=tests/bench tests/docs tests/router",
         "engines=tests/engine/test_route_pd.py",
     ]
+
+
+@pytest.mark.parametrize(
+    "patch", sorted((ROOT / "tests/defects").glob("*.patch")), ids=lambda path: path.stem
+)
+def test_each_defect_selects_the_stage_that_finds_it(patch: Path) -> None:
+    text = patch.read_text()
+    found = planted(*re.findall(r"^\+\+\+ b/(\S+)", text, re.MULTILINE))
+    part = re.search(r'^Found by: make (\w+) ARGS="?([^"\n]+)', text, re.MULTILINE)
+    assert part is not None
+    stage, arguments = part.groups()
+    assert stage in found.stages
+    if stage == "rust":
+        assert found.crates is not None
+        assert re.search(r"-p kvlane-([\w-]+)", arguments)[1] in found.crates  # type: ignore[index]
+    elif stage == "python":
+        assert found.folders is None or arguments.split("/")[1] in found.folders
+    else:
+        assert found.engines is None or any(arguments.startswith(path) for path in found.engines)
 
 
 TODAY = datetime.date(2026, 11, 27)
