@@ -65,7 +65,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
-	$(DEV)/python scripts/circles.py crates/client/src crates/server/src crates/router/src crates/door/src crates/zmtp/src crates/kv-events/src crates/fabric/src crates/handoff/src
+	$(DEV)/python scripts/circles.py
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
