@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
-use kvlane_engine_memory::Gpus;
+use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_policy::Choice;
@@ -142,6 +142,7 @@ impl Daemon {
             metrics: Metrics::install(),
             ceilings: HitCeilings::start()?,
             gpus,
+            meetings: Meetings::default(),
             ssd,
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),

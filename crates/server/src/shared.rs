@@ -9,7 +9,7 @@ use std::{
 };
 
 use kvlane_door::Slots;
-use kvlane_engine_memory::Gpus;
+use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_memory::Arena;
 use kvlane_store::Store;
 
@@ -33,6 +33,8 @@ pub(crate) struct Shared {
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
+    /// Loads into GPUs of ranks that hold the same blocks.
+    pub(crate) meetings: Meetings,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
     /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1
