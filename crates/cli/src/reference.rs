@@ -3,12 +3,10 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Result, bail};
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
 use kvlane_proto::PROTO_SOURCE;
 use kvlane_router::admin;
 use kvlane_server::METRICS;
-
-use crate::Cli;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReferenceArgs {
@@ -21,9 +19,9 @@ pub(crate) struct ReferenceArgs {
 
 const NOTE: &str = "<!-- Made by `kvlane reference docs/reference`; do not edit. -->\n\n";
 
-/// Writes or checks the pages.
-pub(crate) fn run(args: &ReferenceArgs) -> Result<()> {
-    for (name, text) in [("flags.md", flags()), ("metrics.md", metrics()), ("calls.md", calls())] {
+/// Writes or checks the pages. `program` is the whole command line of kvlane.
+pub(crate) fn run(args: &ReferenceArgs, program: Command) -> Result<()> {
+    for (name, text) in [("flags.md", flags(program)), ("metrics.md", metrics()), ("calls.md", calls())] {
         let path = args.folder.join(name);
         if !args.check {
             fs::create_dir_all(&args.folder)?;
@@ -35,12 +33,12 @@ pub(crate) fn run(args: &ReferenceArgs) -> Result<()> {
     Ok(())
 }
 
-fn flags() -> String {
+fn flags(mut program: Command) -> String {
     let mut text = format!("{NOTE}# Flags\n");
-    let mut cli = Cli::command();
-    cli.build();
-    let visible =
-        cli.get_subcommands_mut().filter(|command| !command.is_hide_set() && command.get_name() != "help");
+    program.build();
+    let visible = program
+        .get_subcommands_mut()
+        .filter(|command| !command.is_hide_set() && command.get_name() != "help");
     for command in visible {
         let name = command.get_name().to_owned();
         // Written in Python: its own --help tells.
@@ -58,7 +56,7 @@ fn flags() -> String {
     text
 }
 
-fn help_of(command: &clap::Command, heading: &str) -> String {
+fn help_of(command: &Command, heading: &str) -> String {
     let mut command = command.clone().term_width(100).hide_possible_values(false);
     let help = command.render_long_help().to_string();
     // Values of the environment would make the page differ from machine to machine.
@@ -135,14 +133,17 @@ fn paragraphs(lines: &[&str]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]
     fn every_flag_metric_and_message_is_on_its_page() {
+        let flags = flags(crate::Cli::command());
         assert!(
-            flags().contains("--pool-size")
-                && flags().contains("KVLANE_POOL_SIZE")
-                && !flags().contains("## kvlane reference")
+            flags.contains("--pool-size")
+                && flags.contains("KVLANE_POOL_SIZE")
+                && !flags.contains("## kvlane reference")
         );
         assert!(METRICS.iter().all(|metric| metrics().contains(metric.name)));
         assert!(calls().contains("## Lookup\n") && calls().contains("- `uint64 max_tokens`: Upper bound"));

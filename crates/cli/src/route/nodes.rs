@@ -7,7 +7,7 @@ use kvlane_router::{
     schedule::Role,
 };
 
-use super::{RouteArgs, config::Tables};
+use super::{args::RouteArgs, config::Tables};
 
 /// All of them, and all names whose addresses are engines.
 pub(super) fn all(args: &RouteArgs, tables: Tables) -> Result<(Vec<Spec>, Vec<DnsName>)> {
