@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMENT = re.compile(r"//[^\n]*")
-TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{.*?^\}", re.DOTALL | re.MULTILINE)
+TESTS = re.compile(
+    r"^#\[cfg\((?:test|all\(test\b.*?\))\)\]\n(?:pub )?mod \w+ \{.*?^\}", re.DOTALL | re.MULTILINE
+)
 VISIBILITY = re.compile(r"\bpub\((?:crate|super|self|in [\w:]+)\)")
 PATH = re.compile(r"(?<![\w:])(\w+(?:::\w+)*)(::[{*])?")
 USE = re.compile(r"^(pub )?use ([^;]+);", re.MULTILINE)
@@ -58,7 +60,7 @@ def imports(folder: Path) -> dict[str, set[str]]:
 
 
 def read(path: Path) -> str:
-    return VISIBILITY.sub("pub", TESTS.sub("", COMMENT.sub("", path.read_text())))
+    return TESTS.sub("", VISIBILITY.sub("pub", COMMENT.sub("", path.read_text())))
 
 
 def module_of(path: Path) -> str:

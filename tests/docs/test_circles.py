@@ -24,7 +24,8 @@ def test_files_that_only_import_downwards_are_fine(tmp_path: Path) -> None:
     files = {
         "lib.rs": "mod a;\nmod b;\nmod parts;\npub use a::A;\npub use parts::P;\n",
         "a.rs": "use crate::b::B;\npub struct A(B);\n#[cfg(test)]\nmod tests {\n    use crate::lib_user::X;\n}\n",
-        "b.rs": "// crate::a::A uses this\npub struct B(crate::P);\n",
+        "b.rs": "// crate::a::A uses this\npub struct B(crate::P);\n"
+        "#[cfg(test)]\npub(super) mod tests {\n    use crate::a::A;\n}\n",
         "parts.rs": "pub mod p;\npub use self::p::P;\n",
         "parts/p.rs": "pub struct P;\nimpl P {\n    pub(super) fn p() {}\n}\n",
     }
