@@ -91,8 +91,8 @@ wheel: ## the wheel that users get, for glibc 2.28 and newer: dist/kvlane-*.whl
 packaging: wheel dev ## installs the wheel where there is no Rust, and uses it
 	$(PYTEST_DEV) --junitxml $(TIMES)/packaging.xml tests/packaging
 
-loom: ## all orders of the steps of two threads at the fabric's ring
-	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-fabric --lib loom
+loom: ## all orders of the steps of two threads at the ring in shared memory
+	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-shm-ring --lib loom
 
 miri: ## tests of the crates without I/O, by an interpreter that sees undefined behaviour, where it is installed
 	$(PYTHON) scripts/miri.py

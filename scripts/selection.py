@@ -196,7 +196,7 @@ def _add_crate(
         found.ask_engines(file)
     if crate in fuzzed:
         found.ask(file, "fuzz")
-    if crate == "fabric":
+    if crate == "shm-ring":
         found.ask(file, "loom")
     if crate in ("block", "policy", "store"):
         found.ask(file, "miri")

@@ -17,13 +17,13 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use kvlane_shm_ring::{Reader, Writer};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spots};
-use crate::shm::{Reader, Writer};
 use crate::silence::{Progress, UNACKNOWLEDGED_MS};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use kvlane_memory::RemoteProcess;
+use kvlane_shm_ring::{Reader, Writer};
 
 use super::sockets::{ControlSockets, Role};
 use super::{ChannelId, ControlEvent};
@@ -13,7 +14,7 @@ use crate::links::{LinkId, Wants};
 use crate::process::Process;
 use crate::served::Served;
 use crate::sessions::TooMany;
-use crate::shm::{Reader, Segment, Side, Writer};
+use crate::shm::{Segment, Side};
 use crate::tcp::{
     Answer, BadFrame, Ended, HELLO_BYTES, Hello, Purpose, RingsOffer, SessionKey, Welcome, encode_refusal,
 };
