@@ -1,7 +1,6 @@
 //! A session and its socket.
 
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use bytes::Bytes;
 use thiserror::Error;
@@ -9,24 +8,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::peer_options::PeerOptions;
 use crate::{Event, Limits, ProtocolError, Session, SocketType};
 
 const READ_BYTES: usize = 16 << 10;
-
-/// How a client treats its peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PeerOptions {
-    /// The most that is accepted of the peer.
-    pub limits: Limits,
-    /// How long connecting and the handshake may take together.
-    pub handshake: Duration,
-}
-
-impl Default for PeerOptions {
-    fn default() -> Self {
-        Self { limits: Limits::default(), handshake: Duration::from_secs(5) }
-    }
-}
 
 /// Why a connection cannot be used any longer.
 #[derive(Debug, Error)]
@@ -42,7 +27,7 @@ pub enum ConnectionError {
     Closed,
     /// Connecting and the handshake took too long.
     #[error("the peer did not finish its handshake within {0:?}")]
-    Handshake(Duration),
+    Handshake(std::time::Duration),
 }
 
 /// One connection.

@@ -4,7 +4,10 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
-use super::connection::{Connection, ConnectionError, PeerOptions};
+use super::{
+    connection::{Connection, ConnectionError},
+    peer_options::PeerOptions,
+};
 use crate::SocketType;
 
 /// Asks a ROUTER or REP socket, in no order of turns. To one that expects a REQ socket, send an empty first frame, and

@@ -4,7 +4,10 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
-use super::connection::{Connection, ConnectionError, PeerOptions};
+use super::{
+    connection::{Connection, ConnectionError},
+    peer_options::PeerOptions,
+};
 use crate::SocketType;
 
 /// Receives what a PUB socket publishes under a topic.
