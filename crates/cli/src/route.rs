@@ -20,13 +20,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use kvlane_door::{CONNECTIONS_MAX, Names, Pages, Slots};
 use kvlane_router::{
+    address::Address,
     admin::pages,
     balancing::Balancing,
     knowledge::EventReaders,
     loads::Loads,
     members::{AllowList, Block, Membership, MembershipOptions, PingOptions},
-    proxy::{Address, Proxy, ProxySettings, Shared},
+    proxy::Proxy,
     schedule::{Policy, Scheduler, Settings},
+    shared::{ProxySettings, Shared},
     webhook::Webhook,
 };
 use rustix::process::{Resource, getrlimit};

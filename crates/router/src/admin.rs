@@ -23,10 +23,10 @@ use crate::{
     histogram::write_histogram,
     knowledge::{Reason, Status},
     metric::{Metric, Source, each, of_node, total},
-    proxy::Shared,
     request_rows,
     role_records::{Records, score_page},
     schedule::{Condition, Node, NodeId, NodeState, Role},
+    shared::Shared,
 };
 
 /// Decisions that are shown where nobody says how many.

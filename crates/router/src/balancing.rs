@@ -7,7 +7,7 @@ use std::{
     time::Instant,
 };
 
-use crate::{proxy::Shared, webhook::Webhook};
+use crate::{shared::Shared, webhook::Webhook};
 
 /// The looking thread.
 #[derive(Debug)]

@@ -24,9 +24,10 @@ use tokio::{
 };
 
 use crate::{
+    address::Address,
     pool_info::pool_of,
-    proxy::{Address, Shared},
     schedule::{NodeId, Reported},
+    shared::Shared,
 };
 
 /// Between two questions to a node.

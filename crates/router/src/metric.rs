@@ -2,7 +2,12 @@
 
 use kvlane_door::MetricKind;
 
-use crate::{beats_refused::BeatRefused, histogram::Distribution, proxy::Shared, schedule::Node};
+use crate::{
+    beats_refused::BeatRefused,
+    histogram::Distribution,
+    schedule::Node,
+    shared::Shared,
+};
 
 /// One metric of the router.
 #[derive(Debug, Clone, Copy)]

@@ -10,9 +10,9 @@ use kvlane_door::{MetricKind, escape_label};
 use crate::{
     histogram::Distribution,
     metric::{Metric, Source, each},
-    proxy::Shared,
     request_metrics::{Answerer, OTHER, Series},
     schedule::NodeId,
+    shared::Shared,
 };
 
 const LABELS: &str = "route, model, node";

@@ -25,7 +25,7 @@ use thiserror::Error;
 use tokio::{net::TcpStream, time::timeout};
 
 use super::{event::Event, inner::Inner};
-use crate::{proxy::Address, schedule::NodeId};
+use crate::{address::Address, schedule::NodeId};
 
 /// Between two questions to a node. An adapter that was loaded appears within it.
 const PERIOD: Duration = Duration::from_secs(2);

@@ -13,7 +13,7 @@ use super::{
     inner::Inner,
     probes, serve_control,
 };
-use crate::proxy::Shared;
+use crate::shared::Shared;
 
 /// How often it is looked whether something is over.
 const TICK: Duration = Duration::from_millis(200);

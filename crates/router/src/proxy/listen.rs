@@ -34,8 +34,8 @@ use super::{
     idle::Upstreams,
     joined::Joined,
     service::answer,
-    shared::Shared,
 };
+use crate::shared::Shared;
 
 /// Longest headers of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
@@ -146,7 +146,7 @@ async fn serve(
     });
     spawn_local({
         let (shared, clients) = (Arc::clone(&shared), Rc::clone(&clients));
-        async move { shared.places.close_idle(&clients).await }
+        async move { shared.places.close_idle(|| clients.close_idle()).await }
     });
     let mut connections = JoinSet::new();
     loop {

@@ -8,10 +8,10 @@ use std::{
 
 use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::Parts};
 
-use super::shared::Shared;
 use crate::{
     request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_MS, PendingTokens, Series, route_of},
     schedule::{Choice, NodeId},
+    shared::Shared,
 };
 
 /// Times between tokens that an answer counts by itself, before it adds them to the shared histogram.
