@@ -4,6 +4,7 @@
 //! - [`Pages`]: serves them, in one thread.
 //! - [`Names`]: under which names they may be asked for.
 //! - [`write_metric`]: metrics as Prometheus reads them.
+//! - [`RuntimeThread`]: a thread with a runtime of its own, which another thread can stop.
 //! - [`Slots`]: how many connections are open.
 //! - [`Waiting`]: chooses the connection that gives up its slot when there is none left.
 #![forbid(unsafe_code)]
@@ -11,6 +12,7 @@
 mod host;
 mod metrics;
 mod pages;
+mod runtime_thread;
 mod slots;
 mod waiting;
 
@@ -18,6 +20,7 @@ pub use self::{
     host::{Misdirected, Names},
     metrics::{MetricKind, escape_label, write_metric},
     pages::{CONNECTIONS_MAX, Pages},
+    runtime_thread::{RuntimeThread, Stopped},
     slots::{Slot, Slots},
     waiting::{Place, Waiting},
 };

@@ -7,7 +7,6 @@ use std::{
     collections::HashMap,
     io,
     sync::Arc,
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -15,10 +14,10 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::{Request, StatusCode, client::conn::http1, header::HOST};
 use hyper_util::rt::TokioIo;
+use kvlane_door::RuntimeThread;
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
-    sync::watch,
     task::JoinHandle as Task,
     time::{MissedTickBehavior, interval, timeout},
 };
@@ -43,10 +42,7 @@ const BYTES_MAX: usize = 4 << 20;
 
 /// The asking thread.
 #[derive(Debug)]
-pub struct Loads {
-    stop: watch::Sender<bool>,
-    thread: JoinHandle<()>,
-}
+pub struct Loads(RuntimeThread);
 
 /// Why a node's load is not known.
 #[derive(Debug, Error)]
@@ -131,24 +127,13 @@ impl Loads {
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, mut stopped) = watch::channel(false);
         let shared = Arc::clone(shared);
-        let thread = std::thread::Builder::new().name("kvlane-loads".into()).spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = follow(&shared) => {}
-                    _ = stopped.changed() => {}
-                }
-            });
-        })?;
-        Ok(Self { stop, thread })
+        Ok(Self(RuntimeThread::start("kvlane-loads", move || async move { follow(&shared).await })?))
     }
 
     /// Asks no more.
     pub fn stop(self) {
-        let _ = self.stop.send(true);
-        let _ = self.thread.join();
+        self.0.stop();
     }
 }
 

@@ -7,19 +7,17 @@ use std::{
     net::{SocketAddr, TcpListener},
     pin::pin,
     rc::Rc,
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{Arc, atomic::Ordering},
     task::Poll,
-    thread::JoinHandle,
     time::Duration,
 };
 
 use hyper::{Request, Version, body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
-use kvlane_door::Place;
+use kvlane_door::{Place, RuntimeThread};
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
-    runtime::{LocalOptions, LocalRuntime},
     sync::{OwnedSemaphorePermit, watch},
     task::{JoinSet, spawn_local},
     time::{sleep, timeout},
@@ -61,7 +59,7 @@ pub enum StartError {
 pub struct Proxy {
     address: SocketAddr,
     stop: Stop,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<RuntimeThread>,
 }
 
 /// Stops a proxy from another thread. The latest call counts.
@@ -89,21 +87,14 @@ impl Proxy {
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;
             let (shared, stopped) = (Arc::clone(shared), stopped.clone());
-            let (started, has_started) = mpsc::channel();
-            let serve = move || {
-                let runtime = match runtime() {
-                    Ok(runtime) => runtime,
-                    Err(error) => return drop(started.send(Err(error))),
-                };
-                let _ = started.send(Ok(()));
-                if let Err(error) = runtime.block_on(serve(listener, shared, stopped)) {
+            // The proxy's own stop comes with the time to drain.
+            let serve = move |_| async move {
+                if let Err(error) = serve(listener, shared, stopped).await {
                     tracing::error!(%error, "a thread of the proxy ended");
                 }
             };
-            let thread = std::thread::Builder::new().name(format!("kvlane-proxy-{number}"));
-            threads.push(thread.spawn(serve).map_err(StartError::Thread)?);
-            let ended = |_| Err(io::Error::other("it ended at once"));
-            has_started.recv().unwrap_or_else(ended).map_err(StartError::Thread)?;
+            let thread = RuntimeThread::start_graceful(&format!("kvlane-proxy-{number}"), serve);
+            threads.push(thread.map_err(StartError::Thread)?);
         }
         Ok(Self { address, stop: Stop(stop), threads })
     }
@@ -121,15 +112,8 @@ impl Proxy {
     /// Takes no connections any more, waits until what is under way has ended, but no longer than this, and ends.
     pub fn stop(self, drain: Duration) {
         self.stop.within(drain);
-        for thread in self.threads {
-            let _ = thread.join();
-        }
+        self.threads.into_iter().for_each(RuntimeThread::stop);
     }
-}
-
-/// A runtime whose tasks stay in this thread. A `LocalSet` within another runtime would cost a system call for each wake-up.
-fn runtime() -> io::Result<LocalRuntime> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build_local(LocalOptions::default())
 }
 
 async fn serve(
