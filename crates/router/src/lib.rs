@@ -38,6 +38,7 @@ pub mod legs;
 pub mod loads;
 pub mod members;
 pub mod metric;
+mod node_page;
 mod pool_info;
 pub mod proxy;
 mod request_metrics;
