@@ -9,12 +9,12 @@
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`counters`]: what has happened since the start.
 //! - [`decisions`]: the last choices.
-//! - [`metric`]: a row of the metrics.
 //! - [`ids`]: what engines get as a request's id.
 //! - [`knowledge`]: what nodes have of prompts, by what their engines tell.
 //! - [`legs`]: what a prefill node and a decode node are asked.
 //! - [`loads`]: asks nodes how much they have to do.
 //! - [`members`]: which nodes there are, and whether they answer.
+//! - [`metrics`]: what Prometheus reads.
 //! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
 //! - [`role_records`]: the last changes of roles.
 //! - [`schedule`]: which nodes a request goes to. Pure.
@@ -31,13 +31,12 @@ pub mod beats_refused;
 pub mod body;
 pub mod counters;
 pub mod decisions;
-mod histogram;
 pub mod ids;
 pub mod knowledge;
 pub mod legs;
 pub mod loads;
 pub mod members;
-pub mod metric;
+pub mod metrics;
 mod node_page;
 mod pool_info;
 pub mod proxy;

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::{outlined::Walkers, places::Places, settings::ProxySettings};
 use crate::{
     address::Address,
-    balance::{self, Balancers},
+    balance::{self, Balancers, Indicators},
     counters::Counters,
     decisions::Decisions,
     ids::Ids,
@@ -108,6 +108,13 @@ impl Shared {
     pub(crate) fn with_balance<T>(&self, work: impl FnOnce(&Balancers, &Records) -> T) -> Option<T> {
         let state = self.state.lock();
         state.balancers.as_ref().map(|balancers| work(balancers, &state.records))
+    }
+
+    /// Of each node: its score, and what it comes from. None where nodes keep their roles.
+    pub(crate) fn scores(&self) -> HashMap<NodeId, (Option<f64>, Indicators)> {
+        let state = self.state.lock();
+        let Some(balancers) = &state.balancers else { return HashMap::new() };
+        state.scheduler.nodes().filter_map(|(id, _)| Some((id, balancers.of(id)?))).collect()
     }
 
     /// A look of the balancers at all nodes: what is new, as JSON.
