@@ -18,7 +18,7 @@ use kvlane_door::{Place, RuntimeThread};
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
-    sync::{OwnedSemaphorePermit, watch},
+    sync::{OwnedSemaphorePermit, SemaphorePermit, watch},
     task::{JoinSet, spawn_local},
     time::{sleep, timeout},
 };
@@ -180,6 +180,22 @@ async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
     }
 }
 
+/// Waits for the first head, and for a permit to answer it if a stranger sent it. None if the connection is to be closed.
+async fn turn<'s>(
+    stream: &TcpStream,
+    shared: &'s Shared,
+    upstreams: &Upstreams,
+    stopped: &mut watch::Receiver<Option<Duration>>,
+) -> Option<Option<SemaphorePermit<'s>>> {
+    match first_head(stream, upstreams, &shared.settings.keys, stopped).await? {
+        First::OfClient => Some(None),
+        First::OfStranger => {
+            let permit = timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await.ok()?;
+            Some(permit.ok())
+        }
+    }
+}
+
 async fn connection(
     stream: TcpStream,
     headless: Headless,
@@ -194,15 +210,7 @@ async fn connection(
         return;
     }
     let peer = stream.peer_addr().ok().map(|peer| peer.ip());
-    let first = first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await;
-    let Some(first) = first else { return };
-    let _turn = match first {
-        First::OfClient => None,
-        First::OfStranger => match timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await {
-            Ok(turn) => turn.ok(),
-            Err(_) => return,
-        },
-    };
+    let Some(_turn) = turn(&stream, &shared, &upstreams, &mut stopped).await else { return };
     let _place = headless.has_head();
     let stream = Rc::new(stream);
     let mut departure = Departure::new(&stream);
