@@ -2,8 +2,8 @@
 #![no_main]
 
 use kvlane_router::{
+    address::Address,
     members::{CALL_BYTES_MAX, Call, read_call},
-    proxy::Address,
 };
 use libfuzzer_sys::fuzz_target;
 

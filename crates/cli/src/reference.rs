@@ -4,9 +4,8 @@ use std::{fs, path::PathBuf};
 
 use anyhow::{Result, bail};
 use clap::{Args, Command};
+use kvlane_door::Metric;
 use kvlane_proto::PROTO_SOURCE;
-use kvlane_router::admin;
-use kvlane_server::METRICS;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReferenceArgs {
@@ -76,19 +75,17 @@ fn metrics() -> String {
     let mut text = format!(
         "{NOTE}# Metrics\n\n## The daemon\n\nServed at `/metrics` of `kvlane serve --http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
     );
-    for metric in METRICS {
-        let (kind, labels) = (metric.kind.name(), metric.labels);
-        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
-    }
+    text.extend(kvlane_server::metrics().map(row));
     text.push_str(
         "\n## The router\n\nServed at `/metrics` of `kvlane route --admin`.\n\n\
          | name | kind | labels | what |\n|---|---|---|---|\n",
     );
-    for metric in admin::metrics() {
-        let (kind, labels) = (metric.kind.name(), metric.labels);
-        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
-    }
+    text.extend(kvlane_router::metrics::metrics().map(row));
     text
+}
+
+fn row(Metric { name, kind, labels, help }: &Metric) -> String {
+    format!("| `{name}` | {} | {labels} | {help} |\n", kind.name())
 }
 
 /// The messages of the wire with their comments, from the .proto file.
@@ -145,7 +142,7 @@ mod tests {
                 && flags.contains("KVLANE_POOL_SIZE")
                 && !flags.contains("## kvlane reference")
         );
-        assert!(METRICS.iter().all(|metric| metrics().contains(metric.name)));
+        assert!(kvlane_server::metrics().all(|metric| metrics().contains(metric.name)));
         assert!(calls().contains("## Lookup\n") && calls().contains("- `uint64 max_tokens`: Upper bound"));
     }
 

@@ -25,8 +25,9 @@ use kvlane_router::{
     knowledge::EventReaders,
     loads::Loads,
     members::{AllowList, Membership, MembershipOptions, PingOptions},
-    proxy::{Proxy, Shared},
+    proxy::Proxy,
     schedule::{Policy, Scheduler},
+    shared::Shared,
     webhook::Webhook,
 };
 use rustix::process::{Resource, getrlimit};

@@ -14,7 +14,7 @@ use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::recorder::Metrics,
+    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::events::Events,
     refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
@@ -29,7 +29,7 @@ pub(crate) struct Shared {
     pub(crate) refusals: Arc<Refusals>,
     /// Lookups that wait for what other engines save.
     pub(crate) hand_offs: Arc<HandOffs>,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Events>,
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,

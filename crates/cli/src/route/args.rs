@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Args;
-use kvlane_router::{members::Block, proxy::Address, schedule::Policy};
+use kvlane_router::{address::Address, members::Block, schedule::Policy};
 
 use crate::{logging::LogFormat, route_knowledge::KnowledgeArgs, size::Size};
 

@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, env, ffi::OsString, fs, path::Path};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
 use kvlane_router::{
+    address::Address,
     members::{ConnectorAddress, DnsName, Spec},
-    proxy::Address,
     schedule::{Connector, Role},
 };
 use toml::{Table, Value};

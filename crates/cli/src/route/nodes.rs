@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 use kvlane_router::{
+    address::Address,
     members::{DnsName, Spec},
-    proxy::Address,
     schedule::Role,
 };
 

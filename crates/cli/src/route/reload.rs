@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 use anyhow::{Context, Result, bail};
 use kvlane_router::{
     members::{Membership, Reconfigured},
-    proxy::Keys,
+    shared::Keys,
 };
 
 use super::{args::RouteArgs, config, key_file, nodes, settings};

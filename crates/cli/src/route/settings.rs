@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use kvlane_door::Names;
-use kvlane_router::{proxy::ProxySettings, schedule::Settings};
+use kvlane_router::{schedule::Settings, shared::ProxySettings};
 
 use super::{args::RouteArgs, key_file};
 

@@ -8,7 +8,8 @@ use std::{
 
 use hyper::StatusCode;
 
-use super::{answer::Problem, shared::Shared};
+use super::answer::Problem;
+use crate::shared::Shared;
 
 /// Memory that one request takes, until this is dropped.
 #[derive(Debug)]
