@@ -4,6 +4,7 @@
 
 mod beginning;
 mod error;
+mod group;
 mod handle;
 mod hold;
 mod options;
@@ -19,13 +20,12 @@ use std::time::{Duration, Instant};
 use kvlane_gpu::{Gpu, GpuError};
 use kvlane_memory::RuntimeFolder;
 
-pub(crate) use self::beginning::Checked;
 pub use self::error::FabricError;
+pub use self::group::{Group, GroupHandle, GroupPart};
 pub use self::handle::{Handle, Receiving, SendOptions, Transfer};
 use self::hold::Hold;
 pub use self::options::{EngineOptions, Transport};
-pub(crate) use self::shared::Shared;
-use self::shared::{Registrars, next_message};
+use self::shared::{Registrars, Shared, next_message};
 use crate::audit;
 use crate::carrier::Carrier;
 use crate::carriers::process_vm::ProcessVm;
@@ -35,7 +35,6 @@ use crate::carriers::socket::{SocketCarrier, SocketOptions};
 use crate::control::sockets::ControlSockets;
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
-use crate::group::Group;
 use crate::hub::socket_hub::{CONTROL, SocketHub};
 use crate::hub::{Hub, Outside};
 use crate::inbox::{EngineId, MESSAGE_BYTES_MAX, Message};
@@ -278,7 +277,7 @@ impl Engine {
             return Err(FabricError::Closed);
         }
         let regions = &mut hub.hub.outside.process.regions;
-        let memory = regions.memory_of(&ranges).ok_or_else(FabricError::not_in_one_memory)?;
+        let memory = regions.memory_of(&ranges)?;
         let (number, generation) = regions.reserve().ok_or(FabricError::RegionsFull(REGIONS_MAX as usize))?;
         drop(hub);
         let opened = OpenedWindow { number, generation, ranges: ranges.all(), memory };
@@ -294,7 +293,7 @@ impl Engine {
                 .iter()
                 .for_each(|(_, registrar)| registrar.close_window(number, generation));
             hub.hub.outside.process.regions.remove(number);
-            return Err(error);
+            return Err(error.into());
         }
         hub.hub.outside.announce_window(number, to);
         self.shared.set_going(&mut hub);

@@ -17,7 +17,6 @@ mod frames;
 #[cfg(any(feature = "fuzzing", test))]
 pub mod fuzzing;
 mod greeted;
-mod group;
 mod hold_time;
 mod hub;
 mod immediates;
@@ -54,8 +53,10 @@ pub use carriers::slots::Staged;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
-pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer, Transport};
-pub use group::{Group, GroupHandle, GroupPart};
+pub use engine::{
+    Engine, EngineOptions, FabricError, Group, GroupHandle, GroupPart, Handle, Receiving, SendOptions,
+    Transfer, Transport,
+};
 pub use hold_time::HoldTime;
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};

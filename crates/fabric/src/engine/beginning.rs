@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use super::error::FabricError;
+use super::handle::{Handle, Transfer};
 use super::hold::Hold;
 use super::shared::Shared;
-use super::{FabricError, Handle, Transfer};
 use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};
 use crate::shape::{Pieces, ShapeError, Side};

@@ -8,6 +8,7 @@ use kvlane_memory::Forked;
 use thiserror::Error;
 
 use crate::inbox::MESSAGE_BYTES_MAX;
+use crate::regions::WindowRefused;
 use crate::registrar::RegisterError;
 use crate::shape::ShapeError;
 use crate::tcp::TlsError;
@@ -147,8 +148,11 @@ pub enum FabricError {
     },
 }
 
-impl FabricError {
-    pub(crate) fn not_in_one_memory() -> FabricError {
-        FabricError::Window("some are not registered, or in another memory".into())
+impl From<WindowRefused> for FabricError {
+    fn from(why: WindowRefused) -> FabricError {
+        match why {
+            WindowRefused::NotInOneMemory => FabricError::Window(why.to_string()),
+            WindowRefused::PeerFull => FabricError::WindowsFull,
+        }
     }
 }

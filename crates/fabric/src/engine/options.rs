@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZero;
 use std::time::Duration;
 
-use super::FabricError;
+use super::error::FabricError;
 use crate::inbox::{InboxOptions, MESSAGE_BYTES_MAX};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Tls};
 use crate::transfers::Options;

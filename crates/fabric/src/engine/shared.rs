@@ -8,7 +8,7 @@ use kvlane_memory::{Forked, OwnProcess};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::epoll::Event;
 
-use super::FabricError;
+use super::error::FabricError;
 use super::hold::Hold;
 use crate::audit::{self, Audit};
 use crate::carriers::slots::SlotPool;
