@@ -91,7 +91,8 @@ mod tests {
     use super::*;
     use crate::carriers::process_vm::{Card, Neighbour};
     use crate::hub::RUNS_A_HOLD;
-    use crate::tcp::{ENTRIES_MAX, Identity};
+    use crate::identity::Identity;
+    use crate::tcp::ENTRIES_MAX;
     use crate::{
         Access, Engine, EngineOptions, Handle, Op, Pages, PeerId, Pieces, Place, Run, SendOptions, Transfer,
         Transport,

@@ -34,6 +34,7 @@ use std::time::Duration;
 use crate::fences::Whom;
 use crate::frames::Frame;
 use crate::greeted::Greeted;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::peers::{Peers, RemoteMemory};
@@ -42,8 +43,8 @@ use crate::provider::{Event, NotNow};
 use crate::ranges::{Piece, Spot, Spots};
 use crate::regions::Wanted;
 use crate::registrar::Registrar;
-use crate::tcp::{Identity, WordsKind};
 use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
+use crate::wire::WordsKind;
 
 /// Most bytes that a carrier says at once: its part of the handshake, or anything else.
 pub const WORDS_BYTES_MAX: usize = crate::tcp::WORDS_BYTES_MAX;

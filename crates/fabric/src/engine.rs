@@ -37,13 +37,15 @@ use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescr
 use crate::fences::Whom;
 use crate::hub::socket_hub::{CONTROL, SocketHub};
 use crate::hub::{Hub, Outside};
+use crate::identity::Identity;
 use crate::inbox::{EngineId, MESSAGE_BYTES_MAX, Message};
 use crate::process::Process;
 use crate::random::{long_random, random};
+use crate::region_news::Keys;
 use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, OpenedWindow, Registrar};
 use crate::status::PathStatus;
-use crate::tcp::{Credentials, Identity, Keys};
+use crate::tcp::Credentials;
 use crate::transfers::{CannotSend, Memory, PeerId, Transfers};
 use crate::trust::{Proofs, Trust};
 use crate::watch::Watch;

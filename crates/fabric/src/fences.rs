@@ -11,7 +11,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::tcp::{Identity, Key};
+use crate::identity::Identity;
+use crate::tcp::Key;
 use crate::transfers::{PeerId, Token};
 
 /// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and

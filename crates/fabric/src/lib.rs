@@ -19,6 +19,7 @@ pub mod fuzzing;
 mod greeted;
 mod hold_time;
 mod hub;
+mod identity;
 mod immediates;
 mod inbox;
 mod lease;
@@ -29,6 +30,7 @@ mod process;
 mod provider;
 mod random;
 mod ranges;
+mod region_news;
 mod regions;
 mod registrar;
 mod runs;
@@ -44,6 +46,7 @@ mod transfers;
 mod trust;
 mod watch;
 mod window;
+mod wire;
 
 pub use carrier::{
     BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, RequestedRun, SessionId, Touched,

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use crate::identity::Identity;
 use crate::immediates::Immediates;
 use crate::inbox::{Inbox, InboxOptions};
 use crate::numbered::Numbered;
@@ -11,7 +12,7 @@ use crate::regions::{Regions, Shape, Shapes};
 use crate::runs::Run;
 use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
-use crate::tcp::{Ended, Identity};
+use crate::tcp::Ended;
 use crate::transfers::{Between, Memory, PeerId, Stretch, Ticket};
 
 #[derive(Debug)]

@@ -6,12 +6,15 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
+use crate::identity::Identity;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spot, Spots, disjoint};
+use crate::region_news::{Keys, RegionNews};
 use crate::registrar::MemoryRegion;
-use crate::tcp::{Identity, Keys, RegionNews, WireRun, window_news};
+use crate::tcp::window_news;
 use crate::transfers::Memory;
 use crate::window::{PEER_RANGES_MAX, Ranges, WindowRange};
+use crate::wire::WireRun;
 
 /// What has to be known of a region to check a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

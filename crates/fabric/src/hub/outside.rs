@@ -8,13 +8,13 @@ use crate::clock::Clock;
 use crate::control::{ChannelId, Control, ControlEvent};
 use crate::fences::{Broken, Fences, Whom};
 use crate::frames::Frame;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::peers::{Peer, Peers};
 use crate::process::{BothSides, Process};
 use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
-use crate::tcp::Identity;
 use crate::transfers::{Completion, PathId, PeerId, Post, Route, Token, Work};
 
 /// Reasons that the log names for one peer.

@@ -30,7 +30,8 @@ use std::sync::Arc;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use super::frame::BadFrame;
+use crate::identity::Identity;
+use crate::wire::BadFrame;
 
 pub(crate) const CHALLENGE_BYTES: usize = 24;
 pub(crate) const PROOF_MESSAGE_BYTES: usize = 56;
@@ -42,14 +43,6 @@ const VERSION: u8 = 5;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
     BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
-
-/// A process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Identity {
-    pub(crate) engine: u128,
-    /// Another one after each start.
-    pub(crate) boot: u64,
-}
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -347,9 +340,6 @@ impl Welcome {
 }
 
 impl Identity {
-    /// Whoever listens there: of a peer that is known by its address only.
-    pub(crate) const ANYBODY: Identity = Identity { engine: 0, boot: 0 };
-
     fn encode(&self, to: &mut Vec<u8>) {
         to.extend(self.engine.to_le_bytes());
         to.extend(self.boot.to_le_bytes());

@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 
 use super::slot::Slot;
+use crate::identity::Identity;
 use crate::ranges::{Piece, Spot, bytes_of};
-use crate::tcp::{Fate, Identity};
 use crate::transfers::Token;
+use crate::wire::Fate;
 
 /// Slots that one connection has at a time in each direction: bytes are copied to or from one while the socket has another,
 /// and a peer that is slow has no more than these.

@@ -33,10 +33,10 @@ pub use self::pool::Staged;
 use self::slot::Drain;
 pub(crate) use self::slot::{Slot, Way};
 use crate::carrier::Job;
+use crate::identity::Identity;
 use crate::links::LinkId;
 use crate::numbered::Numbered;
 use crate::ranges::Spots;
-use crate::tcp::Identity;
 use crate::transfers::Token;
 
 /// A copy whose connection has ended.

@@ -31,14 +31,16 @@ use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Sessio
 use crate::carriers::slots::{SlotJob, Slots};
 use crate::control::sockets::LOOK;
 use crate::greeted::Greeted;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::provider::NotNow;
 use crate::registrar::Registrar;
-use crate::tcp::{BadFrame, Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
+use crate::tcp::{Credentials, Dialled, Dialling, Ended, Purpose};
 use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
 use crate::watch::Watch;
+use crate::wire::{BadFrame, Outcome};
 
 /// Addresses of one peer that are used.
 const ADDRESSES_MAX: usize = 16;

@@ -4,8 +4,9 @@ use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context, PostedRun};
 use crate::provider::NotNow;
-use crate::tcp::{Head, Out, WireRun};
+use crate::tcp::{Head, Out};
 use crate::transfers::Op;
+use crate::wire::WireRun;
 
 impl SocketCarrier {
     pub(super) fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {

@@ -14,11 +14,13 @@ use crate::clock::Clock;
 use crate::descriptor::{Access, Descriptor};
 use crate::fences::Whom;
 use crate::hub::{Hub, Outside};
+use crate::identity::Identity;
 use crate::inbox::InboxOptions;
 use crate::process::Process;
+use crate::region_news::Keys;
 use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, Registrar};
-use crate::tcp::{Identity, Key, Keys};
+use crate::tcp::Key;
 use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
 use crate::trust::Trust;
 
