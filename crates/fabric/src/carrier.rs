@@ -41,7 +41,6 @@ use crate::peers::{Peers, RemoteMemory};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
 use crate::ranges::{Piece, Spot, Spots};
-use crate::regions::Wanted;
 use crate::registrar::Registrar;
 use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
 use crate::wire::WordsKind;
@@ -78,19 +77,6 @@ pub struct PostedRun {
     /// Where the bytes begin in it.
     pub offset: u64,
     /// Bytes.
-    pub len: u64,
-}
-
-/// Bytes of this process's memory that a peer asks for, by what it was told of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RequestedRun {
-    /// A region's number, or a window's.
-    pub region: u32,
-    /// Which one of that number.
-    pub generation: u32,
-    /// Where the bytes begin in it.
-    pub offset: u64,
-    /// How many.
     pub len: u64,
 }
 
@@ -426,22 +412,6 @@ impl Context<'_> {
     pub fn is_awaited(&self, peer: PeerId, region: u32, generation: u32) -> bool {
         let known = self.peers.get(&peer);
         known.is_some_and(|peer| peer.memory(self.code, (region, generation), 0, 0) == RemoteMemory::NotYet)
-    }
-
-    /// The host's memory of this process that a peer asks for, in the order of the run's bytes: where it is, and how many bytes
-    /// are there. None: it is refused.
-    pub fn memory_for_peer(
-        &self,
-        peer: Owner,
-        run: &RequestedRun,
-        is_write: bool,
-    ) -> Option<Vec<(*mut u8, usize)>> {
-        let RequestedRun { region, generation, offset, len } = *run;
-        let mut spots = Vec::new();
-        let wanted = Wanted { region, generation, offset, len, is_write };
-        self.process.regions.for_peer(peer.0, wanted, &mut spots)?;
-        let on_host = |Spot { piece, gpu }: Spot| gpu.is_none().then(|| (piece.pointer(), piece.len));
-        spots.into_iter().map(on_host).collect()
     }
 
     /// Who has made a session's connection.

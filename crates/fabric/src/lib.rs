@@ -49,7 +49,7 @@ mod window;
 mod wire;
 
 pub use carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, RequestedRun, SessionId, Touched,
+    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
     WORDS_BYTES_MAX,
 };
 pub use carriers::slots::Staged;
