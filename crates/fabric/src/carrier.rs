@@ -42,7 +42,7 @@ use crate::process::Process;
 use crate::provider::{Event, NotNow};
 use crate::ranges::{Piece, Spot, Spots};
 use crate::registrar::Registrar;
-use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
+use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Reach, Ticket, Token};
 use crate::wire::WordsKind;
 
 /// Most bytes that a carrier says at once: its part of the handshake, or anything else.
@@ -121,6 +121,11 @@ pub trait Carrier: fmt::Debug + Send {
 
     /// What its like at a peer is known by. From 128 on they are free for carriers that are not part of this crate.
     fn code(&self) -> u8;
+
+    /// Routes that paths of this carrier may serve. An engine takes memory of GPUs only if a carrier serves a route with GPUs.
+    fn reach(&self) -> Reach {
+        Reach::HOSTS
+    }
 
     /// What it does when memory is registered, if anything.
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {

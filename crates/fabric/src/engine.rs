@@ -46,7 +46,7 @@ use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, OpenedWindow, Registrar};
 use crate::status::PathStatus;
 use crate::tcp::Credentials;
-use crate::transfers::{CannotSend, Memory, PeerId, Transfers};
+use crate::transfers::{CannotSend, Memory, PeerId, Reach, Transfers};
 use crate::trust::{Proofs, Trust};
 use crate::watch::Watch;
 use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
@@ -137,9 +137,10 @@ impl Engine {
         control.carriers = carriers.iter().map(|carrier| carrier.code()).collect();
         let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
         let registrars = Registrars(registrars.collect());
+        let reach = carriers.iter().fold(Reach::NOTHING, |reach, carrier| reach.and(carrier.reach()));
         let outside = Outside::new(Process::new(me, inbox), control, carriers);
         let hub = SocketHub::new(Hub::new(Transfers::new(transfers), outside), watch, advertise)?;
-        let shared = Arc::new(Shared::new(hub, registrars, pool));
+        let shared = Arc::new(Shared::new(hub, registrars, reach, pool));
         let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
             let shared = Arc::clone(&shared);
             move || shared.serve()
@@ -180,8 +181,13 @@ impl Engine {
     ) -> Result<u32, FabricError> {
         self.shared.own.check()?;
         check_allocated(gpu, address, len)?;
-        let slots = self.shared.slots.as_ref().ok_or(FabricError::NoWayToGpus)?;
-        let memory = Memory::Gpu(slots.add_gpu(gpu)?);
+        if !self.shared.reach.overlaps(Reach::GPUS) {
+            return Err(FabricError::NoWayToGpus);
+        }
+        let number = self.shared.try_hub()?.hub.outside.process.gpus.add(gpu);
+        audit::takes_time("the preparation of a GPU");
+        self.shared.registrars.0.iter().try_for_each(|(_, registrar)| registrar.add_gpu(number, gpu))?;
+        let memory = Memory::Gpu(number);
         self.add_region(NewRegion { base: address as usize, len, access, memory })
     }
 

@@ -16,6 +16,7 @@ mod fences;
 mod frames;
 #[cfg(any(feature = "fuzzing", test))]
 pub mod fuzzing;
+mod gpus;
 mod greeted;
 mod hold_time;
 mod hub;

@@ -341,7 +341,7 @@ impl Known {
         let end = offset.checked_add(len)?;
         let piece = || Piece { address: self.base + offset as usize, len: len as usize };
         let gpu = match self.memory {
-            Memory::Gpu(number) => Some(usize::from(number)),
+            Memory::Gpu(number) => Some(number),
             Memory::Host(_) => None,
         };
         (end <= self.descriptor.len).then(|| Spot { piece: piece(), gpu })

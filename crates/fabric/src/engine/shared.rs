@@ -15,6 +15,7 @@ use crate::carriers::slots::SlotPool;
 use crate::hub::socket_hub::SocketHub;
 use crate::inbox::Message;
 use crate::registrar::Registrar;
+use crate::transfers::Reach;
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
@@ -38,7 +39,9 @@ pub(crate) struct Shared {
     pub(crate) audit: Audit,
     /// What carriers do when memory is registered: outside of the lock.
     pub(super) registrars: Registrars,
-    /// Slots for the memory of GPUs; none where nothing reaches it.
+    /// Routes that the carriers serve together.
+    pub(super) reach: Reach,
+    /// Slots for the memory of GPUs; none where no carrier goes through them.
     pub(super) slots: Option<Arc<SlotPool>>,
     /// Something that a sleeper may wait for has happened.
     changed: Condvar,
@@ -61,12 +64,18 @@ impl std::fmt::Debug for Registrars {
 }
 
 impl Shared {
-    pub(super) fn new(hub: SocketHub, registrars: Registrars, slots: Option<Arc<SlotPool>>) -> Shared {
+    pub(super) fn new(
+        hub: SocketHub,
+        registrars: Registrars,
+        reach: Reach,
+        slots: Option<Arc<SlotPool>>,
+    ) -> Shared {
         Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),
             audit: Audit::default(),
             registrars,
+            reach,
             slots,
             changed: Condvar::new(),
             pollers: AtomicUsize::new(0),

@@ -119,6 +119,8 @@ impl Reach {
     pub const ALL_MEMORY: Reach = Reach(0b0_1111);
     /// Bytes of the hosts' memory only.
     pub const HOSTS: Reach = Reach(0b0_0001);
+    /// Bytes with a GPU on either side.
+    pub const GPUS: Reach = Reach(0b0_1110);
     /// Immediates and messages only.
     pub const WORDS: Reach = Reach(0b1_0000);
 
@@ -143,7 +145,7 @@ impl Reach {
     }
 
     /// Whether any route is among both.
-    pub(super) fn overlaps(self, other: Reach) -> bool {
+    pub(crate) fn overlaps(self, other: Reach) -> bool {
         self.0 & other.0 != 0
     }
 

@@ -61,7 +61,7 @@ use crate::random::random;
 use crate::ranges::Piece;
 use crate::registrar::{MemoryRegion, OpenedWindow, RegisterError, Registrar};
 use crate::tcp::BYTES_MAX;
-use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
+use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Token};
 use crate::watch::{Interest, Watch};
 use crate::wire::WireRun;
 
@@ -458,7 +458,7 @@ impl Carrier for ProcessVm {
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let usual = PathSpec::new(Reach::HOSTS, PathSpec::CMA);
+        let usual = PathSpec::new(self.reach(), PathSpec::CMA);
         cx.add_path(peer, PathSpec { read_bytes: Some(self.read_bytes), ..usual }, 0);
     }
 

@@ -189,7 +189,7 @@ mod tests {
                 Spot { piece: Piece { address, len }, gpu: is_on_gpu.then_some(0) }
             };
             let spots: Vec<Spot> = spots.into_iter().map(spot).collect();
-            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<usize>)> {
+            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<u16>)> {
                 let bytes = |spot: &Spot| {
                     let gpu = spot.gpu;
                     (spot.piece.address..spot.piece.address + spot.piece.len).map(move |byte| (byte, gpu))

@@ -38,7 +38,7 @@ use crate::numbered::Numbered;
 use crate::provider::NotNow;
 use crate::registrar::Registrar;
 use crate::tcp::{Credentials, Dialled, Dialling, Ended, Purpose};
-use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
+use crate::transfers::{PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::Watch;
 use crate::wire::{BadFrame, Outcome};
 
@@ -144,17 +144,9 @@ impl SocketCarrier {
         }
     }
 
-    fn spec(&self) -> PathSpec {
-        let reach = match self.kind {
-            Kind::Tcp => Reach::HOSTS,
-            Kind::TcpSlots => Reach::of(&[Route::HostToGpu, Route::GpuToHost, Route::GpuToGpu]),
-        };
-        PathSpec::new(reach, PathSpec::SOCKETS)
-    }
-
     /// Adds the paths to a peer, where they are any use.
     fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let spec = self.spec();
+        let spec = PathSpec::new(self.reach(), PathSpec::SOCKETS);
         let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
         let has_gpus = || {
             cx.process.regions.has_had_gpus() || cx.peers.get(&peer).is_some_and(|peer| peer.has_had_gpus())
@@ -242,8 +234,15 @@ impl Carrier for SocketCarrier {
         }
     }
 
+    fn reach(&self) -> Reach {
+        match self.kind {
+            Kind::Tcp => Reach::HOSTS,
+            Kind::TcpSlots => Reach::GPUS,
+        }
+    }
+
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {
-        None
+        self.slots.registrar()
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
