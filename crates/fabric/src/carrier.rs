@@ -42,7 +42,7 @@ use crate::process::Process;
 use crate::provider::{Event, NotNow};
 use crate::ranges::{Piece, Spot, Spots};
 use crate::registrar::Registrar;
-use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Reach, Ticket, Token};
+use crate::transfers::{Between, Completion, Op, PathId, PathSpec, PeerId, Reach, Ticket, Token};
 use crate::wire::WordsKind;
 
 /// Most bytes that a carrier says at once: its part of the handshake, or anything else.
@@ -81,7 +81,8 @@ pub struct PostedRun {
 }
 
 impl PostedRun {
-    /// Where the bytes begin in this process's memory. It belongs to the post until that is completed.
+    /// First address of the bytes, in the host's or the GPU's memory, as [`CarrierPost::between`] says. The memory belongs to
+    /// the post until that is completed.
     pub fn address(&self) -> *mut u8 {
         self.local.piece.pointer()
     }
@@ -100,6 +101,9 @@ pub struct CarrierPost<'a> {
     pub ticket: Ticket,
     /// Which way.
     pub op: Op,
+    /// All runs move between this memory here and this one at the peer. [`Registrar::add_gpu`] has told the numbers of GPUs
+    /// here; the peer numbers its own.
+    pub between: Between,
     /// None is empty.
     pub runs: &'a [PostedRun],
 }

@@ -15,7 +15,7 @@ use crate::peers::{Peer, Peers};
 use crate::process::{BothSides, Process};
 use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
-use crate::transfers::{Completion, PathId, PeerId, Post, Route, Token, Work};
+use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
 
 /// Reasons that the log names for one peer.
 const REFUSALS_SAID_MAX: usize = 16;
@@ -360,7 +360,7 @@ impl<C: Control> Outside<C> {
         &mut self,
         place: u8,
         post: &Post,
-        op: crate::transfers::Op,
+        (op, between): (Op, Between),
         runs: &[crate::runs::Run],
     ) -> Result<(), NotNow> {
         let Post { path, token, ticket, .. } = *post;
@@ -379,7 +379,7 @@ impl<C: Control> Outside<C> {
         }
         let Some(peer) = peer else { return Err(NotNow) };
         crate::audit::posts(posted.len());
-        let post = CarrierPost { path, peer, token, ticket, op, runs: &posted };
+        let post = CarrierPost { path, peer, token, ticket, op, between, runs: &posted };
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
@@ -444,8 +444,8 @@ impl<C: Control> Provider for Outside<C> {
         let at = self.paths.get(&post.path).ok_or(NotNow)?;
         let token = post.token;
         let frame = match (&post.work, at.carrier) {
-            (Work::Move { op, runs, .. }, Some(place)) => {
-                return self.post_to_carrier(place, &post, *op, runs);
+            (Work::Move { op, between, runs }, Some(place)) => {
+                return self.post_to_carrier(place, &post, (*op, *between), runs);
             }
             (Work::Immediate { number, counter, generation }, None) => {
                 let (number, counter, generation) = (*number, *counter, *generation);

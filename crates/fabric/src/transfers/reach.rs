@@ -64,7 +64,8 @@ pub struct PathSpec {
 }
 
 impl Memory {
-    fn is_gpu(self) -> bool {
+    /// Whether it is a GPU's.
+    pub fn is_gpu(self) -> bool {
         matches!(self, Memory::Gpu(_))
     }
 }

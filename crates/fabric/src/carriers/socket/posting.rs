@@ -16,7 +16,7 @@ impl SocketCarrier {
             return Err(NotNow);
         };
         let stamp = *stamp;
-        if runs.iter().any(|run| run.local.gpu.is_some()) {
+        if post.between.local.is_gpu() {
             self.post_staged(cx, link, post);
             return Ok(());
         }
