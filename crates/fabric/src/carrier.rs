@@ -120,9 +120,6 @@ pub trait Job: Send {
 /// Moves bytes between the memory of this process and that of others, as one engine has it.
 #[allow(unused_variables, reason = "what a carrier has no use for it leaves out")]
 pub trait Carrier: fmt::Debug + Send {
-    /// What people call it: "tcp", "cma".
-    fn name(&self) -> &'static str;
-
     /// What its like at a peer is known by. From 128 on they are free for carriers that are not part of this crate.
     fn code(&self) -> u8;
 

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
 mod beginning;
+mod carriers;
 mod error;
 mod group;
 mod handle;
@@ -27,11 +28,9 @@ use self::hold::Hold;
 pub use self::options::{EngineOptions, Transport};
 use self::shared::{Registrars, Shared, next_message};
 use crate::audit;
-use crate::carrier::Carrier;
-use crate::carriers::process_vm::ProcessVm;
-use crate::carriers::slots::Staged;
-use crate::carriers::slots::{SlotPool, Slots};
-use crate::carriers::socket::{SocketCarrier, SocketOptions};
+use crate::carriers::slots::{SlotPool, Staged};
+use crate::carriers::socket::SocketOptions;
+use crate::carriers::{CMA, NewCarrier, Setup, own};
 use crate::control::sockets::ControlSockets;
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
@@ -77,14 +76,11 @@ pub struct Engine {
 impl Engine {
     /// Listens, and starts its thread.
     pub fn new(options: EngineOptions) -> Result<Engine, FabricError> {
-        Engine::with_carriers(options, |_| Vec::new())
+        Engine::with_carriers(options, Vec::new())
     }
 
-    /// As [`Engine::new`], with carriers beside its own. Each is given what it may watch its descriptors with.
-    pub fn with_carriers(
-        options: EngineOptions,
-        more: impl FnOnce(&mut dyn FnMut() -> Watch) -> Vec<Box<dyn Carrier>>,
-    ) -> Result<Engine, FabricError> {
+    /// As [`Engine::new`], with carriers beside those of this crate. [`EngineOptions::transport`] chooses among all of them.
+    pub fn with_carriers(options: EngineOptions, more: Vec<NewCarrier<'_>>) -> Result<Engine, FabricError> {
         options.check()?;
         let me = Identity { engine: long_random()?, boot: random()? };
         let credentials = options.tls.as_ref().map(Credentials::load).transpose()?.map(Arc::new);
@@ -100,47 +96,35 @@ impl Engine {
             inbox,
             ..
         } = options;
-        // What is encrypted goes by TCP.
-        let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
-        let has_cma = wanted != Some(Transport::Tcp);
+        // Only sockets encrypt.
+        let allowed = if credentials.is_some() { Some(Transport::TCP) } else { transport };
+        // Rings go through memory that processes of one host share, as cma does.
+        let has_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);
-        let mut control =
-            ControlSockets::open(me, proofs, credentials.clone(), of_control, &listen, has_cma, wants_sums)?;
-        let listens_at = control.listens_at()?;
-        let addresses = if advertise.is_empty() { &listens_at } else { &advertise };
-        let mut carriers: Vec<Box<dyn Carrier>> = Vec::new();
-        let mut places = 0..CONTROL;
-        let mut next_watch = || watch.of(places.next().unwrap_or(CONTROL));
-        if has_cma {
-            let carrier = ProcessVm::open(me, next_watch(), copy_threads, transfers.chunk_bytes)?;
-            carriers.push(Box::new(carrier));
-        }
-        let mut pool = None;
-        if wanted != Some(Transport::Cma) {
-            let slots = Arc::new(SlotPool::new(transfers.chunk_bytes));
-            let options = |slots| SocketOptions {
-                me,
-                credentials: credentials.clone(),
-                wants_sums,
-                addresses: addresses.clone(),
-                connections,
-                slots,
-            };
-            carriers.push(Box::new(SocketCarrier::tcp(next_watch(), options(Slots::default()))));
-            let staged = Slots::new(Arc::clone(&slots));
-            carriers.push(Box::new(SocketCarrier::tcp_slots(next_watch(), options(staged))));
-            pool = Some(slots);
-        }
-        carriers.extend(more(&mut next_watch));
-        control.carriers = carriers.iter().map(|carrier| carrier.code()).collect();
-        let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
+        let mut control = ControlSockets::open(
+            me,
+            proofs,
+            credentials.clone(),
+            of_control,
+            &listen,
+            has_rings,
+            wants_sums,
+        )?;
+        let addresses = if advertise.is_empty() { control.listens_at()? } else { advertise.clone() };
+        let sockets = SocketOptions { me, credentials, wants_sums, addresses, connections };
+        let (slots, chunk_bytes) = (Arc::new(SlotPool::new(transfers.chunk_bytes)), transfers.chunk_bytes);
+        let mut list = own(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
+        list.extend(more);
+        let named = carriers::open(list, allowed, &watch)?;
+        control.carriers = named.iter().map(|(_, carrier)| carrier.code()).collect();
+        let registrars = named.iter().filter_map(|(_, carrier)| Some((carrier.code(), carrier.registrar()?)));
         let registrars = Registrars(registrars.collect());
-        let reach = carriers.iter().fold(Reach::NOTHING, |reach, carrier| reach.and(carrier.reach()));
-        let outside = Outside::new(Process::new(me, inbox), control, carriers);
+        let reach = named.iter().fold(Reach::NOTHING, |reach, (_, carrier)| reach.and(carrier.reach()));
+        let outside = Outside::new(Process::new(me, inbox), control, named);
         let hub = SocketHub::new(Hub::new(Transfers::new(transfers), outside), watch, advertise)?;
-        let shared = Arc::new(Shared::new(hub, registrars, reach, pool));
+        let shared = Arc::new(Shared::new(hub, registrars, reach, slots));
         let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
             let shared = Arc::clone(&shared);
             move || shared.serve()
@@ -162,12 +146,12 @@ impl Engine {
     }
 
     /// As [`Engine::register`], of a GPU's memory. Its bytes go through pinned memory of the host ([`Staged`]) and through
-    /// sockets, also where the host's memory goes by [`Transport::Cma`]. An immediate comes after the last copy. The engine
+    /// sockets, also where the host's memory goes by [`Transport::CMA`]. An immediate comes after the last copy. The engine
     /// copies in streams of its own: what others enqueued that writes or reads the memory has to be over when a transfer
     /// begins.
     ///
     /// # Errors
-    /// [`FabricError::NoWayToGpus`] with [`Transport::Cma`] required; [`FabricError::Gpu`] if the memory is not allocated on
+    /// [`FabricError::NoWayToGpus`] if no carrier of the engine reaches GPUs; [`FabricError::Gpu`] if the memory is not allocated on
     /// that GPU, or its driver gives no pinned memory; as [`Engine::register`].
     ///
     /// # Safety
@@ -224,7 +208,7 @@ impl Engine {
 
     /// What went through pinned memory of the host, to GPUs and from them, since the engine was made.
     pub fn staged(&self) -> Staged {
-        self.shared.slots.as_ref().map_or_else(Staged::default, |slots| slots.staged())
+        self.shared.slots.staged()
     }
 
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused. Windows that

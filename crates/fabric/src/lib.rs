@@ -53,6 +53,7 @@ pub use carrier::{
     BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
     WORDS_BYTES_MAX,
 };
+pub use carriers::NewCarrier;
 pub use carriers::slots::Staged;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,

@@ -41,8 +41,8 @@ pub(crate) struct Shared {
     pub(super) registrars: Registrars,
     /// Routes that the carriers serve together.
     pub(super) reach: Reach,
-    /// Slots for the memory of GPUs; none where no carrier goes through them.
-    pub(super) slots: Option<Arc<SlotPool>>,
+    /// Pinned memory that bytes of GPUs go through, and its counters.
+    pub(super) slots: Arc<SlotPool>,
     /// Something that a sleeper may wait for has happened.
     changed: Condvar,
     /// How many wait and do the work; the thread behind rests until there are none.
@@ -64,12 +64,7 @@ impl std::fmt::Debug for Registrars {
 }
 
 impl Shared {
-    pub(super) fn new(
-        hub: SocketHub,
-        registrars: Registrars,
-        reach: Reach,
-        slots: Option<Arc<SlotPool>>,
-    ) -> Shared {
+    pub(super) fn new(hub: SocketHub, registrars: Registrars, reach: Reach, slots: Arc<SlotPool>) -> Shared {
         Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),

@@ -445,10 +445,6 @@ impl ProcessVm {
 }
 
 impl Carrier for ProcessVm {
-    fn name(&self) -> &'static str {
-        "cma"
-    }
-
     fn code(&self) -> u8 {
         3
     }

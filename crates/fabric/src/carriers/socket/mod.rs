@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use self::posted::Posted;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, SessionId, Touched};
-use crate::carriers::slots::{SlotJob, Slots};
+use crate::carriers::slots::{SlotJob, SlotPool, Slots};
 use crate::control::sockets::LOOK;
 use crate::greeted::Greeted;
 use crate::identity::Identity;
@@ -102,7 +102,7 @@ impl Role {
 }
 
 /// What a [`SocketCarrier`] is opened with.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct SocketOptions {
     pub(crate) me: Identity,
     pub(crate) credentials: Option<Arc<Credentials>>,
@@ -110,22 +110,21 @@ pub(crate) struct SocketOptions {
     pub(crate) wants_sums: bool,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) connections: usize,
-    pub(crate) slots: Slots,
 }
 
 impl SocketCarrier {
     /// Between the memory of hosts.
     pub(crate) fn tcp(watch: Watch, options: SocketOptions) -> SocketCarrier {
-        SocketCarrier::new(Kind::Tcp, watch, options)
+        SocketCarrier::new(Kind::Tcp, watch, options, Slots::default())
     }
 
     /// Where a GPU is on either side.
-    pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions) -> SocketCarrier {
-        SocketCarrier::new(Kind::TcpSlots, watch, options)
+    pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions, pool: Arc<SlotPool>) -> SocketCarrier {
+        SocketCarrier::new(Kind::TcpSlots, watch, options, Slots::new(pool))
     }
 
-    fn new(kind: Kind, watch: Watch, options: SocketOptions) -> SocketCarrier {
-        let SocketOptions { me, credentials, wants_sums, addresses, connections, slots } = options;
+    fn new(kind: Kind, watch: Watch, options: SocketOptions, slots: Slots) -> SocketCarrier {
+        let SocketOptions { me, credentials, wants_sums, addresses, connections } = options;
         SocketCarrier {
             kind,
             me,
@@ -220,13 +219,6 @@ impl SocketCarrier {
 }
 
 impl Carrier for SocketCarrier {
-    fn name(&self) -> &'static str {
-        match self.kind {
-            Kind::Tcp => "tcp",
-            Kind::TcpSlots => "tcp-slots",
-        }
-    }
-
     fn code(&self) -> u8 {
         match self.kind {
             Kind::Tcp => 1,

@@ -10,6 +10,7 @@ use super::memory::{AREA, Region, State};
 use super::network::Shared;
 use super::slow::Slow;
 use super::wires::SimulatedControl;
+use crate::carriers::Named;
 use crate::clock::Clock;
 use crate::descriptor::{Access, Descriptor};
 use crate::fences::Whom;
@@ -59,8 +60,9 @@ impl Node {
         let identity = network.lock().hosts[process].identity;
         let fast = Fast::new(process, Arc::clone(network));
         let slow = Slow::new(process, Arc::clone(network));
-        let carriers: Vec<Box<dyn crate::carrier::Carrier>> = vec![Box::new(fast), Box::new(slow)];
-        let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
+        let carriers: Vec<Named> = vec![("fast", Box::new(fast)), ("slow", Box::new(slow))];
+        let registrars =
+            carriers.iter().filter_map(|(_, carrier)| Some((carrier.code(), carrier.registrar()?)));
         let registrars = registrars.collect();
         let control = SimulatedControl { process, network: Arc::clone(network) };
         let inbox = InboxOptions { messages: 3, bytes: 64 << 10 };

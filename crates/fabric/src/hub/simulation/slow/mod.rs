@@ -306,10 +306,6 @@ impl Slow {
 }
 
 impl Carrier for Slow {
-    fn name(&self) -> &'static str {
-        "slow"
-    }
-
     fn code(&self) -> u8 {
         SLOW
     }
