@@ -345,7 +345,7 @@ pub(crate) fn identity(descriptor: &Descriptor) -> Identity {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;
-    use crate::tcp::Key;
+    use crate::trust::Key;
 
     const OWN: u8 = 3;
 

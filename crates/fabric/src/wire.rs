@@ -43,6 +43,17 @@ pub(crate) struct Outcome {
     pub(crate) fate: Fate,
 }
 
+/// Where the listening side finds a segment of shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RingsOffer {
+    /// The process that connects.
+    pub(crate) pid: u32,
+    /// The segment's descriptor there.
+    pub(crate) descriptor: u32,
+    /// Device and inode of the segment, so that nothing else is taken for it.
+    pub(crate) file: (u64, u64),
+}
+
 /// How a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {

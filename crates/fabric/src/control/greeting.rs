@@ -14,10 +14,8 @@ use crate::process::Process;
 use crate::served::Served;
 use crate::sessions::TooMany;
 use crate::shm::{Reader, Segment, Side, Writer};
-use crate::tcp::{
-    Answer, Ended, HELLO_BYTES, Hello, Purpose, RingsOffer, SessionKey, Welcome, encode_refusal,
-};
-use crate::wire::BadFrame;
+use crate::tcp::{Answer, Ended, HELLO_BYTES, Hello, Purpose, SessionKey, Welcome, encode_refusal};
+use crate::wire::{BadFrame, RingsOffer};
 
 impl ControlSockets {
     /// The next message of a greeting, of either side.

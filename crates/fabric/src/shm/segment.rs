@@ -11,7 +11,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::ring::{HEADER_BYTES, Reader, Writer};
 use super::sync::Memory;
-use crate::tcp::RingsOffer;
+use crate::wire::RingsOffer;
 
 /// Bytes of a ring if nobody knows better.
 pub(crate) const RING_BYTES: usize = 256 << 10;

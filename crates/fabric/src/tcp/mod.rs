@@ -17,8 +17,8 @@ pub use credentials::{Tls, TlsError};
 pub(crate) use dialling::{Dialled, Dialling, nonce};
 pub(crate) use frame::{BYTES_MAX, ENTRIES_MAX, Head, MESSAGE_BYTES_MAX, WORDS_BYTES_MAX};
 pub(crate) use greeting::{
-    Answer, HELLO_BYTES, Hello, Key, PROOF_MESSAGE_BYTES, Purpose, RingsOffer, SessionKey, Welcome,
-    encode_challenge, encode_refusal,
+    Answer, HELLO_BYTES, Hello, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome, encode_challenge,
+    encode_refusal,
 };
 pub(crate) use link::{Came, Ended, Link};
 pub(crate) use outgoing::Out;

@@ -21,9 +21,8 @@ use crate::process::Process;
 use crate::region_news::Keys;
 use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, Registrar};
-use crate::tcp::Key;
 use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
-use crate::trust::Trust;
+use crate::trust::{Key, Trust};
 
 /// As engines have it.
 const LET_GO: Duration = Duration::from_secs(1);
