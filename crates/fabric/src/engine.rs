@@ -80,6 +80,10 @@ impl Engine {
     }
 
     /// As [`Engine::new`], with carriers beside those of this crate. [`EngineOptions::transport`] chooses among all of them.
+    /// With TLS the engine opens carriers over sockets only, because no other carrier encrypts.
+    ///
+    /// # Errors
+    /// [`FabricError::NoSuchCarrier`] and [`FabricError::SameCarrier`] where the names do not fit; as [`Engine::new`].
     pub fn with_carriers(options: EngineOptions, more: Vec<NewCarrier<'_>>) -> Result<Engine, FabricError> {
         options.check()?;
         let me = Identity { engine: long_random()?, boot: random()? };
