@@ -10,7 +10,7 @@ use kvlane_memory::Mapping;
 use kvlane_shm_ring::{HEADER_BYTES, Memory, Reader, Writer};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::tcp::RingsOffer;
+use crate::wire::RingsOffer;
 
 /// Bytes of a ring if nobody knows better.
 pub(crate) const RING_BYTES: usize = 256 << 10;

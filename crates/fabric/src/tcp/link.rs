@@ -9,13 +9,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use kvlane_shm_ring::{Reader, Writer};
 
-use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES, is_undamaged};
+use super::frame::{ENTRIES_MAX, HEAD_BYTES, Head, is_undamaged};
 use super::outgoing::{Out, Outgoing};
 use super::stream::{Rings, Stream};
 use super::sum::{SUM_BYTES, Sum};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
 use crate::ranges::{Piece, Spots};
+use crate::wire::{BadFrame, RUN_BYTES};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
 const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
