@@ -69,7 +69,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
-	$(DEV)/python scripts/circles.py crates/client/src crates/server/src crates/router/src crates/door/src crates/zmtp/src crates/kv-events/src crates/fabric/src crates/handoff/src
+	$(DEV)/python scripts/circles.py
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
@@ -98,8 +98,8 @@ packaging: dev ## installs the tests' own wheel where there is no Rust, and uses
 manylinux: wheel dev ## the same with the wheel that users get, which takes a release build
 	KVLANE_TEST_WHEEL=dist $(PYTEST_DEV) --junitxml $(TIMES)/manylinux.xml tests/packaging
 
-loom: ## all orders of the steps of two threads at the fabric's ring
-	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-fabric --lib loom
+loom: ## all orders of the steps of two threads at the ring in shared memory
+	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-shm-ring --lib loom
 
 miri: ## tests of the crates without I/O, by an interpreter that sees undefined behaviour, where it is installed
 	$(PYTHON) scripts/miri.py

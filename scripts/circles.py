@@ -1,10 +1,13 @@
 """Fails on circles of files inside a crate: files that import each other, directly or over others.
 
-    python scripts/circles.py crates/client/src crates/server/src
+    python scripts/circles.py                      every crate of the workspace
+    python scripts/circles.py crates/client/src    one of them
 
-A file imports another where it names something of it, by `use` or in place: `crate::pools::Mapped`,
-`super::ids::JobKey`. A name that the crate's lib.rs only passes on counts as the file's that has it. That a file
-declares its submodules is no import.
+A file imports the file whose name stands in a path: `crate::pools::Mapped`, `super::ids::JobKey`, or `ids::JobKey`
+where `ids` is its own submodule. A file that re-exports a name counts like one that defines it: `super::Error` imports
+the parent even if the parent has the name from elsewhere, and the parent imports that file. A declaration of a
+submodule is no import. A name that lib.rs only re-exports counts as the file's that lib.rs takes it from: lib.rs lists
+such names for users of the crate.
 """
 
 from __future__ import annotations
@@ -15,38 +18,49 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 COMMENT = re.compile(r"//[^\n]*")
-TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{.*?^\}", re.DOTALL | re.MULTILINE)
+TESTS = re.compile(
+    r"^#\[cfg\((?:test|all\(test\b.*?\))\)\]\n(?:pub )?mod \w+ \{.*?^\}", re.DOTALL | re.MULTILINE
+)
 VISIBILITY = re.compile(r"\bpub\((?:crate|super|self|in [\w:]+)\)")
-PATH = re.compile(r"\b((?:crate|super|self)(?:::\w+)*)(::\{)?")
+PATH = re.compile(r"(?<![\w:])(\w+(?:::\w+)*)(::[{*])?")
+USE = re.compile(r"^(pub )?use ([^;]+);", re.MULTILINE)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="src folders of crates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, help="src folders of crates; none stands for all")
     found = 0
-    for folder in parser.parse_args().folders:
+    for folder in parser.parse_args().folders or every_crate():
         for circle in circles(imports(folder)):
             found += 1
-            print(f"{folder}: these files import each other: {', '.join(circle)}")
+            print(f"{folder}: these files import each other: {', '.join(name or 'lib' for name in circle)}")
     return 1 if found else 0
+
+
+def every_crate() -> list[Path]:
+    sources = [*ROOT.glob("crates/*/src"), *ROOT.glob("crates/*/*/src")]
+    here = Path.cwd()
+    return sorted(path.relative_to(here) if path.is_relative_to(here) else path for path in sources)
 
 
 def imports(folder: Path) -> dict[str, set[str]]:
     """By file of a crate, the files that it imports; all named by their module, such as "links::ids"."""
     texts = {module_of(path.relative_to(folder)): read(path) for path in folder.rglob("*.rs")}
-    passed_on = re_exports(texts)
-    graph: dict[str, set[str]] = {}
-    for module, text in texts.items():
-        named = (file_of(path, texts, passed_on) for path in paths(text, module))
-        graph[module] = {target for target in named if target not in (None, module)}  # type: ignore[misc]
+    listed = passed_on(texts.get("", ""), texts)
     # What lib.rs passes on is meant for users of the crate.
-    graph[""] = set()
-    return graph
+    texts[""] = USE.sub(lambda use: "" if use.group(1) else use.group(), texts.get("", ""))
+    return {
+        module: {file_of(path, texts, listed) for path in paths(text, module, texts)} - {module}
+        for module, text in texts.items()
+    }
 
 
 def read(path: Path) -> str:
-    return VISIBILITY.sub("pub", TESTS.sub("", COMMENT.sub("", path.read_text())))
+    return TESTS.sub("", VISIBILITY.sub("pub", COMMENT.sub("", path.read_text())))
 
 
 def module_of(path: Path) -> str:
@@ -56,17 +70,27 @@ def module_of(path: Path) -> str:
     return "::".join(parts)
 
 
-def paths(text: str, module: str) -> Iterator[list[str]]:
-    """What a file names, as paths from the crate's root."""
+def joined(*names: str) -> str:
+    return "::".join(filter(None, names))
+
+
+def paths(text: str, module: str, texts: dict[str, str]) -> Iterator[list[str]]:
+    """What a file names of its crate, as paths from the crate's root."""
     at = 0
     while match := PATH.search(text, at):
         stem, at = match.group(1).split("::"), match.end()
         ends: list[list[str]] = [[]]
-        if match.group(2):
+        if match.group(2) == "::{":
             group = text[at : closing_brace(text, at)]
-            ends, at = list(leaves(group, 0)), at + len(group)
-        for end in ends:
-            yield absolute([*stem, *end], module)
+            ends, at = [end for end, _ in leaves(group)], at + len(group)
+        if starts_here(stem, module, texts) and (len(stem) > 1 or match.group(2)):
+            for end in ends:
+                yield absolute([*stem, *end], module)
+
+
+def starts_here(path: list[str], module: str, texts: dict[str, str]) -> bool:
+    """Whether a path that stands in a file leads to files of the same crate."""
+    return path[0] in ("crate", "super", "self") or joined(module, path[0]) in texts
 
 
 def closing_brace(text: str, at: int) -> int:
@@ -79,25 +103,33 @@ def closing_brace(text: str, at: int) -> int:
     return len(text)
 
 
-def leaves(text: str, at: int) -> Iterator[list[str]]:
-    """The paths inside the braces that begin at this place: `a, b::{c, d}` has a, b::c and b::d."""
+def leaves(text: str) -> Iterator[tuple[list[str], str]]:
+    """The paths inside the braces that end this text, each with the name that it gets: `a, b::{c, d as e}}` has a, b::c
+    and b::d, the latter as e."""
     stack: list[list[str]] = [[]]
     current: list[str] = []
-    for token in re.finditer(r"\w+|[{},]", text[at:]):
+    for token in re.finditer(r"\w+|[{},]", text):
         word = token.group()
         if word == "{":
             stack.append([*stack[-1], *current])
             current = []
         elif word in ",}":
             if current:
-                yield [*stack[-1], *current]
+                path, name = renamed(current)
+                yield [*stack[-1], *path], name
             current = []
             if word == "}":
                 stack.pop()
                 if not stack:
                     return
-        elif word != "self":
+        else:
             current.append(word)
+
+
+def renamed(words: list[str]) -> tuple[list[str], str]:
+    """The words of a path without a leading alias."""
+    path, name = (words[:-2], words[-1]) if "as" in words else (words, words[-1])
+    return [word for at, word in enumerate(path) if at == 0 or word != "self"], name
 
 
 def absolute(path: list[str], module: str) -> list[str]:
@@ -111,33 +143,21 @@ def absolute(path: list[str], module: str) -> list[str]:
     return here + path
 
 
-def re_exports(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Names that a file passes on by `pub use`, each as module::name, and where they are from."""
-    passed_on = {}
-    for module, text in texts.items():
-        for match in re.finditer(r"pub(?:\(\w+\))? use ([\w:]+?)(::\{|;)", text):
-            stem = match.group(1).split("::")
-            ends = leaves(text, match.end()) if match.group(2) == "::{" else [[]]
-            for end in ends:
-                path = [*stem, *end]
-                full = (
-                    absolute(path, module)
-                    if path[0] in ("crate", "super", "self")
-                    else [*filter(None, [module]), *path]
-                )
-                passed_on["::".join(filter(None, [module, path[-1]]))] = full
-    return passed_on
+def passed_on(text: str, texts: dict[str, str]) -> dict[str, list[str]]:
+    """Names that lib.rs takes from other files, each with its path."""
+    listed = {}
+    for use in USE.finditer(text):
+        for path, name in leaves(use.group(2) + "}"):
+            if starts_here(path, "", texts):
+                listed[name] = absolute(path, "")
+    return listed
 
 
-def file_of(path: list[str], texts: dict[str, str], passed_on: dict[str, list[str]]) -> str | None:
-    """The file that has what is named; None for the crate's root."""
-    for _ in range(len(passed_on) + 1):
-        known = next((n for n in range(len(path), -1, -1) if "::".join(path[:n]) in texts), 0)
-        name = "::".join(path[: known + 1])
-        if name not in passed_on:
-            return "::".join(path[:known]) or ("" if path else None)
-        path = passed_on[name] + path[known + 1 :]
-    return None
+def file_of(path: list[str], texts: dict[str, str], listed: dict[str, list[str]]) -> str:
+    """The file that a path names: the longest part of it that is a module, "" for lib.rs."""
+    while path and path[0] in listed and path[0] not in texts:
+        path = listed[path[0]] + path[1:]
+    return next(name for n in range(len(path), -1, -1) if (name := joined(*path[:n])) in texts)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -201,7 +201,7 @@ def _add_crate(found: Plan, file: str, crate: str, rest: list[str], uses: dict[s
     elif crate != "fuzz-targets":
         found.ask_python(file, *PYTHON_FOLDERS)
         found.ask_engines(file)
-    if crate == "fabric":
+    if crate == "shm-ring":
         found.ask(file, "loom")
     if crate in ("block", "policy", "store"):
         found.ask(file, "miri")

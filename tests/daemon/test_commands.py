@@ -56,7 +56,7 @@ def test_every_metric_of_the_reference_appears(
 ) -> None:
     assert run_kvlane("reference", str(folder / "reference")).returncode == 0
     of_the_daemon = (folder / "reference/metrics.md").read_text().split("## The router")[0]
-    names = set(re.findall(r"\bkvlane_\w+", of_the_daemon))
+    names = set(re.findall(r"\b(?:kvlane|process)_\w+", of_the_daemon))
     assert len(names) > 20
     # Some are of GPUs, some of an SSD or of shadow caches.
     flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib", "--policy", "auto")

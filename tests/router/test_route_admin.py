@@ -49,7 +49,7 @@ def test_metrics_count_and_come_to_rest() -> None:
         ask(router.address, COMPLETIONS, wanted(model="unknown"))
         found = metrics(router.admin)
         reference = (ROOT / "docs/reference/metrics.md").read_text().split("## The router")[1]
-        listed = set(re.findall(r"`(kvlane_\w+)`", reference))
+        listed = set(re.findall(r"`((?:kvlane|process)_\w+)`", reference))
         # Those of `--balance` have numbers only with it.
         only_balancing = {name for name in listed if re.search("_balance_|_node_score|_scale_wanted_", name)}
         kinds = dict.fromkeys((name for name in listed if name.endswith("_seconds")), "histogram")
@@ -64,6 +64,8 @@ def test_metrics_count_and_come_to_rest() -> None:
             name for name, value in nodes.items() if value and ("_requests{" in name or "_tokens{" in name)
         ]
         assert found["kvlane_route_index_bytes"] <= 24 << 20
+        assert 0 < found["process_open_fds"] < found["process_max_fds"]
+        assert metrics(router.admin)["process_start_time_seconds"] == found["process_start_time_seconds"]
 
 
 def test_requests_are_counted_by_route_model_node_and_status() -> None:

@@ -22,14 +22,14 @@ mod terminal;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use kvlane_gpu::Drivers;
 
 /// Keeps the KV cache of vLLM engines in a daemon outside the engine, so that it outlives them and is shared by all
 /// engines of a host.
 #[derive(Debug, Parser)]
 #[command(name = "kvlane", version, arg_required_else_help = true, max_term_width = 110)]
-pub(crate) struct Cli {
+struct Cli {
     #[command(subcommand)]
     command: Command,
 }
@@ -67,7 +67,7 @@ enum Command {
 pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => return serve::run(args, drivers),
-        Command::Route(args) => return route::run(*args),
+        Command::Route(args) => return route::run(*args, Cli::command()),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args, drivers),
         Command::Drop(args) => namespaces::run(&args),
@@ -75,7 +75,7 @@ pub fn main(drivers: Drivers) -> ExitCode {
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),
-        Command::Reference(args) => reference::run(&args),
+        Command::Reference(args) => reference::run(&args, Cli::command()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

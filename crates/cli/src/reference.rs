@@ -3,12 +3,9 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Result, bail};
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
+use kvlane_door::Metric;
 use kvlane_proto::PROTO_SOURCE;
-use kvlane_router::admin;
-use kvlane_server::METRICS;
-
-use crate::Cli;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReferenceArgs {
@@ -21,9 +18,9 @@ pub(crate) struct ReferenceArgs {
 
 const NOTE: &str = "<!-- Made by `kvlane reference docs/reference`; do not edit. -->\n\n";
 
-/// Writes or checks the pages.
-pub(crate) fn run(args: &ReferenceArgs) -> Result<()> {
-    for (name, text) in [("flags.md", flags()), ("metrics.md", metrics()), ("calls.md", calls())] {
+/// Writes or checks the pages. `program` is the whole command line of kvlane.
+pub(crate) fn run(args: &ReferenceArgs, program: Command) -> Result<()> {
+    for (name, text) in [("flags.md", flags(program)), ("metrics.md", metrics()), ("calls.md", calls())] {
         let path = args.folder.join(name);
         if !args.check {
             fs::create_dir_all(&args.folder)?;
@@ -35,12 +32,12 @@ pub(crate) fn run(args: &ReferenceArgs) -> Result<()> {
     Ok(())
 }
 
-fn flags() -> String {
+fn flags(mut program: Command) -> String {
     let mut text = format!("{NOTE}# Flags\n");
-    let mut cli = Cli::command();
-    cli.build();
-    let visible =
-        cli.get_subcommands_mut().filter(|command| !command.is_hide_set() && command.get_name() != "help");
+    program.build();
+    let visible = program
+        .get_subcommands_mut()
+        .filter(|command| !command.is_hide_set() && command.get_name() != "help");
     for command in visible {
         let name = command.get_name().to_owned();
         // Written in Python: its own --help tells.
@@ -58,7 +55,7 @@ fn flags() -> String {
     text
 }
 
-fn help_of(command: &clap::Command, heading: &str) -> String {
+fn help_of(command: &Command, heading: &str) -> String {
     let mut command = command.clone().term_width(100).hide_possible_values(false);
     let help = command.render_long_help().to_string();
     // Values of the environment would make the page differ from machine to machine.
@@ -78,19 +75,17 @@ fn metrics() -> String {
     let mut text = format!(
         "{NOTE}# Metrics\n\n## The daemon\n\nServed at `/metrics` of `kvlane serve --http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
     );
-    for metric in METRICS {
-        let (kind, labels) = (metric.kind.name(), metric.labels);
-        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
-    }
+    text.extend(kvlane_server::metrics().map(row));
     text.push_str(
         "\n## The router\n\nServed at `/metrics` of `kvlane route --admin`.\n\n\
          | name | kind | labels | what |\n|---|---|---|---|\n",
     );
-    for metric in admin::metrics() {
-        let (kind, labels) = (metric.kind.name(), metric.labels);
-        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
-    }
+    text.extend(kvlane_router::metrics::metrics().map(row));
     text
+}
+
+fn row(Metric { name, kind, labels, help }: &Metric) -> String {
+    format!("| `{name}` | {} | {labels} | {help} |\n", kind.name())
 }
 
 /// The messages of the wire with their comments, from the .proto file.
@@ -135,16 +130,19 @@ fn paragraphs(lines: &[&str]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]
     fn every_flag_metric_and_message_is_on_its_page() {
+        let flags = flags(crate::Cli::command());
         assert!(
-            flags().contains("--pool-size")
-                && flags().contains("KVLANE_POOL_SIZE")
-                && !flags().contains("## kvlane reference")
+            flags.contains("--pool-size")
+                && flags.contains("KVLANE_POOL_SIZE")
+                && !flags.contains("## kvlane reference")
         );
-        assert!(METRICS.iter().all(|metric| metrics().contains(metric.name)));
+        assert!(kvlane_server::metrics().all(|metric| metrics().contains(metric.name)));
         assert!(calls().contains("## Lookup\n") && calls().contains("- `uint64 max_tokens`: Upper bound"));
     }
 

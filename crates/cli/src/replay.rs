@@ -8,24 +8,20 @@ mod picture;
 mod pool_table;
 mod report;
 mod trace_file;
+mod work;
 
 use std::{
     io::{ErrorKind, Write},
-    num::NonZero,
     path::PathBuf,
-    sync::atomic::{AtomicUsize, Ordering},
-    sync::mpsc,
-    thread,
     time::Instant,
 };
 
 use anyhow::{Result, bail};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
-use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, clairvoyant, estimate_ceiling, replay};
+use kvlane_policy::{Choice, PolicyKind, Setup, Trace, clairvoyant, estimate_ceiling, replay};
 use serde_json::Value;
 
-use self::capacity::Capacity;
+use self::{capacity::Capacity, report::Run};
 use crate::size::Size;
 
 #[derive(Debug, Args)]
@@ -104,20 +100,11 @@ impl ReplayArgs {
     }
 }
 
-/// One policy at one capacity.
-struct Run {
-    setup: Setup,
-    /// Of RAM in the trace's different blocks, 0 to 1.
-    share: f64,
-    replayed: Replayed,
-    seconds: f64,
-}
-
 /// Replays the trace, prints what came out, and draws it.
 pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let file = trace_file::read(&args.trace)?;
     if let Some(route) = &args.route {
-        let report = fleet::run(args, route, file)?;
+        let report = fleet::run(&args.trace, route, file)?;
         let text = fleet::to_text(&report);
         return publish(args, &report, &text, "route_replay_picture");
     }
@@ -206,45 +193,12 @@ fn publish(args: &ReplayArgs, json: &Value, text: &str, module: &str) -> Result<
 
 /// All setups, each with its share, on as many threads as there are cores; in the order in which they were given.
 fn replay_all(trace: &Trace, setups: &[(Setup, f64)]) -> Vec<Run> {
-    let bar = progress_bar(trace.references() * setups.len(), "references");
-    let runs = on_all_cores(setups, |&(setup, share)| {
+    let bar = work::progress_bar(trace.references() * setups.len(), "references");
+    let runs = work::on_all_cores(setups, |&(setup, share)| {
         let start = Instant::now();
         let replayed = replay(trace, setup, |references| bar.inc(references as u64));
         Run { setup, share, replayed, seconds: start.elapsed().as_secs_f64() }
     });
     bar.finish_and_clear();
     runs
-}
-
-fn progress_bar(count: usize, of: &str) -> ProgressBar {
-    let bar = ProgressBar::new(count as u64).with_message("replaying");
-    let template = format!("{{msg}} {{bar:40}} {{percent}}% of {{human_len}} {of}, {{eta}}");
-    if let Ok(style) = ProgressStyle::with_template(&template) {
-        bar.set_style(style);
-    }
-    bar
-}
-
-/// What `run` makes of each, in their order.
-fn on_all_cores<T: Sync, R: Send>(all: &[T], run: impl Fn(&T) -> R + Sync) -> Vec<R> {
-    let next = AtomicUsize::new(0);
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(all.len());
-    let (done, finished) = mpsc::channel();
-    thread::scope(|scope| {
-        for _ in 0..threads {
-            let (done, next, run) = (done.clone(), &next, &run);
-            scope.spawn(move || {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(one) = all.get(index) else { break };
-                    // The receiver outlives this scope.
-                    let _ = done.send((index, run(one)));
-                }
-            });
-        }
-    });
-    drop(done);
-    let mut runs: Vec<(usize, R)> = finished.into_iter().collect();
-    runs.sort_by_key(|(index, _)| *index);
-    runs.into_iter().map(|(_, run)| run).collect()
 }

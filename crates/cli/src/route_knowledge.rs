@@ -5,8 +5,8 @@ use std::{path::PathBuf, sync::Arc};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use kvlane_router::{
+    address::Address,
     knowledge::{EventSource, Knowledge, KnowledgeSettings},
-    proxy::Address,
 };
 
 /// See the flags.

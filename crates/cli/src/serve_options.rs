@@ -1,5 +1,8 @@
 //! The flags of `kvlane serve`: from the command line, else the environment, else the file, else the defaults.
 
+mod gpus;
+mod ssd;
+
 use std::{
     env, fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::Path, path::PathBuf,
     time::Duration,
@@ -8,16 +11,15 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use kvlane_client::default_address;
-use kvlane_gpu::{Drivers, RailChoice, RailOptions};
+use kvlane_gpu::Drivers;
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_proto::Address;
-use kvlane_server::{ServeOptions, SsdOptions};
-use kvlane_ssd::DeviceOptions;
+use kvlane_server::ServeOptions;
 use serde::Deserialize;
-
 use tracing_subscriber::EnvFilter;
 
+use self::gpus::{CalibrateArg, GpuArg, GpuFlags, StagingArg};
 use crate::{
     logging::{self, LogFormat},
     size::{Size, TypedSize},
@@ -29,10 +31,6 @@ const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
-const DEFAULT_SAVE_LINK_SHARE: u8 = 33;
-/// Longer than computing a long prompt takes is of no use.
-const DEFAULT_SSD_WAIT_MS: u32 = 1000;
-const DEFAULT_RAILS: &str = "off";
 const DEFAULT_LOG: &str = "info";
 /// Of more than CPUs there are nobody is faster; threads without end exhaust the machine.
 const MOST_SEAL_THREADS: usize = 1024;
@@ -184,28 +182,6 @@ impl From<PolicyArg> for Choice {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum GpuArg {
-    Auto,
-    On,
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum CalibrateArg {
-    Auto,
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum StagingArg {
-    Auto,
-    Off,
-}
-
 #[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum NumaArg {
@@ -247,32 +223,8 @@ impl ServeArgs {
         let log = self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into());
         let log = logging::parse_filter(&log).map_err(anyhow::Error::msg)?;
         let mut warnings = Vec::new();
-        let (pool, pool_size) = match self.pool_size.or(file.pool_size) {
-            Some(TypedSize { size, typed }) => (size, format!("'{typed}'")),
-            None => (Size(DEFAULT_POOL), "4gb (the default)".into()),
-        };
-        if pool.0 < 1 << 20 {
-            bail!("--pool-size {pool_size} is too small: a pool has at least 1mib");
-        }
-        let shared = || env::var("KVLANE_ADDR").ok().filter(|address| !address.is_empty());
-        let listen = match self.listen.map(|written| ("--listen", written)) {
-            None => shared().map(|address| ("KVLANE_ADDR", vec![address])),
-            given => given,
-        };
-        let listen = match listen.or(file.listen.map(|written| ("listen", written))) {
-            Some((from, written)) => written
-                .iter()
-                .map(|text| text.parse().map_err(|error| anyhow!("{from} {error}")))
-                .collect::<Result<Vec<Address>>>()?,
-            None => vec![default_address()],
-        };
-        if listen.is_empty() {
-            bail!("--listen is empty: without an address nobody can connect");
-        }
-        if !listen.iter().any(|address| matches!(address, Address::Unix(_))) {
-            warnings
-                .push("--listen names no Unix socket: engines use nothing else, so none can connect".into());
-        }
+        let (pool, pool_size) = pool_size(self.pool_size.or(file.pool_size))?;
+        let listen = addresses(self.listen, file.listen, &mut warnings)?;
         let http = self.http.or(file.http).unwrap_or_else(|| DEFAULT_HTTP.into());
         let hugepages = match self.hugepages.or(file.hugepages).unwrap_or(HugePagesArg::Auto) {
             HugePagesArg::Auto => HugePages::Auto,
@@ -283,63 +235,22 @@ impl ServeArgs {
             NumaArg::Auto => Numa::Auto,
             NumaArg::Off => Numa::Off,
         };
-        let (gpu_driver, no_gpu) = match self.gpu.or(file.gpu).unwrap_or(GpuArg::Auto) {
-            GpuArg::Off => (None, "--gpu off".to_owned()),
-            wanted => match kvlane_gpu::detect(drivers) {
-                Ok(driver) => (Some(driver), String::new()),
-                Err(reason) if wanted == GpuArg::On => bail!("--gpu on: {reason}"),
-                Err(reason) => (None, reason.to_string()),
-            },
+        let gpus = GpuFlags {
+            gpu: self.gpu.or(file.gpu),
+            rails: self.rails.or(file.rails),
+            staging: self.staging.or(file.staging),
+            calibrate: self.calibrate.or(file.calibrate),
+            save_link_share: self.save_link_share.or(file.save_link_share),
         };
-        let rails_text = self.rails.or(file.rails).unwrap_or_else(|| DEFAULT_RAILS.into());
-        let rails: RailChoice = rails_text.parse().map_err(|error| anyhow!("--rails {error}"))?;
-        let (staging, calibrate) = (self.staging.or(file.staging), self.calibrate.or(file.calibrate));
-        let link_share = self.save_link_share.or(file.save_link_share);
-        match &gpu_driver {
-            Some(driver) => {
-                let devices = driver.devices()?;
-                let count = devices.len();
-                rails.among(devices).map_err(|error| anyhow!("--rails '{rails_text}': {error}"))?;
-                if count < 2 && rails != RailChoice::Off {
-                    warnings.push(format!(
-                        "--rails {rails_text} has no effect: there is one GPU, so no other one can lend its link"
-                    ));
-                }
-            }
-            None => {
-                let asked = [
-                    (rails != RailChoice::Off).then(|| format!("--rails {rails_text}")),
-                    (staging == Some(StagingArg::Auto)).then(|| "--staging auto".into()),
-                    (calibrate == Some(CalibrateArg::Auto)).then(|| "--calibrate auto".into()),
-                    link_share.map(|share| format!("--save-link-share {share}")),
-                ];
-                let without = |flag| format!("{flag} has no effect: no GPU is used ({no_gpu})");
-                warnings.extend(asked.into_iter().flatten().map(without));
-            }
-        }
-        let staging = staging != Some(StagingArg::Off);
-        let wanted = calibrate != Some(CalibrateArg::Off);
-        let calibrate = wanted && gpu_driver.as_ref().is_some_and(|driver| driver.name() == "cuda");
-        let save_link_share = link_share.unwrap_or(DEFAULT_SAVE_LINK_SHARE);
-        if !(1..=100).contains(&save_link_share) {
-            bail!("--save-link-share {save_link_share} is not a percentage from 1 to 100");
-        }
+        let gpus = gpus.resolve(drivers, &mut warnings)?;
         let ssd_typed = self.ssd.or(file.ssd).unwrap_or_default();
-        let ssd = ssd_options(
+        let ssd = ssd::options(
             &ssd_typed,
             self.ssd_write_rate.or(file.ssd_write_rate),
             self.ssd_wait_ms.or(file.ssd_wait_ms),
         )?;
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        let seal_threads = self.seal_threads.or(file.seal_threads);
-        if let Some(threads) = seal_threads.filter(|threads| threads.get() > MOST_SEAL_THREADS) {
-            bail!("--seal-threads {threads} is too many: write at most {MOST_SEAL_THREADS}");
-        }
-        if let Some(threads) = seal_threads.map(usize::from).filter(|threads| *threads > cpus) {
-            warnings.push(format!(
-                "--seal-threads {threads}: this process may use {cpus} CPUs, so that more threads are no faster"
-            ));
-        }
+        let seal_threads = seal_threads(self.seal_threads.or(file.seal_threads), cpus, &mut warnings)?;
         let sessions = self.max_sessions.or(file.max_sessions);
         if sessions == Some(0) {
             bail!("--max-sessions 0 lets nobody connect: write at least 1");
@@ -353,15 +264,15 @@ impl ServeArgs {
             listen,
             http: parse_http(&http)?,
             http_hosts: http_hosts(self.http_host.or(file.http_host))?,
-            seal_threads: seal_threads.map_or_else(|| (cpus / 4).clamp(1, 8), usize::from),
+            seal_threads,
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
             policy: self.policy.or(file.policy).map_or(Choice::default(), Choice::from),
-            gpu_driver,
-            rails: RailOptions { choice: rails, staging, ..RailOptions::default() },
-            save_link_share: f64::from(save_link_share) / 100.0,
+            gpu_driver: gpus.driver,
+            rails: gpus.rails,
+            save_link_share: gpus.save_link_share,
             ssd,
-            calibrate,
+            calibrate: gpus.calibrate,
             sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
         };
         Ok(Resolved {
@@ -369,7 +280,7 @@ impl ServeArgs {
             drain: Duration::from_secs(drain_s),
             log,
             log_format: self.log_format.or(file.log_format).unwrap_or_default(),
-            no_gpu,
+            no_gpu: gpus.none,
             pool_size,
             ssd: ssd_typed,
             sessions_were_asked: sessions.is_some(),
@@ -378,60 +289,63 @@ impl ServeArgs {
     }
 }
 
+/// The pool's size, and how the user typed it.
+fn pool_size(given: Option<TypedSize>) -> Result<(Size, String)> {
+    let (pool, typed) = match given {
+        Some(TypedSize { size, typed }) => (size, format!("'{typed}'")),
+        None => (Size(DEFAULT_POOL), "4gb (the default)".into()),
+    };
+    if pool.0 < 1 << 20 {
+        bail!("--pool-size {typed} is too small: a pool has at least 1mib");
+    }
+    Ok((pool, typed))
+}
+
+/// Where the daemon listens, by the command line, else KVLANE_ADDR, else the file.
+fn addresses(
+    given: Option<Vec<String>>,
+    in_file: Option<Vec<String>>,
+    warnings: &mut Vec<String>,
+) -> Result<Vec<Address>> {
+    let shared = || env::var("KVLANE_ADDR").ok().filter(|address| !address.is_empty());
+    let listen = match given.map(|written| ("--listen", written)) {
+        None => shared().map(|address| ("KVLANE_ADDR", vec![address])),
+        given => given,
+    };
+    let listen = match listen.or(in_file.map(|written| ("listen", written))) {
+        Some((from, written)) => written
+            .iter()
+            .map(|text| text.parse().map_err(|error| anyhow!("{from} {error}")))
+            .collect::<Result<Vec<Address>>>()?,
+        None => vec![default_address()],
+    };
+    if listen.is_empty() {
+        bail!("--listen is empty: without an address nobody can connect");
+    }
+    if !listen.iter().any(|address| matches!(address, Address::Unix(_))) {
+        warnings.push("--listen names no Unix socket: engines use nothing else, so none can connect".into());
+    }
+    Ok(listen)
+}
+
+/// The number of threads that seal blocks.
+fn seal_threads(given: Option<NonZeroUsize>, cpus: usize, warnings: &mut Vec<String>) -> Result<usize> {
+    if let Some(threads) = given.filter(|threads| threads.get() > MOST_SEAL_THREADS) {
+        bail!("--seal-threads {threads} is too many: write at most {MOST_SEAL_THREADS}");
+    }
+    if let Some(threads) = given.map(usize::from).filter(|threads| *threads > cpus) {
+        warnings.push(format!(
+            "--seal-threads {threads}: this process may use {cpus} CPUs, so that more threads are no faster"
+        ));
+    }
+    Ok(given.map_or_else(|| (cpus / 4).clamp(1, 8), usize::from))
+}
+
 /// A mistake in the file, with its line.
 fn in_file(path: &Path, text: &str, error: &toml::de::Error) -> anyhow::Error {
     let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
     let line = before.matches('\n').count() + 1;
     anyhow!("--config '{}', line {line}: {}", path.display(), error.message().replace('\n', ", "))
-}
-
-fn ssd_options(
-    paths: &[String],
-    write_rate: Option<Size>,
-    wait_ms: Option<u32>,
-) -> Result<Option<SsdOptions>> {
-    if paths.is_empty() {
-        if write_rate.is_some() || wait_ms.is_some() {
-            bail!("--ssd-write-rate and --ssd-wait-ms are of no use without --ssd");
-        }
-        return Ok(None);
-    }
-    if write_rate.is_some_and(|rate| rate.0 == 0) {
-        bail!("--ssd-write-rate 0 would keep nothing: leave it out for no limit");
-    }
-    let wait = wait_ms.unwrap_or(DEFAULT_SSD_WAIT_MS);
-    if !(1..=60_000).contains(&wait) {
-        bail!("--ssd-wait-ms {wait} is not from 1 to 60000");
-    }
-    Ok(Some(SsdOptions {
-        devices: paths.iter().map(|text| ssd_device(text)).collect::<Result<_>>()?,
-        write_rate: write_rate.map(|rate| rate.0),
-        wait: Duration::from_millis(wait.into()),
-    }))
-}
-
-const EXAMPLE_SSD: &str = "/ssd/kvlane:200gb";
-
-/// PATH or PATH:CAPACITY; what follows the last colon is a capacity if it has no slash and the whole is no path that is there.
-fn ssd_device(text: &str) -> Result<DeviceOptions> {
-    let (path, capacity) = match text.rsplit_once(':') {
-        Some((path, size)) if size.starts_with(|first: char| first.is_ascii_digit()) => {
-            let size: Size =
-                size.parse().map_err(|why| anyhow!("--ssd '{text}': '{size}' is no size: {why}"))?;
-            (path, Some(size.0))
-        }
-        // A mistyped size would be a file of that name, on all of the disk.
-        Some((_, rest)) if !rest.contains('/') && !Path::new(text).exists() => {
-            bail!(
-                "--ssd '{text}': '{rest}' is no size; write PATH:CAPACITY such as {EXAMPLE_SSD}, or PATH alone"
-            )
-        }
-        _ => (text, None),
-    };
-    if path.is_empty() {
-        bail!("--ssd '{text}' names no path");
-    }
-    Ok(DeviceOptions { path: path.into(), capacity })
 }
 
 fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
@@ -539,22 +453,6 @@ mod tests {
         );
         let nobody = ServeArgs { max_sessions: Some(0), ..Default::default() };
         assert!(nobody.resolve(driver_named).unwrap_err().to_string().contains("--max-sessions 0"));
-    }
-
-    /// `--ssd /disk:abc` made a file of that name with most of the disk.
-    #[test]
-    fn a_mistyped_capacity_is_no_part_of_the_path() {
-        for text in ["/disk:abc", "/disk:-1", "/disk:"] {
-            let error = ssd_device(text).unwrap_err().to_string();
-            assert!(
-                error.starts_with(&format!("--ssd '{text}': ")) && error.contains("is no size"),
-                "{error}"
-            );
-        }
-        assert_eq!(ssd_device("/a:b/c").unwrap().path, Path::new("/a:b/c"));
-        assert_eq!(ssd_device("/disk:1gb").unwrap().capacity, Some(1_000_000_000));
-        let there = tempfile::Builder::new().prefix("with:colon").tempdir().unwrap();
-        assert_eq!(ssd_device(there.path().to_str().unwrap()).unwrap().path, there.path());
     }
 
     /// `--rails 9` on a machine without a GPU was taken, and did nothing.

@@ -13,10 +13,10 @@ mod config;
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::{Value, json};
 
-use self::config::{Cache, Layer};
+use self::config::{Cache, CacheDtype, Layer};
 use crate::size::Size;
 
 /// A worker's part of a block begins on a page of the pool.
@@ -39,17 +39,6 @@ pub(crate) struct SizeArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-}
-
-/// As vLLM names them, as far as an element has whole bytes and nothing is stored beside it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CacheDtype {
-    Auto,
-    Bfloat16,
-    Float16,
-    Float32,
-    #[value(name = "fp8", aliases = ["fp8_e4m3", "fp8_e5m2"])]
-    Fp8,
 }
 
 fn parse_tokens(text: &str) -> Result<u64, String> {

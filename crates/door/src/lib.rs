@@ -3,7 +3,10 @@
 //!
 //! - [`Pages`]: serves them, in one thread.
 //! - [`Names`]: under which names they may be asked for.
-//! - [`write_metric`]: metrics as Prometheus reads them.
+//! - [`Row`]: a metric in a program's table; [`write_metrics`] writes the table as Prometheus reads it.
+//! - [`Histogram`]: durations by their length, counted without a lock.
+//! - [`Process`]: what the program tells of its own process.
+//! - [`RuntimeThread`]: a thread with a runtime of its own, which another thread can stop.
 //! - [`Slots`]: how many connections are open.
 //! - [`Waiting`]: chooses the connection that gives up its slot when there is none left.
 #![forbid(unsafe_code)]
@@ -11,13 +14,18 @@
 mod host;
 mod metrics;
 mod pages;
+mod runtime_thread;
 mod slots;
 mod waiting;
 
 pub use self::{
     host::{Misdirected, Names},
-    metrics::{MetricKind, escape_label, write_metric},
+    metrics::{
+        CONTENT_TYPE, Distribution, Histogram, Labels, Metric, MetricKind, PROCESS_METRICS, Pending, Process,
+        Row, Source, distributions, each, total, write_metrics,
+    },
     pages::{CONNECTIONS_MAX, Pages},
+    runtime_thread::{RuntimeThread, Stopped},
     slots::{Slot, Slots},
     waiting::{Place, Waiting},
 };

@@ -1,6 +1,6 @@
 //! The serving thread.
 
-use std::{io, net::TcpListener, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{io, net::TcpListener, sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -17,10 +17,10 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use serde_json::json;
-use tokio::sync::oneshot;
 
 use crate::{
     host::Names,
+    runtime_thread::RuntimeThread,
     slots::Slots,
     waiting::{Place, Waiting},
 };
@@ -38,10 +38,7 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// Serves pages until it is stopped.
 #[derive(Debug)]
-pub struct Pages {
-    stop: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
-}
+pub struct Pages(RuntimeThread);
 
 impl Pages {
     /// Serves these pages, under the host's addresses, `localhost` and `names`, to as many at a time as there are `slots`.
@@ -51,28 +48,18 @@ impl Pages {
     pub fn serve(listener: TcpListener, pages: Router, names: Names, slots: Arc<Slots>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let pages = pages.layer(middleware::from_fn_with_state(Arc::new(names), only_for_us));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, stopped) = oneshot::channel::<()>();
-        let thread = std::thread::Builder::new().name("kvlane-http".into()).spawn(move || {
-            let served = runtime.block_on(async {
-                let listener = tokio::net::TcpListener::from_std(listener)?;
-                tokio::select! {
-                    () = accept(&listener, &slots, &pages) => Ok(()),
-                    _ = stopped => Ok::<(), io::Error>(()),
-                }
-            });
-            if let Err(error) = served {
-                tracing::error!(%error, "HTTP ended");
+        let serve = move || async move {
+            match tokio::net::TcpListener::from_std(listener) {
+                Ok(listener) => accept(&listener, &slots, &pages).await,
+                Err(error) => tracing::error!(%error, "HTTP ended"),
             }
-        })?;
-        Ok(Self { stop, thread })
+        };
+        Ok(Self(RuntimeThread::start("kvlane-http", serve)?))
     }
 
     /// Ends it.
     pub fn stop(self) {
-        // The receiver is gone when serving ended by itself.
-        let _ = self.stop.send(());
-        let _ = self.thread.join();
+        self.0.stop();
     }
 }
 

@@ -4,8 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use kvlane_gpu::{GpuError, ImportedChunks};
 
-use crate::exported::{Allocation, ChunkShare};
-use crate::gpu_daemon::ALLOCATIONS_MAX;
+use crate::exported::{ALLOCATIONS_MAX, Allocation, ChunkShare};
 use crate::gpu_pool::Gpus;
 
 /// Most chunks of a worker: 128 GiB in chunks of 2 MiB, which are the smallest.

@@ -2,6 +2,9 @@
 
 use kvlane_gpu::IpcHandle;
 
+/// Most allocations that a worker's regions may lie in.
+pub(crate) const ALLOCATIONS_MAX: usize = 4096;
+
 /// A worker's GPU memory, as the worker exports it and the daemon imports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exported {

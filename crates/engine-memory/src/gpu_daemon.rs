@@ -17,12 +17,11 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::chunks::SharedChunks;
-use crate::exported::{Allocation, Exported};
+use crate::exported::{ALLOCATIONS_MAX, Allocation, Exported};
 use crate::fence::FENCE_BYTES;
 use crate::flags::{Flag, LoadPart};
 use crate::gpu_pool::{Gpus, PinnedPool};
 use crate::lane::{FENCE_AFTER, FENCE_BEFORE, Lane};
-use crate::meetings::Member;
 use crate::pace::{Pace, cut};
 use crate::runs::Runs;
 
@@ -30,8 +29,6 @@ use crate::runs::Runs;
 const LOOK_EVERY: Duration = Duration::from_micros(500);
 /// Most events that a worker may share: copies that it can have under way.
 const EVENTS_MAX: usize = 1024;
-/// Most allocations that a worker's regions may lie in.
-pub(crate) const ALLOCATIONS_MAX: usize = 4096;
 
 /// Why a copy by the GPU is worth nothing.
 #[derive(Debug, Error)]
@@ -77,6 +74,19 @@ pub struct GpuMemory {
     _chunks: Vec<ImportedChunks>,
     /// What is copied from and to stays pinned as long as this.
     pool: Arc<PinnedPool>,
+}
+
+/// A load that one rank was asked for.
+#[derive(Debug)]
+pub struct Member {
+    /// The memory of the worker that the load is for.
+    pub memory: Arc<GpuMemory>,
+    /// The load copies these, in this order.
+    pub parts: Vec<LoadPart>,
+    /// Epoch of the worker's fence, as its request named it. If another one is found there, the load was given up.
+    pub epoch: u64,
+    /// The engine computes for other requests meanwhile.
+    pub beside_compute: bool,
 }
 
 /// Which way a lane's copies go.

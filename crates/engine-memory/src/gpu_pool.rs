@@ -13,8 +13,6 @@ use kvlane_gpu::{
 use kvlane_memory::Arena;
 use parking_lot::Mutex;
 
-use crate::meetings::Meetings;
-
 /// The GPU driver, with the pool pinned for it.
 #[derive(Debug)]
 pub struct Gpus {
@@ -24,9 +22,7 @@ pub struct Gpus {
     rails: Arc<Rails>,
     /// For GPUs of this name: those of one host and model are alike.
     calibrated: (String, Calibration),
-    /// Loads of ranks that hold the same blocks.
-    pub meetings: Meetings,
-    /// How long they wait for each other.
+    /// How long loads of ranks that hold the same blocks wait for each other ([`crate::Meetings`]).
     pub meet_within: Duration,
     pool: Arc<PinnedPool>,
 }
@@ -64,9 +60,8 @@ impl Gpus {
         let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
         let meet_within = rails.meet_within;
         let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
-        let meetings = Meetings::default();
         let pool = Arc::new(PinnedPool { pinned, arena });
-        let gpus = Self { driver, opened, rails, meetings, meet_within, calibrated, pool };
+        let gpus = Self { driver, opened, rails, meet_within, calibrated, pool };
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
         let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
         if several {

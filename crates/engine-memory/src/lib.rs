@@ -57,12 +57,12 @@ pub use fence::{FENCE_BYTES, FenceValue};
 pub use flags::{
     AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, LoadPart, parts_of, word_address,
 };
-pub use gpu_daemon::{GpuCopyError, GpuMemory};
+pub use gpu_daemon::{GpuCopyError, GpuMemory, Member};
 pub use gpu_pool::Gpus;
 pub use gpu_worker::{ChunkBatch, WorkerGpu};
 pub use host_daemon::{CopyError, ProcessVm};
 pub use host_worker::HostFence;
-pub use meetings::{Answer, Meetings, Member, Seat};
+pub use meetings::{Answer, Meetings, Seat};
 pub use own::{Copied, OwnBlocks, OwnCopies, OwnError};
 pub use pace::Pace;
 pub use peer::{Asked, PeerBlocks, SaveError};

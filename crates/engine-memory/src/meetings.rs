@@ -18,20 +18,7 @@ use kvlane_block::{Rank, Run};
 use parking_lot::{Condvar, Mutex};
 
 use crate::flags::LoadPart;
-use crate::gpu_daemon::{GpuCopyError, GpuMemory};
-
-/// A load that one rank was asked for.
-#[derive(Debug)]
-pub struct Member {
-    /// The memory of the worker that the load is for.
-    pub memory: Arc<GpuMemory>,
-    /// What is to be copied, in this order.
-    pub parts: Vec<LoadPart>,
-    /// Of the worker's fence, as its request named it: when another one is found there, the load was given up.
-    pub epoch: u64,
-    /// The engine computes for other requests meanwhile.
-    pub beside_compute: bool,
-}
+use crate::gpu_daemon::{GpuCopyError, Member};
 
 /// What became of a rank's load in a meeting; None where it has to load by itself.
 pub type Answer = Option<Result<(), GpuCopyError>>;

@@ -91,7 +91,8 @@ mod tests {
     use super::*;
     use crate::carriers::process_vm::{Card, Neighbour};
     use crate::hub::RUNS_A_HOLD;
-    use crate::tcp::{ENTRIES_MAX, Identity};
+    use crate::identity::Identity;
+    use crate::tcp::ENTRIES_MAX;
     use crate::{
         Access, Engine, EngineOptions, Handle, Op, Pages, PeerId, Pieces, Place, Run, SendOptions, Transfer,
         Transport,
@@ -152,7 +153,7 @@ mod tests {
     /// are dropped.
     #[test]
     fn no_hold_of_the_lock_does_much_or_takes_its_time() {
-        for transport in [Some(Transport::Tcp), None] {
+        for transport in [Some(Transport::TCP), None] {
             let (mut here, there) = (Side::new(transport), Side::new(transport));
             here.memory.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 200) as u8);
             let peer = here.engine.connect(&there.engine.describe().unwrap()).unwrap();
@@ -193,7 +194,7 @@ mod tests {
 
     #[test]
     fn what_takes_its_time_is_caught_under_the_lock_and_nowhere_else() {
-        let side = Side::new(Some(Transport::Tcp));
+        let side = Side::new(Some(Transport::TCP));
         let me = Identity { engine: 7, boot: 9 };
         let card = Card::new(me);
         let probe = || drop(Neighbour::probe(std::process::id(), card.address(), me).unwrap());

@@ -34,16 +34,16 @@ use std::time::Duration;
 use crate::fences::Whom;
 use crate::frames::Frame;
 use crate::greeted::Greeted;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::peers::{Peers, RemoteMemory};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
 use crate::ranges::{Piece, Spot, Spots};
-use crate::regions::Wanted;
 use crate::registrar::Registrar;
-use crate::tcp::{Identity, WordsKind};
-use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
+use crate::transfers::{Between, Completion, Op, PathId, PathSpec, PeerId, Reach, Ticket, Token};
+use crate::wire::WordsKind;
 
 /// Most bytes that a carrier says at once: its part of the handshake, or anything else.
 pub const WORDS_BYTES_MAX: usize = crate::tcp::WORDS_BYTES_MAX;
@@ -80,21 +80,9 @@ pub struct PostedRun {
     pub len: u64,
 }
 
-/// Bytes of this process's memory that a peer asks for, by what it was told of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RequestedRun {
-    /// A region's number, or a window's.
-    pub region: u32,
-    /// Which one of that number.
-    pub generation: u32,
-    /// Where the bytes begin in it.
-    pub offset: u64,
-    /// How many.
-    pub len: u64,
-}
-
 impl PostedRun {
-    /// Where the bytes begin in this process's memory. It belongs to the post until that is completed.
+    /// First address of the bytes, in the host's or the GPU's memory, as [`CarrierPost::between`] says. The memory belongs to
+    /// the post until that is completed.
     pub fn address(&self) -> *mut u8 {
         self.local.piece.pointer()
     }
@@ -113,6 +101,9 @@ pub struct CarrierPost<'a> {
     pub ticket: Ticket,
     /// Which way.
     pub op: Op,
+    /// All runs move between this memory here and this one at the peer. [`Registrar::add_gpu`] has told the numbers of GPUs
+    /// here; the peer numbers its own.
+    pub between: Between,
     /// None is empty.
     pub runs: &'a [PostedRun],
 }
@@ -129,11 +120,13 @@ pub trait Job: Send {
 /// Moves bytes between the memory of this process and that of others, as one engine has it.
 #[allow(unused_variables, reason = "what a carrier has no use for it leaves out")]
 pub trait Carrier: fmt::Debug + Send {
-    /// What people call it: "tcp", "cma".
-    fn name(&self) -> &'static str;
-
     /// What its like at a peer is known by. From 128 on they are free for carriers that are not part of this crate.
     fn code(&self) -> u8;
+
+    /// Routes that paths of this carrier may serve. An engine takes memory of GPUs only if a carrier serves a route with GPUs.
+    fn reach(&self) -> Reach {
+        Reach::HOSTS
+    }
 
     /// What it does when memory is registered, if anything.
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {
@@ -425,22 +418,6 @@ impl Context<'_> {
     pub fn is_awaited(&self, peer: PeerId, region: u32, generation: u32) -> bool {
         let known = self.peers.get(&peer);
         known.is_some_and(|peer| peer.memory(self.code, (region, generation), 0, 0) == RemoteMemory::NotYet)
-    }
-
-    /// The host's memory of this process that a peer asks for, in the order of the run's bytes: where it is, and how many bytes
-    /// are there. None: it is refused.
-    pub fn memory_for_peer(
-        &self,
-        peer: Owner,
-        run: &RequestedRun,
-        is_write: bool,
-    ) -> Option<Vec<(*mut u8, usize)>> {
-        let RequestedRun { region, generation, offset, len } = *run;
-        let mut spots = Vec::new();
-        let wanted = Wanted { region, generation, offset, len, is_write };
-        self.process.regions.for_peer(peer.0, wanted, &mut spots)?;
-        let on_host = |Spot { piece, gpu }: Spot| gpu.is_none().then(|| (piece.pointer(), piece.len));
-        spots.into_iter().map(on_host).collect()
     }
 
     /// Who has made a session's connection.

@@ -13,9 +13,9 @@ use std::time::Duration;
 use crate::fences::{Broken, Question, Whom};
 use crate::frames::Frame;
 use crate::greeted::Greeted;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::served::Served;
-use crate::tcp::Identity;
 use crate::transfers::PathId;
 
 /// A number of a control connection of either side, not used twice.

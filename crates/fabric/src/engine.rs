@@ -3,7 +3,9 @@
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
 mod beginning;
+mod carriers;
 mod error;
+mod group;
 mod handle;
 mod hold;
 mod options;
@@ -19,33 +21,31 @@ use std::time::{Duration, Instant};
 use kvlane_gpu::{Gpu, GpuError};
 use kvlane_memory::RuntimeFolder;
 
-pub(crate) use self::beginning::Checked;
 pub use self::error::FabricError;
+pub use self::group::{Group, GroupHandle, GroupPart};
 pub use self::handle::{Handle, Receiving, SendOptions, Transfer};
 use self::hold::Hold;
 pub use self::options::{EngineOptions, Transport};
-pub(crate) use self::shared::Shared;
-use self::shared::{Registrars, next_message};
+use self::shared::{Registrars, Shared, next_message};
 use crate::audit;
-use crate::carrier::Carrier;
-use crate::carriers::process_vm::ProcessVm;
-use crate::carriers::slots::Staged;
-use crate::carriers::slots::{SlotPool, Slots};
-use crate::carriers::socket::{SocketCarrier, SocketOptions};
+use crate::carriers::slots::{SlotPool, Staged};
+use crate::carriers::socket::SocketOptions;
+use crate::carriers::{CMA, NewCarrier, Setup, own};
 use crate::control::sockets::ControlSockets;
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
-use crate::group::Group;
 use crate::hub::socket_hub::{CONTROL, SocketHub};
 use crate::hub::{Hub, Outside};
+use crate::identity::Identity;
 use crate::inbox::{EngineId, MESSAGE_BYTES_MAX, Message};
 use crate::process::Process;
 use crate::random::{long_random, random};
+use crate::region_news::Keys;
 use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, OpenedWindow, Registrar};
 use crate::status::PathStatus;
-use crate::tcp::{Credentials, Identity, Keys};
-use crate::transfers::{CannotSend, Memory, PeerId, Transfers};
+use crate::tcp::Credentials;
+use crate::transfers::{CannotSend, Memory, PeerId, Reach, Transfers};
 use crate::trust::{Proofs, Trust};
 use crate::watch::Watch;
 use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
@@ -76,14 +76,15 @@ pub struct Engine {
 impl Engine {
     /// Listens, and starts its thread.
     pub fn new(options: EngineOptions) -> Result<Engine, FabricError> {
-        Engine::with_carriers(options, |_| Vec::new())
+        Engine::with_carriers(options, Vec::new())
     }
 
-    /// As [`Engine::new`], with carriers beside its own. Each is given what it may watch its descriptors with.
-    pub fn with_carriers(
-        options: EngineOptions,
-        more: impl FnOnce(&mut dyn FnMut() -> Watch) -> Vec<Box<dyn Carrier>>,
-    ) -> Result<Engine, FabricError> {
+    /// As [`Engine::new`], with carriers beside those of this crate. [`EngineOptions::transport`] chooses among all of them.
+    /// With TLS the engine opens carriers over sockets only, because no other carrier encrypts.
+    ///
+    /// # Errors
+    /// [`FabricError::NoSuchCarrier`] and [`FabricError::SameCarrier`] where the names do not fit; as [`Engine::new`].
+    pub fn with_carriers(options: EngineOptions, more: Vec<NewCarrier<'_>>) -> Result<Engine, FabricError> {
         options.check()?;
         let me = Identity { engine: long_random()?, boot: random()? };
         let credentials = options.tls.as_ref().map(Credentials::load).transpose()?.map(Arc::new);
@@ -99,46 +100,35 @@ impl Engine {
             inbox,
             ..
         } = options;
-        // What is encrypted goes by TCP.
-        let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
-        let has_cma = wanted != Some(Transport::Tcp);
+        // Only sockets encrypt.
+        let allowed = if credentials.is_some() { Some(Transport::TCP) } else { transport };
+        // Rings go through memory that processes of one host share, as cma does.
+        let has_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);
-        let mut control =
-            ControlSockets::open(me, proofs, credentials.clone(), of_control, &listen, has_cma, wants_sums)?;
-        let listens_at = control.listens_at()?;
-        let addresses = if advertise.is_empty() { &listens_at } else { &advertise };
-        let mut carriers: Vec<Box<dyn Carrier>> = Vec::new();
-        let mut places = 0..CONTROL;
-        let mut next_watch = || watch.of(places.next().unwrap_or(CONTROL));
-        if has_cma {
-            let carrier = ProcessVm::open(me, next_watch(), copy_threads, transfers.chunk_bytes)?;
-            carriers.push(Box::new(carrier));
-        }
-        let mut pool = None;
-        if wanted != Some(Transport::Cma) {
-            let slots = Arc::new(SlotPool::new(transfers.chunk_bytes));
-            let options = |slots| SocketOptions {
-                me,
-                credentials: credentials.clone(),
-                wants_sums,
-                addresses: addresses.clone(),
-                connections,
-                slots,
-            };
-            carriers.push(Box::new(SocketCarrier::tcp(next_watch(), options(Slots::default()))));
-            let staged = Slots::new(Arc::clone(&slots));
-            carriers.push(Box::new(SocketCarrier::tcp_slots(next_watch(), options(staged))));
-            pool = Some(slots);
-        }
-        carriers.extend(more(&mut next_watch));
-        control.carriers = carriers.iter().map(|carrier| carrier.code()).collect();
-        let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
+        let mut control = ControlSockets::open(
+            me,
+            proofs,
+            credentials.clone(),
+            of_control,
+            &listen,
+            has_rings,
+            wants_sums,
+        )?;
+        let addresses = if advertise.is_empty() { control.listens_at()? } else { advertise.clone() };
+        let sockets = SocketOptions { me, credentials, wants_sums, addresses, connections };
+        let (slots, chunk_bytes) = (Arc::new(SlotPool::new(transfers.chunk_bytes)), transfers.chunk_bytes);
+        let mut list = own(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
+        list.extend(more);
+        let named = carriers::open(list, allowed, &watch)?;
+        control.carriers = named.iter().map(|(_, carrier)| carrier.code()).collect();
+        let registrars = named.iter().filter_map(|(_, carrier)| Some((carrier.code(), carrier.registrar()?)));
         let registrars = Registrars(registrars.collect());
-        let outside = Outside::new(Process::new(me, inbox), control, carriers);
+        let reach = named.iter().fold(Reach::NOTHING, |reach, (_, carrier)| reach.and(carrier.reach()));
+        let outside = Outside::new(Process::new(me, inbox), control, named);
         let hub = SocketHub::new(Hub::new(Transfers::new(transfers), outside), watch, advertise)?;
-        let shared = Arc::new(Shared::new(hub, registrars, pool));
+        let shared = Arc::new(Shared::new(hub, registrars, reach, slots));
         let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
             let shared = Arc::clone(&shared);
             move || shared.serve()
@@ -160,12 +150,12 @@ impl Engine {
     }
 
     /// As [`Engine::register`], of a GPU's memory. Its bytes go through pinned memory of the host ([`Staged`]) and through
-    /// sockets, also where the host's memory goes by [`Transport::Cma`]. An immediate comes after the last copy. The engine
+    /// sockets, also where the host's memory goes by [`Transport::CMA`]. An immediate comes after the last copy. The engine
     /// copies in streams of its own: what others enqueued that writes or reads the memory has to be over when a transfer
     /// begins.
     ///
     /// # Errors
-    /// [`FabricError::NoWayToGpus`] with [`Transport::Cma`] required; [`FabricError::Gpu`] if the memory is not allocated on
+    /// [`FabricError::NoWayToGpus`] if no carrier of the engine reaches GPUs; [`FabricError::Gpu`] if the memory is not allocated on
     /// that GPU, or its driver gives no pinned memory; as [`Engine::register`].
     ///
     /// # Safety
@@ -179,8 +169,13 @@ impl Engine {
     ) -> Result<u32, FabricError> {
         self.shared.own.check()?;
         check_allocated(gpu, address, len)?;
-        let slots = self.shared.slots.as_ref().ok_or(FabricError::NoWayToGpus)?;
-        let memory = Memory::Gpu(slots.add_gpu(gpu)?);
+        if !self.shared.reach.overlaps(Reach::GPUS) {
+            return Err(FabricError::NoWayToGpus);
+        }
+        let number = self.shared.try_hub()?.hub.outside.process.gpus.add(gpu);
+        audit::takes_time("the preparation of a GPU");
+        self.shared.registrars.0.iter().try_for_each(|(_, registrar)| registrar.add_gpu(number, gpu))?;
+        let memory = Memory::Gpu(number);
         self.add_region(NewRegion { base: address as usize, len, access, memory })
     }
 
@@ -217,7 +212,7 @@ impl Engine {
 
     /// What went through pinned memory of the host, to GPUs and from them, since the engine was made.
     pub fn staged(&self) -> Staged {
-        self.shared.slots.as_ref().map_or_else(Staged::default, |slots| slots.staged())
+        self.shared.slots.staged()
     }
 
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused. Windows that
@@ -278,7 +273,7 @@ impl Engine {
             return Err(FabricError::Closed);
         }
         let regions = &mut hub.hub.outside.process.regions;
-        let memory = regions.memory_of(&ranges).ok_or_else(FabricError::not_in_one_memory)?;
+        let memory = regions.memory_of(&ranges)?;
         let (number, generation) = regions.reserve().ok_or(FabricError::RegionsFull(REGIONS_MAX as usize))?;
         drop(hub);
         let opened = OpenedWindow { number, generation, ranges: ranges.all(), memory };
@@ -294,7 +289,7 @@ impl Engine {
                 .iter()
                 .for_each(|(_, registrar)| registrar.close_window(number, generation));
             hub.hub.outside.process.regions.remove(number);
-            return Err(error);
+            return Err(error.into());
         }
         hub.hub.outside.announce_window(number, to);
         self.shared.set_going(&mut hub);

@@ -11,8 +11,9 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::tcp::{Identity, Key};
+use crate::identity::Identity;
 use crate::transfers::{PeerId, Token};
+use crate::trust::Key;
 
 /// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and
 /// threads may be late.

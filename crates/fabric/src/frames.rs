@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::lease;
-use crate::tcp::{Head, Out, Outcome, WordsKind};
+use crate::tcp::{Head, Out};
+use crate::wire::{Outcome, WordsKind};
 
 /// One thing. `B`: how a message's bytes are held.
 #[derive(Debug, Clone, PartialEq, Eq)]

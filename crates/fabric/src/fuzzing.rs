@@ -12,11 +12,12 @@ use crate::descriptor::Descriptor;
 use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::ranges::Piece;
 use crate::tcp::{
-    BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Key, Link, Nonces, Outcome,
-    PROOF_MESSAGE_BYTES, RUN_BYTES, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX,
-    Welcome, WireRun, WordsKind, decode_challenge, decode_regions, encode_challenge, encode_refusal,
-    encode_regions,
+    BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Link, Nonces,
+    PROOF_MESSAGE_BYTES, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,
+    decode_challenge, decode_regions, encode_challenge, encode_refusal, encode_regions,
 };
+use crate::trust::Key;
+use crate::wire::{Outcome, RUN_BYTES, WireRun, WordsKind};
 
 /// A frame's head with what follows it: what is read is within the limits, and written as it was read.
 pub fn frame(bytes: &[u8]) {

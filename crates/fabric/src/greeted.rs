@@ -1,7 +1,8 @@
 //! A connection for a carrier's bytes that a peer has made, and that has been greeted.
 
+use crate::identity::Identity;
 use crate::lease::Lease;
-use crate::tcp::{Identity, Link};
+use crate::tcp::Link;
 
 /// Who made it, and the connection itself.
 #[derive(Debug)]

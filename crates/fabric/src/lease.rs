@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::tcp::BadFrame;
+use crate::wire::BadFrame;
 
 /// How old the latest stamp may be that the peer has said back. It comes behind all that is queued on the connection, in both
 /// directions, and a connection on which that takes longer breaks; so it is longer than a busy machine needs to answer.

@@ -16,10 +16,11 @@ mod fences;
 mod frames;
 #[cfg(any(feature = "fuzzing", test))]
 pub mod fuzzing;
+mod gpus;
 mod greeted;
-mod group;
 mod hold_time;
 mod hub;
+mod identity;
 mod immediates;
 mod inbox;
 mod lease;
@@ -30,6 +31,7 @@ mod process;
 mod provider;
 mod random;
 mod ranges;
+mod region_news;
 mod regions;
 mod registrar;
 mod runs;
@@ -45,17 +47,21 @@ mod transfers;
 mod trust;
 mod watch;
 mod window;
+mod wire;
 
 pub use carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, RequestedRun, SessionId, Touched,
+    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
     WORDS_BYTES_MAX,
 };
+pub use carriers::NewCarrier;
 pub use carriers::slots::Staged;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
-pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer, Transport};
-pub use group::{Group, GroupHandle, GroupPart};
+pub use engine::{
+    Engine, EngineOptions, FabricError, Group, GroupHandle, GroupPart, Handle, Receiving, SendOptions,
+    Transfer, Transport,
+};
 pub use hold_time::HoldTime;
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};

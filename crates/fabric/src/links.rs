@@ -17,13 +17,13 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use kvlane_shm_ring::{Reader, Writer};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spots};
-use crate::shm::{Reader, Writer};
 use crate::silence::{Progress, UNACKNOWLEDGED_MS};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};
@@ -38,7 +38,7 @@ const ENTRIES_MAX: usize = 64 << 10;
 const FRAMES_A_TURN: usize = 64;
 /// The same of what their entries say, all of which is looked at in one hold of the engine's lock: as much as one frame has at
 /// the most, so that it is less than twice as much.
-const ENTRY_BYTES_A_TURN: usize = crate::tcp::ENTRIES_MAX * crate::tcp::RUN_BYTES;
+const ENTRY_BYTES_A_TURN: usize = crate::tcp::ENTRIES_MAX * crate::wire::RUN_BYTES;
 /// Bytes that wait in a socket to a process of the same host: few enough that the processor's caches still have them when
 /// the other side takes them out. On two cores writes of 1 MiB reached 2.3 and 2.6 GB/s with this in two runs, 2.0 and 1.4
 /// with half of it, 1.9 with twice as much; reads of 16 MiB 3.3 and 3.4, 2.9 and 2.2, 2.6. Over a network it would hold back

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use crate::descriptor::{Access, Descriptor, MemoryKind, RegionDescriptor};
 use crate::fences::Whom;
+use crate::identity::Identity;
 use crate::numbered::Numbered;
+use crate::region_news::{Keys, RegionNews};
 use crate::regions::{Shape, Shapes};
-use crate::tcp::{Identity, Keys, RegionNews};
 use crate::transfers::{Memory, PathId, PeerId};
 use crate::trust::Trust;
 use crate::window::{PEER_RANGES_MAX, Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
@@ -344,7 +345,7 @@ pub(crate) fn identity(descriptor: &Descriptor) -> Identity {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;
-    use crate::tcp::Key;
+    use crate::trust::Key;
 
     const OWN: u8 = 3;
 

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use crate::gpus::Gpus;
+use crate::identity::Identity;
 use crate::immediates::Immediates;
 use crate::inbox::{Inbox, InboxOptions};
 use crate::numbered::Numbered;
@@ -11,13 +13,15 @@ use crate::regions::{Regions, Shape, Shapes};
 use crate::runs::Run;
 use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
-use crate::tcp::{Ended, Identity};
+use crate::tcp::Ended;
 use crate::transfers::{Between, Memory, PeerId, Stretch, Ticket};
 
 #[derive(Debug)]
 pub(crate) struct Process {
     pub(crate) me: Identity,
     pub(crate) regions: Regions,
+    /// GPUs whose memory is registered, or was.
+    pub(crate) gpus: Gpus,
     /// What peers are to this process.
     pub(crate) sessions: Sessions,
     pub(crate) immediates: Immediates,
@@ -62,6 +66,7 @@ impl Process {
         Process {
             me,
             regions: Regions::default(),
+            gpus: Gpus::default(),
             sessions: Sessions::default(),
             immediates: Immediates::default(),
             inbox: Inbox::new(inbox),

@@ -28,7 +28,7 @@ impl Piece {
 pub(crate) struct Spot {
     pub(crate) piece: Piece,
     /// The number of the GPU on which they are; None for the host.
-    pub(crate) gpu: Option<usize>,
+    pub(crate) gpu: Option<u16>,
 }
 
 impl Spot {
@@ -36,11 +36,11 @@ impl Spot {
         self.gpu == other.gpu && self.piece.overlaps(other.piece)
     }
 
-    fn begin(&self) -> (Option<usize>, usize) {
+    fn begin(&self) -> (Option<u16>, usize) {
         (self.gpu, self.piece.address)
     }
 
-    fn end(&self) -> (Option<usize>, usize) {
+    fn end(&self) -> (Option<u16>, usize) {
         (self.gpu, self.piece.address + self.piece.len)
     }
 }
@@ -133,10 +133,10 @@ mod tests {
             lens in vec(1..50usize, 0..12), share in 0..1100u64,
         ) {
             let spot = |(number, len): (usize, usize)| {
-                Spot { piece: Piece { address: number * 100, len }, gpu: (number % 2 == 0).then_some(number % 3) }
+                Spot { piece: Piece { address: number * 100, len }, gpu: (number % 2 == 0).then_some(number as u16 % 3) }
             };
             let spots: Vec<Spot> = lens.into_iter().enumerate().map(spot).collect();
-            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<usize>)> {
+            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<u16>)> {
                 let bytes = |spot: &Spot| {
                     let gpu = spot.gpu;
                     (spot.piece.address..spot.piece.address + spot.piece.len).map(move |byte| (byte, gpu))

@@ -3,14 +3,18 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use thiserror::Error;
+
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
-use crate::engine::FabricError;
+use crate::identity::Identity;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spot, Spots, disjoint};
+use crate::region_news::{Keys, RegionNews};
 use crate::registrar::MemoryRegion;
-use crate::tcp::{Identity, Keys, RegionNews, WireRun, window_news};
+use crate::tcp::window_news;
 use crate::transfers::Memory;
 use crate::window::{PEER_RANGES_MAX, Ranges, WindowRange};
+use crate::wire::WireRun;
 
 /// What has to be known of a region to check a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,6 +76,16 @@ pub(crate) struct Wanted {
     pub(crate) offset: u64,
     pub(crate) len: u64,
     pub(crate) is_write: bool,
+}
+
+/// Why a window cannot be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(crate) enum WindowRefused {
+    #[error("some are not registered, or in another memory")]
+    NotInOneMemory,
+    /// The peer keeps no more than [`PEER_RANGES_MAX`].
+    #[error("the peer keeps no more ranges")]
+    PeerFull,
 }
 
 /// Memory that is to be registered.
@@ -186,17 +200,18 @@ impl Regions {
         }
     }
 
-    /// Where the bytes of these ranges are. None: not all of them are registered, or they are in several memories.
-    pub(crate) fn memory_of(&self, ranges: &Ranges) -> Option<Memory> {
+    /// The one memory that holds the bytes of these ranges.
+    pub(crate) fn memory_of(&self, ranges: &Ranges) -> Result<Memory, WindowRefused> {
         let mut memory = None;
         for WindowRange { region, offset, len } in ranges.all() {
-            let known = self.known.get(region).filter(|known| known.is_served)?;
-            known.spot(*offset, *len)?;
+            let known = self.known.get(region).filter(|known| known.is_served);
+            let known = known.filter(|known| known.spot(*offset, *len).is_some());
+            let known = known.ok_or(WindowRefused::NotInOneMemory)?;
             if *memory.get_or_insert(known.memory) != known.memory {
-                return None;
+                return Err(WindowRefused::NotInOneMemory);
             }
         }
-        memory
+        memory.ok_or(WindowRefused::NotInOneMemory)
     }
 
     /// A peer may read these ranges from now on, under a number that was reserved. Fails where they are not registered any
@@ -206,12 +221,12 @@ impl Regions {
         number: u32,
         to: Identity,
         ranges: Ranges,
-    ) -> Result<(), FabricError> {
-        let Some(memory) = self.memory_of(&ranges) else { return Err(FabricError::not_in_one_memory()) };
+    ) -> Result<(), WindowRefused> {
+        let memory = self.memory_of(&ranges)?;
         let shown_to = self.shown_to.entry(to).or_default();
         let all = *shown_to + ranges.all().len();
         if all > PEER_RANGES_MAX {
-            return Err(FabricError::WindowsFull);
+            return Err(WindowRefused::PeerFull);
         }
         *shown_to = all;
         let generation = self.generations[number as usize];
@@ -326,7 +341,7 @@ impl Known {
         let end = offset.checked_add(len)?;
         let piece = || Piece { address: self.base + offset as usize, len: len as usize };
         let gpu = match self.memory {
-            Memory::Gpu(number) => Some(usize::from(number)),
+            Memory::Gpu(number) => Some(number),
             Memory::Host(_) => None,
         };
         (end <= self.descriptor.len).then(|| Spot { piece: piece(), gpu })

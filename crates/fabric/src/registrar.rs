@@ -1,5 +1,7 @@
 //! What carriers do when memory is registered and given back.
 
+use kvlane_gpu::{Gpu, GpuError};
+
 use crate::transfers::Memory;
 use crate::window::WindowRange;
 
@@ -46,6 +48,16 @@ pub struct OpenedWindow<'a> {
 /// What a carrier does when memory is registered and given back. It is called outside of the engine's lock, and may take its
 /// time.
 pub trait Registrar: Send + Sync {
+    /// Memory of a GPU is about to be registered. From then on [`Memory::Gpu`] with this number means that GPU. Called before
+    /// each such registration, with the same number for the same GPU.
+    ///
+    /// # Errors
+    /// A driver refuses what this carrier needs: then the memory is not registered.
+    fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
+        let _ = (number, gpu);
+        Ok(())
+    }
+
     /// The memory may be touched by this carrier from now on. Answers what peers have to know to reach it, if anything: at
     /// most 255 bytes.
     ///

@@ -1,7 +1,7 @@
 //! Processes that have connected to this one.
 
+use crate::identity::Identity;
 use crate::numbered::Numbered;
-use crate::tcp::Identity;
 
 /// By the number of their control connection.
 pub(crate) type SessionsServed = Numbered<u64, Served>;

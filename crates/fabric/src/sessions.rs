@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::tcp::Identity;
+use crate::identity::Identity;
 
 /// How long a session without connections is remembered: much longer than a peer would send something again.
 const KEPT: Duration = Duration::from_secs(120);

@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use kvlane_memory::{FolderRefused, RuntimeFolder};
 use parking_lot::Mutex;
@@ -18,14 +19,33 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::tcp::Key;
-
 pub(crate) const SECRET_BYTES: usize = 32;
 /// Of the user's secret, in the runtime folder.
 const FILE: &str = "fabric-secret";
 
 /// The user's secret that this process has read, by its folder.
 static KNOWN: Mutex<BTreeMap<PathBuf, Secret>> = Mutex::new(BTreeMap::new());
+
+/// Key of the proofs that two processes make to each other, from the secret that both know. [`Debug`](std::fmt::Debug) does
+/// not show it.
+#[derive(Clone)]
+pub(crate) struct Key(Arc<[u8]>);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+impl Key {
+    pub(crate) fn new(secret: &[u8]) -> Key {
+        Key(secret.into())
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
 
 /// Random bytes that prove who has them. They are not shown by [`Debug`](std::fmt::Debug).
 #[derive(Clone, PartialEq, Eq)]

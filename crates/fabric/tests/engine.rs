@@ -478,7 +478,7 @@ fn rounds_of_waiting(transport: Transport, rounds: u64) -> Duration {
 /// other wake to come.
 #[test]
 fn what_comes_after_somebody_has_waited_is_heard_at_once() {
-    let by_sockets = rounds_of_waiting(Transport::Tcp, 300);
-    let by_rings = rounds_of_waiting(Transport::Cma, 300);
+    let by_sockets = rounds_of_waiting(Transport::TCP, 300);
+    let by_rings = rounds_of_waiting(Transport::CMA, 300);
     assert!(by_rings < 5 * by_sockets + Duration::from_secs(5), "{by_rings:?}, by sockets {by_sockets:?}");
 }

@@ -200,7 +200,7 @@ impl Side {
     fn new(listen: &[SocketAddr]) -> Side {
         let (listen, token) = (listen.to_vec(), TOKEN.to_owned());
         // Two processes of one host would not use a wire for their bytes.
-        let transport = Some(Transport::Tcp);
+        let transport = Some(Transport::TCP);
         let options = EngineOptions { listen, token, transport, ..EngineOptions::default() };
         let engine = Engine::new(options).unwrap();
         let len = SLOTS * SLOT;

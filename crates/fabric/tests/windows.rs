@@ -61,7 +61,7 @@ impl Side {
     }
 }
 
-const BOTH: [Transport; 2] = [Transport::Tcp, Transport::Cma];
+const BOTH: [Transport; 2] = [Transport::TCP, Transport::CMA];
 
 #[test]
 fn a_window_shows_its_ranges_one_after_the_other_to_its_peer_and_nobody_else() {
@@ -161,7 +161,7 @@ fn a_window_that_was_opened_before_its_peer_came_or_while_it_was_away_is_known()
 
 #[test]
 fn windows_of_memory_that_is_not_there_are_not_opened() {
-    let [owner, reader] = [(); 2].map(|()| Side::new(Transport::Tcp));
+    let [owner, reader] = [(); 2].map(|()| Side::new(Transport::TCP));
     let open = |ranges| owner.engine.open_window(reader.engine.id(), ranges).map(drop);
     let is_refused = |ranges| matches!(open(ranges), Err(FabricError::Window(_)));
     assert!(is_refused(Vec::new()));
@@ -178,7 +178,7 @@ fn windows_of_memory_that_is_not_there_are_not_opened() {
 /// Who opens and closes windows all the time uses neither more numbers nor more memory than are open at once.
 #[test]
 fn ten_thousand_windows_one_after_the_other_take_the_room_of_one() {
-    let [owner, reader] = [(); 2].map(|()| Side::new(Transport::Cma));
+    let [owner, reader] = [(); 2].map(|()| Side::new(Transport::CMA));
     let peer = reader.meet(&owner);
     owner.memory.fill(0, MIB, 3);
     let mut last = None;
@@ -199,7 +199,7 @@ fn ten_thousand_windows_one_after_the_other_take_the_room_of_one() {
 /// A peer that was told of more ended the connection, and with it all transfers.
 #[test]
 fn windows_of_one_peer_have_a_million_ranges_and_room_again_when_some_are_closed() {
-    let [owner, reader, other] = [(); 3].map(|()| Side::new(Transport::Cma));
+    let [owner, reader, other] = [(); 3].map(|()| Side::new(Transport::CMA));
     let peer = reader.meet(&owner);
     let most = kvlane_fabric::WINDOW_RANGES_MAX;
     let ranges: Vec<WindowRange> = (0..most).map(|index| owner.range(2 * index, 1)).collect();

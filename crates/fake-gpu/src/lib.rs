@@ -31,9 +31,9 @@ use kvlane_gpu::{
 use parking_lot::Mutex;
 
 use self::event::Event;
-use self::machine::Machine;
+use self::machine::{Machine, Work};
 use self::memory::Memory;
-use self::stream::{Stream, Work};
+use self::stream::Stream;
 
 /// The driver with this name, as [`kvlane_gpu::driver_named`] gives it, and `fake` besides: a host with two GPUs.
 ///

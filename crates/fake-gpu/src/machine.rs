@@ -1,6 +1,7 @@
 //! What all devices and streams of a fake share, and how enqueued work is done.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -9,16 +10,27 @@ use kvlane_gpu::driver::TableEntry;
 use kvlane_gpu::{Copy, code};
 use parking_lot::Mutex;
 
+use super::event::Event;
 use super::faults::Faults;
 use super::mapping::pointer;
 use super::memory::{Memory, Reach};
-use super::stream::Work;
 
 /// The longest that a poll of a word or an event of another process sleeps.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
 /// What counts towards a fault of running work.
 const RUNNING_COPY: &str = "a copy that runs";
+
+/// What a stream does.
+#[derive(Debug)]
+pub(super) enum Work {
+    Copies(Vec<Copy>),
+    Kernel { table: u64, count: u32 },
+    Record { event: Arc<Event>, record: u64 },
+    Wait { event: Arc<Event>, record: u64 },
+    WriteWord { address: u64, value: u32 },
+    WaitWord { address: u64, value: u32 },
+}
 
 #[derive(Debug)]
 pub(super) struct Machine {

@@ -4,22 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-use kvlane_gpu::Copy;
 use parking_lot::{Condvar, Mutex};
 
-use super::event::Event;
-use super::machine::Machine;
-
-/// What a stream does.
-#[derive(Debug)]
-pub(super) enum Work {
-    Copies(Vec<Copy>),
-    Kernel { table: u64, count: u32 },
-    Record { event: Arc<Event>, record: u64 },
-    Wait { event: Arc<Event>, record: u64 },
-    WriteWord { address: u64, value: u32 },
-    WaitWord { address: u64, value: u32 },
-}
+use super::machine::{Machine, Work};
 
 #[derive(Debug)]
 pub(super) struct Stream {

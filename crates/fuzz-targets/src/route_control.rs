@@ -1,7 +1,7 @@
 //! What reaches a router's socket, and the addresses in it, of any bytes: refused, or read and written alike.
 use kvlane_router::{
+    address::Address,
     members::{CALL_BYTES_MAX, Call, read_call},
-    proxy::Address,
 };
 
 /// Panics where something does not hold.

@@ -1,9 +1,10 @@
 //! The CUDA driver, opened at run time through cudarc.
 
 mod allocation;
+mod call;
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 
@@ -11,12 +12,13 @@ use cudarc::driver::sys::{self, CUresult};
 use parking_lot::RwLock;
 
 use self::allocation::AllocationHandle;
-use crate::detect::NoDriver;
+use self::call::{check, handle};
 use crate::driver::{
     Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
 };
 use crate::error::{GpuError, code};
 use crate::kernel;
+use crate::no_driver::NoDriver;
 
 /// Every function that is called here except the batch copy. A missing one would make cudarc panic at its first call.
 const REQUIRED: [&str; 58] = [
@@ -228,27 +230,6 @@ impl Drop for Current {
 fn has_symbol(name: &str) -> bool {
     // SAFETY: libcuda is there; the symbol is looked up but not called.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()).is_ok() }
-}
-
-fn check(operation: &'static str, result: CUresult) -> Result<(), GpuError> {
-    if result == CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
-    let mut name = ptr::null();
-    // SAFETY: the pointer is valid; on success it points to a string of the driver's that is never freed.
-    let known = unsafe { sys::cuGetErrorName(result, &mut name) };
-    let name = if known == CUresult::CUDA_SUCCESS && !name.is_null() {
-        // SAFETY: as above.
-        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-    } else {
-        "unknown".into()
-    };
-    Err(GpuError::Cuda { operation, code: result as u32, name })
-}
-
-/// A driver's object from its number.
-fn handle<T>(raw: u64) -> *mut T {
-    ptr::with_exposed_provenance_mut(raw as usize)
 }
 
 /// The number of a driver's object.

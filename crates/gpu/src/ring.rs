@@ -16,7 +16,7 @@ use crate::device::{DeviceMemory, Gpu};
 use crate::driver::{EventScope, Priority};
 use crate::error::GpuError;
 use crate::plan::{Direction, Thresholds};
-use crate::rails::RailOptions;
+use crate::rail_options::RailOptions;
 use crate::split::Chunk;
 use crate::stream::{Event, Stream};
 use crate::words::Words;

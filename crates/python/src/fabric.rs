@@ -515,8 +515,8 @@ pub(crate) fn tls_of((certificate, key, authority): PyTls) -> Tls {
 pub(crate) fn transport_of(name: &str) -> PyResult<Option<Transport>> {
     match name {
         "auto" => Ok(None),
-        "tcp" => Ok(Some(Transport::Tcp)),
-        "cma" => Ok(Some(Transport::Cma)),
+        "tcp" => Ok(Some(Transport::TCP)),
+        "cma" => Ok(Some(Transport::CMA)),
         other => Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma"))),
     }
 }

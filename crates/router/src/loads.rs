@@ -7,32 +7,26 @@ use std::{
     collections::HashMap,
     io,
     sync::Arc,
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::{Request, StatusCode, client::conn::http1, header::HOST};
-use hyper_util::rt::TokioIo;
+use kvlane_door::RuntimeThread;
 use thiserror::Error;
 use tokio::{
-    net::TcpStream,
-    sync::watch,
     task::JoinHandle as Task,
-    time::{MissedTickBehavior, interval, timeout},
+    time::{MissedTickBehavior, interval},
 };
 
 use crate::{
+    address::Address,
+    node_page::{self, PageError},
     pool_info::pool_of,
-    proxy::{Address, Shared},
     schedule::{NodeId, Reported},
+    shared::Shared,
 };
 
 /// Between two questions to a node.
 const PERIOD: Duration = Duration::from_secs(2);
-/// An answer has to come within this time.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// Periods without an answer after which the last one counts no more.
 const MISSES_MAX: u32 = 3;
 /// No node has more requests.
@@ -42,24 +36,13 @@ const BYTES_MAX: usize = 4 << 20;
 
 /// The asking thread.
 #[derive(Debug)]
-pub struct Loads {
-    stop: watch::Sender<bool>,
-    thread: JoinHandle<()>,
-}
+pub struct Loads(RuntimeThread);
 
 /// Why a node's load is not known.
 #[derive(Debug, Error)]
 enum LoadError {
-    #[error("no connection: {0}")]
-    Connection(#[from] io::Error),
-    #[error("no answer: {0}")]
-    Http(#[from] hyper::Error),
-    #[error("no answer within {} s", PATIENCE.as_secs())]
-    Late,
-    #[error("it answered {0} to GET /metrics")]
-    Status(StatusCode),
-    #[error("its page of metrics is longer than {BYTES_MAX} bytes, or ends early")]
-    Length,
+    #[error(transparent)]
+    Page(#[from] PageError),
     #[error("its page of metrics has neither vllm:num_requests_running nor vllm:num_requests_waiting")]
     NotThere,
 }
@@ -130,24 +113,13 @@ impl Loads {
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, mut stopped) = watch::channel(false);
         let shared = Arc::clone(shared);
-        let thread = std::thread::Builder::new().name("kvlane-loads".into()).spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = follow(&shared) => {}
-                    _ = stopped.changed() => {}
-                }
-            });
-        })?;
-        Ok(Self { stop, thread })
+        Ok(Self(RuntimeThread::start("kvlane-loads", move || async move { follow(&shared).await })?))
     }
 
     /// Asks no more.
     pub fn stop(self) {
-        let _ = self.stop.send(true);
-        let _ = self.thread.join();
+        self.0.stop();
     }
 }
 
@@ -178,12 +150,7 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
     loop {
         period.tick().await;
         let own_before = shared.own_requests(id);
-        let asked = timeout(PATIENCE, page_of(&address)).await.unwrap_or(Err(LoadError::Late));
-        let told = asked.and_then(|page| {
-            let told = read(&page, address.rank).ok_or(LoadError::NotThere)?;
-            Ok((told, pool_of(&page, address.rank)))
-        });
-        match told {
+        match told_by(&address).await {
             Ok(((mut reported, counted), pool)) => {
                 misses = 0;
                 shared.observe_pool(id, pool.as_deref());
@@ -211,25 +178,12 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
     }
 }
 
-async fn page_of(address: &Address) -> Result<String, LoadError> {
-    let stream = TcpStream::connect((address.host.as_str(), address.port)).await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    let connection = tokio::spawn(connection);
-    let mut request = Request::new(Empty::<Bytes>::new());
-    *request.uri_mut() = format!("{}/metrics", address.path).parse().unwrap_or_default();
-    if let Ok(host) = address.authority.parse() {
-        request.headers_mut().insert(HOST, host);
-    }
-    let response = sender.send_request(request).await?;
-    let status = response.status();
-    let collected = Limited::new(response.into_body(), BYTES_MAX).collect().await;
-    drop(sender);
-    connection.abort();
-    if !status.is_success() {
-        return Err(LoadError::Status(status));
-    }
-    let bytes = collected.map_err(|_| LoadError::Length)?.to_bytes();
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+/// What a node's page of metrics says: of its load, and of its pool.
+async fn told_by(address: &Address) -> Result<((Reported, Counted), Option<String>), LoadError> {
+    let page = node_page::get(address, "/metrics", BYTES_MAX).await?;
+    let page = String::from_utf8_lossy(&page.body);
+    let told = read(&page, address.rank).ok_or(LoadError::NotThere)?;
+    Ok((told, pool_of(&page, address.rank)))
 }
 
 #[cfg(test)]

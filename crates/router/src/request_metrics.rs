@@ -12,12 +12,10 @@ use std::{
     },
 };
 
+use kvlane_door::{Histogram, Pending};
 use parking_lot::RwLock;
 
-use crate::{
-    histogram::{Histogram, Pending},
-    schedule::NodeId,
-};
+use crate::schedule::NodeId;
 
 /// Paths with series of their own. Other paths share [`OTHER`].
 pub(crate) const ROUTES: [&str; 8] = [
@@ -38,10 +36,24 @@ pub(crate) const STATUSES: [u16; 16] =
 /// Most series of all nodes, models and routes together.
 pub(crate) const SERIES_MAX: usize = 2048;
 
-/// Upper bounds, in milliseconds; some of vLLM's own, so that both can be compared.
-const FIRST_TOKEN_BOUNDS_MS: &[u64] = &[10, 40, 100, 250, 500, 1000, 2500, 5000, 10_000, 40_000, 160_000];
-pub(crate) const BETWEEN_TOKENS_BOUNDS_MS: &[u64] = &[10, 25, 50, 100, 200, 500, 1000, 5000];
-const DURATION_BOUNDS_MS: &[u64] = &[300, 1000, 2500, 5000, 10_000, 30_000, 60_000, 240_000, 960_000];
+/// Upper bounds, in microseconds; some of vLLM's own, so that both can be compared.
+const FIRST_TOKEN_BOUNDS_US: &[u64] = &[
+    10_000,
+    40_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_500_000,
+    5_000_000,
+    10_000_000,
+    40_000_000,
+    160_000_000,
+];
+pub(crate) const BETWEEN_TOKENS_BOUNDS_US: &[u64] =
+    &[10_000, 25_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 5_000_000];
+const DURATION_BOUNDS_US: &[u64] =
+    &[300_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000, 240_000_000, 960_000_000];
 
 /// Times between tokens that one request has counted and not yet added.
 pub(crate) type PendingTokens = Pending<9>;
@@ -85,9 +97,9 @@ impl Series {
     fn new() -> Self {
         Self {
             by_status: std::array::from_fn(|_| AtomicU64::new(0)),
-            first_token: Histogram::new(FIRST_TOKEN_BOUNDS_MS),
-            between_tokens: Histogram::new(BETWEEN_TOKENS_BOUNDS_MS),
-            duration: Histogram::new(DURATION_BOUNDS_MS),
+            first_token: Histogram::new(FIRST_TOKEN_BOUNDS_US),
+            between_tokens: Histogram::new(BETWEEN_TOKENS_BOUNDS_US),
+            duration: Histogram::new(DURATION_BOUNDS_US),
             prompt_tokens: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),

@@ -3,12 +3,7 @@
 use std::{
     fmt, io,
     str::FromStr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
-    },
-    thread::JoinHandle,
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -20,9 +15,14 @@ use hyper::{
     header::{CONTENT_TYPE, HOST, HeaderValue},
 };
 use hyper_util::rt::TokioIo;
+use kvlane_door::{RuntimeThread, Stopped};
 use serde_json::Value;
 use thiserror::Error;
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{
+    net::TcpStream,
+    sync::mpsc::{Receiver, Sender, channel, error::TrySendError},
+    time::timeout,
+};
 
 /// Records that wait to be told; of more, the newest are not told.
 const WAITING_MAX: usize = 64;
@@ -68,11 +68,10 @@ impl FromStr for WebhookUrl {
 /// Where records go. Telling never waits: a slow or dead program misses some.
 #[derive(Debug)]
 pub struct Webhook {
-    records: SyncSender<Value>,
-    is_stopping: Arc<AtomicBool>,
+    records: Sender<Value>,
     /// Records were left out since the last one that was taken.
     misses: AtomicBool,
-    thread: JoinHandle<()>,
+    thread: RuntimeThread,
 }
 
 /// Why a record was not told.
@@ -94,16 +93,10 @@ impl Webhook {
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(url: WebhookUrl) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (records, waiting) = sync_channel(WAITING_MAX);
-        let is_stopping = Arc::new(AtomicBool::new(false));
-        let stops = Arc::clone(&is_stopping);
-        let thread = std::thread::Builder::new().name("kvlane-webhook".into()).spawn(move || {
-            tell_all(&runtime, &url, &waiting, &stops);
-            // A name that is being looked up is not waited for.
-            runtime.shutdown_background();
-        })?;
-        Ok(Self { records, is_stopping, misses: AtomicBool::new(false), thread })
+        let (records, waiting) = channel(WAITING_MAX);
+        let tell = |stopped| tell_all(url, waiting, stopped);
+        let thread = RuntimeThread::start_graceful("kvlane-webhook", tell)?;
+        Ok(Self { records, misses: AtomicBool::new(false), thread })
     }
 
     /// Tells a record soon, if the program keeps up.
@@ -121,24 +114,22 @@ impl Webhook {
 
     /// Ends after the record that it is telling: within two seconds.
     pub fn stop(self) {
-        self.is_stopping.store(true, Ordering::Relaxed);
-        drop(self.records);
-        let _ = self.thread.join();
+        self.thread.stop();
     }
 }
 
-fn tell_all(
-    runtime: &tokio::runtime::Runtime,
-    url: &WebhookUrl,
-    waiting: &Receiver<Value>,
-    is_stopping: &AtomicBool,
-) {
+async fn tell_all(url: WebhookUrl, mut waiting: Receiver<Value>, mut stopped: Stopped) {
     let mut fails = false;
-    for record in waiting.iter().take_while(|_| !is_stopping.load(Ordering::Relaxed)) {
-        let posted = runtime.block_on(async {
-            timeout(PATIENCE, post(url, record.to_string())).await.unwrap_or(Err(WebhookError::Late))
-        });
-        match posted {
+    loop {
+        let record = tokio::select! {
+            biased;
+            () = stopped.wait() => return,
+            record = waiting.recv() => record,
+        };
+        let Some(record) = record else { return };
+        // A stop waits for this one.
+        let told = timeout(PATIENCE, post(&url, record.to_string())).await;
+        match told.unwrap_or(Err(WebhookError::Late)) {
             Ok(()) if fails => {
                 fails = false;
                 tracing::info!(webhook = url.host(), "the webhook answers again");

@@ -8,8 +8,8 @@ use std::{
 };
 
 use kvlane_router::{
+    address::Address,
     members::{Change, Event, FORGOTTEN, Members, NODES_MAX, Refusal, Spec},
-    proxy::Address,
     schedule::{Connector, NodeState, Role},
 };
 use proptest::prelude::*;

@@ -10,8 +10,8 @@ use std::{
 
 use kvlane_router::{
     members::{DnsName, Membership, MembershipOptions, Resolve, Resolving, Spec},
-    proxy::{ProxySettings, Shared},
     schedule::{Role, Scheduler, Settings},
+    shared::{ProxySettings, Shared},
 };
 
 type Found = io::Result<Vec<IpAddr>>;

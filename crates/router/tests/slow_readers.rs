@@ -10,8 +10,9 @@ use std::{
 };
 
 use kvlane_router::{
-    proxy::{Proxy, ProxySettings, Shared},
+    proxy::Proxy,
     schedule::{Node, NodeState, Role, Scheduler, Settings},
+    shared::{ProxySettings, Shared},
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -9,8 +9,9 @@ use std::{
 };
 
 use kvlane_router::{
-    proxy::{Proxy, ProxySettings, Shared},
+    proxy::Proxy,
     schedule::{Scheduler, Settings},
+    shared::{ProxySettings, Shared},
 };
 
 /// Each piece came in time, so the body held its connection for ever.

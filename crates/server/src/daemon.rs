@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
-use kvlane_engine_memory::Gpus;
+use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_policy::Choice;
@@ -27,7 +27,7 @@ use crate::{
     engines::Engines,
     http, listen,
     listen::Listeners,
-    metrics::recorder::Metrics,
+    metrics::events::Events,
     reaper, session,
     sessions::Sessions,
     shared::Shared,
@@ -139,9 +139,10 @@ impl Daemon {
             sessions: Arc::new(Sessions::new(options.sessions_max)?),
             refusals: Arc::default(),
             hand_offs: Arc::default(),
-            metrics: Metrics::install(),
+            metrics: Arc::new(Events::default()),
             ceilings: HitCeilings::start()?,
             gpus,
+            meetings: Meetings::default(),
             ssd,
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use axum::{Json, Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
-use kvlane_door::{Names, Pages};
+use kvlane_door::{CONTENT_TYPE, Names, Pages};
 use serde_json::{Value, json};
 
 use crate::{door::ListenError, metrics::page::page, shared::Shared};
@@ -51,7 +51,7 @@ async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) 
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
-    ([("content-type", "text/plain; version=0.0.4")], page(&shared))
+    ([("content-type", CONTENT_TYPE)], page(&shared))
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -33,5 +33,5 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
-pub use metrics::table::{METRICS, Metric};
+pub use metrics::page::metrics;
 pub use ssd::SsdOptions;

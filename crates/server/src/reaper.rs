@@ -30,7 +30,6 @@ pub(crate) fn start(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
                 }
             }
             shared.store.expire(Instant::now());
-            shared.metrics.upkeep();
         }
     })
 }

@@ -75,7 +75,7 @@ pub(crate) struct Sessions {
 
 /// Epoll's mark for the wake-up descriptor; sessions count from 1.
 const WAKE: u64 = 0;
-/// The longest wait for exits: what expires by itself, and metrics that nobody reads, are looked after in between.
+/// The longest wait for exits. In between, the caller looks after what expires by itself.
 const EXITS_WAIT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// Connections beyond the sessions, for those that have not said Hello yet and those that are being refused.
 const NOT_GREETED_MAX: usize = 64;

@@ -9,12 +9,12 @@ use std::{
 };
 
 use kvlane_door::Slots;
-use kvlane_engine_memory::Gpus;
+use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::recorder::Metrics,
+    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::events::Events,
     refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
@@ -29,10 +29,12 @@ pub(crate) struct Shared {
     pub(crate) refusals: Arc<Refusals>,
     /// Lookups that wait for what other engines save.
     pub(crate) hand_offs: Arc<HandOffs>,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Events>,
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
+    /// Loads into GPUs of ranks that hold the same blocks.
+    pub(crate) meetings: Meetings,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
     /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1

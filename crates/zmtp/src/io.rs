@@ -3,28 +3,11 @@
 mod connection;
 mod dealer;
 mod listener;
+mod peer_options;
 mod subscriber;
 
 pub use connection::ConnectionError;
 pub use dealer::Dealer;
 pub use listener::{Counts, Listener, ListenerOptions, Received};
+pub use peer_options::PeerOptions;
 pub use subscriber::Subscriber;
-
-use std::time::Duration;
-
-use crate::Limits;
-
-/// How a client treats its peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PeerOptions {
-    /// What is accepted of the peer.
-    pub limits: Limits,
-    /// How long connecting and the handshake may take together.
-    pub handshake: Duration,
-}
-
-impl Default for PeerOptions {
-    fn default() -> Self {
-        Self { limits: Limits::default(), handshake: Duration::from_secs(5) }
-    }
-}

@@ -9,9 +9,18 @@ use crate::{
     size::Size,
 };
 
-/// `in_huge_pages`: reserved ones hold the pool, which are not part of the available memory. `running`: a daemon has
-/// its pool already.
-pub(crate) fn judge(available: &Available, pool: Size, in_huge_pages: bool, running: bool) -> Finding {
+/// The source of the pool's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PoolMemory {
+    /// A daemon would take it from the available memory.
+    Available,
+    /// Reserved huge pages hold the pool. The kernel does not count them as available.
+    HugePages,
+    /// A daemon that runs has its pool already.
+    Taken,
+}
+
+pub(crate) fn judge(available: &Available, pool: Size, memory: PoolMemory) -> Finding {
     let Some(least) = available.least() else {
         return Finding::ok("memory", "the kernel does not tell how much is available");
     };
@@ -20,9 +29,9 @@ pub(crate) fn judge(available: &Available, pool: Size, in_huge_pages: bool, runn
     let group = available.group.filter(|bytes| available.machine.is_none_or(|machine| *bytes < machine));
     let group = group.map(|bytes| format!("{} left under the control group's limit", Size(bytes)));
     let found = machine.into_iter().chain(group).collect::<Vec<_>>().join(", ");
-    if running {
+    if memory == PoolMemory::Taken {
         Finding::ok("memory", found).means("the daemon that runs has taken its pool already")
-    } else if in_huge_pages || pool.0 <= least {
+    } else if memory == PoolMemory::HugePages || pool.0 <= least {
         Finding::ok("memory", found)
             .means(format!("a pool of {pool} fits; it is taken at the start and kept"))
     } else {
@@ -100,10 +109,10 @@ mod tests {
 
     #[test]
     fn a_pool_fits_or_does_not() {
-        let found = judge(&ROOMY, POOL, false, false);
+        let found = judge(&ROOMY, POOL, PoolMemory::Available);
         assert_eq!((found.verdict, &*found.found), (Verdict::Ok, "8.0 GB available"));
-        assert_eq!(judge(&ROOMY, Size(8_000_000_001), false, false).verdict, Verdict::Problem);
-        assert_eq!(judge(&Available::default(), POOL, false, false).verdict, Verdict::Ok);
+        assert_eq!(judge(&ROOMY, Size(8_000_000_001), PoolMemory::Available).verdict, Verdict::Problem);
+        assert_eq!(judge(&Available::default(), POOL, PoolMemory::Available).verdict, Verdict::Ok);
     }
 
     #[test]
@@ -114,7 +123,7 @@ mod tests {
             ("sys/fs/cgroup/pod/memory.max", "2000000000\n"),
             ("sys/fs/cgroup/pod/memory.current", "500000000\n"),
         ]);
-        let found = judge(&Available::under(root.path()), POOL, false, false);
+        let found = judge(&Available::under(root.path()), POOL, PoolMemory::Available);
         assert_eq!(found.verdict, Verdict::Problem);
         assert_eq!(found.found, "8.2 GB available, 1.5 GB left under the control group's limit");
         assert!(found.advice.contains("raise its limit"), "{}", found.advice);
@@ -123,14 +132,14 @@ mod tests {
     #[test]
     fn a_limit_that_does_not_bind_is_left_out() {
         let unlimited = Available { group: Some(i64::MAX as u64 - 4095), ..ROOMY };
-        assert_eq!(judge(&unlimited, POOL, false, false).found, "8.0 GB available");
+        assert_eq!(judge(&unlimited, POOL, PoolMemory::Available).found, "8.0 GB available");
     }
 
     #[test]
     fn reserved_huge_pages_and_a_running_daemon_need_no_more_of_it() {
         let full = Available { machine: Some(1_000_000), group: None };
-        assert_eq!(judge(&full, POOL, true, false).verdict, Verdict::Ok);
-        assert_eq!(judge(&full, POOL, false, true).verdict, Verdict::Ok);
+        assert_eq!(judge(&full, POOL, PoolMemory::HugePages).verdict, Verdict::Ok);
+        assert_eq!(judge(&full, POOL, PoolMemory::Taken).verdict, Verdict::Ok);
     }
 
     /// It was told that nothing here needs it, while an SSD tier could not register its pool for it.

@@ -66,7 +66,8 @@ pub(crate) fn run(args: &DoctorArgs, drivers: Drivers) -> ExitCode {
     if args.json {
         println!("{:#}", to_json(&findings));
     } else {
-        print!("{}", to_text(&findings, args.verbose, terminal::has_colours(&io::stdout())));
+        let style = Style { verbose: args.verbose, coloured: terminal::has_colours(&io::stdout()) };
+        print!("{}", to_text(&findings, style));
     }
     ExitCode::from(u8::from(count(&findings, Verdict::Problem) > 0))
 }
@@ -87,10 +88,15 @@ fn examine(
     let numa = numa::read(root, gpus.iter().map(|gpu| (gpu.info.ordinal, &*gpu.info.pci_bus_id)));
     let hugepages = hugepages::Facts::read(root);
     let available = Available::under(root);
+    let pool_memory = match running {
+        true => memory::PoolMemory::Taken,
+        false if hugepages.hold(pool) => memory::PoolMemory::HugePages,
+        false => memory::PoolMemory::Available,
+    };
     let seed = env::var_os("PYTHONHASHSEED").map(|seed| seed.to_string_lossy().into_owned());
 
     let mut findings = vec![daemon::judge(daemon, address)];
-    findings.push(memory::judge(&available, pool, hugepages.hold(pool), running));
+    findings.push(memory::judge(&available, pool, pool_memory));
     findings.push(hugepages::judge(&hugepages, pool, running));
     findings.push(memory::judge_locked(&memory::Locked::read(root), pool));
     findings.push(io_uring::judge(&io_uring::Facts::read(root)));
@@ -118,14 +124,22 @@ fn to_json(findings: &[Finding]) -> serde_json::Value {
     })
 }
 
-fn to_text(findings: &[Finding], verbose: bool, coloured: bool) -> String {
+/// How the findings are written for people.
+#[derive(Debug, Clone, Copy, Default)]
+struct Style {
+    /// Explain also what is in order.
+    verbose: bool,
+    coloured: bool,
+}
+
+fn to_text(findings: &[Finding], style: Style) -> String {
     let mut text = String::new();
     let indent = " ".repeat(MARK_WIDTH + 2);
     for finding in findings {
         let mark = format!("{:MARK_WIDTH$}", finding.verdict.word());
-        let mark = if coloured { colour(&mark, finding.verdict) } else { mark };
+        let mark = if style.coloured { colour(&mark, finding.verdict) } else { mark };
         text.push_str(&format!("{mark}  {:SUBJECT_WIDTH$}  {}\n", finding.subject, finding.found));
-        if verbose || finding.verdict != Verdict::Ok {
+        if style.verbose || finding.verdict != Verdict::Ok {
             for (word, line) in [("means", &finding.means), ("do", &finding.advice)] {
                 if !line.is_empty() {
                     text.push_str(&format!("{indent}{word:5}  {line}\n"));
@@ -172,20 +186,23 @@ mod tests {
 
     #[test]
     fn what_is_in_order_takes_one_line_unless_more_is_wanted() {
-        let text = to_text(&findings(), false, false);
+        let text = to_text(&findings(), Style::default());
         let wanted = "ok       numa             one node\n\
                       note     daemon           none\n         means  no cache\n         do     start one\n\n\
                       kvlane works here: no problem, 1 note\n";
         assert_eq!(text, wanted);
-        assert!(to_text(&findings(), true, false).contains("nothing much"));
-        assert!(to_text(&findings(), false, true).contains("\x1b[33mnote   \x1b[0m  daemon"));
+        assert!(to_text(&findings(), Style { verbose: true, ..Style::default() }).contains("nothing much"));
+        assert!(
+            to_text(&findings(), Style { coloured: true, ..Style::default() })
+                .contains("\x1b[33mnote   \x1b[0m  daemon")
+        );
     }
 
     #[test]
     fn a_problem_is_counted_and_concluded_from() {
         let mut findings = findings();
         findings.push(Finding::problem("kernel", "too old"));
-        assert!(to_text(&findings, false, false).ends_with("as it is: 1 problem, 1 note\n"));
+        assert!(to_text(&findings, Style::default()).ends_with("as it is: 1 problem, 1 note\n"));
         let json = to_json(&findings);
         assert_eq!((&json["problems"], &json["notes"]), (&json!(1), &json!(1)));
         assert_eq!(json["findings"][1]["verdict"], "note");

@@ -7,7 +7,11 @@ use kvlane_fleet::{Limits, NodeSetup, Replayed, Served, Setup, Summary, Trace, r
 use kvlane_router::schedule::{Policy, Role};
 use serde_json::{Value, json};
 
-use super::{ReplayArgs, fleet_file, on_all_cores, progress_bar, trace_file::TraceFile};
+use super::{
+    fleet_file,
+    trace_file::TraceFile,
+    work::{on_all_cores, progress_bar},
+};
 
 /// Of all requests, so many count for what a fleet can serve: the last ones run alone.
 const COUNTED: f64 = 0.95;
@@ -16,12 +20,13 @@ const SPANS: u32 = 180;
 /// All requests come at once, as good as.
 const AT_ONCE: f64 = 1e6;
 
-/// Replays all policies at all loads: the report.
-pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Value> {
-    let name = args.trace.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let requests = file.requests.map_err(|line| anyhow!(line)).with_context(|| {
-        format!("{}: --route needs the lengths of prompts and answers", args.trace.display())
-    })?;
+/// Replays all policies at all loads: the report. `trace` is the path that `file` was read from.
+pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> {
+    let name = trace.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let requests = file
+        .requests
+        .map_err(|line| anyhow!(line))
+        .with_context(|| format!("{}: --route needs the lengths of prompts and answers", trace.display()))?;
     let trace = Trace::new(file.format.block_tokens(), requests);
     let fleet = fleet_file::read(route)?;
     let recorded = trace.requests.len() as f64 / trace.end().as_secs_f64().max(1e-3);

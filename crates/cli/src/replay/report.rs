@@ -3,11 +3,19 @@
 use std::collections::BTreeMap;
 
 use bytesize::ByteSize;
-use kvlane_policy::{EstimatedCeiling, Trace};
+use kvlane_policy::{EstimatedCeiling, Replayed, Setup, Trace};
 use serde_json::{Value, json};
 
-use super::Run;
 use super::trace_file::Format;
+
+/// One policy at one capacity.
+pub(super) struct Run {
+    pub(super) setup: Setup,
+    /// Of RAM in the trace's different blocks, 0 to 1.
+    pub(super) share: f64,
+    pub(super) replayed: Replayed,
+    pub(super) seconds: f64,
+}
 
 pub(super) struct Report<'a> {
     pub(super) name: String,

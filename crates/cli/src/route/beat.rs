@@ -3,8 +3,8 @@
 use anyhow::{Result, anyhow};
 use clap::Args;
 use kvlane_router::{
+    address::Address,
     members::{BeatTo, ConnectorAddress, Spec, beat},
-    proxy::Address,
     schedule::{Connector, Role},
 };
 use tokio::signal::unix::{SignalKind, signal};

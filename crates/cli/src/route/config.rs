@@ -6,16 +6,16 @@
 use std::{collections::BTreeMap, env, ffi::OsString, fs, path::Path};
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::{Arg, ArgMatches, Args, Command, CommandFactory, FromArgMatches, parser::ValueSource};
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
 use kvlane_router::{
+    address::Address,
     members::{ConnectorAddress, DnsName, Spec},
-    proxy::Address,
     schedule::{Connector, Role},
 };
 use toml::{Table, Value};
 
-use super::RouteArgs;
-use crate::{Cli, balance_table::BalanceTable};
+use super::args::RouteArgs;
+use crate::balance_table::BalanceTable;
 
 /// Most data-parallel ranks of a server.
 const RANKS_MAX: u32 = 1024;
@@ -40,18 +40,20 @@ pub(super) struct Tables {
     pub(super) values: BTreeMap<String, String>,
 }
 
-/// Reads the file and puts its values where neither a flag nor the environment has one.
-pub(super) fn read(file: &Path) -> Result<(RouteArgs, Tables)> {
+/// Reads the file and puts its values where neither a flag nor the environment has one. `program` is the whole command line
+/// of kvlane.
+pub(super) fn read(file: &Path, program: &Command) -> Result<(RouteArgs, Tables)> {
     let text =
         fs::read_to_string(file).with_context(|| format!("cannot read --config '{}'", file.display()))?;
     let place = || format!("--config '{}'", file.display());
     let (words, tables) = {
-        let given = Cli::command().get_matches();
+        let given = program.clone().get_matches();
         let given = given.subcommand_matches("route").context("this is no `kvlane route`")?;
         parse(&text, given).with_context(place)?
     };
     let all = env::args_os().chain(words.into_iter().map(OsString::from));
-    let matches = Cli::command()
+    let matches = program
+        .clone()
         .try_get_matches_from(all)
         .map_err(|error| anyhow!(sentence(&error)))
         .with_context(place)?;

@@ -12,9 +12,10 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use kvlane_memory::{RuntimeFolder, SocketFile};
 use kvlane_router::{
+    address::Address,
     members::{Call, Listed, ask},
-    proxy::{Address, Shared},
     schedule::{Connector, NodeState, Role},
+    shared::Shared,
 };
 
 /// Between two looks at an engine that finishes.

@@ -1,4 +1,4 @@
-//! Reads a file with keys, which only this process's user and root may read or change.
+//! Reads the file of --api-key-file, which only this process's user and root may read or change.
 
 use std::{
     fs::{File, Metadata},
@@ -10,8 +10,19 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rustix::process::{getegid, geteuid, getgroups};
 
+/// The keys of the file, one a line.
+pub(super) fn keys(file: &Path) -> Result<Vec<String>> {
+    let text = read(file).with_context(|| format!("--api-key-file {}", file.display()))?;
+    let keys: Vec<String> =
+        text.lines().map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect();
+    if keys.is_empty() {
+        bail!("--api-key-file {}: there is no key in it; write one a line", file.display());
+    }
+    Ok(keys)
+}
+
 /// The text of the file.
-pub(super) fn read(file: &Path) -> Result<String> {
+fn read(file: &Path) -> Result<String> {
     let mut opened = File::open(file).context("cannot be read")?;
     // Checks the opened file, because another file may have taken its name since.
     let found = opened.metadata().context("cannot be read")?;

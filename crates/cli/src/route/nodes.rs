@@ -2,12 +2,12 @@
 
 use anyhow::{Result, bail};
 use kvlane_router::{
+    address::Address,
     members::{DnsName, Spec},
-    proxy::Address,
     schedule::Role,
 };
 
-use super::{RouteArgs, config::Tables};
+use super::{args::RouteArgs, config::Tables};
 
 /// All of them, and all names whose addresses are engines.
 pub(super) fn all(args: &RouteArgs, tables: Tables) -> Result<(Vec<Spec>, Vec<DnsName>)> {

@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 use anyhow::{Context, Result, bail};
 use kvlane_router::{
     members::{Membership, Reconfigured},
-    proxy::Keys,
+    shared::Keys,
 };
 
-use super::{RouteArgs, config, keys, nodes, settings};
+use super::{args::RouteArgs, config, key_file, nodes, settings};
 
 /// Keys of the file that take effect at a reload, beside [[node]] and [[dns]].
 const AT_ONCE: [&str; 3] = ["api-key-file", "drain", "drain-delay"];
@@ -22,6 +22,8 @@ pub(super) struct Running {
     /// Shared with the proxies.
     keys: Keys,
     key_file: Option<PathBuf>,
+    /// The whole command line of kvlane, which the file's values complete.
+    program: clap::Command,
     pub(super) times: Times,
 }
 
@@ -41,12 +43,18 @@ impl Times {
 }
 
 impl Running {
-    pub(super) fn new(args: &RouteArgs, values: BTreeMap<String, String>, keys: Keys) -> Self {
+    pub(super) fn new(
+        args: &RouteArgs,
+        values: BTreeMap<String, String>,
+        keys: Keys,
+        program: clap::Command,
+    ) -> Self {
         Self {
             file: args.config.clone(),
             values,
             keys,
             key_file: args.api_key_file.clone(),
+            program,
             times: Times::of(args),
         }
     }
@@ -61,11 +69,11 @@ impl Running {
 
     fn try_reload(&mut self, members: &mut Membership) -> Result<String> {
         let Some(file) = &self.file else {
-            let read = self.key_file.as_deref().map(keys).transpose()?;
+            let read = self.key_file.as_deref().map(key_file::keys).transpose()?;
             return Ok(self.replace_keys(read.unwrap_or_default()));
         };
-        let (args, tables) = config::read(file)?;
-        let new = settings(&args)?;
+        let (args, tables) = config::read(file, &self.program)?;
+        let new = settings::proxies(&args)?;
         if new.keys.is_empty() != self.keys.is_empty() {
             bail!("api-key-file: restart the router to serve clients with keys only, or without");
         }

@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_router::proxy::{Proxy, Shared, Stop};
+use kvlane_router::{
+    proxy::{Proxy, Stop},
+    shared::Shared,
+};
 use tokio::{
     runtime::Runtime,
     signal::unix::{Signal, SignalKind, signal},

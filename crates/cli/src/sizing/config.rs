@@ -1,9 +1,19 @@
 //! What a model's config.json says of its KV cache.
 
 use anyhow::{Result, anyhow, bail};
+use clap::ValueEnum;
 use serde_json::Value;
 
-use super::CacheDtype;
+/// As vLLM names them, as far as an element has whole bytes and nothing is stored beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum CacheDtype {
+    Auto,
+    Bfloat16,
+    Float16,
+    Float32,
+    #[value(name = "fp8", aliases = ["fp8_e4m3", "fp8_e5m2"])]
+    Fp8,
+}
 
 /// A model's cache, before it is asked for how many tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]

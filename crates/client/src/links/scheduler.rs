@@ -33,7 +33,7 @@ use std::{
 use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use self::{
-    cancelling::Cancelling,
+    cancelling::{Cancelling, Readers},
     lookups::{Lookup, Unsent},
     up::{HEARTBEAT, Stage, Up, send},
 };
@@ -117,8 +117,12 @@ impl SchedulerLink {
     /// The answer to the last [`CancelSaves`](SchedulerEvent::CancelSaves), once; `None` while it is open. True when no former
     /// daemon and not the present one reads the engine's blocks for these saves, nor takes any of them.
     pub fn cancelled(&mut self, now: Instant) -> Option<bool> {
-        let is_down = self.connection.is_down();
-        let answer = self.cancelling.as_ref()?.verdict(is_down, self.former.are_over(now), now)?;
+        let readers = match self.former.are_over(now) {
+            false => Readers::Former,
+            true if self.connection.is_down() => Readers::Nobody,
+            true => Readers::Present,
+        };
+        let answer = self.cancelling.as_ref()?.verdict(readers, now)?;
         self.cancelling = None;
         Some(answer)
     }

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use kvlane_memory::RemoteProcess;
+use kvlane_shm_ring::{Reader, Writer};
 
 use super::sockets::{ControlSockets, Role};
 use super::{ChannelId, ControlEvent};
@@ -13,10 +14,9 @@ use crate::links::{LinkId, Wants};
 use crate::process::Process;
 use crate::served::Served;
 use crate::sessions::TooMany;
-use crate::shm::{Reader, Segment, Side, Writer};
-use crate::tcp::{
-    Answer, BadFrame, Ended, HELLO_BYTES, Hello, Purpose, RingsOffer, SessionKey, Welcome, encode_refusal,
-};
+use crate::shm::{Segment, Side};
+use crate::tcp::{Answer, Ended, HELLO_BYTES, Hello, Purpose, SessionKey, Welcome, encode_refusal};
+use crate::wire::{BadFrame, RingsOffer};
 
 impl ControlSockets {
     /// The next message of a greeting, of either side.
@@ -75,7 +75,7 @@ impl ControlSockets {
     ) -> Result<(), Ended> {
         let Hello { purpose, connection, from, to, session, rings, sums } = hello;
         let me = self.me();
-        let is_me = to == me || to == crate::tcp::Identity::ANYBODY;
+        let is_me = to == me || to == crate::identity::Identity::ANYBODY;
         let answer = if is_me { Answer::Welcome } else { Answer::SomebodyElse };
         let mut welcome = Welcome { answer, from: me, rings: false, sums: sums && self.wants_sums };
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };

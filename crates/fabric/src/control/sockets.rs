@@ -18,6 +18,7 @@ use rustix::net::sockopt;
 use super::{ChannelId, Control, ControlEvent};
 use crate::fences::{Broken, Question, Whom};
 use crate::frames::Frame;
+use crate::identity::Identity;
 use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
@@ -26,13 +27,14 @@ use crate::served::Served;
 use crate::shm::{Segment, Side};
 use crate::silence::CONNECTING;
 use crate::tcp::{
-    BadFrame, Credentials, Dialled, Dialling, Ended, Head, Identity, Outcome, PROOF_MESSAGE_BYTES, Purpose,
-    SessionKey, Welcome, encode_challenge, nonce,
+    Credentials, Dialled, Dialling, Ended, Head, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome,
+    encode_challenge, nonce,
 };
 use crate::told::Told;
 use crate::transfers::PathId;
 use crate::trust::Proofs;
 use crate::watch::{Interest, Watch};
+use crate::wire::{BadFrame, Outcome};
 
 /// How often connections are looked at. Whoever connected says something at each look.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use super::error::FabricError;
+use super::handle::{Handle, Transfer};
 use super::hold::Hold;
 use super::shared::Shared;
-use super::{FabricError, Handle, Transfer};
 use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};
 use crate::shape::{Pieces, ShapeError, Side};
-use crate::transfers::{Op, PeerId, Request, Stretch};
+use crate::transfers::{Between, Op, PeerId, Request, Stretch};
 use crate::window::WindowDescriptor;
 
 /// A transfer is checked against what both sides have registered without the lock. So often that may change meanwhile.
@@ -85,7 +86,8 @@ impl Shared {
         let runs = pieces.runs(sides)?;
         let used = sides.used_by(peer, &runs);
         let stretches = sides.stretches(runs);
-        if self.slots.is_none() && stretches.iter().any(|stretch| stretch.between.has_gpus()) {
+        let is_out_of_reach = |between: Between| between.has_gpus() && !self.reach.serves(between.route());
+        if stretches.iter().any(|stretch| is_out_of_reach(stretch.between)) {
             return Err(FabricError::NoWayToGpus);
         }
         Ok((stretches, used))

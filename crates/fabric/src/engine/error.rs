@@ -8,6 +8,7 @@ use kvlane_memory::Forked;
 use thiserror::Error;
 
 use crate::inbox::MESSAGE_BYTES_MAX;
+use crate::regions::WindowRefused;
 use crate::registrar::RegisterError;
 use crate::shape::ShapeError;
 use crate::tcp::TlsError;
@@ -31,9 +32,20 @@ pub enum FabricError {
     /// A GPU's driver refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// Memory of a GPU where nothing but [`crate::Transport::Cma`] is wanted.
-    #[error("memory of GPUs cannot go by cma: process_vm does not reach it")]
+    /// Memory of a GPU, which none of the engine's carriers reaches.
+    #[error("memory of GPUs cannot go by cma or another carrier of this engine: none reaches it")]
     NoWayToGpus,
+    /// [`crate::EngineOptions::transport`] names a carrier that is not in the engine's list.
+    #[error("no carrier is called {name}: this engine has {known}")]
+    NoSuchCarrier {
+        /// The name.
+        name: &'static str,
+        /// The names that it could be.
+        known: String,
+    },
+    /// Two carriers of one name.
+    #[error("two carriers are called {0}")]
+    SameCarrier(&'static str),
     /// A file of [`crate::Tls`].
     #[error(transparent)]
     Tls(#[from] TlsError),
@@ -147,8 +159,11 @@ pub enum FabricError {
     },
 }
 
-impl FabricError {
-    pub(crate) fn not_in_one_memory() -> FabricError {
-        FabricError::Window("some are not registered, or in another memory".into())
+impl From<WindowRefused> for FabricError {
+    fn from(why: WindowRefused) -> FabricError {
+        match why {
+            WindowRefused::NotInOneMemory => FabricError::Window(why.to_string()),
+            WindowRefused::PeerFull => FabricError::WindowsFull,
+        }
     }
 }

@@ -4,7 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZero;
 use std::time::Duration;
 
-use super::FabricError;
+use super::error::FabricError;
+use crate::carriers::{CMA, TCP, TCP_SLOTS};
 use crate::inbox::{InboxOptions, MESSAGE_BYTES_MAX};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Tls};
 use crate::transfers::Options;
@@ -25,8 +26,7 @@ pub struct EngineOptions {
     pub token: String,
     /// Connections to each address of a peer.
     pub connections: usize,
-    /// How bytes are to travel: None for the best way that a peer and this process both have, TCP for nothing else, CMA for
-    /// to connect to no peers but those of this host whose memory can be read.
+    /// The carriers that may move bytes. With None each post takes the best that both sides have.
     pub transport: Option<Transport>,
     /// So many threads at the most copy between this process and others of this host, whoever waits among them; 1 to 64.
     /// The others are made when 256 KiB or more are to be copied for the first time, and sleep when there is nothing.
@@ -65,13 +65,19 @@ fn copy_threads() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get).min(COPY_THREADS_USUAL)
 }
 
-/// How bytes may travel between processes.
+/// Names of the carriers that a caller requires, of this crate or another: bytes go by these or not at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transport {
-    /// Through sockets.
-    Tcp,
+pub struct Transport(pub &'static [&'static str]);
+
+impl Transport {
+    /// Sockets; bytes of GPUs go through pinned memory on their way.
+    pub const TCP: Transport = Transport(&[TCP, TCP_SLOTS]);
     /// From the memory of one process straight into another's of the same host, by process_vm (cross-memory attach).
-    Cma,
+    pub const CMA: Transport = Transport(&[CMA]);
+
+    pub(super) fn allows(self, name: &str) -> bool {
+        self.0.contains(&name)
+    }
 }
 
 impl EngineOptions {
@@ -91,10 +97,11 @@ impl EngineOptions {
             let threads = self.copy_threads;
             return Err(FabricError::Limit(format!("copy_threads {threads}: 1 to {COPY_THREADS_MAX}")));
         }
-        if self.tls.is_some() && self.transport == Some(Transport::Cma) {
-            return Err(FabricError::Limit("with TLS bytes go by TCP, and not by cma".into()));
+        let Some(Transport(names)) = self.transport.filter(|_| self.tls.is_some()) else { return Ok(()) };
+        match names.iter().find(|name| !Transport::TCP.allows(name)) {
+            Some(other) => Err(FabricError::Limit(format!("with TLS bytes go by TCP, and not by {other}"))),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 

@@ -8,13 +8,14 @@ use kvlane_memory::{Forked, OwnProcess};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::epoll::Event;
 
-use super::FabricError;
+use super::error::FabricError;
 use super::hold::Hold;
 use crate::audit::{self, Audit};
 use crate::carriers::slots::SlotPool;
 use crate::hub::socket_hub::SocketHub;
 use crate::inbox::Message;
 use crate::registrar::Registrar;
+use crate::transfers::Reach;
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
@@ -38,8 +39,10 @@ pub(crate) struct Shared {
     pub(crate) audit: Audit,
     /// What carriers do when memory is registered: outside of the lock.
     pub(super) registrars: Registrars,
-    /// Slots for the memory of GPUs; none where nothing reaches it.
-    pub(super) slots: Option<Arc<SlotPool>>,
+    /// Routes that the carriers serve together.
+    pub(super) reach: Reach,
+    /// Pinned memory that bytes of GPUs go through, and its counters.
+    pub(super) slots: Arc<SlotPool>,
     /// Something that a sleeper may wait for has happened.
     changed: Condvar,
     /// How many wait and do the work; the thread behind rests until there are none.
@@ -61,12 +64,13 @@ impl std::fmt::Debug for Registrars {
 }
 
 impl Shared {
-    pub(super) fn new(hub: SocketHub, registrars: Registrars, slots: Option<Arc<SlotPool>>) -> Shared {
+    pub(super) fn new(hub: SocketHub, registrars: Registrars, reach: Reach, slots: Arc<SlotPool>) -> Shared {
         Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),
             audit: Audit::default(),
             registrars,
+            reach,
             slots,
             changed: Condvar::new(),
             pollers: AtomicUsize::new(0),

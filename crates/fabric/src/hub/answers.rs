@@ -4,8 +4,9 @@ use super::Outside;
 use crate::control::{ChannelId, Control};
 use crate::frames::Frame;
 use crate::provider::Event;
-use crate::tcp::{Outcome, WordsKind, decode_regions};
+use crate::tcp::decode_regions;
 use crate::transfers::{Completion, PeerId, Token};
+use crate::wire::{Outcome, WordsKind};
 
 impl<C: Control> Outside<C> {
     pub(super) fn receive_from_peer(&mut self, channel: ChannelId, peer: PeerId, frame: Frame<Vec<u8>>) {

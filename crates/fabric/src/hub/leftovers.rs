@@ -149,7 +149,7 @@ fn a_thousand_peers_that_come_and_go_leave_nothing() {
 
 fn come_and_go() {
     let there = Side::new(None);
-    let sides = [Side::new(None), Side::new(Some(Transport::Tcp))];
+    let sides = [Side::new(None), Side::new(Some(Transport::TCP))];
     // These stay, so that there is something that is not to be more.
     let stays = sides.each_ref().map(|here| here.meet(&there));
     for (here, peer) in sides.iter().zip(stays) {

@@ -4,18 +4,19 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::carrier::{Carrier, CarrierPost, Context, NewFence, NewPath, Outbox, Owner, PostedRun};
+use crate::carriers::Named;
 use crate::clock::Clock;
 use crate::control::{ChannelId, Control, ControlEvent};
 use crate::fences::{Broken, Fences, Whom};
 use crate::frames::Frame;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::peers::{Peer, Peers};
 use crate::process::{BothSides, Process};
 use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
-use crate::tcp::Identity;
-use crate::transfers::{Completion, PathId, PeerId, Post, Route, Token, Work};
+use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
 
 /// Reasons that the log names for one peer.
 const REFUSALS_SAID_MAX: usize = 16;
@@ -26,6 +27,8 @@ pub(crate) struct Outside<C> {
     pub(crate) process: Process,
     pub(crate) control: C,
     pub(super) carriers: Vec<Box<dyn Carrier>>,
+    /// Names of the carriers, in the same order.
+    names: Vec<&'static str>,
     pub(super) peers: Peers,
     /// Peers that were removed, while something of theirs is under way: whom to ask for fences.
     pub(super) leaving: Numbered<PeerId, Whom>,
@@ -55,12 +58,14 @@ pub(super) struct PathAt {
 }
 
 impl<C: Control> Outside<C> {
-    pub(crate) fn new(process: Process, control: C, carriers: Vec<Box<dyn Carrier>>) -> Outside<C> {
+    pub(crate) fn new(process: Process, control: C, named: Vec<Named>) -> Outside<C> {
+        let (names, carriers) = named.into_iter().unzip();
         Outside {
             clock: Clock::begin(),
             process,
             control,
             carriers,
+            names,
             peers: Peers::default(),
             leaving: Numbered::default(),
             sessions: SessionsServed::default(),
@@ -119,6 +124,11 @@ impl<C: Control> Outside<C> {
     /// The place of the carrier with this code.
     pub(super) fn place_of(&self, code: u8) -> Option<u8> {
         (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(place, _)| place)
+    }
+
+    /// The name of the carrier at this place.
+    pub(super) fn name_at(&self, place: u8) -> &'static str {
+        self.names.get(usize::from(place)).copied().unwrap_or("?")
     }
 
     pub(super) fn add_peer(&mut self, peer: PeerId, known: Peer) {
@@ -211,7 +221,7 @@ impl<C: Control> Outside<C> {
     }
 
     fn note_refusal(&mut self, peer: PeerId, code: u8, why: String) {
-        let name = self.place_of(code).map_or("?", |place| self.carriers[usize::from(place)].name());
+        let name = self.place_of(code).map_or("?", |place| self.name_at(place));
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
@@ -360,7 +370,7 @@ impl<C: Control> Outside<C> {
         &mut self,
         place: u8,
         post: &Post,
-        op: crate::transfers::Op,
+        (op, between): (Op, Between),
         runs: &[crate::runs::Run],
     ) -> Result<(), NotNow> {
         let Post { path, token, ticket, .. } = *post;
@@ -379,7 +389,7 @@ impl<C: Control> Outside<C> {
         }
         let Some(peer) = peer else { return Err(NotNow) };
         crate::audit::posts(posted.len());
-        let post = CarrierPost { path, peer, token, ticket, op, runs: &posted };
+        let post = CarrierPost { path, peer, token, ticket, op, between, runs: &posted };
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
@@ -444,8 +454,8 @@ impl<C: Control> Provider for Outside<C> {
         let at = self.paths.get(&post.path).ok_or(NotNow)?;
         let token = post.token;
         let frame = match (&post.work, at.carrier) {
-            (Work::Move { op, runs, .. }, Some(place)) => {
-                return self.post_to_carrier(place, &post, *op, runs);
+            (Work::Move { op, between, runs }, Some(place)) => {
+                return self.post_to_carrier(place, &post, (*op, *between), runs);
             }
             (Work::Immediate { number, counter, generation }, None) => {
                 let (number, counter, generation) = (*number, *counter, *generation);

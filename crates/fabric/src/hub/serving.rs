@@ -7,7 +7,7 @@ use crate::frames::Frame;
 use crate::immediates::Arrival;
 use crate::inbox::{Admission, EngineId, Message};
 use crate::lease::Lease;
-use crate::tcp::{Fate, Outcome, WordsKind};
+use crate::wire::{Fate, Outcome, WordsKind};
 
 impl<C: Control> Outside<C> {
     pub(super) fn receive_from_session(

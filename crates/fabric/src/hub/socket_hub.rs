@@ -276,9 +276,8 @@ impl SocketHub {
     /// A carrier that cannot reach a peer has no path there; why not is to be seen all the same.
     fn refused_status(&self, code: u8, why: &str) -> Option<PathStatus> {
         let outside = &self.hub.outside;
-        let carrier = &outside.carriers[usize::from(outside.place_of(code)?)];
+        let name = outside.name_at(outside.place_of(code)?);
         let is_only_one = outside.carriers.len() == 1;
-        let name = carrier.name();
         let trouble = if is_only_one { format!("{name} is required, but {why}") } else { why.to_owned() };
         Some(PathStatus {
             carrier: name,
@@ -295,7 +294,7 @@ impl SocketHub {
         let at = outside.paths.get(&path)?;
         let known = outside.peer(peer)?;
         let control = outside.control.status(known.control);
-        let carrier = at.carrier.map(|place| outside.carriers[usize::from(place)].name());
+        let carrier = at.carrier.map(|place| outside.name_at(place));
         let own = at.carrier.is_none().then_some(control).flatten();
         Some(PathStatus {
             carrier: carrier.unwrap_or("control"),

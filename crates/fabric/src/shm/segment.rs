@@ -7,11 +7,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use kvlane_memory::Mapping;
+use kvlane_shm_ring::{HEADER_BYTES, Memory, Reader, Writer};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::ring::{HEADER_BYTES, Reader, Writer};
-use super::sync::Memory;
-use crate::tcp::RingsOffer;
+use crate::wire::RingsOffer;
 
 /// Bytes of a ring if nobody knows better.
 pub(crate) const RING_BYTES: usize = 256 << 10;
@@ -135,7 +134,7 @@ fn segment_bytes(ring_bytes: usize) -> u64 {
     2 * (HEADER_BYTES + ring_bytes) as u64
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
     use std::fs::File;

@@ -5,14 +5,15 @@
 //! ```
 //! Pure: whoever owns the connection reads and writes it.
 
-use super::frame::BadFrame;
 use super::greeting::{
-    Answer, CHALLENGE_BYTES, Hello, Identity, Nonces, Purpose, RingsOffer, SessionKey, VERDICT_BYTES,
-    Verdict, WELCOME_BYTES, Welcome, decode_challenge,
+    Answer, CHALLENGE_BYTES, Hello, Nonces, Purpose, SessionKey, VERDICT_BYTES, Verdict, WELCOME_BYTES,
+    Welcome, decode_challenge,
 };
 use super::link::Ended;
 use crate::fences::Whom;
+use crate::identity::Identity;
 use crate::random::random;
+use crate::wire::{BadFrame, RingsOffer};
 
 /// Where one side does not know the secret of the other.
 const UNPROVED: &str = "it has another token, or other engines than ours are trusted there: without a token these are those of \

@@ -25,12 +25,12 @@
 //! somebody's own proof back to them proves nothing. The session's key is made from the secret and both nonces likewise. With
 //! it Hello and Welcome are sealed, so they are of whoever has proved it, and nobody has changed them.
 
-use std::sync::Arc;
-
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use super::frame::BadFrame;
+use crate::identity::Identity;
+use crate::trust::Key;
+use crate::wire::{BadFrame, RingsOffer};
 
 pub(crate) const CHALLENGE_BYTES: usize = 24;
 pub(crate) const PROOF_MESSAGE_BYTES: usize = 56;
@@ -42,14 +42,6 @@ const VERSION: u8 = 5;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
     BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
-
-/// A process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Identity {
-    pub(crate) engine: u128,
-    /// Another one after each start.
-    pub(crate) boot: u64,
-}
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,17 +70,6 @@ pub(crate) struct Hello {
     pub(crate) sums: bool,
 }
 
-/// Where a segment of shared memory is found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RingsOffer {
-    /// The process that connects.
-    pub(crate) pid: u32,
-    /// The segment's descriptor there.
-    pub(crate) descriptor: u32,
-    /// Which file that is: device and inode.
-    pub(crate) file: (u64, u64),
-}
-
 /// The answer to a [`Hello`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Welcome {
@@ -114,19 +95,9 @@ pub(crate) struct Nonces {
     pub(crate) connecting: [u8; 16],
 }
 
-/// What both sides know and nobody else.
-#[derive(Clone)]
-pub(crate) struct Key(Arc<[u8]>);
-
 /// Of one connection, whose sides have proved the [`Key`] to each other.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct SessionKey([u8; PROOF_BYTES]);
-
-impl std::fmt::Debug for Key {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Key(..)")
-    }
-}
 
 impl std::fmt::Debug for SessionKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -175,13 +146,9 @@ fn is_proof(key: &[u8], of: Use, parts: &[&[u8]], proof: &[u8]) -> bool {
 }
 
 impl Key {
-    pub(crate) fn new(secret: &[u8]) -> Key {
-        Key(secret.into())
-    }
-
     /// Of a connection with these nonces.
     pub(crate) fn session(&self, nonces: &Nonces) -> SessionKey {
-        SessionKey(prove(&self.0, Use::Session, &[&nonces.listening, &nonces.connecting]))
+        SessionKey(prove(self.bytes(), Use::Session, &[&nonces.listening, &nonces.connecting]))
     }
 
     /// The Proof of the side that connects.
@@ -189,7 +156,7 @@ impl Key {
         let mut bytes = begin(0);
         bytes.extend(nonces.connecting);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(&self.0, Use::ProofOfConnecting, &parts));
+        bytes.extend(prove(self.bytes(), Use::ProofOfConnecting, &parts));
         bytes
     }
 
@@ -202,14 +169,14 @@ impl Key {
         let bytes: &[u8; PROOF_MESSAGE_BYTES] = whole(bytes)?;
         let nonces = Nonces { listening: *challenge, connecting: array(bytes, 8) };
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        Ok(is_proof(&self.0, Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
+        Ok(is_proof(self.bytes(), Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
     }
 
     /// The Verdict about a Proof that was right.
     pub(crate) fn encode_verdict(&self, nonces: &Nonces) -> Vec<u8> {
         let mut bytes = begin(0);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(&self.0, Use::ProofOfListening, &parts));
+        bytes.extend(prove(self.bytes(), Use::ProofOfListening, &parts));
         bytes
     }
 
@@ -218,7 +185,7 @@ impl Key {
         let bytes: &[u8; VERDICT_BYTES] = whole(bytes)?;
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
         match bytes[5] {
-            0 if is_proof(&self.0, Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
+            0 if is_proof(self.bytes(), Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
             0 => Ok(Verdict::Unproved),
             1 => Ok(Verdict::Refused),
             _ => Err(BadFrame("a verdict that is not known")),
@@ -347,9 +314,6 @@ impl Welcome {
 }
 
 impl Identity {
-    /// Whoever listens there: of a peer that is known by its address only.
-    pub(crate) const ANYBODY: Identity = Identity { engine: 0, boot: 0 };
-
     fn encode(&self, to: &mut Vec<u8>) {
         to.extend(self.engine.to_le_bytes());
         to.extend(self.boot.to_le_bytes());

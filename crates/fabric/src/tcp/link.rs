@@ -7,14 +7,16 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES, is_undamaged};
+use kvlane_shm_ring::{Reader, Writer};
+
+use super::frame::{ENTRIES_MAX, HEAD_BYTES, Head, is_undamaged};
 use super::outgoing::{Out, Outgoing};
 use super::stream::{Rings, Stream};
 use super::sum::{SUM_BYTES, Sum};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
 use crate::ranges::{Piece, Spots};
-use crate::shm::{Reader, Writer};
+use crate::wire::{BadFrame, RUN_BYTES};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
 const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;

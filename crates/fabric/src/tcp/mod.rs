@@ -15,17 +15,14 @@ mod tls;
 pub(crate) use credentials::Credentials;
 pub use credentials::{Tls, TlsError};
 pub(crate) use dialling::{Dialled, Dialling, nonce};
-pub(crate) use frame::{
-    BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, MESSAGE_BYTES_MAX, OUTCOME_BYTES, Outcome, RUN_BYTES,
-    WORDS_BYTES_MAX, WireRun, WordsKind, word,
-};
+pub(crate) use frame::{BYTES_MAX, ENTRIES_MAX, Head, MESSAGE_BYTES_MAX, WORDS_BYTES_MAX};
 pub(crate) use greeting::{
-    Answer, HELLO_BYTES, Hello, Identity, Key, PROOF_MESSAGE_BYTES, Purpose, RingsOffer, SessionKey, Welcome,
-    encode_challenge, encode_refusal,
+    Answer, HELLO_BYTES, Hello, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome, encode_challenge,
+    encode_refusal,
 };
 pub(crate) use link::{Came, Ended, Link};
 pub(crate) use outgoing::Out;
-pub(crate) use regions::{Keys, RegionNews, decode_regions, encode_regions, window_news};
+pub(crate) use regions::{decode_regions, encode_regions, window_news};
 pub(crate) use stream::Stream;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use {

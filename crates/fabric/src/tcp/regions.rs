@@ -13,10 +13,12 @@
 //! ```
 //! All numbers are little-endian. Keys are told after the proof only, and never in a descriptor.
 
-use super::frame::{BadFrame, WORDS_BYTES_MAX, word};
+use super::frame::WORDS_BYTES_MAX;
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
+use crate::region_news::{Keys, RegionNews};
 use crate::transfers::Memory;
 use crate::window::WindowRange;
+use crate::wire::{BadFrame, word};
 
 const HEAD_BYTES: usize = 24;
 const GONE: u8 = 255;
@@ -29,20 +31,6 @@ const RANGES_AT_ONCE: usize = (WORDS_BYTES_MAX - HEAD_BYTES) / RANGE_BYTES;
 pub(crate) const KEY_BYTES_MAX: usize = 255;
 /// Most keys of a region: each carrier has one at the most.
 pub(crate) const KEYS_MAX: usize = 16;
-
-/// What one carrier has to know of a region, by that carrier's code.
-pub(crate) type Keys = Vec<(u8, Box<[u8]>)>;
-
-/// News of a region.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum RegionNews {
-    /// It is registered.
-    Here { region: RegionDescriptor, memory: Memory, keys: Keys },
-    /// These ranges may be read through a window, and those that follow if there are more.
-    Window { number: u32, generation: u32, memory: Memory, ranges: Vec<WindowRange>, has_more: bool },
-    /// This generation of it is not any more.
-    Gone { number: u32, generation: u32 },
-}
 
 /// A window, as so many pieces of news as its ranges take.
 pub(crate) fn window_news(

@@ -6,12 +6,12 @@ use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
+use kvlane_shm_ring::{Reader, RingError, Writer};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::credentials::Credentials;
 use super::tls::TlsStream;
-use crate::shm::{Reader, RingError, Writer};
 
 /// Bytes both ways, without waiting.
 #[derive(Debug)]

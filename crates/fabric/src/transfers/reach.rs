@@ -64,7 +64,8 @@ pub struct PathSpec {
 }
 
 impl Memory {
-    fn is_gpu(self) -> bool {
+    /// Whether it is a GPU's.
+    pub fn is_gpu(self) -> bool {
         matches!(self, Memory::Gpu(_))
     }
 }
@@ -119,6 +120,8 @@ impl Reach {
     pub const ALL_MEMORY: Reach = Reach(0b0_1111);
     /// Bytes of the hosts' memory only.
     pub const HOSTS: Reach = Reach(0b0_0001);
+    /// Bytes with a GPU on either side.
+    pub const GPUS: Reach = Reach(0b0_1110);
     /// Immediates and messages only.
     pub const WORDS: Reach = Reach(0b1_0000);
 
@@ -143,7 +146,7 @@ impl Reach {
     }
 
     /// Whether any route is among both.
-    pub(super) fn overlaps(self, other: Reach) -> bool {
+    pub(crate) fn overlaps(self, other: Reach) -> bool {
         self.0 & other.0 != 0
     }
 

@@ -5,18 +5,21 @@ mod slow;
 #[path = "../support/mod.rs"]
 mod support;
 mod toy;
+mod watcher;
 mod wire;
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, PathStatus, PeerId, Pieces,
-    Place, RegisterError, Run, Transfer, WindowRange,
+    Access, Engine, EngineOptions, FabricError, Failure, Handle, NewCarrier, Op, Options, PathStatus, PeerId,
+    Pieces, Place, RegisterError, Run, Transfer, Transport, WindowRange,
 };
 
 use crate::support::{MIB, Memory, PATIENCE, Random};
 use crate::toy::Toy;
+use crate::watcher::Watcher;
 use crate::wire::Wire;
 
 /// Small, so that a transfer is many posts.
@@ -30,13 +33,17 @@ struct Side {
 
 impl Side {
     fn new(wire: &Arc<Wire>) -> Side {
+        Side::by(wire, None)
+    }
+
+    fn by(wire: &Arc<Wire>, transport: Option<Transport>) -> Side {
         let transfers = Options {
             chunk_bytes: CHUNK as u64,
             post_patience: Duration::from_millis(300),
             ..Options::default()
         };
-        let options = EngineOptions { transfers, ..EngineOptions::default() };
-        let engine = Engine::with_carriers(options, |_| vec![Box::new(Toy::new(wire))]).unwrap();
+        let options = EngineOptions { transfers, transport, ..EngineOptions::default() };
+        let engine = Engine::with_carriers(options, vec![toy(wire)]).unwrap();
         let memory = Memory::new(8 * MIB);
         // SAFETY: the engine is dropped before its memory, as the first field.
         let region = unsafe { engine.register(memory.base, memory.len as u64, Access::ReadWrite).unwrap() };
@@ -73,6 +80,11 @@ impl Side {
     fn all(&self, there: &Side) -> Vec<Run> {
         pieces(self, there, &[(0, 0, self.memory.len)])
     }
+}
+
+fn toy(wire: &Arc<Wire>) -> NewCarrier<'static> {
+    let wire = Arc::clone(wire);
+    NewCarrier::new("toy", move |_| Ok(Box::new(Toy::new(&wire))))
 }
 
 /// Each from where here, to where there, and how many bytes.
@@ -133,6 +145,44 @@ fn many_pieces_go_both_ways_over_it_and_over_nothing_else() {
         "{:?}",
         here.engine.paths(peer)
     );
+}
+
+#[test]
+fn where_it_is_required_nothing_else_carries_bytes() {
+    let wire = Arc::new(Wire::new());
+    let transport = Some(Transport(&["toy"]));
+    let (here, there) = (Side::by(&wire, transport), Side::by(&wire, transport));
+    let peer = here.meet(&there);
+    here.memory.fill(0, MIB, 7);
+    done(&here.begin(peer, Op::Write, pieces(&here, &there, &[(0, 0, MIB)])));
+    assert_eq!(there.memory.other_than(0, MIB, 7), None);
+    let paths = here.engine.paths(peer);
+    let mut carriers: Vec<&str> = paths.iter().map(|path| path.carrier).collect();
+    carriers.sort_unstable();
+    assert_eq!(carriers, ["control", "toy"]);
+}
+
+#[test]
+fn a_name_that_no_carrier_has_or_two_have_is_refused() {
+    let wire = Arc::new(Wire::new());
+    let by = |transport| EngineOptions { transport, ..EngineOptions::default() };
+    let unknown = Engine::with_carriers(by(Some(Transport(&["toy", "rdma"]))), vec![toy(&wire)]);
+    let why = "no carrier is called rdma: this engine has cma, tcp, tcp-slots, toy";
+    assert_eq!(unknown.unwrap_err().to_string(), why);
+    let twice = Engine::with_carriers(by(None), vec![toy(&wire), toy(&wire)]);
+    assert!(matches!(twice, Err(FabricError::SameCarrier("toy"))), "{twice:?}");
+    assert_eq!(wire.count(), 0);
+}
+
+/// Without a watch of its own the first of two carriers had the place in the list that the second one's descriptors named.
+#[test]
+fn what_a_carrier_watches_is_told_to_it_and_to_no_other() {
+    let (told, was_told) = channel();
+    let watcher = NewCarrier::new("watcher", move |watch| Ok(Box::new(Watcher::new(watch, told)?)));
+    let more = vec![toy(&Arc::new(Wire::new())), watcher];
+    let engine = Engine::with_carriers(EngineOptions::default(), more).unwrap();
+    assert_eq!(was_told.recv_timeout(PATIENCE), Ok(77));
+    drop(engine);
 }
 
 #[test]

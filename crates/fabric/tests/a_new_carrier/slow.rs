@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, BadWords, Carrier, CarrierPost, Context, Engine, EngineOptions, MemoryRegion, NotNow, PathId,
-    PeerId, RegisterError, Registrar, SessionId, WindowRange,
+    Access, BadWords, Carrier, CarrierPost, Context, Engine, EngineOptions, MemoryRegion, NewCarrier, NotNow,
+    PathId, PeerId, RegisterError, Registrar, SessionId, WindowRange,
 };
 
 use crate::support::{MIB, Memory, PATIENCE};
@@ -49,10 +49,6 @@ impl std::fmt::Debug for Slow {
 }
 
 impl Carrier for SlowCarrier {
-    fn name(&self) -> &'static str {
-        "slow"
-    }
-
     fn code(&self) -> u8 {
         201
     }
@@ -87,8 +83,8 @@ fn a_region_is_not_given_back_while_somebody_else_closes_its_window() {
     let (asked, was_asked) = channel();
     let (lets_close, may_close) = channel();
     let slow = Arc::new(Slow { asked, may_close: Mutex::new(may_close) });
-    let engine =
-        Engine::with_carriers(EngineOptions::default(), |_| vec![Box::new(SlowCarrier(slow))]).unwrap();
+    let carrier = NewCarrier::new("slow", |_| Ok(Box::new(SlowCarrier(slow))));
+    let engine = Engine::with_carriers(EngineOptions::default(), vec![carrier]).unwrap();
     let memory = Memory::new(MIB);
     // SAFETY: the region is given back below, before the memory goes.
     let region = unsafe { engine.register(memory.base, memory.len as u64, Access::Windows).unwrap() };

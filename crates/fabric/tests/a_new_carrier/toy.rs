@@ -91,10 +91,6 @@ impl Toy {
 }
 
 impl Carrier for Toy {
-    fn name(&self) -> &'static str {
-        "toy"
-    }
-
     fn code(&self) -> u8 {
         128
     }

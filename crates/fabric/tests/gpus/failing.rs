@@ -23,8 +23,8 @@ fn a_copy_that_fails_fails_its_transfer_and_no_other() {
     for (here_on, there_on, op) in CASES {
         for in_a_call in [false, true] {
             let driver = driver();
-            let here = Side::new(&driver, here_on, MIB, small_parts(Some(Transport::Tcp)));
-            let there = Side::new(&driver, there_on, MIB, small_parts(Some(Transport::Tcp)));
+            let here = Side::new(&driver, here_on, MIB, small_parts(Some(Transport::TCP)));
+            let there = Side::new(&driver, there_on, MIB, small_parts(Some(Transport::TCP)));
             let peer = here.meet(&there);
             let (from, to) = if op == Op::Write { (&here, &there) } else { (&there, &here) };
             from.memory.put(0, &pattern(MIB, 1));

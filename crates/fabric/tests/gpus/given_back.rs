@@ -32,7 +32,7 @@ fn a_transfer_that_was_given_up_writes_no_more_into_a_gpu() {
     let driver = driver();
     let mut random = Random(0x1357_9bdf_0246_8ace);
     let mut given_up = 0;
-    for transport in [Some(Transport::Tcp), None] {
+    for transport in [Some(Transport::TCP), None] {
         let here = Side::new(&driver, On::Gpu(0), BYTES, small_parts(transport));
         let there = Side::new(&driver, On::Host, BYTES, small_parts(transport));
         there.memory.put(0, &pattern(BYTES, 1));
@@ -69,7 +69,7 @@ fn a_transfer_whose_connection_is_ended_writes_no_more_into_a_gpu() {
         let driver = driver();
         let mut random = Random(0x2468_ace0_1357_9bdf);
         let kinds = if op == Op::Read { [On::Gpu(0), On::Host] } else { [On::Host, On::Gpu(0)] };
-        let [here, there] = kinds.map(|on| Side::new(&driver, on, BYTES, small_parts(Some(Transport::Tcp))));
+        let [here, there] = kinds.map(|on| Side::new(&driver, on, BYTES, small_parts(Some(Transport::TCP))));
         let (from, to) = if op == Op::Read { (&there, &here) } else { (&here, &there) };
         from.memory.put(0, &pattern(BYTES, 1));
         driver.slow_down(SLOW);
@@ -96,8 +96,8 @@ fn a_transfer_whose_connection_is_ended_writes_no_more_into_a_gpu() {
 fn memory_of_a_gpu_that_was_given_back_is_not_touched_any_more() {
     let driver = driver();
     let mut random = Random(0x9bdf_1357_ace0_2468);
-    let here = Side::new(&driver, On::Host, BYTES, small_parts(Some(Transport::Tcp)));
-    let there = Side::new(&driver, On::Gpu(0), BYTES, small_parts(Some(Transport::Tcp)));
+    let here = Side::new(&driver, On::Host, BYTES, small_parts(Some(Transport::TCP)));
+    let there = Side::new(&driver, On::Gpu(0), BYTES, small_parts(Some(Transport::TCP)));
     let peer = here.meet(&there);
     there.engine.unregister(there.region).unwrap();
     driver.slow_down(SLOW);

@@ -7,6 +7,7 @@
 mod certificates;
 mod failing;
 mod given_back;
+mod heard;
 mod killed;
 mod role;
 mod shapes;

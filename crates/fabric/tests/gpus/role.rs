@@ -19,7 +19,7 @@ impl Role {
     /// `setup`: "tcp" where nothing is to go by process_vm.
     pub(crate) fn new(bytes: usize, setup: &str) -> Role {
         let driver = driver();
-        let transport = (setup == "tcp").then_some(Transport::Tcp);
+        let transport = (setup == "tcp").then_some(Transport::TCP);
         let options = EngineOptions { transport, ..EngineOptions::default() };
         Role { side: Side::new(&driver, On::Gpu(0), bytes, options), driver, transfer: None }
     }

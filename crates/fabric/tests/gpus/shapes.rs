@@ -31,7 +31,7 @@ proptest! {
     fn lists_of_any_runs_arrive_as_they_are_wherever_the_memory_is(
         runs in runs(), op in prop_oneof![Just(Op::Write), Just(Op::Read)], here_on in on(), there_on in on(),
         chunks in (1000..200_000u64, 1000..200_000u64), chunk_runs in 1..300usize, connections in 1..3usize,
-        transport in prop_oneof![Just(None), Just(Some(Transport::Tcp))], batch in any::<bool>(),
+        transport in prop_oneof![Just(None), Just(Some(Transport::TCP))], batch in any::<bool>(),
     ) {
         const BYTES: usize = 6 * MIB;
         let driver = driver_with(batch);

@@ -39,7 +39,7 @@ fn the_hosts_memory_goes_by_cma_beside_a_gpus_that_cannot() {
 #[test]
 fn where_cma_is_required_a_gpus_memory_is_refused_with_a_reason() {
     let driver = driver();
-    let options = EngineOptions { transport: Some(Transport::Cma), ..EngineOptions::default() };
+    let options = EngineOptions { transport: Some(Transport::CMA), ..EngineOptions::default() };
     let here = Side::new(&driver, On::Host, MIB, options);
     let there = Side::of(&driver, On::Gpu(0), MIB);
     let pieces = Pieces::Contiguous(here.run(there.region, 0, 0, MIB));
@@ -107,7 +107,7 @@ fn a_gpus_memory_that_may_only_be_read_is_not_written() {
 fn more_connections_than_slots_take_turns() {
     const PEERS: usize = 13;
     let driver = driver();
-    let options = || small_parts(Some(Transport::Tcp));
+    let options = || small_parts(Some(Transport::TCP));
     let there = Side::new(&driver, On::Gpu(0), PEERS * MIB, options());
     let sides: Vec<Side> = (0..PEERS).map(|_| Side::new(&driver, On::Host, MIB, options())).collect();
     let peers: Vec<_> = sides.iter().map(|side| side.meet(&there)).collect();

@@ -106,7 +106,7 @@ pub(crate) fn done(handle: &Handle) {
 
 /// What breaks here is a connection's: neighbours have tests of their own.
 pub(crate) fn by_tcp() -> EngineOptions {
-    EngineOptions { transport: Some(Transport::Tcp), ..EngineOptions::default() }
+    EngineOptions { transport: Some(Transport::TCP), ..EngineOptions::default() }
 }
 
 pub(crate) fn impatient() -> Options {

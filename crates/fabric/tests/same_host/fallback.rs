@@ -91,7 +91,7 @@ fn a_process_that_may_read_others_no_more_goes_on_by_tcp() {
 
 #[test]
 fn who_wants_cma_only_does_not_reach_those_without_it_and_hears_why() {
-    let here = Side::new(MIB, EngineOptions { transport: Some(Transport::Cma), ..impatient() });
+    let here = Side::new(MIB, EngineOptions { transport: Some(Transport::CMA), ..impatient() });
     for (setup, why) in [("forbidden", "may not read"), ("tcp", "the peer has no such carrier")] {
         let mut there = Process::with(MIB, setup);
         let peer = here.meet(&there.descriptor());
@@ -106,7 +106,7 @@ fn who_wants_cma_only_does_not_reach_those_without_it_and_hears_why() {
 
 #[test]
 fn who_wants_tcp_only_gets_it() {
-    let options = EngineOptions { transport: Some(Transport::Tcp), ..EngineOptions::default() };
+    let options = EngineOptions { transport: Some(Transport::TCP), ..EngineOptions::default() };
     let here = Side::new(MIB, options);
     here.memory.fill(0, MIB, 6);
     let mut there = Process::new(MIB);

@@ -32,7 +32,7 @@ impl Role {
             "no-getfd" => forbid(libc::SYS_pidfd_getfd, libc::SYS_pidfd_getfd),
             _ => {}
         }
-        let transport = (setup == "tcp").then_some(Transport::Tcp);
+        let transport = (setup == "tcp").then_some(Transport::TCP);
         let side = Side::new(bytes, EngineOptions { transport, ..EngineOptions::default() });
         let generation = side.engine.open_counter(COUNTER);
         Role { side, generation, peer: None, transfer: None, others: Memory::new(MIB) }

@@ -21,7 +21,7 @@ struct Owner {
 
 impl Owner {
     fn new(there: &mut Process, setup: &str, bytes: usize) -> Owner {
-        let transport = (setup == "tcp").then_some(Transport::Tcp);
+        let transport = (setup == "tcp").then_some(Transport::TCP);
         let engine = Engine::new(EngineOptions { transport, ..EngineOptions::default() }).unwrap();
         let memory = Memory::new(bytes);
         // SAFETY: the engine is dropped before its memory, as the first field.

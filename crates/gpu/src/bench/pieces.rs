@@ -1,6 +1,6 @@
 //! Pieces in a source and in a destination, which is poisoned before and checked afterwards.
 
-use crate::bench::{CopyMethod, Path, Shape};
+use super::shape::{CopyMethod, Path, Shape};
 use crate::device::Gpu;
 use crate::driver::Copy;
 use crate::error::GpuError;

@@ -4,13 +4,14 @@ use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
 use super::pieces::Laid;
-use super::{CopyMethod, Path, ROUNDS, Shape, median, options};
+use super::shape::{CopyMethod, Path, ROUNDS, Shape, median, options};
 use crate::copier::Copier;
 use crate::device::Gpu;
 use crate::driver::Priority;
 use crate::error::GpuError;
 use crate::plan::{Direction, Thresholds};
-use crate::rails::{Loader, RailChoice, RailOptions, Rails, Staging};
+use crate::rail_options::{RailChoice, RailOptions, Staging};
+use crate::rails::{Loader, Rails};
 use crate::stream::Stream;
 
 /// As [`super::measure_copy`], from the host to each of these GPUs at the same time, each from memory of its own and by a

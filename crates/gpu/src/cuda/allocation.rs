@@ -6,7 +6,7 @@ use std::ptr;
 
 use cudarc::driver::sys;
 
-use super::{check, handle};
+use super::call::{check, handle};
 use crate::error::GpuError;
 
 const DESCRIPTOR: sys::CUmemAllocationHandleType =

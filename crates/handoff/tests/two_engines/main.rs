@@ -207,7 +207,7 @@ fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
 
 #[test]
 fn how_blocks_come_can_be_demanded_and_is_counted() {
-    for transport in [Transport::Tcp, Transport::Cma] {
+    for transport in [Transport::TCP, Transport::CMA] {
         let mut p = side(1, SHAPE, "j");
         let mut d = side_of(vec![rank_by(0, "j", Some(transport))], SHAPE, "j");
         let id = id(14);
@@ -218,7 +218,7 @@ fn how_blocks_come_can_be_demanded_and_is_counted() {
         assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
         assert!(d.holds(0, &[7, 9, 8]));
         let counts = d.ranks[0].agent.take_counts();
-        let by = if transport == Transport::Cma { counts.cma_bytes } else { counts.tcp_bytes };
+        let by = if transport == Transport::CMA { counts.cma_bytes } else { counts.tcp_bytes };
         assert_eq!((by, counts.cma_bytes + counts.tcp_bytes), (3 * LAYERS * PIECE, 3 * LAYERS * PIECE));
         // In each layer neither the one side's blocks nor the other's lie in order.
         assert_eq!((counts.reads, counts.failed, counts.runs), (1, 0, 3 * LAYERS));

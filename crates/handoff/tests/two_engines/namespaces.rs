@@ -33,7 +33,7 @@ fn side(address: &str, folder: &Path, name: &str) -> Side {
         let tls =
             Some(Tls { certificate: file("certificate"), key: file("key"), authority: file("authority") });
         let (listen, token) = (vec![format!("{address}:0").parse().unwrap()], "of this test".into());
-        let transport = Some(Transport::Tcp);
+        let transport = Some(Transport::TCP);
         Engine::new(EngineOptions { listen, token, tls, transport, ..EngineOptions::default() }).unwrap()
     };
     let rank = rank_of(0, engine(), BLOCKS * PIECE * LAYERS, layers);

@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::{
-    indicators::{Capacity, Indicators, Sample, Window, score},
+    indicators::{Capacity, Indicators, NAMES, Sample, Window, score},
     level::{Latch, Level},
     settings::{RoleSettings, Settings},
     untold::Untold,
@@ -165,7 +165,7 @@ impl Balancer {
         score(&watched.window.mean(), self.weights(role))
     }
 
-    fn weights(&self, role: Role) -> &[f64; super::NAMES.len()] {
+    fn weights(&self, role: Role) -> &[f64; NAMES.len()] {
         match role {
             Role::Prefill => &self.settings.prefill.weights,
             _ => &self.settings.decode.weights,

@@ -1,14 +1,15 @@
 //! Reads the KV events of nodes' engines, on a thread of its own.
 
-use std::{collections::HashMap, io, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use kvlane_door::RuntimeThread;
 use kvlane_kv_events::{
     FramesError, Limits as EventLimits, Published, Replayed, decode_batch, replay_request,
 };
 use kvlane_zmtp::{ConnectionError, Dealer, Limits, PeerOptions, Subscriber};
 use thiserror::Error;
-use tokio::{net::lookup_host, sync::watch, task::JoinHandle as Task, time::timeout};
+use tokio::{net::lookup_host, task::JoinHandle as Task, time::timeout};
 
 use super::{
     progress::{Next, Progress},
@@ -36,10 +37,7 @@ pub type ListNodes = dyn Fn() -> Vec<(NodeId, Arc<str>)> + Send;
 
 /// The reading thread.
 #[derive(Debug)]
-pub struct EventReaders {
-    stop: watch::Sender<bool>,
-    thread: JoinHandle<()>,
-}
+pub struct EventReaders(RuntimeThread);
 
 /// Why events cannot be read now.
 #[derive(Debug, Error)]
@@ -64,24 +62,14 @@ impl EventReaders {
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(knowledge: &Arc<Knowledge>, nodes: Box<ListNodes>) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, mut stopped) = watch::channel(false);
         let knowledge = Arc::clone(knowledge);
-        let thread = std::thread::Builder::new().name("kvlane-events".into()).spawn(move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = follow(&knowledge, nodes) => {}
-                    _ = stopped.changed() => {}
-                }
-            });
-        })?;
-        Ok(Self { stop, thread })
+        let read = move || async move { follow(&knowledge, nodes).await };
+        Ok(Self(RuntimeThread::start("kvlane-events", read)?))
     }
 
     /// Reads no more.
     pub fn stop(self) {
-        let _ = self.stop.send(true);
-        let _ = self.thread.join();
+        self.0.stop();
     }
 }
 

@@ -13,8 +13,9 @@ use super::{
     inner::Inner,
 };
 use crate::{
+    address::Address,
     beats_refused::BeatRefused,
-    proxy::Address,
+    counters::Counters,
     schedule::{Connector, Role},
 };
 
@@ -65,7 +66,7 @@ fn take(message: &[u8], allow: &AllowList, inner: &Inner) -> Result<(), (BeatRef
     let is_bye = ping.bye;
     let spec = spec_of(ping, allow)?;
     let event = if is_bye { Event::Bye(spec.address) } else { Event::Beat(spec) };
-    crate::proxy::Counters::count(&inner.shared.counters.beats);
+    Counters::count(&inner.shared.counters.beats);
     inner.tell(event).map_err(|refusal| {
         let reason = match refusal {
             Refusal::WasRemoved(_) => BeatRefused::Removed,

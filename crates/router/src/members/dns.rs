@@ -8,7 +8,7 @@ use super::{
     event::{Event, Spec},
     inner::Inner,
 };
-use crate::proxy::Counters;
+use crate::{address::Address, counters::Counters};
 
 /// Between two look-ups.
 const PERIOD: Duration = Duration::from_secs(3);
@@ -75,8 +75,7 @@ pub(super) async fn look_up(inner: Arc<Inner>, resolver: Arc<dyn Resolve>, numbe
         let ranks: Vec<Option<u32>> =
             if name.ranks == 0 { vec![None] } else { (0..name.ranks).map(Some).collect() };
         for rank in ranks {
-            let like =
-                Spec { address: crate::proxy::Address { rank, ..address.clone() }, ..name.like.clone() };
+            let like = Spec { address: Address { rank, ..address.clone() }, ..name.like.clone() };
             if let Err(refusal) = inner.tell(Event::Resolved { name: number, like, hosts: hosts.clone() }) {
                 tracing::debug!(name = address.host, %refusal, "not all addresses of a name are nodes");
             }

@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use super::limits::{BEAT_MISSED, NODES_MAX};
 use crate::{
-    proxy::Address,
+    address::Address,
     schedule::{Connector, KnownBy, NodeState, Role},
 };
 

@@ -11,8 +11,9 @@ use super::{
     state::Members,
 };
 use crate::{
-    proxy::{Address, Shared},
+    address::Address,
     schedule::{Condition, Node, NodeId, NodeState, Role},
+    shared::Shared,
 };
 
 /// Models of a node that are listed.

@@ -80,7 +80,7 @@ impl Member {
     }
 
     /// Whether a node of this address is this one, be it by a name or by a number.
-    pub(super) fn is_at(&self, address: &crate::proxy::Address) -> bool {
+    pub(super) fn is_at(&self, address: &crate::address::Address) -> bool {
         let own = &self.spec.address;
         let is_there = |at: SocketAddr| {
             at.port() == address.port

@@ -10,27 +10,23 @@
 //! A single miss already means that the prefixes are forgotten at the next answer: engines restart within two periods.
 
 use std::{
-    io,
     net::SocketAddr,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::{Request, StatusCode, client::conn::http1, header::HOST};
-use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use thiserror::Error;
-use tokio::{net::TcpStream, time::timeout};
 
 use super::{event::Event, inner::Inner};
-use crate::{proxy::Address, schedule::NodeId};
+use crate::{
+    address::Address,
+    node_page::{self, PageError},
+    schedule::NodeId,
+};
 
 /// Between two questions to a node. An adapter that was loaded appears within it.
 const PERIOD: Duration = Duration::from_secs(2);
-/// An answer has to come within this time.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// Questions without an answer, in a row, that make a node suspect.
 const MISSES: u32 = 3;
 /// Longest list of models.
@@ -42,18 +38,9 @@ const NAME_BYTES_MAX: usize = 256;
 /// Why a node counts as missing.
 #[derive(Debug, Error)]
 pub(super) enum ProbeError {
-    /// No connection, or it ended.
-    #[error("no connection: {0}")]
-    Connection(io::Error),
-    /// It speaks no HTTP.
-    #[error("no answer: {0}")]
-    Http(#[from] hyper::Error),
-    /// Too slow.
-    #[error("no answer within {} s", PATIENCE.as_secs())]
-    Late,
-    /// It says that it is not well, or knows nothing of models.
-    #[error("it answered {0} to GET /v1/models")]
-    Status(StatusCode),
+    /// Too slow, not well, or without such a page.
+    #[error(transparent)]
+    Page(#[from] PageError),
     /// Not a list of models.
     #[error("its answer to GET /v1/models is no list of models")]
     NoModels,
@@ -104,7 +91,7 @@ pub(super) async fn ask(members: Arc<Inner>, id: NodeId, address: Address) {
     loop {
         period.tick().await;
         let started = Instant::now();
-        let asked = timeout(PATIENCE, models_of(&address)).await.unwrap_or(Err(ProbeError::Late));
+        let asked = models_of(&address).await;
         if shared.with_scheduler(|scheduler| scheduler.node(id).is_none()) {
             return;
         }
@@ -139,8 +126,8 @@ pub(super) async fn ask(members: Arc<Inner>, id: NodeId, address: Address) {
 
 /// Names of the models that a node serves, each with the JSON object that describes it.
 async fn models_of(address: &Address) -> Result<(Models, Option<SocketAddr>), ProbeError> {
-    let (body, at) = get(address, "/v1/models").await?;
-    let parsed: Value = serde_json::from_slice(&body).map_err(|_| ProbeError::NoModels)?;
+    let page = node_page::get(address, "/v1/models", BYTES_MAX).await?;
+    let parsed: Value = serde_json::from_slice(&page.body).map_err(|_| ProbeError::NoModels)?;
     let listed = parsed.get("data").and_then(Value::as_array).ok_or(ProbeError::NoModels)?;
     if listed.len() > MODELS_MAX {
         return Err(ProbeError::NoModels);
@@ -149,30 +136,7 @@ async fn models_of(address: &Address) -> Result<(Models, Option<SocketAddr>), Pr
     let named =
         |model: &Value| Some((Arc::from(model.get("id")?.as_str().filter(is_name)?), model.to_string()));
     let models = listed.iter().map(named).collect::<Option<_>>().ok_or(ProbeError::NoModels)?;
-    Ok((models, at))
-}
-
-/// What a node answers, and where it was reached.
-async fn get(address: &Address, path: &str) -> Result<(Bytes, Option<SocketAddr>), ProbeError> {
-    let stream =
-        TcpStream::connect((address.host.as_str(), address.port)).await.map_err(ProbeError::Connection)?;
-    let at = stream.peer_addr().ok();
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    let connection = tokio::spawn(connection);
-    let mut request = Request::new(Empty::<Bytes>::new());
-    *request.uri_mut() = format!("{}{path}", address.path).parse().unwrap_or_default();
-    if let Ok(host) = address.authority.parse() {
-        request.headers_mut().insert(HOST, host);
-    }
-    let response = sender.send_request(request).await?;
-    let status = response.status();
-    let collected = Limited::new(response.into_body(), BYTES_MAX).collect().await;
-    drop(sender);
-    connection.abort();
-    if !status.is_success() {
-        return Err(ProbeError::Status(status));
-    }
-    Ok((collected.map_err(|_| ProbeError::NoModels)?.to_bytes(), at))
+    Ok((models, page.at))
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use super::{
     event::{ConnectorAddress, Event, Spec},
     inner::Inner,
 };
-use crate::proxy::Address;
+use crate::address::Address;
 
 /// Connections at a time. More wait in the kernel's queue.
 const CONNECTIONS: usize = 16;

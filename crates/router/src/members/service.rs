@@ -1,8 +1,9 @@
 //! Carries out what [`Members`] decides, and runs what tells it of events.
 
-use std::{io, net::SocketAddr, os::unix::net::UnixListener, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{io, net::SocketAddr, os::unix::net::UnixListener, sync::Arc, time::Duration};
 
-use tokio::sync::{mpsc, watch};
+use kvlane_door::RuntimeThread;
+use tokio::sync::mpsc;
 
 use super::{
     allow::AllowList,
@@ -13,7 +14,7 @@ use super::{
     inner::Inner,
     probes, serve_control,
 };
-use crate::proxy::Shared;
+use crate::shared::Shared;
 
 /// How often it is looked whether something is over.
 const TICK: Duration = Duration::from_millis(200);
@@ -57,8 +58,7 @@ impl std::fmt::Debug for MembershipOptions {
 /// Keeps the scheduler's nodes up to date, in a thread of its own.
 #[derive(Debug)]
 pub struct Membership {
-    stop: watch::Sender<bool>,
-    thread: JoinHandle<()>,
+    thread: RuntimeThread,
     ping: Option<SocketAddr>,
     configured: Configured,
 }
@@ -69,17 +69,19 @@ impl Membership {
     /// # Errors
     /// Two of these nodes are one and have different roles, beats cannot be listened for, or the kernel gives no thread.
     pub fn start(shared: &Arc<Shared>, options: MembershipOptions) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, mut stopped) = watch::channel(false);
         let (joined, mut joining) = mpsc::unbounded_channel();
         let inner = Arc::new(Inner::new(Arc::clone(shared), joined));
         let MembershipOptions { nodes, names, resolver, ping, control } = options;
         for node in &nodes {
             inner.tell(Event::Configured(node.clone())).map_err(io::Error::other)?;
         }
-        let resolver = resolver.unwrap_or_else(|| Arc::new(dns::SystemResolver));
-        let configured =
-            Configured::start(Arc::clone(&inner), resolver, runtime.handle().clone(), nodes, names);
+        let members = Arc::clone(&inner);
+        let thread = RuntimeThread::start("kvlane-members", move || async move {
+            while let Some((id, address)) = joining.recv().await {
+                tokio::spawn(probes::ask(Arc::clone(&members), id, address));
+            }
+        })?;
+        let runtime = thread.runtime().clone();
         let listener = match ping {
             Some(PingOptions { at, allow }) => {
                 let listener = runtime.block_on(beats::bind(at, allow.clone()))?;
@@ -88,36 +90,21 @@ impl Membership {
             None => None,
         };
         let ping = listener.as_ref().map(|(listener, _)| listener.address());
-        let run = async move {
-            if let Some((listener, allow)) = listener {
-                tokio::spawn(beats::listen(listener, allow, Arc::clone(&inner)));
-            }
-            if let Some(control) = control {
-                let inner = Arc::clone(&inner);
-                tokio::spawn(async move {
-                    if let Err(error) = serve_control::serve(control, inner).await {
-                        tracing::error!(%error, "the router's socket is not served");
-                    }
-                });
-            }
-            tokio::spawn(tick(Arc::clone(&inner)));
-            loop {
-                let joined = tokio::select! {
-                    joined = joining.recv() => joined,
-                    _ = stopped.changed() => return,
-                };
-                if let Some((id, address)) = joined {
-                    tokio::spawn(probes::ask(Arc::clone(&inner), id, address));
+        if let Some((listener, allow)) = listener {
+            runtime.spawn(beats::listen(listener, allow, Arc::clone(&inner)));
+        }
+        if let Some(control) = control {
+            let inner = Arc::clone(&inner);
+            runtime.spawn(async move {
+                if let Err(error) = serve_control::serve(control, inner).await {
+                    tracing::error!(%error, "the router's socket is not served");
                 }
-            }
-        };
-        let thread = std::thread::Builder::new().name("kvlane-members".into());
-        let thread = thread.spawn(move || {
-            runtime.block_on(run);
-            // Not waiting for a look-up that hangs.
-            runtime.shutdown_background();
-        })?;
-        Ok(Self { stop, thread, ping, configured })
+            });
+        }
+        runtime.spawn(tick(Arc::clone(&inner)));
+        let resolver = resolver.unwrap_or_else(|| Arc::new(dns::SystemResolver));
+        let configured = Configured::start(inner, resolver, runtime, nodes, names);
+        Ok(Self { thread, ping, configured })
     }
 
     /// Replaces the nodes and names of flags and the file. Nodes that are gone drain, unless beats or operators name them.
@@ -135,8 +122,7 @@ impl Membership {
 
     /// Ends; the nodes stay as they are.
     pub fn stop(self) {
-        let _ = self.stop.send(true);
-        let _ = self.thread.join();
+        self.thread.stop();
     }
 }
 

@@ -13,7 +13,7 @@ use super::{
     member::{Drain, Member},
     whose::Whose,
 };
-use crate::{proxy::Address, schedule::Connector};
+use crate::{address::Address, schedule::Connector};
 
 /// All nodes. Pure.
 #[derive(Debug, Default)]

@@ -29,18 +29,19 @@ use super::{
     idle::Upstreams,
     leg::LegGuard,
     outgoing::Outgoing,
-    shared::{Counters, Shared},
     tally::Tally,
     upstream,
     upstream_error::UpstreamError,
 };
 use crate::{
     body::{Edited, Mark, Scan},
+    counters::Counters,
     decisions::Decision,
     ids::RequestId,
     knowledge::{Looked, Prompt},
     legs::{self, Api, Ask},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
+    shared::Shared,
 };
 
 /// Nodes that one request is tried on.

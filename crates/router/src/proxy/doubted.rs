@@ -6,8 +6,9 @@ use bytes::Bytes;
 use hyper::{HeaderMap, header::AUTHORIZATION};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{clients::Client, leg::LegGuard, shared::Shared};
+use super::{clients::Client, leg::LegGuard};
 use crate::schedule::{Doubt, Leg, LegEnd, NodeId};
+use crate::shared::Shared;
 
 /// Number of engines that may answer one request with 500. Then the client gets that answer.
 const ERRORS_MAX: usize = 2;

@@ -27,9 +27,9 @@ use super::{
     idle::Upstreams,
     outgoing::Outgoing,
     reading::{Early, HeadReading, data_of},
-    shared::Address,
     upstream_error::UpstreamError,
 };
+use crate::address::Address;
 use crate::answers::{Framing, Head};
 
 /// Most pieces that one call hands to the kernel.

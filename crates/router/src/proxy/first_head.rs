@@ -11,7 +11,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{clients::HEAD_TIMEOUT, idle::Upstreams, keys::Keys, service::shows_key};
+use super::{clients::HEAD_TIMEOUT, idle::Upstreams, service::shows_key};
+use crate::shared::Keys;
 
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;

@@ -10,8 +10,7 @@ use hyper::{
     http::{request::Parts, uri::PathAndQuery},
 };
 
-use super::shared::Address;
-use crate::schedule::Leg;
+use crate::{address::Address, schedule::Leg};
 
 /// Most heads of requests are shorter.
 const HEAD_BYTES: usize = 512;

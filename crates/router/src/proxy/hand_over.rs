@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use super::shared::Shared;
-use crate::schedule::{Connector, NodeId};
+use crate::{
+    schedule::{Connector, NodeId},
+    shared::Shared,
+};
 
 /// How a prompt gets from one node to the other.
 #[derive(Debug, Clone, PartialEq, Eq)]

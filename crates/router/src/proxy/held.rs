@@ -9,7 +9,8 @@ use std::{
 use bytes::Bytes;
 use hyper::StatusCode;
 
-use super::{answer::Problem, shared::Shared};
+use super::answer::Problem;
+use crate::shared::Shared;
 
 /// Memory that a request or an answer takes, until this is dropped.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::{net::TcpStream, time::sleep};
 
-use super::shared::Address;
+use crate::address::Address;
 
 /// Idle connections that are kept for each node.
 const IDLE_MAX: usize = 256;

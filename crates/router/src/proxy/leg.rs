@@ -4,10 +4,11 @@ use std::{sync::Arc, time::Instant};
 
 use hyper::StatusCode;
 
-use super::shared::{Counters, Shared};
 use crate::{
     body::Mark,
+    counters::Counters,
     schedule::{Leg, LegEnd, NodeId, Reservation},
+    shared::Shared,
 };
 
 /// Gives its reservation back when it is dropped: as a leg that was left, if nothing else was said.

@@ -7,20 +7,18 @@ use std::{
     net::{SocketAddr, TcpListener},
     pin::pin,
     rc::Rc,
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{Arc, atomic::Ordering},
     task::Poll,
-    thread::JoinHandle,
     time::Duration,
 };
 
 use hyper::{Request, Version, body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
-use kvlane_door::Place;
+use kvlane_door::{Place, RuntimeThread};
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
-    runtime::{LocalOptions, LocalRuntime},
-    sync::{OwnedSemaphorePermit, watch},
+    sync::{OwnedSemaphorePermit, SemaphorePermit, watch},
     task::{JoinSet, spawn_local},
     time::{sleep, timeout},
 };
@@ -34,8 +32,8 @@ use super::{
     idle::Upstreams,
     joined::Joined,
     service::answer,
-    shared::Shared,
 };
+use crate::shared::Shared;
 
 /// Longest headers of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
@@ -61,7 +59,7 @@ pub enum StartError {
 pub struct Proxy {
     address: SocketAddr,
     stop: Stop,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<RuntimeThread>,
 }
 
 /// Stops a proxy from another thread. The latest call counts.
@@ -96,21 +94,14 @@ impl Proxy {
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;
             let (shared, stopped) = (Arc::clone(shared), stopped.clone());
-            let (started, has_started) = mpsc::channel();
-            let serve = move || {
-                let runtime = match runtime() {
-                    Ok(runtime) => runtime,
-                    Err(error) => return drop(started.send(Err(error))),
-                };
-                let _ = started.send(Ok(()));
-                if let Err(error) = runtime.block_on(serve(listener, shared, stopped)) {
+            // The proxy's own stop comes with the time to drain.
+            let serve = move |_| async move {
+                if let Err(error) = serve(listener, shared, stopped).await {
                     tracing::error!(%error, "a thread of the proxy ended");
                 }
             };
-            let thread = std::thread::Builder::new().name(format!("kvlane-proxy-{number}"));
-            threads.push(thread.spawn(serve).map_err(StartError::Thread)?);
-            let ended = |_| Err(io::Error::other("it ended at once"));
-            has_started.recv().unwrap_or_else(ended).map_err(StartError::Thread)?;
+            let thread = RuntimeThread::start_graceful(&format!("kvlane-proxy-{number}"), serve);
+            threads.push(thread.map_err(StartError::Thread)?);
         }
         Ok(Self { address, stop: Stop(stop), threads })
     }
@@ -128,15 +119,8 @@ impl Proxy {
     /// Takes no connections any more, waits until what is under way has ended, but no longer than this, and ends.
     pub fn stop(self, drain: Duration) {
         self.stop.within(drain);
-        for thread in self.threads {
-            let _ = thread.join();
-        }
+        self.threads.into_iter().for_each(RuntimeThread::stop);
     }
-}
-
-/// A runtime whose tasks stay in this thread. A `LocalSet` within another runtime would cost a system call for each wake-up.
-fn runtime() -> io::Result<LocalRuntime> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build_local(LocalOptions::default())
 }
 
 async fn serve(
@@ -153,7 +137,7 @@ async fn serve(
     });
     spawn_local({
         let (shared, clients) = (Arc::clone(&shared), Rc::clone(&clients));
-        async move { shared.places.close_idle(&clients).await }
+        async move { shared.places.close_idle(|| clients.close_idle()).await }
     });
     let mut connections = JoinSet::new();
     loop {
@@ -203,6 +187,22 @@ async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
     }
 }
 
+/// Waits for the first head, and for a permit to answer it if a stranger sent it. None if the connection is to be closed.
+async fn turn<'s>(
+    stream: &TcpStream,
+    shared: &'s Shared,
+    upstreams: &Upstreams,
+    stopped: &mut watch::Receiver<Option<Duration>>,
+) -> Option<Option<SemaphorePermit<'s>>> {
+    match first_head(stream, upstreams, &shared.settings.keys, stopped).await? {
+        First::OfClient => Some(None),
+        First::OfStranger => {
+            let permit = timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await.ok()?;
+            Some(permit.ok())
+        }
+    }
+}
+
 async fn connection(
     stream: TcpStream,
     headless: Headless,
@@ -217,15 +217,7 @@ async fn connection(
         return;
     }
     let peer = stream.peer_addr().ok().map(|peer| peer.ip());
-    let first = first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await;
-    let Some(first) = first else { return };
-    let _turn = match first {
-        First::OfClient => None,
-        First::OfStranger => match timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await {
-            Ok(turn) => turn.ok(),
-            Err(_) => return,
-        },
-    };
+    let Some(_turn) = turn(&stream, &shared, &upstreams, &mut stopped).await else { return };
     let _place = headless.has_head();
     let stream = Rc::new(stream);
     let mut departure = Departure::new(&stream);

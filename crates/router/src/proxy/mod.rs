@@ -30,26 +30,15 @@ mod head_watch;
 mod held;
 mod idle;
 mod joined;
-mod keys;
 mod leg;
 mod listen;
 mod outgoing;
-mod outlined;
 mod paths;
-mod places;
 mod reading;
 mod service;
-mod settings;
-mod shared;
-mod stopping;
 mod tally;
 mod turns;
 mod upstream;
 mod upstream_error;
 
-pub use self::{
-    keys::Keys,
-    listen::{Proxy, StartError, Stop},
-    settings::ProxySettings,
-    shared::{Address, AddressError, Counters, Shared},
-};
+pub use self::listen::{Proxy, StartError, Stop};

@@ -20,12 +20,17 @@ use super::{
     gathered::Gathered,
     held::Held,
     idle::Upstreams,
-    outlined::OutlineError,
     paths::{Route, route as route_of},
-    shared::{Counters, Shared},
     tally::Tally,
 };
-use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
+use crate::{
+    body::Scan,
+    counters::Counters,
+    ids::RequestId,
+    legs,
+    schedule::NodeState,
+    shared::{OutlineError, Shared},
+};
 
 /// Says of which class a request is, for those that are refused in an overload.
 const REQUEST_CLASS: &str = "x-request-class";

@@ -8,10 +8,10 @@ use std::{
 
 use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::Parts};
 
-use super::shared::Shared;
 use crate::{
-    request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_MS, PendingTokens, Series, route_of},
+    request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, Series, route_of},
     schedule::{Choice, NodeId},
+    shared::Shared,
 };
 
 /// Times between tokens that an answer counts by itself, before it adds them to the shared histogram.
@@ -148,7 +148,7 @@ impl Measure {
             None => self.series.first_token.observe(now.saturating_duration_since(self.began)),
             Some(last) => {
                 let each = now.saturating_duration_since(last) / count;
-                self.pending.observe(BETWEEN_TOKENS_BOUNDS_MS, each, count);
+                self.pending.observe(BETWEEN_TOKENS_BOUNDS_US, each, count);
                 if self.pending.total() >= PENDING_MAX {
                     self.series.between_tokens.add(&mut self.pending);
                 }

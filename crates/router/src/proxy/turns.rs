@@ -2,8 +2,11 @@
 
 use std::{sync::Arc, time::Instant};
 
-use super::shared::{Counters, Shared};
-use crate::schedule::{NodeId, Pairing, Turn};
+use crate::{
+    counters::Counters,
+    schedule::{NodeId, Pairing, Turn},
+    shared::Shared,
+};
 
 impl Shared {
     /// Logs a change of a node's state, if there is one.

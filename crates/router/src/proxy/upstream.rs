@@ -23,9 +23,9 @@ use super::{
     exchange::{Connection, Incoming},
     idle::Upstreams,
     outgoing::Outgoing,
-    shared::Address,
     upstream_error::UpstreamError,
 };
+use crate::address::Address;
 
 /// Sends a request, a head and a body, and waits for the head of its answer.
 pub(super) async fn send(

@@ -90,37 +90,19 @@ impl Scheduler {
         if !near.is_empty() {
             let one = self.pick(&near, self.settings.decode_policy, None);
             let why = if prompt_tokens < self.settings.short_tokens { Why::Short } else { Why::Cached };
-            return Some(Choice {
-                chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
-                why,
-                prompt_tokens,
-                cached_tokens: one.found,
-                candidates: near.len(),
-            });
+            return Some(self.choice_of_one(request, one, why, near.len(), now));
         }
         let hands_over = |id| self.nodes.get(id).is_some_and(|node| node.hand_offs.allows(now));
         let handing: Vec<_> = prefills.iter().filter(|each| hands_over(each.id)).copied().collect();
         let alone: Vec<_> = decodes.iter().filter(|each| serves_alone(each.id)).copied().collect();
         if handing.is_empty() && !alone.is_empty() {
             let one = self.pick(&alone, self.settings.policy, None);
-            return Some(Choice {
-                chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
-                why: Why::NoHandOff,
-                prompt_tokens,
-                cached_tokens: one.found,
-                candidates: alone.len(),
-            });
+            return Some(self.choice_of_one(request, one, Why::NoHandOff, alone.len(), now));
         }
         let prefills = if handing.is_empty() { prefills } else { handing };
         let prefill = self.pick(&prefills, self.settings.policy, None);
         if let Some(free) = self.free_decode(prefill, &decodes) {
-            return Some(Choice {
-                chosen: Chosen::One(self.reserve(request, free, Leg::Whole, now)),
-                why: Why::Relief,
-                prompt_tokens,
-                cached_tokens: free.found,
-                candidates: decodes.len(),
-            });
+            return Some(self.choice_of_one(request, free, Why::Relief, decodes.len(), now));
         }
         let partners: Vec<_> = decodes
             .into_iter()
@@ -131,6 +113,36 @@ impl Scheduler {
         let near = is_by_delay.then(|| self.near(prefill.id, &partners, prompt_tokens, now)).flatten();
         let partners = near.unwrap_or(partners);
         let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
+        Some(self.choice_of_pair(request, (prefill, decode), prefills.len(), now))
+    }
+
+    /// One node of so many gets the whole request.
+    fn choice_of_one(
+        &mut self,
+        request: &Request<'_>,
+        one: Candidate,
+        why: Why,
+        candidates: usize,
+        now: Instant,
+    ) -> Choice {
+        Choice {
+            chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
+            why,
+            prompt_tokens: self.prompt_tokens(request),
+            cached_tokens: one.found,
+            candidates,
+        }
+    }
+
+    /// A prefill node, of so many, and a decode node get a leg each.
+    fn choice_of_pair(
+        &mut self,
+        request: &Request<'_>,
+        (prefill, decode): (Candidate, Candidate),
+        candidates: usize,
+        now: Instant,
+    ) -> Choice {
+        let prompt_tokens = self.prompt_tokens(request);
         let with = self.pairs.entry(prefill.id).or_default();
         with.resize(with.len().max(decode.id.slot() + 1), 0);
         with[decode.id.slot()] = self.choices + 1;
@@ -143,13 +155,13 @@ impl Scheduler {
         prefilling.handing.clone_from(&handing);
         decoding.handing = handing.filter(|_| request.streams);
         prefilling.await_at(&mut self.nodes, decoding.node);
-        Some(Choice {
+        Choice {
             chosen: Chosen::Pair { prefill: prefilling, decode: decoding },
             why: Why::Pair,
             prompt_tokens,
             cached_tokens: prefill.found,
-            candidates: prefills.len(),
-        })
+            candidates,
+        }
     }
 
     /// A decode node that has time and room for a prompt which would wait too long at this prefill node.
@@ -190,15 +202,9 @@ impl Scheduler {
                     continue;
                 }
                 let one = self.pick(&candidates, self.settings.policy, None);
-                let prompt_tokens = self.prompt_tokens(request);
                 let is_other = role == Role::Prefill || role == Role::Decode && !request.one_node;
-                return Some(Choice {
-                    chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
-                    why: if is_other { Why::OtherRole } else { why },
-                    prompt_tokens,
-                    cached_tokens: one.found,
-                    candidates: candidates.len(),
-                });
+                let why = if is_other { Why::OtherRole } else { why };
+                return Some(self.choice_of_one(request, one, why, candidates.len(), now));
             }
         }
         None

@@ -5,7 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{NodeId, hand_over::Handing, nodes::Nodes, prediction::Terms};
+use super::{
+    hand_over::Handing,
+    nodes::{NodeId, Nodes},
+    prediction::Terms,
+};
 
 /// Of fewer tokens behind the first one no mean is taken.
 const FURTHER_MIN: u32 = 8;

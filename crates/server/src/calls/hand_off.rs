@@ -16,6 +16,7 @@ use std::{
 use kvlane_proto::v1;
 use kvlane_store::{LookupGroup, OwnerId, Stir, Watch, Watching};
 
+use super::outcome::Outcome;
 use crate::{
     engines::OpenGroup,
     hand_offs::{End, HandOffs, Place, Signal},
@@ -51,65 +52,6 @@ impl HandOff {
         }
         let wait = Duration::from_millis(wire.wait_ms.into()).min(WAIT_MAX);
         Ok(Self { engine_id: wire.engine_id, run, tokens: wire.tokens, wait })
-    }
-}
-
-/// What became of a hand-off.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    Ready,
-    Complete,
-    Stalled,
-    TooLong,
-    Failed,
-    Gone,
-    OtherBlocks,
-    TooMany,
-    Stopping,
-    Abandoned,
-}
-
-impl Outcome {
-    /// As metrics have it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Ready => "ready",
-            Self::Complete => "complete",
-            Self::Stalled => "stalled",
-            Self::TooLong => "too_long",
-            Self::Failed => "failed",
-            Self::Gone => "gone",
-            Self::OtherBlocks => "other_blocks",
-            Self::TooMany => "too_many",
-            Self::Stopping => "stopping",
-            Self::Abandoned => "abandoned",
-        }
-    }
-
-    /// Why the prompt has to be computed, or a part of it; None where that is nobody's fault.
-    fn complaint(self) -> Option<&'static str> {
-        match self {
-            Self::Ready | Self::Complete | Self::Stopping | Self::Abandoned => None,
-            Self::Stalled => Some("nothing was heard of its saves for as long as kvlane.wait_ms allows"),
-            Self::TooLong => Some("its saves took longer than 30 s"),
-            Self::Failed => Some("a block was not saved: look for failed saves in the log of that engine"),
-            Self::Gone => Some("that engine is not connected to this daemon, or was restarted"),
-            Self::OtherBlocks => {
-                Some("that engine's blocks are of another model or layout: start both engines alike")
-            }
-            Self::TooMany => Some("too many blocks are waited for already"),
-        }
-    }
-}
-
-impl From<End> for Outcome {
-    fn from(end: End) -> Self {
-        match end {
-            End::Complete => Self::Complete,
-            End::Failed => Self::Failed,
-            End::Gone => Self::Gone,
-            End::Stopping => Self::Stopping,
-        }
     }
 }
 
@@ -294,7 +236,7 @@ impl Drop for Wait {
 
 /// Counts a hand-off that is over, and tells the log: of the first one that was not complete in a way that is seen.
 fn note(shared: &Shared, hand_off: &HandOff, outcome: Outcome, waited: Duration) {
-    shared.metrics.hand_off(outcome.name(), waited);
+    shared.metrics.hand_off(outcome, waited);
     let HandOff { engine_id, tokens, .. } = hand_off;
     let (waited_ms, outcome_name) = (waited.as_millis() as u64, outcome.name());
     tracing::debug!(engine = engine_id, tokens, outcome = outcome_name, waited_ms, "a hand-off is over");

@@ -21,7 +21,8 @@ use kvlane_proto::v1;
 use kvlane_store::OwnerId;
 
 use super::{
-    hand_off::{Outcome, Turn, Wait},
+    hand_off::{Turn, Wait},
+    outcome::Outcome,
     table::Call,
 };
 use crate::sessions::Busy;

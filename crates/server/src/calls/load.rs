@@ -126,7 +126,7 @@ fn carry_out(
     member.memory.wait_until_wanted(member.epoch, event)?;
     if let (Some(seat), Some(gpus)) = (seat.filter(|seat| seat.ranks > 1), &shared.gpus) {
         let conduct = GpuMemory::copy_in_together;
-        if let Some(loaded) = gpus.meetings.meet(seat, member, gpus.meet_within, conduct) {
+        if let Some(loaded) = shared.meetings.meet(seat, member, gpus.meet_within, conduct) {
             return loaded;
         }
     }

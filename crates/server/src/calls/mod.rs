@@ -10,6 +10,7 @@ pub(crate) mod journal;
 pub(crate) mod late;
 pub(crate) mod load;
 pub(crate) mod lookup;
+pub(crate) mod outcome;
 pub(crate) mod register;
 pub(crate) mod save;
 pub(crate) mod save_thread;

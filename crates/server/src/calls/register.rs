@@ -18,6 +18,7 @@ use crate::{
     descriptions::Shard,
     engines::{GroupSpec, WorkerGroup},
     greeted::{Registered, WorkerState},
+    metrics::events::method_name,
     peer::Peer,
     refusal::Refusal,
     wire_gpu,
@@ -125,11 +126,12 @@ pub(crate) fn register_worker(
         .engines
         .register(&greeted.info.engine_id, greeted.id, rank, register.workers, groups, &shared.store)
         .map_err(Refusal::conflict)?;
-    let (method, name) = match &memory {
-        Some(PeerBlocks::Gpu(_)) => (Method::Gpu, "gpu"),
-        Some(PeerBlocks::ProcessVm(_)) => (Method::ProcessVm, "process_vm"),
-        None => (Method::Mapped, "mapped"),
+    let method = match &memory {
+        Some(PeerBlocks::Gpu(_)) => Method::Gpu,
+        Some(PeerBlocks::ProcessVm(_)) => Method::ProcessVm,
+        None => Method::Mapped,
     };
+    let name = method_name(method);
     tracing::info!(
         session = greeted.id,
         engine = greeted.info.engine_id,
@@ -139,7 +141,7 @@ pub(crate) fn register_worker(
         "worker registered"
     );
     shared.sessions.set_method(greeted.id, name, &reason);
-    shared.metrics.worker_registered(name);
+    shared.metrics.worker_registered(method);
     let on_gpu = matches!(memory, Some(PeerBlocks::Gpu(_)));
     let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
     let start = || {

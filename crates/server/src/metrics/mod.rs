@@ -1,6 +1,6 @@
 //! Prometheus metrics. `table.rs` names them all, and the reference page is made from it.
 
+pub(crate) mod events;
 pub(crate) mod page;
-pub(crate) mod recorder;
 mod scrape;
-pub(crate) mod table;
+mod table;

@@ -1,29 +1,34 @@
 //! The page that Prometheus reads.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use kvlane_block::Namespace;
-use kvlane_door::{escape_label, write_metric};
+use kvlane_door::{Metric, PROCESS_METRICS, Process, write_metrics};
 use kvlane_engine_memory::Gpus;
-use kvlane_store::SpaceStats;
 
 use super::{
     scrape::{GpuScrape, Scrape, SsdScrape},
-    table::{METRICS, Source},
+    table::METRICS,
 };
 use crate::{
-    ceilings::Reading,
     sessions::{Info, role_name},
     shared::Shared,
     ssd::Ssd,
 };
 
+/// All metrics of the daemon, those of its process last.
+pub fn metrics() -> impl Iterator<Item = &'static Metric> {
+    METRICS.iter().map(|row| &row.metric).chain(PROCESS_METRICS.iter().map(|row| &row.metric))
+}
+
 /// Asks everything once, and writes it down.
 pub(crate) fn page(shared: &Shared) -> String {
-    let scrape = scrape(shared);
-    shared.metrics.keep(&scrape);
-    let mut page = shared.metrics.render();
-    of_namespaces(&scrape.spaces, &scrape.ceilings, &mut page);
+    write(&scrape(shared))
+}
+
+fn write(scrape: &Scrape) -> String {
+    let mut page = String::new();
+    write_metrics(&mut page, METRICS, scrape);
+    write_metrics(&mut page, PROCESS_METRICS, &Process::read());
     page
 }
 
@@ -49,65 +54,60 @@ fn scrape(shared: &Shared) -> Scrape {
         ceilings_left_out: shared.ceilings.left_out(),
         gpus: shared.gpus.as_ref().map_or_else(GpuScrape::default, of_gpus),
         ssd: shared.ssd.as_ref().map(of_ssd),
+        events: Arc::clone(&shared.metrics),
     }
-}
-
-/// What is told of each namespace that the daemon knows now. A recorder would keep the labels of each that there ever was.
-fn of_namespaces(spaces: &[SpaceStats], ceilings: &[Reading], page: &mut String) {
-    // A namespace has a space for each cut; its metrics are their sum.
-    let mut namespaces: BTreeMap<(Namespace, &str), Vec<&SpaceStats>> = BTreeMap::new();
-    for space in spaces {
-        namespaces.entry((space.namespace, &space.name)).or_default().push(space);
-    }
-    let names: BTreeMap<Namespace, &str> = namespaces.keys().copied().collect();
-    for metric in METRICS {
-        match metric.source {
-            Source::OfNamespace(value) => {
-                let sum =
-                    |spaces: &[&SpaceStats]| spaces.iter().map(|space| value(space)).sum::<u64>() as f64;
-                let values = namespaces
-                    .iter()
-                    .map(|((namespace, name), spaces)| (label(*namespace, name), sum(spaces)));
-                write_metric(page, metric.name, metric.kind, metric.help, values);
-            }
-            Source::NamespaceCeilings => {
-                let values = ceilings.iter().filter_map(|reading| {
-                    let namespace = reading.namespace?;
-                    let labels = label(namespace, names.get(&namespace).copied().unwrap_or_default());
-                    Some((format!("{labels},window=\"{}\"", reading.window), reading.ratio))
-                });
-                write_metric(page, metric.name, metric.kind, metric.help, values);
-            }
-            Source::Counted(_) | Source::Read(_) => {}
-        }
-    }
-}
-
-fn label(namespace: Namespace, name: &str) -> String {
-    format!("namespace=\"{namespace}\",name=\"{}\"", escape_label(name))
 }
 
 #[cfg(test)]
 mod tests {
+    use kvlane_block::{CutDigest, Namespace};
+    use kvlane_policy::{Choice, PolicyKind};
+    use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
+
     use super::*;
+    use crate::ceilings::Reading;
+
+    fn scrape(spaces: Vec<SpaceStats>, ceilings: Vec<Reading>) -> Scrape {
+        let (choice, active) = (Choice::default(), PolicyKind::default());
+        Scrape {
+            stats: StoreStats::default(),
+            policy: PolicyReport {
+                choice,
+                active,
+                shadow_hit_rates: Vec::new(),
+                learnt: Vec::new(),
+                switches: 0,
+                left_out: 0,
+            },
+            spaces,
+            sessions: Vec::new(),
+            turned_away: [("tcp", 0), ("http", 0)],
+            hand_offs: 0,
+            watched_blocks: 0,
+            ceilings,
+            ceilings_left_out: 0,
+            gpus: GpuScrape::default(),
+            ssd: None,
+            events: Arc::default(),
+        }
+    }
 
     #[test]
     fn what_engines_call_themselves_stays_inside_its_label() {
         let space = |namespace: u8, name: &str| SpaceStats {
             namespace: Namespace([namespace; 16]),
             name: name.into(),
-            cut: kvlane_block::CutDigest([0; 16]),
+            cut: CutDigest([0; 16]),
             shards: 1,
             blocks: 2,
             bytes: 8192,
             hit_blocks: 7,
             missed_blocks: 1,
         };
-        let mut page = String::new();
-        of_namespaces(&[], &[], &mut page);
-        assert_eq!(page, "");
+        assert!(!write(&scrape(Vec::new(), Vec::new())).contains("namespace"));
         let reading = Reading { namespace: Some(Namespace([1; 16])), window: "1h", ratio: 0.5 };
-        of_namespaces(&[space(1, "a\"b\\c\nd"), space(2, "m"), space(2, "m")], &[reading], &mut page);
+        let spaces = vec![space(1, "a\"b\\c\nd"), space(2, "m"), space(2, "m")];
+        let page = write(&scrape(spaces, vec![reading]));
         let labels = format!("namespace=\"{}\",name=\"a\\\"b\\\\c\\nd\"", "01".repeat(16));
         for line in [
             "# TYPE kvlane_hit_blocks_total counter".to_owned(),

@@ -1,10 +1,13 @@
 //! What the daemon says of itself at one moment, and how a metric picks its values from it.
 
-use std::{collections::BTreeMap, fmt::Display};
+use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
+use kvlane_block::Namespace;
+use kvlane_door::Labels;
 use kvlane_policy::Choice;
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 
+use super::events::Events;
 use crate::ceilings::Reading;
 
 /// Roles of sessions, as they are printed.
@@ -30,6 +33,8 @@ pub(crate) struct Scrape {
     pub(crate) gpus: GpuScrape,
     /// None without an SSD.
     pub(crate) ssd: Option<SsdScrape>,
+    /// What was counted when it happened.
+    pub(crate) events: Arc<Events>,
 }
 
 /// Of the GPUs.
@@ -72,33 +77,52 @@ impl Scrape {
         self.ceilings.iter().filter(|reading| reading.namespace.is_none())
     }
 
+    /// The ceilings of each namespace, with its name and the window.
+    pub(crate) fn namespace_ceilings(&self) -> Samples {
+        let names: BTreeMap<Namespace, &str> =
+            self.spaces.iter().map(|space| (space.namespace, space.name.as_str())).collect();
+        let of_namespace = |reading: &Reading| {
+            let namespace = reading.namespace?;
+            let name = names.get(&namespace).copied().unwrap_or_default();
+            Some((vec![namespace.to_string(), name.to_owned(), reading.window.to_owned()], reading.ratio))
+        };
+        self.ceilings.iter().filter_map(of_namespace).collect()
+    }
+
     /// Each device of the SSD tier.
     pub(crate) fn ssd_devices(&self) -> impl Iterator<Item = &kvlane_ssd::DeviceStatus> {
         self.ssd.iter().flat_map(|ssd| &ssd.devices)
     }
 }
 
-/// Values of a metric, each with the value of its label if it has one.
-pub(crate) type Samples = Vec<(Option<String>, f64)>;
+/// Values of a metric, each with those of its labels.
+pub(crate) type Samples = Vec<(Labels, f64)>;
 
-/// A value without a label.
-pub(crate) fn one(value: u64) -> Samples {
-    vec![(None, value as f64)]
+/// A value for each value of the metric's only label.
+pub(crate) fn by_label<L: Display, N: Number>(values: impl IntoIterator<Item = (L, N)>) -> Samples {
+    values.into_iter().map(|(label, value)| (vec![label.to_string()], value.number())).collect()
 }
 
-/// A value for each value of the metric's label.
-pub(crate) fn each<L: Display, N: Number>(values: impl IntoIterator<Item = (L, N)>) -> Samples {
-    values.into_iter().map(|(label, value)| (Some(label.to_string()), value.number())).collect()
+/// A value for each namespace and its name: the sum over its spaces, one for each cut.
+pub(crate) fn by_namespace(spaces: &[SpaceStats], value: impl Fn(&SpaceStats) -> u64) -> Samples {
+    let mut sums: BTreeMap<(Namespace, &str), u64> = BTreeMap::new();
+    for space in spaces {
+        *sums.entry((space.namespace, &space.name)).or_default() += value(space);
+    }
+    let labelled = |((namespace, name), sum): ((Namespace, &str), u64)| {
+        (vec![namespace.to_string(), name.to_owned()], sum as f64)
+    };
+    sums.into_iter().map(labelled).collect()
 }
 
 /// A value of the SSD tier; none without one.
 pub(crate) fn of_ssd(scrape: &Scrape, value: impl Fn(&SsdScrape) -> u64) -> Samples {
-    scrape.ssd.iter().map(|ssd| (None, value(ssd) as f64)).collect()
+    scrape.ssd.iter().map(|ssd| (Labels::new(), value(ssd) as f64)).collect()
 }
 
 /// A value of the policy that chooses by itself; none where another one was asked for.
 pub(crate) fn of_auto(scrape: &Scrape, value: impl Fn(&PolicyReport) -> u64) -> Samples {
-    scrape.auto().map(|report| (None, value(report) as f64)).into_iter().collect()
+    scrape.auto().map(|report| (Labels::new(), value(report) as f64)).into_iter().collect()
 }
 
 /// What Prometheus keeps as a floating-point number.

@@ -8,7 +8,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::{Event, Limits, PeerOptions, ProtocolError, Session, SocketType};
+use super::peer_options::PeerOptions;
+use crate::{Event, Limits, ProtocolError, Session, SocketType};
 
 const READ_BYTES: usize = 16 << 10;
 

@@ -4,8 +4,11 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
-use super::connection::Connection;
-use crate::{ConnectionError, PeerOptions, SocketType};
+use super::{
+    connection::{Connection, ConnectionError},
+    peer_options::PeerOptions,
+};
+use crate::SocketType;
 
 /// Asks a ROUTER or REP socket, in no order of turns. To one that expects a REQ socket, send an empty first frame, and
 /// expect one. It is one connection: when that ends, the caller connects anew.

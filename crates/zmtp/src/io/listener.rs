@@ -11,8 +11,8 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::connection::Connection;
-use crate::{ConnectionError, Event, Limits, SocketType};
+use super::connection::{Connection, ConnectionError};
+use crate::{Event, Limits, SocketType};
 
 /// After a failed accept, as without descriptors left, for the connections to become fewer.
 const AFTER_FAILED_ACCEPT: Duration = Duration::from_millis(100);

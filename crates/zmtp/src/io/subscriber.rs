@@ -4,8 +4,11 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
-use super::connection::Connection;
-use crate::{ConnectionError, PeerOptions, SocketType};
+use super::{
+    connection::{Connection, ConnectionError},
+    peer_options::PeerOptions,
+};
+use crate::SocketType;
 
 /// Receives what a PUB socket publishes under a topic.
 ///

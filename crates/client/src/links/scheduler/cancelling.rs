@@ -9,6 +9,17 @@ use super::{
     up::{Stage, Up, send},
 };
 
+/// The daemons that may read the engine's blocks for saves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Readers {
+    /// No daemon: the connection is down, and every former daemon has stopped.
+    Nobody,
+    /// The daemon of the present connection at most.
+    Present,
+    /// A former daemon too.
+    Former,
+}
+
 /// The last wish.
 #[derive(Debug)]
 pub(super) struct Cancelling {
@@ -66,10 +77,10 @@ impl Cancelling {
     }
 
     /// Whether nobody reads for the saves any more, once that is known: neither this daemon nor a former one.
-    pub(super) fn verdict(&self, is_down: bool, others_are_over: bool, now: Instant) -> Option<bool> {
+    pub(super) fn verdict(&self, readers: Readers, now: Instant) -> Option<bool> {
         match self.answer {
-            _ if is_down && others_are_over => Some(true),
-            Some(done) => Some(done && others_are_over),
+            _ if readers == Readers::Nobody => Some(true),
+            Some(done) => Some(done && readers == Readers::Present),
             None if now >= self.until => Some(false),
             None => None,
         }

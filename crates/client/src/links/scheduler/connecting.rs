@@ -111,18 +111,7 @@ impl SchedulerLink {
             (Stage::Opening { open }, Some(Answer::EngineOpened(opened))) if id == open => {
                 up.stage = Stage::Open;
                 up.ready = opened.ready;
-                self.backoff.opened(now);
-                self.stats.connects += 1;
-                self.refusal = None;
-                log(self.standing.connected(&up.daemon, now), actions);
-                // Before anything can be saved over this connection.
-                self.journal.ask(up.id, &mut self.last_request, now, actions);
-                for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
-                    self.ask(request, ask, until, timeout, now, actions);
-                }
-                if let Some(cancelling) = &mut self.cancelling {
-                    cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
-                }
+                self.opened(now, actions);
             }
             (_, Some(Answer::LookupResult(result))) if up.asked.contains_key(&id) => {
                 up.ready = result.ready;
@@ -162,6 +151,23 @@ impl SchedulerLink {
                     self.misfit(connection, &"it is of another kind", now, actions);
                 }
             }
+        }
+    }
+
+    /// The daemon has opened the engine over this connection: the link sends the requests that waited for it.
+    fn opened(&mut self, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
+        let Some(up) = self.connection.up() else { return };
+        self.backoff.opened(now);
+        self.stats.connects += 1;
+        self.refusal = None;
+        log(self.standing.connected(&up.daemon, now), actions);
+        // Before anything can be saved over this connection.
+        self.journal.ask(up.id, &mut self.last_request, now, actions);
+        for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
+            self.ask(request, ask, until, timeout, now, actions);
+        }
+        if let Some(cancelling) = &mut self.cancelling {
+            cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
         }
     }
 

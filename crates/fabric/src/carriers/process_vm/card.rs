@@ -12,7 +12,7 @@
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use crate::descriptor::REGIONS_MAX;
-use crate::tcp::Identity;
+use crate::identity::Identity;
 
 /// Words before those of the regions.
 const HEAD_WORDS: usize = 16;

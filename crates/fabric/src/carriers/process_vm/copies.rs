@@ -394,8 +394,8 @@ mod tests {
 
     use super::*;
     use crate::carriers::process_vm::Card;
+    use crate::identity::Identity;
     use crate::ranges::Piece;
-    use crate::tcp::Identity;
 
     const ME: Identity = Identity { engine: 7, boot: 9 };
 

@@ -21,7 +21,7 @@
 //!  Inline:    | 2 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | the bytes |
 //!  Done:      | 3 u8 | 0 x 3 | count u32 | count outcomes |
 //! ```
-//! Runs and outcomes are those of [`crate::tcp`]. A neighbour that was asked to read may do so whenever it goes on, however long
+//! Runs and outcomes are those of [`crate::wire`]. A neighbour that was asked to read may do so whenever it goes on, however long
 //! it was stopped: such a WRITE is over when it has confirmed, or is gone, and not by time.
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
@@ -53,15 +53,17 @@ pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
+use crate::identity::Identity;
 use crate::numbered::Numbered;
 use crate::peers::{RemoteBytes, RemoteMemory};
 use crate::provider::NotNow;
 use crate::random::random;
 use crate::ranges::Piece;
 use crate::registrar::{MemoryRegion, OpenedWindow, RegisterError, Registrar};
-use crate::tcp::{BYTES_MAX, Identity, WireRun};
-use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
+use crate::tcp::BYTES_MAX;
+use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Token};
 use crate::watch::{Interest, Watch};
+use crate::wire::WireRun;
 
 /// A post that reads has so many times the bytes of another: it is read in calls anyway, and nobody waits for a part of it.
 /// Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
@@ -443,10 +445,6 @@ impl ProcessVm {
 }
 
 impl Carrier for ProcessVm {
-    fn name(&self) -> &'static str {
-        "cma"
-    }
-
     fn code(&self) -> u8 {
         3
     }
@@ -456,7 +454,7 @@ impl Carrier for ProcessVm {
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let usual = PathSpec::new(Reach::HOSTS, PathSpec::CMA);
+        let usual = PathSpec::new(self.reach(), PathSpec::CMA);
         cx.add_path(peer, PathSpec { read_bytes: Some(self.read_bytes), ..usual }, 0);
     }
 

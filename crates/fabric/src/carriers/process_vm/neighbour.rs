@@ -7,8 +7,8 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use super::card::{IDENTITY_BYTES, identity_bytes, mark_of};
+use crate::identity::Identity;
 use crate::ranges::Piece;
-use crate::tcp::Identity;
 
 /// Bytes to be read from another process: to where, and from which address of its.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::neighbour::Neighbour;
 use crate::carrier::Owner;
-use crate::tcp::Outcome;
+use crate::wire::Outcome;
 
 /// A neighbour whose writes this process reads.
 #[derive(Debug)]

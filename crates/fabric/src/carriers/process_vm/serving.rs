@@ -8,7 +8,7 @@ use super::words::Words;
 use super::{Copying, ProcessVm, Whose};
 use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
 use crate::ranges::Piece;
-use crate::tcp::{Fate, Outcome, WireRun};
+use crate::wire::{Fate, Outcome, WireRun};
 
 /// What a request takes beside its ranges, as a number of them.
 const REQUEST_RANGES: usize = 4;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "registered memory is read")]
 
 use crate::carrier::{BadWords, PostedRun, WORDS_BYTES_MAX};
-use crate::tcp::{OUTCOME_BYTES, Outcome, RUN_BYTES, WireRun};
+use crate::wire::{OUTCOME_BYTES, Outcome, RUN_BYTES, WireRun};
 
 const HEAD_BYTES: usize = 8;
 const MOVE_BYTES: usize = HEAD_BYTES + 16;
@@ -124,7 +124,7 @@ impl<'a> Words<'a> {
             return Ok(Words::Done(Outcome::decode_all(outcomes).collect()));
         }
         let (numbers, rest) = rest.split_first_chunk::<16>().ok_or(CUT)?;
-        let (token, bytes) = (crate::tcp::word(numbers, 0), crate::tcp::word(numbers, 8));
+        let (token, bytes) = (crate::wire::word(numbers, 0), crate::wire::word(numbers, 8));
         let (runs, rest) = rest.split_at_checked(count.saturating_mul(RUN_BYTES)).ok_or(CUT)?;
         let runs = WireRun::decode_all(runs, bytes).map_err(|bad| BadWords(bad.0))?;
         match head[0] {
@@ -181,7 +181,7 @@ mod tests {
 
     use super::*;
     use crate::ranges::{Piece, Spot};
-    use crate::tcp::Fate;
+    use crate::wire::Fate;
 
     proptest! {
         #[test]

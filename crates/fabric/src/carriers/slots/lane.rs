@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 
 use super::slot::Slot;
+use crate::identity::Identity;
 use crate::ranges::{Piece, Spot, bytes_of};
-use crate::tcp::{Fate, Identity};
 use crate::transfers::Token;
+use crate::wire::Fate;
 
 /// Slots that one connection has at a time in each direction: bytes are copied to or from one while the socket has another,
 /// and a peer that is slow has no more than these.
@@ -188,7 +189,7 @@ mod tests {
                 Spot { piece: Piece { address, len }, gpu: is_on_gpu.then_some(0) }
             };
             let spots: Vec<Spot> = spots.into_iter().map(spot).collect();
-            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<usize>)> {
+            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<u16>)> {
                 let bytes = |spot: &Spot| {
                     let gpu = spot.gpu;
                     (spot.piece.address..spot.piece.address + spot.piece.len).map(move |byte| (byte, gpu))

@@ -33,10 +33,11 @@ pub use self::pool::Staged;
 use self::slot::Drain;
 pub(crate) use self::slot::{Slot, Way};
 use crate::carrier::Job;
+use crate::identity::Identity;
 use crate::links::LinkId;
 use crate::numbered::Numbered;
 use crate::ranges::Spots;
-use crate::tcp::Identity;
+use crate::registrar::Registrar;
 use crate::transfers::Token;
 
 /// A copy whose connection has ended.
@@ -89,6 +90,11 @@ impl Job for SlotJob {
 impl Slots {
     pub(crate) fn new(pool: Arc<SlotPool>) -> Slots {
         Slots { pool: Some(pool), ..Slots::default() }
+    }
+
+    /// The pool, which prepares slots for each GPU whose memory is registered.
+    pub(crate) fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        self.pool.clone().map(|pool| pool as Arc<dyn Registrar>)
     }
 
     /// Whether bytes of GPUs can pass.

@@ -6,6 +6,7 @@ use kvlane_gpu::{Gpu, GpuError};
 use parking_lot::Mutex;
 
 use super::slot::{Slot, Way};
+use crate::registrar::{MemoryRegion, RegisterError, Registrar};
 
 /// Slots of one direction.
 const SLOTS_MAX: usize = 32;
@@ -22,7 +23,8 @@ pub(crate) struct SlotPool {
 
 #[derive(Debug, Default)]
 struct State {
-    gpus: Vec<Gpu>,
+    /// GPUs whose memory passes through slots, with their numbers.
+    gpus: Vec<(u16, Gpu)>,
     /// By way.
     ways: [OneWay; 2],
 }
@@ -57,37 +59,7 @@ impl SlotPool {
         self.slot_bytes
     }
 
-    /// The number of a GPU, with slots to begin with. Takes its time.
-    pub(crate) fn add_gpu(&self, gpu: &Gpu) -> Result<u16, GpuError> {
-        let is_it = |known: &Gpu| {
-            std::ptr::addr_eq(known.raw().0, gpu.raw().0) && known.info().ordinal == gpu.info().ordinal
-        };
-        let mut gpus = self.gpus();
-        let number = match gpus.iter().position(is_it) {
-            Some(number) => number,
-            None => {
-                // That it can be used at all is known before it has a number.
-                Slot::new(std::slice::from_ref(gpu), self.slot_bytes)?;
-                let mut state = self.state.lock();
-                let number = state.gpus.iter().position(is_it).unwrap_or(state.gpus.len());
-                if number == state.gpus.len() {
-                    state.gpus.push(gpu.clone());
-                }
-                gpus = state.gpus.clone();
-                number
-            }
-        };
-        for way in [Way::Out, Way::In] {
-            if self.state.lock().ways[way as usize].made == 0 {
-                let slot = Slot::new(&gpus, self.slot_bytes)?;
-                self.add(way, slot);
-            }
-        }
-        // As many as a u16 tells: no host has more.
-        Ok(number as u16)
-    }
-
-    pub(super) fn gpus(&self) -> Vec<Gpu> {
+    pub(super) fn gpus(&self) -> Vec<(u16, Gpu)> {
         self.state.lock().gpus.clone()
     }
 
@@ -146,5 +118,33 @@ impl SlotPool {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (to_gpus, from_gpus, failed) = (read(&self.to_gpus), read(&self.from_gpus), read(&self.failed));
         Staged { to_gpus, from_gpus, failed }
+    }
+}
+
+impl Registrar for SlotPool {
+    /// Makes the first slots, so that a transfer finds them.
+    fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
+        let is_known = |state: &State| state.gpus.iter().any(|(known, _)| *known == number);
+        if !is_known(&self.state.lock()) {
+            // A GPU that refuses a slot must not stand in the list: each further slot gets a stream on every GPU there.
+            Slot::new(&[(number, gpu.clone())], self.slot_bytes)?;
+            let mut state = self.state.lock();
+            if !is_known(&state) {
+                state.gpus.push((number, gpu.clone()));
+            }
+        }
+        let gpus = self.gpus();
+        for way in [Way::Out, Way::In] {
+            if self.state.lock().ways[way as usize].made == 0 {
+                let slot = Slot::new(&gpus, self.slot_bytes)?;
+                self.add(way, slot);
+            }
+        }
+        Ok(())
+    }
+
+    /// Peers need no key: they reach the memory through a socket.
+    fn register(&self, _: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
+        Ok(None)
     }
 }

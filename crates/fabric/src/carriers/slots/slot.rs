@@ -23,9 +23,9 @@ pub(crate) enum Way {
 #[derive(Debug)]
 pub(crate) struct Slot {
     /// By the number of their GPU; made as they are needed.
-    streams: Vec<(usize, Arc<Stream>)>,
+    streams: Vec<(u16, Arc<Stream>)>,
     /// GPUs whose streams have work.
-    busy: Vec<usize>,
+    busy: Vec<u16>,
     failed: Option<GpuError>,
     /// A stream of a failed copy is waited for; whether that is over.
     drained: Option<Arc<AtomicBool>>,
@@ -50,14 +50,14 @@ impl Drain {
 }
 
 impl Slot {
-    /// With a stream for each of these GPUs.
-    pub(super) fn new(gpus: &[Gpu], bytes: u64) -> Result<Option<Slot>, GpuError> {
+    /// With a stream for each of these GPUs, which come with their numbers.
+    pub(super) fn new(gpus: &[(u16, Gpu)], bytes: u64) -> Result<Option<Slot>, GpuError> {
         crate::audit::takes_time("the making of a slot");
-        let Some(first) = gpus.first() else { return Ok(None) };
+        let Some((_, first)) = gpus.first() else { return Ok(None) };
         let buffer = HostBuffer::new(first, bytes)?;
         let mut slot = Slot { streams: Vec::new(), busy: Vec::new(), failed: None, drained: None, buffer };
-        for (number, gpu) in gpus.iter().enumerate() {
-            slot.stream(gpu, number)?;
+        for (number, gpu) in gpus {
+            slot.stream(gpu, *number)?;
         }
         Ok(Some(slot))
     }
@@ -82,10 +82,11 @@ impl Slot {
     /// # Safety
     /// The spots are valid, also for writes where the way is in, until [`Slot::is_done`] has answered, or the slot was dropped;
     /// together those on GPUs have no more bytes than the slot.
-    pub(crate) unsafe fn start(&mut self, gpus: &[Gpu], spots: &[Spot], way: Way) {
+    pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], way: Way) {
         debug_assert!(self.busy.is_empty() && self.failed.is_none());
         let places = self.host_pieces(spots);
-        for (number, gpu) in gpus.iter().enumerate() {
+        for (number, gpu) in gpus {
+            let number = *number;
             let of_gpu = spots.iter().zip(&places).filter(|(spot, _)| spot.gpu == Some(number));
             let copies = merge(of_gpu.map(|(spot, place)| copy_of(spot.piece, *place, way)));
             if copies.is_empty() {
@@ -134,7 +135,7 @@ impl Slot {
     }
 
     /// The stream on a GPU, made if there is none.
-    pub(super) fn stream(&mut self, gpu: &Gpu, number: usize) -> Result<&Stream, GpuError> {
+    pub(super) fn stream(&mut self, gpu: &Gpu, number: u16) -> Result<&Stream, GpuError> {
         let index = match self.streams.iter().position(|(known, _)| *known == number) {
             Some(index) => index,
             None => {
@@ -148,7 +149,7 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let busy = |number: &usize| self.busy.contains(number);
+        let busy = |number: &u16| self.busy.contains(number);
         for (_, stream) in self.streams.iter().filter(|(number, _)| busy(number)) {
             crate::audit::takes_time("a wait for a GPU");
             // There is nobody left to tell of an error.

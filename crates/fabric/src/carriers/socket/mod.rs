@@ -28,17 +28,19 @@ use std::time::Duration;
 
 use self::posted::Posted;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, SessionId, Touched};
-use crate::carriers::slots::{SlotJob, Slots};
+use crate::carriers::slots::{SlotJob, SlotPool, Slots};
 use crate::control::sockets::LOOK;
 use crate::greeted::Greeted;
+use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::provider::NotNow;
 use crate::registrar::Registrar;
-use crate::tcp::{BadFrame, Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
-use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
+use crate::tcp::{Credentials, Dialled, Dialling, Ended, Purpose};
+use crate::transfers::{PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::Watch;
+use crate::wire::{BadFrame, Outcome};
 
 /// Addresses of one peer that are used.
 const ADDRESSES_MAX: usize = 16;
@@ -100,7 +102,7 @@ impl Role {
 }
 
 /// What a [`SocketCarrier`] is opened with.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct SocketOptions {
     pub(crate) me: Identity,
     pub(crate) credentials: Option<Arc<Credentials>>,
@@ -108,22 +110,21 @@ pub(crate) struct SocketOptions {
     pub(crate) wants_sums: bool,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) connections: usize,
-    pub(crate) slots: Slots,
 }
 
 impl SocketCarrier {
     /// Between the memory of hosts.
     pub(crate) fn tcp(watch: Watch, options: SocketOptions) -> SocketCarrier {
-        SocketCarrier::new(Kind::Tcp, watch, options)
+        SocketCarrier::new(Kind::Tcp, watch, options, Slots::default())
     }
 
     /// Where a GPU is on either side.
-    pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions) -> SocketCarrier {
-        SocketCarrier::new(Kind::TcpSlots, watch, options)
+    pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions, pool: Arc<SlotPool>) -> SocketCarrier {
+        SocketCarrier::new(Kind::TcpSlots, watch, options, Slots::new(pool))
     }
 
-    fn new(kind: Kind, watch: Watch, options: SocketOptions) -> SocketCarrier {
-        let SocketOptions { me, credentials, wants_sums, addresses, connections, slots } = options;
+    fn new(kind: Kind, watch: Watch, options: SocketOptions, slots: Slots) -> SocketCarrier {
+        let SocketOptions { me, credentials, wants_sums, addresses, connections } = options;
         SocketCarrier {
             kind,
             me,
@@ -142,17 +143,9 @@ impl SocketCarrier {
         }
     }
 
-    fn spec(&self) -> PathSpec {
-        let reach = match self.kind {
-            Kind::Tcp => Reach::HOSTS,
-            Kind::TcpSlots => Reach::of(&[Route::HostToGpu, Route::GpuToHost, Route::GpuToGpu]),
-        };
-        PathSpec::new(reach, PathSpec::SOCKETS)
-    }
-
     /// Adds the paths to a peer, where they are any use.
     fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let spec = self.spec();
+        let spec = PathSpec::new(self.reach(), PathSpec::SOCKETS);
         let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
         let has_gpus = || {
             cx.process.regions.has_had_gpus() || cx.peers.get(&peer).is_some_and(|peer| peer.has_had_gpus())
@@ -226,13 +219,6 @@ impl SocketCarrier {
 }
 
 impl Carrier for SocketCarrier {
-    fn name(&self) -> &'static str {
-        match self.kind {
-            Kind::Tcp => "tcp",
-            Kind::TcpSlots => "tcp-slots",
-        }
-    }
-
     fn code(&self) -> u8 {
         match self.kind {
             Kind::Tcp => 1,
@@ -240,8 +226,15 @@ impl Carrier for SocketCarrier {
         }
     }
 
+    fn reach(&self) -> Reach {
+        match self.kind {
+            Kind::Tcp => Reach::HOSTS,
+            Kind::TcpSlots => Reach::GPUS,
+        }
+    }
+
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {
-        None
+        self.slots.registrar()
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {

@@ -4,8 +4,9 @@ use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context, PostedRun};
 use crate::provider::NotNow;
-use crate::tcp::{Head, Out, WireRun};
+use crate::tcp::{Head, Out};
 use crate::transfers::Op;
+use crate::wire::WireRun;
 
 impl SocketCarrier {
     pub(super) fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
@@ -15,7 +16,7 @@ impl SocketCarrier {
             return Err(NotNow);
         };
         let stamp = *stamp;
-        if runs.iter().any(|run| run.local.gpu.is_some()) {
+        if post.between.local.is_gpu() {
             self.post_staged(cx, link, post);
             return Ok(());
         }

@@ -3,13 +3,15 @@
 use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
 use crate::carrier::Context;
+use crate::identity::Identity;
 use crate::lease;
 use crate::links::LinkId;
 use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
-use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Identity, Out, Outcome, WireRun};
+use crate::tcp::{ENTRIES_MAX, Ended, Head, Out};
 use crate::transfers::{Completion, Token};
 use crate::window::WINDOW_RANGES_MAX;
+use crate::wire::{BadFrame, Fate, Outcome, WireRun};
 
 /// Places of one request's bytes: a peer may name the many small ranges of a window again and again, where a run has one place
 /// otherwise.
@@ -199,8 +201,8 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;
     use crate::descriptor::Access;
+    use crate::region_news::Keys;
     use crate::regions::NewRegion;
-    use crate::tcp::Keys;
     use crate::transfers::Memory;
     use crate::window::{Ranges, WindowRange};
 

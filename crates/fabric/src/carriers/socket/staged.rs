@@ -11,8 +11,9 @@ use crate::carrier::{CarrierPost, Context};
 use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way};
 use crate::links::LinkId;
 use crate::ranges::{Spot, bytes_of, take_bytes};
-use crate::tcp::{BadFrame, Ended, Fate, Head, Out, Outcome};
+use crate::tcp::{Ended, Head, Out};
 use crate::transfers::{Completion, Op, Token};
+use crate::wire::{BadFrame, Fate, Outcome};
 
 /// What is to be copied for one connection's peer, in pieces of 40 bytes.
 const QUEUED_MAX: usize = 1 << 18;

@@ -14,7 +14,7 @@ use super::memory::Memory;
 use super::slow::links::Links;
 use super::wires::wire::Wires;
 use crate::control::ControlEvent;
-use crate::tcp::Identity;
+use crate::identity::Identity;
 use crate::transfers::{PathId, PeerId};
 
 pub(super) type Shared = Arc<Mutex<Network>>;

@@ -10,17 +10,19 @@ use super::memory::{AREA, Region, State};
 use super::network::Shared;
 use super::slow::Slow;
 use super::wires::SimulatedControl;
+use crate::carriers::Named;
 use crate::clock::Clock;
 use crate::descriptor::{Access, Descriptor};
 use crate::fences::Whom;
 use crate::hub::{Hub, Outside};
+use crate::identity::Identity;
 use crate::inbox::InboxOptions;
 use crate::process::Process;
+use crate::region_news::Keys;
 use crate::regions::NewRegion;
 use crate::registrar::{MemoryRegion, Registrar};
-use crate::tcp::{Identity, Key, Keys};
 use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
-use crate::trust::Trust;
+use crate::trust::{Key, Trust};
 
 /// As engines have it.
 const LET_GO: Duration = Duration::from_secs(1);
@@ -57,8 +59,9 @@ impl Node {
         let identity = network.lock().hosts[process].identity;
         let fast = Fast::new(process, Arc::clone(network));
         let slow = Slow::new(process, Arc::clone(network));
-        let carriers: Vec<Box<dyn crate::carrier::Carrier>> = vec![Box::new(fast), Box::new(slow)];
-        let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
+        let carriers: Vec<Named> = vec![("fast", Box::new(fast)), ("slow", Box::new(slow))];
+        let registrars =
+            carriers.iter().filter_map(|(_, carrier)| Some((carrier.code(), carrier.registrar()?)));
         let registrars = registrars.collect();
         let control = SimulatedControl { process, network: Arc::clone(network) };
         let inbox = InboxOptions { messages: 3, bytes: 64 << 10 };

@@ -14,7 +14,7 @@ use super::operations::{Operation, What};
 use super::planned::Planned;
 use super::process::Node;
 use crate::descriptor::Descriptor;
-use crate::tcp::Identity;
+use crate::identity::Identity;
 use crate::transfers::{Options, PeerId};
 
 /// More events mean that something goes round and round.

@@ -494,10 +494,6 @@ impl Fast {
 }
 
 impl Carrier for Fast {
-    fn name(&self) -> &'static str {
-        "fast"
-    }
-
     fn code(&self) -> u8 {
         FAST
     }

@@ -12,9 +12,9 @@ use super::memory::overlaps;
 use super::network::{Network, Next, Shared};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, SessionId, Touched};
 use crate::fences::LEASE;
+use crate::identity::Identity;
 use crate::provider::NotNow;
 use crate::regions::Wanted;
-use crate::tcp::Identity;
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
 
 pub(super) const SLOW: u8 = 202;
@@ -306,10 +306,6 @@ impl Slow {
 }
 
 impl Carrier for Slow {
-    fn name(&self) -> &'static str {
-        "slow"
-    }
-
     fn code(&self) -> u8 {
         SLOW
     }

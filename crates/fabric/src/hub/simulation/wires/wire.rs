@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crate::fences::Broken;
 use crate::frames::Frame;
+use crate::identity::Identity;
 use crate::served::Served;
-use crate::tcp::Identity;
 use crate::transfers::PathId;
 
 /// The end of the side that connected, and the other one.

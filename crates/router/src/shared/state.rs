@@ -1,25 +1,21 @@
-//! What all threads of the proxy share.
+//! [`Shared`]: the nodes, what is known of them, and the last decisions.
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fmt,
-    net::{IpAddr, SocketAddr},
-    str::FromStr,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize},
     },
     time::{Duration, Instant},
 };
 
-use hyper::Uri;
 use parking_lot::Mutex;
-use thiserror::Error;
 
 use super::{outlined::Walkers, places::Places, settings::ProxySettings};
 use crate::{
-    balance::{self, Balancers},
-    beats_refused::BeatsRefused,
+    address::Address,
+    balance::{self, Balancers, Indicators},
+    counters::Counters,
     decisions::Decisions,
     ids::Ids,
     knowledge::Knowledge,
@@ -28,158 +24,35 @@ use crate::{
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
 };
 
-/// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
-/// rank of a server.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Address {
-    /// As in the Host header.
-    pub authority: String,
-    /// Name or address.
-    pub host: String,
-    /// The TCP port.
-    pub port: u16,
-    /// Without a slash at its end; empty mostly.
-    pub path: String,
-    /// Of a server that has several: requests name it in a header.
-    pub rank: Option<u32>,
-}
-
-/// No address of a node.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{text} is no address of a node: {why}; write it as http://HOST:PORT")]
-pub struct AddressError {
-    text: String,
-    why: &'static str,
-}
-
-impl FromStr for Address {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wrong = |why| AddressError { text: text.into(), why };
-        let (text, rank) = match text.split_once('#') {
-            Some((server, rank)) => {
-                let digits = rank.bytes().all(|byte| byte.is_ascii_digit());
-                let number = rank.parse().ok().filter(|_| digits);
-                (server, Some(number.ok_or_else(|| wrong("what follows # is no number of a rank"))?))
-            }
-            None => (text, None),
-        };
-        let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-        let uri: Uri = with_scheme.parse().map_err(|_| wrong("it cannot be read"))?;
-        if uri.scheme_str() != Some("http") {
-            return Err(wrong("only http is spoken to nodes"));
-        }
-        let authority = uri.authority().ok_or_else(|| wrong("it names no host"))?;
-        if authority.as_str().contains('@') {
-            return Err(wrong("it has a user's name"));
-        }
-        if uri.query().is_some() {
-            return Err(wrong("it has a query"));
-        }
-        let host = authority.host();
-        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-        if bare.is_empty() {
-            return Err(wrong("it names no host"));
-        }
-        Ok(Self {
-            authority: authority.as_str().to_owned(),
-            host: bare.to_owned(),
-            port: authority.port_u16().unwrap_or(80),
-            path: uri.path().trim_end_matches('/').trim_end_matches("/v1").to_owned(),
-            rank,
-        })
-    }
-}
-
-impl Address {
-    /// Whether both are of one server, be it of several ranks.
-    pub fn is_same_server(&self, other: &Self) -> bool {
-        (&self.host, self.port, &self.path) == (&other.host, other.port, &other.path)
-    }
-
-    /// The same on another host.
-    pub fn at_host(&self, host: IpAddr) -> Self {
-        let authority = SocketAddr::new(host, self.port).to_string();
-        Self { authority, host: host.to_string(), ..self.clone() }
-    }
-
-    /// The same server's, one rank of it.
-    pub fn with_rank(&self, rank: u32) -> Self {
-        Self { rank: Some(rank), ..self.clone() }
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}{}", self.authority, self.path)?;
-        self.rank.map_or(Ok(()), |rank| write!(f, "#{rank}"))
-    }
-}
-
-/// What has happened since the start.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// Requests that no node could serve.
-    pub refused: AtomicU64,
-    /// Requests that were refused in an overload.
-    pub shed: AtomicU64,
-    /// Pairs whose prefill node named no blocks: the decode node computes the prompt.
-    pub not_handed_over: AtomicU64,
-    /// Legs whose client left before the last byte.
-    pub left: AtomicU64,
-    /// Requests that went to a node of another role, since none of the right one was left.
-    pub other_role: AtomicU64,
-    /// Beats of nodes that counted.
-    pub beats: AtomicU64,
-    /// Beats, pings and connections for them that did not count.
-    pub beats_refused: BeatsRefused,
-    /// Look-ups of names that failed.
-    pub names_failed: AtomicU64,
-    /// Whether operators can reach the router over its socket: 1, or 0.
-    pub control: AtomicU64,
-    /// Bytes of bodies that are held, and of the ranges and hashes of their contents.
-    pub body_bytes: AtomicU64,
-    /// Clients' connections that are open.
-    pub connections: AtomicU64,
-}
-
-impl Counters {
-    /// One more. Answers whether it is the first one.
-    pub(crate) fn count(counter: &AtomicU64) -> bool {
-        counter.fetch_add(1, Ordering::Relaxed) == 0
-    }
-}
-
 /// The scheduler, where its nodes are, and counters.
 #[derive(Debug)]
 pub struct Shared {
-    pub(super) settings: ProxySettings,
+    pub(crate) settings: ProxySettings,
     /// For clients' connections, over all listeners.
-    pub(super) places: Places,
+    pub(crate) places: Places,
     /// Threads for bodies that are too long for the request's thread.
-    pub(super) walkers: Walkers,
+    pub(crate) walkers: Walkers,
     /// Held for microseconds, never over an await.
-    pub(super) state: Mutex<State>,
+    pub(crate) state: Mutex<State>,
     /// What has happened.
     pub counters: Counters,
     /// Request metrics by route, model and node.
     pub(crate) requests: RequestMetrics,
-    pub(super) is_stopping: AtomicBool,
+    pub(crate) is_stopping: AtomicBool,
     /// Requests that were cut when the time to drain was over.
-    pub(super) cut: AtomicUsize,
+    pub(crate) cut: AtomicUsize,
     /// What nodes have of prompts, by what their engines tell.
     pub knowledge: Arc<Knowledge>,
 }
 
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) scheduler: Scheduler,
-    pub(super) addresses: HashMap<NodeId, Arc<Address>>,
+pub(crate) struct State {
+    pub(crate) scheduler: Scheduler,
+    pub(crate) addresses: HashMap<NodeId, Arc<Address>>,
     /// How nodes describe their models: JSON objects by model.
     descriptions: HashMap<NodeId, Vec<(Arc<str>, String)>>,
-    pub(super) ids: Ids,
-    pub(super) decisions: Decisions,
+    pub(crate) ids: Ids,
+    pub(crate) decisions: Decisions,
     /// None: nodes keep their roles.
     balancers: Option<Balancers>,
     records: Records,
@@ -235,6 +108,13 @@ impl Shared {
     pub(crate) fn with_balance<T>(&self, work: impl FnOnce(&Balancers, &Records) -> T) -> Option<T> {
         let state = self.state.lock();
         state.balancers.as_ref().map(|balancers| work(balancers, &state.records))
+    }
+
+    /// Of each node: its score, and what it comes from. None where nodes keep their roles.
+    pub(crate) fn scores(&self) -> HashMap<NodeId, (Option<f64>, Indicators)> {
+        let state = self.state.lock();
+        let Some(balancers) = &state.balancers else { return HashMap::new() };
+        state.scheduler.nodes().filter_map(|(id, _)| Some((id, balancers.of(id)?))).collect()
     }
 
     /// A look of the balancers at all nodes: what is new, as JSON.
@@ -356,7 +236,7 @@ impl Shared {
     }
 
     /// JSON of all models that some node serves.
-    pub(super) fn models_page(&self) -> String {
+    pub(crate) fn models_page(&self) -> String {
         let state = self.state.lock();
         let all: BTreeMap<&str, &str> =
             state.descriptions.values().flatten().map(|(name, json)| (&**name, json.as_str())).collect();

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
-use super::ring::{Header, Reader, Writer};
-use super::sync::Memory;
+use crate::header::Header;
+use crate::memory::Memory;
+use crate::ring::{Reader, Writer};
 
 fn ring(capacity: usize) -> (Writer, Reader) {
     let memory = Memory::new(Header::new(0), capacity);

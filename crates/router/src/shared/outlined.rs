@@ -17,7 +17,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::body::{BodyError, Mark, Outline, Scan, marks, outline};
 
 /// Longest body that is scanned on the thread of the request.
-pub(super) const INLINE_BYTES_MAX: usize = 128 << 10;
+pub(crate) const INLINE_BYTES_MAX: usize = 128 << 10;
 /// Longest body of the middle class, which does not wait for longer ones.
 const MEDIUM_BYTES_MAX: usize = 4 << 20;
 /// Bodies of each class that are scanned at a time.
@@ -26,21 +26,21 @@ const LONG_AT_ONCE: usize = 1;
 
 /// The result of scanning a body.
 #[derive(Debug)]
-pub(super) struct Outlined {
-    pub(super) outline: Outline,
-    pub(super) marks: Vec<Mark>,
+pub(crate) struct Outlined {
+    pub(crate) outline: Outline,
+    pub(crate) marks: Vec<Mark>,
 }
 
 impl Outlined {
     /// Bytes of memory that it takes.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.outline.bytes() + self.marks.capacity() * size_of::<Mark>()
     }
 }
 
 /// The scan of a body did not succeed.
 #[derive(Debug, Error)]
-pub(super) enum OutlineError {
+pub(crate) enum OutlineError {
     /// No engine could take it.
     #[error(transparent)]
     Body(#[from] BodyError),
@@ -51,7 +51,7 @@ pub(super) enum OutlineError {
 
 /// Permits to scan long bodies.
 #[derive(Debug)]
-pub(super) struct Walkers {
+pub(crate) struct Walkers {
     medium: Arc<Semaphore>,
     long: Arc<Semaphore>,
 }
@@ -68,7 +68,7 @@ impl Walkers {
     ///
     /// # Errors
     /// The body cannot be taken.
-    pub(super) async fn outline(&self, body: &Bytes) -> Result<Outlined, OutlineError> {
+    pub(crate) async fn outline(&self, body: &Bytes) -> Result<Outlined, OutlineError> {
         if body.len() <= INLINE_BYTES_MAX {
             return Ok(outlined(body)?);
         }

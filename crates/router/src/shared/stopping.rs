@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::shared::Shared;
+use super::state::Shared;
 
 impl Shared {
     /// Makes `/health` answer 503, and answers ask clients to close their connections. The router still serves requests.

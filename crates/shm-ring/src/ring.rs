@@ -1,86 +1,30 @@
-//! A ring of bytes in shared memory: one process writes, one reads, and neither calls the kernel.
-//!
-//! ```text
-//!  0        written u64         bytes ever written              the writer's line:
-//!  8        reader_sleeps u32   1: wake the reader              it writes here with each message
-//!  128      read u64            bytes ever read                 the reader's line:
-//!  136      writer_waits u32    1: wake the writer              it writes here with each read
-//!  4096     capacity bytes, a power of two: byte n of the stream is at n % capacity
-//! ```
-//!
-//! Positions count on and wrap at 2^64. A flag lies in the line of the side that looks at it each time, so that the look
-//! costs nothing while the other side does not sleep. Each side knows its own position by itself and remembers the last
-//! one that it saw of the other, which it reads again only where that does not suffice: in steady state a message moves
-//! one line of the header, `written`, from one processor to the other.
-//!
-//! **Trust.** The sides rely on each other for progress, and for nothing else. All that a side takes from the header is
-//! the other's position, which can only go on from where it was last seen, and not past where it could be: anything else is
-//! [`RingError::Corrupt`], and nothing is touched. What a side does with the ring's bytes is bounded by its own numbers.
-//!
-//! **Sleep.** Who finds nothing to do sets its flag, then looks once more; who moved its position looks at the flag. With a
-//! fence between the two steps on both sides, at least one of them sees what the other did, and no wakeup is lost. The wake
-//! itself travels some other way, such as a byte over a socket.
+//! The two ends of a ring.
 
 #![allow(unsafe_code, reason = "copies between memory that was promised to be valid and the ring")]
 
-use super::sync::{AtomicU32, AtomicU64, Memory, Ordering, fence};
-
-/// Bytes before those of the ring: a page, so that they begin one.
-pub(crate) const HEADER_BYTES: usize = 4096;
-
-/// What the two sides tell each other. Zeros are a new ring's.
-#[derive(Debug)]
-#[repr(C)]
-pub(crate) struct Header {
-    writer: WriterLine,
-    reader: ReaderLine,
-}
-
-/// Processors fetch lines of 64 bytes in pairs.
-#[derive(Debug)]
-#[repr(C, align(128))]
-struct WriterLine {
-    written: AtomicU64,
-    reader_sleeps: AtomicU32,
-}
-
-#[derive(Debug)]
-#[repr(C, align(128))]
-struct ReaderLine {
-    read: AtomicU64,
-    writer_waits: AtomicU32,
-}
-
-const _: () = assert!(size_of::<Header>() <= HEADER_BYTES);
-
-impl Header {
-    /// Of an empty ring, of which so many bytes were written and read.
-    #[cfg(any(test, loom))]
-    pub(super) fn new(position: u64) -> Header {
-        let writer = WriterLine { written: AtomicU64::new(position), reader_sleeps: AtomicU32::new(0) };
-        let reader = ReaderLine { read: AtomicU64::new(position), writer_waits: AtomicU32::new(0) };
-        Header { writer, reader }
-    }
-}
+use crate::memory::Memory;
+use crate::sync::{AtomicU32, Ordering, fence};
 
 /// What is wrong with a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RingError {
+pub enum RingError {
     /// The other side wrote a position that cannot be. It is not to be trusted any more; nothing was touched.
     #[error(
         "the peer spoiled a ring of {capacity} bytes in shared memory: {written} bytes are written and {read} read"
     )]
     Corrupt {
-        /// Bytes ever written, and read, as one side knows and the other says.
+        /// Bytes ever written, as one side knows or the other says.
         written: u64,
+        /// Bytes ever read, likewise.
         read: u64,
+        /// Bytes that the ring holds.
         capacity: u64,
     },
 }
 
 /// The end of a ring that bytes go into.
 #[derive(Debug)]
-pub(crate) struct Writer {
+pub struct Writer {
     memory: Memory,
     written: u64,
     /// As last seen. Always true: `written - read <= capacity`.
@@ -89,7 +33,7 @@ pub(crate) struct Writer {
 
 /// The end of a ring that bytes come out of.
 #[derive(Debug)]
-pub(crate) struct Reader {
+pub struct Reader {
     memory: Memory,
     read: u64,
     /// As last seen. Always true: `written - read <= capacity`.
@@ -98,7 +42,7 @@ pub(crate) struct Reader {
 
 impl Writer {
     /// Of a new ring. One for each ring.
-    pub(crate) fn new(memory: Memory) -> Writer {
+    pub fn new(memory: Memory) -> Writer {
         Writer { memory, written: 0, read: 0 }
     }
 
@@ -110,7 +54,7 @@ impl Writer {
     ///
     /// # Safety
     /// The ranges are valid for reads.
-    pub(crate) unsafe fn write(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
+    pub unsafe fn write(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
         let room = self.room(total(ranges))?;
         let mut taken = 0;
         for span in spans(ranges, self.written, room, self.memory.capacity()) {
@@ -127,14 +71,15 @@ impl Writer {
     }
 
     /// Whether nothing can be written now. A spoiled ring is not full: writing says what is wrong.
-    pub(crate) fn is_full(&mut self) -> bool {
+    #[inline]
+    pub fn is_full(&mut self) -> bool {
         self.room(1) == Ok(0)
     }
 
     /// Before a wait for room: from now on the reader is to wake this side once it has read something. False if there is
     /// room already: then it need not, and writing gives more than 0, or an error.
     #[must_use]
-    pub(crate) fn prepare_to_wait_for_room(&mut self) -> bool {
+    pub fn prepare_to_wait_for_room(&mut self) -> bool {
         set(&self.memory.header().reader.writer_waits, 1);
         // The reader's counterpart is in take_writer_waits.
         fence(Ordering::SeqCst);
@@ -146,17 +91,19 @@ impl Writer {
     }
 
     /// After a wait for room: the reader need not wake this side any more. It may have done so meanwhile.
-    pub(crate) fn woken(&mut self) {
+    pub fn woken(&mut self) {
         set(&self.memory.header().reader.writer_waits, 0);
     }
 
     /// To be asked after writing: whether the reader sleeps and has to be woken. True once for each sleep.
+    #[inline]
     #[must_use]
-    pub(crate) fn take_reader_sleeps(&mut self) -> bool {
+    pub fn take_reader_sleeps(&mut self) -> bool {
         take(&self.memory.header().writer.reader_sleeps)
     }
 
     /// How many bytes can be written, at most `capacity`. Less than `wanted` only if there is no more.
+    #[inline]
     fn room(&mut self, wanted: u64) -> Result<u64, RingError> {
         let capacity = self.memory.capacity();
         let unread = self.written.wrapping_sub(self.read);
@@ -176,7 +123,7 @@ impl Writer {
 
 impl Reader {
     /// Of a new ring, which may have been written to already. One for each ring.
-    pub(crate) fn new(memory: Memory) -> Reader {
+    pub fn new(memory: Memory) -> Reader {
         Reader { memory, read: 0, written: 0 }
     }
 
@@ -188,7 +135,7 @@ impl Reader {
     ///
     /// # Safety
     /// The ranges are valid for writes.
-    pub(crate) unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
+    pub unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
         let there = self.there(total(ranges))?;
         let mut taken = 0;
         for span in spans(ranges, self.read, there, self.memory.capacity()) {
@@ -205,14 +152,15 @@ impl Reader {
     }
 
     /// Whether nothing can be read now. A spoiled ring is not empty: reading says what is wrong.
-    pub(crate) fn is_empty(&mut self) -> bool {
+    #[inline]
+    pub fn is_empty(&mut self) -> bool {
         self.there(1) == Ok(0)
     }
 
     /// Before a sleep: from now on the writer is to wake this side once it has written something. False if something is
     /// there already: then it need not, and reading gives more than 0, or an error.
     #[must_use]
-    pub(crate) fn prepare_to_sleep(&mut self) -> bool {
+    pub fn prepare_to_sleep(&mut self) -> bool {
         set(&self.memory.header().writer.reader_sleeps, 1);
         // The writer's counterpart is in take_reader_sleeps.
         fence(Ordering::SeqCst);
@@ -224,17 +172,19 @@ impl Reader {
     }
 
     /// After a sleep: the writer need not wake this side any more. It may have done so meanwhile.
-    pub(crate) fn woken(&mut self) {
+    pub fn woken(&mut self) {
         set(&self.memory.header().writer.reader_sleeps, 0);
     }
 
     /// To be asked after reading: whether the writer waits for room and has to be woken. True once for each wait.
+    #[inline]
     #[must_use]
-    pub(crate) fn take_writer_waits(&mut self) -> bool {
+    pub fn take_writer_waits(&mut self) -> bool {
         take(&self.memory.header().reader.writer_waits)
     }
 
     /// How many bytes can be read, at most `capacity`. Less than `wanted` only if there are no more.
+    #[inline]
     fn there(&mut self, wanted: u64) -> Result<u64, RingError> {
         let capacity = self.memory.capacity();
         let known = self.written.wrapping_sub(self.read);
@@ -261,6 +211,7 @@ fn set(flag: &AtomicU32, value: u32) {
 }
 
 /// Whether a flag was set, which it is not any more.
+#[inline]
 fn take(flag: &AtomicU32) -> bool {
     // A position was moved before. Either this look sees the flag, or who sets it sees the position.
     fence(Ordering::SeqCst);
@@ -314,6 +265,7 @@ mod tests {
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
     use super::*;
+    use crate::header::{HEADER_BYTES, Header};
 
     const PAGE: usize = HEADER_BYTES;
 

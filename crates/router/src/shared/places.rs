@@ -24,8 +24,6 @@ use tokio::{
     time::timeout,
 };
 
-use super::clients::Clients;
-
 /// Time for a new client to send its head. Without it a crowd of clients would close each other's connections.
 const HEAD_GRACE: Duration = Duration::from_millis(100);
 /// Period at which a connection that waits for a slot tries to have another one closed.
@@ -36,12 +34,12 @@ const STRANGERS_AT_ONCE: usize = 64;
 
 /// Slots for clients' connections, over all threads and listeners.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(crate) struct Places {
     slots: Arc<Semaphore>,
     /// Connections whose first head has not come, by age.
-    pub(super) headless: Waiting<OwnedSemaphorePermit>,
+    pub(crate) headless: Waiting<OwnedSemaphorePermit>,
     /// Permits for strangers' requests. Thousands at once would take memory that the allocator keeps.
-    pub(super) strangers: Semaphore,
+    pub(crate) strangers: Semaphore,
     /// A connection waits for a slot, and all connections that hold one have sent a head.
     crowded: Notify,
     /// Connections that were closed because another one needed their slot.
@@ -49,7 +47,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    pub(super) fn new(most: usize) -> Self {
+    pub(crate) fn new(most: usize) -> Self {
         let slots = Arc::new(Semaphore::new(most));
         Self {
             slots,
@@ -61,7 +59,7 @@ impl Places {
     }
 
     /// Takes a slot for a new connection.
-    pub(super) async fn take(&self) -> Option<OwnedSemaphorePermit> {
+    pub(crate) async fn take(&self) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
                 return Some(slot);
@@ -86,18 +84,18 @@ impl Places {
         }
     }
 
-    /// Closes idle connections of this thread when slots are needed. Runs forever.
-    pub(super) async fn close_idle(&self, clients: &Clients) {
+    /// Has a thread close one of its idle connections when slots are needed; `close` tells whether it had one. Runs forever.
+    pub(crate) async fn close_idle(&self, close: impl Fn() -> bool) {
         loop {
             self.crowded.notified().await;
-            if clients.close_idle() {
+            if close() {
                 self.count();
             }
         }
     }
 
     /// Connections that were closed because another one needed their slot.
-    pub(super) fn displaced(&self) -> u64 {
+    pub(crate) fn displaced(&self) -> u64 {
         self.displaced.load(Ordering::Relaxed)
     }
 

@@ -7,7 +7,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use crate::engine::{Checked, FabricError, Handle, Shared, Transfer};
+use super::beginning::Checked;
+use super::error::FabricError;
+use super::handle::{Handle, Transfer};
+use super::shared::Shared;
 use crate::shape::Pieces;
 use crate::transfers::{Failure, PeerId, Priority};
 

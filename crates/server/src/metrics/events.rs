@@ -1,0 +1,161 @@
+//! What is counted when it happens, without a lock.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use kvlane_door::{Distribution, Histogram, Labels};
+use kvlane_proto::v1::register_worker::Method;
+
+use crate::calls::{
+    outcome::Outcome,
+    table::{CALLS, Call},
+};
+
+/// Upper bounds of the histogram of requests, in microseconds.
+const REQUEST_BOUNDS_US: &[u64] =
+    &[10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 50_000, 250_000, 1_000_000, 5_000_000];
+/// The same for waits for another engine.
+const WAIT_BOUNDS_US: &[u64] =
+    &[1000, 5000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 5_000_000, 30_000_000];
+
+/// Counters and histograms of the daemon.
+#[derive(Debug)]
+pub(crate) struct Events {
+    bad_frames: AtomicU64,
+    /// By the way that saves travel.
+    registered: [AtomicU64; METHODS],
+    /// By call.
+    refused: [AtomicU64; CALLS.len()],
+    durations: [Histogram<15>; CALLS.len()],
+    /// By outcome.
+    hand_offs: [AtomicU64; Outcome::ALL.len()],
+    hand_off_waits: [Histogram<11>; Outcome::ALL.len()],
+}
+
+/// Values of [`Method`].
+const METHODS: usize = Method::Gpu as usize + 1;
+
+/// How metrics, status and logs name the way that a worker's saves travel.
+pub(crate) fn method_name(method: Method) -> &'static str {
+    match method {
+        Method::Auto => "auto",
+        Method::ProcessVm => "process_vm",
+        Method::Mapped => "mapped",
+        Method::Gpu => "gpu",
+    }
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        Self {
+            bad_frames: AtomicU64::new(0),
+            registered: std::array::from_fn(|_| AtomicU64::new(0)),
+            refused: std::array::from_fn(|_| AtomicU64::new(0)),
+            durations: std::array::from_fn(|_| Histogram::new(REQUEST_BOUNDS_US)),
+            hand_offs: std::array::from_fn(|_| AtomicU64::new(0)),
+            hand_off_waits: std::array::from_fn(|_| Histogram::new(WAIT_BOUNDS_US)),
+        }
+    }
+}
+
+/// Counts what happens.
+impl Events {
+    pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
+        self.durations[call as usize].observe(took);
+        if refused {
+            count(&self.refused[call as usize]);
+        }
+    }
+
+    pub(crate) fn bad_frame(&self) {
+        count(&self.bad_frames);
+    }
+
+    pub(crate) fn worker_registered(&self, method: Method) {
+        count(&self.registered[method as usize]);
+    }
+
+    /// A hand-off is over; `waited` is 0 where nothing was waited for.
+    pub(crate) fn hand_off(&self, outcome: Outcome, waited: Duration) {
+        count(&self.hand_offs[outcome as usize]);
+        if waited > Duration::ZERO {
+            self.hand_off_waits[outcome as usize].observe(waited);
+        }
+    }
+}
+
+/// Reads what was counted. Labels that nothing was counted for are left out, but for the calls' durations.
+impl Events {
+    pub(super) fn bad_frames(&self) -> u64 {
+        self.bad_frames.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn registered(&self) -> Vec<(Labels, f64)> {
+        let methods = [Method::Auto, Method::ProcessVm, Method::Mapped, Method::Gpu];
+        counted(methods.map(|method| (method_name(method), &self.registered[method as usize])))
+    }
+
+    pub(super) fn refused(&self) -> Vec<(Labels, f64)> {
+        counted(CALLS.iter().map(|call| call.name).zip(&self.refused))
+    }
+
+    pub(super) fn durations(&self) -> Vec<(Labels, Distribution)> {
+        let read = |(call, took): (&str, &Histogram<15>)| (vec![call.to_owned()], took.read());
+        CALLS.iter().map(|call| call.name).zip(&self.durations).map(read).collect()
+    }
+
+    pub(super) fn hand_offs(&self) -> Vec<(Labels, f64)> {
+        counted(Outcome::ALL.map(Outcome::name).into_iter().zip(&self.hand_offs))
+    }
+
+    pub(super) fn hand_off_waits(&self) -> Vec<(Labels, Distribution)> {
+        let read = |(outcome, waits): (Outcome, &Histogram<11>)| {
+            let waits = waits.read();
+            (!waits.is_empty()).then(|| (vec![outcome.name().to_owned()], waits))
+        };
+        Outcome::ALL.into_iter().zip(&self.hand_off_waits).filter_map(read).collect()
+    }
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+fn counted<'c>(counters: impl IntoIterator<Item = (&'static str, &'c AtomicU64)>) -> Vec<(Labels, f64)> {
+    let value = |(label, counter): (&str, &AtomicU64)| {
+        let count = counter.load(Ordering::Relaxed);
+        (count > 0).then(|| (vec![label.to_owned()], count as f64))
+    };
+    counters.into_iter().filter_map(value).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_outcome_has_the_place_of_its_number() {
+        assert!(Outcome::ALL.iter().enumerate().all(|(at, outcome)| *outcome as usize == at));
+    }
+
+    #[test]
+    fn what_never_happened_is_left_out() {
+        let events = Events::default();
+        assert!(
+            events.registered().is_empty() && events.refused().is_empty() && events.hand_offs().is_empty()
+        );
+        events.worker_registered(Method::Gpu);
+        events.answered(Call::Lookup, Duration::from_micros(7), true);
+        events.hand_off(Outcome::Ready, Duration::ZERO);
+        events.hand_off(Outcome::Stalled, Duration::from_millis(2));
+        let one = |label: &str| (vec![label.to_owned()], 1.0);
+        assert_eq!(events.registered(), [one("gpu")]);
+        assert_eq!(events.refused(), [one("Lookup")]);
+        assert_eq!(events.hand_offs(), [one("ready"), one("stalled")]);
+        let waits: Vec<_> = events.hand_off_waits().into_iter().map(|(labels, _)| labels).collect();
+        assert_eq!(waits, [["stalled"]]);
+        assert_eq!(events.durations().iter().filter(|(_, took)| !took.is_empty()).count(), 1);
+    }
+}
