@@ -1,8 +1,8 @@
 //! Shadow caches: what each policy would hit, measured on a sample, to choose one while the cache runs.
 
 use crate::key::spread;
+use crate::kind::PolicyKind;
 use crate::model::CacheModel;
-use crate::replacement::PolicyKind;
 
 /// Blocks that a shadow cache should hold: enough for some dozens of prompts, so that what it says is not chance.
 const SHADOW_BLOCKS: usize = 4096;

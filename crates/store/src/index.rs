@@ -14,8 +14,9 @@ use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::not_saved::NotSaved;
-use crate::replacement::Refusals;
-use crate::space::{Row, Rows, Space, Spaces};
+use crate::refusals::Refusals;
+use crate::rows::{Row, Rows};
+use crate::space::{Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
 use crate::tier::BlockKey;
 use crate::watch::Watches;
@@ -270,7 +271,7 @@ impl Index {
             used_bytes: self.extents.used_bytes(),
             limbo_bytes: self.limbo.bytes(),
             blocks: self.spaces.iter().map(|space| space.sealed).sum(),
-            leased_blocks: self.leases.blocks(),
+            leased_blocks: self.leases.blocks,
             claimed_blocks: self.claims.len() as u64,
             seal_queue: (self.seal_queue.len() + self.sealing.len()) as u64,
             spill_queue: self.spill_queue.len() as u64,
@@ -316,7 +317,7 @@ impl Index {
             self.counters.dead_claims += 1;
         }
         let was_visible = before.state == State::Sealed;
-        self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(Claim::owner));
+        self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(|claim| claim.owner));
         let space = &mut self.spaces[before.space];
         if was_visible {
             space.sealed -= 1;

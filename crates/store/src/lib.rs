@@ -20,18 +20,24 @@ mod api;
 mod auto;
 mod background;
 mod claim;
+mod claiming;
 mod consistency;
 mod entries;
 mod evict;
 mod fetch;
+mod fetches;
 mod index;
 mod journal;
 mod lease;
+mod leasing;
 mod limbo;
 mod lookup;
 mod needs;
 mod not_saved;
+mod observing;
+mod refusals;
 mod replacement;
+mod rows;
 mod seal;
 mod space;
 mod spill;
@@ -42,8 +48,8 @@ mod watch;
 mod watching;
 
 pub use api::{
-    Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId,
-    StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
+    SpaceId, StoreOptions, StoredBlock, WriterId,
 };
 pub use auto::PolicyReport;
 pub use background::Background;

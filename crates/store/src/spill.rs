@@ -14,8 +14,6 @@ use crate::seal::Check;
 use crate::store::Store;
 use crate::tier::{BlockKey, PoolExtent, SealedShard};
 
-/// Blocks that may wait for the tier, 8 bytes each; of more, those that wait the longest are left out.
-pub(crate) const WAITING_BLOCKS_MAX: usize = 1 << 18;
 /// Bytes that the tier reads at the same time. The memory of those blocks is not free before it is done, whoever needs
 /// room.
 const IN_FLIGHT_BYTES: u64 = 64 << 20;
@@ -72,7 +70,7 @@ impl Index {
             let space = &self.spaces[space];
             let key = BlockKey { namespace: space.namespace, cut: space.cut, hash };
             self.spilling.insert(number);
-            let memo = self.policy.memo(block.slot).unwrap_or_default();
+            let memo = self.policy_memo(block.slot).unwrap_or_default();
             return Some(Spill { key, memo, check: self.start_check(block.slot), number });
         }
         None

@@ -10,16 +10,14 @@ use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
-    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, StoreOptions,
+    Caller, Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
     WriterId,
 };
 use crate::auto::AutoPolicy;
-use crate::claim::Caller;
-use crate::fetch::Fetches;
+use crate::fetches::Fetches;
 use crate::index::Index;
 use crate::journal::{JournalEntry, JournalRead};
 use crate::seal::Check;
-use crate::spill::WAITING_BLOCKS_MAX;
 use crate::stats::{SpaceStats, StoreStats};
 use crate::tier::{Dropped, Tier};
 
@@ -29,6 +27,8 @@ const SEAL_BATCH_BYTES: u64 = 16 << 20;
 const BLOCKS_A_HOLD: usize = 64;
 /// So many of those are judged as one where the policy admits only what is worth its victims.
 const PARTS_A_JUDGEMENT: usize = 64;
+/// Blocks that may wait for the tier, 8 bytes each; of more, those that wait the longest are left out.
+const SPILL_QUEUE_BLOCKS: usize = 1 << 18;
 /// Slots that a scrub looks at under one hold of the lock.
 const SCRUB_STEPS: u32 = 4096;
 
@@ -70,7 +70,7 @@ impl Store {
         let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
         let mut index = Index::new(extents, arena.bytes(), options);
         if tier.is_some() {
-            index.set_spill_limit(WAITING_BLOCKS_MAX);
+            index.set_spill_limit(SPILL_QUEUE_BLOCKS);
             index.set_below(0.0);
         }
         Arc::new(Self {
@@ -176,19 +176,8 @@ impl Store {
     }
 
     /// See [`Index::claim`]; long lists are claimed in parts.
-    #[allow(clippy::too_many_arguments, reason = "one call of the wire; each argument is a different thing")]
-    pub fn claim(
-        &self,
-        owner: OwnerId,
-        writer: WriterId,
-        space: SpaceId,
-        shard: ShardNumber,
-        chain: Chain,
-        hashes: &[BlockHash],
-        now: Instant,
-        out: &mut Vec<ClaimOutcome>,
-    ) {
-        self.claim_in_parts(&Caller { owner, writer, space, shard, now }, chain, hashes, true, out);
+    pub fn claim(&self, caller: &Caller, chain: Chain, hashes: &[BlockHash], out: &mut Vec<ClaimOutcome>) {
+        self.claim_in_parts(caller, chain, hashes, true, out);
     }
 
     /// `is_judged` false: whether the blocks are worth what they displace is not asked.

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId, ShardNumber,
-    SpaceId, StoreOptions, WriterId,
+    Caller, Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId,
+    ShardNumber, SpaceId, StoreOptions, WriterId,
 };
 use proptest::prelude::*;
 
@@ -158,13 +158,9 @@ fn claim(index: &mut Index, space: SpaceId, chain: Chain, number: u8) -> ClaimOu
     let mut outcomes = Vec::new();
     let now = std::time::Instant::now();
     index.claim(
-        OwnerId(1),
-        WriterId(1),
-        space,
-        ShardNumber(0),
+        &Caller { owner: OwnerId(1), writer: WriterId(1), space, shard: ShardNumber(0), now },
         chain,
         &[BlockHash([number; 16])],
-        now,
         &mut outcomes,
     );
     outcomes[0]

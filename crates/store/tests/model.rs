@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
-    Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
-    SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim,
+    ShardNumber, SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -484,7 +484,12 @@ impl World {
         let writer = writer(owner.0, shard);
         let mut outcomes = Vec::new();
         let (id, now) = (self.spaces[space], self.now);
-        self.index.claim(owner, writer, id, ShardNumber(shard), chain, &hashes, now, &mut outcomes);
+        self.index.claim(
+            &Caller { owner, writer, space: id, shard: ShardNumber(shard), now },
+            chain,
+            &hashes,
+            &mut outcomes,
+        );
         assert_eq!(outcomes.len(), hashes.len());
         let visible = self.visible();
         for (hash, outcome) in hashes.into_iter().zip(outcomes) {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES, PoolPage};
 use kvlane_store::{
-    Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store,
-    StoreOptions, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId,
+    Store, StoreOptions, WriterId,
 };
 
 const A: OwnerId = OwnerId(1);
@@ -60,7 +60,12 @@ impl Pool {
         hashes: &[BlockHash],
     ) -> Vec<ClaimOutcome> {
         let mut out = Vec::new();
-        self.store.claim(owner, writer, space, ShardNumber(shard), chain, hashes, self.now, &mut out);
+        self.store.claim(
+            &Caller { owner, writer, space, shard: ShardNumber(shard), now: self.now },
+            chain,
+            hashes,
+            &mut out,
+        );
         out
     }
 
@@ -448,7 +453,12 @@ fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
         };
         let hashes: Vec<BlockHash> = (0..count).map(hash).collect();
         let mut outcomes = Vec::new();
-        index.claim(A, WORKER, space, ShardNumber(0), Chain::Start, &hashes, now, &mut outcomes);
+        index.claim(
+            &Caller { owner: A, writer: WORKER, space, shard: ShardNumber(0), now },
+            Chain::Start,
+            &hashes,
+            &mut outcomes,
+        );
         let shards = claimed(&outcomes);
         index.commit(&shards, now);
         for check in index.take_unsealed(u64::MAX, usize::MAX) {
@@ -476,7 +486,12 @@ fn a_seal_that_ends_before_an_earlier_one_does_not_count_for_it() {
     let mut index = Index::new(extents, 64 * PAGE_BYTES, StoreOptions::default());
     let space = index.space(MODEL, "a model", CutDigest([5; 16]), &[PAGE_BYTES]);
     let mut outcomes = Vec::new();
-    index.claim(A, WORKER, space, ShardNumber(0), Chain::Unchained, &hashes(0, 4), now, &mut outcomes);
+    index.claim(
+        &Caller { owner: A, writer: WORKER, space, shard: ShardNumber(0), now },
+        Chain::Unchained,
+        &hashes(0, 4),
+        &mut outcomes,
+    );
     let shards = claimed(&outcomes);
     index.commit(&shards, now);
     let [first] = index.take_unsealed(1, 1).try_into().unwrap();

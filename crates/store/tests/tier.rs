@@ -10,8 +10,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_policy::{Choice, Memo, PolicyKind, TieredModel};
 use kvlane_store::{
-    BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone, SealedShard,
-    ShardClaim, ShardNumber, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+    BlockKey, Caller, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone,
+    SealedShard, ShardClaim, ShardNumber, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
 };
 use parking_lot::{Condvar, Mutex};
 use proptest::prelude::*;
@@ -222,13 +222,9 @@ impl Pool {
             let mut outcomes = Vec::new();
             let now = Instant::now();
             self.store.claim(
-                ENGINE,
-                WORKER,
-                self.space,
-                ShardNumber(shard),
+                &Caller { owner: ENGINE, writer: WORKER, space: self.space, shard: ShardNumber(shard), now },
                 chain,
                 hashes,
-                now,
                 &mut outcomes,
             );
             for (outcome, hash) in outcomes.iter().zip(hashes) {
@@ -419,13 +415,15 @@ fn memory_that_the_tier_still_writes_is_not_given_to_others() {
     let mut outcomes = Vec::new();
     let others = hashes(2, 1);
     pool.store.claim(
-        ENGINE,
-        WORKER,
-        pool.space,
-        ShardNumber(0),
+        &Caller {
+            owner: ENGINE,
+            writer: WORKER,
+            space: pool.space,
+            shard: ShardNumber(0),
+            now: Instant::now(),
+        },
         Chain::Start,
         &others,
-        Instant::now(),
         &mut outcomes,
     );
     assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
@@ -445,13 +443,15 @@ fn memory_that_the_tier_still_reads_is_not_given_to_others() {
     let mut outcomes = Vec::new();
     shelf.wait_for_held(6);
     pool.store.claim(
-        ENGINE,
-        WORKER,
-        pool.space,
-        ShardNumber(0),
+        &Caller {
+            owner: ENGINE,
+            writer: WORKER,
+            space: pool.space,
+            shard: ShardNumber(0),
+            now: Instant::now(),
+        },
         Chain::Start,
         &hashes(2, 1),
-        Instant::now(),
         &mut outcomes,
     );
     assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
@@ -598,7 +598,12 @@ impl Engine {
         let known = hit.as_ref().map_or(0, |hit| hit.tokens as usize);
         let chain = known.checked_sub(1).map_or(Chain::Start, |last| Chain::After(prompt[last]));
         let mut outcomes = Vec::new();
-        store.claim(ENGINE, WORKER, self.space, ShardNumber(0), chain, &prompt[known..], now, &mut outcomes);
+        store.claim(
+            &Caller { owner: ENGINE, writer: WORKER, space: self.space, shard: ShardNumber(0), now },
+            chain,
+            &prompt[known..],
+            &mut outcomes,
+        );
         let claims: Vec<ShardClaim> = outcomes
             .iter()
             .filter_map(|outcome| match outcome {
