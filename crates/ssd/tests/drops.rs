@@ -10,8 +10,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use failing::Failing;
-use kvlane_block::{CutDigest, Namespace};
-use kvlane_ssd::{Drops, Key, Options, Space, SsdTier, WriteEnd};
+use kvlane_block::{BlockKey, CutDigest, Namespace, Space};
+use kvlane_ssd::{Drops, Options, SsdTier, WriteEnd};
 use proptest::prelude::*;
 use support::*;
 
@@ -24,7 +24,7 @@ fn block(number: u64) -> Block {
 }
 
 fn of_other(number: u64) -> Block {
-    Block { key: Key { space: OTHER, hash: hash(number) }, ..block(number) }
+    Block { key: BlockKey { space: OTHER, hash: hash(number) }, ..block(number) }
 }
 
 fn found(tier: &SsdTier, pool: &mut Pool) -> (usize, usize) {
@@ -152,7 +152,7 @@ fn namespace(number: u64) -> Namespace {
 /// One block of a namespace of its own.
 fn of_namespace(number: u64) -> Block {
     let space = Space { namespace: namespace(number), ..OTHER };
-    Block { key: Key { space, hash: hash(number) }, ..Block::new(number, &[100]) }
+    Block { key: BlockKey { space, hash: hash(number) }, ..Block::new(number, &[100]) }
 }
 
 /// The table of dropped names took 1,192 of them and never gave one back. The next `kvlane drop` reported success, and the
@@ -276,7 +276,7 @@ proptest! {
         };
         let of = |name: u64, number: u64| {
             let space = Space { namespace: namespace(name), ..OTHER };
-            Block { key: Key { space, hash: hash(number) }, ..Block::new(number, &[100]) }
+            Block { key: BlockKey { space, hash: hash(number) }, ..Block::new(number, &[100]) }
         };
         let mut tier = open(options(&path), &pool);
         let mut stored = std::collections::BTreeSet::new();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockKey, PoolExtent};
 use kvlane_policy::{Memo, longest_hit};
 use parking_lot::Mutex;
 
@@ -14,7 +14,7 @@ use crate::api::{
 use crate::fetches::{Read, Waiters, Waiting};
 use crate::needs::needs;
 use crate::store::Store;
-use crate::tier::{BlockKey, PoolExtent, Tier};
+use crate::tier::Tier;
 
 /// Blocks that may be on their way at the same time, of all fetches; of a longer prompt the first ones come.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
@@ -90,11 +90,10 @@ impl Store {
             is_visible.push(of_group);
         }
         let in_pool = longest_hit(&needs, max_tokens, |group, block| is_visible[group][block as usize]);
-        let names: Vec<_> = groups.iter().map(|group| self.index.lock().names(group.space)).collect();
+        let names: Vec<_> = groups.iter().map(|group| self.index.lock().space_name(group.space)).collect();
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
-            let (namespace, cut) = names[group];
-            let hash = groups[group].hashes[block as usize];
-            is_visible[group][block as usize] || tier.contains(&BlockKey { namespace, cut, hash })
+            let (space, hash) = (names[group], groups[group].hashes[block as usize]);
+            is_visible[group][block as usize] || tier.contains(&BlockKey { space, hash })
         });
         if tokens <= in_pool {
             return Vec::new();
@@ -195,16 +194,16 @@ impl Store {
     /// The policy hears what the tier has kept of its knowledge of blocks that come back.
     fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
         let (Some(tier), Some((_, first))) = (&self.tier, claimed.first()) else { return };
-        let (namespace, cut) = {
+        let space = {
             let index = self.index.lock();
             let learns = first.first().is_some_and(|claim| index.policy_memo(claim.block.slot).is_some());
             if !learns {
                 return;
             }
-            index.names(space)
+            index.space_name(space)
         };
         for part in claimed.chunks(BLOCKS_A_HOLD) {
-            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { namespace, cut, hash: *hash });
+            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { space, hash: *hash });
             let memos: Vec<Option<Memo>> = part.iter().map(memo).collect();
             let mut index = self.index.lock();
             for ((_, claims), memo) in part.iter().zip(memos) {
@@ -240,12 +239,11 @@ impl Store {
     fn start_read(self: &Arc<Self>, tier: &dyn Tier, read: Read, deadline: Instant, number: u64) {
         let (key, extents) = {
             let index = self.index.lock();
-            let (namespace, cut) = index.names(read.space);
             let bytes = index.shard_bytes(read.space);
             let extent =
                 |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
             let extents: Vec<PoolExtent> = read.claims.iter().zip(bytes).map(extent).collect();
-            (BlockKey { namespace, cut, hash: read.hash }, extents)
+            (BlockKey { space: index.space_name(read.space), hash: read.hash }, extents)
         };
         let store = Arc::clone(self);
         let bytes: u64 = extents.iter().map(|extent| extent.bytes).sum();

@@ -3,7 +3,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
 use kvlane_policy::{Memo, ReplacementPolicy};
 
@@ -18,7 +18,6 @@ use crate::refusals::Refusals;
 use crate::rows::{Row, Rows};
 use crate::space::{Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
-use crate::tier::BlockKey;
 use crate::watch::Watches;
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
@@ -199,10 +198,10 @@ impl Index {
         })
     }
 
-    /// Namespace and cut of a space.
-    pub(crate) fn names(&self, space: SpaceId) -> (Namespace, CutDigest) {
-        let space = &self.spaces[space];
-        (space.namespace, space.cut)
+    /// Namespace and cut of a space, by which other processes and tiers know it.
+    pub(crate) fn space_name(&self, space: SpaceId) -> kvlane_block::Space {
+        let Space { namespace, cut, .. } = self.spaces[space];
+        kvlane_block::Space { namespace, cut }
     }
 
     /// Shards that a block of a space has.

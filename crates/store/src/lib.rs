@@ -60,6 +60,6 @@ pub use seal::{Check, Damaged};
 pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
-pub use tier::{BlockKey, Dropped, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+pub use tier::{Dropped, Judge, NotForGood, ReadDone, Tier, WriteDone};
 pub use watch::{Stir, Stirred};
 pub use watching::{Watch, Watching};

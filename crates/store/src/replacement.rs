@@ -3,7 +3,9 @@
 //! One policy has all blocks, of all spaces and sizes, each counting as one. Room for a large block may so cost several
 //! small ones; that a large one holds more bytes is not weighed.
 
-use kvlane_block::BlockHash;
+use std::sync::Weak;
+
+use kvlane_block::{BlockHash, BlockKey};
 use kvlane_memory::PAGE_BYTES;
 use kvlane_policy::{Blocks, Memo, PolicyKind, ReplacementPolicy};
 use parking_lot::MutexGuard;
@@ -12,7 +14,7 @@ use crate::api::{Caller, Chain, SpaceId};
 use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
 use crate::store::Store;
-use crate::tier::BlockKey;
+use crate::tier::Judge;
 
 /// Of so many blocks in a row the tier below has kept none: it does not work.
 const REFUSED_SPILLS: u32 = 64;
@@ -111,8 +113,7 @@ impl Index {
     /// What a block is called in the tier below.
     fn tier_key(&self, slot: u32) -> BlockKey {
         let entry = self.entries.at(slot);
-        let (namespace, cut) = self.names(entry.space);
-        BlockKey { namespace, cut, hash: entry.hash }
+        BlockKey { space: self.space_name(entry.space), hash: entry.hash }
     }
 
     /// For each block of the tier below how dense it is: by what the policy knows of it, if the pool has it too, else by what it
@@ -120,7 +121,7 @@ impl Index {
     fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
         let learning = self.policy.learning()?;
         let density = |(key, memo): &(BlockKey, Memo)| {
-            let spaces = self.spaces_of(key.namespace, key.cut);
+            let spaces = self.spaces_of(key.space.namespace, key.space.cut);
             let found = spaces.filter_map(|space| self.entries.find(space, &key.hash));
             let known = found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| learning.memo(slot));
             learning.density(known.unwrap_or(*memo))
@@ -223,7 +224,20 @@ impl Store {
     }
 
     /// The tier below has given up blocks of this density lately: what is as dense is let into the pool, by which it gets there.
-    pub fn set_given_up_below(&self, density: f32) {
+    fn set_given_up_below(&self, density: f32) {
         self.index.lock().set_below(density);
+    }
+}
+
+/// The policy of a store, for the tier below it. Weak, because the store owns the tier.
+impl Judge for Weak<Store> {
+    fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
+        self.upgrade()?.densities(blocks)
+    }
+
+    fn given_up(&self, density: f32) {
+        if let Some(store) = self.upgrade() {
+            store.set_given_up_below(density);
+        }
     }
 }

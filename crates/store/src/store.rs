@@ -137,7 +137,7 @@ impl Store {
 
     /// The namespace that a space belongs to.
     pub fn namespace(&self, space: SpaceId) -> Namespace {
-        self.index.lock().names(space).0
+        self.index.lock().space_name(space).namespace
     }
 
     /// See [`Index::lookup`].

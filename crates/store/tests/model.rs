@@ -273,8 +273,8 @@ impl World {
             pages.extend(first.0..first.0 + (bytes / PAGE_BYTES) as u32);
         }
         for shard in self.spills.iter().flat_map(Spill::shards) {
-            let first = (shard.at.offset.0 / PAGE_BYTES) as u32;
-            pages.extend(first..first + (shard.at.bytes / PAGE_BYTES) as u32);
+            let first = (shard.extent.offset.0 / PAGE_BYTES) as u32;
+            pages.extend(first..first + (shard.extent.bytes / PAGE_BYTES) as u32);
         }
         pages
     }
@@ -387,9 +387,10 @@ impl World {
             Op::EndFetch { pick, came } => self.end_fetch(*pick, *came),
             Op::StartSpill => {
                 if let Some(spill) = self.index.take_spill() {
-                    let space = (0..SPACES.len()).find(|&space| namespace(space) == spill.key.namespace);
+                    let space =
+                        (0..SPACES.len()).find(|&space| namespace(space) == spill.key.space.namespace);
                     let key = (space.unwrap(), spill.key.hash);
-                    let places = spill.shards().into_iter().map(|shard| shard.at.offset);
+                    let places = spill.shards().into_iter().map(|shard| shard.extent.offset);
                     let are_its = self.stored[&key].iter().map(|page| page.offset()).eq(places);
                     assert!(visible_before.contains(&key) && are_its, "{spill:?}");
                     self.spills.push(spill);
