@@ -27,6 +27,9 @@ impl PolicyKind {
     pub const ALL: [Self; 7] =
         [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu, Self::Learned];
 
+    /// Those that `kvlane serve` offers by name; docs/policies.md says why. Replays and [`Auto`](crate::Auto) have all.
+    pub const SERVED: [Self; 4] = [Self::Lru, Self::Arc, Self::WTinyLfu, Self::Learned];
+
     /// The name that flags and reports use.
     pub fn name(self) -> &'static str {
         match self {
@@ -74,6 +77,14 @@ impl Choice {
             Self::Auto => PolicyKind::Learned,
         }
     }
+
+    /// The name that flags and reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fixed(kind) => kind.name(),
+            Self::Auto => "auto",
+        }
+    }
 }
 
 impl Default for Choice {
@@ -84,10 +95,7 @@ impl Default for Choice {
 
 impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Fixed(kind) => kind.fmt(f),
-            Self::Auto => f.write_str("auto"),
-        }
+        f.write_str(self.name())
     }
 }
 

@@ -10,7 +10,7 @@ use kvlane_policy::{Memo, ReplacementPolicy};
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
 use crate::claim::Claim;
 use crate::entries::{Entries, State};
-use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
+use crate::journal::{Change, Journal, JournalEntry, JournalRead};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::not_saved::NotSaved;
@@ -259,7 +259,7 @@ impl Index {
 
     /// Tells the journal's readers what became of a block in the pool. The one place that writes it.
     pub(crate) fn note_change(&mut self, change: Change, space: SpaceId, hash: BlockHash) {
-        let entry = JournalEntry { change, medium: Medium::Ram, space, hash };
+        let entry = JournalEntry { change, space, hash };
         self.counters.journal_entries += u64::from(self.journal.note(entry));
     }
 

@@ -55,7 +55,7 @@ pub use auto::PolicyReport;
 pub use background::Background;
 pub use fetch::FetchPlan;
 pub use index::Index;
-pub use journal::{Change, Journal, JournalEntry, JournalRead, Medium};
+pub use journal::{Change, Journal, JournalEntry, JournalRead};
 pub use seal::{Check, Damaged};
 pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};

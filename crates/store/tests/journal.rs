@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Caller, Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId,
-    ShardNumber, SpaceId, StoreOptions, WriterId,
+    Caller, Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, OwnerId, ShardNumber,
+    SpaceId, StoreOptions, WriterId,
 };
 use proptest::prelude::*;
 
@@ -51,7 +51,7 @@ fn space(index: &mut Index, namespace: u8) -> SpaceId {
 
 fn entry(space: SpaceId, number: u8, change: bool) -> JournalEntry {
     let change = if change { Change::Visible } else { Change::Gone };
-    JournalEntry { change, medium: Medium::Ram, space, hash: BlockHash([number; 16]) }
+    JournalEntry { change, space, hash: BlockHash([number; 16]) }
 }
 
 /// All of one space, as a reader wants it.
