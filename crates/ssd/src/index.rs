@@ -135,13 +135,9 @@ impl Index {
         self.spaces.iter().filter(|room| room.blocks > 0).map(|room| (room.space, room.blocks, room.pages))
     }
 
-    /// The number of a space, for [`Index::has`]. Another space may have it once this one has lost its last block.
-    pub(crate) fn space(&self, space: &Space) -> Option<u32> {
+    /// The number of a space. Another space may have it once this one has lost its last block.
+    fn space(&self, space: &Space) -> Option<u32> {
         self.numbers.get(space).copied()
-    }
-
-    pub(crate) fn has(&self, space: u32, hash: &BlockHash) -> bool {
-        self.slot(space, hash).is_some()
     }
 
     pub(crate) fn find(&self, key: &BlockKey) -> Option<Location> {

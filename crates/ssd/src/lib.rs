@@ -53,7 +53,7 @@ pub use layout::{
 };
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};
-pub use request::{Dropped, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
+pub use request::{Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 pub use stats::{DeviceStatus, Stats};
 pub use tier::SsdTier;
 pub use uring::try_io_uring;

@@ -66,23 +66,6 @@ pub enum Miss {
     Closed,
 }
 
-/// What became of a namespace that was dropped.
-#[derive(Debug)]
-pub struct Dropped {
-    /// Blocks that were found before.
-    pub blocks: u64,
-    /// Files that could not note it: a restart would bring back what they have of it. The tier tries again when
-    /// [`SsdTier::note_missing`](crate::SsdTier::note_missing) is called.
-    pub not_noted: Vec<NotNoted>,
-}
-
-impl Dropped {
-    /// Whether the blocks stay away after a restart, and after a crash.
-    pub fn is_durable(&self) -> bool {
-        self.not_noted.is_empty()
-    }
-}
-
 /// A file that could not note that a namespace was dropped.
 #[derive(Debug, Error)]
 #[error("the SSD file {path} could not note it: {why}")]

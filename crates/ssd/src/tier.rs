@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, BlockKey, Namespace, PoolExtent, PoolOffset, Space};
+use kvlane_block::{BlockKey, Namespace, PoolExtent, PoolOffset};
 use kvlane_policy::Memo;
 use kvlane_store::Judge;
 use parking_lot::Mutex;
@@ -23,7 +23,7 @@ use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
 use crate::recover::begin;
-use crate::request::{Dropped, NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
+use crate::request::{NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 use crate::shared::{DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
@@ -309,31 +309,10 @@ impl SsdTier {
         self.shared.index.lock().index.find(key).is_some()
     }
 
-    /// For each of the hashes whether the block is stored.
-    pub fn which(&self, space: &Space, hashes: &[BlockHash]) -> Vec<bool> {
-        let stored = self.shared.index.lock();
-        let Some(space) = stored.index.space(space) else { return vec![false; hashes.len()] };
-        hashes.iter().map(|hash| stored.index.has(space, hash)).collect()
-    }
-
-    /// How many of the hashes, from the first one on, are stored.
-    pub fn leading(&self, space: &Space, hashes: &[BlockHash]) -> usize {
-        let stored = self.shared.index.lock();
-        let Some(space) = stored.index.space(space) else { return 0 };
-        hashes.iter().take_while(|hash| stored.index.has(space, hash)).count()
-    }
-
     /// Takes a block out of the index; false if it was not in. Reads under way end as they would have. It may be found
     /// again after a restart, and is then as right as any other.
     pub fn remove(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.remove(key).is_some()
-    }
-
-    /// Takes all blocks of a namespace out, for good: [`forget_namespace`](Self::forget_namespace), then
-    /// [`note_forgotten`](Self::note_forgotten).
-    pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
-        let blocks = self.forget_namespace(namespace);
-        Dropped { blocks, not_noted: self.note_forgotten(namespace) }
     }
 
     /// Takes all blocks of a namespace out, those being written too; answers how many there were. A restart may bring them

@@ -294,28 +294,10 @@ impl Store {
 
     /// Compares the next visible block with its checksums; one that differs is dropped. Answers the bytes read, 0
     /// at the end of a pass, and whether the block was intact.
-    pub(crate) fn scrub_next(&self) -> (u64, bool) {
+    pub fn scrub_next(&self) -> (u64, bool) {
         let mut cursor = self.scrub_turn.lock();
-        self.scrub_at(&mut cursor)
-    }
-
-    /// Checks every visible block once: how many were checked, and how many were bad and dropped.
-    pub fn scrub_all(&self) -> (u64, u64) {
-        let _turn = self.scrub_turn.lock();
-        let (mut checked, mut bad, mut cursor) = (0, 0, 0);
-        loop {
-            let (bytes, intact) = self.scrub_at(&mut cursor);
-            if bytes == 0 {
-                return (checked, bad);
-            }
-            checked += 1;
-            bad += u64::from(!intact);
-        }
-    }
-
-    fn scrub_at(&self, cursor: &mut u32) -> (u64, bool) {
         let check = loop {
-            if let Some(check) = self.index.lock().next_scrub(cursor, SCRUB_STEPS) {
+            if let Some(check) = self.index.lock().next_scrub(&mut cursor, SCRUB_STEPS) {
                 break check;
             }
             if *cursor == 0 {
