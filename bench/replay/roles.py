@@ -38,7 +38,6 @@ SWITCHES = {
     "roles stay": "flips = false\n",
     "no relief": "relief = 0\n",
     "nodes drain before they change": "drains = true\n",
-    "predictions 20 % off, and noisy": "[predictor]\noff-percent = 20\nnoise-percent = 30\n",
 }
 # Bandwidth-rich: an H20's peak figures beside an H100's, 148 of 989 TFLOPS (bf16) and 4.0 of 3.35 TB/s. Not measured.
 CLASSES = """[[class]]
@@ -77,16 +76,15 @@ def fleets() -> dict[str, str]:
     }
 
 
-def class_fleets() -> dict[str, tuple[str, str]]:
-    """Of two kinds of nodes: keys before the tables, and the tables."""
+def class_fleets() -> dict[str, str]:
+    """Of two kinds of nodes, by name."""
     half = NODES // 2
     compute, bandwidth = "compute-rich", "bandwidth-rich"
     workers = nodes("worker", half, **{"class": compute}) + nodes("worker", half, **{"class": bandwidth})
     fixed = nodes("prefill", half, **{"class": compute}) + nodes("decode", half, **{"class": bandwidth})
     return {
-        "classes told": ("", workers + BALANCE),
-        "classes not told": ("class-blind = true\n", workers + BALANCE),
-        "compute-rich prefill, bandwidth-rich decode": ("", fixed),
+        "classes told": workers + BALANCE,
+        "compute-rich prefill, bandwidth-rich decode": fixed,
     }
 
 
@@ -124,9 +122,9 @@ def measure(program: str, traces: Mapping[str, Path]) -> dict[str, Any]:
     for name, speeds in CLASS_SPEEDS.items():
         for speed in speeds:
             case = classes.setdefault(f"{name}, {speed:.0%} of its rate", {})
-            for fleet, (keys, tables) in class_fleets().items():
+            for fleet, tables in class_fleets().items():
                 print(f"{name}: {fleet} at {speed}", file=sys.stderr)
-                file = head("least-delay", speed) + keys + CLASSES + tables
+                file = head("least-delay", speed) + CLASSES + tables
                 case[fleet] = replay(program, traces[name], file)
     apart: dict[str, Any] = {}
     for far in FAR_TOKEN_MS:

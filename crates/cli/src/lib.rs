@@ -7,6 +7,7 @@ mod errors;
 mod logging;
 mod namespaces;
 mod open_files;
+mod policy_arg;
 mod python;
 mod reference;
 mod replay;

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use kvlane_policy::{CacheModel, PolicyKind};
 
-use crate::chooser::Chooser;
 use crate::costs::{Costs, milliseconds};
+use crate::lab::Chooser;
 use crate::pool::Pool;
 use crate::trace::Trace;
 
@@ -245,7 +245,7 @@ impl Engine {
     pub(crate) fn end_step(
         &mut self,
         trace: &Trace,
-        mut told: Option<(usize, &mut dyn Chooser)>,
+        mut told: Option<(usize, &mut impl Chooser)>,
     ) -> Vec<Came> {
         self.is_in_step = false;
         let mut came = Vec::new();
@@ -301,7 +301,7 @@ fn expect_no_more(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
 }
 
 /// A prompt's blocks come into the cache.
-fn keep(cache: &mut CacheModel, blocks: &[u64], told: &mut Option<(usize, &mut dyn Chooser)>) {
+fn keep(cache: &mut CacheModel, blocks: &[u64], told: &mut Option<(usize, &mut impl Chooser)>) {
     let Some((node, chooser)) = told else {
         cache.request(blocks, |_| ());
         return;

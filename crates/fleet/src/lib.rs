@@ -11,9 +11,9 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod chooser;
 mod costs;
 mod engine;
+mod lab;
 mod live;
 mod outcome;
 mod pool;
@@ -21,12 +21,12 @@ mod replay;
 mod trace;
 
 pub use self::{
-    chooser::Chooser,
     costs::{Costs, CostsError},
     engine::Class,
+    lab::{Chooser, Lab, NoChooser},
     live::{Brought, LiveEngine},
     outcome::{Limits, Served, Summary},
     pool::{Pool, PoolSetup},
-    replay::{HandOver, Misread, NodeSetup, Replayed, Setup, Signals, Turn, replay, replay_by},
+    replay::{HandOver, NodeSetup, Replayed, Setup, Signals, Turn, replay, replay_in},
     trace::{Request, Trace},
 };

@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     engine::{Came, Class, Engine, Job},
+    lab::NoChooser,
     pool::Pool,
     trace::{Request, Trace},
 };
@@ -52,7 +53,7 @@ impl LiveEngine {
             Came::First { job, .. } => Brought::First(job.request),
             Came::Last(job) => Brought::Last(job.request),
         };
-        self.engine.end_step(&self.trace, None).into_iter().map(brought).collect()
+        self.engine.end_step(&self.trace, None::<(usize, &mut NoChooser)>).into_iter().map(brought).collect()
     }
 
     /// Requests that run, that wait, and percent of the KV cache that is used.

@@ -13,9 +13,9 @@ use kvlane_router::schedule::{
     Reservation, Role, Scheduler, Settings,
 };
 
-use crate::chooser::Chooser;
 use crate::costs::milliseconds;
 use crate::engine::{Came, Class, Engine, Job};
+use crate::lab::{Chooser, Lab};
 use crate::outcome::Served;
 use crate::pool::{Pool, PoolSetup};
 use crate::trace::Trace;
@@ -46,23 +46,6 @@ impl NodeSetup {
     /// One that is there all the time.
     pub fn new(role: Role, class: Arc<Class>) -> Self {
         Self { role, class, host: String::new(), pool: None, dies: None, joins: None, drains: None }
-    }
-}
-
-/// How wrong the times are from which the router learns what nodes take: its predictions are as wrong.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Misread {
-    /// All are longer by this share; less than nothing: shorter.
-    pub off: f64,
-    /// Each request's are longer or shorter by any share up to this.
-    pub noise: f64,
-}
-
-impl Misread {
-    /// A time of a request as the router reads it.
-    fn of(self, time: Duration, request: usize) -> Duration {
-        let share = mixed(request as u64) as f64 / u64::MAX as f64;
-        time.mul_f64(((1.0 + self.off) * (1.0 + self.noise * (2.0 * share - 1.0))).max(0.0))
     }
 }
 
@@ -127,10 +110,6 @@ pub struct Setup {
     pub hand_over: HandOver,
     /// What the router hears.
     pub signals: Signals,
-    /// How wrong the router's predictions are.
-    pub misread: Misread,
-    /// The router does not hear of what class nodes are.
-    pub class_blind: bool,
     /// How the router divides nodes between both roles; None: they keep theirs.
     pub balance: Option<balance::Settings>,
 }
@@ -181,13 +160,13 @@ struct Place {
     is_alive: bool,
 }
 
-struct World<'a> {
+struct World<'a, L> {
     trace: &'a Trace,
     setup: &'a Setup,
     start: Instant,
     scheduler: Scheduler,
     balancer: Option<Balancers>,
-    chooser: Option<&'a mut dyn Chooser>,
+    lab: &'a mut L,
     places: Vec<Place>,
     pools: Vec<Pool>,
     marks: Vec<Vec<Mark>>,
@@ -223,20 +202,17 @@ pub struct Turn {
 
 /// Replays a whole trace; `progress` is told now and then how many more requests are over.
 pub fn replay(trace: &Trace, setup: &Setup, progress: impl FnMut(usize)) -> Replayed {
-    run(World::new(trace, setup, None), progress)
+    replay_in(&mut (), trace, setup, progress)
 }
 
-/// The same, but that `chooser` says which node gets a request, for fleets of workers.
-pub fn replay_by(
+/// The same with a router that an experiment changes. One that chooses nodes itself is for fleets of workers.
+pub fn replay_in(
+    lab: &mut impl Lab,
     trace: &Trace,
     setup: &Setup,
-    chooser: &mut dyn Chooser,
-    progress: impl FnMut(usize),
+    mut progress: impl FnMut(usize),
 ) -> Replayed {
-    run(World::new(trace, setup, Some(chooser)), progress)
-}
-
-fn run(mut world: World<'_>, mut progress: impl FnMut(usize)) -> Replayed {
+    let mut world = World::new(trace, setup, lab);
     let mut told = world.left;
     while world.left > 0 {
         let Some(Reverse((now, _, event))) = world.events.pop() else { break };
@@ -251,12 +227,12 @@ fn run(mut world: World<'_>, mut progress: impl FnMut(usize)) -> Replayed {
     Replayed { served: world.served, turns: world.turns }
 }
 
-impl<'a> World<'a> {
-    fn new(trace: &'a Trace, setup: &'a Setup, chooser: Option<&'a mut dyn Chooser>) -> Self {
+impl<'a, L: Lab> World<'a, L> {
+    fn new(trace: &'a Trace, setup: &'a Setup, lab: &'a mut L) -> Self {
         let mut scheduler = Scheduler::new(setup.scheduler.clone());
         let pools: Vec<Pool> = setup.pools.iter().map(|pool| Pool::new(pool, trace.block_tokens)).collect();
         let places = setup.nodes.iter().enumerate().map(|(number, node)| {
-            let id = scheduler.add(of_scheduler(number, node, setup.class_blind));
+            let id = scheduler.add(of_scheduler(number, node, lab.class(&node.class.name)));
             if let Some(pool) = told_pool(setup, node) {
                 scheduler.set_pool(id, Some(&pool.name.as_str().into()), true);
             }
@@ -287,7 +263,7 @@ impl<'a> World<'a> {
             start: Instant::now(),
             scheduler,
             balancer: setup.balance.map(Balancers::new),
-            chooser,
+            lab,
             places,
             pools,
             marks: marks.collect(),
@@ -377,7 +353,7 @@ impl<'a> World<'a> {
     fn arrives(&mut self, now: Duration, request: usize) {
         let mut tried = std::mem::take(&mut self.open[request].tried);
         let dead = tried.len();
-        if let Some(chooser) = &mut self.chooser {
+        if let Some(chooser) = self.lab.chooser() {
             // The scheduler takes the only one that is left to it.
             let node = chooser.choose(request, &self.trace.requests[request]);
             let others = self.places.iter().enumerate().filter(|(number, _)| Some(*number) != node);
@@ -453,7 +429,7 @@ impl<'a> World<'a> {
     }
 
     fn step_over(&mut self, now: Duration, node: usize) {
-        let told = self.chooser.as_mut().map(|chooser| (node, &mut **chooser as &mut dyn Chooser));
+        let told = self.lab.chooser().map(|chooser| (node, chooser));
         for came in self.places[node].engine.end_step(self.trace, told) {
             let (Came::First { job, .. } | Came::Last(job)) = came;
             if self.open[job.request].attempt != job.attempt {
@@ -483,7 +459,7 @@ impl<'a> World<'a> {
         if let Some(reservation) = reservation {
             self.scheduler.prefilled(reservation, &self.marks[request], read);
         }
-        if let Some(chooser) = &mut self.chooser {
+        if let Some(chooser) = self.lab.chooser() {
             chooser.prefilled(request);
         }
     }
@@ -518,7 +494,7 @@ impl<'a> World<'a> {
     /// When something of a request happened, as the router reads it.
     fn read_at(&self, now: Duration, request: usize) -> Instant {
         let chosen = self.open[request].chosen;
-        self.start + chosen + self.setup.misread.of(now.saturating_sub(chosen), request)
+        self.start + chosen + self.lab.read(now.saturating_sub(chosen), request)
     }
 
     fn handed_over(&mut self, now: Duration, request: usize, attempt: u32) {
@@ -609,7 +585,7 @@ impl<'a> World<'a> {
             return self.is_over(request);
         }
         self.served[request].found_tokens = 0;
-        if let Some(chooser) = &mut self.chooser {
+        if let Some(chooser) = self.lab.chooser() {
             chooser.over(request);
         }
         self.arrives(now, request);
@@ -618,7 +594,7 @@ impl<'a> World<'a> {
     fn is_over(&mut self, request: usize) {
         debug_assert!(self.open[request].prefill.is_none() && self.open[request].decode.is_none());
         self.left -= 1;
-        if let Some(chooser) = &mut self.chooser {
+        if let Some(chooser) = self.lab.chooser() {
             chooser.over(request);
         }
     }
@@ -639,11 +615,10 @@ fn told_pool<'s>(setup: &'s Setup, node: &NodeSetup) -> Option<&'s PoolSetup> {
     setup.pools.get(node.pool?).filter(|pool| pool.is_told)
 }
 
-fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
+/// `class`: what the router takes the node's class for.
+fn of_scheduler(number: usize, setup: &NodeSetup, class: &str) -> Node {
     let mut node = Node::new(&format!("{}-{number}", setup.role), setup.role, "fleet");
-    if !class_blind {
-        node.class = setup.class.name.as_str().into();
-    }
+    node.class = class.into();
     // Who is not there yet gets as little as who leaves.
     let state = if setup.joins.is_some() { NodeState::Draining } else { NodeState::Ready };
     (node.state, node.connector) = (state, Connector::Direct);

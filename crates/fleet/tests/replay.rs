@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Brought, Chooser, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, PoolSetup, Request,
-    Served, Setup, Signals, Summary, Trace, replay, replay_by,
+    Brought, Class, Costs, HandOver, Limits, LiveEngine, NodeSetup, PoolSetup, Request, Served, Setup,
+    Signals, Summary, Trace, replay,
 };
 use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use proptest::prelude::*;
+
+mod lab;
 
 const BLOCK: u64 = 512;
 
@@ -36,8 +38,6 @@ fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
         speed: 1.0,
         hand_over: HandOver::default(),
         signals: Signals::default(),
-        misread: Misread::default(),
-        class_blind: false,
         balance: None,
     }
 }
@@ -256,70 +256,6 @@ fn a_live_engine_takes_the_same_time_as_one_in_a_replay() {
     assert_eq!(engine.load(), (0, 0, 0));
 }
 
-/// Takes nodes by turns, and remembers what it is told.
-#[derive(Default)]
-struct ByTurns {
-    under_way: Vec<usize>,
-    without_first: Vec<usize>,
-    over: usize,
-    has: [Vec<u64>; 3],
-    evicted: usize,
-}
-
-impl Chooser for ByTurns {
-    fn choose(&mut self, request: usize, asked: &Request) -> Option<usize> {
-        assert!(!asked.blocks.is_empty());
-        self.under_way.push(request);
-        self.without_first.push(request);
-        (request != 17).then_some(request % 3)
-    }
-
-    fn prefilled(&mut self, request: usize) {
-        self.without_first.retain(|each| *each != request);
-    }
-
-    fn over(&mut self, request: usize) {
-        let at = self.under_way.iter().position(|each| *each == request).unwrap();
-        self.under_way.remove(at);
-        self.over += 1;
-    }
-
-    fn stored(&mut self, node: usize, parent: Option<u64>, blocks: &[u64]) {
-        let has = &mut self.has[node];
-        assert!(parent.is_none_or(|parent| has.contains(&parent)));
-        assert!(!blocks.is_empty() && blocks.iter().all(|block| !has.contains(block)));
-        has.extend(blocks);
-    }
-
-    fn evicted(&mut self, node: usize, blocks: &[u64]) {
-        for block in blocks {
-            let at = self.has[node].iter().position(|each| each == block).unwrap();
-            self.has[node].remove(at);
-        }
-        self.evicted += blocks.len();
-    }
-}
-
-#[test]
-fn a_chooser_is_obeyed_and_told_what_becomes_of_requests_and_blocks() {
-    let turns = (0..90).map(|number| request(number * 150, 3000, 20, number % 7 * 100)).collect();
-    let trace = trace(turns);
-    let small = Class { cached_tokens: 20 * BLOCK, ..Class::default() };
-    let setup = fleet(&[Role::Worker; 3], &small, Policy::LeastWork);
-    let mut chooser = ByTurns::default();
-    let served = replay_by(&trace, &setup, &mut chooser, |_| ()).served;
-    for (number, each) in served.iter().enumerate() {
-        let wanted = (number != 17).then_some(number % 3);
-        assert_eq!((each.prefill, each.decode, each.last.is_some()), (wanted, wanted, number != 17));
-    }
-    assert_eq!((chooser.over, chooser.under_way.len(), chooser.without_first), (90, 0, vec![17]));
-    assert!(chooser.evicted > 0 && chooser.has.iter().all(|has| has.len() <= 20), "{:?}", chooser.has);
-    let large = fleet(&[Role::Worker; 3], &Class::default(), Policy::LeastWork);
-    let mut chooser = ByTurns::default();
-    replay_by(&trace, &large, &mut chooser, |_| ());
-    assert!(chooser.evicted == 0 && chooser.has.iter().all(|has| has.len() == 7 * 6));
-}
-
 fn any_trace() -> impl Strategy<Value = Trace> {
     let one = (0u64..20_000, 1u64..9000, 1u64..60, 0u64..8);
     prop::collection::vec(one, 1..40).prop_map(|all| {
@@ -393,24 +329,6 @@ fn a_node_gets_nothing_before_it_joins_and_nothing_new_once_it_drains() {
     assert!(by(1).all(|each| each.at >= Duration::from_secs(1)) && by(1).count() > 10);
     assert!(by(2).all(|each| each.at <= Duration::from_secs(2)) && by(2).count() > 10);
     assert!(served.iter().all(|each| each.last.is_some()), "what it had is finished");
-}
-
-#[test]
-fn a_router_that_misreads_times_predicts_others_and_loses_nothing() {
-    let slow = Class { name: "slow".into(), costs: Costs::H100_LLAMA_8B.times(4.0, 1.0), ..Class::default() };
-    let requests = (0..400).map(|number| request(number * 60, 1500 + number % 7 * 500, 20, number * 100));
-    let trace = trace(requests.collect());
-    let mut setup = fleet(&[Role::Worker; 2], &Class::default(), Policy::LeastDelay);
-    setup.nodes[1] = node(Role::Worker, &slow);
-    let right = run(&trace, &setup);
-    setup.misread = Misread { off: 0.2, noise: 0.3 };
-    let wrong = run(&trace, &setup);
-    assert_eq!(wrong, run(&trace, &setup), "the same each time");
-    assert_ne!(right, wrong);
-    assert!(wrong.iter().all(|each| each.last.is_some()));
-    let limits = Limits { ttft: Duration::MAX, tpot: Duration::MAX };
-    let median = |served: &[Served]| Summary::of(served, limits).ttft_p50.as_secs_f64();
-    assert!(median(&wrong) < 1.2 * median(&right), "{} {}", median(&wrong), median(&right));
 }
 
 /// Two prefill nodes and a decode node on one host, two decode nodes on another one, between which prompts go over a slow network.

@@ -48,7 +48,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::replacement::{Choice, PolicyKind};
+    use crate::kind::{Choice, PolicyKind};
     use crate::replay::{Setup, replay};
     use proptest::prelude::*;
 

@@ -3,9 +3,10 @@
 use std::collections::hash_map::Entry;
 
 use crate::ghost::{KeyMap, map_bytes};
-use crate::learnt::LearntClass;
+use crate::kind::PolicyKind;
+use crate::learning::{Learning, LearntClass};
 use crate::memo::Memo;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
 /// Blocks that may not go now, passed over in search of one victim; as in the store.
@@ -144,19 +145,21 @@ impl CacheModel {
 
     /// What the policy knows of a resident block, for a tier below.
     pub fn memo(&self, key: u64) -> Option<Memo> {
-        self.slots.get(&key).and_then(|&slot| self.policy.memo(slot))
+        self.slots.get(&key).and_then(|&slot| self.policy.learning()?.memo(slot))
     }
 
     /// How dense the policy finds a block: by what it knows, or by `memo` if the block is not resident. See
-    /// [`ReplacementPolicy::density`].
+    /// [`Learning::density`].
     pub fn density(&self, key: u64, memo: Memo) -> Option<f32> {
-        self.policy.density(self.memo(key).unwrap_or(memo))
+        self.policy.learning()?.density(self.memo(key).unwrap_or(memo))
     }
 
-    /// See [`ReplacementPolicy::set_below`].
+    /// See [`Learning::set_below`].
     pub fn set_below(&mut self, density: Option<f32>) {
         self.below = density;
-        self.policy.set_below(density);
+        if let Some(learning) = self.policy.learning_mut() {
+            learning.set_below(density);
+        }
     }
 
     /// A tier below has the blocks of a prompt behind the `known` first ones, which are all that is resident of it, and
@@ -170,8 +173,8 @@ impl CacheModel {
         self.resident.continued = parent;
         self.add_run(&keys[known..known + memos.len()], parent, &mut evicted);
         self.resident.continued = NONE;
-        for (&slot, &memo) in self.run.iter().zip(memos) {
-            self.policy.remember(slot, memo);
+        if let Some(learning) = self.policy.learning_mut() {
+            self.run.iter().zip(memos).for_each(|(&slot, &memo)| learning.remember(slot, memo));
         }
     }
 
@@ -217,7 +220,7 @@ impl CacheModel {
 
     /// What its policy has learnt.
     pub fn learnt(&self) -> Vec<LearntClass> {
-        self.policy.learnt()
+        self.policy.learning().map(Learning::learnt).unwrap_or_default()
     }
 
     /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
@@ -274,7 +277,7 @@ impl CacheModel {
     fn evict(&mut self, evicted: &mut impl FnMut(Evicted)) -> bool {
         let Some(victim) = self.policy.take_victim(REFUSALS, &self.resident) else { return false };
         let Block { key, parent, .. } = self.resident.blocks[victim as usize];
-        let memo = self.policy.memo(victim);
+        let memo = self.policy.learning().and_then(|learning| learning.memo(victim));
         self.slots.remove(&key);
         self.free.push(victim);
         if parent != NONE {

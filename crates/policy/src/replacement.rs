@@ -16,11 +16,8 @@
 //! counted from the tail to the head, a block goes only when nothing resident continues it ([`Blocks::may_evict`]), and what
 //! is leased or being written stays in its place but is passed over.
 
-use std::{fmt, str::FromStr};
-
-use crate::learnt::LearntClass;
-use crate::memo::Memo;
-use crate::policies::{Arc, Learned, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
+use crate::kind::PolicyKind;
+use crate::learning::Learning;
 
 /// What a policy asks about slots that it was told of.
 pub trait Blocks {
@@ -79,39 +76,19 @@ pub trait ReplacementPolicy: Send {
     /// `max_refusals` that it did not agree to, or a quarter of that in one of several queues.
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32>;
 
-    /// So many references went by before this policy took over: its time goes on from there. Called while it is empty.
-    fn begin_at(&mut self, references: u64) {
-        let _ = references;
-    }
-
     /// The cache turned out to hold so many blocks.
     fn grow(&mut self, capacity: usize) {
         let _ = capacity;
     }
 
-    /// What it knows of a slot that is in, or was the last that it gave up, for a tier below that has the block too. None from
-    /// policies that do not learn: they have no use for it.
-    fn memo(&self, slot: u32) -> Option<Memo> {
-        let _ = slot;
+    /// This policy as one that learns; None if it does not.
+    fn learning(&self) -> Option<&dyn Learning> {
         None
     }
 
-    /// A slot that is in came back from a tier below, which kept this of it.
-    fn remember(&mut self, slot: u32, memo: Memo) {
-        let _ = (slot, memo);
-    }
-
-    /// The hits that a block of which this is known will bring for each reference that it is kept, in whichever tier. None from
-    /// policies that do not learn, or not yet.
-    fn density(&self, memo: Memo) -> Option<f32> {
-        let _ = memo;
+    /// The same, to tell it something.
+    fn learning_mut(&mut self) -> Option<&mut dyn Learning> {
         None
-    }
-
-    /// There is a tier below, which gets what comes in here and has given up blocks of this density lately; 0 before it had to
-    /// give up any. What is not worth a place here may be worth one there. None: there is none, or it takes nothing.
-    fn set_below(&mut self, density: Option<f32>) {
-        let _ = density;
     }
 
     /// Slots that are in.
@@ -128,135 +105,6 @@ pub trait ReplacementPolicy: Send {
     /// Bytes on the heap, about.
     fn heap_bytes(&self) -> usize;
 
-    /// What it has learnt of each kind of blocks that it has seen, the most seen first; nothing from policies that do not learn, or not yet.
-    fn learnt(&self) -> Vec<LearntClass> {
-        Vec::new()
-    }
-
     /// All slots, roughly the next victim first: what another policy starts with.
     fn slots(&self) -> Vec<u32>;
 }
-
-/// The policies there are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum PolicyKind {
-    /// [`Lru`]
-    #[default]
-    Lru,
-    /// [`Arc`]
-    Arc,
-    /// [`S3Fifo`]
-    S3Fifo,
-    /// [`Sieve`]
-    Sieve,
-    /// [`TinyLfu`]
-    TinyLfu,
-    /// [`WTinyLfu`]
-    WTinyLfu,
-    /// [`Learned`]
-    Learned,
-}
-
-impl PolicyKind {
-    /// All of them, the default first.
-    pub const ALL: [Self; 7] =
-        [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu, Self::Learned];
-
-    /// The name that flags and reports use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Lru => "lru",
-            Self::Arc => "arc",
-            Self::S3Fifo => "s3fifo",
-            Self::Sieve => "sieve",
-            Self::TinyLfu => "tinylfu",
-            Self::WTinyLfu => "wtinylfu",
-            Self::Learned => "learned",
-        }
-    }
-
-    /// An empty policy for a cache of about `capacity` blocks: frequency sketches are sized by it, nothing else.
-    pub fn build(self, capacity: usize) -> Box<dyn ReplacementPolicy> {
-        match self {
-            Self::Lru => Box::new(Lru::new()),
-            Self::Arc => Box::new(Arc::new()),
-            Self::S3Fifo => Box::new(S3Fifo::new()),
-            Self::Sieve => Box::new(Sieve::new()),
-            Self::TinyLfu => Box::new(TinyLfu::new(capacity)),
-            Self::WTinyLfu => Box::new(WTinyLfu::new(capacity)),
-            Self::Learned => Box::new(Learned::new(capacity)),
-        }
-    }
-
-    /// A policy for a cache of about `capacity` blocks that takes over what `from` holds, in its order, when `references` went by;
-    /// how often blocks were used and which were evicted is learned anew.
-    pub fn take_over(
-        self,
-        from: &dyn ReplacementPolicy,
-        capacity: usize,
-        references: u64,
-        blocks: &dyn Blocks,
-    ) -> Box<dyn ReplacementPolicy> {
-        let mut policy = self.build(capacity);
-        policy.begin_at(references);
-        for slot in from.slots() {
-            policy.insert(&[slot], None, blocks);
-        }
-        policy
-    }
-}
-
-impl fmt::Display for PolicyKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for PolicyKind {
-    type Err = UnknownPolicy;
-
-    fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
-        let kind = Self::ALL.into_iter().find(|kind| kind.name() == text);
-        kind.ok_or_else(|| UnknownPolicy(text.to_owned()))
-    }
-}
-
-/// Which policy a cache runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
-    /// This one.
-    Fixed(PolicyKind),
-    /// The one that shadow caches find best, see [`Auto`](crate::Auto).
-    Auto,
-}
-
-impl Choice {
-    /// What it begins with. The one that learns was at or near the best on every trace that was looked at, so that the others
-    /// have to show that they are better (docs/policies.md).
-    pub fn first(self) -> PolicyKind {
-        match self {
-            Self::Fixed(kind) => kind,
-            Self::Auto => PolicyKind::Learned,
-        }
-    }
-}
-
-impl Default for Choice {
-    fn default() -> Self {
-        Self::Fixed(PolicyKind::default())
-    }
-}
-
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Fixed(kind) => kind.fmt(f),
-            Self::Auto => f.write_str("auto"),
-        }
-    }
-}
-
-/// There is no policy of this name.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no policy: use lru, arc, s3fifo, sieve, tinylfu, wtinylfu or learned")]
-pub struct UnknownPolicy(String);

@@ -1,8 +1,8 @@
 //! A trace against a cache, in virtual time.
 
 use crate::ceiling::{Ceiling, Window, WindowCount};
-use crate::learnt::LearntClass;
-use crate::replacement::Choice;
+use crate::kind::Choice;
+use crate::learning::LearntClass;
 use crate::shadow::{Auto, Switch};
 use crate::tiers::TieredModel;
 use crate::trace::Trace;

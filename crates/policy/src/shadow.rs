@@ -1,8 +1,8 @@
 //! Shadow caches: what each policy would hit, measured on a sample, to choose one while the cache runs.
 
 use crate::key::spread;
+use crate::kind::PolicyKind;
 use crate::model::CacheModel;
-use crate::replacement::PolicyKind;
 
 /// Blocks that a shadow cache should hold: enough for some dozens of prompts, so that what it says is not chance.
 const SHADOW_BLOCKS: usize = 4096;
@@ -79,11 +79,6 @@ impl Auto {
         spread(second.unwrap_or(first)) >> 32 & u64::from(sample - 1) == 0
     }
 
-    /// The policy that should be at work.
-    pub fn active(&self) -> PolicyKind {
-        self.active
-    }
-
     /// The recent prefix hit rate of each policy's shadow, 0 to 1.
     pub fn hit_rates(&self) -> impl Iterator<Item = (PolicyKind, f64)> + '_ {
         self.shadows.iter().map(|shadow| (shadow.kind, shadow.hits / self.references.max(1.0)))
@@ -141,7 +136,7 @@ mod tests {
             (0..8000u64).flat_map(|round| [prompt(round % 16 * 100), prompt((1 << 40) + round * 100)]);
         let switches: Vec<Switch> = prompts.filter_map(|keys| auto.observe(&keys)).collect();
         assert_eq!(switches[0].from, PolicyKind::Lru);
-        assert!(switches[0].hit_rates.1 > switches[0].hit_rates.0 && auto.active() != PolicyKind::Lru);
+        assert!(switches[0].hit_rates.1 > switches[0].hit_rates.0 && auto.active != PolicyKind::Lru);
         assert!(switches.len() < 5, "{switches:?}");
     }
 

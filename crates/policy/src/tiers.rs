@@ -1,8 +1,8 @@
 //! RAM and a tier on SSDs below it, without bytes.
 
+use crate::kind::PolicyKind;
 use crate::memo::Memo;
 use crate::model::{CacheModel, Evicted};
-use crate::replacement::PolicyKind;
 use crate::ssd_model::SsdModel;
 
 /// How much of one request was there.

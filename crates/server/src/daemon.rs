@@ -17,7 +17,7 @@ use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_policy::Choice;
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
-use kvlane_store::{Background, Store, StoreOptions};
+use kvlane_store::{Background, Store, StoreOptions, Tier};
 use rustix::process::{Resource, getrlimit};
 use thiserror::Error;
 
@@ -125,7 +125,7 @@ impl Daemon {
                 claim_ttl: Duration::from_secs(60),
                 policy: options.policy,
             },
-            ssd.as_ref().map(Ssd::below),
+            ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Tier>),
         );
         ssd.iter().for_each(|ssd| ssd.ask_policy_of(&store));
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;

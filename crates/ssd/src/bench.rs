@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
 use kvlane_policy::Memo;
 use parking_lot::Mutex;
@@ -20,7 +20,7 @@ use thiserror::Error;
 use crate::error::OpenError;
 use crate::layout::{PAGE_BYTES, Superblock, header_pages, shard_pages};
 use crate::options::{DeviceOptions, Options};
-use crate::request::{Extent, Key, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
+use crate::request::{Read, ReadEnd, Record, Refused, WriteEnd};
 use crate::stats::{DeviceStatus, Stats};
 use crate::tier::SsdTier;
 
@@ -209,12 +209,12 @@ impl Bench {
     }
 
     fn writer(&self) -> Result<Writer, BenchError> {
-        let shard = Shard { extent: self.slot(0), crc: self.crc };
+        let shard = SealedShard { extent: self.slot(0), crc32c: self.crc };
         Ok(Writer { tier: Arc::clone(self.tier()?), shard })
     }
 
-    fn slot(&self, number: u64) -> Extent {
-        Extent { offset: PoolOffset(number * self.block_bytes), bytes: self.block_bytes }
+    fn slot(&self, number: u64) -> PoolExtent {
+        PoolExtent { offset: PoolOffset(number * self.block_bytes), bytes: self.block_bytes }
     }
 
     fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<Reader>, BenchError> {
@@ -330,15 +330,15 @@ fn pool(bytes: u64) -> Result<Arc<Arena>, ArenaError> {
     Ok(Arc::new(Arena::create(&options, &|_| {})?))
 }
 
-fn key(number: u64) -> Key {
+fn key(number: u64) -> BlockKey {
     let mut hash = [0; 16];
     hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
-    Key { space: SPACE, hash: BlockHash(hash) }
+    BlockKey { space: SPACE, hash: BlockHash(hash) }
 }
 
 struct Writer {
     tier: Arc<SsdTier>,
-    shard: Shard,
+    shard: SealedShard,
 }
 
 impl Writer {
@@ -384,7 +384,7 @@ struct Reader {
     /// Number of the first block, and how many there are to choose from.
     first: u64,
     among: u64,
-    slots: Vec<Extent>,
+    slots: Vec<PoolExtent>,
     progress: Mutex<Progress>,
     ends: Mutex<Receiver<()>>,
 }
@@ -424,7 +424,7 @@ impl Reader {
         }
     }
 
-    fn next(reader: &Arc<Reader>, slot: Extent) {
+    fn next(reader: &Arc<Reader>, slot: PoolExtent) {
         let number = {
             let mut progress = reader.progress.lock();
             if progress.left == 0 || progress.failed.is_some() {

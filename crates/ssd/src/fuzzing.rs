@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, Space};
 use rustix::fs::MemfdFlags;
 
 use crate::drops::DropTable;
@@ -18,7 +18,6 @@ use crate::layout::{
 };
 use crate::log::{For, Log, largest_record};
 use crate::recover::recover;
-use crate::request::{Key, Space};
 
 const KINDS: [&[u8; 8]; 6] = [b"kvlnSSD\0", b"kvlnHEAD", b"kvlnFOOT", b"kvlnTABL", b"kvlnBLCK", b"kvlnDROP"];
 
@@ -121,7 +120,7 @@ pub fn file(tape: &[u8]) {
     let found = recover(&file, 0, &drops, &mut index, &mut log);
     assert_eq!(found.unreadable, 0);
     assert!(index.blocks() as u64 <= found.from_tables + found.by_scan);
-    let keys: Vec<Key> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
+    let keys: Vec<BlockKey> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
     assert_eq!(keys.len(), index.blocks());
     for key in keys {
         let location = index.find(&key).expect("it is in the index");
@@ -192,7 +191,7 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
                 Table { device_id, generation, spaces: vec![space(field(1) as u8)], records }.encode()
             }
             4 | 5 => {
-                let key = Key { space: space(field(1) as u8), hash: BlockHash([field(3) as u8; 16]) };
+                let key = BlockKey { space: space(field(1) as u8), hash: BlockHash([field(3) as u8; 16]) };
                 let shards = (0..=field(0).min(600))
                     .map(|at| ShardSum { bytes: field(4096).max(1), crc: at })
                     .collect();

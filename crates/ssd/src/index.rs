@@ -3,11 +3,10 @@
 use std::collections::HashMap;
 
 use hashbrown::HashTable;
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockKey, Space};
 use kvlane_policy::Memo;
 
 use crate::layout::SegmentNumber;
-use crate::request::{Key, Space};
 
 /// Entries a chunk holds. Chunks never move, so that growing copies nothing.
 const CHUNK: usize = 4096;
@@ -29,7 +28,7 @@ pub(crate) struct Location {
 /// A record of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Live {
-    pub(crate) key: Key,
+    pub(crate) key: BlockKey,
     pub(crate) page: u32,
     pub(crate) pages: u32,
     /// Reads since it was written here; more than 255 count as 255.
@@ -126,7 +125,7 @@ impl Index {
     }
 
     /// The block in a slot.
-    pub(crate) fn key_at(&self, slot: u32) -> Option<Key> {
+    pub(crate) fn key_at(&self, slot: u32) -> Option<BlockKey> {
         let entry = self.chunks.get(slot as usize / CHUNK)?[slot as usize % CHUNK];
         (entry.segment != FREE).then(|| self.key(&entry))
     }
@@ -136,22 +135,18 @@ impl Index {
         self.spaces.iter().filter(|room| room.blocks > 0).map(|room| (room.space, room.blocks, room.pages))
     }
 
-    /// The number of a space, for [`Index::has`]. Another space may have it once this one has lost its last block.
-    pub(crate) fn space(&self, space: &Space) -> Option<u32> {
+    /// The number of a space. Another space may have it once this one has lost its last block.
+    fn space(&self, space: &Space) -> Option<u32> {
         self.numbers.get(space).copied()
     }
 
-    pub(crate) fn has(&self, space: u32, hash: &BlockHash) -> bool {
-        self.slot(space, hash).is_some()
-    }
-
-    pub(crate) fn find(&self, key: &Key) -> Option<Location> {
+    pub(crate) fn find(&self, key: &BlockKey) -> Option<Location> {
         let slot = self.slot(self.space(&key.space)?, &key.hash)?;
         Some(self.at(slot).location())
     }
 
     /// Counts a read of the block.
-    pub(crate) fn touch(&mut self, key: &Key) {
+    pub(crate) fn touch(&mut self, key: &BlockKey) {
         let slot = self.space(&key.space).and_then(|space| self.slot(space, &key.hash));
         if let Some(slot) = slot {
             let entry = self.at_mut(slot);
@@ -160,13 +155,13 @@ impl Index {
     }
 
     /// What the pool's policy knows of the block, if it is stored.
-    pub(crate) fn memo(&self, key: &Key) -> Option<Memo> {
+    pub(crate) fn memo(&self, key: &BlockKey) -> Option<Memo> {
         let slot = self.slot(self.space(&key.space)?, &key.hash)?;
         Some(self.at(slot).memo)
     }
 
     /// The pool's policy knows this of the block now.
-    pub(crate) fn remember(&mut self, key: &Key, memo: Memo) {
+    pub(crate) fn remember(&mut self, key: &BlockKey, memo: Memo) {
         let slot = self.space(&key.space).and_then(|space| self.slot(space, &key.hash));
         if let Some(slot) = slot {
             self.at_mut(slot).memo = memo;
@@ -174,7 +169,7 @@ impl Index {
     }
 
     /// Puts a block where it was written; it leaves where it was before.
-    pub(crate) fn insert(&mut self, key: &Key, location: Location) {
+    pub(crate) fn insert(&mut self, key: &BlockKey, location: Location) {
         let space = self.intern(key.space);
         if let Some(slot) = self.slot(space, &key.hash) {
             let old = self.at(slot).location();
@@ -203,7 +198,7 @@ impl Index {
     }
 
     /// Moves a block that is still where it was copied from.
-    pub(crate) fn relocate(&mut self, key: &Key, from: Location, to: Location) -> bool {
+    pub(crate) fn relocate(&mut self, key: &BlockKey, from: Location, to: Location) -> bool {
         let still_there = self.find(key) == Some(from);
         if still_there {
             self.insert(key, to);
@@ -212,7 +207,7 @@ impl Index {
     }
 
     /// Where the block was.
-    pub(crate) fn remove(&mut self, key: &Key) -> Option<Location> {
+    pub(crate) fn remove(&mut self, key: &BlockKey) -> Option<Location> {
         let slot = self.slot(self.space(&key.space)?, &key.hash)?;
         let entry = *self.at(slot);
         let bits = table_hash(entry.space, &entry.hash);
@@ -234,7 +229,7 @@ impl Index {
     }
 
     /// Removes a block unless it is somewhere else by now.
-    pub(crate) fn remove_at(&mut self, key: &Key, location: Location) -> bool {
+    pub(crate) fn remove_at(&mut self, key: &BlockKey, location: Location) -> bool {
         self.find(key) == Some(location) && self.remove(key).is_some()
     }
 
@@ -290,8 +285,8 @@ impl Index {
         self.segments[usize::from(device)][segment.index()].push(slot);
     }
 
-    fn key(&self, entry: &Entry) -> Key {
-        Key { space: self.spaces[entry.space as usize].space, hash: entry.hash }
+    fn key(&self, entry: &Entry) -> BlockKey {
+        BlockKey { space: self.spaces[entry.space as usize].space, hash: entry.hash }
     }
 
     fn intern(&mut self, space: Space) -> u32 {
@@ -358,11 +353,11 @@ mod tests {
 
     use super::*;
 
-    fn key(space: u8, hash: u32) -> Key {
+    fn key(space: u8, hash: u32) -> BlockKey {
         let mut bytes = [0; 16];
         bytes[..4].copy_from_slice(&hash.to_le_bytes());
         let space = Space { namespace: Namespace([space; 16]), cut: CutDigest([space; 16]) };
-        Key { space, hash: BlockHash(bytes) }
+        BlockKey { space, hash: BlockHash(bytes) }
     }
 
     #[test]
@@ -395,7 +390,7 @@ mod tests {
             let mut index = Index::new();
             index.add_device(4);
             index.add_device(4);
-            let mut model: BTreeMap<Key, (Location, u8, Memo)> = BTreeMap::new();
+            let mut model: BTreeMap<BlockKey, (Location, u8, Memo)> = BTreeMap::new();
             let mut memos = memos();
             for (step, space, hash, device, segment, page) in steps {
                 let (key, segment) = (key(space, hash), SegmentNumber(segment));
@@ -462,7 +457,7 @@ mod tests {
                     prop_assert_eq!(live, expected);
                 }
             }
-            let all: Vec<Key> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
+            let all: Vec<BlockKey> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
             prop_assert!(model.iter().all(|(key, (.., memo))| index.memo(key) == Some(*memo)));
             prop_assert_eq!(all.len(), model.len());
             prop_assert!(all.iter().all(|key| model.contains_key(key) && index.find(key).is_some()));

@@ -17,6 +17,15 @@ pub struct Piece {
 // SAFETY: an address is a number; access to what it points to is the poster's contract in `Io::post`.
 unsafe impl Send for Piece {}
 
+/// Whether io_uring knows the memory of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Registration {
+    /// The kernel has its pages at hand.
+    Registered,
+    /// The kernel looks them up for each operation.
+    Unregistered,
+}
+
 /// What an operation does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpKind {

@@ -3,13 +3,14 @@
 use std::io;
 use std::time::Instant;
 
+use kvlane_block::{BlockKey, PoolExtent};
+
 use crate::headers::HeaderMemory;
 use crate::index::{Live, Location};
-use crate::io::{Op, OpKind, Piece};
+use crate::io::{Op, OpKind, Piece, Registration};
 use crate::layout::{SegmentFoot, SegmentNumber};
 use crate::pages::Pages;
-use crate::request::{Extent, Key, ReadEnd, Record, WriteEnd};
-use crate::shared::Accepted;
+use crate::request::{ReadEnd, Record, WriteEnd};
 
 /// Bytes of one operation, about; at most half as much more. A block of 2 MiB is several, which devices carry out at the
 /// same time.
@@ -17,11 +18,19 @@ const OP_BYTES: usize = 1 << 20;
 
 /// A read that was accepted. Its segment is pinned.
 pub(crate) struct ReadJob {
-    pub(crate) key: Key,
+    pub(crate) key: BlockKey,
     pub(crate) location: Location,
-    pub(crate) into: Vec<Extent>,
+    pub(crate) into: Vec<PoolExtent>,
     pub(crate) deadline: Option<Instant>,
     pub(crate) done: Box<dyn FnOnce(ReadEnd) + Send>,
+}
+
+/// Which device a write that was accepted goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Accepted {
+    pub(crate) device: u8,
+    /// How often its namespace had been dropped by then.
+    pub(crate) drops: u64,
 }
 
 /// A write that was accepted.
@@ -177,8 +186,8 @@ impl UnfinishedOp {
     }
 }
 
-/// Cuts a record into operations. `registered`: the kernel knows the memory, and has its pages at hand for operations of one
-/// piece. So the header, which never lies beside the shards, gets an operation of its own then if the shards lie together;
+/// Cuts a record into operations. Where memory is registered, the kernel has its pages at hand for operations of one piece.
+/// So the header, which never lies beside the shards, gets an operation of its own then if the shards lie together;
 /// they are posted together, and the kernel makes one request of them again. Otherwise all pieces are in one operation.
 pub(crate) fn cut_record(
     transfer: u64,
@@ -186,10 +195,10 @@ pub(crate) fn cut_record(
     offset: u64,
     header: Piece,
     shards: &[Piece],
-    registered: bool,
+    registration: Registration,
 ) -> Vec<UnfinishedOp> {
     let is_one_run = shards.windows(2).all(|pair| ends_at(&pair[0], &pair[1]));
-    if registered && is_one_run {
+    if registration == Registration::Registered && is_one_run {
         let mut parts = cut(transfer, kind, offset, &[header]);
         parts.extend(cut(transfer, kind, offset + header.bytes as u64, shards));
         return parts;
@@ -260,16 +269,16 @@ mod tests {
     fn shards_that_lie_together_are_one_piece_where_memory_is_registered() {
         let piece = |address: usize, pages: usize| Piece { address: address as *mut u8, bytes: pages * 4096 };
         let (header, shards) = (piece(4096, 1), [piece(1 << 20, 8), piece((1 << 20) + 8 * 4096, 56)]);
-        let counts = |shards: &[Piece], registered| -> Vec<usize> {
-            let parts = cut_record(1, OpKind::Read, 8192, header, shards, registered);
+        let counts = |shards: &[Piece], registration| -> Vec<usize> {
+            let parts = cut_record(1, OpKind::Read, 8192, header, shards, registration);
             assert_eq!(parts[0].offset, 8192);
             parts.iter().map(|part| part.pieces.len()).collect()
         };
-        assert_eq!(counts(&shards, true), [1, 1]);
-        assert_eq!(counts(&shards, false), [2]);
+        assert_eq!(counts(&shards, Registration::Registered), [1, 1]);
+        assert_eq!(counts(&shards, Registration::Unregistered), [2]);
         let apart = [shards[0], piece(1 << 24, 56)];
-        assert_eq!(counts(&apart, true), [3]);
-        let whole = cut_record(1, OpKind::Read, 8192, header, &shards, true);
+        assert_eq!(counts(&apart, Registration::Registered), [3]);
+        let whole = cut_record(1, OpKind::Read, 8192, header, &shards, Registration::Registered);
         assert_eq!(flat(&whole), flat(&cut(1, OpKind::Read, 8192, &[&[header], &shards[..]].concat())));
     }
 

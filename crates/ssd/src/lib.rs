@@ -39,6 +39,7 @@ mod recover;
 mod request;
 mod shared;
 mod stats;
+mod store_tier;
 mod threads;
 mod tier;
 mod turns;
@@ -52,10 +53,7 @@ pub use layout::{
 };
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};
-pub use request::{
-    Dropped, Extent, Judge, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space,
-    SpaceUse, WriteEnd,
-};
+pub use request::{Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 pub use stats::{DeviceStatus, Stats};
 pub use tier::SsdTier;
 pub use uring::try_io_uring;

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use kvlane_block::Space;
+
 use crate::index::Live;
 use crate::layout::{PAGE_BYTES, SegmentNumber, table_bytes};
-use crate::request::Space;
 
 /// Cleaning begins when only so many segments are free; fewer in a small file.
 const FREE_SEGMENTS: usize = 2;

@@ -1,10 +1,12 @@
 //! Is what was read what was written?
 #![expect(unsafe_code, reason = "checksums are taken of the pool's bytes")]
 
+use kvlane_block::{BlockKey, PoolExtent};
+
 use crate::index::Location;
 use crate::layout::{RecordHeader, ShardSum, Superblock};
 use crate::memory::Memory;
-use crate::request::{Extent, Key, Miss, ReadEnd};
+use crate::request::{Miss, ReadEnd};
 
 /// Looks at a record's header and at all its bytes.
 ///
@@ -14,9 +16,9 @@ pub(crate) unsafe fn verify(
     superblock: &Superblock,
     generation: u64,
     location: &Location,
-    key: &Key,
+    key: &BlockKey,
     header: &[u8],
-    into: &[Extent],
+    into: &[PoolExtent],
     memory: &dyn Memory,
 ) -> ReadEnd {
     let Some(header) = identify(superblock, generation, location, key, header) else {
@@ -43,7 +45,7 @@ pub(crate) fn identify(
     superblock: &Superblock,
     generation: u64,
     location: &Location,
-    key: &Key,
+    key: &BlockKey,
     header: &[u8],
 ) -> Option<RecordHeader> {
     let header = RecordHeader::decode(header).ok()?;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvlane_block::Namespace;
+use kvlane_block::{BlockKey, Namespace};
 
 use crate::drops::DropTable;
 use crate::file::{TierFile, read_full, write_full};
@@ -15,7 +15,6 @@ use crate::layout::{
 };
 use crate::log::Log;
 use crate::pages::Pages;
-use crate::request::Key;
 
 /// Reads in flight.
 const THREADS: usize = 8;
@@ -42,7 +41,7 @@ pub(crate) struct Found {
 /// A record that a table or a header names.
 #[derive(Debug, Clone, Copy)]
 struct FoundRecord {
-    key: Key,
+    key: BlockKey,
     /// The first of its pages in the segment.
     page: u32,
     pages: u32,
@@ -248,7 +247,7 @@ fn contents(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Res
             .filter(|record| inside(record.page, record.pages))
             .map(|record| {
                 let space = table.spaces[record.space as usize];
-                let key = Key { space, hash: record.hash };
+                let key = BlockKey { space, hash: record.hash };
                 FoundRecord { key, page: record.page, pages: record.pages }
             })
             .collect();
@@ -364,11 +363,10 @@ mod tests {
     use std::fs::File;
     use std::path::PathBuf;
 
-    use kvlane_block::{BlockHash, CutDigest};
+    use kvlane_block::{BlockHash, CutDigest, Space};
 
     use super::*;
     use crate::layout::{FORMAT_VERSION, ShardSum, TableRecord, table_bytes};
-    use crate::request::Space;
 
     /// How many blocks are found in a segment without a head, whose foot and table are of generation 3 and whose first record
     /// is of generation `first`.
@@ -379,7 +377,7 @@ mod tests {
             rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into();
         memory.set_len(superblock.file_bytes().unwrap()).unwrap();
         let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
-        let key = Key { space, hash: BlockHash([2; 16]) };
+        let key = BlockKey { space, hash: BlockHash([2; 16]) };
         let record = TableRecord { hash: key.hash, space: 0, page: 1, pages: 2 };
         let table = Table { device_id, generation: 3, spaces: vec![space], records: vec![record] };
         let (table_page, table_bytes) = (4, table_bytes(1, 1) as u32);
@@ -425,7 +423,7 @@ mod tests {
         let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
         for number in 0..segments {
             let (segment, generation, page) = (SegmentNumber(number), u64::from(number) + 1, 1);
-            let key = Key { space, hash: BlockHash([number as u8; 16]) };
+            let key = BlockKey { space, hash: BlockHash([number as u8; 16]) };
             let shards = vec![ShardSum { bytes: 100, crc: 0 }];
             let header = RecordHeader { device_id, generation, segment, page, key, shards };
             let head = SegmentHead { device_id, segment, generation };

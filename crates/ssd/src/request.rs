@@ -4,75 +4,27 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_block::{BlockKey, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_policy::Memo;
 use thiserror::Error;
-
-/// Blocks that engines share: a namespace with one cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Space {
-    /// What the content means.
-    pub namespace: Namespace,
-    /// How it is cut into shards.
-    pub cut: CutDigest,
-}
-
-/// A block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key {
-    /// The namespace and cut that it belongs to.
-    pub space: Space,
-    /// The engine's hash, unique within the space.
-    pub hash: BlockHash,
-}
-
-/// Bytes of the pool. A transfer touches all pages that they lie in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extent {
-    /// Where they begin: on a page.
-    pub offset: PoolOffset,
-    /// How many there are; above 0.
-    pub bytes: u64,
-}
-
-/// A shard to be written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shard {
-    /// Where its bytes lie in the pool until they are written.
-    pub extent: Extent,
-    /// The crc32c of its bytes, from the seal.
-    pub crc: u32,
-}
 
 /// A block to be written. Nobody may change its bytes before `done` is called.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
     /// The name under which the block is found again.
-    pub key: Key,
+    pub key: BlockKey,
     /// Its shards, in the order of the cut.
-    pub shards: Vec<Shard>,
+    pub shards: Vec<SealedShard>,
     /// What the pool's policy knows of it.
     pub memo: Memo,
-}
-
-/// The pool's policy, as a tier asks it which blocks deserve to be written again when room is needed. Called by the devices'
-/// threads, without a lock of the tier.
-pub trait Judge: Send + Sync {
-    /// For each block, of which the policy knew this when it was written or left the pool, the hits that it will bring for each
-    /// reference that it is kept. None if the policy does not tell.
-    fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>>;
-
-    /// The mean density of what the devices gave up lately, of that device of which it is the least: 0 as long as one had to give
-    /// up nothing, and where [`densities`](Self::densities) does not tell.
-    fn given_up(&self, density: f32);
 }
 
 /// A block to be read. The extents are the tier's, and the kernel's, until `done` is called.
 pub struct Read {
     /// The name under which the block was written.
-    pub key: Key,
+    pub key: BlockKey,
     /// Where each shard goes.
-    pub into: Vec<Extent>,
+    pub into: Vec<PoolExtent>,
     /// From then on nobody waits for it: a read that has not begun ends as [`Miss::Late`]. One that has begun is counted as
     /// late, and goes on to its end.
     pub deadline: Option<Instant>,
@@ -112,23 +64,6 @@ pub enum Miss {
     Late,
     /// The tier was closed before the device was asked.
     Closed,
-}
-
-/// What became of a namespace that was dropped.
-#[derive(Debug)]
-pub struct Dropped {
-    /// Blocks that were found before.
-    pub blocks: u64,
-    /// Files that could not note it: a restart would bring back what they have of it. The tier tries again when
-    /// [`SsdTier::note_missing`](crate::SsdTier::note_missing) is called.
-    pub not_noted: Vec<NotNoted>,
-}
-
-impl Dropped {
-    /// Whether the blocks stay away after a restart, and after a crash.
-    pub fn is_durable(&self) -> bool {
-        self.not_noted.is_empty()
-    }
 }
 
 /// A file that could not note that a namespace was dropped.

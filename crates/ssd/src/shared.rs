@@ -5,15 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
-use kvlane_block::Namespace;
+use kvlane_block::{BlockKey, Namespace};
+use kvlane_store::Judge;
 use parking_lot::{Condvar, Mutex};
 
 use crate::health::Health;
 use crate::holdings::Holdings;
 use crate::index::Index;
 use crate::io::Waker;
-use crate::job::{ReadJob, WriteJob};
-use crate::request::{Judge, Key};
+use crate::job::{Accepted, ReadJob, WriteJob};
 use crate::stats::{Counters, DeviceStatus};
 
 /// Of the tier.
@@ -30,19 +30,11 @@ pub(crate) struct Shared {
 pub(crate) struct Stored {
     pub(crate) index: Index,
     /// With the device that each goes to.
-    pub(crate) pending: HashMap<Key, Accepted>,
+    pub(crate) pending: HashMap<BlockKey, Accepted>,
     /// How often each namespace was dropped, since it was last not being written.
     pub(crate) drops: HashMap<Namespace, u64>,
     /// Writes that were accepted and have not ended, those of dropped namespaces among them, by device and namespace.
     pub(crate) writing: HashMap<(u8, Namespace), u64>,
-}
-
-/// A write that was accepted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Accepted {
-    pub(crate) device: u8,
-    /// How often its namespace had been dropped by then.
-    pub(crate) drops: u64,
 }
 
 impl Stored {
@@ -51,13 +43,13 @@ impl Stored {
     }
 
     /// A write is accepted.
-    pub(crate) fn now_pending(&mut self, key: &Key, accepted: Accepted) {
+    pub(crate) fn now_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         self.pending.insert(*key, accepted);
         *self.writing.entry((accepted.device, key.space.namespace)).or_default() += 1;
     }
 
     /// A write has ended. Its key may be another write's by now.
-    pub(crate) fn no_longer_pending(&mut self, key: &Key, accepted: Accepted) {
+    pub(crate) fn no_longer_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         if self.pending.get(key) == Some(&accepted) {
             self.pending.remove(key);
         }

@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, Namespace, PoolOffset};
+use kvlane_block::{BlockKey, Namespace, PoolExtent, PoolOffset};
 use kvlane_policy::Memo;
+use kvlane_store::Judge;
 use parking_lot::Mutex;
 
 use crate::device::{Device, Start};
@@ -15,17 +16,15 @@ use crate::error::OpenError;
 use crate::file::TierFile;
 use crate::headers::Headers;
 use crate::index::Index;
-use crate::io::{Io, Piece};
-use crate::job::{ReadJob, WriteJob};
+use crate::io::{Io, Piece, Registration};
+use crate::job::{Accepted, ReadJob, WriteJob};
 use crate::layout::{PAGE_BYTES, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
 use crate::recover::begin;
-use crate::request::{
-    Dropped, Extent, Judge, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
-};
-use crate::shared::{Accepted, DeviceShared, Shared, Stored};
+use crate::request::{NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
+use crate::shared::{DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
 use crate::uring::UringQueue;
@@ -50,7 +49,7 @@ pub struct SsdTier {
 /// What a device's thread found when it opened its interface.
 struct Opened {
     io: &'static str,
-    registered: bool,
+    registration: Registration,
     notes: Vec<String>,
     waker: crate::io::Waker,
 }
@@ -140,13 +139,13 @@ impl SsdTier {
         let work = move || {
             let headers = Headers::new();
             let made = open_io(descriptor, &*memory, &headers, threads);
-            let (io, registered, info) = match made {
+            let (io, registration, info) = match made {
                 Ok((mut io, mut info)) => {
                     if let Some(wrap) = wrap_io {
                         io = wrap.wrap(io);
                         info.waker = io.waker();
                     }
-                    (io, info.registered, Ok(info))
+                    (io, info.registration, Ok(info))
                 }
                 Err(error) => {
                     let _ = tell.send(Err(error));
@@ -160,7 +159,7 @@ impl SsdTier {
             Device::new(Start {
                 io,
                 headers,
-                registered,
+                registration,
                 memory,
                 shared,
                 device,
@@ -196,7 +195,7 @@ impl SsdTier {
                 free_segments: log.free_segments(),
                 io: opened.io,
                 direct: file.direct,
-                registered: opened.registered,
+                registered: opened.registration == Registration::Registered,
                 notes,
                 degraded: None,
                 drops_not_noted: 0,
@@ -295,46 +294,25 @@ impl SsdTier {
     }
 
     /// What the pool's policy knew of a block when it was written or left the pool, if it is stored.
-    pub fn memo(&self, key: &Key) -> Option<Memo> {
+    pub fn memo(&self, key: &BlockKey) -> Option<Memo> {
         self.shared.index.lock().index.memo(key)
     }
 
     /// Blocks leave the pool, of which its policy knows this. Those that are stored keep it.
-    pub fn remember(&self, blocks: impl IntoIterator<Item = (Key, Memo)>) {
+    pub fn remember(&self, blocks: impl IntoIterator<Item = (BlockKey, Memo)>) {
         let mut stored = self.shared.index.lock();
         blocks.into_iter().for_each(|(key, memo)| stored.index.remember(&key, memo));
     }
 
     /// Whether a block is stored.
-    pub fn contains(&self, key: &Key) -> bool {
+    pub fn contains(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.find(key).is_some()
-    }
-
-    /// For each of the hashes whether the block is stored.
-    pub fn which(&self, space: &Space, hashes: &[BlockHash]) -> Vec<bool> {
-        let stored = self.shared.index.lock();
-        let Some(space) = stored.index.space(space) else { return vec![false; hashes.len()] };
-        hashes.iter().map(|hash| stored.index.has(space, hash)).collect()
-    }
-
-    /// How many of the hashes, from the first one on, are stored.
-    pub fn leading(&self, space: &Space, hashes: &[BlockHash]) -> usize {
-        let stored = self.shared.index.lock();
-        let Some(space) = stored.index.space(space) else { return 0 };
-        hashes.iter().take_while(|hash| stored.index.has(space, hash)).count()
     }
 
     /// Takes a block out of the index; false if it was not in. Reads under way end as they would have. It may be found
     /// again after a restart, and is then as right as any other.
-    pub fn remove(&self, key: &Key) -> bool {
+    pub fn remove(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.remove(key).is_some()
-    }
-
-    /// Takes all blocks of a namespace out, for good: [`forget_namespace`](Self::forget_namespace), then
-    /// [`note_forgotten`](Self::note_forgotten).
-    pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
-        let blocks = self.forget_namespace(namespace);
-        Dropped { blocks, not_noted: self.note_forgotten(namespace) }
     }
 
     /// Takes all blocks of a namespace out, those being written too; answers how many there were. A restart may bring them
@@ -355,7 +333,7 @@ impl SsdTier {
             // In pieces: others ask meanwhile.
             let mut stored = self.shared.index.lock();
             let end = stored.index.slots().min(next + KEYS);
-            let keys: Vec<Key> = (next..end)
+            let keys: Vec<BlockKey> = (next..end)
                 .filter_map(|slot| stored.index.key_at(slot))
                 .filter(|key| key.space.namespace == namespace)
                 .collect();
@@ -416,13 +394,13 @@ impl SsdTier {
     }
 
     /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.
-    pub fn for_each_key(&self, mut see: impl FnMut(Key)) {
+    pub fn for_each_key(&self, mut see: impl FnMut(BlockKey)) {
         let mut next = 0;
         loop {
             let stored = self.shared.index.lock();
             let slots = stored.index.slots();
             let end = slots.min(next + KEYS);
-            let keys: Vec<Key> = (next..end).filter_map(|slot| stored.index.key_at(slot)).collect();
+            let keys: Vec<BlockKey> = (next..end).filter_map(|slot| stored.index.key_at(slot)).collect();
             drop(stored);
             keys.into_iter().for_each(&mut see);
             if end == slots {
@@ -498,9 +476,9 @@ impl SsdTier {
         best.map(|(_, device)| device).ok_or(refused)
     }
 
-    fn check<'a>(&self, mut extents: impl Iterator<Item = &'a Extent>) -> Result<(), Refused> {
+    fn check<'a>(&self, mut extents: impl Iterator<Item = &'a PoolExtent>) -> Result<(), Refused> {
         let bytes = self.memory.bytes();
-        let bad = |extent: &Extent| {
+        let bad = |extent: &PoolExtent| {
             let end = extent.bytes.checked_next_multiple_of(PAGE_BYTES);
             let end = end.and_then(|length| extent.offset.end_inside(length, bytes));
             extent.bytes == 0 || !extent.offset.0.is_multiple_of(PAGE_BYTES) || end.is_none()
@@ -550,9 +528,13 @@ fn open_io(
         let pool = Piece { address: memory.base(), bytes: memory.bytes() as usize };
         match UringQueue::new(file.try_clone()?, &[pool, headers.memory()]) {
             Ok((ring, not_registered)) => {
+                let registration = match not_registered {
+                    None => Registration::Registered,
+                    Some(_) => Registration::Unregistered,
+                };
                 let opened = Opened {
                     io: "io_uring",
-                    registered: not_registered.is_none(),
+                    registration,
                     notes: not_registered.into_iter().collect(),
                     waker: ring.waker(),
                 };
@@ -563,5 +545,6 @@ fn open_io(
     }
     let threads = Threads::new(file)?;
     let waker = threads.waker();
-    Ok((Box::new(threads), Opened { io: "threads", registered: false, notes, waker }))
+    let registration = Registration::Unregistered;
+    Ok((Box::new(threads), Opened { io: "threads", registration, notes, waker }))
 }

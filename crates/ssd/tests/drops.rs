@@ -10,8 +10,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use failing::Failing;
-use kvlane_block::{CutDigest, Namespace};
-use kvlane_ssd::{Drops, Key, Options, Space, SsdTier, WriteEnd};
+use kvlane_block::{BlockKey, CutDigest, Namespace, Space};
+use kvlane_ssd::{Drops, NotNoted, Options, SsdTier, WriteEnd};
 use proptest::prelude::*;
 use support::*;
 
@@ -24,12 +24,31 @@ fn block(number: u64) -> Block {
 }
 
 fn of_other(number: u64) -> Block {
-    Block { key: Key { space: OTHER, hash: hash(number) }, ..block(number) }
+    Block { key: BlockKey { space: OTHER, hash: hash(number) }, ..block(number) }
 }
 
 fn found(tier: &SsdTier, pool: &mut Pool) -> (usize, usize) {
     let ours = (0..8).filter(|number| is_found(tier, pool, &block(*number))).count();
     (ours, (0..8).filter(|number| is_found(tier, pool, &of_other(*number))).count())
+}
+
+/// What became of a namespace that was dropped.
+struct Dropped {
+    blocks: u64,
+    not_noted: Vec<NotNoted>,
+}
+
+impl Dropped {
+    /// Whether the blocks stay away after a restart, and after a crash.
+    fn is_durable(&self) -> bool {
+        self.not_noted.is_empty()
+    }
+}
+
+/// As the store does it.
+fn drop_namespace(tier: &SsdTier, namespace: Namespace) -> Dropped {
+    let blocks = tier.forget_namespace(namespace);
+    Dropped { blocks, not_noted: tier.note_forgotten(namespace) }
 }
 
 /// Eight blocks of each namespace are stored, and one of them is dropped.
@@ -40,7 +59,7 @@ fn dropped(path: &Path, pool: &mut Pool) -> SsdTier {
         store(&tier, pool, &of_other(number));
     }
     assert_eq!(found(&tier, pool), (8, 8));
-    let dropped = tier.drop_namespace(SPACE.namespace);
+    let dropped = drop_namespace(&tier, SPACE.namespace);
     assert!(dropped.is_durable());
     assert_eq!(dropped.blocks, 8);
     assert_eq!(found(&tier, pool), (0, 8));
@@ -90,7 +109,7 @@ fn what_is_written_later_is_found_and_of_the_next_run_also_after_a_restart() {
     assert_eq!(found(&tier, &mut pool), (1, 8));
     assert!(is_found(&tier, &mut pool, &block(4)));
     // And it can be dropped again.
-    assert!(tier.drop_namespace(SPACE.namespace).is_durable());
+    assert!(drop_namespace(&tier, SPACE.namespace).is_durable());
     close(tier);
     let tier = open(small(&path), &pool);
     assert_eq!(found(&tier, &mut pool), (0, 8));
@@ -106,7 +125,7 @@ fn a_write_under_way_is_never_found_and_does_not_stand_in_the_way_of_a_new_one()
     store(&tier, &mut pool, &of_other(0));
     failing.set(|faults| faults.hold_writes = true);
     let old = start_write(&tier, pool.record(&block(0))).unwrap();
-    assert_eq!(tier.drop_namespace(SPACE.namespace).blocks, 0);
+    assert_eq!(drop_namespace(&tier, SPACE.namespace).blocks, 0);
     let other_bytes = Block { lengths: vec![12_288], ..block(0) };
     let new = start_write(&tier, pool.record(&other_bytes)).unwrap();
     failing.set(|faults| faults.hold_writes = false);
@@ -152,7 +171,7 @@ fn namespace(number: u64) -> Namespace {
 /// One block of a namespace of its own.
 fn of_namespace(number: u64) -> Block {
     let space = Space { namespace: namespace(number), ..OTHER };
-    Block { key: Key { space, hash: hash(number) }, ..Block::new(number, &[100]) }
+    Block { key: BlockKey { space, hash: hash(number) }, ..Block::new(number, &[100]) }
 }
 
 /// The table of dropped names took 1,192 of them and never gave one back. The next `kvlane drop` reported success, and the
@@ -168,7 +187,7 @@ fn five_thousand_names_are_dropped_over_the_life_of_a_file() {
     store(&tier, &mut pool, &of_other(0));
     for number in 0..NAMES {
         store(&tier, &mut pool, &of_namespace(number));
-        let dropped = tier.drop_namespace(namespace(number));
+        let dropped = drop_namespace(&tier, namespace(number));
         assert_eq!(dropped.blocks, 1);
         assert!(dropped.is_durable(), "name {number}: {:?}", dropped.not_noted);
         // What is read is kept when its segment is emptied.
@@ -195,7 +214,7 @@ fn a_name_of_which_the_file_has_nothing_takes_no_room_in_it() {
     let (directory, pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
     let path = directory.path().join("tier");
     let tier = open(small(&path), &pool);
-    assert!((0..3000).all(|number| tier.drop_namespace(namespace(number)).is_durable()));
+    assert!((0..3000).all(|number| drop_namespace(&tier, namespace(number)).is_durable()));
     close(tier);
     let bytes = std::fs::read(&path).unwrap();
     assert!(bytes[COPIES[0] as usize..64 * KIB as usize].iter().all(|byte| *byte == 0));
@@ -214,9 +233,10 @@ fn more_names_than_the_file_can_note_are_told_and_a_restart_makes_room() {
         store(&tier, &mut pool, &of_namespace(number));
     }
     assert_eq!(tier.spaces().len(), NAMES as usize);
-    let noted = (0..NAMES).take_while(|number| tier.drop_namespace(namespace(*number)).is_durable()).count();
+    let noted =
+        (0..NAMES).take_while(|number| drop_namespace(&tier, namespace(*number)).is_durable()).count();
     assert_eq!(noted, 1192);
-    let refused = tier.drop_namespace(namespace(noted as u64));
+    let refused = drop_namespace(&tier, namespace(noted as u64));
     let sentence = refused.not_noted[0].to_string();
     assert!(
         sentence.contains(path.to_str().unwrap()) && sentence.contains("restart the daemon"),
@@ -225,7 +245,7 @@ fn more_names_than_the_file_can_note_are_told_and_a_restart_makes_room() {
     assert_eq!(tier.missing_notes().len(), 1);
     assert_eq!(tier.note_missing().len(), 1, "there is no room yet");
     // One that is noted already can be dropped again, and the one that is not stays away until the restart.
-    assert!(tier.drop_namespace(namespace(5)).is_durable());
+    assert!(drop_namespace(&tier, namespace(5)).is_durable());
     assert!(!tier.contains(&of_namespace(noted as u64).key));
     close(tier);
     let tier = open(options(), &pool);
@@ -233,7 +253,7 @@ fn more_names_than_the_file_can_note_are_told_and_a_restart_makes_room() {
     assert_eq!(back, 0);
     assert!(tier.contains(&of_namespace(noted as u64).key), "as the answer said");
     // What held nothing else was erased.
-    assert!((noted as u64..NAMES).all(|number| tier.drop_namespace(namespace(number)).is_durable()));
+    assert!((noted as u64..NAMES).all(|number| drop_namespace(&tier, namespace(number)).is_durable()));
     close(tier);
     let tier = open(options(), &pool);
     assert_eq!(tier.spaces(), []);
@@ -276,7 +296,7 @@ proptest! {
         };
         let of = |name: u64, number: u64| {
             let space = Space { namespace: namespace(name), ..OTHER };
-            Block { key: Key { space, hash: hash(number) }, ..Block::new(number, &[100]) }
+            Block { key: BlockKey { space, hash: hash(number) }, ..Block::new(number, &[100]) }
         };
         let mut tier = open(options(&path), &pool);
         let mut stored = std::collections::BTreeSet::new();
@@ -289,7 +309,7 @@ proptest! {
                     stored.insert((name, number));
                 }
                 Step::Drop(name) => {
-                    prop_assert!(tier.drop_namespace(namespace(name)).is_durable());
+                    prop_assert!(drop_namespace(&tier, namespace(name)).is_durable());
                     stored.retain(|(other, _)| *other != name);
                 }
                 Step::Restart => {

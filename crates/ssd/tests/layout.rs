@@ -1,10 +1,10 @@
 //! Bytes: what was encoded is decoded, and nothing else is.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, Space};
 use kvlane_ssd::{
-    Key, LayoutError, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum, Space, Superblock,
-    Table, TableRecord,
+    LayoutError, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum, Superblock, Table,
+    TableRecord,
 };
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ fn header() -> impl Strategy<Value = RecordHeader> {
             generation,
             segment: SegmentNumber(segment),
             page,
-            key: Key { space, hash: BlockHash(hash) },
+            key: BlockKey { space, hash: BlockHash(hash) },
             shards,
         },
     )
@@ -146,7 +146,7 @@ fn fields_that_contradict_each_other_are_an_error() {
     let record = TableRecord { hash: BlockHash([3; 16]), space: 1, page: 1, pages: 2 };
     let table = Table { device_id: [0; 16], generation: 1, spaces: vec![space], records: vec![record] };
     assert_eq!(Table::decode(&table.encode()), Err(LayoutError::Fields));
-    let key = Key { space, hash: BlockHash([3; 16]) };
+    let key = BlockKey { space, hash: BlockHash([3; 16]) };
     let header = |shards| RecordHeader {
         device_id: [0; 16],
         generation: 1,

@@ -7,8 +7,8 @@ mod support;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use kvlane_block::{BlockHash, Namespace};
-use kvlane_ssd::{Key, Miss, Options, ReadEnd, SsdTier};
+use kvlane_block::{BlockHash, BlockKey, Namespace};
+use kvlane_ssd::{Miss, Options, ReadEnd, SsdTier};
 use support::*;
 
 const PAGE_BYTES: usize = 4096;
@@ -34,7 +34,7 @@ fn blocks() -> Vec<(BlockHash, &'static [u8])> {
     blocks.map(|block| (BlockHash(block[..16].try_into().unwrap()), &block[16..])).collect()
 }
 
-fn open_file(path: &Path, bytes: &[u8], pool: &Pool) -> (SsdTier, Vec<Key>) {
+fn open_file(path: &Path, bytes: &[u8], pool: &Pool) -> (SsdTier, Vec<BlockKey>) {
     std::fs::write(path, bytes).unwrap();
     let mut options = Options::new(vec![device(path, bytes.len() as u64)]);
     options.buffered = true;
@@ -44,7 +44,7 @@ fn open_file(path: &Path, bytes: &[u8], pool: &Pool) -> (SsdTier, Vec<Key>) {
     (tier, keys)
 }
 
-fn read(tier: &SsdTier, pool: &mut Pool, key: Key) -> (ReadEnd, Vec<u8>) {
+fn read(tier: &SsdTier, pool: &mut Pool, key: BlockKey) -> (ReadEnd, Vec<u8>) {
     let into = pool.extents(&[BLOCK_BYTES as u64]);
     let end = start_read(tier, key, into.clone()).unwrap().recv_timeout(PATIENCE).unwrap();
     (end, pool.bytes(&into[0]).to_vec())

@@ -11,12 +11,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use kvlane_block::PoolOffset;
+use kvlane_block::{BlockKey, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_policy::{CacheModel, Memo, PolicyKind};
 use kvlane_ssd::{
-    DeviceOptions, Extent, Judge, Key, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused,
-    Shard, Space, SsdTier, Superblock, WriteEnd,
+    DeviceOptions, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused, SsdTier, Superblock,
+    WriteEnd,
 };
+use kvlane_store::Judge;
 use support::*;
 
 fn directory() -> tempfile::TempDir {
@@ -72,12 +73,12 @@ fn lookups_tell_spaces_apart_and_a_removed_block_is_gone() {
     for number in [0, 1, 2, 4] {
         store(&tier, &mut pool, &Block::new(number, &[5000]));
     }
-    let hashes: Vec<_> = (0..6).map(hash).collect();
-    assert_eq!(tier.which(&SPACE, &hashes), [true, true, true, false, true, false]);
-    assert_eq!((tier.leading(&SPACE, &hashes), tier.leading(&SPACE, &hashes[3..])), (3, 0));
-    assert_eq!((tier.leading(&other_space, &hashes), tier.leading(&SPACE, &[])), (0, 0));
-    let key = Key { space: SPACE, hash: hash(1) };
-    assert!(tier.contains(&key) && !tier.contains(&Key { space: other_space, hash: hash(1) }));
+    let are_stored =
+        |space| [0, 1, 2, 3, 4, 5].map(|number| tier.contains(&BlockKey { space, hash: hash(number) }));
+    assert_eq!(are_stored(SPACE), [true, true, true, false, true, false]);
+    assert_eq!(are_stored(other_space), [false; 6]);
+    let key = BlockKey { space: SPACE, hash: hash(1) };
+    assert!(tier.contains(&key) && !tier.contains(&BlockKey { space: other_space, hash: hash(1) }));
     assert!(tier.remove(&key) && !tier.remove(&key) && !tier.contains(&key));
     let mut keys = Vec::new();
     tier.for_each_key(|key| keys.push(key.hash));
@@ -95,16 +96,16 @@ fn calls_that_cannot_be_carried_out_are_refused_and_do_nothing() {
     let tier = open(small(&directory.path().join("tier")), &pool);
     let pool_bytes = pool.arena.bytes();
     let bad = [
-        Extent { offset: PoolOffset(0), bytes: 0 },
-        Extent { offset: PoolOffset(100), bytes: 4096 },
-        Extent { offset: PoolOffset(pool_bytes - 4096), bytes: 4097 },
-        Extent { offset: PoolOffset(u64::MAX - 4095), bytes: 4096 },
-        Extent { offset: PoolOffset(4096), bytes: u64::MAX },
+        PoolExtent { offset: PoolOffset(0), bytes: 0 },
+        PoolExtent { offset: PoolOffset(100), bytes: 4096 },
+        PoolExtent { offset: PoolOffset(pool_bytes - 4096), bytes: 4097 },
+        PoolExtent { offset: PoolOffset(u64::MAX - 4095), bytes: 4096 },
+        PoolExtent { offset: PoolOffset(4096), bytes: u64::MAX },
     ];
     let key = Block::new(1, &[1]).key;
     for extent in bad {
-        let record = Record { key, shards: vec![Shard { extent, crc: 0 }], memo: Memo::NOTHING };
-        let Extent { offset, bytes } = extent;
+        let record = Record { key, shards: vec![SealedShard { extent, crc32c: 0 }], memo: Memo::NOTHING };
+        let PoolExtent { offset, bytes } = extent;
         assert_eq!(start_write(&tier, record).unwrap_err(), Refused::BadExtent { offset, bytes });
         assert_eq!(start_read(&tier, key, vec![extent]).unwrap_err(), Refused::BadExtent { offset, bytes });
     }
@@ -258,9 +259,9 @@ struct OneInTwenty {
 }
 
 impl Judge for OneInTwenty {
-    fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>> {
+    fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
         self.asked.fetch_add(1, Ordering::Relaxed);
-        let number = |key: &Key| u64::from_le_bytes(*key.hash.0.first_chunk().unwrap());
+        let number = |key: &BlockKey| u64::from_le_bytes(*key.hash.0.first_chunk().unwrap());
         Some(blocks.iter().map(|(key, _)| if number(key).is_multiple_of(20) { 0.5 } else { 0.01 }).collect())
     }
 
@@ -615,7 +616,7 @@ fn readers_and_writers_from_many_threads_get_what_they_asked_for() {
     }
     assert!(blocks.iter().all(|_| ends.recv_timeout(PATIENCE).unwrap() == WriteEnd::Stored));
     pool.reset();
-    let extents: Vec<Vec<Extent>> = (0..256).map(|_| pool.extents(&[100_000])).collect();
+    let extents: Vec<Vec<PoolExtent>> = (0..256).map(|_| pool.extents(&[100_000])).collect();
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let (tier, blocks, extents, pool) = (&tier, &blocks, &extents, &pool);

@@ -13,7 +13,7 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_policy::{Choice, PolicyKind, spread};
 use kvlane_store::{
-    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, StoreOptions,
+    Caller, Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, StoreOptions,
     WriterId,
 };
 
@@ -75,7 +75,12 @@ impl Engine {
         let before = self.index.stats().counters.evicted_blocks;
         let begun = Instant::now();
         let (writer, shard, rest) = (WORKER, ShardNumber(0), &prompt[found..]);
-        self.index.claim(ENGINE, writer, self.space, shard, chain, rest, self.now, &mut outcomes);
+        self.index.claim(
+            &Caller { owner: ENGINE, writer, space: self.space, shard, now: self.now },
+            chain,
+            rest,
+            &mut outcomes,
+        );
         let took = begun.elapsed();
         let evicted = self.index.stats().counters.evicted_blocks - before;
         // As many as come in: what a gate keeps out costs no eviction.

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
-use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, Store, StoreOptions, WriterId};
+use kvlane_store::{
+    Caller, Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, Store, StoreOptions, WriterId,
+};
 
 const BLOCK_BYTES: u64 = 1 << 20;
 const BLOCKS: u64 = 1024;
@@ -44,13 +46,9 @@ fn seal_all(arena: &Arc<Arena>, threads: usize) -> io::Result<f64> {
         (0..BLOCKS).map(|number| BlockHash(u128::from(number).to_le_bytes())).collect();
     let (now, mut outcomes) = (Instant::now(), Vec::new());
     store.claim(
-        OwnerId(1),
-        WriterId(1),
-        space,
-        ShardNumber(0),
+        &Caller { owner: OwnerId(1), writer: WriterId(1), space, shard: ShardNumber(0), now },
         Chain::Unchained,
         &hashes,
-        now,
         &mut outcomes,
     );
     let claimed = |outcome: &ClaimOutcome| match outcome {

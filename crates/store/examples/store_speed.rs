@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, StoreOptions, WriterId,
+    Caller, Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, StoreOptions, WriterId,
 };
 
 const BLOCKS: u64 = 1_000_000;
@@ -24,7 +24,12 @@ fn median(mut times: Vec<Duration>) -> Duration {
 fn save(index: &mut Index, space: kvlane_store::SpaceId, hashes: &[BlockHash]) -> Duration {
     let now = Instant::now();
     let mut outcomes = Vec::new();
-    index.claim(OwnerId(1), WriterId(1), space, ShardNumber(0), Chain::Start, hashes, now, &mut outcomes);
+    index.claim(
+        &Caller { owner: OwnerId(1), writer: WriterId(1), space, shard: ShardNumber(0), now },
+        Chain::Start,
+        hashes,
+        &mut outcomes,
+    );
     let took = now.elapsed();
     let claimed = |outcome: &ClaimOutcome| match outcome {
         ClaimOutcome::Claimed(claim) => Some(*claim),

@@ -1,7 +1,7 @@
 //! The words of the store's interface.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
 use kvlane_memory::PoolPage;
@@ -32,9 +32,19 @@ impl Default for StoreOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OwnerId(pub u64);
 
+impl OwnerId {
+    /// The store itself, as it claims what it fetches: no engine has this id.
+    pub(crate) const FETCHER: Self = Self(u64::MAX);
+}
+
 /// A worker's session. Writes shards; its unfinished ones die with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WriterId(pub u64);
+
+impl WriterId {
+    /// The store itself, as it writes what it fetches: no worker has this id.
+    pub(crate) const FETCHER: Self = Self(u64::MAX);
+}
 
 /// Blocks promised by one lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -73,6 +83,21 @@ pub struct StoredBlock {
     pub slot: u32,
     /// How many blocks had ended in this slot before.
     pub generation: u32,
+}
+
+/// Who claims which shard: what is the same for all blocks of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    /// The engine that saves the blocks.
+    pub owner: OwnerId,
+    /// Its worker, which writes the shard.
+    pub writer: WriterId,
+    /// The space that the blocks belong to.
+    pub space: SpaceId,
+    /// Which shard of each block.
+    pub shard: ShardNumber,
+    /// When it claims.
+    pub now: Instant,
 }
 
 /// What comes before the first block of a claim.

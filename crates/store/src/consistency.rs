@@ -7,7 +7,7 @@ use kvlane_memory::{PAGE_BYTES, PoolPage};
 use crate::api::{SpaceId, StoredBlock};
 use crate::entries::{NONE, State};
 use crate::index::Index;
-use crate::space::Row;
+use crate::rows::Row;
 
 impl Index {
     /// Checks everything that the index keeps twice: links, counts, order, extents, leases. Walks all of it. The
@@ -63,7 +63,7 @@ impl Index {
         }
         expect(rows.is_empty(), || format!("rows without a block: {rows:?}"))?;
         expect(self.policy.len() == blocks, || format!("the policy has {} of {blocks}", self.policy.len()))?;
-        expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
+        expect(self.leases.blocks == leased, || format!("{leased} leased, not {}", self.leases.blocks))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
         for (id, space) in self.spaces.with_ids() {
             let blocks = sealed.get(&id).copied().unwrap_or(0);

@@ -4,9 +4,9 @@ use hashbrown::HashTable;
 use kvlane_block::BlockHash;
 
 use crate::api::{SpaceId, StoredBlock};
-use crate::space::Row;
+use crate::rows::Row;
 
-/// "No slot" and "no row".
+/// "No slot".
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Entries a chunk holds.

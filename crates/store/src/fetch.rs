@@ -1,109 +1,27 @@
 //! Fetching: blocks of a prompt that only the tier below has come back into the pool, as if an engine had saved them.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockKey, PoolExtent};
 use kvlane_policy::{Memo, longest_hit};
 use parking_lot::Mutex;
 
-use crate::api::{Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
-use crate::claim::Caller;
+use crate::api::{
+    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId,
+};
+use crate::fetches::{Read, Waiters, Waiting};
 use crate::needs::needs;
 use crate::store::Store;
-use crate::tier::{BlockKey, PoolExtent, Tier};
+use crate::tier::Tier;
 
-/// Who claims what is fetched: no engine has these.
-pub(crate) const FETCHER: OwnerId = OwnerId(u64::MAX);
-const FETCHING: WriterId = WriterId(u64::MAX);
 /// Blocks that may be on their way at the same time, of all fetches; of a longer prompt the first ones come.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
-/// Bytes that a fetch may claim whatever the tier's rate is.
-const LEAST_BYTES: u64 = 64 << 20;
 /// Reads that the tier has at the same time; others wait here.
 const READS_MAX: usize = 1024;
 /// Blocks that are looked at under one hold of the lock.
 const BLOCKS_A_HOLD: usize = 4096;
-
-/// Blocks on their way, and who waits for each.
-#[derive(Default)]
-pub(crate) struct Fetches {
-    pub(crate) coming: Mutex<HashMap<(SpaceId, BlockHash), Waiters>>,
-    reads: Mutex<Reads>,
-}
-
-/// Reads in the order of their prompts.
-#[derive(Default)]
-struct Reads {
-    waiting: VecDeque<(Read, Instant)>,
-    /// When nobody waits any more for those that the tier has, by their numbers.
-    under_way: BTreeMap<u64, Instant>,
-    begun: u64,
-    rate: Rate,
-    /// Somebody hands reads to the tier, and goes on until there is nothing to hand over.
-    is_fed: bool,
-}
-
-pub(crate) type Waiters = Vec<Arc<Waiting>>;
-
-impl Reads {
-    /// The tier still has a read that nobody waits for any more: it does not answer, or much too slowly.
-    fn is_late(&self, now: Instant) -> bool {
-        self.under_way.values().any(|deadline| *deadline < now)
-    }
-}
-
-/// How fast bytes come while any are on their way.
-#[derive(Default)]
-struct Rate {
-    bytes_per_s: Option<f64>,
-    /// Since when, and the bytes that came since.
-    busy: Option<(Instant, u64)>,
-}
-
-impl Rate {
-    fn begin(&mut self, now: Instant) {
-        self.busy.get_or_insert((now, 0));
-    }
-
-    fn came(&mut self, bytes: u64, is_idle: bool, now: Instant) {
-        let Some((since, sum)) = &mut self.busy else { return };
-        *sum += bytes;
-        // Of fewer bytes the time says more of the machine than of the tier.
-        if is_idle || *sum >= LEAST_BYTES {
-            let seconds = now.saturating_duration_since(*since).as_secs_f64();
-            if *sum >= LEAST_BYTES / 4 && seconds > 0.0 {
-                let seen = *sum as f64 / seconds;
-                self.bytes_per_s = Some(self.bytes_per_s.map_or(seen, |known| 0.5 * known + 0.5 * seen));
-            }
-            self.busy = (!is_idle).then_some((now, 0));
-        }
-    }
-
-    /// Bytes that come in this time, or somewhat more; without experience any number.
-    fn within(&self, time: Duration) -> u64 {
-        let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * time.as_secs_f64());
-        (bytes as u64).max(LEAST_BYTES)
-    }
-}
-
-/// Somebody who waits for a number of blocks.
-pub(crate) struct Waiting {
-    left: AtomicUsize,
-    done: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-}
-
-impl Waiting {
-    /// One block less to wait for.
-    fn one_less(&self) {
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let done = self.done.lock().take();
-            done.into_iter().for_each(|done| done());
-        }
-    }
-}
 
 /// Blocks of one prompt and space that are missing and follow each other.
 struct Stretch {
@@ -117,13 +35,6 @@ pub struct FetchPlan {
     stretches: Vec<Stretch>,
     /// [`Store::drops`] when it was made.
     drops: u64,
-}
-
-/// A block that was claimed to be read.
-struct Read {
-    space: SpaceId,
-    hash: BlockHash,
-    claims: Vec<ShardClaim>,
 }
 
 impl Store {
@@ -179,11 +90,10 @@ impl Store {
             is_visible.push(of_group);
         }
         let in_pool = longest_hit(&needs, max_tokens, |group, block| is_visible[group][block as usize]);
-        let names: Vec<_> = groups.iter().map(|group| self.index.lock().names(group.space)).collect();
+        let names: Vec<_> = groups.iter().map(|group| self.index.lock().space_name(group.space)).collect();
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
-            let (namespace, cut) = names[group];
-            let hash = groups[group].hashes[block as usize];
-            is_visible[group][block as usize] || tier.contains(&BlockKey { namespace, cut, hash })
+            let (space, hash) = (names[group], groups[group].hashes[block as usize]);
+            is_visible[group][block as usize] || tier.contains(&BlockKey { space, hash })
         });
         if tokens <= in_pool {
             return Vec::new();
@@ -259,7 +169,7 @@ impl Store {
         let mut outcomes = Vec::new();
         for shard in ShardNumber::all(shards) {
             outcomes.clear();
-            let fetcher = Caller { owner: FETCHER, writer: FETCHING, space, shard, now };
+            let fetcher = Caller { owner: OwnerId::FETCHER, writer: WriterId::FETCHER, space, shard, now };
             // Not judged: somebody waits for these, and the tier gives them only by way of the pool.
             self.claim_in_parts(&fetcher, chain, hashes, false, &mut outcomes);
             for (of_block, outcome) in claims.iter_mut().zip(&outcomes) {
@@ -284,16 +194,16 @@ impl Store {
     /// The policy hears what the tier has kept of its knowledge of blocks that come back.
     fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
         let (Some(tier), Some((_, first))) = (&self.tier, claimed.first()) else { return };
-        let (namespace, cut) = {
+        let space = {
             let index = self.index.lock();
-            let learns = first.first().is_some_and(|claim| index.policy.memo(claim.block.slot).is_some());
+            let learns = first.first().is_some_and(|claim| index.policy_memo(claim.block.slot).is_some());
             if !learns {
                 return;
             }
-            index.names(space)
+            index.space_name(space)
         };
         for part in claimed.chunks(BLOCKS_A_HOLD) {
-            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { namespace, cut, hash: *hash });
+            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { space, hash: *hash });
             let memos: Vec<Option<Memo>> = part.iter().map(memo).collect();
             let mut index = self.index.lock();
             for ((_, claims), memo) in part.iter().zip(memos) {
@@ -329,12 +239,11 @@ impl Store {
     fn start_read(self: &Arc<Self>, tier: &dyn Tier, read: Read, deadline: Instant, number: u64) {
         let (key, extents) = {
             let index = self.index.lock();
-            let (namespace, cut) = index.names(read.space);
             let bytes = index.shard_bytes(read.space);
             let extent =
                 |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
             let extents: Vec<PoolExtent> = read.claims.iter().zip(bytes).map(extent).collect();
-            (BlockKey { namespace, cut, hash: read.hash }, extents)
+            (BlockKey { space: index.space_name(read.space), hash: read.hash }, extents)
         };
         let store = Arc::clone(self);
         let bytes: u64 = extents.iter().map(|extent| extent.bytes).sum();
@@ -367,42 +276,5 @@ impl Store {
             coming.remove(&(read.space, read.hash)).unwrap_or_default()
         };
         waiters.iter().for_each(|waiting| waiting.one_less());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SECOND: Duration = Duration::from_secs(1);
-
-    #[test]
-    fn a_rate_is_learnt_from_much_and_bounds_what_is_asked_for() {
-        let start = Instant::now();
-        let mut rate = Rate::default();
-        assert!(rate.within(SECOND) > 1 << 60);
-        rate.begin(start);
-        rate.came(1 << 20, true, start + SECOND);
-        assert!(rate.within(SECOND) > 1 << 60, "a mebibyte says nothing");
-        rate.begin(start);
-        rate.came(1 << 30, true, start + SECOND);
-        assert_eq!(rate.within(SECOND), 3 << 29);
-        assert_eq!(rate.within(Duration::from_millis(1)), LEAST_BYTES);
-        // What comes while more is on its way counts from where the last look ended.
-        rate.begin(start + SECOND);
-        rate.came(3 << 30, false, start + 2 * SECOND);
-        rate.came(3 << 30, true, start + 3 * SECOND);
-        assert_eq!(rate.within(SECOND), 3 * (5 << 29) / 2);
-    }
-
-    #[test]
-    fn a_read_that_nobody_waits_for_any_more_is_late_until_it_ends() {
-        let start = Instant::now();
-        let mut reads = Reads::default();
-        reads.under_way.insert(0, start + SECOND);
-        assert!(!reads.is_late(start));
-        assert!(reads.is_late(start + 2 * SECOND));
-        reads.under_way.remove(&0);
-        assert!(!reads.is_late(start + 2 * SECOND));
     }
 }

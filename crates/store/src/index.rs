@@ -3,21 +3,21 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
 use kvlane_policy::{Memo, ReplacementPolicy};
 
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
 use crate::claim::Claim;
 use crate::entries::{Entries, State};
-use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
+use crate::journal::{Change, Journal, JournalEntry, JournalRead};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::not_saved::NotSaved;
-use crate::replacement::Refusals;
-use crate::space::{Row, Rows, Space, Spaces};
+use crate::refusals::Refusals;
+use crate::rows::{Row, Rows};
+use crate::space::{Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
-use crate::tier::BlockKey;
 use crate::watch::Watches;
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
@@ -198,10 +198,10 @@ impl Index {
         })
     }
 
-    /// Namespace and cut of a space.
-    pub(crate) fn names(&self, space: SpaceId) -> (Namespace, CutDigest) {
-        let space = &self.spaces[space];
-        (space.namespace, space.cut)
+    /// Namespace and cut of a space, by which other processes and tiers know it.
+    pub(crate) fn space_name(&self, space: SpaceId) -> kvlane_block::Space {
+        let Space { namespace, cut, .. } = self.spaces[space];
+        kvlane_block::Space { namespace, cut }
     }
 
     /// Shards that a block of a space has.
@@ -259,7 +259,7 @@ impl Index {
 
     /// Tells the journal's readers what became of a block in the pool. The one place that writes it.
     pub(crate) fn note_change(&mut self, change: Change, space: SpaceId, hash: BlockHash) {
-        let entry = JournalEntry { change, medium: Medium::Ram, space, hash };
+        let entry = JournalEntry { change, space, hash };
         self.counters.journal_entries += u64::from(self.journal.note(entry));
     }
 
@@ -270,7 +270,7 @@ impl Index {
             used_bytes: self.extents.used_bytes(),
             limbo_bytes: self.limbo.bytes(),
             blocks: self.spaces.iter().map(|space| space.sealed).sum(),
-            leased_blocks: self.leases.blocks(),
+            leased_blocks: self.leases.blocks,
             claimed_blocks: self.claims.len() as u64,
             seal_queue: (self.seal_queue.len() + self.sealing.len()) as u64,
             spill_queue: self.spill_queue.len() as u64,
@@ -316,7 +316,7 @@ impl Index {
             self.counters.dead_claims += 1;
         }
         let was_visible = before.state == State::Sealed;
-        self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(Claim::owner));
+        self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(|claim| claim.owner));
         let space = &mut self.spaces[before.space];
         if was_visible {
             space.sealed -= 1;

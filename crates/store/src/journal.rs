@@ -23,7 +23,7 @@ const ENTRIES: usize = 1 << 16;
 /// Entries that one read looks at, so that it is over in some microseconds whatever it looks for.
 const LOOKED_AT_ONCE: u64 = 1 << 13;
 
-/// What became of a block.
+/// What became of a block in the pool. The tier below forgets whole segments and tells nobody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Lookups find it from now on.
@@ -32,22 +32,11 @@ pub enum Change {
     Gone,
 }
 
-/// Where.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Medium {
-    /// The pool.
-    Ram,
-    /// The tier below. Nobody writes these yet: the tier forgets segments by itself and tells nobody.
-    Ssd,
-}
-
 /// One line of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalEntry {
     /// What became of the block.
     pub change: Change,
-    /// Where the block came to be, or was.
-    pub medium: Medium,
     /// Which space it is of.
     pub space: SpaceId,
     /// Which block it is.

@@ -3,16 +3,12 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use kvlane_memory::PoolPage;
-
-use crate::api::{LeaseId, OwnerId, SpaceId, StoredBlock};
-use crate::entries::State;
-use crate::index::Index;
+use crate::api::{LeaseId, OwnerId, StoredBlock};
 
 pub(crate) struct Lease {
-    owner: OwnerId,
+    pub(crate) owner: OwnerId,
     /// When it was taken or last named by a heartbeat.
-    renewed: Instant,
+    pub(crate) renewed: Instant,
     /// Within a group, in the prompt's order.
     pub(crate) blocks: Vec<StoredBlock>,
 }
@@ -20,20 +16,16 @@ pub(crate) struct Lease {
 /// All leases, by id and by owner.
 #[derive(Default)]
 pub(crate) struct Leases {
-    by_id: HashMap<LeaseId, Lease>,
-    by_owner: HashMap<OwnerId, Vec<LeaseId>>,
+    pub(crate) by_id: HashMap<LeaseId, Lease>,
+    pub(crate) by_owner: HashMap<OwnerId, Vec<LeaseId>>,
     last_id: u64,
     /// Distinct living blocks with a lease.
-    blocks: u64,
+    pub(crate) blocks: u64,
 }
 
 impl Leases {
     pub(crate) fn len(&self) -> usize {
         self.by_id.len()
-    }
-
-    pub(crate) fn blocks(&self) -> u64 {
-        self.blocks
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Lease> {
@@ -45,7 +37,7 @@ impl Leases {
         self.blocks -= 1;
     }
 
-    /// A lease on blocks that were leased by [`Index::lease_blocks`].
+    /// A lease on blocks that were leased by `Index::lease_blocks`.
     pub(crate) fn insert(&mut self, owner: OwnerId, now: Instant, blocks: Vec<StoredBlock>) -> LeaseId {
         self.last_id += 1;
         let id = LeaseId(self.last_id);
@@ -54,7 +46,7 @@ impl Leases {
         id
     }
 
-    fn remove(&mut self, owner: OwnerId, id: LeaseId) -> Option<Lease> {
+    pub(crate) fn remove(&mut self, owner: OwnerId, id: LeaseId) -> Option<Lease> {
         if self.by_id.get(&id)?.owner != owner {
             return None;
         }
@@ -67,97 +59,7 @@ impl Leases {
         self.by_id.remove(&id)
     }
 
-    fn of(&self, owner: OwnerId) -> &[LeaseId] {
+    pub(crate) fn of(&self, owner: OwnerId) -> &[LeaseId] {
         self.by_owner.get(&owner).map_or(&[], Vec::as_slice)
     }
-}
-
-impl Index {
-    /// Leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
-    /// was leased is added to `leased`, for [`Leases::insert`].
-    pub(crate) fn lease_blocks(
-        &mut self,
-        space: SpaceId,
-        slots: &[u32],
-        leased: &mut Vec<StoredBlock>,
-    ) -> Vec<PoolPage> {
-        let space = &self.spaces[space];
-        let mut pages = Vec::with_capacity(slots.len() * space.shards());
-        leased.reserve(slots.len());
-        for &slot in slots {
-            let entry = self.entries.at_mut(slot);
-            assert!(entry.state == State::Sealed, "only visible blocks are leased");
-            self.leases.blocks += u64::from(entry.leases == 0);
-            entry.leases += 1;
-            leased.push(StoredBlock { slot, generation: entry.generation });
-            pages.extend(space.rows.shards(entry.row).map(|(page, _)| page));
-        }
-        pages
-    }
-
-    /// Gives a lease back. One that the owner does not hold is already gone: nothing happens.
-    pub fn release(&mut self, owner: OwnerId, lease: LeaseId) {
-        let Some(lease) = self.leases.remove(owner, lease) else { return };
-        self.counters.ended_leases += 1;
-        for block in lease.blocks {
-            if self.entries.current(block).is_none() {
-                let unused = self.limbo.reader_done(block);
-                self.free(unused);
-                continue;
-            }
-            let entry = self.entries.at_mut(block.slot);
-            entry.leases -= 1;
-            if entry.leases == 0 {
-                self.leases.blocks -= 1;
-            }
-        }
-    }
-
-    /// The owner lives and needs the leases in `live`: they are renewed. Its others are freed once they are older
-    /// than `lease_ttl` (younger ones may be answers that have not reached it yet).
-    pub fn heartbeat(&mut self, owner: OwnerId, live: &[LeaseId], now: Instant) {
-        let live = sorted(live);
-        for id in self.leases.of(owner).to_vec() {
-            let Some(lease) = self.leases.by_id.get_mut(&id) else { continue };
-            if live.binary_search(&id).is_ok() {
-                lease.renewed = now;
-            } else if now.saturating_duration_since(lease.renewed) > self.options.lease_ttl {
-                self.release(owner, id);
-                self.counters.expired_leases += 1;
-            }
-        }
-    }
-
-    /// A process that reconnected keeps the leases in `live` as `new_owner`; the old owner's others are freed.
-    pub fn adopt(&mut self, owner: OwnerId, new_owner: OwnerId, live: &[LeaseId]) {
-        let live = sorted(live);
-        for id in self.leases.of(owner).to_vec() {
-            if live.binary_search(&id).is_err() {
-                self.release(owner, id);
-            } else if owner != new_owner
-                && let Some(lease) = self.leases.remove(owner, id)
-            {
-                self.leases.by_owner.entry(new_owner).or_default().push(id);
-                self.leases.by_id.insert(id, Lease { owner: new_owner, ..lease });
-            }
-        }
-    }
-
-    /// Frees all leases of an owner.
-    pub fn release_owner(&mut self, owner: OwnerId) {
-        for id in self.leases.of(owner).to_vec() {
-            self.release(owner, id);
-        }
-    }
-
-    /// Leases that the owner holds.
-    pub fn leases_of(&self, owner: OwnerId) -> usize {
-        self.leases.of(owner).len()
-    }
-}
-
-fn sorted(live: &[LeaseId]) -> Vec<LeaseId> {
-    let mut live = live.to_vec();
-    live.sort_unstable();
-    live
 }

@@ -20,18 +20,24 @@ mod api;
 mod auto;
 mod background;
 mod claim;
+mod claiming;
 mod consistency;
 mod entries;
 mod evict;
 mod fetch;
+mod fetches;
 mod index;
 mod journal;
 mod lease;
+mod leasing;
 mod limbo;
 mod lookup;
 mod needs;
 mod not_saved;
+mod observing;
+mod refusals;
 mod replacement;
+mod rows;
 mod seal;
 mod space;
 mod spill;
@@ -42,18 +48,18 @@ mod watch;
 mod watching;
 
 pub use api::{
-    Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId,
-    StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
+    SpaceId, StoreOptions, StoredBlock, WriterId,
 };
 pub use auto::PolicyReport;
 pub use background::Background;
 pub use fetch::FetchPlan;
 pub use index::Index;
-pub use journal::{Change, Journal, JournalEntry, JournalRead, Medium};
+pub use journal::{Change, Journal, JournalEntry, JournalRead};
 pub use seal::{Check, Damaged};
 pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
-pub use tier::{BlockKey, Dropped, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+pub use tier::{Dropped, Judge, NotForGood, ReadDone, Tier, WriteDone};
 pub use watch::{Stir, Stirred};
 pub use watching::{Watch, Watching};

@@ -14,7 +14,6 @@ use hashbrown::hash_table::Entry;
 
 use crate::api::{OwnerId, ShardNumber};
 use crate::entries::fingerprint;
-use crate::fetch::FETCHER;
 use crate::watch::Key;
 
 /// How long it is known of a block. Who asks for what an engine saves does so when that engine has answered, some
@@ -59,7 +58,7 @@ impl NotSaved {
 
     /// `owner` does not save this shard of a block, although it has asked to. Of what was fetched nobody waits for a saver.
     pub(crate) fn note(&mut self, key: Key, owner: OwnerId, shard: ShardNumber, now: Instant) {
-        if owner == FETCHER {
+        if owner == OwnerId::FETCHER {
             return;
         }
         if self.notes.len() == self.most {
@@ -181,8 +180,8 @@ mod tests {
     #[test]
     fn what_is_fetched_is_not_noted() {
         let (mut all, start) = (NotSaved::default(), Instant::now());
-        all.note(key(1), FETCHER, ShardNumber(0), start);
-        assert!(!all.has(key(1), FETCHER, 1, start) && all.notes.is_empty());
+        all.note(key(1), OwnerId::FETCHER, ShardNumber(0), start);
+        assert!(!all.has(key(1), OwnerId::FETCHER, 1, start) && all.notes.is_empty());
     }
 
     #[test]

@@ -3,25 +3,21 @@
 //! One policy has all blocks, of all spaces and sizes, each counting as one. Room for a large block may so cost several
 //! small ones; that a large one holds more bytes is not weighed.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::sync::Weak;
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockKey};
 use kvlane_memory::PAGE_BYTES;
 use kvlane_policy::{Blocks, Memo, PolicyKind, ReplacementPolicy};
 use parking_lot::MutexGuard;
 
-use crate::api::{Chain, OwnerId, ShardNumber, SpaceId};
-use crate::claim::Caller;
+use crate::api::{Caller, Chain, SpaceId};
 use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
 use crate::store::Store;
-use crate::tier::BlockKey;
+use crate::tier::Judge;
 
 /// Of so many blocks in a row the tier below has kept none: it does not work.
 const REFUSED_SPILLS: u32 = 64;
-/// Refused runs that are remembered for the other workers of their engine.
-const REFUSALS_KEPT: usize = 64;
-
 impl Blocks for Entries {
     fn key(&self, slot: u32) -> u64 {
         let entry = self.at(slot);
@@ -42,48 +38,6 @@ impl Blocks for Entries {
     fn in_use(&self, slot: u32) -> bool {
         let entry = self.at(slot);
         entry.state != State::Sealed || entry.leases > 0
-    }
-}
-
-/// Runs that were not admitted when the first worker of an engine claimed them. Its other workers are told the same: a block
-/// of which only some shards were saved would never become visible.
-#[derive(Default)]
-pub(crate) struct Refusals(VecDeque<Refusal>);
-
-struct Refusal {
-    owner: OwnerId,
-    space: SpaceId,
-    first: BlockHash,
-    /// Whose workers were told.
-    shards: BTreeSet<ShardNumber>,
-}
-
-impl Refusals {
-    /// Whether the run that begins so was refused to another worker. A worker that asks again, or the last one, ends it:
-    /// what comes then is judged anew.
-    fn includes(
-        &mut self,
-        owner: OwnerId,
-        space: SpaceId,
-        shard: ShardNumber,
-        shards: usize,
-        first: BlockHash,
-    ) -> bool {
-        let is_it =
-            |refusal: &Refusal| (refusal.owner, refusal.space, refusal.first) == (owner, space, first);
-        let Some(at) = self.0.iter().position(is_it) else { return false };
-        let is_new = self.0[at].shards.insert(shard);
-        if !is_new || self.0[at].shards.len() == shards {
-            self.0.remove(at);
-        }
-        is_new
-    }
-
-    fn insert(&mut self, owner: OwnerId, space: SpaceId, shard: ShardNumber, first: BlockHash) {
-        if self.0.len() == REFUSALS_KEPT {
-            self.0.pop_front();
-        }
-        self.0.push_back(Refusal { owner, space, first, shards: BTreeSet::from([shard]) });
     }
 }
 
@@ -110,13 +64,20 @@ impl Index {
 
     fn set_policy(&mut self, policy: Box<dyn ReplacementPolicy>) {
         self.policy = policy;
-        self.policy.set_below(self.below.filter(|_| !self.is_spilling_in_vain()));
+        self.tell_of_below(!self.is_spilling_in_vain());
+    }
+
+    /// Tells a policy that learns how dense the blocks are that the tier below gives up, or that there is no tier.
+    fn tell_of_below(&mut self, is_useful: bool) {
+        if let Some(learning) = self.policy.learning_mut() {
+            learning.set_below(self.below.filter(|_| is_useful));
+        }
     }
 
     /// The tier below has given up blocks of this density lately; 0 before it had to.
     pub(crate) fn set_below(&mut self, density: f32) {
         self.below = Some(density);
-        self.policy.set_below(self.below.filter(|_| !self.is_spilling_in_vain()));
+        self.tell_of_below(!self.is_spilling_in_vain());
     }
 
     /// The tier below has kept a block, or refused it. One that keeps nothing is as good as none: what is let into the pool for
@@ -126,7 +87,7 @@ impl Index {
         self.refused_spills = if is_kept { 0 } else { self.refused_spills.saturating_add(1) };
         let has_changed = self.is_spilling_in_vain() != was_in_vain;
         if has_changed {
-            self.policy.set_below(self.below.filter(|_| was_in_vain));
+            self.tell_of_below(was_in_vain);
         }
         has_changed.then_some(was_in_vain)
     }
@@ -138,28 +99,32 @@ impl Index {
     /// A block is evicted: the tier below is to hear what is known of it.
     pub(crate) fn note_lost(&mut self, slot: u32) {
         if self.below.is_some()
-            && let Some(memo) = self.policy.memo(slot)
+            && let Some(memo) = self.policy_memo(slot)
         {
             self.lost.push((self.tier_key(slot), memo));
         }
     }
 
+    /// What the policy knows of a slot, for the tier below; None from a policy that does not learn.
+    pub(crate) fn policy_memo(&self, slot: u32) -> Option<Memo> {
+        self.policy.learning()?.memo(slot)
+    }
+
     /// What a block is called in the tier below.
     fn tier_key(&self, slot: u32) -> BlockKey {
         let entry = self.entries.at(slot);
-        let (namespace, cut) = self.names(entry.space);
-        BlockKey { namespace, cut, hash: entry.hash }
+        BlockKey { space: self.space_name(entry.space), hash: entry.hash }
     }
 
     /// For each block of the tier below how dense it is: by what the policy knows of it, if the pool has it too, else by what it
     /// knew. None if it does not tell.
     fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
+        let learning = self.policy.learning()?;
         let density = |(key, memo): &(BlockKey, Memo)| {
-            let spaces = self.spaces_of(key.namespace, key.cut);
+            let spaces = self.spaces_of(key.space.namespace, key.space.cut);
             let found = spaces.filter_map(|space| self.entries.find(space, &key.hash));
-            let known =
-                found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| self.policy.memo(slot));
-            self.policy.density(known.unwrap_or(*memo))
+            let known = found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| learning.memo(slot));
+            learning.density(known.unwrap_or(*memo))
         };
         blocks.iter().map(density).collect()
     }
@@ -167,7 +132,7 @@ impl Index {
     /// Leased or being saved, at most.
     pub(crate) fn blocks_in_use(&self) -> usize {
         let unsealed = self.claims.len() + self.seal_queue.len() + self.sealing.len();
-        usize::try_from(self.leases.blocks()).unwrap_or(usize::MAX / 8) + unsealed
+        usize::try_from(self.leases.blocks).unwrap_or(usize::MAX / 8) + unsealed
     }
 
     pub(crate) fn set_first_capacity(&mut self, shard_bytes: &[u64]) {
@@ -175,7 +140,9 @@ impl Index {
         self.capacity =
             usize::try_from(self.extents.capacity_bytes() / block_bytes).unwrap_or(usize::MAX).max(1);
         let mut policy = self.policy.kind().build(self.capacity);
-        policy.begin_at(self.references);
+        if let Some(learning) = policy.learning_mut() {
+            learning.begin_at(self.references);
+        }
         self.set_policy(policy);
     }
 
@@ -257,7 +224,20 @@ impl Store {
     }
 
     /// The tier below has given up blocks of this density lately: what is as dense is let into the pool, by which it gets there.
-    pub fn set_given_up_below(&self, density: f32) {
+    fn set_given_up_below(&self, density: f32) {
         self.index.lock().set_below(density);
+    }
+}
+
+/// The policy of a store, for the tier below it. Weak, because the store owns the tier.
+impl Judge for Weak<Store> {
+    fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
+        self.upgrade()?.densities(blocks)
+    }
+
+    fn given_up(&self, density: f32) {
+        if let Some(store) = self.upgrade() {
+            store.set_given_up_below(density);
+        }
     }
 }

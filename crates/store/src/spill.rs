@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use kvlane_block::{BlockKey, PoolExtent, SealedShard};
 use kvlane_memory::PoolPage;
 use kvlane_policy::Memo;
 
@@ -12,10 +13,7 @@ use crate::entries::{Entry, State};
 use crate::index::Index;
 use crate::seal::Check;
 use crate::store::Store;
-use crate::tier::{BlockKey, PoolExtent, SealedShard};
 
-/// Blocks that may wait for the tier, 8 bytes each; of more, those that wait the longest are left out.
-pub(crate) const WAITING_BLOCKS_MAX: usize = 1 << 18;
 /// Bytes that the tier reads at the same time. The memory of those blocks is not free before it is done, whoever needs
 /// room.
 const IN_FLIGHT_BYTES: u64 = 64 << 20;
@@ -39,9 +37,9 @@ impl Spill {
 
     /// Where its shards are, and their checksums.
     pub fn shards(&self) -> Vec<SealedShard> {
-        let shard = |(page, bytes, crc32c): (PoolPage, u64, u32)| {
-            let at = PoolExtent { offset: page.offset(), bytes };
-            SealedShard { at, crc32c }
+        let shard = |(page, bytes, crc32c): (PoolPage, u64, u32)| SealedShard {
+            extent: PoolExtent { offset: page.offset(), bytes },
+            crc32c,
         };
         self.check.shards().map(shard).collect()
     }
@@ -69,10 +67,9 @@ impl Index {
                 self.counters.unspilled_blocks += 1;
                 continue;
             };
-            let space = &self.spaces[space];
-            let key = BlockKey { namespace: space.namespace, cut: space.cut, hash };
+            let key = BlockKey { space: self.space_name(space), hash };
             self.spilling.insert(number);
-            let memo = self.policy.memo(block.slot).unwrap_or_default();
+            let memo = self.policy_memo(block.slot).unwrap_or_default();
             return Some(Spill { key, memo, check: self.start_check(block.slot), number });
         }
         None

@@ -10,16 +10,14 @@ use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
-    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, StoreOptions,
+    Caller, Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
     WriterId,
 };
 use crate::auto::AutoPolicy;
-use crate::claim::Caller;
-use crate::fetch::Fetches;
+use crate::fetches::Fetches;
 use crate::index::Index;
 use crate::journal::{JournalEntry, JournalRead};
 use crate::seal::Check;
-use crate::spill::WAITING_BLOCKS_MAX;
 use crate::stats::{SpaceStats, StoreStats};
 use crate::tier::{Dropped, Tier};
 
@@ -29,6 +27,8 @@ const SEAL_BATCH_BYTES: u64 = 16 << 20;
 const BLOCKS_A_HOLD: usize = 64;
 /// So many of those are judged as one where the policy admits only what is worth its victims.
 const PARTS_A_JUDGEMENT: usize = 64;
+/// Blocks that may wait for the tier, 8 bytes each; of more, those that wait the longest are left out.
+const SPILL_QUEUE_BLOCKS: usize = 1 << 18;
 /// Slots that a scrub looks at under one hold of the lock.
 const SCRUB_STEPS: u32 = 4096;
 
@@ -70,7 +70,7 @@ impl Store {
         let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
         let mut index = Index::new(extents, arena.bytes(), options);
         if tier.is_some() {
-            index.set_spill_limit(WAITING_BLOCKS_MAX);
+            index.set_spill_limit(SPILL_QUEUE_BLOCKS);
             index.set_below(0.0);
         }
         Arc::new(Self {
@@ -137,7 +137,7 @@ impl Store {
 
     /// The namespace that a space belongs to.
     pub fn namespace(&self, space: SpaceId) -> Namespace {
-        self.index.lock().names(space).0
+        self.index.lock().space_name(space).namespace
     }
 
     /// See [`Index::lookup`].
@@ -176,19 +176,8 @@ impl Store {
     }
 
     /// See [`Index::claim`]; long lists are claimed in parts.
-    #[allow(clippy::too_many_arguments, reason = "one call of the wire; each argument is a different thing")]
-    pub fn claim(
-        &self,
-        owner: OwnerId,
-        writer: WriterId,
-        space: SpaceId,
-        shard: ShardNumber,
-        chain: Chain,
-        hashes: &[BlockHash],
-        now: Instant,
-        out: &mut Vec<ClaimOutcome>,
-    ) {
-        self.claim_in_parts(&Caller { owner, writer, space, shard, now }, chain, hashes, true, out);
+    pub fn claim(&self, caller: &Caller, chain: Chain, hashes: &[BlockHash], out: &mut Vec<ClaimOutcome>) {
+        self.claim_in_parts(caller, chain, hashes, true, out);
     }
 
     /// `is_judged` false: whether the blocks are worth what they displace is not asked.
@@ -305,28 +294,10 @@ impl Store {
 
     /// Compares the next visible block with its checksums; one that differs is dropped. Answers the bytes read, 0
     /// at the end of a pass, and whether the block was intact.
-    pub(crate) fn scrub_next(&self) -> (u64, bool) {
+    pub fn scrub_next(&self) -> (u64, bool) {
         let mut cursor = self.scrub_turn.lock();
-        self.scrub_at(&mut cursor)
-    }
-
-    /// Checks every visible block once: how many were checked, and how many were bad and dropped.
-    pub fn scrub_all(&self) -> (u64, u64) {
-        let _turn = self.scrub_turn.lock();
-        let (mut checked, mut bad, mut cursor) = (0, 0, 0);
-        loop {
-            let (bytes, intact) = self.scrub_at(&mut cursor);
-            if bytes == 0 {
-                return (checked, bad);
-            }
-            checked += 1;
-            bad += u64::from(!intact);
-        }
-    }
-
-    fn scrub_at(&self, cursor: &mut u32) -> (u64, bool) {
         let check = loop {
-            if let Some(check) = self.index.lock().next_scrub(cursor, SCRUB_STEPS) {
+            if let Some(check) = self.index.lock().next_scrub(&mut cursor, SCRUB_STEPS) {
                 break check;
             }
             if *cursor == 0 {

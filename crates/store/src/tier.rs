@@ -3,37 +3,8 @@
 use std::fmt;
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_block::{BlockKey, Namespace, PoolExtent, SealedShard};
 use kvlane_policy::Memo;
-
-/// A block's name below the pool: the same in every run of the daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockKey {
-    /// What the content means.
-    pub namespace: Namespace,
-    /// How it is cut into shards.
-    pub cut: CutDigest,
-    /// Which block it is.
-    pub hash: BlockHash,
-}
-
-/// Where a shard lies in the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PoolExtent {
-    /// Where it begins: on a page.
-    pub offset: PoolOffset,
-    /// Bytes of the shard.
-    pub bytes: u64,
-}
-
-/// A shard whose bytes are in the pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SealedShard {
-    /// The shard's extent, which nobody changes before the tier is done.
-    pub at: PoolExtent,
-    /// Taken when the block was sealed.
-    pub crc32c: u32,
-}
 
 /// Called when a tier does not read a block's bytes any more: whether it keeps the block.
 pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
@@ -42,8 +13,8 @@ pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
 /// compared with what was written once.
 pub type ReadDone = Box<dyn FnOnce(Option<Vec<u32>>) + Send>;
 
-/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device. `done` is called exactly once, whatever happens, on any thread and
-/// maybe before the call returns; until then the memory belongs to the tier.
+/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device. `done` is called exactly
+/// once, whatever happens, on any thread and maybe before the call returns; until then the memory belongs to the tier.
 pub trait Tier: Send + Sync {
     /// Whether it has the block, as far as it knows.
     fn contains(&self, key: &BlockKey) -> bool;
@@ -70,6 +41,18 @@ pub trait Tier: Send + Sync {
     /// # Errors
     /// [`NotForGood`]: a restart would bring it back.
     fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood>;
+}
+
+/// The pool's policy, as a tier asks it which blocks deserve to be written again when room is needed. Called by the tier's
+/// threads, without a lock of the tier.
+pub trait Judge: Send + Sync {
+    /// For each block, of which the policy knew this when it was written or left the pool, the hits that it will bring for each
+    /// reference that it is kept. None if the policy does not tell.
+    fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>>;
+
+    /// The mean density of what the tier gave up lately, of that device of which it is the least: 0 as long as one had to give
+    /// up nothing, and where [`densities`](Self::densities) does not tell.
+    fn given_up(&self, density: f32);
 }
 
 /// Why a restart would bring back what was dropped, in a sentence.

@@ -156,7 +156,7 @@ impl Index {
         let saver = self.watches.saver(watch);
         let slot = self.entries.find(space, hash);
         let state = slot.map(|slot| self.entries.at(slot).state);
-        let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner());
+        let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner);
         let shards = self.shards_of(space);
         let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, shards, now));
         let is_claimed_by_saver = claimed_by.is_some() && claimed_by == saver;
@@ -199,7 +199,7 @@ impl Index {
         let slot = self.entries.find(space, hash);
         let is_stored = |slot| matches!(self.entries.at(slot).state, State::Committed | State::Sealed);
         let outcome = match slot.map(|slot| (slot, self.claims.get(&slot))) {
-            Some((_, Some(claim))) if claim.owner() != owner => ClaimOutcome::InFlight,
+            Some((_, Some(claim))) if claim.owner != owner => ClaimOutcome::InFlight,
             Some((_, Some(claim))) if claim.is_asked(shard) => ClaimOutcome::Present,
             Some((slot, None)) if is_stored(slot) => ClaimOutcome::Present,
             _ => ClaimOutcome::NoRoom,

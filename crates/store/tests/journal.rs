@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId, ShardNumber,
+    Caller, Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, OwnerId, ShardNumber,
     SpaceId, StoreOptions, WriterId,
 };
 use proptest::prelude::*;
@@ -51,7 +51,7 @@ fn space(index: &mut Index, namespace: u8) -> SpaceId {
 
 fn entry(space: SpaceId, number: u8, change: bool) -> JournalEntry {
     let change = if change { Change::Visible } else { Change::Gone };
-    JournalEntry { change, medium: Medium::Ram, space, hash: BlockHash([number; 16]) }
+    JournalEntry { change, space, hash: BlockHash([number; 16]) }
 }
 
 /// All of one space, as a reader wants it.
@@ -158,13 +158,9 @@ fn claim(index: &mut Index, space: SpaceId, chain: Chain, number: u8) -> ClaimOu
     let mut outcomes = Vec::new();
     let now = std::time::Instant::now();
     index.claim(
-        OwnerId(1),
-        WriterId(1),
-        space,
-        ShardNumber(0),
+        &Caller { owner: OwnerId(1), writer: WriterId(1), space, shard: ShardNumber(0), now },
         chain,
         &[BlockHash([number; 16])],
-        now,
         &mut outcomes,
     );
     outcomes[0]

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
-use kvlane_store::{Chain, ClaimOutcome, Index, OwnerId, ShardNumber, StoreOptions, WriterId};
+use kvlane_store::{Caller, Chain, ClaimOutcome, Index, OwnerId, ShardNumber, StoreOptions, WriterId};
 
 struct Counting;
 
@@ -52,7 +52,12 @@ fn bytes_per_block(blocks: u64, shards: usize) -> f64 {
         let hashes: Vec<BlockHash> = (0..PROMPT).map(|block| hash(prompt, block)).collect();
         for shard in 0..shards as u32 {
             let mut outcomes = Vec::new();
-            index.claim(owner, writer, space, ShardNumber(shard), Chain::Start, &hashes, now, &mut outcomes);
+            index.claim(
+                &Caller { owner, writer, space, shard: ShardNumber(shard), now },
+                Chain::Start,
+                &hashes,
+                &mut outcomes,
+            );
             let claimed = outcomes.into_iter().filter_map(|outcome| match outcome {
                 ClaimOutcome::Claimed(claim) => Some(claim),
                 _ => None,

@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
-    Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
-    SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim,
+    ShardNumber, SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -273,8 +273,8 @@ impl World {
             pages.extend(first.0..first.0 + (bytes / PAGE_BYTES) as u32);
         }
         for shard in self.spills.iter().flat_map(Spill::shards) {
-            let first = (shard.at.offset.0 / PAGE_BYTES) as u32;
-            pages.extend(first..first + (shard.at.bytes / PAGE_BYTES) as u32);
+            let first = (shard.extent.offset.0 / PAGE_BYTES) as u32;
+            pages.extend(first..first + (shard.extent.bytes / PAGE_BYTES) as u32);
         }
         pages
     }
@@ -387,9 +387,10 @@ impl World {
             Op::EndFetch { pick, came } => self.end_fetch(*pick, *came),
             Op::StartSpill => {
                 if let Some(spill) = self.index.take_spill() {
-                    let space = (0..SPACES.len()).find(|&space| namespace(space) == spill.key.namespace);
+                    let space =
+                        (0..SPACES.len()).find(|&space| namespace(space) == spill.key.space.namespace);
                     let key = (space.unwrap(), spill.key.hash);
-                    let places = spill.shards().into_iter().map(|shard| shard.at.offset);
+                    let places = spill.shards().into_iter().map(|shard| shard.extent.offset);
                     let are_its = self.stored[&key].iter().map(|page| page.offset()).eq(places);
                     assert!(visible_before.contains(&key) && are_its, "{spill:?}");
                     self.spills.push(spill);
@@ -484,7 +485,12 @@ impl World {
         let writer = writer(owner.0, shard);
         let mut outcomes = Vec::new();
         let (id, now) = (self.spaces[space], self.now);
-        self.index.claim(owner, writer, id, ShardNumber(shard), chain, &hashes, now, &mut outcomes);
+        self.index.claim(
+            &Caller { owner, writer, space: id, shard: ShardNumber(shard), now },
+            chain,
+            &hashes,
+            &mut outcomes,
+        );
         assert_eq!(outcomes.len(), hashes.len());
         let visible = self.visible();
         for (hash, outcome) in hashes.into_iter().zip(outcomes) {

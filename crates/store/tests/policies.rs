@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES};
 use kvlane_policy::{CacheModel, Choice, PolicyKind};
 use kvlane_store::{
-    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store, StoreOptions,
-    WriterId,
+    Caller, Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store,
+    StoreOptions, WriterId,
 };
 
 const ENGINE: OwnerId = OwnerId(1);
@@ -66,13 +66,9 @@ impl Engine {
         let mut outcomes = Vec::new();
         let writer = WriterId(WORKER.0 + u64::from(shard));
         self.index.claim(
-            ENGINE,
-            writer,
-            self.space,
-            ShardNumber(shard),
+            &Caller { owner: ENGINE, writer, space: self.space, shard: ShardNumber(shard), now: self.now },
             chain,
             &prompt[from..],
-            self.now,
             &mut outcomes,
         );
         outcomes
@@ -236,7 +232,12 @@ fn auto_leaves_what_hits_nothing_where_prompts_that_never_come_back_displace_wha
         let hit = hit.map_or(0, |hit| hit.tokens as usize);
         let chain = hit.checked_sub(1).map_or(Chain::Start, |before| Chain::After(prompt[before]));
         let mut outcomes = Vec::new();
-        store.claim(ENGINE, WORKER, space, ShardNumber(0), chain, &prompt[hit..], now, &mut outcomes);
+        store.claim(
+            &Caller { owner: ENGINE, writer: WORKER, space, shard: ShardNumber(0), now },
+            chain,
+            &prompt[hit..],
+            &mut outcomes,
+        );
         store.commit(&claimed(&outcomes), now);
         while store.seal_pending() {}
         hit

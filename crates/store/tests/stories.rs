@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES, PoolPage};
 use kvlane_store::{
-    Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store,
-    StoreOptions, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId,
+    Store, StoreOptions, WriterId,
 };
 
 const A: OwnerId = OwnerId(1);
@@ -52,6 +52,20 @@ impl Pool {
         self.store.space(namespace, "a model", CutDigest([5; 16]), &bytes)
     }
 
+    /// Checks every visible block once: how many were checked, and how many were bad and dropped.
+    fn scrub_all(&self) -> (u64, u64) {
+        let (mut checked, mut bad) = (0, 0);
+        loop {
+            match self.store.scrub_next() {
+                (0, _) => return (checked, bad),
+                (_, is_intact) => {
+                    checked += 1;
+                    bad += u64::from(!is_intact);
+                }
+            }
+        }
+    }
+
     fn claim_as(
         &self,
         (owner, writer, shard): (OwnerId, WriterId, u32),
@@ -60,7 +74,12 @@ impl Pool {
         hashes: &[BlockHash],
     ) -> Vec<ClaimOutcome> {
         let mut out = Vec::new();
-        self.store.claim(owner, writer, space, ShardNumber(shard), chain, hashes, self.now, &mut out);
+        self.store.claim(
+            &Caller { owner, writer, space, shard: ShardNumber(shard), now: self.now },
+            chain,
+            hashes,
+            &mut out,
+        );
         out
     }
 
@@ -397,10 +416,10 @@ fn scrub_drops_a_damaged_block_and_a_new_save_heals_the_prefix() {
     let space = pool.space(MODEL, &[1]);
     let prompt = hashes(0, 5);
     pool.save(space, &prompt);
-    assert_eq!(pool.store.scrub_all(), (5, 0));
+    assert_eq!(pool.scrub_all(), (5, 0));
     let hit = pool.lookup(A, space, &prompt).unwrap();
     pool.fill(hit.groups[0].pages[2], 1, 0xEE);
-    assert_eq!(pool.store.scrub_all(), (5, 1));
+    assert_eq!(pool.scrub_all(), (5, 1));
     assert_eq!(pool.found(space, &prompt), 2);
     let stats = pool.store.stats();
     assert_eq!((stats.blocks, stats.counters.scrub_bad), (4, 1));
@@ -448,7 +467,12 @@ fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
         };
         let hashes: Vec<BlockHash> = (0..count).map(hash).collect();
         let mut outcomes = Vec::new();
-        index.claim(A, WORKER, space, ShardNumber(0), Chain::Start, &hashes, now, &mut outcomes);
+        index.claim(
+            &Caller { owner: A, writer: WORKER, space, shard: ShardNumber(0), now },
+            Chain::Start,
+            &hashes,
+            &mut outcomes,
+        );
         let shards = claimed(&outcomes);
         index.commit(&shards, now);
         for check in index.take_unsealed(u64::MAX, usize::MAX) {
@@ -476,7 +500,12 @@ fn a_seal_that_ends_before_an_earlier_one_does_not_count_for_it() {
     let mut index = Index::new(extents, 64 * PAGE_BYTES, StoreOptions::default());
     let space = index.space(MODEL, "a model", CutDigest([5; 16]), &[PAGE_BYTES]);
     let mut outcomes = Vec::new();
-    index.claim(A, WORKER, space, ShardNumber(0), Chain::Unchained, &hashes(0, 4), now, &mut outcomes);
+    index.claim(
+        &Caller { owner: A, writer: WORKER, space, shard: ShardNumber(0), now },
+        Chain::Unchained,
+        &hashes(0, 4),
+        &mut outcomes,
+    );
     let shards = claimed(&outcomes);
     index.commit(&shards, now);
     let [first] = index.take_unsealed(1, 1).try_into().unwrap();

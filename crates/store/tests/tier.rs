@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, PoolExtent, SealedShard, Space};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_policy::{Choice, Memo, PolicyKind, TieredModel};
 use kvlane_store::{
-    BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone, SealedShard,
-    ShardClaim, ShardNumber, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, ReadDone, ShardClaim, ShardNumber,
+    SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
 };
 use parking_lot::{Condvar, Mutex};
 use proptest::prelude::*;
@@ -108,7 +108,7 @@ impl Tier for ShelfTier {
         self.0.run(Box::new(move |shelf| {
             let arena = shelf.arena();
             let copy = |shard: &SealedShard| {
-                let bytes = bytes_at(&arena, shard.at).to_vec();
+                let bytes = bytes_at(&arena, shard.extent).to_vec();
                 assert_eq!(crc32c::crc32c(&bytes), shard.crc32c, "written bytes are the sealed ones");
                 bytes
             };
@@ -158,7 +158,7 @@ impl Tier for ShelfTier {
     }
 
     fn forget_namespace(&self, namespace: Namespace) {
-        self.0.state.lock().kept.retain(|key, _| key.namespace != namespace);
+        self.0.state.lock().kept.retain(|key, _| key.space.namespace != namespace);
     }
 
     fn note_forgotten(&self, _: Namespace) -> Result<(), NotForGood> {
@@ -222,13 +222,9 @@ impl Pool {
             let mut outcomes = Vec::new();
             let now = Instant::now();
             self.store.claim(
-                ENGINE,
-                WORKER,
-                self.space,
-                ShardNumber(shard),
+                &Caller { owner: ENGINE, writer: WORKER, space: self.space, shard: ShardNumber(shard), now },
                 chain,
                 hashes,
-                now,
                 &mut outcomes,
             );
             for (outcome, hash) in outcomes.iter().zip(hashes) {
@@ -357,7 +353,7 @@ fn a_block_that_cannot_be_read_ends_the_hit_and_can_be_saved_again() {
     drop(pool);
 
     let pool = Pool::over(&shelf, 64);
-    let key = BlockKey { namespace: MODEL, cut: CutDigest([5; 16]), hash: prompt[3] };
+    let key = BlockKey { space: Space { namespace: MODEL, cut: CutDigest([5; 16]) }, hash: prompt[3] };
     shelf.state.lock().unreadable.insert(key);
     pool.fetch(0, &prompt).unwrap().recv_timeout(PATIENCE).unwrap();
     assert_eq!(pool.hit_blocks(0, &prompt), 3);
@@ -419,13 +415,15 @@ fn memory_that_the_tier_still_writes_is_not_given_to_others() {
     let mut outcomes = Vec::new();
     let others = hashes(2, 1);
     pool.store.claim(
-        ENGINE,
-        WORKER,
-        pool.space,
-        ShardNumber(0),
+        &Caller {
+            owner: ENGINE,
+            writer: WORKER,
+            space: pool.space,
+            shard: ShardNumber(0),
+            now: Instant::now(),
+        },
         Chain::Start,
         &others,
-        Instant::now(),
         &mut outcomes,
     );
     assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
@@ -445,13 +443,15 @@ fn memory_that_the_tier_still_reads_is_not_given_to_others() {
     let mut outcomes = Vec::new();
     shelf.wait_for_held(6);
     pool.store.claim(
-        ENGINE,
-        WORKER,
-        pool.space,
-        ShardNumber(0),
+        &Caller {
+            owner: ENGINE,
+            writer: WORKER,
+            space: pool.space,
+            shard: ShardNumber(0),
+            now: Instant::now(),
+        },
         Chain::Start,
         &hashes(2, 1),
-        Instant::now(),
         &mut outcomes,
     );
     assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
@@ -541,7 +541,7 @@ proptest! {
                 Step::Fetch(prompt, blocks) => {
                     let prompt = hashes(prompt, blocks);
                     let is_kept = |hash: &&BlockHash| {
-                        let key = BlockKey { namespace: MODEL, cut: CutDigest([5; 16]), hash: **hash };
+                        let key = BlockKey { space: Space { namespace: MODEL, cut: CutDigest([5; 16]) }, hash: **hash };
                         shelf.state.lock().kept.contains_key(&key)
                     };
                     let kept = prompt.iter().take_while(is_kept).count() as u64;
@@ -573,7 +573,7 @@ impl Engine {
     }
 
     fn key(hash: BlockHash) -> BlockKey {
-        BlockKey { namespace: MODEL, cut: CutDigest([6; 16]), hash }
+        BlockKey { space: Space { namespace: MODEL, cut: CutDigest([6; 16]) }, hash }
     }
 
     fn memo(&self, hash: BlockHash) -> Option<Memo> {
@@ -598,7 +598,12 @@ impl Engine {
         let known = hit.as_ref().map_or(0, |hit| hit.tokens as usize);
         let chain = known.checked_sub(1).map_or(Chain::Start, |last| Chain::After(prompt[last]));
         let mut outcomes = Vec::new();
-        store.claim(ENGINE, WORKER, self.space, ShardNumber(0), chain, &prompt[known..], now, &mut outcomes);
+        store.claim(
+            &Caller { owner: ENGINE, writer: WORKER, space: self.space, shard: ShardNumber(0), now },
+            chain,
+            &prompt[known..],
+            &mut outcomes,
+        );
         let claims: Vec<ShardClaim> = outcomes
             .iter()
             .filter_map(|outcome| match outcome {

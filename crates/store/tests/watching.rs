@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
-    Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Stir, Store, StoreOptions,
-    Watch, Watching, WriterId,
+    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Stir, Store,
+    StoreOptions, Watch, Watching, WriterId,
 };
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -73,7 +73,12 @@ impl Play {
 
     fn claim(&self, owner: OwnerId, shard: u32, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
         let mut out = Vec::new();
-        self.store.claim(owner, WRITER, self.space, ShardNumber(shard), chain, hashes, self.now, &mut out);
+        self.store.claim(
+            &Caller { owner, writer: WRITER, space: self.space, shard: ShardNumber(shard), now: self.now },
+            chain,
+            hashes,
+            &mut out,
+        );
         out
     }
 

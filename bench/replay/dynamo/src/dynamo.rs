@@ -18,7 +18,7 @@ use dynamo_kv_router::{
     ActiveSequencesMultiWorker, ConcurrentRadixTreeCompressed, DefaultWorkerSelector, KvRouterConfig,
     LocalScheduler, NoopSequencePublisher, WorkerType,
 };
-use kvlane_fleet::{Chooser, Class, Request, Trace};
+use kvlane_fleet::{Chooser, Class, Lab, Request, Trace};
 use kvlane_policy::spread;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
@@ -200,6 +200,14 @@ impl<'a> Dynamo<'a> {
         let event = RouterEvent::new(node as u64, event);
         let applied = self.runtime.block_on(self.index.apply_event_and_wait(event));
         self.note("an event", applied);
+    }
+}
+
+impl Lab for Dynamo<'_> {
+    type Chooser = Self;
+
+    fn chooser(&mut self) -> Option<&mut Self> {
+        Some(self)
     }
 }
 

@@ -8,7 +8,7 @@ use std::{env, fs, thread};
 
 use anyhow::{Context, Result, anyhow, bail};
 use kvlane_fleet::{
-    Class, HandOver, Limits, Misread, NodeSetup, Request, Setup, Signals, Summary, Trace, replay, replay_by,
+    Class, HandOver, Limits, NodeSetup, Request, Setup, Signals, Summary, Trace, replay, replay_in,
 };
 use kvlane_router::schedule::{Policy, Role, Settings};
 use serde::Deserialize;
@@ -126,8 +126,6 @@ fn setup(class: &Arc<Class>, policy: Policy, kv_events: bool, speed: f64) -> Set
         speed,
         hand_over: HandOver::default(),
         signals: Signals { kv_events, ..Signals::default() },
-        misread: Misread::default(),
-        class_blind: false,
         balance: None,
     }
 }
@@ -151,7 +149,7 @@ fn run(trace: &Trace, class: &Arc<Class>, cut: &Cut, router: Router, speed: f64)
         Router::Dynamo(scale) => {
             let setup = setup(class, Policy::default(), false, speed);
             let mut dynamo = Dynamo::new(cut, WORKERS as u64, class, scale, setup.scheduler.seed)?;
-            let served = replay_by(trace, &setup, &mut dynamo, |_| ()).served;
+            let served = replay_in(&mut dynamo, trace, &setup, |_| ()).served;
             dynamo.finish()?;
             served
         }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, fs, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
-use kvlane_fleet::{Class, Costs, HandOver, Limits, Misread, NodeSetup, PoolSetup, Setup, Signals};
+use kvlane_fleet::{Class, Costs, HandOver, Limits, NodeSetup, PoolSetup, Setup, Signals};
 use kvlane_policy::PolicyKind;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use serde::Deserialize;
@@ -35,7 +35,6 @@ struct File {
     speeds: Vec<f64>,
     seed: u64,
     short_tokens: u64,
-    class_blind: bool,
     ttft_ms: f64,
     tpot_ms: f64,
     class: Vec<ClassTable>,
@@ -43,7 +42,6 @@ struct File {
     node: Vec<NodeTable>,
     hand_over: HandOverTable,
     signals: SignalsTable,
-    predictor: PredictorTable,
     balance: Option<BalanceTable>,
 }
 
@@ -55,7 +53,6 @@ impl Default for File {
             speeds: Vec::new(),
             seed: 0,
             short_tokens: Settings::default().short_tokens,
-            class_blind: false,
             ttft_ms: 2000.0,
             tpot_ms: 50.0,
             class: Vec::new(),
@@ -63,7 +60,6 @@ impl Default for File {
             node: Vec::new(),
             hand_over: HandOverTable::default(),
             signals: SignalsTable::default(),
-            predictor: PredictorTable::default(),
             balance: None,
         }
     }
@@ -134,29 +130,6 @@ struct SignalsTable {
     kv_events: bool,
 }
 
-/// How wrong the router's predictions are: the times from which it learns are.
-#[derive(Debug, Deserialize, Default)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
-struct PredictorTable {
-    off_percent: f64,
-    noise_percent: f64,
-}
-
-impl PredictorTable {
-    fn misread(&self) -> Result<Misread> {
-        let share = |key: &str, percent: f64, least: f64, most: f64| {
-            if !(least..=most).contains(&percent) {
-                bail!("predictor.{key} = {percent}: from {least} to {most}");
-            }
-            Ok(percent / 100.0)
-        };
-        Ok(Misread {
-            off: share("off-percent", self.off_percent, -90.0, 1000.0)?,
-            noise: share("noise-percent", self.noise_percent, 0.0, 90.0)?,
-        })
-    }
-}
-
 impl Default for SignalsTable {
     fn default() -> Self {
         let Signals { every, late, lost_percent, death, kv_events } = Signals::default();
@@ -221,8 +194,6 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
             death: time("signals.death-ms", file.signals.death_ms)?,
             kv_events: file.signals.kv_events,
         },
-        misread: file.predictor.misread()?,
-        class_blind: file.class_blind,
         balance: file.balance.map(|table| table.settings()).transpose()?,
     };
     let limits = Limits { ttft: time("ttft-ms", file.ttft_ms)?, tpot: time("tpot-ms", file.tpot_ms)? };
@@ -382,12 +353,8 @@ mod tests {
             name = \"host\"
             tokens = 9000
             told = false
-            [predictor]
-            off-percent = -20
-            noise-percent = 50
         ";
         let setup = parsed(text).unwrap().setup;
-        assert_eq!(setup.misread, Misread { off: -0.2, noise: 0.5 });
         let pool = PoolSetup { name: "host".into(), tokens: 9000, is_told: false, ..PoolSetup::default() };
         assert_eq!(setup.pools, [pool]);
         let nodes = setup.nodes;
@@ -423,8 +390,6 @@ mod tests {
             ("[[node]]\nreturns-s = 3", "returns-s without an earlier dies-s"),
             ("[[node]]\njoins-s = 3\ndrains-s = 2", "number 1: joins-s has to be before dies-s and drains-s"),
             ("[[node]]\njoins-s = -3", "joins-s = -3: at least 0"),
-            ("[predictor]\noff-percent = -95", "predictor.off-percent = -95: from -90 to 1000"),
-            ("[predictor]\nnoise-percent = nan", "predictor.noise-percent = NaN: from 0 to 90"),
             ("[[class]]\nname = \"a\"\n[[class]]\nname = \"a\"", "\"a\" is there twice"),
             ("[[class]]\nname = \"a\"\nstep-tokens = 0", "step-tokens"),
             ("[[class]]\nname = \"a\"\neviction = \"mru\"", "eviction: "),

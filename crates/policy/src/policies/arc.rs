@@ -1,7 +1,8 @@
-use super::Arrivals;
+use super::arrivals::Arrivals;
 use crate::PrefixLru;
 use crate::ghost::Ghost;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 /// Two LRU lists, of blocks used once and of blocks used again, whose shares adapt to what comes back.
 ///

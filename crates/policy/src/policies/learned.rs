@@ -14,9 +14,10 @@ use self::history::History;
 use self::ranks::{Rank, Ranks};
 use self::rings::{Ring, Rings};
 use crate::key::spread;
-use crate::learnt::LearntClass;
+use crate::kind::PolicyKind;
+use crate::learning::{Learning, LearntClass};
 use crate::memo::Memo;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
 /// References after which densities are learnt, for the first time and again; as many as a quarter of the blocks, if that is
@@ -445,6 +446,68 @@ impl ReplacementPolicy for Learned {
         self.history.resize(capacity);
     }
 
+    fn learning(&self) -> Option<&dyn Learning> {
+        Some(self)
+    }
+
+    fn learning_mut(&mut self) -> Option<&mut dyn Learning> {
+        Some(self)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.slots.get(slot as usize).is_some_and(|slot| slot.is_in)
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.slots.capacity() * size_of::<Slot>()
+            + self.rings.heap_bytes()
+            + self.ranks.heap_bytes()
+            + self.refused.capacity() * size_of::<u32>()
+            + self.history.heap_bytes()
+            + self.densities.heap_bytes()
+            + size_of_val(&*self.notes)
+            + self.run.capacity() * size_of::<u64>()
+            + self.known_as.capacity() * size_of::<Known>()
+    }
+
+    /// By when they were asked for, and each after all that continues it.
+    fn slots(&self) -> Vec<u32> {
+        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].asked_at);
+        let mut children: Vec<u32> = self.slots.iter().map(|slot| slot.children).collect();
+        let all = (0..self.slots.len() as u32).filter(|&slot| self.contains(slot));
+        let mut ready: BinaryHeap<(u32, u32)> =
+            all.filter(|&slot| children[slot as usize] == 0).map(|slot| (age(slot), slot)).collect();
+        let mut slots = Vec::with_capacity(self.len);
+        while let Some((_, slot)) = ready.pop() {
+            slots.push(slot);
+            let parent = self.slots[slot as usize].parent;
+            if let Some(children) = children.get_mut(parent as usize) {
+                *children -= 1;
+                if *children == 0 && self.contains(parent) {
+                    ready.push((age(parent), parent));
+                }
+            }
+        }
+        slots
+    }
+}
+
+impl Learning for Learned {
+    fn begin_at(&mut self, references: u64) {
+        if references == self.now {
+            return;
+        }
+        self.learn_at += references - self.now;
+        self.now = references;
+        self.history.begin_at(references);
+        self.rings.begin_span(references);
+        self.ranked_at = references;
+    }
+
     fn memo(&self, slot: u32) -> Option<Memo> {
         let Slot { class, uses, asked_at, .. } = *self.slots.get(slot as usize)?;
         Some(Memo::new(class.index() as u8, uses, asked_at))
@@ -471,37 +534,6 @@ impl ReplacementPolicy for Learned {
         self.below = density;
     }
 
-    fn begin_at(&mut self, references: u64) {
-        if references == self.now {
-            return;
-        }
-        self.learn_at += references - self.now;
-        self.now = references;
-        self.history.begin_at(references);
-        self.rings.begin_span(references);
-        self.ranked_at = references;
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn contains(&self, slot: u32) -> bool {
-        self.slots.get(slot as usize).is_some_and(|slot| slot.is_in)
-    }
-
-    fn heap_bytes(&self) -> usize {
-        self.slots.capacity() * size_of::<Slot>()
-            + self.rings.heap_bytes()
-            + self.ranks.heap_bytes()
-            + self.refused.capacity() * size_of::<u32>()
-            + self.history.heap_bytes()
-            + self.densities.heap_bytes()
-            + size_of_val(&*self.notes)
-            + self.run.capacity() * size_of::<u64>()
-            + self.known_as.capacity() * size_of::<Known>()
-    }
-
     fn learnt(&self) -> Vec<LearntClass> {
         if !self.learnt {
             return Vec::new();
@@ -514,26 +546,5 @@ impl ReplacementPolicy for Learned {
         let mut learnt: Vec<LearntClass> = Class::all().map(of).filter(|class| class.seen > 0.0).collect();
         learnt.sort_by(|a, b| b.seen.total_cmp(&a.seen));
         learnt
-    }
-
-    /// By when they were asked for, and each after all that continues it.
-    fn slots(&self) -> Vec<u32> {
-        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].asked_at);
-        let mut children: Vec<u32> = self.slots.iter().map(|slot| slot.children).collect();
-        let all = (0..self.slots.len() as u32).filter(|&slot| self.contains(slot));
-        let mut ready: BinaryHeap<(u32, u32)> =
-            all.filter(|&slot| children[slot as usize] == 0).map(|slot| (age(slot), slot)).collect();
-        let mut slots = Vec::with_capacity(self.len);
-        while let Some((_, slot)) = ready.pop() {
-            slots.push(slot);
-            let parent = self.slots[slot as usize].parent;
-            if let Some(children) = children.get_mut(parent as usize) {
-                *children -= 1;
-                if *children == 0 && self.contains(parent) {
-                    ready.push((age(parent), parent));
-                }
-            }
-        }
-        slots
     }
 }

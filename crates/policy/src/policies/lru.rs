@@ -1,5 +1,6 @@
 use crate::PrefixLru;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 /// The least recently used goes first.
 ///

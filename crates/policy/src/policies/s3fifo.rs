@@ -1,7 +1,9 @@
-use super::{Arrivals, PerSlot};
+use super::arrivals::Arrivals;
+use super::per_slot::PerSlot;
 use crate::PrefixLru;
 use crate::ghost::Ghost;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 /// Part of the cache that new blocks pass through: one in so many.
 const SMALL_SHARE: usize = 10;

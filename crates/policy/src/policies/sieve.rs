@@ -1,6 +1,8 @@
-use super::{Arrivals, PerSlot};
+use super::arrivals::Arrivals;
+use super::per_slot::PerSlot;
 use crate::PrefixLru;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 
 /// Times that a search may come by the same block before it takes it: the first time it was used. What must stay is
 /// refused each time.

@@ -1,5 +1,6 @@
 use crate::PrefixLru;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 use crate::sketch::FrequencySketch;
 
 /// LRU behind a gate: under pressure a run comes in only if it was asked for more often than what it would displace.

@@ -1,7 +1,8 @@
-use super::PerSlot;
+use super::per_slot::PerSlot;
 use super::tinylfu::mean_uses;
 use crate::PrefixLru;
-use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::kind::PolicyKind;
+use crate::replacement::{Blocks, ReplacementPolicy};
 use crate::sketch::FrequencySketch;
 
 /// The window is one block in so many of the cache.

@@ -4,7 +4,7 @@ use kvlane_proto::{
     packed::{self, ChangeKind, pack_changes},
     v1::{self, reply::Body as Answer},
 };
-use kvlane_store::{Change, JournalEntry, Medium, SpaceId};
+use kvlane_store::{Change, JournalEntry, SpaceId};
 
 use super::context::Context;
 use crate::refusal::Refusal;
@@ -31,11 +31,9 @@ pub(crate) fn read(context: &Context<'_>, read: &v1::ReadJournal) -> Result<Answ
 }
 
 fn packed((group, entry): (usize, JournalEntry)) -> packed::Change {
-    let kind = match (entry.change, entry.medium) {
-        (Change::Visible, Medium::Ram) => ChangeKind::Visible,
-        (Change::Gone, Medium::Ram) => ChangeKind::Gone,
-        (Change::Visible, Medium::Ssd) => ChangeKind::VisibleOnSsd,
-        (Change::Gone, Medium::Ssd) => ChangeKind::GoneFromSsd,
+    let kind = match entry.change {
+        Change::Visible => ChangeKind::Visible,
+        Change::Gone => ChangeKind::Gone,
     };
     // An engine has 64 groups at most.
     packed::Change { kind, group: group as u8, hash: entry.hash.0 }

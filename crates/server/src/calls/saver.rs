@@ -8,7 +8,7 @@ use kvlane_proto::{
     packed::{Outcome, pack_outcomes, pack_pages},
     v1,
 };
-use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, WriterId};
+use kvlane_store::{Caller, Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, WriterId};
 use thiserror::Error;
 
 use crate::{engines::OpenGroup, refusal::Refusal, save_gate::Inside, shared::Shared};
@@ -199,13 +199,9 @@ impl Saver<'_> {
         let mut outcomes = Vec::with_capacity(hashes.len());
         let (space, now) = (self.open[group].space, Instant::now());
         self.shared.store.claim(
-            self.owner,
-            self.writer,
-            space,
-            self.shard(),
+            &Caller { owner: self.owner, writer: self.writer, space, shard: self.shard(), now },
             chain,
             hashes,
-            now,
             &mut outcomes,
         );
         outcomes

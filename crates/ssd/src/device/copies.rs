@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use kvlane_block::BlockKey;
 use kvlane_policy::{Cleaner, Memo, Worth};
 
 use super::Device;
@@ -11,12 +12,11 @@ use crate::layout::{PAGE_BYTES, RecordHeader, SegmentNumber, header_pages};
 use crate::log::For;
 use crate::pages::Pages;
 use crate::read::{identify, shards_are_right};
-use crate::request::Key;
 use crate::stats::Counters;
 
 impl Device {
     pub(super) fn clean(&mut self) {
-        if self.closing && self.queued_writes.is_empty() {
+        if self.is_closing() && self.queued_writes.is_empty() {
             return;
         }
         if let Some(mut sealed) = self.log.to_clean() {
@@ -25,7 +25,7 @@ impl Device {
             let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
             let worths: Vec<Vec<Worth>> = live.iter().map(|live| self.worths(live)).collect();
             let Some(chosen) = self.cleaner.choose(&worths) else { return };
-            let has_room = self.log.has_room_for_copies() && !self.closing;
+            let has_room = self.log.has_room_for_copies() && !self.is_closing();
             let room_in = if has_room { self.superblock.segment_pages() } else { 0 };
             let kept = self.cleaner.split(&worths[chosen], room_in);
             self.tell_what_was_given_up();
@@ -52,7 +52,7 @@ impl Device {
 
     /// What speaks for some records.
     fn worths(&self, live: &[Live]) -> Vec<Worth> {
-        let known: Vec<(Key, Memo)> = live.iter().map(|live| (live.key, live.memo)).collect();
+        let known: Vec<(BlockKey, Memo)> = live.iter().map(|live| (live.key, live.memo)).collect();
         let densities = self.shared.judge.get().and_then(|judge| judge.densities(&known));
         let density = |at: usize| densities.as_ref().and_then(|densities| densities.get(at).copied());
         let worth =

@@ -3,6 +3,7 @@
 mod copies;
 mod operations;
 mod reads;
+mod state;
 mod tables;
 mod writes;
 
@@ -14,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use kvlane_policy::Cleaner;
 
+use self::state::{Stage, Sync};
 use crate::headers::Headers;
-use crate::io::{Ended, Io};
+use crate::io::{Ended, Io, Registration};
 use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
 use crate::layout::Superblock;
 use crate::log::Log;
@@ -50,8 +52,8 @@ pub(crate) struct Device {
     /// Records whose segment's head is not on the device yet.
     held: Vec<Transfer>,
     memory: Arc<dyn Memory>,
-    /// With the kernel, and so are `headers`.
-    registered: bool,
+    /// Whether io_uring knows `memory` and `headers`.
+    registration: Registration,
     shared: Arc<Shared>,
     device: Arc<DeviceShared>,
     number: u8,
@@ -62,12 +64,10 @@ pub(crate) struct Device {
     rate: Option<RateLimit>,
     checkpoint_interval: Duration,
     next_checkpoint: Instant,
-    /// Tables were written since the last sync.
-    unsynced: bool,
+    sync: Sync,
     /// Operations were posted since the system was asked last.
     unsubmitted: bool,
-    syncing: bool,
-    closing: bool,
+    stage: Stage,
     reads_in_flight: u64,
     writes_ahead: u64,
     next_id: u64,
@@ -77,7 +77,7 @@ pub(crate) struct Device {
 pub(crate) struct Start {
     pub(crate) io: Box<dyn Io>,
     pub(crate) headers: Headers,
-    pub(crate) registered: bool,
+    pub(crate) registration: Registration,
     pub(crate) memory: Arc<dyn Memory>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) device: Arc<DeviceShared>,
@@ -93,7 +93,7 @@ impl Device {
         let Start {
             io,
             headers,
-            registered,
+            registration,
             memory,
             shared,
             device,
@@ -106,7 +106,7 @@ impl Device {
         Device {
             io,
             headers,
-            registered,
+            registration,
             transfers: HashMap::new(),
             parts: HashMap::new(),
             ready_reads: VecDeque::new(),
@@ -128,10 +128,9 @@ impl Device {
             rate: write_rate.map(RateLimit::new),
             checkpoint_interval,
             next_checkpoint: Instant::now() + checkpoint_interval,
-            unsynced: false,
+            sync: Sync::Done,
             unsubmitted: false,
-            syncing: false,
-            closing: false,
+            stage: Stage::Accepting,
             reads_in_flight: 0,
             writes_ahead: 0,
             next_id: 0,
@@ -169,7 +168,7 @@ impl Device {
                 return;
             } else {
                 let timeout = self.sleep_at_most(now, posted_until);
-                if self.device.fall_asleep(self.closing) {
+                if self.device.fall_asleep(self.is_closing()) {
                     self.enter(timeout, &mut ended);
                     self.device.awake();
                 }
@@ -202,8 +201,8 @@ impl Device {
             self.read_order.push_back(id);
         }
         self.queued_writes.extend(writes);
-        if closed && !self.closing {
-            self.closing = true;
+        if closed && !self.is_closing() {
+            self.stage = Stage::Closing;
             let queued: Vec<u64> = self.read_order.drain(..).collect();
             for id in queued {
                 if let Some(job) = self.queued_reads.remove(&id) {
@@ -224,21 +223,25 @@ impl Device {
             until = until.min(*deadline);
         }
         // No checkpoint comes while closing, and a time that has passed would mean not to sleep at all.
-        if !self.closing && self.log.open.as_ref().is_some_and(|open| open.changed) {
+        if !self.is_closing() && self.log.open.as_ref().is_some_and(|open| open.changed) {
             until = until.min(self.next_checkpoint);
         }
         until.saturating_duration_since(now).min(posted_until.unwrap_or(IDLE))
     }
 
+    fn is_closing(&self) -> bool {
+        self.stage == Stage::Closing
+    }
+
     fn is_over(&self) -> bool {
-        self.closing
+        self.is_closing()
             && self.transfers.is_empty()
             && self.held.is_empty()
             && self.queued_writes.is_empty()
             && self.queued_reads.is_empty()
             && self.log.open.is_none()
             && self.log.finishing.is_empty()
-            && !self.unsynced
+            && !self.sync.is_due()
     }
 }
 

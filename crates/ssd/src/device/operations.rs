@@ -51,7 +51,7 @@ impl Device {
             if let Some(wait) = self.turns.wait(bytes, now) {
                 return Some(wait);
             }
-            if !self.closing
+            if !self.is_closing()
                 && let Some(wait) = self.rate.as_mut().and_then(|rate| rate.wait(now))
             {
                 return Some(wait);
@@ -136,11 +136,11 @@ impl Device {
             What::Foot { segment, .. } => {
                 self.log.table_ended(segment);
                 if !failed {
-                    self.unsynced = true;
+                    self.sync.table_written();
                     Counters::add(&self.shared.counters.checkpoints, 1);
                 }
             }
-            What::Sync => self.syncing = false,
+            What::Sync => self.sync.ended(),
             What::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
         }
     }

@@ -6,13 +6,15 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use kvlane_block::PoolExtent;
+
 use super::Device;
 use crate::headers::HeaderMemory;
 use crate::io::{OpKind, Piece};
 use crate::job::{ReadJob, Transfer, What, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
 use crate::read::verify;
-use crate::request::{Extent, Miss, ReadEnd};
+use crate::request::{Miss, ReadEnd};
 use crate::stats::Counters;
 
 /// Bytes of reads that are asked of the device at once.
@@ -44,12 +46,12 @@ impl Device {
             let offset = self.superblock.offset(job.location.segment, job.location.page);
             self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
             let piece = self.headers.piece(&header);
-            let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registered);
+            let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registration);
             self.start_parts(id, What::Read { job, header }, parts);
         }
     }
 
-    pub(super) fn pool_piece(&self, extent: &Extent) -> Piece {
+    pub(super) fn pool_piece(&self, extent: &PoolExtent) -> Piece {
         let bytes = (shard_pages(extent.bytes) * PAGE_BYTES) as usize;
         Piece { address: self.memory.base().wrapping_add(extent.offset.0 as usize), bytes }
     }

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use kvlane_block::CutDigest;
+use kvlane_block::{CutDigest, Space};
 
 use super::Device;
+use super::state::Sync;
 use crate::job::What;
 use crate::layout::{PAGE_BYTES, SegmentFoot, SegmentNumber, Table, TableRecord, table_bytes};
 use crate::log::Head;
 use crate::pages::Pages;
-use crate::request::Space;
 
 impl Device {
     pub(super) fn finish_segments(&mut self) {
@@ -23,7 +23,7 @@ impl Device {
     }
 
     pub(super) fn checkpoint(&mut self, now: Instant) {
-        if self.closing {
+        if self.is_closing() {
             let writing = !self.queued_writes.is_empty()
                 || self.log.open.as_ref().is_some_and(|open| !open.in_flight.is_empty());
             if !writing {
@@ -49,8 +49,8 @@ impl Device {
                 }
             }
         }
-        if self.unsynced && !self.syncing && (self.closing || !self.tables_in_flight()) {
-            (self.unsynced, self.syncing) = (false, true);
+        if self.sync == Sync::Due && (self.is_closing() || !self.tables_in_flight()) {
+            self.sync = Sync::InFlight;
             let id = self.id();
             self.start(id, What::Sync, 0, &[]);
         }

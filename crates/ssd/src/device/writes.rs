@@ -4,6 +4,8 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use kvlane_block::Space;
+
 use super::Device;
 use crate::index::Location;
 use crate::io::Piece;
@@ -11,7 +13,7 @@ use crate::job::{Batch, Transfer, What, WriteJob, Written};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead, SegmentNumber, ShardSum};
 use crate::log::{For, Head};
 use crate::pages::Pages;
-use crate::request::{Space, WriteEnd};
+use crate::request::WriteEnd;
 use crate::stats::Counters;
 
 /// Bytes of writes that are cut into operations ahead.
@@ -45,7 +47,7 @@ impl Device {
                 shards: record
                     .shards
                     .iter()
-                    .map(|shard| ShardSum { bytes: shard.extent.bytes as u32, crc: shard.crc })
+                    .map(|shard| ShardSum { bytes: shard.extent.bytes as u32, crc: shard.crc32c })
                     .collect(),
             };
             let header = Pages::with(&header.encode());

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use kvlane_block::Namespace;
 
+use super::error::LayoutError;
 use super::fields::{Reader, Writer};
-use super::{DeviceId, GENERATIONS, LayoutError, PAGE_BYTES};
+use super::units::{DeviceId, GENERATIONS, PAGE_BYTES};
 
 const KIND: &[u8; 8] = b"kvlnDROP";
 /// Namespace, generation.

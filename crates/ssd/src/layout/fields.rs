@@ -1,6 +1,6 @@
 //! Fields one after the other, between the common start and the checksum.
 
-use super::LayoutError;
+use super::error::LayoutError;
 
 /// Kind (8), crc32c (4), length (4).
 const START: usize = 16;

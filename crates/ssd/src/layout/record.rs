@@ -1,10 +1,10 @@
 //! A record's header: which block it is, where it stands, and the length and checksum of each shard.
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, Space};
 
+use super::error::LayoutError;
 use super::fields::{Reader, Writer, claimed_length};
-use super::{LayoutError, PAGE_BYTES, SegmentNumber};
-use crate::request::{Key, Space};
+use super::units::{PAGE_BYTES, SegmentNumber};
 
 const KIND: &[u8; 8] = b"kvlnBLCK";
 
@@ -36,7 +36,7 @@ pub struct RecordHeader {
     /// The page it begins at.
     pub page: u32,
     /// Which block the record holds.
-    pub key: Key,
+    pub key: BlockKey,
     /// What each shard's bytes are, in the order in which they follow the header.
     pub shards: Vec<ShardSum>,
 }
@@ -64,7 +64,7 @@ impl RecordHeader {
         let (segment, page) = (SegmentNumber(fields.u32()?), fields.u32()?);
         let namespace = Namespace(fields.array()?);
         let space = Space { namespace, cut: CutDigest(fields.array()?) };
-        let key = Key { space, hash: BlockHash(fields.array()?) };
+        let key = BlockKey { space, hash: BlockHash(fields.array()?) };
         let unused = fields.array::<UNUSED>()?;
         let shards = fields.u32()?;
         let shards = fields.items::<8>(shards)?.iter();

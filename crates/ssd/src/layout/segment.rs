@@ -1,10 +1,10 @@
 //! A segment's first page (head), its table of records, and its last page (foot), which says where the table is.
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, Space};
 
+use super::error::LayoutError;
 use super::fields::{Reader, Writer};
-use super::{GENERATIONS, LayoutError, PAGE_BYTES, SegmentNumber};
-use crate::request::Space;
+use super::units::{GENERATIONS, PAGE_BYTES, SegmentNumber};
 
 const HEAD: &[u8; 8] = b"kvlnHEAD";
 const FOOT: &[u8; 8] = b"kvlnFOOT";

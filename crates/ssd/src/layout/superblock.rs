@@ -1,7 +1,8 @@
 //! The first two pages of a file: whose it is and how it is cut. Written once, when the file is made.
 
+use super::error::LayoutError;
 use super::fields::{Reader, Writer};
-use super::{DeviceId, LayoutError, PAGE_BYTES, SegmentNumber};
+use super::units::{DeviceId, PAGE_BYTES, SegmentNumber};
 
 const KIND: &[u8; 8] = b"kvlnSSD\0";
 

@@ -7,12 +7,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
 use kvlane_policy::Memo;
-use kvlane_ssd::{
-    DeviceOptions, Extent, Key, Options, Read, ReadEnd, Record, Refused, Shard, Space, SsdTier, WriteEnd,
-};
+use kvlane_ssd::{DeviceOptions, Options, Read, ReadEnd, Record, Refused, SsdTier, WriteEnd};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const KIB: u64 = 1 << 10;
@@ -35,18 +33,18 @@ impl Pool {
         self.next = 0;
     }
 
-    pub(crate) fn extents(&mut self, lengths: &[u64]) -> Vec<Extent> {
+    pub(crate) fn extents(&mut self, lengths: &[u64]) -> Vec<PoolExtent> {
         let take = |&bytes: &u64| {
             let offset = PoolOffset(self.next);
             self.next += bytes.next_multiple_of(4096);
             assert!(self.next <= self.arena.bytes(), "the test's pool is too small");
-            Extent { offset, bytes }
+            PoolExtent { offset, bytes }
         };
         lengths.iter().map(take).collect()
     }
 
     #[allow(clippy::mut_from_ref, unsafe_code)]
-    pub(crate) fn bytes(&self, extent: &Extent) -> &mut [u8] {
+    pub(crate) fn bytes(&self, extent: &PoolExtent) -> &mut [u8] {
         // SAFETY: inside of the arena; tests touch an extent only while no transfer has it.
         unsafe {
             std::slice::from_raw_parts_mut(
@@ -61,7 +59,7 @@ impl Pool {
         let shards = self.extents(&block.lengths).into_iter().enumerate().map(|(shard, extent)| {
             let bytes = self.bytes(&extent);
             block.fill(shard, bytes);
-            Shard { extent, crc: crc32c::crc32c(bytes) }
+            SealedShard { extent, crc32c: crc32c::crc32c(bytes) }
         });
         Record { key: block.key, shards: shards.collect(), memo: Memo::NOTHING }
     }
@@ -70,7 +68,7 @@ impl Pool {
 /// A block whose bytes follow from its number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Block {
-    pub(crate) key: Key,
+    pub(crate) key: BlockKey,
     pub(crate) lengths: Vec<u64>,
 }
 
@@ -82,7 +80,7 @@ pub(crate) fn hash(number: u64) -> BlockHash {
 
 impl Block {
     pub(crate) fn new(number: u64, lengths: &[u64]) -> Block {
-        Block { key: Key { space: SPACE, hash: hash(number) }, lengths: lengths.to_vec() }
+        Block { key: BlockKey { space: SPACE, hash: hash(number) }, lengths: lengths.to_vec() }
     }
 
     fn fill(&self, shard: usize, bytes: &mut [u8]) {
@@ -97,7 +95,7 @@ impl Block {
     }
 
     /// Asserts that these are the block's bytes.
-    pub(crate) fn check(&self, pool: &Pool, extents: &[Extent]) {
+    pub(crate) fn check(&self, pool: &Pool, extents: &[PoolExtent]) {
         for (shard, extent) in extents.iter().enumerate() {
             let mut expected = vec![0; extent.bytes as usize];
             self.fill(shard, &mut expected);
@@ -137,7 +135,11 @@ pub(crate) fn store(tier: &SsdTier, pool: &mut Pool, block: &Block) {
     pool.next = mark;
 }
 
-pub(crate) fn start_read(tier: &SsdTier, key: Key, into: Vec<Extent>) -> Result<Receiver<ReadEnd>, Refused> {
+pub(crate) fn start_read(
+    tier: &SsdTier,
+    key: BlockKey,
+    into: Vec<PoolExtent>,
+) -> Result<Receiver<ReadEnd>, Refused> {
     let (end, ends) = channel();
     let read = Read { key, into, deadline: None };
     tier.read(read, move |how| end.send(how).unwrap_or(()))?;

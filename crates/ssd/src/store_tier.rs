@@ -1,0 +1,86 @@
+//! The SSD tier as the store knows it.
+
+use std::time::Instant;
+
+use kvlane_block::{BlockKey, Namespace, PoolExtent, SealedShard};
+use kvlane_policy::Memo;
+use kvlane_store::{NotForGood, ReadDone, Tier, WriteDone};
+
+use crate::request::{Read, ReadEnd, Record, WriteEnd};
+use crate::tier::SsdTier;
+
+/// Calls `done` with what stands for a failure if nobody else calls it: the tier drops what it refuses.
+struct Once<T: Default> {
+    done: Option<Box<dyn FnOnce(T) + Send>>,
+}
+
+impl<T: Default> Once<T> {
+    fn new(done: Box<dyn FnOnce(T) + Send>) -> Self {
+        Self { done: Some(done) }
+    }
+
+    fn call(mut self, with: T) {
+        if let Some(done) = self.done.take() {
+            done(with);
+        }
+    }
+}
+
+impl<T: Default> Drop for Once<T> {
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            done(T::default());
+        }
+    }
+}
+
+impl Tier for SsdTier {
+    fn contains(&self, key: &BlockKey) -> bool {
+        Self::contains(self, key)
+    }
+
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
+        let once = Once::new(done);
+        let written =
+            Self::write(self, Record { key, shards, memo }, |end| once.call(end == WriteEnd::Stored));
+        if let Err(reason) = written {
+            tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
+        }
+    }
+
+    fn memo(&self, key: &BlockKey) -> Option<Memo> {
+        Self::memo(self, key)
+    }
+
+    fn remember(&self, lost: &[(BlockKey, Memo)]) {
+        Self::remember(self, lost.iter().copied());
+    }
+
+    fn read(&self, key: BlockKey, into: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
+        let once = Once::new(done);
+        let ended = |end| {
+            once.call(match end {
+                ReadEnd::Found { crcs } => Some(crcs),
+                ReadEnd::Miss(_) => None,
+            });
+        };
+        if let Err(reason) = Self::read(self, Read { key, into, deadline: Some(deadline) }, ended) {
+            tracing::debug!(%reason, hash = %key.hash, "a block does not come from the SSD");
+        }
+    }
+
+    fn forget_namespace(&self, namespace: Namespace) {
+        let blocks = Self::forget_namespace(self, namespace);
+        tracing::info!(%namespace, blocks, "dropped on the SSD");
+    }
+
+    fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood> {
+        let not_noted = Self::note_forgotten(self, namespace);
+        if not_noted.is_empty() {
+            return Ok(());
+        }
+        let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
+        Err(NotForGood(sentence))
+    }
+}
