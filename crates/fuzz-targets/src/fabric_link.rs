@@ -1,6 +1,6 @@
 //! A connection of the fabric, over which a stream comes that is cut anywhere.
 
-use crate::halves;
+use crate::halves::halves;
 
 /// Panics where something does not hold.
 pub(crate) fn run(bytes: &[u8]) {

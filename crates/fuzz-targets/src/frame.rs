@@ -1,7 +1,7 @@
 //! A byte stream cut anywhere: the frames that come out do not depend on where it was cut.
 use kvlane_proto::{FrameError, FrameReader, v1::Request};
 
-use crate::halves;
+use crate::halves::halves;
 
 fn take(reader: &mut FrameReader, into: &mut Vec<Request>) -> Result<(), FrameError> {
     while let Some(message) = reader.next_message()? {

@@ -7,6 +7,7 @@
 
 mod fabric_link;
 mod frame;
+mod halves;
 mod handoff_message;
 mod kv_events;
 mod request;
@@ -48,10 +49,4 @@ pub const TARGETS: [Target; 16] = [
 /// The target of this name.
 pub fn target(name: &str) -> Option<Target> {
     TARGETS.into_iter().find(|each| each.name == name)
-}
-
-/// Two inputs from one: the first byte is the length of the first.
-fn halves(bytes: &[u8]) -> (&[u8], &[u8]) {
-    let Some((length, rest)) = bytes.split_first() else { return (&[], &[]) };
-    rest.split_at(usize::from(*length).min(rest.len()))
 }

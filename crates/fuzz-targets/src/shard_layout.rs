@@ -1,7 +1,7 @@
 //! What two workers tell of their shards: decoded it describes one, and compared it differs the same way from both sides.
 use kvlane_proto::shard_layout::{decode_shard_layout, encode_shard_layout};
 
-use crate::halves;
+use crate::halves::halves;
 
 /// Panics where something does not hold.
 pub(crate) fn run(bytes: &[u8]) {

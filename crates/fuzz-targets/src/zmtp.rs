@@ -2,7 +2,7 @@
 //! limits say.
 use kvlane_zmtp::{Event, Greeting, Limits, ProtocolError, Session, SocketType};
 
-use crate::halves;
+use crate::halves::halves;
 
 const LIMITS: Limits =
     Limits { frame_bytes: 700, message_bytes: 1500, message_frames: 4, command_bytes: 300 };
