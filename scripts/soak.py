@@ -83,8 +83,13 @@ PARTS = {
         {**ROUNDS, "PROPTEST_CASES": "100"},
     ),
     "connects": Part(
-        "1,000 peers of the fabric that come and go over TCP, and as many on one host",
-        _rust("-p", "kvlane-fabric", "--test", "processes", "--test", "same_host", "come_and_go"),
+        "1,000 peers of the fabric that come and go over TCP, as many on one host, and as many within a process",
+        _rust("-p", "kvlane-fabric", "--lib", "--test", "processes", "--test", "same_host", "come_and_go"),
+        ROUNDS,
+    ),
+    "storms": Part(
+        "1,000 writes over TCP that are given up at any moment, and as many that end their connections",
+        _rust("-p", "kvlane-fabric", "--test", "processes", "storm"),
         ROUNDS,
     ),
     "daemon-kills": Part(

@@ -1,5 +1,5 @@
-"""Makes the helpers beside the tests importable, and leaves out the engine tests where there is no vLLM. What several
-engine tests need: a model, a daemon, engines on it."""
+"""Makes the helpers beside the tests and those of tests/daemon importable, and leaves out the engine tests where there
+is no vLLM. What several engine tests need: a model, a daemon, engines on it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "daemon"))
 sys.path.insert(0, str(Path(__file__).parent))
 # Read when torch is loaded, which modules of tests do long before an engine is made. Its threads spin while they wait
 # for one another: on two busy cores an answer took 7 s in place of 0.2.

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from busy import stretched
+
 from kvlane.testing import FakeCore
 
 _numbers = itertools.count()
@@ -60,7 +62,7 @@ class DaemonStore:
         # Without the scrub, which would drop the blocks that a test corrupts.
         command += ["--http", "127.0.0.1:0", "--hugepages", "off", "--scrub-rate", "0", *self._flags]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + stretched(20)
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 self._tool: Any = _core.Tool(self.address, 10_000.0)
@@ -111,6 +113,8 @@ class DaemonStore:
 
     def close(self) -> None:
         self._tool.close()
+        # A test that fails while the daemon is stopped must tell of its own failure, not of a daemon that does not end.
+        self.go_on()
         self._process.terminate()
-        assert self._process.wait(20) == 0
+        assert self._process.wait(stretched(20)) == 0
         self._log.close()

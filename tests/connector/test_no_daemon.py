@@ -109,7 +109,7 @@ def test_doctor_is_told_whether_the_engine_needs_a_daemon(
 
 # As vLLM's engine ends on SIGTERM: a process of `multiprocessing`, by SystemExit; without the connector's shutdown.
 ENGINE = """
-import multiprocessing, signal, sys, time
+import multiprocessing, signal, sys
 from types import SimpleNamespace
 from kvlane import _core
 from kvlane.connector.direct import Direct
@@ -126,7 +126,7 @@ def serve(memory=bytearray(4096)):
     direct.start([SimpleNamespace(rank=0, endpoint=rank.endpoint, key=b"k" * 16, layout=b"l")])
     print(multiprocessing.current_process().pid, flush=True)
     while True:
-        time.sleep(60)
+        signal.pause()
 
 multiprocessing.get_context("fork").Process(target=serve).start()
 """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from busy import stretched
 from engine import BLOCK, InProcessEngine, engines, prompt
 from stores import DaemonStore
 
@@ -31,8 +32,10 @@ ROOM = 28
 AT_ONCE = 10
 PROMPTS = 60
 ANSWER = 4
+# How long a lookup waits. A lookup that is out of time is a miss, and a test without hits never meets a load.
+LOOKUP_SECONDS = stretched(0.1)
 # A stop is over after so many seconds at most: longer than a lookup waits.
-STOPPED_SECONDS = 0.4
+STOPPED_SECONDS = 4 * LOOKUP_SECONDS
 
 
 def asked(number: int) -> list[int]:
@@ -135,9 +138,8 @@ def test_no_request_is_lost_whatever_becomes_of_the_daemon(
     ended, wrong, failed = 0, [], []
     try:
         with engines(store.address) as start:
-            engine = start(
-                model, blocks=ROOM, max_model_len=512, extra={"kvlane.lookup_timeout_ms": 100}, policy="fail"
-            )
+            waits = {"kvlane.lookup_timeout_ms": 1e3 * LOOKUP_SECONDS}
+            engine = start(model, blocks=ROOM, max_model_len=512, extra=waits, policy="fail")
             chaos = Chaos(engine, store, dice)
             live: dict[str, int] = {}
             deadline = time.monotonic() + 2 * 3600

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from busy import stretched
 from direct_pair import DIRECT, both_params, wait_until
 from engine import BLOCK, prompt
 from prefill_engine import PrefillEngine
@@ -155,7 +156,7 @@ def test_when_d_is_stopped_amid_its_reads_ps_blocks_are_free_after_the_lease_and
     try:
         p.ask("finish")
         seconds = until_free(p, start)
-        assert LEASE_SECONDS / 2 < seconds < 3 * LEASE_SECONDS
+        assert LEASE_SECONDS / 2 < seconds < stretched(3 * LEASE_SECONDS)
         # Other bytes are in P's blocks now.
         assert p.ask("generate", other, 24) == others
     finally:
@@ -178,6 +179,6 @@ def test_when_d_is_killed_amid_its_reads_p_goes_on_and_its_blocks_are_free(
     assert p.ask("step")
     roomy.kill()
     p.ask("finish")
-    assert until_free(p, start) < 3 * LEASE_SECONDS
+    assert until_free(p, start) < stretched(3 * LEASE_SECONDS)
     assert p.ask("generate", asked, 24) == truth
     assert p.ask("errors") == 0

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from busy import stretched
 from patterns import NAMESPACE, hashes
 from processes import Daemon, Engine, run_kvlane, until
 from wire import (
@@ -499,7 +500,7 @@ def test_a_silent_connection_is_cut_off(daemon: Daemon) -> None:
     with Wire(daemon.path) as silent:
         started = time.monotonic()
         silent.wait_closed()
-        assert 5 < time.monotonic() - started < 25
+        assert 5 < time.monotonic() - started < stretched(25)
 
 
 def test_connections_are_bounded(make_daemon: MakeDaemon) -> None:
@@ -597,9 +598,8 @@ def test_a_million_hashes_are_looked_up(daemon: Daemon, cached: Engine) -> None:
     worker = _core.Worker(daemon.address, "million", "test", 0, 1, [(NAMESPACE, b"\x04" * 16, [region])])
     prompt = hashes("p", 0, 6) + [number.to_bytes(16, "little") for number in range(1, 999_995)]
     assert len(prompt) == 1_000_000
-    started = time.monotonic()
-    hit = scheduler.lookup([prompt], 1 << 40, 20_000.0)
-    assert time.monotonic() - started < 20
+    # A lookup that is out of time is a miss.
+    hit = scheduler.lookup([prompt], 1 << 40, 1e3 * stretched(20))
     assert hit.tokens == 6 * 16
     assert len(hit.pages(0, 0)) == 6 * 4
     scheduler.release(hit.boot, hit.lease)

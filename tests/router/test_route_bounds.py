@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from busy import stretched
 from processes import PATIENCE, until
 from routed import CHAT, COMPLETIONS, Router, ask, chat, routed, wanted
 
@@ -231,7 +232,7 @@ def test_beside_58_mb_of_anything_other_clients_do_not_wait(kind: str) -> None:
             waited.append(time.monotonic() - begun)
         waited.sort()
         print(f"{kind}: {len(waited)} requests, most {waited[-1] * 1e3:.0f} ms")
-        assert waited[-1] < 1, "another client waited"
+        assert waited[-1] < stretched(1), "another client waited"
 
 
 def open_files(wanted_files: int) -> int:
@@ -298,7 +299,7 @@ def test_10000_strangers_do_not_keep_out_a_client_with_a_key(kind: str, tmp_path
         stayed = memory(router, "VmRSS") - at_rest
         print(f"{count} strangers, at most {max(waited) * 1e3:.0f} ms, ", end="")
         print(f"memory at most {(most - at_rest) / MB:.0f} MiB more, {stayed / MB:.0f} MiB stayed")
-        assert max(waited) < 1
+        assert max(waited) < stretched(1)
         assert most < at_rest + 200 * MB
         assert stayed < 100 * MB
 
@@ -316,7 +317,7 @@ def test_clients_with_a_key_that_ask_nothing_make_room_for_one_that_does(tmp_pat
         begun = time.monotonic()
         with strangers(router.address, 5, b""):
             assert ask(router.address, COMPLETIONS, wanted("short"), KEY)[0] == 200
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < stretched(1)
         assert metric(router, "kvlane_route_connections_displaced_total") >= 5
 
 
@@ -328,7 +329,7 @@ def test_a_head_has_to_come_within_ten_seconds() -> None:
             kept.request("POST", COMPLETIONS, json.dumps(wanted("short")))
             assert kept.getresponse().read() == ANSWER
             first = socket.create_connection((host, int(port)))
-            begun = time.monotonic()
+            begun, most = time.monotonic(), stretched(14)
             with first:
                 ended: dict[str, float] = {}
                 peers = {"first": first, "second": kept.sock}
@@ -344,10 +345,10 @@ def test_a_head_has_to_come_within_ten_seconds() -> None:
                                 pass
                             except OSError:
                                 ended[name] = time.monotonic() - begun
-                    if len(ended) == 2 or time.monotonic() - begun > 15:
+                    if len(ended) == 2 or time.monotonic() - begun > most:
                         break
         assert set(ended) == {"first", "second"}, ended
-        assert all(9 < after < 14 for after in ended.values()), ended
+        assert all(9 < after < most for after in ended.values()), ended
         assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from busy import stretched
 from processes import PATIENCE, until
 from routed import COMPLETIONS, ask, routed, text_of, wanted
 
@@ -135,7 +136,7 @@ def test_pythons_client_reads_the_answer_behind_what_asks_whether_it_is_there() 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_leaves_ends_its_request_in_the_engine(is_stream: bool, is_reset: bool) -> None:
-    """All forty requests end within 0.2 s, even if the router cannot tell at once whether the client has left."""
+    """All forty requests end within 0.2 s on an idle machine, even if the router cannot tell at once who left."""
     with routed(["--ttft-ms", "100" if is_stream else "20000", "--itl-ms", "20"]) as (router, (engine,)):
         body = json.dumps(wanted("short", max_tokens=200, stream=is_stream)).encode()
         late: list[float] = []
@@ -152,7 +153,7 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(is_stream: bool, is
             until("it has ended", lambda number=number: engine.log()[number]["state"] != "running")
             late.append(time.monotonic() - left)
         assert {seen["state"] for seen in engine.log()} == {"aborted"}
-        assert sorted(late)[-2] < 0.2, late
+        assert sorted(late)[-2] < stretched(0.2), late
 
 
 def test_a_client_of_http_1_0_that_closes_its_sending_side_has_left() -> None:

@@ -57,6 +57,17 @@ fn runs() -> impl Strategy<Value = Vec<Run>> {
     })
 }
 
+/// Lengths and ends that 32 bits do not hold.
+#[test]
+fn runs_around_four_gibibytes_stay_as_they_are_and_end_within_their_region() {
+    const LIMIT: u64 = 1 << 32;
+    for len in [LIMIT - 1, LIMIT, LIMIT + 1] {
+        let (lengths, asked) = (Lengths(vec![len + 7; 2]), run((0, 7), (1, 7), len));
+        assert_eq!(Pieces::Contiguous(asked).runs(&lengths), Ok(vec![asked]));
+        assert!(Pieces::Contiguous(run((0, 7), (1, 8), len)).runs(&lengths).is_err());
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 

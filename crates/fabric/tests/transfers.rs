@@ -514,6 +514,27 @@ fn what_no_path_reaches_fails_and_what_other_paths_reach_goes_on() {
     assert!(actions(&mut transfers).contains(&Action::Over(waits, Ok(()))));
 }
 
+/// One length fits into 32 bits, one is 0 there, and one is 1.
+#[test]
+fn runs_around_four_gibibytes_are_posted_to_their_last_byte_and_no_further() {
+    const LIMIT: u64 = 1 << 32;
+    for len in [LIMIT - 1, LIMIT, LIMIT + 1] {
+        let (mut transfers, peer, _) = connected(Options::default(), 1);
+        let ticket = transfers.submit(at(1), request(peer, len, Priority::High)).unwrap();
+        let mut posted = 0;
+        while let Some(post) = transfers.next_post(at(1)) {
+            let Work::Move { runs, .. } = post.work else { panic!("{post:?}") };
+            for run in runs {
+                assert_eq!((run.local.offset, run.remote.offset), (posted, posted), "of {len} bytes");
+                posted += run.len;
+            }
+            transfers.complete(at(2), post.token, Completion::Placed);
+        }
+        assert_eq!(posted, len);
+        assert_eq!(actions(&mut transfers), [Action::Over(ticket, Ok(()))]);
+    }
+}
+
 #[test]
 fn a_chunk_stays_within_one_memory_of_either_side() {
     let (mut transfers, peer, _) = connected(Options::default(), 1);

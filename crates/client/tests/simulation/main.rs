@@ -23,7 +23,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use crate::defects::Defect;
 use crate::world::{Half, World};
 
-const SEEDS: u64 = 5000;
+const SEEDS: u64 = 2500;
 const CONTROL_SEEDS: u64 = 1000;
 const CAUGHT_MIN: u64 = 20;
 
@@ -91,11 +91,11 @@ fn all_are_well(half: Half, ends: &[&str]) {
     let wrong: Vec<&String> = all.iter().filter_map(|of_seed| of_seed.as_ref().err()).collect();
     let some = wrong.iter().take(5).map(|wrong| format!("\n{wrong}")).collect::<String>();
     assert!(wrong.is_empty(), "{} of {} seeds are wrong, among them:{some}", wrong.len(), all.len());
-    // The seeds see every way to end. The rarest comes about 60 times on average, and the seeds differ from run to run: a
+    // The seeds see every way to end. The rarest comes about 30 times on average, and the seeds differ from run to run: a
     // bound near that average would fail by chance.
     if number("KVLANE_TEST_SEEDS").is_none() {
         for what in ends {
-            assert!(seen.get(*what).is_some_and(|count| *count > 10), "{what}: {seen:?}");
+            assert!(seen.get(*what).is_some_and(|count| *count > 5), "{what}: {seen:?}");
         }
     }
 }

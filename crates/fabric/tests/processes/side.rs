@@ -9,7 +9,7 @@ use kvlane_fabric::{
 
 use crate::support::{Memory, PATIENCE};
 
-/// How late something may be on a busy machine.
+/// How late something may be on an idle machine.
 pub(crate) const MARGIN: Duration = Duration::from_secs(2);
 /// A part of each region, its last bytes, for small transfers beside those that a test looks at.
 const MAILBOX: usize = 4096;

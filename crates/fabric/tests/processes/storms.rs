@@ -10,7 +10,7 @@ use crate::support::{MIB, PATIENCE, Process, Random};
 /// Writes of any shape are given up at any time; as soon as each is over the peer uses the memory otherwise.
 fn cancelled_writes_leave_the_memory_alone(transfers: Options) {
     const BYTES: usize = 8 * MIB;
-    const ROUNDS: usize = 300;
+    let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(100, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x1234_5678_9abc_def1);
     let options = EngineOptions { transfers, connections: 2, ..by_tcp() };
     let here = Side::new(BYTES, options);
@@ -19,7 +19,7 @@ fn cancelled_writes_leave_the_memory_alone(transfers: Options) {
     let peer = here.meet(&there.descriptor());
     done(&here.post(peer));
     let mut cancelled = 0;
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         let mut runs = Vec::new();
         let most = [100, 5_000, 200_000, BYTES][random.below(4)];
         let mut at = 0;

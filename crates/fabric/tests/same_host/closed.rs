@@ -2,7 +2,7 @@
 
 use kvlane_fabric::{Failure, Handle, Op};
 
-use crate::side::{LARGE, POISON, SOON, Side, impatient};
+use crate::side::{LARGE, POISON, Side, fails_soon, impatient};
 use crate::support::{MIB, PATIENCE, Process};
 
 #[test]
@@ -21,10 +21,8 @@ fn what_goes_to_an_engine_that_is_closed_ends_soon_although_its_process_lives() 
         there.order(&format!("await {}", MIB + 12_345));
         there.order("close");
         for handle in &handles {
-            let outcome = handle.wait(Some(SOON));
             // Some ask for memory of which the closed engine says no more than that it has none.
-            assert!(matches!(outcome, Some(Err(Failure::PeerLost | Failure::Refused))), "{outcome:?}");
-            assert_eq!(handle.outcome(), outcome, "it is over only once");
+            fails_soon(handle, &[Failure::PeerLost, Failure::Refused]);
         }
         here.engine.disconnect(peer.id);
         there.order("reopen");

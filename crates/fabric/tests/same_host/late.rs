@@ -80,6 +80,7 @@ fn a_read_of_memory_whose_key_comes_late_waits_for_it() {
         here.engine.update(peer.id, &there.descriptor()).unwrap();
         let read = here.begin(peer, Op::Read, vec![here.run(peer, 0, 0, MIB)]);
         if transport == Transport::CMA {
+            // No event tells that it waits.
             assert_eq!(read.wait(Some(Duration::from_millis(50))), None);
         } else {
             done(&read);
@@ -112,6 +113,7 @@ fn a_read_that_was_given_up_while_it_waited_for_a_key_has_no_other_refused() {
     first.cancel();
     assert_eq!(first.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)));
     gate.change(|state| state.holds_answers = false);
+    // The second passes by the engine's own clock.
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(1100) {
         here.reach(known);

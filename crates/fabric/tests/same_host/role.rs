@@ -150,7 +150,12 @@ impl Role {
                 say("reading");
             }
             let found = self.side.memory.other_than(0, window.len as usize, byte);
-            strange += usize::from(found.is_some());
+            if found.is_some() {
+                strange += 1;
+                if strange == 1 {
+                    say("strange");
+                }
+            }
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvlane_fabric::{Access, Engine, EngineId, EngineOptions, Transport, WindowDescriptor, WindowRange};
 
 use crate::side::{CANARY, LARGE};
-use crate::support::{MIB, Memory, Process, Random};
+use crate::support::{Deadline, MIB, Memory, Process, Random};
 
 /// What the memory holds while a window is open; the next owner's bytes are [`CANARY`].
 const SHOWN: u8 = 0x11;
@@ -65,13 +65,11 @@ fn closed_at_any_moment(setup: &str, rounds: usize, closes_first: bool) -> [usiz
         }
         owner.memory.fill(0, BYTES, CANARY);
         if !closes_first {
-            // So that a read of them ends before the window does.
-            while begun.elapsed() < after + Duration::from_millis(20) {
-                std::thread::yield_now();
-            }
+            assert_eq!(there.hear(), "strange", "{setup}: no read brings the next owner's bytes");
             owner.engine.close_window(&window).unwrap();
         }
         let said = there.hear();
+        assert_ne!(said, "strange", "{setup}: a read was done with bytes of the next owner");
         let numbers: Vec<usize> = said.split(' ').map(|number| number.parse().unwrap()).collect();
         counts.iter_mut().zip(numbers).for_each(|(count, number)| *count += number);
     }
@@ -107,9 +105,9 @@ fn a_reader_that_is_stopped_amid_a_read_is_refused_when_it_goes_on() {
             there.order(&format!("read-through-long {}", text(&window)));
             there.order(&format!("await {}", MIB + 12_345 + round * 3 * MIB));
             there.pause();
-            let begun = Instant::now();
+            let deadline = Deadline::after(Duration::from_secs(3));
             owner.engine.close_window(&window).unwrap();
-            assert!(begun.elapsed() < Duration::from_secs(3), "{setup}: {:?}", begun.elapsed());
+            deadline.assert_kept();
             owner.memory.fill(0, LARGE, CANARY);
             there.resume();
             assert_eq!(there.ask("end"), "Some(Err(Refused))", "{setup}");

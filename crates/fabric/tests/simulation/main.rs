@@ -15,7 +15,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::network::Fault;
 use crate::world::World;
 
-const SEEDS: u64 = 10_000;
+const SEEDS: u64 = 5000;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap())
@@ -55,11 +55,11 @@ fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
             "Err(PeerLost)",
             "Err(PathsBreak)",
         ] {
-            assert!(ends.get(end).is_some_and(|count| *count > 50), "{end}: {ends:?}");
-            assert!(messages.get(end).is_some_and(|count| *count > 50), "{end}: {messages:?}");
+            assert!(ends.get(end).is_some_and(|count| *count > 20), "{end}: {ends:?}");
+            assert!(messages.get(end).is_some_and(|count| *count > 20), "{end}: {messages:?}");
         }
-        assert!(ends.get("Err(Gpu)").is_some_and(|count| *count > 50), "{ends:?}");
-        assert!(messages.get("Err(NoRoom)").is_some_and(|count| *count > 50), "{messages:?}");
+        assert!(ends.get("Err(Gpu)").is_some_and(|count| *count > 20), "{ends:?}");
+        assert!(messages.get("Err(NoRoom)").is_some_and(|count| *count > 20), "{messages:?}");
     }
 }
 

@@ -10,10 +10,12 @@
 
 use std::time::Duration;
 
+mod deadline;
 mod memory;
 mod open;
 mod process;
 
+pub(crate) use deadline::Deadline;
 pub(crate) use memory::{Memory, Random};
 pub(crate) use open::{numbers, settled};
 pub(crate) use process::{Process, play, say};
