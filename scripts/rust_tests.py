@@ -1,4 +1,4 @@
-"""Builds the tests of the crates and runs them, several programs at once; then the examples in the documentation.
+"""Builds the tests of the crates and runs them, several programs at once.
 
     python scripts/rust_tests.py --workspace
     python scripts/rust_tests.py --workspace --only router,fleet
@@ -148,9 +148,6 @@ def main() -> None:
         print(f"not tested: {what}")
     if run.failed:
         sys.exit("failed: " + "; ".join(sorted(run.failed)))
-    if "--workspace" in arguments and only is None:
-        documentation = ["cargo", "test", "--quiet", "--doc", "--locked", *arguments]
-        sys.exit(subprocess.run(documentation, cwd=ROOT, check=False).returncode)
 
 
 if __name__ == "__main__":

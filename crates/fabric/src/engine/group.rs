@@ -124,23 +124,13 @@ impl Group {
     /// Tells each member's counter, the n-th (number, generation) the n-th member's, without moving bytes. It is over when
     /// all are told, or known not to be. Errors as of [`Group::scatter`].
     ///
-    /// For processes to wait for each other, each opens a counter and tells its number and generation to all others, with
-    /// its descriptor. Then, in each round:
+    /// Processes wait for each other like this (tests/groups.rs has it as a test). Each opens a counter, and tells its number and
+    /// generation to all others, with its descriptor. Then each does this in round 1, 2, 3...:
     ///
-    /// ```no_run
-    /// # use std::time::Duration;
-    /// # use kvlane_fabric::{Engine, FabricError, Group};
-    /// # fn round(
-    /// #     engine: &Engine, others: &Group, theirs: &[(u32, u32)], own: (u32, u32), round: u64,
-    /// # ) -> Result<bool, FabricError> {
-    /// // `others`: the group of all other members; `theirs`: the counters that they opened; `round`: 1, 2, 3...
-    /// let patience = Some(Duration::from_secs(10));
-    /// let told = others.barrier(theirs, patience)?;
-    /// let target = others.peers().len() as u64 * round;
-    /// let all_came = engine.wait_count(own.0, own.1, target, patience);
-    /// let all_told = told.wait(None).is_some_and(|outcomes| outcomes.iter().all(Result::is_ok));
-    /// # Ok(all_came && all_told)
-    /// # }
+    /// ```text
+    /// told = others.barrier(their counters, patience)           `others`: the group of all other members
+    /// engine.wait_count(own counter, members - 1 times round, patience)
+    /// told.wait(None)                                           every outcome has to be Ok
     /// ```
     ///
     /// It has no order with transfers that were begun before: wait for those first. A member that is gone fails as
