@@ -1,6 +1,8 @@
 //! Each parser reads the inputs in `corpus/`, and 10,000 more that are mutated from them. The seed is fixed, so a find here is
 //! found by everyone; `make fuzz` looks further.
 
+#![allow(clippy::expect_used, clippy::panic, reason = "a panic fails a test")]
+
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
