@@ -1,4 +1,4 @@
-//! The table of the router's metrics, but for those of [requests](crate::request_rows), and the page with all of them.
+//! The table of the router's metrics, but for those of requests (`request_rows`), and the page with all of them.
 
 use std::sync::atomic::Ordering;
 
