@@ -172,8 +172,7 @@ def test_a_request_whose_input_has_no_name_of_its_own_hands_nothing_over_and_bla
     request = Request("p", PROMPT, transfer=TO_PREFILL)
     request.mm_features = [SimpleNamespace(identifier="renderer0-mm-1-image-0")]
     engine.run(request)
-    request.all_token_ids.append(7)
-    handed_over = engine.finish(request)
+    handed_over = end(engine, request)
     assert handed_over["kvlane"]["tokens"] == 0 and "last" not in handed_over["kvlane"]
     assert counted(engine, "not_handed_over") == 1
     decode = Request("d", PROMPT, transfer=handed_over)

@@ -31,7 +31,7 @@ class Engine:
         self.answers = threading.Event()
         self.answers.set()
         self.taken = 0
-        self.answer = (200, ANSWER)
+        self.answer: tuple[int, bytes] = (200, ANSWER)
         """Status and body of the answer to a POST."""
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
