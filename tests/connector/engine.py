@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from busy import stretched
+
 from kvlane.connector.shared_pool import POOL
 from kvlane.connector.weights_memo import YOUNG_NS
 
@@ -53,7 +55,12 @@ class InProcessEngine:
             "kv_connector_module_path": "kvlane.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"kvlane.address": address, **(extra or {})},
+            "kv_connector_extra_config": {
+                "kvlane.address": address,
+                # A lookup that is out of time is a miss, and most tests are of hits.
+                "kvlane.lookup_timeout_ms": 1e3 * stretched(0.25),
+                **(extra or {}),
+            },
         }
         self.llm = LLM(
             model=str(model),
