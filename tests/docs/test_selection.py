@@ -12,6 +12,7 @@ from pages import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import cargo
 import selection
 
 WITH_VLLM = {"engines", "oldest", "data-parallel"}
@@ -129,6 +130,21 @@ def test_the_commands_that_run_name_crates_and_folders() -> None:
         "python=tests/bench tests/docs tests/router",
         "engines=tests/engine/test_route_pd.py",
     ]
+
+
+@pytest.mark.parametrize(
+    ("tested", "flags"),
+    [
+        (None, "--workspace"),
+        ("fleet,router", "-p kvlane -p kvlane-fleet -p kvlane-python -p kvlane-router"),
+        # A change of a page: the environments alone.
+        ("", "-p kvlane -p kvlane-python"),
+    ],
+)
+def test_cargo_builds_the_crates_under_test_and_what_environments_hold(
+    tested: str | None, flags: str
+) -> None:
+    assert " ".join(cargo.chosen(tested)) == flags
 
 
 @pytest.mark.parametrize(
