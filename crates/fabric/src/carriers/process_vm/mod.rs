@@ -1,19 +1,21 @@
-//! Bytes from the memory of one process straight into another's of the same host, by process_vm (cross-memory attach, "cma").
+//! The carrier "cma": copies bytes from another process of this host straight into this one, with `process_vm_readv`
+//! (cross-memory attach).
 //!
-//! Whoever the bytes are for reads them, so that nobody writes another's memory: a READ is done by the reader alone, for a
-//! WRITE its peer is asked to read. Writes of less than a page go with the words that ask for it.
+//! A *neighbour* is a peer on this host. The side that wants the bytes always reads them, so no process writes into another.
+//! For a READ this process reads the peer; for a WRITE it asks the peer to read. A WRITE of less than a page travels inside
+//! the request instead.
 //!
 //! ```text
 //!  connecting side                                            listening side
-//!   connect: offer: connection, pid, card ------------------> reads the card: can it be read?
-//!   reads the card <--------- accepted: the same of this side - or refused: why not
-//!   up
-//!   READ:  reads the bytes, then the card
-//!   WRITE: Pull: token, runs, addresses --------------------> reads the bytes
-//!          <------------------------------ Done: tokens -----
-//!          Inline: token, runs, bytes ----------------------> places them
+//!  connect: offer: connection, pid, card ------------------> probes the card: may it read this process?
+//!  probes the card <--------- accepted: the same of this side - or refused: the reason
+//!  up
+//!  READ:  reads the bytes, then the card
+//!  WRITE: Pull: token, runs, addresses --------------------> reads the bytes
+//!         <------------------------------ Done: tokens -----
+//!         Inline: token, runs, bytes ----------------------> places them
 //! ```
-//! The bytes of words, all little-endian:
+//! The wire format, all little-endian:
 //!
 //! ```text
 //!  offer:     | connection u64 | card u64 | pid u32 |            accepted: as the offer, with its connection
@@ -21,8 +23,13 @@
 //!  Inline:    | 2 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | the bytes |
 //!  Done:      | 3 u8 | 0 x 3 | count u32 | count outcomes |
 //! ```
-//! Runs and outcomes are those of [`crate::wire`]. A neighbour that was asked to read may do so whenever it goes on, however long
-//! it was stopped: such a WRITE is over when it has confirmed, or is gone, and not by time.
+//! [`crate::wire`] draws runs and outcomes.
+//!
+//! The [`card`] says which regions are registered. Each read takes the card after the bytes, in the same call, so bytes
+//! of a region that was unregistered meanwhile are refused.
+//!
+//! A neighbour that was asked to read may be stopped for any length of time and read when it resumes. A lease therefore
+//! cannot end such a WRITE: it ends when the neighbour confirms, or when its process is gone.
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
@@ -65,14 +72,15 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Token};
 use crate::watch::{Interest, Watch};
 use crate::wire::WireRun;
 
-/// A post that reads has so many times the bytes of another: it is read in calls anyway, and nobody waits for a part of it.
-/// Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
+/// A READ's chunk is this many times as large as other posts, because the copy is cut into calls anyway. No other process
+/// waits for a part of it. With posts of 512 KiB, the work beside copying was a tenth of a READ of 1 MiB.
 const READ_CHUNKS: u64 = 4;
-/// Writes of fewer bytes, less than a page, go with the words that ask for them.
+/// WRITEs below this size, less than a page, travel inside the request.
 const PULLED_BYTES_MIN: u64 = 4096;
-/// What a descriptor says of a region the peer tells too, about as soon. If it has not after so long, it never will.
+/// The peer reports a region over the control connection at about the time at which its descriptor names it. A region that
+/// was not reported for this long never will be.
 const KEYS_PATIENCE: Duration = Duration::from_secs(1);
-/// The tag of the descriptor that tells that copies are over.
+/// Watch tag of the eventfd that [`Copies`] writes when copies have ended.
 const WAKE: u64 = 0;
 
 #[derive(Debug)]
@@ -81,37 +89,37 @@ pub(crate) struct ProcessVm {
     copies: Copies,
     watch: Watch,
     read_bytes: u64,
-    /// The path to each peer, from its control connection's coming to its end.
+    /// One path per peer, from the time its control connection is up until that ends.
     paths: Numbered<PeerId, PathId>,
     peers: Numbered<PeerId, Reader>,
     posted: Numbered<Token, Posted>,
     serving: Numbered<SessionId, Serving>,
     copying: Numbered<CopyId, Copying>,
-    /// Cards to be read, and broken connections whose peer may be gone.
+    /// Cards to be probed, and broken connections whose peer may have exited. Each becomes a job.
     probes: Vec<Probe>,
     probing: usize,
     is_closed: bool,
-    /// Of broken connections that are fenced, by whom their writes were to be read.
+    /// WRITEs of broken, fenced connections, by connection. Kept to see whether the neighbour that was to read them is gone.
     pulling: HashMap<u64, Pulling>,
 }
 
-/// Writes of a broken connection that its peer may still read.
+/// WRITEs of a broken connection that its peer may still read.
 #[derive(Debug)]
 struct Pulling {
     neighbour: Arc<Neighbour>,
     tokens: Vec<Token>,
 }
 
-/// A peer that this process reads from, or is going to.
+/// A peer that this process has made an offer to, and reads from once its card was probed.
 #[derive(Debug)]
 struct Reader {
     path: PathId,
     number: u32,
-    /// Drawn for each offer.
+    /// Random; drawn anew for each offer.
     connection: u64,
-    /// None: it has not accepted yet, or its card has not been read.
+    /// None until the peer has accepted and its card was probed.
     neighbour: Option<Arc<Neighbour>>,
-    /// Regions that the peer has not told of, for which posts were handed back.
+    /// Regions that the peer has not reported yet, and for which posts were answered `NotNow`.
     awaited: Vec<Awaited>,
 }
 
@@ -120,7 +128,7 @@ struct Awaited {
     region: u32,
     generation: u32,
     since: Duration,
-    /// For so long that posts for it are refused.
+    /// [`KEYS_PATIENCE`] is over, so posts for it are refused.
     is_late: bool,
 }
 
@@ -132,15 +140,15 @@ struct Posted {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
-    /// The peer reads.
+    /// The peer reads the bytes.
     Pull,
-    /// The bytes went with the words.
+    /// The bytes travelled inside the request.
     Inline,
-    /// This process reads.
+    /// This process reads the bytes.
     Read(CopyId),
 }
 
-/// A copy under way.
+/// A copy in flight.
 #[derive(Debug)]
 struct Copying {
     begun: Begun,
@@ -149,13 +157,13 @@ struct Copying {
 
 #[derive(Debug, Clone, Copy)]
 enum Whose {
-    /// A read of ours, over this connection.
+    /// A READ of this process, over this connection.
     Ours { token: Token, connection: u64 },
-    /// A write of a neighbour's, over this connection of its.
+    /// A neighbour's WRITE, over a connection that the neighbour made.
     Theirs { session: SessionId, owner: Owner, connection: u64, token: u64, weight: usize },
 }
 
-/// Whether a process can be read.
+/// A job: tries to read a neighbour's card, or looks whether a neighbour's process is gone.
 #[derive(Debug)]
 pub(crate) struct Probe {
     what: Probed,
@@ -199,7 +207,7 @@ impl Job for Probe {
     }
 }
 
-/// Notes on the card what is registered.
+/// Marks regions and windows on the card while they are registered. A region's key is its base address, u64 little-endian.
 #[derive(Debug)]
 struct CardRegistrar(Arc<Card>);
 
@@ -230,13 +238,13 @@ impl Registrar for CardRegistrar {
 }
 
 impl Reader {
-    /// When posts that wait for a region are to be refused.
+    /// When the oldest wait for a region runs out.
     fn patient_until(&self) -> Option<Duration> {
         let waiting = self.awaited.iter().filter(|awaited| !awaited.is_late);
         waiting.map(|awaited| awaited.since + KEYS_PATIENCE).min()
     }
 
-    /// A post needs a region that the peer has not told of. Whether it is to be refused.
+    /// Notes that a post waits for this region. True if it has waited for too long and the post is to be refused.
     fn is_late(&mut self, now: Duration, region: u32, generation: u32) -> bool {
         let is_it = |awaited: &&Awaited| (awaited.region, awaited.generation) == (region, generation);
         if let Some(awaited) = self.awaited.iter().find(is_it) {
@@ -248,7 +256,7 @@ impl Reader {
 }
 
 impl ProcessVm {
-    /// `threads`: copy at the most, whoever waits among them. `chunk_bytes`: of a usual post.
+    /// `threads`: how many copy at most, including one that waits in a call. `chunk_bytes`: size of a usual post.
     pub(crate) fn open(
         me: Identity,
         watch: Watch,
@@ -282,7 +290,7 @@ impl ProcessVm {
         self.probes.push(Probe { what, found: None, is_gone: false });
     }
 
-    /// A card was read, or could not be.
+    /// A probe is done: brings the path up, accepts or refuses the session, or reports that a neighbour is gone.
     fn probed(&mut self, cx: &mut Context<'_>, probe: Probe) {
         let Probe { what, found, is_gone } = probe;
         match (what, found) {
@@ -314,14 +322,14 @@ impl ProcessVm {
         }
     }
 
-    /// There is no way to a peer until its next control connection.
+    /// Removes the path to a peer. Its next control connection starts anew.
     fn give_up(&mut self, cx: &mut Context<'_>, peer: PeerId, why: String) {
         self.end(cx, peer, &why);
         self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
         cx.cannot_reach(peer, why);
     }
 
-    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    /// Ends the connection to a peer. A post on it completes once nothing touches its memory any more.
     fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         let Some(Reader { path, number, connection, neighbour, .. }) = self.peers.remove(&peer) else {
             return;
@@ -335,7 +343,7 @@ impl ProcessVm {
             match what {
                 Asked::Pull => pulled.push(token),
                 Asked::Inline => inline.push(token),
-                // Over when the copy is.
+                // The post completes when the copy has ended.
                 Asked::Read(copy) => {
                     self.copying.get(&copy).iter().for_each(|copying| copying.begun.give_up());
                     continue;
@@ -353,7 +361,7 @@ impl ProcessVm {
         }
     }
 
-    /// A part of a transfer. Its runs are in the host's memory on both sides.
+    /// Posts a part of a transfer. Its runs are in host memory on both sides.
     fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
         let CarrierPost { peer, token, op, runs, .. } = *post;
         let reader = self.peers.get_mut(&peer).ok_or(NotNow)?;
@@ -397,7 +405,8 @@ impl ProcessVm {
                     ranges.extend(found);
                 }
                 let regions: Option<Generations> = Some(regions.into());
-                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
+                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is
+                // over.
                 let begun = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
                 let copy = begun.id();
                 self.copying.insert(copy, Copying { begun, whose: Whose::Ours { token, connection } });
@@ -408,12 +417,12 @@ impl ProcessVm {
         Ok(())
     }
 
-    /// Copies that are over. Whether there were any.
+    /// Completes the posts and requests whose copies have ended. True if there were any.
     fn take_ended(&mut self, cx: &mut Context<'_>) -> bool {
         let ended = self.copies.take_ended();
         let any = !ended.is_empty();
         if self.is_closed && self.copying.len() == ended.len() {
-            // Whoever finds nobody here any more knows that nothing of its own is read.
+            // From here on a neighbour may assume that this process no longer reads its memory.
             self.card.clear();
         }
         for (copy, outcome) in ended {
@@ -422,7 +431,7 @@ impl ProcessVm {
             match whose {
                 Whose::Ours { token, connection } => {
                     let Some(Posted { peer, .. }) = self.posted.remove(&token) else { continue };
-                    // Of a connection that has ended nobody knows what else came of it.
+                    // If that connection is gone, the outcome of its other posts is unknown, so this one's is too.
                     let is_of = |reader: &Reader| reader.connection == connection;
                     let is_connected = self.peers.get(&peer).is_some_and(is_of);
                     match outcome {
@@ -474,7 +483,7 @@ impl Carrier for ProcessVm {
         let Offer { connection, at } = Offer::decode(offer)?;
         let Some(Owner(identity)) = cx.owner(session) else { return Ok(()) };
         self.stop_serving(session);
-        // Of several offers of one session the last counts.
+        // A session's last offer replaces its earlier ones.
         let is_its =
             |probe: &Probe| matches!(probe.what, Probed::Session { session: of, .. } if of == session);
         self.probes.retain(|probe| !is_its(probe));
@@ -486,7 +495,7 @@ impl Carrier for ProcessVm {
         let Offer { connection: offered, at } = Offer::decode(answer)?;
         let identity = cx.peers.get(&peer).and_then(|peer| peer.whom.identity);
         let connection = self.peers.get(&peer).map(|reader| reader.connection);
-        // An answer to an earlier offer says nothing of this one.
+        // An answer to an earlier offer says nothing about this one.
         if let (Some(identity), Some(connection)) = (identity, connection.filter(|it| *it == offered)) {
             self.probe(Probed::Peer { peer, connection, at, identity });
         }
@@ -516,7 +525,7 @@ impl Carrier for ProcessVm {
             return;
         };
         let is_awaited = |awaited: &Awaited| cx.is_awaited(peer, awaited.region, awaited.generation);
-        // Also of what nobody asks for again. The time of the others goes on.
+        // Drops reported regions, also those that no post asks for again. The others keep waiting from when they began.
         reader.awaited.retain(is_awaited);
         cx.ready(reader.path);
     }
@@ -630,7 +639,7 @@ impl Carrier for ProcessVm {
     }
 
     fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
-        // Of the same connection, those whose bytes went with the words are over by time, and say nothing of the others.
+        // Inline WRITEs of the same connection end by the lease. That says nothing about the pulled ones, so these stay.
         if let Some(Pulling { tokens: left, .. }) = self.pulling.get_mut(&connection) {
             left.retain(|token| !tokens.contains(token));
             if left.is_empty() {
@@ -648,7 +657,7 @@ impl Carrier for ProcessVm {
     }
 
     fn touches(&self, memory: Touched<'_>) -> bool {
-        // What a peer reads of this process's memory it reads itself.
+        // Neighbours read this process's memory by themselves: no copy here does it for them.
         let Touched { spots, reader: None } = memory else { return false };
         self.copying.values().any(|copying| copying.begun.touches(spots))
     }
@@ -674,7 +683,7 @@ impl Carrier for ProcessVm {
     }
 }
 
-/// What is to be read into a piece, from the addresses that keys say. None: a key is none of this carrier's.
+/// Where to read the bytes of a piece from: each key is a region's base address. None: a key is not one of this carrier's.
 fn pulled_ranges(to: Piece, found: &[RemoteBytes<'_>]) -> Option<Vec<PulledRange>> {
     let mut left = to;
     let range = |bytes: &RemoteBytes<'_>| {
@@ -686,7 +695,7 @@ fn pulled_ranges(to: Piece, found: &[RemoteBytes<'_>]) -> Option<Vec<PulledRange
     found.iter().map(range).collect()
 }
 
-/// In words: why this process cannot read the peer.
+/// For this process's user: why it cannot read the peer.
 fn trouble(error: &ProbeError) -> String {
     match error {
         ProbeError::NotPermitted { errno, hint } => {
@@ -699,7 +708,7 @@ fn trouble(error: &ProbeError) -> String {
     }
 }
 
-/// In words, for the peer: why this process cannot read it.
+/// For the peer's user: why this process cannot read the peer.
 fn refusal(errno: Errno) -> String {
     match errno {
         Errno::PERM | Errno::ACCESS => {
