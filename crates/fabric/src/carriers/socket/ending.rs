@@ -1,4 +1,4 @@
-//! Connections that end, and what was under way on them.
+//! Ends connections, and completes the posts that were in flight on them.
 
 use std::io;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::tcp::{Ended, Head};
 use crate::transfers::{Completion, Token};
 
 impl SocketCarrier {
-    /// A connection is over.
+    /// Ends a connection. If a job holds its link, the end waits until the job is back.
     pub(super) fn end(&mut self, cx: &mut Context<'_>, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
         cx.note_let_go();
@@ -35,8 +35,8 @@ impl SocketCarrier {
             Role::Up { path, number, peer: whose, connection, .. } => {
                 tracing::info!(?peer, %why, "a path broke");
                 self.paths.remove(&path);
-                // Closed first: nothing of ours is read or written any more. What the kernel has not sent, it is not to send:
-                // without this it would go on behind our back for as long as the network takes.
+                // Closed first, so that nothing of ours is read or written any more. Linger 0 also discards what the
+                // kernel has not sent, which it would otherwise keep sending for as long as the network takes.
                 let _ = sockopt::set_socket_linger(&*link, Some(Duration::ZERO));
                 drop(link);
                 self.slots.leave(id, |token| is_ours.then(|| Token::from_number(token)));
@@ -58,14 +58,15 @@ impl SocketCarrier {
         }
     }
 
-    /// Nothing touches the memory of these posts any more, but a GPU that still copies: then that is told when it is done.
+    /// Completes posts whose memory is free again. A post that an orphan still copies completes with that copy.
     pub(super) fn give_back(&mut self, cx: &mut Context<'_>, tokens: Vec<Token>) {
         for token in tokens.into_iter().filter(|token| !self.slots.holds(*token)) {
             cx.completed(token, Completion::Unknown);
         }
     }
 
-    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
+    /// Ends connections whose peer was silent for too long, unless this process was itself too late to hear it. Then pings on
+    /// all connections that this process made.
     pub(super) fn look(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
         let dead = self.links.find(|entry| !is_late && silent(entry.heard) >= entry.progress().patience());

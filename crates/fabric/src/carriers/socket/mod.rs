@@ -1,19 +1,19 @@
-//! Bytes through sockets of their own, beside the control connection.
+//! The carriers over sockets: each path is a TCP or TLS connection of its own, beside the control connection.
 //!
-//! There are two of these: "tcp" between the memory of hosts, which sockets read and write in place; and "tcp-slots" where a
-//! GPU is on either side, whose bytes pass through slots of pinned memory ([`crate::carriers::slots`]).
+//! There are two, which share this code. "tcp" moves bytes between host memory, which the socket reads and writes in place.
+//! "tcp-slots" serves transfers with a GPU on either side, through slots of pinned memory ([`crate::carriers::slots`]).
 //!
 //! ```text
 //!  connecting side                                      listening side
-//!   connect: greeted with the purpose Bytes(code) ----> greeted: served
-//!   post:  Write, runs, bytes -------------------------> into the runs
-//!          <------------------------------ Ack ---------
-//!          Read, runs ---------------------------------> out of the runs
-//!          <------------------------------ Data, bytes -
+//!  connect: a greeting of purpose Bytes(code) --------> greeted: served
+//!  post:  Write, runs, bytes -------------------------> places them in the runs
+//!         <------------------------------ Ack ---------
+//!         Read, runs ---------------------------------> sends the bytes of the runs
+//!         <------------------------------ Data, bytes -
 //! ```
-//! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
-//! only when the peer has said that it reads the broken connection no more (a fence), or when its lease is over
-//! ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
+//! When a connection breaks that carried WRITEs, the peer may still have bytes of them to place. So the posts stay open until
+//! the peer has confirmed that it no longer reads that connection (a fence), or until its lease is over ([`crate::lease`]).
+//! Only then may the bytes be posted again elsewhere, or the memory be reused: a late byte cannot overwrite either.
 
 mod ending;
 mod posted;
@@ -42,12 +42,12 @@ use crate::transfers::{PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::Watch;
 use crate::wire::{BadFrame, Outcome};
 
-/// Addresses of one peer that are used.
+/// Addresses used of one peer.
 const ADDRESSES_MAX: usize = 16;
-/// How often a driver is asked whether it is done, by a thread that has nothing else to do.
+/// How often a waiting thread asks the driver whether a copy is done. No event tells of that.
 const LOOK_AT_COPIES: Duration = Duration::from_micros(50);
 
-/// What makes the two of them different.
+/// Which of the two carriers this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Tcp,
@@ -58,10 +58,10 @@ enum Kind {
 pub(crate) struct SocketCarrier {
     kind: Kind,
     me: Identity,
-    /// With these all connections are encrypted.
+    /// If present, every connection is encrypted.
     credentials: Option<Arc<Credentials>>,
     wants_sums: bool,
-    /// Where this process is reached.
+    /// Where peers reach this process. Sent to peers that know an address only.
     addresses: Vec<SocketAddr>,
     /// Paths to each address of a peer.
     connections: usize,
@@ -69,9 +69,9 @@ pub(crate) struct SocketCarrier {
     peers: Numbered<PeerId, Known>,
     paths: Numbered<PathId, LinkId>,
     posted: Numbered<Token, Posted>,
-    /// What goes to and from the memory of GPUs; nothing of the kind that does not reach it.
+    /// Transfers of GPU memory. Stays empty for `Kind::Tcp`.
     slots: Slots,
-    /// Whether it was said that a transfer goes through slots.
+    /// The log has named the detour through pinned memory.
     has_told_of_gpus: bool,
     look_at: Duration,
     is_closed: bool,
@@ -86,39 +86,39 @@ struct Known {
 
 #[derive(Debug)]
 enum Role {
-    /// Ours, on its way.
+    /// Made by this process; the handshake is under way.
     Dialling { path: PathId, number: u32, peer: PeerId, dialling: Dialling },
-    /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
+    /// Made by this process. `body`: the READ whose bytes are arriving; `stamp`: the peer's latest.
     Up { path: PathId, number: u32, peer: PeerId, connection: u64, body: Option<Token>, stamp: u64 },
-    /// Of a peer that is served; and the write whose bytes are coming, with whether it is refused.
+    /// Made by a peer, and served. `body`: the WRITE whose bytes are arriving, and whether it is refused.
     Serving { from: Identity, connection: u64, body: Option<(u64, bool)>, acks: Vec<Outcome> },
 }
 
 impl Role {
-    /// Whether a process's requests are served over it.
+    /// Whether it serves this process's requests.
     fn serves(&self, reader: Identity) -> bool {
         matches!(self, Role::Serving { from, .. } if *from == reader)
     }
 }
 
-/// What a [`SocketCarrier`] is opened with.
+/// Options of a [`SocketCarrier`].
 #[derive(Debug, Clone)]
 pub(crate) struct SocketOptions {
     pub(crate) me: Identity,
     pub(crate) credentials: Option<Arc<Credentials>>,
-    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
     pub(crate) wants_sums: bool,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) connections: usize,
 }
 
 impl SocketCarrier {
-    /// Between the memory of hosts.
+    /// For transfers between host memory.
     pub(crate) fn tcp(watch: Watch, options: SocketOptions) -> SocketCarrier {
         SocketCarrier::new(Kind::Tcp, watch, options, Slots::default())
     }
 
-    /// Where a GPU is on either side.
+    /// For transfers with a GPU on either side.
     pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions, pool: Arc<SlotPool>) -> SocketCarrier {
         SocketCarrier::new(Kind::TcpSlots, watch, options, Slots::new(pool))
     }
@@ -143,7 +143,7 @@ impl SocketCarrier {
         }
     }
 
-    /// Adds the paths to a peer, where they are any use.
+    /// Adds the paths to a peer. "tcp-slots" waits until either side has registered a GPU's memory.
     fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         let spec = PathSpec::new(self.reach(), PathSpec::SOCKETS);
         let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
@@ -165,7 +165,7 @@ impl SocketCarrier {
         }
     }
 
-    /// A connection is greeted by its peer.
+    /// The peer has sent the next message of the greeting.
     fn go_on(&mut self, cx: &mut Context<'_>, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let Role::Dialling { path, number, peer, dialling } = &mut entry.role else { return Ok(()) };
@@ -241,7 +241,7 @@ impl Carrier for SocketCarrier {
         cx.offer(peer, Vec::new());
     }
 
-    /// Answers where this process is reached, one address a line.
+    /// Answers with the addresses of this process, one a line.
     fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, _: &[u8]) -> Result<(), BadWords> {
         let addresses: Vec<String> =
             self.addresses.iter().take(ADDRESSES_MAX).map(SocketAddr::to_string).collect();
@@ -249,7 +249,7 @@ impl Carrier for SocketCarrier {
         Ok(())
     }
 
-    /// Where the peer is reached its descriptor has said; of one that is known by an address only, this says it.
+    /// The descriptor names the peer's addresses. A peer that was connected by address only names them in its answer.
     fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
         let Some(known) = cx.peers.get(&peer) else { return Ok(()) };
         let mut addresses = known.whom.addresses.clone();
@@ -257,7 +257,7 @@ impl Carrier for SocketCarrier {
             let text = std::str::from_utf8(answer).map_err(|_| BadWords("addresses that are no text"))?;
             let told: Vec<SocketAddr> =
                 text.lines().filter_map(|line| line.parse().ok()).take(ADDRESSES_MAX).collect();
-            // Else it is reached by way of something that it knows nothing of.
+            // Otherwise something leads there that the peer does not know of, such as NAT. Keep the address that worked.
             if addresses.iter().all(|address| told.contains(address)) {
                 addresses = told;
             }
@@ -270,7 +270,7 @@ impl Carrier for SocketCarrier {
 
     fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.peers.remove(&peer);
-        // Links of paths that were still connecting.
+        // Paths that were still connecting.
         let of_peer = |role: &Role| matches!(role, Role::Dialling { peer: of, .. } if *of == peer);
         for id in self.links.find(|entry| of_peer(&entry.role)) {
             self.end(cx, id, Ended::Closed);
@@ -364,7 +364,7 @@ impl Carrier for SocketCarrier {
         for id in self.links.find(|entry| is_it(&entry.role)) {
             self.end(cx, id, Ended::Closed);
         }
-        // Of one that a job has the end waits.
+        // A connection that a job holds ends when the job is back, so the peer has to ask again.
         self.links.iter().all(|(_, entry)| !is_it(&entry.role)) && !self.slots.places_for(from.0, connection)
     }
 
@@ -379,7 +379,7 @@ impl Carrier for SocketCarrier {
         let of_slots = self.slots.links_that_touch(spots);
         let by_slots =
             of_slots.into_iter().any(|id| self.links.get(id).is_none_or(|entry| counts(&entry.role)));
-        // What has lost its connection reaches no reader any more.
+        // An orphan has lost its connection, so its bytes reach no reader.
         by_links || by_slots || (reader.is_none() && self.slots.is_touched_by_orphans(spots))
     }
 

@@ -1,4 +1,4 @@
-//! Parts of transfers go out.
+//! Sends a post over its path's connection.
 
 use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};

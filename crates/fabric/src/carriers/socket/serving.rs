@@ -1,4 +1,4 @@
-//! What peers ask for, and what they answer.
+//! Serves peers' requests, and takes the answers to this process's own.
 
 use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
@@ -13,8 +13,8 @@ use crate::transfers::{Completion, Token};
 use crate::window::WINDOW_RANGES_MAX;
 use crate::wire::{BadFrame, Fate, Outcome, WireRun};
 
-/// Places of one request's bytes: a peer may name the many small ranges of a window again and again, where a run has one place
-/// otherwise.
+/// Most spots of one request. A run of a region is one spot, but a run of a window may be all of its many small ranges.
+/// A peer may name that window again and again.
 const SPOTS_MAX: usize = 4 * WINDOW_RANGES_MAX;
 
 impl SocketCarrier {
@@ -130,7 +130,7 @@ impl SocketCarrier {
             }
             Role::Up { body, .. } => {
                 let Some(token) = body.take() else { return Ok(()) };
-                // Memory of a GPU comes in parts.
+                // The peer sends memory of a GPU in several Data frames.
                 let is_part = |posted: &Posted| matches!(&posted.what, Asked::Read(left) if !left.is_empty());
                 if !self.posted.get(&token).is_some_and(is_part) {
                     self.posted.remove(&token);
@@ -142,7 +142,7 @@ impl SocketCarrier {
         Ok(())
     }
 
-    /// Sends what is known of a peer's requests by now.
+    /// Sends a peer the outcomes of its requests that have ended.
     pub(super) fn answer(&mut self, id: LinkId) {
         let Some(Role::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role) else {
             return;
@@ -167,7 +167,7 @@ fn pieces(spots: Vec<Spot>) -> Vec<Piece> {
     spots.into_iter().map(|spot| spot.piece).collect()
 }
 
-/// The first of these, of so many bytes together; None if they have fewer.
+/// Takes the first `bytes` bytes off `pieces`. None if there are fewer.
 fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
     if pieces.iter().map(|piece| piece.len as u64).sum::<u64>() == bytes {
         return Some(std::mem::take(pieces));
@@ -178,7 +178,7 @@ fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
     Some(self::pieces(taken))
 }
 
-/// Where these bytes are that a peer asks for; None: it is refused.
+/// Where a peer's runs lie in this process. None: the request is refused.
 fn spots_for_peer(
     regions: &Regions,
     peer: Identity,
@@ -206,7 +206,7 @@ mod tests {
     use crate::transfers::Memory;
     use crate::window::{Ranges, WindowRange};
 
-    /// A peer asked for the whole of a window of 65,536 ranges in each of 512 runs: 33 million places for one frame.
+    /// A peer named a whole window of 65,536 ranges in each of 512 runs: 33 million spots for one frame.
     #[test]
     fn a_request_of_more_places_than_a_few_windows_have_is_refused() {
         let peer = Identity { engine: 1, boot: 2 };

@@ -1,4 +1,4 @@
-//! Transfers of GPUs' memory: through slots ([`crate::carriers::slots`]) and the socket.
+//! Moves bytes of GPUs: between slots ([`crate::carriers::slots`]) and a connection.
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
@@ -15,13 +15,13 @@ use crate::tcp::{Ended, Head, Out};
 use crate::transfers::{Completion, Op, Token};
 use crate::wire::{BadFrame, Fate, Outcome};
 
-/// What is to be copied for one connection's peer, in pieces of 40 bytes.
+/// Most spots, of 40 bytes each, that wait to be copied for the peer of one connection.
 const QUEUED_MAX: usize = 1 << 18;
-/// A copy to a GPU begins so long before the peer's lease is over, since it cannot be called back.
+/// Time that the lease must have left when a copy to a GPU begins, because such a copy cannot be cancelled.
 const LEASE_MARGIN: Duration = Duration::from_secs(1);
 
 impl SocketCarrier {
-    /// A part of a transfer with memory of ours on a GPU.
+    /// Posts a part of a transfer whose local memory is on a GPU.
     pub(super) fn post_staged(&mut self, cx: &mut Context<'_>, link: LinkId, post: &CarrierPost<'_>) {
         let CarrierPost { token, op, runs, .. } = post;
         let spots: Vec<Spot> = runs.iter().map(|run| run.local).collect();
@@ -48,7 +48,7 @@ impl SocketCarrier {
         self.posted.insert(token, Posted { link, what });
     }
 
-    /// A peer reads.
+    /// Queues the answer to a peer's READ.
     pub(super) fn answer_staged(&mut self, link: LinkId, token: u64, spots: Vec<Spot>) -> Result<(), Ended> {
         let lane = self.slots.lanes.entry(link).or_default();
         if lane.queued() + spots.len() > QUEUED_MAX {
@@ -58,7 +58,7 @@ impl SocketCarrier {
         Ok(())
     }
 
-    /// The bytes of a frame are coming.
+    /// The bytes of a frame follow, and go to these spots.
     pub(super) fn receive_staged(&mut self, link: LinkId, token: u64, spots: Vec<Spot>) {
         let of = self.links.get(link).and_then(|entry| match entry.role {
             Role::Serving { from, connection, .. } => Some((from, connection)),
@@ -70,7 +70,7 @@ impl SocketCarrier {
         self.fill_next(link);
     }
 
-    /// The next bytes of an answer to a read of ours into a GPU's memory.
+    /// The next Data frame of a READ into a GPU's memory follows.
     pub(super) fn take_staged_data(&mut self, link: LinkId, token: u64, bytes: u64) -> Result<(), Ended> {
         let posted = self.posted.get_mut(&Token::from_number(token)).filter(|posted| posted.link == link);
         let Some(Posted { what: Asked::ReadStaged(read), .. }) = posted else { return Ok(()) };
@@ -80,7 +80,7 @@ impl SocketCarrier {
         Ok(())
     }
 
-    /// The peer ends a read of ours into a GPU's memory like this. What came before may still be on its way there.
+    /// The peer has ended a READ into a GPU's memory. Bytes that it sent before may still be on their way to the GPU.
     pub(super) fn end_staged_read(&mut self, cx: &mut Context<'_>, token: Token, completion: Completion) {
         if let Some(Posted { what: Asked::ReadStaged(read), .. }) = self.posted.get_mut(&token) {
             read.left.clear();
@@ -89,7 +89,7 @@ impl SocketCarrier {
         }
     }
 
-    /// A slot for what comes next over a connection; without one nothing more is read from it.
+    /// Takes a slot for the bytes that come next over a connection. Without one, the socket is not read.
     fn fill_next(&mut self, link: LinkId) {
         let Some(mut lane) = self.slots.lanes.remove(&link) else { return };
         if let Some(part) = self.slots.take_to_fill(&mut lane) {
@@ -101,7 +101,7 @@ impl SocketCarrier {
         self.links.hold(link, awaits_slot);
     }
 
-    /// All bytes of a part are in its slot. False: what came has none.
+    /// All bytes of a part are in its slot. False: the bytes that arrived were not staged.
     pub(super) fn take_staged_body(&mut self, link: LinkId) -> Result<bool, Ended> {
         let lease = self.lease(link);
         let lane = self.slots.lanes.get_mut(&link);
@@ -114,8 +114,8 @@ impl SocketCarrier {
             self.slots.give_back(part.slot, Way::In);
             incoming.left.clear();
         } else {
-            // SAFETY: the memory belongs to a registered region: of a transfer under way, or a peer's, which is not given back
-            // before no copy touches it.
+            // SAFETY: the memory is that of a transfer in flight, or a registered region that is not given back before no
+            // copy touches it.
             unsafe { self.slots.start_incoming(&mut incoming, part) };
         }
         if let Some(lane) = self.slots.lanes.get_mut(&link) {
@@ -128,7 +128,7 @@ impl SocketCarrier {
         Ok(true)
     }
 
-    /// Does what is due for GPUs' memory. Whether there was anything.
+    /// Advances all transfers of GPU memory. Whether anything happened.
     pub(super) fn see_to_slots(&mut self, cx: &mut Context<'_>) -> bool {
         if self.slots.is_idle() {
             return false;
@@ -174,7 +174,7 @@ impl SocketCarrier {
         any
     }
 
-    /// What has been copied out of a GPU's memory goes to the socket, in order.
+    /// Sends the parts that were copied out of a GPU, in order.
     fn report_copied(&mut self, cx: &mut Context<'_>, link: LinkId, lane: &mut Lane) -> bool {
         let mut any = false;
         while let Some(mut outgoing) = lane.outgoing.pop_front() {
@@ -221,7 +221,7 @@ impl SocketCarrier {
         any
     }
 
-    /// A driver could not copy what was to go out.
+    /// The driver failed to copy a part that was to be sent: fails the WRITE, or the peer's READ.
     fn report_failure(&mut self, cx: &mut Context<'_>, link: LinkId, what: &Frame) {
         match what {
             Frame::Write { token, .. } => {
@@ -241,7 +241,7 @@ impl SocketCarrier {
         }
     }
 
-    /// All bytes of a frame are where they belong, or cannot get there.
+    /// All bytes of a frame are on the GPU, or its driver failed: reports that to the peer, or counts it for the READ.
     fn is_in_place(&mut self, cx: &mut Context<'_>, link: LinkId, incoming: &Incoming) {
         let Some(entry) = self.links.get(link) else { return };
         let fate = incoming.fate();
