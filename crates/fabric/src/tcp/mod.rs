@@ -1,5 +1,14 @@
-//! Transfers over TCP: bytes go from registered memory into the socket, and at the peer from the socket to where they
-//! belong, with no copy in between. With TLS they are encrypted on the way, and copied.
+//! Connections over TCP: the greeting that proves the secret, frames, checksums and TLS.
+//!
+//! ```text
+//!  dialling, greeting   both sides prove the secret, then say who they are
+//!  frame, regions       the bytes of frames
+//!  link                 one connection: sends frames, receives them and places their bytes
+//!    outgoing           what is queued to be written, with checksums (sum)
+//!    stream             a socket, shared-memory rings, or TLS (tls, credentials)
+//! ```
+//! Bytes go from registered memory into the socket, and at the peer from the socket into registered memory, with no copy in
+//! between. TLS copies them, to encrypt and decrypt.
 
 mod credentials;
 mod dialling;
