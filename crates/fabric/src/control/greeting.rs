@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, on the listening side.
+//! The listening side of a greeting: checks a peer's proof, then makes the connection what its Hello asks for.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::tcp::{Answer, Ended, HELLO_BYTES, Hello, Purpose, SessionKey, Welcome
 use crate::wire::{BadFrame, RingsOffer};
 
 impl ControlSockets {
-    /// The next message of a greeting, of either side.
+    /// Takes the next message of a greeting, on either side.
     pub(super) fn take_greeting(
         &mut self,
         now: Duration,
@@ -42,7 +42,7 @@ impl ControlSockets {
         }
     }
 
-    /// Somebody who has connected has proved to know the secret, or has not, and learns nothing else.
+    /// Checks the Proof of a stranger. If it is wrong, the stranger learns nothing else.
     fn judge(&mut self, id: LinkId, proof: &[u8], challenge: &[u8; 16]) -> Result<(), Ended> {
         let proved = self.proofs.own.decode_proof(proof, challenge)?;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
@@ -64,7 +64,7 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// A peer that has proved to know the secret has said who it is. `key`: of the connection.
+    /// Takes the Hello of a peer that has proved the secret. `key` is that of the connection.
     fn greet(
         &mut self,
         now: Duration,
@@ -125,7 +125,7 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// The ends of a segment that a process of this host offers, if this process can have them.
+    /// This process's ends of the rings that a process of this host offers. None if it cannot map them.
     fn take_up(&mut self, offer: RingsOffer) -> Option<(Writer, Reader)> {
         match segment_of(offer) {
             Ok(segment) => Some(segment.ends(Side::Listening)),
@@ -137,14 +137,14 @@ impl ControlSockets {
         }
     }
 
-    /// The answer to [`ControlEvent::FenceAsked`].
+    /// Answers [`ControlEvent::FenceAsked`].
     pub(super) fn report_fenced(&mut self, id: ChannelId, is_over: bool) {
         let Some(entry) = self.links.get_mut(id) else { return };
         if !matches!(entry.role, Role::Fencing { .. }) {
             return;
         }
         if !is_over {
-            // It asks again.
+            // The end makes the peer ask again.
             return self.links.fail(id, Ended::StillPlaces);
         }
         let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false, sums: false };

@@ -1,10 +1,13 @@
 //! Control connections over TCP or TLS, and through rings between processes of one host.
 //!
 //! ```text
-//!  connecting side:   TCP connect --> challenge --> proof sent --> verdict --> Hello sent --> Welcome: up --> gone
-//!  listening side:    accepted: challenge sent --> proof --> verdict sent --> Hello --> Welcome sent: serving --> gone
-//!                                                                                          '--> a carrier's, for bytes
+//!  connecting side:   TCP connect --> Challenge --> send Proof --> Verdict --> send Hello --> Welcome: up --> gone
+//!  listening side:    accepted: send Challenge --> Proof --> send Verdict --> Hello --> send Welcome: serving --> gone
+//!                                                                                          '--> handed to a carrier
 //! ```
+//! All connections of other processes arrive here. Until its Proof, a connection is a stranger: it is told nothing, and
+//! the oldest strangers are closed if there are more than [`ACCEPTED_MAX`]. The Hello then says whether the connection is
+//! a control connection, a question for a fence, or carries bytes; the last kind goes to its carrier.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -36,85 +39,85 @@ use crate::trust::Proofs;
 use crate::watch::{Interest, Watch};
 use crate::wire::{BadFrame, Outcome};
 
-/// How often connections are looked at. Whoever connected says something at each look.
+/// How often silent connections are looked for. The connecting side pings as often.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
-/// How long nobody is accepted after that failed for want of something.
+/// Pause after a connection could not be accepted for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Connections of peers, and of them those of whom nothing is known yet.
+/// Most connections, and most that have proved nothing.
 const LINKS_MAX: usize = 16_384;
 const ACCEPTED_MAX: usize = 1_024;
-/// Connections that are accepted before others have their turn.
+/// Connections that are accepted before other work has its turn.
 const ACCEPTED_A_TURN: usize = 64;
-/// Listeners are told from connections by this bit of their tag.
+/// This bit of a watch tag marks a listener.
 const LISTENER: u64 = 1 << 55;
 
 #[derive(Debug)]
 pub(crate) struct ControlSockets {
     me: Identity,
     pub(crate) proofs: Proofs,
-    /// With these all connections are encrypted.
+    /// If present, every connection is encrypted.
     credentials: Option<Arc<Credentials>>,
     watch: Watch,
     pub(super) links: Links<Role>,
     pub(super) told: Told,
     pub(super) events: VecDeque<ControlEvent>,
     listeners: Vec<TcpListener>,
-    /// When listeners that were left alone are listened on again.
+    /// When a paused listener is watched again.
     accept_at: Option<Duration>,
-    /// The log says that no connection can be accepted.
+    /// The log has said that connections cannot be accepted.
     cannot_accept: bool,
     look_at: Duration,
-    /// Whether what is said to processes of this host goes through rings.
+    /// Whether connections within this host use shared-memory rings instead of the socket.
     offers_rings: bool,
-    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
     pub(super) wants_sums: bool,
     pub(super) paths: Numbered<PathId, PathState>,
-    /// Connections of either side between processes of this host that had to do without rings.
+    /// Connections within this host, of either side, that had to use the socket instead of rings.
     pub(crate) without_rings: u64,
     /// Codes of carriers that take connections for bytes.
     pub(crate) carriers: Vec<u8>,
-    /// Peers whose silence never ends a connection.
+    /// Peers that are allowed to be silent: their connections never time out.
     pub(crate) silent: HashSet<Identity>,
 }
 
 const NOT_ITS_SIDES: BadFrame = BadFrame("a frame that is not its side's");
 
-/// A path that carries what is said to a peer.
+/// A control path: how it stands with the connection to one peer.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct PathState {
     link: Option<LinkId>,
     pub(crate) address: Option<SocketAddr>,
-    /// Why it is not up, or was not the last time.
+    /// Why it is not up now, or was not the last time.
     pub(crate) trouble: Option<String>,
-    /// Why it does not go through rings, where both sides are on one host.
+    /// Why it does not use rings, although both sides are on one host.
     pub(crate) no_rings: Option<String>,
 }
 
-/// What a connection is.
+/// Purpose and stage of a connection.
 #[derive(Debug)]
 pub(crate) enum Role {
-    /// Of somebody who has proved nothing, and is told nothing.
+    /// A stranger: has proved nothing, and is told nothing.
     Accepted { challenge: [u8; 16] },
-    /// Of a peer that knows the secret, and has not said who it is.
+    /// The peer has proved the secret, but not said who it is.
     Proved { key: SessionKey },
-    /// Of a peer that wants to know that nothing of a broken connection is placed any more.
+    /// The peer asks whether anything of a broken connection may still be placed here.
     Fencing { key: SessionKey },
-    /// Of a peer whose requests are served.
+    /// A control connection of a peer, whose requests are served.
     Serving { served: Served },
-    /// Ends when all is written.
+    /// Ends once everything queued is written.
     Leaving,
-    /// Ours, on its way.
+    /// Made by this process; the greeting is under way.
     Dialling { to: Goal, whom: Whom, dialling: Dialling, segment: Option<Result<Segment, String>> },
-    /// Ours, to this peer; and the latest stamp that it sent.
+    /// Made by this process, to this peer. `stamp`: the peer's latest.
     Up { path: PathId, number: u32, from: Identity, stamp: u64 },
 }
 
-/// What a connection of ours is for.
+/// The purpose of a connection that this process makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
     /// A path's connection of that number.
     Path(PathId, u32),
-    /// That nothing more is placed of an earlier connection.
+    /// To ask whether anything of an earlier connection may still be placed.
     Fence(Broken),
 }
 
@@ -165,7 +168,7 @@ impl ControlSockets {
         self.paths.get(&path)
     }
 
-    /// A descriptor is ready.
+    /// The watch says that a descriptor is ready.
     pub(crate) fn descriptor_ready(&mut self, now: Duration, tag: u64) {
         match tag & LISTENER {
             0 => self.links.note_ready(tag),
@@ -173,7 +176,7 @@ impl ControlSockets {
         }
     }
 
-    /// Looks at rings, and does what is due. Whether there was anything in rings.
+    /// Polls the rings, and does what is due. Whether a ring had anything.
     pub(crate) fn poll(&mut self, now: Duration, process: &mut Process) -> bool {
         let any = self.links.look_at_rings();
         if now >= self.look_at {
@@ -190,12 +193,12 @@ impl ControlSockets {
         any
     }
 
-    /// Whether something may come that no descriptor tells of.
+    /// Whether there are rings: bytes may arrive that no descriptor tells of.
     pub(crate) fn has_rings(&self) -> bool {
         self.links.has_rings()
     }
 
-    /// When there is something to do if nothing comes.
+    /// When [`ControlSockets::poll`] has something to do if nothing arrives.
     pub(crate) fn next_tick(&self, process: &Process) -> Option<Duration> {
         if self.links.has_due() || !self.events.is_empty() {
             return Some(Duration::ZERO);
@@ -223,7 +226,7 @@ impl ControlSockets {
         self.links.take_job()
     }
 
-    /// A job is done: takes what it brought.
+    /// A job has run: takes what it received, or ends the connection.
     pub(crate) fn put_back(&mut self, now: Duration, process: &mut Process, job: LinkJob) {
         let id = job.id;
         let Some(Back { arrived, outcome }) = self.links.put_back(now, job) else { return };
@@ -242,7 +245,7 @@ impl ControlSockets {
         self.links.settle(id);
     }
 
-    /// Takes what came over a connection.
+    /// Takes one thing that arrived over a connection.
     fn take(
         &mut self,
         now: Duration,
@@ -258,7 +261,7 @@ impl ControlSockets {
             Arrived::Greeting(bytes) => self.take_greeting(now, process, id, &bytes),
             Arrived::Frame(head, entries) => self.take_frame(id, head, &entries),
             Arrived::Whole(head, bytes) => self.take_whole(id, head, bytes),
-            // Bytes of transfers go over connections of their carriers.
+            // Bodies in registered memory arrive on carriers' connections only.
             Arrived::Body => Err(NOT_ITS_SIDES.into()),
         }
     }
@@ -297,7 +300,7 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// A frame came, with all its bytes.
+    /// Takes a frame with its body.
     fn take_whole(&mut self, id: LinkId, head: Head, bytes: Vec<u8>) -> Result<(), Ended> {
         let Some(entry) = self.links.get(id) else { return Ok(()) };
         if !matches!(entry.role, Role::Serving { .. } | Role::Up { .. }) {
@@ -313,7 +316,7 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// A connection is over.
+    /// Ends a connection. If a job holds its link, the end waits until the job is back.
     pub(super) fn end_link(&mut self, now: Duration, process: &mut Process, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
         let peer = link.socket().peer_addr().ok();
@@ -344,8 +347,8 @@ impl ControlSockets {
             Role::Up { path, number, .. } => {
                 tracing::info!(?peer, %why, "a control connection broke");
                 self.note_trouble(path, &why, Some(id));
-                // What the kernel has not sent, it is not to send: without this it would go on behind our back for as long as
-                // the network takes.
+                // Linger 0 discards what the kernel has not sent, which it would otherwise keep sending for as long
+                // as the network takes.
                 let _ = sockopt::set_socket_linger(&*link, Some(Duration::ZERO));
                 drop(link);
                 self.events.push_back(ControlEvent::Broke { path, number, channel: Some(id) });
@@ -362,7 +365,8 @@ impl ControlSockets {
         }
     }
 
-    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
+    /// Ends connections whose peer was silent for too long, unless this process was itself too late to hear it. Then pings on
+    /// all connections that this process made.
     fn look(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
         let may_be_silent = |role: &Role| match role {
@@ -370,11 +374,11 @@ impl ControlSockets {
             Role::Up { from, .. } => self.silent.contains(from),
             _ => false,
         };
-        // They come back by way of their jobs' outcome, or at once.
+        // Each link is failed by its next job, or by the one that holds it.
         let dead = self
             .links
             .find(|entry| !is_late && silent(entry.heard) >= patience(entry) && !may_be_silent(&entry.role));
-        // Whoever speaks TLS speaks at once. A peer that waits for us to speak is told so before it gives up.
+        // A TLS peer speaks at once. A silent one waits for us to speak first, so say what is wrong before it gives up.
         let mute = self.links.find(|entry| {
             matches!(entry.role, Role::Accepted { .. })
                 && entry.link().is_some_and(|link| link.awaits_first_word())
@@ -400,7 +404,7 @@ impl ControlSockets {
             let (socket, peer) = match listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // Of the one connection: others go on.
+                // The error concerns this one connection. Others can be accepted.
                 Err(error) if !is_want(&error) => continue,
                 Err(error) => {
                     if !std::mem::replace(&mut self.cannot_accept, true) {
@@ -432,8 +436,8 @@ impl ControlSockets {
         }
     }
 
-    /// Whether one more has room. Of too many who have proved nothing the oldest goes: a peer that knows the secret proves it
-    /// at once.
+    /// Whether one more connection may be added. If too many have proved nothing, ends the oldest of them: a peer that
+    /// knows the secret proves it at once.
     fn make_room(&mut self, peer: SocketAddr) -> bool {
         if self.links.len() >= ACCEPTED_MAX {
             let unknown = self.links.find(|entry| matches!(entry.role, Role::Accepted { .. }));
@@ -453,7 +457,7 @@ impl ControlSockets {
 
     fn listen(&self, interest: Interest) {
         for (index, listener) in (0..).zip(&self.listeners) {
-            // It is known to the watch, which needs no more memory for this.
+            // Cannot fail for lack of memory, because the watch knows the listener already.
             let _ = self.watch.change(listener, LISTENER | index, interest);
         }
     }
@@ -470,7 +474,7 @@ impl ControlSockets {
         Ok(id)
     }
 
-    /// Ends all connections, for good, but those that ask peers to place nothing more of what broke.
+    /// Ends all connections for good, except those that ask peers for fences.
     pub(crate) fn end_all(&mut self, now: Duration, process: &mut Process) {
         let is_fence = |role: &Role| matches!(role, Role::Dialling { to: Goal::Fence(_), .. });
         for id in self.links.find(|entry| !is_fence(&entry.role)) {
@@ -479,14 +483,14 @@ impl ControlSockets {
         self.listeners.clear();
     }
 
-    /// Ends those too.
+    /// Ends the connections that ask for fences, too.
     pub(crate) fn end_fences(&mut self, now: Duration, process: &mut Process) {
         for id in self.links.find(|_| true) {
             self.end_link(now, process, id, Ended::Closed);
         }
     }
 
-    /// Shared memory for a connection that seems to stay on this host, or why there is none: then all goes through the socket.
+    /// Shared memory for a connection within this host, or why there is none. In that case everything uses the socket.
     pub(super) fn segment(&self, id: LinkId, to: Goal) -> Option<Result<Segment, String>> {
         let socket = self.links.get(id)?.link()?.socket();
         let may_be = self.offers_rings && matches!(to, Goal::Path(..)) && crate::links::is_same_host(socket);
@@ -504,7 +508,7 @@ impl ControlSockets {
         self.offers_rings
     }
 
-    /// The peer has welcomed a connection of ours.
+    /// The peer has welcomed a connection of this process.
     pub(super) fn welcomed(
         &mut self,
         id: LinkId,
@@ -515,7 +519,7 @@ impl ControlSockets {
         let (path, number) = match to {
             Goal::Fence(broken) => {
                 self.events.push_back(ControlEvent::FenceAnswered { broken, is_over: true });
-                // Nothing else is said over it.
+                // This connection has served its purpose.
                 drop(self.links.end(id, Ended::Closed));
                 return Ok(());
             }
@@ -550,10 +554,10 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// A connection of ours goes on with its greeting.
+    /// Takes the peer's next message of a greeting.
     pub(super) fn go_on(&mut self, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
         let me = self.me();
-        // Made when it is asked for, since only then the socket is known to be one of this host.
+        // Made only now, because the socket had to be connected to show that the peer is on this host.
         let to = match self.links.get(id).map(|entry| &entry.role) {
             Some(Role::Dialling { to, .. }) => *to,
             _ => return Ok(()),
@@ -588,7 +592,7 @@ impl ControlSockets {
 
 impl Control for ControlSockets {
     fn connect(&mut self, now: Duration, path: PathId, number: u32, whom: &Whom) {
-        // Each address in its turn.
+        // Each attempt uses the next address.
         let address = whom.addresses[number as usize % whom.addresses.len()];
         let dialled = self.dial(now, address, Goal::Path(path, number), whom);
         let at = self.paths.entry(path).or_default();
@@ -644,7 +648,7 @@ impl Control for ControlSockets {
     }
 }
 
-/// Longest silence of a connection.
+/// The longest silence that a connection survives.
 fn patience(entry: &Entry<Role>) -> Duration {
     match entry.role {
         Role::Accepted { .. } => CONNECTING,
@@ -652,7 +656,7 @@ fn patience(entry: &Entry<Role>) -> Duration {
     }
 }
 
-/// Of descriptors or memory.
+/// Whether accepting failed for lack of descriptors or memory.
 fn is_want(error: &io::Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|errno| wants.contains(&errno))
