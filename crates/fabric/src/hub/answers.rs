@@ -1,4 +1,4 @@
-//! What peers answer over our control connections.
+//! Takes what peers send over the control connections that this process made: outcomes, regions, carriers' answers.
 
 use super::Outside;
 use crate::control::{ChannelId, Control};
@@ -29,7 +29,7 @@ impl<C: Control> Outside<C> {
                 Err(bad) => self.end_channel(channel, bad.0),
             },
             Frame::Words { code, kind, bytes } => {
-                // A carrier that is not here has offered nothing.
+                // This process has no such carrier, so it has offered nothing.
                 let Some(place) = self.place_of(code) else { return };
                 let heard = self.with(place, |carrier, cx| match kind {
                     WordsKind::Accepted => carrier.accepted(cx, peer, &bytes),

@@ -1,4 +1,8 @@
-//! What carries out what was decided: control connections, carriers, and the process that they belong to.
+//! Everything outside [`crate::transfers::Transfers`]: the control connections, the carriers, and this process's regions and
+//! sessions.
+//!
+//! [`Outside`] is the [`Provider`] that posts to carriers and reports their events. Carriers cannot call it: they leave
+//! letters, fences and events in an [`Outbox`], and [`Outside::settle`] works these off until nothing is left.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,7 +22,7 @@ use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
 use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
 
-/// Reasons that the log names for one peer.
+/// Reasons that the log names per peer. Each is logged once.
 const REFUSALS_SAID_MAX: usize = 16;
 
 #[derive(Debug)]
@@ -27,19 +31,19 @@ pub(crate) struct Outside<C> {
     pub(crate) process: Process,
     pub(crate) control: C,
     pub(super) carriers: Vec<Box<dyn Carrier>>,
-    /// Names of the carriers, in the same order.
+    /// Names of the carriers, by index.
     names: Vec<&'static str>,
     pub(super) peers: Peers,
-    /// Peers that were removed, while something of theirs is under way: whom to ask for fences.
+    /// Removed peers with posts in flight: their fences still have to be asked for.
     pub(super) leaving: Numbered<PeerId, Whom>,
     pub(super) sessions: SessionsServed,
-    /// Control connections of ours that are up.
+    /// Control connections that this process made and that are up.
     pub(super) channels: Numbered<ChannelId, PeerId>,
     pub(super) channel_of: Numbered<PeerId, ChannelId>,
     pub(super) paths: Numbered<PathId, PathAt>,
-    /// Of those, what was removed: known here until nothing is under way there any more.
+    /// Removed paths that still have posts in flight.
     going: Vec<PathId>,
-    /// Immediates and messages under way, and over which connection.
+    /// Immediates and messages in flight, with the connection that each was sent over.
     pub(super) posted: Numbered<Token, ChannelId>,
     pub(super) fences: Fences,
     pub(super) outbox: Outbox,
@@ -48,12 +52,12 @@ pub(crate) struct Outside<C> {
 #[derive(Debug)]
 pub(super) struct PathAt {
     pub(super) peer: PeerId,
-    /// None: it carries immediates and messages.
+    /// Index of its carrier. None: the control path, which carries immediates and messages.
     pub(super) carrier: Option<u8>,
-    /// What the carrier calls it.
+    /// The name under which the carrier connects it.
     name: u64,
     pub(super) address: Option<SocketAddr>,
-    /// Why it is not up, or was not the last time.
+    /// Why it is not up now, or was not the last time.
     pub(super) trouble: Option<String>,
 }
 
@@ -79,12 +83,12 @@ impl<C: Control> Outside<C> {
         }
     }
 
-    /// The time at which the lock was taken.
+    /// The time at which the lock was taken, or was read last since.
     pub(crate) fn now(&self) -> Duration {
         self.clock.now()
     }
 
-    /// Calls a carrier.
+    /// Calls a carrier with its context.
     pub(super) fn with<T>(
         &mut self,
         place: u8,
@@ -121,12 +125,12 @@ impl<C: Control> Outside<C> {
         }
     }
 
-    /// The place of the carrier with this code.
+    /// The index of the carrier with this code.
     pub(super) fn place_of(&self, code: u8) -> Option<u8> {
         (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(place, _)| place)
     }
 
-    /// The name of the carrier at this place.
+    /// The name of the carrier at this index.
     pub(super) fn name_at(&self, place: u8) -> &'static str {
         self.names.get(usize::from(place)).copied().unwrap_or("?")
     }
@@ -154,7 +158,7 @@ impl<C: Control> Outside<C> {
         Some(BothSides { own: self.process.regions.shapes(), theirs })
     }
 
-    /// What this process has registered, or not any more, is told to all who are connected.
+    /// Sends all connected peers a region that was registered or unregistered.
     pub(crate) fn announce_region(&mut self, number: u32) {
         let Some(news) = self.process.regions.news_of(number) else { return };
         for bytes in crate::tcp::encode_regions(&[news]) {
@@ -165,7 +169,7 @@ impl<C: Control> Outside<C> {
         self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
     }
 
-    /// A window that is open, or not any more, is told to its peer, if that is connected.
+    /// Sends a window that was opened or closed to its reader, if that is connected.
     pub(crate) fn announce_window(&mut self, number: u32, to: Identity) {
         let news = self.process.regions.news_of_window(number);
         for bytes in crate::tcp::encode_regions(&news) {
@@ -175,12 +179,12 @@ impl<C: Control> Outside<C> {
         }
     }
 
-    /// What this process or a peer has registered is known to be another by now.
+    /// Tells the carriers that this process's or the peer's regions have changed.
     pub(crate) fn peer_has_changed(&mut self, peer: PeerId) {
         self.each(|carrier, cx| carrier.regions_changed(cx, peer));
     }
 
-    /// Takes what control connections have brought, and what carriers have asked for. Whether there was anything.
+    /// Takes the events of control connections, and works off the outbox. Whether there was anything.
     pub(super) fn settle(&mut self) -> bool {
         let mut any = false;
         loop {
@@ -225,7 +229,7 @@ impl<C: Control> Outside<C> {
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
-        // After each of its connections the same peer is refused for the same reason.
+        // A peer that reconnects refuses for the same reason each time.
         let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
         if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
             tracing::info!(peer = known.name(), carrier = name, %why, "carrier cannot reach peer (logged once)");
@@ -235,12 +239,13 @@ impl<C: Control> Outside<C> {
 
     fn begin_fence(&mut self, fence: NewFence) {
         let NewFence { code, connection, peer, whom, tokens, lease } = fence;
-        // After the connection was closed: until then its bytes went out, and this thread may have been stopped.
+        // Read after the connection was closed: until then its bytes went out, and this thread may have been stopped in
+        // between.
         let now = self.clock.read();
         self.fences.add(now, (code, connection), peer, whom, tokens, lease);
     }
 
-    /// Asks what is to be asked by now. Whether there was anything.
+    /// Ends fences whose time is over, and asks for those that are due. Whether there was anything.
     fn see_to_fences(&mut self) -> bool {
         let now = self.now();
         if self.fences.next_tick().is_none_or(|at| at > now) {
@@ -271,7 +276,7 @@ impl<C: Control> Outside<C> {
         place.map(|place| self.with(place, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
     }
 
-    /// A peer has confirmed that it places nothing more of a broken connection, or could not.
+    /// A peer has confirmed that it places nothing more of a broken connection, or could not confirm it yet.
     pub(super) fn fence_answered(&mut self, broken: Broken, is_over: bool) {
         if is_over {
             let tokens = self.fences.confirmed(broken);
@@ -284,7 +289,7 @@ impl<C: Control> Outside<C> {
         place.map(|place| self.with(place, |carrier, cx| carrier.see_whether_gone(cx, connection)));
     }
 
-    /// A process wants nothing more to be placed of a connection of its.
+    /// A peer asks that nothing more is placed of a broken connection. Whether that is so already.
     pub(super) fn fence(&mut self, from: Identity, (code, connection): Broken) -> bool {
         let Some(place) = self.place_of(code) else { return true };
         self.with(place, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
@@ -299,7 +304,7 @@ impl<C: Control> Outside<C> {
             ControlEvent::Session { channel, served } => {
                 self.sessions.insert(channel, served);
                 let mut frames = crate::tcp::encode_regions(&self.process.regions.news(served.from));
-                // That was all.
+                // An empty frame marks the end of the list.
                 frames.push(Vec::new());
                 frames.into_iter().for_each(|bytes| self.control.send(channel, Frame::Regions(bytes)));
             }
@@ -356,13 +361,13 @@ impl<C: Control> Outside<C> {
         self.outbox.events.push_back(Event::Broke { path, connection: number });
     }
 
-    /// Says what a carrier has to say.
+    /// Sends a carrier's letter.
     fn deliver(&mut self, to: crate::carrier::Party, frame: Frame<std::sync::Arc<[u8]>>) {
         let channel = match to {
             crate::carrier::Party::Peer(peer) => self.channel_of.get(&peer).copied(),
             crate::carrier::Party::Session(session) => Some(session.0),
         };
-        // What is said to whoever is gone is lost, as the carrier is told.
+        // Lost if the other end is gone; the carrier hears of that end by itself.
         channel.into_iter().for_each(|channel| self.control.send(channel, frame.clone()));
     }
 
@@ -393,12 +398,12 @@ impl<C: Control> Outside<C> {
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
-    /// Whether there is something to forget soon.
+    /// Whether removed peers or paths wait to be forgotten.
     pub(super) fn forgets(&self) -> bool {
         !self.leaving.is_empty() || !self.going.is_empty()
     }
 
-    /// Forgets the paths that were removed and are not known any more.
+    /// Forgets removed paths that `is_known` no longer knows.
     pub(super) fn forget_paths(&mut self, is_known: impl Fn(PathId) -> bool) {
         let paths = &mut self.paths;
         self.going.retain(|path| {

@@ -1,4 +1,4 @@
-//! What peers ask for over their control connections.
+//! Serves what peers send over the control connections that they made: immediates, messages, fences and carriers' words.
 
 use super::Outside;
 use crate::carrier::{BadWords, Party, SessionId};
