@@ -57,7 +57,7 @@ impl ControlSockets {
         };
         entry.role = role;
         if proved.is_none() && self.told.is_news(peer, "unproved") {
-            tracing::warn!(?peer, "refused a peer that does not know the secret; said once of this address");
+            tracing::warn!(once = true, ?peer, "peer refused: it does not know the secret");
         }
         self.links.want(id, wants);
         self.links.send(id, verdict);
@@ -130,7 +130,7 @@ impl ControlSockets {
         match segment_of(offer) {
             Ok(segment) => Some(segment.ends(Side::Listening)),
             Err(error) => {
-                tracing::info!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
+                tracing::info!(pid = offer.pid, %error, "cannot use the peer's shared memory: control messages use the socket");
                 self.without_rings += 1;
                 None
             }

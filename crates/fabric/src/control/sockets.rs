@@ -408,14 +408,15 @@ impl ControlSockets {
                 Err(error) if !is_want(&error) => continue,
                 Err(error) => {
                     if !std::mem::replace(&mut self.cannot_accept, true) {
-                        tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms, said once");
+                        let retry_ms = ACCEPT_PAUSE.as_millis() as u64;
+                        tracing::warn!(once = true, %error, retry_ms, "cannot accept connections; retrying");
                     }
                     self.accept_at = Some(now + ACCEPT_PAUSE);
                     return self.listen(Interest::default());
                 }
             };
             if std::mem::take(&mut self.cannot_accept) {
-                tracing::info!("connections are accepted again");
+                tracing::info!("accepting connections again");
             }
             if !self.make_room(peer) {
                 continue;
@@ -431,7 +432,7 @@ impl ControlSockets {
             if let Err(error) = added
                 && self.told.is_news(Some(peer), "not accepted")
             {
-                tracing::warn!(%peer, %error, "a connection cannot be accepted; said once of this address");
+                tracing::warn!(once = true, %peer, %error, "cannot accept a connection");
             }
         }
     }
@@ -443,14 +444,15 @@ impl ControlSockets {
             let unknown = self.links.find(|entry| matches!(entry.role, Role::Accepted { .. }));
             if unknown.len() >= ACCEPTED_MAX {
                 if self.told.is_news(Some(peer), "too many") {
-                    tracing::warn!(%peer, "too many connections prove nothing: the oldest are closed; said once of this address");
+                    let limit = ACCEPTED_MAX;
+                    tracing::warn!(once = true, %peer, limit, "too many unauthenticated connections; closing the oldest");
                 }
                 unknown.first().iter().for_each(|id| drop(self.links.end(**id, Ended::Closed)));
             }
         }
         let has_room = self.links.len() < LINKS_MAX;
         if !has_room && self.told.is_news(Some(peer), "no room") {
-            tracing::warn!(%peer, "too many connections: one is refused; said once of this address");
+            tracing::warn!(once = true, %peer, limit = LINKS_MAX, "too many connections; refusing this one");
         }
         has_room
     }

@@ -232,7 +232,7 @@ impl<C: Control> Outside<C> {
         // A peer that reconnects refuses for the same reason each time.
         let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
         if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
-            tracing::info!(peer = known.name(), carrier = name, %why, "carrier cannot reach peer (logged once)");
+            tracing::info!(once = true, peer = known.name(), carrier = name, %why, "carrier cannot reach peer");
             known.said_refusals.push((code, why));
         }
     }

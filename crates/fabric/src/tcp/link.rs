@@ -46,7 +46,7 @@ pub(crate) enum Ended {
     TooSlow,
     #[error("the peer closed the connection")]
     Closed,
-    #[error("the peer has said back nothing new for too long to place its bytes")]
+    #[error("lease expired: the peer has not echoed a recent stamp")]
     Late,
     #[error("a GPU still copies what the fenced connection has brought")]
     StillPlaces,

@@ -254,7 +254,7 @@ impl Copies {
             match thread.spawn(move || shared.help()) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
-                    tracing::warn!(%error, "no more threads can be made to copy between processes");
+                    tracing::warn!(%error, threads = self.threads.len(), "cannot start another copy thread");
                     self.helpers = self.threads.len();
                 }
             }

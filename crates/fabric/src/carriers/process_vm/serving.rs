@@ -72,7 +72,7 @@ impl ProcessVm {
             bytes = rest;
             // The peer reuses its memory when the lease is over, so nothing may be placed after that.
             if !cx.may_place() {
-                return Err(BadWords("it has said back nothing new for too long to place its bytes"));
+                return Err(BadWords("its lease expired: it has not echoed a recent stamp"));
             }
             // SAFETY: the piece lies in a registered region, valid for writes of `len` bytes until the region is given back.
             // Giving it back takes the engine's lock, which this thread holds. Other threads write such memory as they may.

@@ -322,6 +322,6 @@ impl Slots {
 
     fn note_failure(&mut self, error: &GpuError, way: Way) {
         self.pool.iter().for_each(|pool| pool.count_failure());
-        tracing::warn!(%error, ?way, "a GPU's driver could not copy bytes of a transfer");
+        tracing::warn!(%error, ?way, "GPU driver failed to copy bytes of a transfer");
     }
 }

@@ -78,7 +78,7 @@ impl SlotPool {
             Err(error) => {
                 let mut state = self.state.lock();
                 let of_way = &mut state.ways[way as usize];
-                tracing::warn!(%error, slots = of_way.made, "no more pinned memory for GPUs' bytes");
+                tracing::warn!(%error, slots = of_way.made, "cannot pin another slot for GPU transfers");
                 of_way.trouble = Some(error);
             }
         }

@@ -160,7 +160,8 @@ impl SocketCarrier {
         }
         if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_told_of_gpus, true) {
             tracing::info!(
-                "transfers of GPUs' memory go through pinned memory and sockets: nothing else here reaches it"
+                once = true,
+                "GPU transfers pass through pinned host memory and sockets: no carrier reaches GPU memory directly"
             );
         }
     }
