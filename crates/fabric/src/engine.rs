@@ -31,7 +31,7 @@ use crate::audit;
 use crate::carriers::slots::{SlotPool, Staged};
 use crate::carriers::socket::SocketOptions;
 use crate::carriers::{CMA, NewCarrier, Setup, own};
-use crate::control::sockets::ControlSockets;
+use crate::control::sockets::{ControlOptions, ControlSockets};
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
 use crate::hub::socket_hub::{CONTROL, SocketHub};
@@ -103,19 +103,19 @@ impl Engine {
         // Only sockets encrypt.
         let allowed = if credentials.is_some() { Some(Transport::TCP) } else { transport };
         // Rings go through memory that processes of one host share, as cma does.
-        let has_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
+        let offers_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);
-        let mut control = ControlSockets::open(
+        let control = ControlOptions {
             me,
             proofs,
-            credentials.clone(),
-            of_control,
-            &listen,
-            has_rings,
+            credentials: credentials.clone(),
+            listen: &listen,
+            offers_rings,
             wants_sums,
-        )?;
+        };
+        let mut control = ControlSockets::open(of_control, control)?;
         let addresses = if advertise.is_empty() { control.listens_at()? } else { advertise.clone() };
         let sockets = SocketOptions { me, credentials, wants_sums, addresses, connections };
         let (slots, chunk_bytes) = (Arc::new(SlotPool::new(transfers.chunk_bytes)), transfers.chunk_bytes);

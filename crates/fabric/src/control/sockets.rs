@@ -121,16 +121,27 @@ pub(crate) enum Goal {
     Fence(Broken),
 }
 
+/// What [`ControlSockets::open`] needs to know.
+#[derive(Debug)]
+pub(crate) struct ControlOptions<'a> {
+    pub(crate) me: Identity,
+    pub(crate) proofs: Proofs,
+    /// If present, every connection is encrypted.
+    pub(crate) credentials: Option<Arc<Credentials>>,
+    pub(crate) listen: &'a [SocketAddr],
+    /// Whether connections within this host use shared-memory rings instead of the socket.
+    pub(crate) offers_rings: bool,
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
+    pub(crate) wants_sums: bool,
+}
+
 impl ControlSockets {
-    pub(crate) fn open(
-        me: Identity,
-        proofs: Proofs,
-        credentials: Option<Arc<Credentials>>,
-        watch: Watch,
-        listen: &[SocketAddr],
-        offers_rings: bool,
-        wants_sums: bool,
-    ) -> io::Result<ControlSockets> {
+    /// Listens at all addresses.
+    ///
+    /// # Errors
+    /// An address cannot be listened at, or a listener cannot be watched.
+    pub(crate) fn open(watch: Watch, options: ControlOptions<'_>) -> io::Result<ControlSockets> {
+        let ControlOptions { me, proofs, credentials, listen, offers_rings, wants_sums } = options;
         let mut listeners = Vec::new();
         for (index, address) in (0..).zip(listen) {
             let listener = TcpListener::bind(address)
