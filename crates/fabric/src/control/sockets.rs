@@ -121,7 +121,7 @@ pub(crate) enum Goal {
     Fence(Broken),
 }
 
-/// What [`ControlSockets::open`] needs to know.
+/// Options of [`ControlSockets::open`].
 #[derive(Debug)]
 pub(crate) struct ControlOptions<'a> {
     pub(crate) me: Identity,

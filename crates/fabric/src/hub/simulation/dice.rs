@@ -1,6 +1,6 @@
-//! Chance.
+//! Random numbers from a seed.
 
-/// Numbers that follow from a seed (splitmix64).
+/// The generator splitmix64; public, so that a state can be set.
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {

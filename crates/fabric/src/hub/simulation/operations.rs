@@ -1,4 +1,4 @@
-//! What applications have asked for, and whether it ended as it should.
+//! Everything that applications asked for, and whether it ended rightly.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::faults::Fault;
 use super::memory::{Memory, PieceAt, State};
 use crate::transfers::{Failure, Op, PeerId, Ticket};
 
-/// A transfer or a message.
+/// A transfer or a message of an application.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) process: usize,
@@ -16,7 +16,7 @@ pub(super) struct Operation {
     pub(super) what: What,
     pub(super) deadline: Option<Duration>,
     pub(super) is_cancelled: bool,
-    /// Nothing goes wrong any more.
+    /// Begun after the network was calmed down, so it must succeed.
     pub(super) is_calm: bool,
     pub(super) over: Option<Result<(), Failure>>,
 }
@@ -26,13 +26,13 @@ pub(super) enum What {
     Transfer {
         op: Op,
         pieces: Vec<PieceAt>,
-        /// Names a counter of its own.
+        /// The transfer names a counter, which no other one names.
         has_counter: bool,
         is_counted: bool,
-        /// The use of its counter that it names has ended.
+        /// The counter was retired.
         is_retired: bool,
     },
-    /// So often somebody took it.
+    /// `received`: how often the receiver took it.
     Message { bytes: Vec<u8>, received: u64 },
 }
 
@@ -48,7 +48,7 @@ impl Operation {
         }
     }
 
-    /// Whether it has ended with a cause, and what was asked for has happened if it is done.
+    /// Checks that a failure has a cause, and that a success happened.
     pub(super) fn judge(
         &self,
         memory: &Memory,
@@ -74,7 +74,7 @@ impl Operation {
         Err(format!("{self:?} ended without a cause: {outcome:?}"))
     }
 
-    /// Whether its peer has not, or not to be written, what it is about.
+    /// Whether the peer may refuse it: a region is not registered there, or is not writable.
     pub(super) fn may_be_refused(&self, memory: &Memory) -> bool {
         let What::Transfer { op, pieces, .. } = &self.what else { return false };
         pieces.iter().any(|piece| {

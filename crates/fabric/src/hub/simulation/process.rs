@@ -1,4 +1,4 @@
-//! A process with a real hub: what its engine does with it, without threads.
+//! A process with a real hub. Does what its engine would do, without threads.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::registrar::{MemoryRegion, Registrar};
 use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
 use crate::trust::{Key, Trust};
 
-/// As engines have it.
+/// As in `engine.rs`.
 const LET_GO: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const DESCRIPTOR_ADDRESS: u8 = 1;
@@ -34,23 +34,23 @@ pub(super) struct Node {
     pub(super) hub: Hub<SimulatedControl>,
     pub(super) network: Shared,
     registrars: Vec<(u8, Arc<dyn Registrar>)>,
-    /// Peers that were added and not removed, and which process each is.
+    /// Peers that were added and not removed, with their process.
     pub(super) peers: Vec<(PeerId, usize)>,
     letting_go: Vec<LettingGo>,
-    /// Whoever closes it waits until then for neighbours that read.
+    /// Closing waits until then for neighbours that may still read.
     closing: Option<Duration>,
     pub(super) is_closed: bool,
-    /// It was killed.
+    /// The process was killed.
     pub(super) is_dead: bool,
-    /// When it looks again by itself.
+    /// Time of its next scheduled tick.
     pub(super) tick_at: Option<u64>,
 }
 
-/// Memory that somebody waits for.
+/// A region that its owner waits for.
 struct LettingGo {
     region: usize,
     seen: MemoryRegion,
-    /// When what touches it is ended.
+    /// From then on, whatever touches it is ended.
     at: Duration,
 }
 
@@ -99,7 +99,7 @@ impl Node {
         Some(self.network.lock().memory.add_region(region))
     }
 
-    /// Begins to give memory back, unless a transfer of this process has it.
+    /// Begins to give a region back, unless a transfer of this process uses it.
     pub(super) fn unregister(&mut self, region: usize) {
         let number = self.network.lock().memory.regions[region].number;
         let outside = &mut self.hub.outside;
@@ -118,7 +118,7 @@ impl Node {
         self.letting_go.push(LettingGo { region, seen, at });
     }
 
-    /// Whoever gives memory back looks whether something touches it still.
+    /// Gives back regions that nothing touches any more, and ends what touches one for too long.
     fn let_go(&mut self) {
         let now = self.hub.now();
         let mut left = Vec::new();
@@ -158,7 +158,7 @@ impl Node {
         }
     }
 
-    /// Of a peer by its descriptor, or by its address only.
+    /// Adds a peer, by its descriptor or by its address only.
     pub(super) fn connect(&mut self, descriptor: Option<&Descriptor>, address: SocketAddr, to: usize) {
         let identity = |known: &Descriptor| Identity { engine: known.engine_id, boot: known.boot_nonce };
         let session = u128::from(self.network.lock().dice.roll());
@@ -185,7 +185,7 @@ impl Node {
         self.closing = Some(self.hub.now() + LET_GO);
     }
 
-    /// Connections of this process end at this end.
+    /// Ends these ends of connections.
     pub(super) fn end_wires(&mut self, ends: Vec<(u64, usize)>) {
         for (wire, end) in ends {
             let served = self.network.lock().ended(wire, end);
@@ -197,7 +197,7 @@ impl Node {
         }
     }
 
-    /// Whoever closes goes on when nothing of this process's memory is touched any more.
+    /// Finishes closing once nothing touches this process's memory.
     fn go_on_closing(&mut self) {
         let Some(until) = self.closing else { return };
         let outside = &mut self.hub.outside;
@@ -216,7 +216,7 @@ impl Node {
         while self.hub.pump() {}
     }
 
-    /// Takes what came, and does what is due.
+    /// Takes what arrived, and does what is due.
     pub(super) fn settle(&mut self) {
         for place in 0..self.hub.outside.carriers.len() as u8 {
             self.hub.outside.with(place, |carrier, cx| carrier.poll(cx));
@@ -227,7 +227,7 @@ impl Node {
         self.pump();
     }
 
-    /// When there is something to do if nothing comes, and what.
+    /// The next time at which something is due, and for which part.
     pub(super) fn next_tick(&self) -> Option<(Duration, &'static str)> {
         let outside = &self.hub.outside;
         let carriers = outside.carriers.iter().filter_map(|carrier| carrier.next_tick(outside.now())).min();
@@ -243,7 +243,7 @@ impl Node {
         ticks.filter(|(at, _)| *at < Duration::MAX).min()
     }
 
-    /// Peers to which transfers have a path of the better carrier that is up, and which connection of it.
+    /// Peers whose path of the better carrier is up, for transfers too, with its connection.
     pub(super) fn better_paths(&self) -> Vec<(PeerId, PathId, u32)> {
         let network = self.network.lock();
         let of_process = network.better.iter().filter(|((process, _), _)| *process == self.process);
@@ -253,7 +253,7 @@ impl Node {
             .collect()
     }
 
-    /// Whether each peer's control connection and both carriers' paths are up.
+    /// Whether the control connection and both carriers' paths are up for each peer.
     pub(super) fn is_all_up(&self) -> bool {
         self.peers.iter().all(|(peer, _)| {
             let paths = self.hub.transfers.paths(*peer);
@@ -266,7 +266,7 @@ impl Node {
 }
 
 impl Node {
-    /// What a hub still has although nothing is under way with its peers, which are all connected.
+    /// Everything that a hub still keeps although all its peers are connected and nothing is in flight. Empty if it is right.
     pub(super) fn kept(&self) -> Vec<String> {
         let Hub { transfers, outside, .. } = &self.hub;
         let paths: usize = outside.peers.keys().map(|peer| transfers.paths(*peer).len()).sum();
@@ -287,7 +287,7 @@ impl Node {
         wrong.map(|(what, is, should_be)| format!("{is} {what}, not {should_be}")).collect()
     }
 
-    /// What a hub still has when all is over: it should be nothing.
+    /// Everything that a hub still keeps after the end. Empty if it is right.
     pub(super) fn left_over(&mut self, sessions_kept: Duration) -> Vec<String> {
         let now = self.hub.now() + sessions_kept;
         let Hub { transfers, outside, .. } = &mut self.hub;

@@ -1,4 +1,4 @@
-//! One seed's world: what applications do and what goes wrong, whether all of it ends as it should, and what is left then.
+//! One seed's world. Runs the plan, checks every outcome, and checks at the end that nothing is left.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -17,11 +17,11 @@ use crate::descriptor::Descriptor;
 use crate::identity::Identity;
 use crate::transfers::{Options, PeerId};
 
-/// More events mean that something goes round and round.
+/// A run with more events is caught in a loop.
 const EVENTS_MAX: usize = 100_000;
-/// Longer than everything takes once nothing goes wrong any more.
+/// Longer than anything takes once nothing goes wrong.
 const CALM_US: u64 = 60_000_000;
-/// By then whatever broke before is known to be broken, and whoever was stopped goes on.
+/// By then, broken connections are noticed and stopped processes have resumed.
 const NOTICED_US: u64 = 8_000_000;
 /// Longer than a session is remembered.
 const SESSIONS_KEPT: Duration = Duration::from_secs(130);
@@ -33,11 +33,11 @@ pub(super) struct World {
     pub(super) nodes: Vec<Node>,
     pub(super) operations: Vec<Operation>,
     pub(super) plan: Vec<Planned>,
-    /// Of the plan, what has not come to pass.
+    /// Entries of the plan that have not happened yet.
     pub(super) still_planned: usize,
-    /// What processes have told of themselves at some time.
+    /// Every descriptor that a process ever made.
     pub(super) descriptors: Vec<(usize, Descriptor)>,
-    /// Peers that were described when they were known.
+    /// Peers that got another descriptor after they were added.
     pub(super) described_late: BTreeSet<(usize, PeerId)>,
     pub(super) fault: Fault,
 }
@@ -87,7 +87,7 @@ impl World {
         self.below(count) == 0
     }
 
-    /// A process begins, at an address that a former one may have had.
+    /// Starts a process, at an address that an earlier one may have had.
     pub(super) fn add_process(&mut self, at: usize) {
         let boot = self.nodes.len() as u64;
         let identity = Identity { engine: at as u128, boot };
@@ -157,7 +157,7 @@ impl World {
     pub(super) fn step(&mut self, process: usize, next: Next) -> Result<(), String> {
         self.still_planned -= usize::from(matches!(next, Next::Asked(_)));
         if self.nodes[process].is_dead {
-            // Whoever asks hears at least that nobody answers.
+            // The asking side must learn at least that it gets no answer.
             if let Next::FenceAsked(index) = next {
                 self.network.lock().fence_asked(index);
             }
@@ -228,7 +228,7 @@ impl World {
         Ok(())
     }
 
-    /// Of peers that are known by their address only, another process may have begun to listen there meanwhile.
+    /// At the address of a peer connected by address only, another process may listen by now.
     pub(super) fn note_who_answered(&mut self, process: usize) {
         let Node { hub, peers, .. } = &mut self.nodes[process];
         let network = self.network.lock();
@@ -238,7 +238,7 @@ impl World {
         }
     }
 
-    /// What counters have counted: once each, and after the bytes are in place.
+    /// Checks the counters: each transfer counts once, after its bytes are in place.
     pub(super) fn count(&mut self) -> Result<(), String> {
         for index in 0..self.operations.len() {
             let operation = &self.operations[index];
@@ -263,7 +263,7 @@ impl World {
         Ok(())
     }
 
-    /// Transfers of a process that are over: their memory is used otherwise at once.
+    /// Checks the transfers of a process that have ended. Their memory is in other use at once.
     pub(super) fn look_at_ends(&mut self, process: usize) -> Result<(), String> {
         for operation in self.operations.iter_mut().filter(|operation| operation.process == process) {
             let node = &self.nodes[process];
@@ -283,7 +283,7 @@ impl World {
         Ok(())
     }
 
-    /// Whatever went wrong before: each peer that is there is reached by all ways, and what is asked for is done.
+    /// Checks that the world recovers: every living peer is reached over all its paths, and new transfers succeed.
     pub(super) fn all_is_well(&mut self) -> Result<(), String> {
         let noticed = self.now() + NOTICED_US;
         let living = self.living();
@@ -338,7 +338,7 @@ impl World {
             .collect()
     }
 
-    /// What is registered is known to all who are connected. An old descriptor may have brought back what is gone.
+    /// Each peer must know every region of a connected process. An old descriptor may have added one that is gone.
     pub(super) fn each_knows_what_others_have(&self) -> Result<(), String> {
         for process in self.living() {
             for (peer, to) in &self.nodes[process].peers {
@@ -358,7 +358,7 @@ impl World {
         Ok(())
     }
 
-    /// All peers are removed and all memory is given back: then nothing is left.
+    /// Removes all peers and gives back all memory, then checks that nothing is left.
     pub(super) fn end(&mut self) -> Result<(), String> {
         for process in
             (0..self.nodes.len()).filter(|process| !self.nodes[*process].is_dead).collect::<Vec<_>>()

@@ -1,5 +1,5 @@
-//! A simulated carrier like process_vm: it reaches the hosts' memory only, is of the better class, vanishes and returns while
-//! peers live, and needs the control connection. Who the bytes are for reads them from the other process's memory.
+//! A simulated carrier like process_vm, of the better class: reaches host memory only, needs the control connection, and may
+//! vanish and return at any time. The side that wants the bytes reads them from the other process's memory.
 
 pub(super) mod neighbours;
 
@@ -21,30 +21,30 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, 
 
 pub(super) const FAST: u8 = 201;
 pub(super) const CLASS: u8 = 0;
-/// Writes of fewer bytes go with the words that ask for them.
+/// WRITEs of fewer bytes travel inside the request.
 const PULLED_BYTES_MIN: usize = 48;
-/// Longer than any process is stopped, or any frame is under way.
+/// Longer than any process is stopped, and than any frame is in flight.
 const KEYS_PATIENCE: Duration = Duration::from_secs(10);
-/// So long after the other side has lost the connection the bytes of its words may be placed.
+/// Bytes inside a request may be placed for so long after the other side has lost the connection.
 const PLACES_US: u64 = 2_500_000;
-/// What is asked for over a connection that is fenced.
+/// Answers requests of a connection that was fenced.
 pub(super) const NO_NEIGHBOUR: &str = "a request of a neighbour that is none";
 
-/// One process's.
+/// The carrier of one process.
 #[derive(Debug)]
 pub(super) struct Fast {
     me: usize,
     network: Shared,
     /// Peers whose control connection is up.
     controls: BTreeSet<PeerId>,
-    /// Of them, those to which there is a path.
+    /// Those of them that have a path.
     with_path: BTreeSet<PeerId>,
     paths: BTreeMap<PeerId, PathId>,
     readers: BTreeMap<PeerId, Reader>,
     posted: BTreeMap<Token, Posted>,
     serving: BTreeMap<SessionId, Serving>,
     copying: BTreeMap<u64, Copying>,
-    /// Of broken connections that are fenced, whose memory it was, and the writes that its process may still read.
+    /// Fenced connections: the process that may still read, and the WRITEs that it was to read.
     pulling: BTreeMap<u64, (usize, Vec<Token>)>,
     is_closed: bool,
 }
@@ -57,16 +57,16 @@ struct Reader {
     connection: u64,
     process: usize,
     is_up: bool,
-    /// A post was handed back, since the peer has not told of its region yet.
+    /// A post was answered `NotNow`, because the peer has not reported its region yet.
     awaits_keys_since: Option<Duration>,
-    /// For so long that the next such post is refused.
+    /// [`KEYS_PATIENCE`] is over, so the next such post is refused.
     awaits_no_more: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Posted {
     peer: PeerId,
-    /// This process reads, by this copy; else the peer does.
+    /// The copy by which this process reads. None: the peer reads.
     copy: Option<u64>,
     is_inline: bool,
 }
@@ -88,7 +88,7 @@ struct Copying {
 
 #[derive(Debug, Clone, Copy)]
 struct CopiedRange {
-    /// In this process, and in the other one.
+    /// Address in this process; `from`: in the other one.
     to: usize,
     from: usize,
     region: u32,
@@ -98,9 +98,9 @@ struct CopiedRange {
 
 #[derive(Debug, Clone, Copy)]
 enum CopyOf {
-    /// A read of ours, from that process.
+    /// A READ of this process, from that process.
     Ours { token: Token, whose: Whose, connection: u64, process: usize },
-    /// A write of a neighbour's.
+    /// A neighbour's WRITE.
     Theirs { token: Token, whose: Whose, session: SessionId, owner: Owner, connection: u64 },
 }
 
@@ -123,7 +123,7 @@ impl Network {
     }
 }
 
-/// Notes on the card what is registered.
+/// Marks regions on the process's card.
 #[derive(Debug)]
 struct CardRegistrar {
     me: usize,
@@ -195,7 +195,7 @@ impl Fast {
         }
     }
 
-    /// There is no way to a peer until it returns.
+    /// Removes the path to a peer until it returns.
     fn vanish(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         let ends_first = {
             let network = &mut *self.network.lock();
@@ -207,7 +207,7 @@ impl Fast {
         if ends_first {
             self.end(cx, peer, why);
         }
-        // Else its connection is closed because of that.
+        // Otherwise the removed path's connection is closed later.
         self.with_path.remove(&peer);
         self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
     }
@@ -227,7 +227,7 @@ impl Fast {
         }
     }
 
-    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    /// Ends the connection to a peer. A post on it completes once nothing touches its memory any more.
     fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         let Some(reader) = self.readers.remove(&peer) else { return };
         let Reader { path, number, connection, process, .. } = reader;
@@ -244,7 +244,7 @@ impl Fast {
         let (mut pulled, mut inline) = (Vec::new(), Vec::new());
         for (token, posted) in of_peer {
             match posted.copy {
-                // Over when the copy is.
+                // The post completes when the copy has ended.
                 Some(copy) => {
                     self.copying.get_mut(&copy).into_iter().for_each(|copy| copy.is_given_up = true);
                     continue;
@@ -272,13 +272,13 @@ impl Fast {
         network.fast.made += 1;
         let copy = network.fast.made;
         self.copying.insert(copy, copying);
-        // A thread may be stopped in the middle of a call.
+        // The thread may be stopped in the middle of a call.
         let delay = network.long_delay();
         network.fast_later(network.now + delay, self.me, Happening::Copied(copy));
         copy
     }
 
-    /// A call copies, whatever has become of what it is for.
+    /// One call copies its bytes, even if its transfer has ended meanwhile.
     fn copied(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get_mut(&id) else { return };
         let range = copying.ranges[copying.next];
@@ -304,7 +304,7 @@ impl Fast {
         }
     }
 
-    /// The card has been looked at after a call.
+    /// Checks the card after a call.
     fn looked(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get_mut(&id) else { return };
         let CopyOf::Ours { process, .. } = copying.whose else { return };
@@ -316,7 +316,7 @@ impl Fast {
         self.go_on(cx, id);
     }
 
-    /// The next call of a copy, or its end.
+    /// Makes the next call of a copy, or ends it.
     fn go_on(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get(&id) else { return };
         let is_over = copying.next == copying.ranges.len() || copying.is_given_up || copying.is_refused;
@@ -373,7 +373,7 @@ impl Fast {
         }
     }
 
-    /// A neighbour's write.
+    /// Takes a neighbour's WRITE.
     fn serve(&mut self, cx: &mut Context<'_>, session: SessionId, said: Said) -> Result<(), BadWords> {
         let Some(Serving { owner, connection }) = self.serving.get(&session).copied() else {
             return Err(BadWords(NO_NEIGHBOUR));
@@ -504,7 +504,7 @@ impl Carrier for Fast {
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.controls.insert(peer);
-        // It may not be there when the peer comes.
+        // The carrier may not reach the peer at first.
         let is_away = self.network.lock().goes_wrong(5);
         if is_away {
             self.network.lock().fast_soon(self.me, Happening::Returns(peer));

@@ -1,5 +1,5 @@
-//! A simulated carrier like sockets: it reaches all memory, and is of the worse class. Its connections are its own, and stay
-//! when a control connection breaks. Bytes of a broken connection still land, until a fence or the lease ends that.
+//! A simulated carrier like sockets, of the worse class: reaches all memory. Its connections are its own, and survive the end
+//! of a control connection. Bytes of a broken connection still land, until a fence or the lease ends that.
 
 pub(super) mod links;
 
@@ -19,15 +19,15 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, 
 
 pub(super) const SLOW: u8 = 202;
 const CLASS: u8 = 1;
-/// So long after the other side has closed a connection its bytes may be placed.
+/// Bytes may be placed for so long after the connecting side has closed the connection.
 const PLACES_US: u64 = 2_500_000;
 
-/// One process's.
+/// The carrier of one process.
 #[derive(Debug)]
 pub(super) struct Slow {
     me: usize,
     network: Shared,
-    /// Peers that have accepted, and whether their paths were added.
+    /// Peers that accepted the offer, and whether their paths were added.
     peers: BTreeMap<PeerId, bool>,
     paths: BTreeMap<PathId, u64>,
     is_closed: bool,
@@ -47,19 +47,19 @@ impl Network {
         at
     }
 
-    /// A connection breaks somewhere between its sides.
+    /// Breaks a connection between its ends.
     fn break_link(&mut self, id: u64) {
         let Some(link) = self.slow.links.get_mut(&id).filter(|link| !link.is_broken) else { return };
         link.is_broken = true;
         let (from, to) = (link.from, link.to);
         let notice = self.notice();
         self.slow_later(self.now + notice, from, Happening::Broke(id));
-        // A side that has nothing to say may not notice for long.
+        // An end that sends nothing may not notice for long.
         let notice = if self.dice.one_in(2) { self.dice.below(7_000_000) } else { self.notice() };
         self.slow_later(self.now + notice, to, Happening::Left(id));
     }
 
-    /// All connections between two processes.
+    /// Breaks all connections between two processes.
     pub(super) fn part_links(&mut self, one: usize, other: usize) {
         let is_between = |link: &Link| [(one, other), (other, one)].contains(&(link.from, link.to));
         let links: Vec<u64> =
@@ -67,7 +67,7 @@ impl Network {
         links.into_iter().for_each(|id| self.break_link(id));
     }
 
-    /// All connections of a process, or any one.
+    /// Breaks all connections of a process, or a random one.
     pub(super) fn break_links(&mut self, process: Option<usize>) {
         let is_one = |link: &Link| process.is_none_or(|process| [link.from, link.to].contains(&process));
         let links: Vec<u64> =
@@ -124,7 +124,7 @@ impl Slow {
         }
     }
 
-    /// A connection of ours is over: nothing of ours is read or written any more.
+    /// Ends a connection that this process made: nothing of its memory is read or written any more.
     fn end(&mut self, cx: &mut Context<'_>, id: u64, why: &str) {
         let network = &mut *self.network.lock();
         let lateness = match network.fault {
@@ -163,7 +163,7 @@ impl Slow {
         }
     }
 
-    /// Nothing more is placed of a peer's connection.
+    /// Stops placing bytes of a peer's connection.
     fn leave(&mut self, cx: &mut Context<'_>, id: u64) {
         let network = &mut *self.network.lock();
         if let Some(link) = network.slow.links.get_mut(&id) {
@@ -187,7 +187,7 @@ impl Slow {
         }
     }
 
-    /// A peer asks for something.
+    /// Takes a peer's request.
     fn serve(&mut self, cx: &mut Context<'_>, id: u64) {
         let network = &mut *self.network.lock();
         let Some(of) = network.slow.moves.get_mut(&id) else { return };
@@ -205,7 +205,7 @@ impl Slow {
             let (offset, len) = (part.offset as u64, part.len as u64);
             let wanted = Wanted { region: part.region, generation, offset, len, is_write };
             let mut spots = Vec::new();
-            // Regions are for all who are connected.
+            // Regions are open to all peers; windows are not simulated.
             let is_served = regions.for_peer(Identity::ANYBODY, wanted, &mut spots);
             match is_served.and_then(|()| spots.first()) {
                 Some(spot) => (part.there, part.generation) = (spot.piece.address, generation),
@@ -333,7 +333,7 @@ impl Carrier for Slow {
     fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.peers.remove(&peer);
         let network = &mut *self.network.lock();
-        // Those that were still connecting.
+        // Paths that were still connecting.
         let of_peer = |link: &Link| link.from == self.me && link.peer == peer && link.ours && !link.is_up;
         let links: Vec<u64> =
             network.slow.links.iter().filter(|(_, link)| of_peer(link)).map(|(id, _)| *id).collect();
@@ -353,7 +353,7 @@ impl Carrier for Slow {
         if self.paths.contains_key(&path) {
             network.is_wrong("a path is connected again before its former connection is over");
         }
-        // As it is drawn by whoever connects.
+        // Random, as the real carrier draws it.
         let id = network.dice.roll();
         let (is_up, ours, theirs, is_broken) = (false, true, false, false);
         let (in_hand_until, places_until) = (0, u64::MAX);
@@ -422,7 +422,7 @@ impl Carrier for Slow {
         let whose = (self.me, post.ticket);
         let (token, op, is_served) = (post.token, post.op, false);
         network.slow.moves.insert(id, Move { link, token, whose, op, parts, is_served, left });
-        // Some are never heard of again while their connection stays.
+        // One in a hundred posts is never answered, although its connection stays.
         if network.goes_wrong(100) {
             return Ok(());
         }

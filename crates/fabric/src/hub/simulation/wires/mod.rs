@@ -1,4 +1,4 @@
-//! Simulated control connections: frames come late, but in order, until a connection is cut at any of them.
+//! Simulated control connections: frames arrive late but in order, until a connection is cut at any of them.
 
 pub(super) mod wire;
 
@@ -15,14 +15,14 @@ use crate::frames::Frame;
 use crate::served::Served;
 use crate::transfers::PathId;
 
-/// One process's.
+/// The control connections of one process.
 #[derive(Debug)]
 pub(super) struct SimulatedControl {
     pub(super) process: usize,
     pub(super) network: Shared,
 }
 
-/// Channels of wires are even or odd by their end; those of questions count down.
+/// A channel is even at the connecting end and odd at the listening end. Channels of fences count down from the maximum.
 fn channel(wire: u64, end: usize) -> ChannelId {
     wire * 2 + end as u64
 }
@@ -64,7 +64,7 @@ impl Control for SimulatedControl {
     fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
         let network = &mut *self.network.lock();
         let (id, end) = (channel / 2, channel as usize % 2);
-        // It may be cut at any frame.
+        // A connection may be cut at any frame.
         if network.goes_wrong(150) {
             network.cut(id);
         }
@@ -86,7 +86,7 @@ impl Control for SimulatedControl {
 
     fn end(&mut self, _: Duration, channel: ChannelId, why: &'static str) {
         let network = &mut *self.network.lock();
-        // Who was asked for a fence has forgotten what is asked for still.
+        // A side that confirmed a fence has forgotten that session, although its requests may still arrive.
         if why != super::fast::NO_NEIGHBOUR {
             network.is_wrong(format!("process {} ends a connection: {why}", self.process));
         }
@@ -129,7 +129,7 @@ impl Control for SimulatedControl {
 }
 
 impl Network {
-    /// A control connection comes to the process that listens. None: it is refused.
+    /// A control connection arrives at the listening process. None: it is refused.
     pub(super) fn dialled(&mut self, id: u64) -> Option<Served> {
         let is_refused = self.goes_wrong(8);
         let wire = self.wires.all.get(&id)?;
@@ -148,7 +148,7 @@ impl Network {
         self.told[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
         let delay = self.delay();
         let at = self.now + delay;
-        // What is said to the other end comes behind its welcome.
+        // Frames to the connecting end arrive after its welcome.
         if let Some(wire) = self.wires.all.get_mut(&id) {
             wire.last[CONNECTING] = at;
         }
@@ -156,7 +156,7 @@ impl Network {
         Some(served)
     }
 
-    /// The process that made a control connection hears that it is there.
+    /// The connecting process learns that its control connection is up.
     pub(super) fn welcomed(&mut self, id: u64) {
         let Some(wire) = self.wires.all.get_mut(&id) else { return };
         if !wire.has[CONNECTING] || wire.is_cut {
@@ -169,7 +169,7 @@ impl Network {
         self.told[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
     }
 
-    /// A frame comes, unless it was lost.
+    /// A frame arrives, unless the connection was cut before it.
     pub(super) fn frame(&mut self, id: u64, end: usize) {
         let Some(wire) = self.wires.all.get_mut(&id) else { return };
         let Some(frame) = wire.frames[end].pop_front() else { return };
@@ -178,7 +178,7 @@ impl Network {
         }
         let event = ControlEvent::Heard { channel: channel(id, end), frame, lease: None };
         let process = wire.ends[end];
-        // Who answers for the other end says whatever is asked for.
+        // The fault confirms every fence at once.
         if self.fault == Fault::FenceNotKept
             && let ControlEvent::Heard { frame: Frame::Fence { code, connection }, .. } = &event
         {
@@ -188,7 +188,7 @@ impl Network {
         self.told[process].push_back(event);
     }
 
-    /// An end notices that its connection is over. Whose session ended, if that is served no more.
+    /// An end notices that its connection is over. Returns the session that this ends, at the listening end.
     pub(super) fn ended(&mut self, id: u64, end: usize) -> Option<Served> {
         let wire = self.wires.all.get_mut(&id)?;
         if !std::mem::replace(&mut wire.has[end], false) {
@@ -222,7 +222,7 @@ impl Network {
         self.told[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
     }
 
-    /// A connection breaks somewhere between its ends. What is under way comes or not, up to any frame.
+    /// Breaks a connection between its ends. A random number of the frames in flight still arrives.
     pub(super) fn cut(&mut self, id: u64) {
         let Some(wire) = self.wires.all.get_mut(&id).filter(|wire| !wire.is_cut) else { return };
         self.seen.cuts += 1;
@@ -238,7 +238,7 @@ impl Network {
         }
     }
 
-    /// One end wants it no more.
+    /// One end closes a connection.
     fn close_end(&mut self, id: u64, end: usize) {
         self.cut(id);
         let Some(process) = self.wires.all.get(&id).map(|wire| wire.ends[end]) else { return };
@@ -246,7 +246,7 @@ impl Network {
         self.after(shortly, process, Next::Ended(id, end));
     }
 
-    /// A process ends all of its connections at once, of both sides. Which ends are its.
+    /// A process ends all its connections at once. Returns its ends.
     pub(super) fn cut_all(&mut self, process: usize) -> Vec<(u64, usize)> {
         let of_process = |(_, wire): &(&u64, &Wire)| wire.ends.contains(&process);
         let wires: Vec<u64> = self.wires.all.iter().filter(of_process).map(|(id, _)| *id).collect();
@@ -255,7 +255,7 @@ impl Network {
         ends.filter(|(id, end)| self.wires.all[id].has[*end]).collect()
     }
 
-    /// Between two processes nothing gets through for a while.
+    /// Cuts all connections between two processes.
     pub(super) fn part_wires(&mut self, one: usize, other: usize) {
         let is_between = |wire: &Wire| wire.ends == [one, other] || wire.ends == [other, one];
         let wires: Vec<u64> =
@@ -263,7 +263,7 @@ impl Network {
         wires.into_iter().for_each(|id| self.cut(id));
     }
 
-    /// Cuts one of all connections.
+    /// Cuts a random connection.
     pub(super) fn cut_any(&mut self) {
         let up: Vec<u64> = self.wires.all.iter().filter(|(_, wire)| wire.is_up).map(|(id, _)| *id).collect();
         if !up.is_empty() {
