@@ -30,7 +30,7 @@ use self::shared::{Registrars, Shared, next_message};
 use crate::audit;
 use crate::carriers::slots::{SlotPool, Staged};
 use crate::carriers::socket::SocketOptions;
-use crate::carriers::{CMA, NewCarrier, Setup, own};
+use crate::carriers::{CMA, NewCarrier, Setup, built_in};
 use crate::control::sockets::{ControlOptions, ControlSockets};
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
@@ -119,7 +119,7 @@ impl Engine {
         let addresses = if advertise.is_empty() { control.listens_at()? } else { advertise.clone() };
         let sockets = SocketOptions { me, credentials, wants_sums, addresses, connections };
         let (slots, chunk_bytes) = (Arc::new(SlotPool::new(transfers.chunk_bytes)), transfers.chunk_bytes);
-        let mut list = own(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
+        let mut list = built_in(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
         list.extend(more);
         let named = carriers::open(list, allowed, &watch)?;
         control.carriers = named.iter().map(|(_, carrier)| carrier.code()).collect();
@@ -243,7 +243,7 @@ impl Engine {
                 let outside = &hub.hub.outside;
                 !outside.is_touched(region) && outside.process.regions.windows_of(region).is_empty()
             },
-            |hub| hub.hub.outside.let_go(region),
+            |hub| hub.hub.outside.release_region(region),
         );
         drop(hub);
         audit::takes_time("the giving back of memory");
@@ -326,8 +326,8 @@ impl Engine {
         hub.hub.outside.announce_window(number, to);
         self.wait_until_free(
             hub,
-            |hub| !hub.hub.outside.is_read_through(number),
-            |hub| hub.hub.outside.let_go_through(number),
+            |hub| !hub.hub.outside.is_window_read(number),
+            |hub| hub.hub.outside.release_window(number),
         );
         hub.hub.outside.process.regions.remove(number);
         true
@@ -428,7 +428,7 @@ impl Engine {
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
         let mut hub = self.shared.try_hub()?;
         let known = hub.hub.outside.peer_mut(peer).is_some_and(|known| known.describe(descriptor));
-        hub.hub.outside.peer_has_changed(peer);
+        hub.hub.outside.notify_regions_changed(peer);
         self.shared.set_going(&mut hub);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }

@@ -12,9 +12,9 @@ use crate::descriptor::Descriptor;
 use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::ranges::Piece;
 use crate::tcp::{
-    BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Link, Nonces,
-    PROOF_MESSAGE_BYTES, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,
-    decode_challenge, decode_regions, encode_challenge, encode_refusal, encode_regions,
+    BYTES_MAX, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Link, Nonces, PROOF_MESSAGE_BYTES,
+    Received, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome, decode_challenge,
+    decode_regions, encode_challenge, encode_refusal, encode_regions,
 };
 use crate::trust::Key;
 use crate::wire::{Outcome, RUN_BYTES, WireRun, WordsKind};
@@ -246,14 +246,14 @@ impl Receiver {
         }
         // SAFETY: the memory that is expected is kept in `body` until the next frame, or until the link is gone.
         match unsafe { link.receive(None) } {
-            Ok(Came::Frame(head, entries)) => {
+            Ok(Received::Frame(head, entries)) => {
                 if let Some((token, bytes)) = body_bytes(head) {
                     self.expect(link, token, bytes);
                 }
                 Some(Ok(Event::Frame(head, entries)))
             }
-            Ok(Came::Body) => Some(Ok(Event::Body(self.body.take().map_or(Vec::new(), Placed::gather)))),
-            Ok(Came::Nothing) => None,
+            Ok(Received::Body) => Some(Ok(Event::Body(self.body.take().map_or(Vec::new(), Placed::gather)))),
+            Ok(Received::Nothing) => None,
             Err(ended) => Some(Err(ended)),
         }
     }

@@ -73,14 +73,14 @@ impl<C: Control> Hub<C> {
             if !more || runs == 0 {
                 self.has_more = more;
                 self.forget();
-                self.take_news();
+                self.wake_waiters();
                 return any;
             }
         }
     }
 
     /// Wakes threads that wait for a message, a counter or regions, if some have changed.
-    fn take_news(&mut self) {
+    fn wake_waiters(&mut self) {
         let news = self.outside.process.take_news();
         if news.message {
             self.outcomes.note_message();
@@ -110,7 +110,7 @@ impl<C: Control> Hub<C> {
 
     /// Forgets removed peers and paths that have nothing in flight any more.
     fn forget(&mut self) {
-        if !self.outside.forgets() {
+        if !self.outside.has_removed() {
             return;
         }
         let transfers = &self.transfers;

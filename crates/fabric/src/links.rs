@@ -25,7 +25,7 @@ use crate::lease::Lease;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spots};
 use crate::silence::{Progress, UNACKNOWLEDGED_MS};
-use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
+use crate::tcp::{Credentials, Ended, Head, Link, Out, Received, Stream};
 use crate::watch::{Interest, Watch};
 
 /// A number of a connection, not used twice.
@@ -708,13 +708,13 @@ impl LinkJob {
                 // Its socket is new and takes a greeting at once, unless the peer is up to something.
                 return Err(Ended::Closed);
             }
-            self.link.go_through(ends);
+            self.link.switch_to_rings(ends);
             return Ok(());
         }
         if self.is_told
             && let Some(rings) = self.link.rings()
         {
-            rings.note_told();
+            rings.note_readable();
         }
         if !self.reads || self.wants == Wants::Nothing {
             // Nothing is received that would tell so.
@@ -735,21 +735,21 @@ impl LinkJob {
             // SAFETY: expected memory belongs to a registered region, as queued memory does, to a frame that this job takes as a
             // whole, or to a slot that the link's lane holds.
             match unsafe { self.link.receive(self.lease)? } {
-                Came::Nothing => return Ok(()),
-                Came::Body if self.whole.is_some() => {
+                Received::Nothing => return Ok(()),
+                Received::Body if self.whole.is_some() => {
                     let whole = self.whole.take().map(|Whole { head, bytes }| Arrived::Whole(head, bytes));
                     self.arrived.extend(whole);
                     if entry_bytes >= ENTRY_BYTES_A_TURN {
                         break;
                     }
                 }
-                Came::Body => {
+                Received::Body => {
                     self.arrived.push(Arrived::Body);
                     if self.takes_parts {
                         break;
                     }
                 }
-                Came::Frame(head, entries) => {
+                Received::Frame(head, entries) => {
                     entry_bytes += entries.len();
                     if let Some(bytes) = head.own_bytes() {
                         entry_bytes += bytes as usize;

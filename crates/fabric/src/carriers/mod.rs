@@ -1,4 +1,4 @@
-//! This crate's carriers. Each folder holds one [`crate::Carrier`]; [`own`] lists them in the order in which an
+//! This crate's carriers. Each folder holds one [`crate::Carrier`]; [`built_in`] lists them in the order in which an
 //! engine opens them.
 
 use std::fmt;
@@ -46,7 +46,7 @@ impl fmt::Debug for NewCarrier<'_> {
     }
 }
 
-/// Everything that [`own`] passes on to the carriers of this crate.
+/// Everything that [`built_in`] passes on to the carriers of this crate.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) sockets: SocketOptions,
@@ -56,7 +56,7 @@ pub(crate) struct Setup {
 }
 
 /// All carriers of this crate, not opened yet.
-pub(crate) fn own(setup: Setup) -> Vec<NewCarrier<'static>> {
+pub(crate) fn built_in(setup: Setup) -> Vec<NewCarrier<'static>> {
     let Setup { sockets, slots, copy_threads, chunk_bytes } = setup;
     let (me, of_hosts) = (sockets.me, sockets.clone());
     vec![

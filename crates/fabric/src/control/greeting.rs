@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvlane_memory::RemoteProcess;
 use kvlane_shm_ring::{Reader, Writer};
 
-use super::sockets::{ControlSockets, Role};
+use super::sockets::{ControlRole, ControlSockets};
 use super::{ChannelId, ControlEvent};
 use crate::greeted::Greeted;
 use crate::lease::Lease;
@@ -14,7 +14,7 @@ use crate::links::{LinkId, Wants};
 use crate::process::Process;
 use crate::served::Served;
 use crate::sessions::TooMany;
-use crate::shm::{Segment, Side};
+use crate::shm::{RingSide, Segment};
 use crate::tcp::{Answer, Ended, HELLO_BYTES, Hello, Purpose, SessionKey, Welcome, encode_refusal};
 use crate::wire::{BadFrame, RingsOffer};
 
@@ -28,22 +28,22 @@ impl ControlSockets {
         bytes: &[u8],
     ) -> Result<(), Ended> {
         match self.links.get(id).map(|entry| &entry.role) {
-            Some(Role::Accepted { challenge }) => {
+            Some(ControlRole::Accepted { challenge }) => {
                 let challenge = *challenge;
-                self.judge(id, bytes, &challenge)
+                self.check_proof(id, bytes, &challenge)
             }
-            Some(Role::Proved { key }) => {
+            Some(ControlRole::Proved { key }) => {
                 let key = key.clone();
                 let hello = Hello::decode(bytes, &key)?;
-                self.greet(now, process, id, hello, &key)
+                self.take_hello(now, process, id, hello, &key)
             }
-            Some(Role::Dialling { .. }) => self.go_on(id, bytes),
+            Some(ControlRole::Dialling { .. }) => self.advance_handshake(id, bytes),
             _ => Ok(()),
         }
     }
 
     /// Checks the Proof of a stranger. If it is wrong, the stranger learns nothing else.
-    fn judge(&mut self, id: LinkId, proof: &[u8], challenge: &[u8; 16]) -> Result<(), Ended> {
+    fn check_proof(&mut self, id: LinkId, proof: &[u8], challenge: &[u8; 16]) -> Result<(), Ended> {
         let proved = self.proofs.own.decode_proof(proof, challenge)?;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let peer = entry.peer();
@@ -51,9 +51,9 @@ impl ControlSockets {
             Some(nonces) => {
                 let key = self.proofs.own.session(&nonces);
                 let verdict = self.proofs.own.encode_verdict(&nonces);
-                (Role::Proved { key }, Wants::Greeting(HELLO_BYTES), verdict)
+                (ControlRole::Proved { key }, Wants::Greeting(HELLO_BYTES), verdict)
             }
-            None => (Role::Leaving, Wants::Nothing, encode_refusal()),
+            None => (ControlRole::Leaving, Wants::Nothing, encode_refusal()),
         };
         entry.role = role;
         if proved.is_none() && self.told.is_news(peer, "unproved") {
@@ -65,7 +65,7 @@ impl ControlSockets {
     }
 
     /// Takes the Hello of a peer that has proved the secret. `key` is that of the connection.
-    fn greet(
+    fn take_hello(
         &mut self,
         now: Duration,
         process: &mut Process,
@@ -76,17 +76,17 @@ impl ControlSockets {
         let Hello { purpose, connection, from, to, session, rings, sums } = hello;
         let me = self.me();
         let is_me = to == me || to == crate::identity::Identity::ANYBODY;
-        let answer = if is_me { Answer::Welcome } else { Answer::SomebodyElse };
+        let answer = if is_me { Answer::Welcome } else { Answer::WrongProcess };
         let mut welcome = Welcome { answer, from: me, rings: false, sums: sums && self.wants_sums };
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         match purpose {
             _ if !is_me => {
-                entry.role = Role::Leaving;
+                entry.role = ControlRole::Leaving;
                 self.links.want(id, Wants::Nothing);
                 self.links.send(id, welcome.encode(key));
             }
             Purpose::Fence(code, of) => {
-                entry.role = Role::Fencing { key: key.clone() };
+                entry.role = ControlRole::Fencing { key: key.clone() };
                 self.links.want(id, Wants::Nothing);
                 self.events.push_back(ControlEvent::FenceAsked { channel: id, from, broken: (code, of) });
             }
@@ -110,9 +110,9 @@ impl ControlSockets {
                 }
                 process.inbox.share_among(process.sessions.connected());
                 let served = Served { from, session };
-                entry.role = Role::Serving { served };
+                entry.role = ControlRole::Serving { served };
                 self.links.want(id, Wants::Frames);
-                let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.take_up(rings));
+                let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.open_rings(rings));
                 welcome.rings = ends.is_some();
                 self.links.send(id, welcome.encode(key));
                 if welcome.sums && !welcome.rings {
@@ -126,9 +126,9 @@ impl ControlSockets {
     }
 
     /// This process's ends of the rings that a process of this host offers. None if it cannot map them.
-    fn take_up(&mut self, offer: RingsOffer) -> Option<(Writer, Reader)> {
+    fn open_rings(&mut self, offer: RingsOffer) -> Option<(Writer, Reader)> {
         match segment_of(offer) {
-            Ok(segment) => Some(segment.ends(Side::Listening)),
+            Ok(segment) => Some(segment.ends(RingSide::Listening)),
             Err(error) => {
                 tracing::info!(pid = offer.pid, %error, "cannot use the peer's shared memory: control messages use the socket");
                 self.without_rings += 1;
@@ -138,9 +138,9 @@ impl ControlSockets {
     }
 
     /// Answers [`ControlEvent::FenceAsked`].
-    pub(super) fn report_fenced(&mut self, id: ChannelId, is_over: bool) {
+    pub(super) fn send_fence_answer(&mut self, id: ChannelId, is_over: bool) {
         let Some(entry) = self.links.get_mut(id) else { return };
-        if !matches!(entry.role, Role::Fencing { .. }) {
+        if !matches!(entry.role, ControlRole::Fencing { .. }) {
             return;
         }
         if !is_over {
@@ -149,7 +149,9 @@ impl ControlSockets {
         }
         let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false, sums: false };
         let Some(entry) = self.links.get_mut(id) else { return };
-        let Role::Fencing { key } = std::mem::replace(&mut entry.role, Role::Leaving) else { return };
+        let ControlRole::Fencing { key } = std::mem::replace(&mut entry.role, ControlRole::Leaving) else {
+            return;
+        };
         self.links.send(id, welcome.encode(&key));
     }
 }

@@ -27,7 +27,7 @@ use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::process::Process;
 use crate::served::Served;
-use crate::shm::{Segment, Side};
+use crate::shm::{RingSide, Segment};
 use crate::silence::CONNECTING;
 use crate::tcp::{
     Credentials, Dialled, Dialling, Ended, Head, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome,
@@ -40,7 +40,7 @@ use crate::watch::{Interest, Watch};
 use crate::wire::{BadFrame, Outcome};
 
 /// How often silent connections are looked for. The connecting side pings as often.
-pub(crate) const LOOK: Duration = Duration::from_millis(500);
+pub(crate) const LIVENESS_INTERVAL: Duration = Duration::from_millis(500);
 /// Pause after a connection could not be accepted for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Most connections, and most that have proved nothing.
@@ -58,20 +58,20 @@ pub(crate) struct ControlSockets {
     /// If present, every connection is encrypted.
     credentials: Option<Arc<Credentials>>,
     watch: Watch,
-    pub(super) links: Links<Role>,
+    pub(super) links: Links<ControlRole>,
     pub(super) told: Told,
     pub(super) events: VecDeque<ControlEvent>,
     listeners: Vec<TcpListener>,
     /// When a paused listener is watched again.
-    accept_at: Option<Duration>,
+    resume_accepting_at: Option<Duration>,
     /// The log has said that connections cannot be accepted.
     cannot_accept: bool,
-    look_at: Duration,
+    check_at: Duration,
     /// Whether connections within this host use shared-memory rings instead of the socket.
     offers_rings: bool,
     /// Whether bodies of frames get checksums on connections that are not encrypted.
     pub(super) wants_sums: bool,
-    pub(super) paths: Numbered<PathId, PathState>,
+    pub(super) paths: Numbered<PathId, ControlPath>,
     /// Connections within this host, of either side, that had to use the socket instead of rings.
     pub(crate) without_rings: u64,
     /// Codes of carriers that take connections for bytes.
@@ -84,7 +84,7 @@ const NOT_ITS_SIDES: BadFrame = BadFrame("a frame that is not its side's");
 
 /// A control path: how it stands with the connection to one peer.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct PathState {
+pub(crate) struct ControlPath {
     link: Option<LinkId>,
     pub(crate) address: Option<SocketAddr>,
     /// Why it is not up now, or was not the last time.
@@ -95,7 +95,7 @@ pub(crate) struct PathState {
 
 /// Purpose and stage of a connection.
 #[derive(Debug)]
-pub(crate) enum Role {
+pub(crate) enum ControlRole {
     /// A stranger: has proved nothing, and is told nothing.
     Accepted { challenge: [u8; 16] },
     /// The peer has proved the secret, but not said who it is.
@@ -159,9 +159,9 @@ impl ControlSockets {
             told: Told::default(),
             events: VecDeque::new(),
             listeners,
-            accept_at: None,
+            resume_accepting_at: None,
             cannot_accept: false,
-            look_at: LOOK,
+            check_at: LIVENESS_INTERVAL,
             offers_rings,
             wants_sums,
             paths: Numbered::default(),
@@ -175,7 +175,7 @@ impl ControlSockets {
         self.listeners.iter().map(TcpListener::local_addr).collect()
     }
 
-    pub(crate) fn status(&self, path: PathId) -> Option<&PathState> {
+    pub(crate) fn status(&self, path: PathId) -> Option<&ControlPath> {
         self.paths.get(&path)
     }
 
@@ -190,15 +190,15 @@ impl ControlSockets {
     /// Polls the rings, and does what is due. Whether a ring had anything.
     pub(crate) fn poll(&mut self, now: Duration, process: &mut Process) -> bool {
         let any = self.links.look_at_rings();
-        if now >= self.look_at {
-            let is_late = now >= self.look_at + LOOK;
-            self.look_at = now + LOOK;
-            self.look(now, is_late);
+        if now >= self.check_at {
+            let is_late = now >= self.check_at + LIVENESS_INTERVAL;
+            self.check_at = now + LIVENESS_INTERVAL;
+            self.check_liveness(now, is_late);
             let immediates = &mut process.immediates;
             process.sessions.forget_old(now, |session| immediates.forget(session));
         }
-        if self.accept_at.is_some_and(|at| at <= now) {
-            self.accept_at = None;
+        if self.resume_accepting_at.is_some_and(|at| at <= now) {
+            self.resume_accepting_at = None;
             self.listen(Interest::READS);
         }
         any
@@ -214,8 +214,8 @@ impl ControlSockets {
         if self.links.has_due() || !self.events.is_empty() {
             return Some(Duration::ZERO);
         }
-        let look = (!self.links.is_empty() || !process.sessions.is_empty()).then_some(self.look_at);
-        [look, self.accept_at].into_iter().flatten().min()
+        let liveness = (!self.links.is_empty() || !process.sessions.is_empty()).then_some(self.check_at);
+        [liveness, self.resume_accepting_at].into_iter().flatten().min()
     }
 
     /// See [`Links::prepare_to_sleep`].
@@ -249,7 +249,8 @@ impl ControlSockets {
         if let Err(ended) = outcome {
             return self.end_link(now, process, id, ended);
         }
-        let is_done = |entry: &Entry<Role>| matches!(entry.role, Role::Leaving) && entry.is_flushed();
+        let is_done =
+            |entry: &Entry<ControlRole>| matches!(entry.role, ControlRole::Leaving) && entry.is_flushed();
         if self.links.get(id).is_some_and(is_done) {
             return self.end_link(now, process, id, Ended::Closed);
         }
@@ -281,7 +282,7 @@ impl ControlSockets {
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let lease = entry.lease();
         let frame = match (&mut entry.role, head) {
-            (Role::Serving { .. }, Head::Ping { stamp }) => {
+            (ControlRole::Serving { .. }, Head::Ping { stamp }) => {
                 if let Some(mut lease) = lease {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
@@ -289,22 +290,24 @@ impl ControlSockets {
                 self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
                 return Ok(());
             }
-            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => {
+            (ControlRole::Up { stamp, .. }, Head::Pong { stamp: new }) => {
                 *stamp = new;
                 return Ok(());
             }
-            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+            (ControlRole::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
                 *stamp = new;
                 Frame::Outcomes(Outcome::decode_all(entries).collect())
             }
-            (Role::Serving { .. }, Head::Immediate { token, number, counter, generation }) => {
+            (ControlRole::Serving { .. }, Head::Immediate { token, number, counter, generation }) => {
                 Frame::Immediate { token, number, counter, generation }
             }
-            (Role::Serving { .. }, Head::Fence { connection, code }) => Frame::Fence { code, connection },
-            (Role::Up { .. }, Head::Fenced { connection, code, is_over }) => {
+            (ControlRole::Serving { .. }, Head::Fence { connection, code }) => {
+                Frame::Fence { code, connection }
+            }
+            (ControlRole::Up { .. }, Head::Fenced { connection, code, is_over }) => {
                 Frame::Fenced { code, connection, is_over }
             }
-            (Role::Up { .. }, Head::NoRoom { token }) => Frame::NoRoom { token },
+            (ControlRole::Up { .. }, Head::NoRoom { token }) => Frame::NoRoom { token },
             _ => return Err(NOT_ITS_SIDES.into()),
         };
         self.events.push_back(ControlEvent::Heard { channel: id, frame, lease });
@@ -314,7 +317,7 @@ impl ControlSockets {
     /// Takes a frame with its body.
     fn take_whole(&mut self, id: LinkId, head: Head, bytes: Vec<u8>) -> Result<(), Ended> {
         let Some(entry) = self.links.get(id) else { return Ok(()) };
-        if !matches!(entry.role, Role::Serving { .. } | Role::Up { .. }) {
+        if !matches!(entry.role, ControlRole::Serving { .. } | ControlRole::Up { .. }) {
             return Err(NOT_ITS_SIDES.into());
         }
         let frame = match head {
@@ -333,17 +336,20 @@ impl ControlSockets {
         let peer = link.socket().peer_addr().ok();
         process.note_ended(peer, &why);
         match role {
-            Role::Accepted { .. } | Role::Proved { .. } | Role::Fencing { .. } | Role::Leaving => {
+            ControlRole::Accepted { .. }
+            | ControlRole::Proved { .. }
+            | ControlRole::Fencing { .. }
+            | ControlRole::Leaving => {
                 tracing::debug!(?peer, %why, "a connection ended")
             }
-            Role::Serving { served, .. } => {
+            ControlRole::Serving { served, .. } => {
                 tracing::debug!(?peer, %why, "a peer's connection ended");
                 drop(link);
                 process.sessions.leave(now, served.session);
                 process.inbox.share_among(process.sessions.connected());
                 self.events.push_back(ControlEvent::SessionEnded { channel: id });
             }
-            Role::Dialling { to, .. } => {
+            ControlRole::Dialling { to, .. } => {
                 tracing::debug!(?peer, %why, ?to, "a connection failed");
                 match to {
                     Goal::Path(path, number) => {
@@ -355,7 +361,7 @@ impl ControlSockets {
                     }
                 }
             }
-            Role::Up { path, number, .. } => {
+            ControlRole::Up { path, number, .. } => {
                 tracing::info!(?peer, %why, "a control connection broke");
                 self.note_trouble(path, &why, Some(id));
                 // Linger 0 discards what the kernel has not sent, which it would otherwise keep sending for as long
@@ -378,11 +384,11 @@ impl ControlSockets {
 
     /// Ends connections whose peer was silent for too long, unless this process was itself too late to hear it. Then pings on
     /// all connections that this process made.
-    fn look(&mut self, now: Duration, is_late: bool) {
+    fn check_liveness(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
-        let may_be_silent = |role: &Role| match role {
-            Role::Serving { served } => self.silent.contains(&served.from),
-            Role::Up { from, .. } => self.silent.contains(from),
+        let may_be_silent = |role: &ControlRole| match role {
+            ControlRole::Serving { served } => self.silent.contains(&served.from),
+            ControlRole::Up { from, .. } => self.silent.contains(from),
             _ => false,
         };
         // Each link is failed by its next job, or by the one that holds it.
@@ -391,7 +397,7 @@ impl ControlSockets {
             .find(|entry| !is_late && silent(entry.heard) >= patience(entry) && !may_be_silent(&entry.role));
         // A TLS peer speaks at once. A silent one waits for us to speak first, so say what is wrong before it gives up.
         let mute = self.links.find(|entry| {
-            matches!(entry.role, Role::Accepted { .. })
+            matches!(entry.role, ControlRole::Accepted { .. })
                 && entry.link().is_some_and(|link| link.awaits_first_word())
                 && !is_late
                 && silent(entry.heard) >= CONNECTING / 2
@@ -402,7 +408,7 @@ impl ControlSockets {
             .links
             .iter()
             .filter_map(|(id, entry)| match entry.role {
-                Role::Up { stamp, .. } => Some((id, stamp)),
+                ControlRole::Up { stamp, .. } => Some((id, stamp)),
                 _ => None,
             })
             .collect();
@@ -416,13 +422,13 @@ impl ControlSockets {
                 Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 // The error concerns this one connection. Others can be accepted.
-                Err(error) if !is_want(&error) => continue,
+                Err(error) if !is_shortage(&error) => continue,
                 Err(error) => {
                     if !std::mem::replace(&mut self.cannot_accept, true) {
                         let retry_ms = ACCEPT_PAUSE.as_millis() as u64;
                         tracing::warn!(once = true, %error, retry_ms, "cannot accept connections; retrying");
                     }
-                    self.accept_at = Some(now + ACCEPT_PAUSE);
+                    self.resume_accepting_at = Some(now + ACCEPT_PAUSE);
                     return self.listen(Interest::default());
                 }
             };
@@ -433,10 +439,11 @@ impl ControlSockets {
                 continue;
             }
             let added = nonce().and_then(|challenge| {
-                let (role, wants) = (Role::Accepted { challenge }, Wants::Greeting(PROOF_MESSAGE_BYTES));
+                let (role, wants) =
+                    (ControlRole::Accepted { challenge }, Wants::Greeting(PROOF_MESSAGE_BYTES));
                 let id = self.links.accept(now, socket, self.credentials.as_deref(), role, wants)?;
                 self.links.set_lease(id, Lease::begin());
-                self.look_at = self.look_at.min(now + LOOK);
+                self.check_at = self.check_at.min(now + LIVENESS_INTERVAL);
                 self.links.send(id, encode_challenge(&challenge));
                 Ok(())
             });
@@ -452,7 +459,7 @@ impl ControlSockets {
     /// knows the secret proves it at once.
     fn make_room(&mut self, peer: SocketAddr) -> bool {
         if self.links.len() >= ACCEPTED_MAX {
-            let unknown = self.links.find(|entry| matches!(entry.role, Role::Accepted { .. }));
+            let unknown = self.links.find(|entry| matches!(entry.role, ControlRole::Accepted { .. }));
             if unknown.len() >= ACCEPTED_MAX {
                 if self.told.is_news(Some(peer), "too many") {
                     let limit = ACCEPTED_MAX;
@@ -481,15 +488,15 @@ impl ControlSockets {
             Goal::Fence((code, connection)) => Purpose::Fence(code, connection),
         };
         let (dialling, whom) = (Dialling::new(purpose)?, whom.clone());
-        let role = Role::Dialling { to, whom, dialling, segment: None };
+        let role = ControlRole::Dialling { to, whom, dialling, segment: None };
         let id = self.links.open(now, address, self.credentials.as_deref(), role)?;
-        self.look_at = self.look_at.min(now + LOOK);
+        self.check_at = self.check_at.min(now + LIVENESS_INTERVAL);
         Ok(id)
     }
 
     /// Ends all connections for good, except those that ask peers for fences.
     pub(crate) fn end_all(&mut self, now: Duration, process: &mut Process) {
-        let is_fence = |role: &Role| matches!(role, Role::Dialling { to: Goal::Fence(_), .. });
+        let is_fence = |role: &ControlRole| matches!(role, ControlRole::Dialling { to: Goal::Fence(_), .. });
         for id in self.links.find(|entry| !is_fence(&entry.role)) {
             self.end_link(now, process, id, Ended::Closed);
         }
@@ -522,7 +529,7 @@ impl ControlSockets {
     }
 
     /// The peer has welcomed a connection of this process.
-    pub(super) fn welcomed(
+    pub(super) fn take_welcome(
         &mut self,
         id: LinkId,
         to: Goal,
@@ -543,7 +550,7 @@ impl ControlSockets {
         }
         let no_rings = match (welcome.rings, segment) {
             (true, Some(Ok(segment))) => {
-                self.links.go_through(id, segment.ends(Side::Connecting));
+                self.links.go_through(id, segment.ends(RingSide::Connecting));
                 None
             }
             (true, _) => return Err(BadFrame("it uses shared memory that was not offered").into()),
@@ -561,24 +568,24 @@ impl ControlSockets {
         self.links.want(id, Wants::Frames);
         let from = welcome.from;
         if let Some(entry) = self.links.get_mut(id) {
-            entry.role = Role::Up { path, number, from, stamp: 0 };
+            entry.role = ControlRole::Up { path, number, from, stamp: 0 };
         }
         self.events.push_back(ControlEvent::Up { path, number, channel: id, from });
         Ok(())
     }
 
     /// Takes the peer's next message of a greeting.
-    pub(super) fn go_on(&mut self, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
+    pub(super) fn advance_handshake(&mut self, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
         let me = self.me();
         // Made only now, because the socket had to be connected to show that the peer is on this host.
         let to = match self.links.get(id).map(|entry| &entry.role) {
-            Some(Role::Dialling { to, .. }) => *to,
+            Some(ControlRole::Dialling { to, .. }) => *to,
             _ => return Ok(()),
         };
         let new_segment = self.segment(id, to);
         let wants_sums = self.wants_sums;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
-        let Role::Dialling { whom, dialling, segment, .. } = &mut entry.role else { return Ok(()) };
+        let ControlRole::Dialling { whom, dialling, segment, .. } = &mut entry.role else { return Ok(()) };
         let mut offered = None;
         let rings = || {
             let offer = new_segment.as_ref().and_then(|made| made.as_ref().ok()?.offer());
@@ -597,7 +604,7 @@ impl ControlSockets {
             }
             Dialled::Welcome(welcome) => {
                 let segment = segment.take();
-                self.welcomed(id, to, welcome, segment)
+                self.take_welcome(id, to, welcome, segment)
             }
         }
     }
@@ -621,9 +628,9 @@ impl Control for ControlSockets {
     }
 
     fn close(&mut self, _: Duration, path: PathId, number: u32) {
-        let is_it = |role: &Role| {
-            matches!(role, Role::Up { path: p, number: n, .. } if (*p, *n) == (path, number))
-                || matches!(role, Role::Dialling { to, .. } if *to == Goal::Path(path, number))
+        let is_it = |role: &ControlRole| {
+            matches!(role, ControlRole::Up { path: p, number: n, .. } if (*p, *n) == (path, number))
+                || matches!(role, ControlRole::Dialling { to, .. } if *to == Goal::Path(path, number))
         };
         for id in self.links.find(|entry| is_it(&entry.role)) {
             self.links
@@ -649,7 +656,7 @@ impl Control for ControlSockets {
     }
 
     fn answer_fence(&mut self, _: Duration, channel: ChannelId, is_over: bool) {
-        self.report_fenced(channel, is_over);
+        self.send_fence_answer(channel, is_over);
     }
 
     fn forget(&mut self, path: PathId) {
@@ -662,15 +669,15 @@ impl Control for ControlSockets {
 }
 
 /// The longest silence that a connection survives.
-fn patience(entry: &Entry<Role>) -> Duration {
+fn patience(entry: &Entry<ControlRole>) -> Duration {
     match entry.role {
-        Role::Accepted { .. } => CONNECTING,
+        ControlRole::Accepted { .. } => CONNECTING,
         _ => entry.progress().patience(),
     }
 }
 
 /// Whether accepting failed for lack of descriptors or memory.
-fn is_want(error: &io::Error) -> bool {
+fn is_shortage(error: &io::Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|errno| wants.contains(&errno))
 }

@@ -271,7 +271,7 @@ impl Shared {
             events.clear();
             let mut hub = self.lock();
             if has_come {
-                hub.look_at_sockets();
+                hub.poll_sockets_next();
             }
             hub.asleep_until = None;
             hub.woken();

@@ -25,14 +25,14 @@ impl<C: Control> Outside<C> {
     }
 
     /// Whether the window's reader may still be sent bytes through it.
-    pub(crate) fn is_read_through(&self, window: u32) -> bool {
+    pub(crate) fn is_window_read(&self, window: u32) -> bool {
         let Some((reader, spots)) = self.process.regions.shown(window) else { return false };
         let memory = Touched { spots, reader: Some(reader) };
         self.carriers.iter().any(|carrier| carrier.touches(memory))
     }
 
     /// Ends connections that have read through a closed window for too long.
-    pub(crate) fn let_go_through(&mut self, window: u32) {
+    pub(crate) fn release_window(&mut self, window: u32) {
         let Some((reader, spots)) =
             self.process.regions.shown(window).map(|(reader, spots)| (reader, spots.to_vec()))
         else {
@@ -43,7 +43,7 @@ impl<C: Control> Outside<C> {
     }
 
     /// Ends connections and copies that have used a region for too long after it was unregistered.
-    pub(crate) fn let_go(&mut self, region: u32) {
+    pub(crate) fn release_region(&mut self, region: u32) {
         if let Some(memory) = self.process.regions.all_of(region) {
             self.each(|carrier, cx| carrier.let_go(cx, Touched { spots: Spots::one(&memory), reader: None }));
         }

@@ -88,7 +88,7 @@ impl Side {
 
     /// Sizes of everything that remembers peers, sessions, paths, connections and posts. Parts that hold maps of their own
     /// count the structs that they print.
-    fn knows(&self) -> [usize; 11] {
+    fn sizes(&self) -> [usize; 11] {
         let hold = self.engine.hold();
         let outside = &hold.hub.outside;
         let structs = |printed: String| printed.matches('{').count();
@@ -174,12 +174,12 @@ fn come_and_go() {
     (0..20).for_each(round);
     let all = [&there, &sides[0], &sides[1]];
     settles("sessions", [sides.len()], || [there.engine.hold().hub.outside.sessions.len()]);
-    let (open, known) = (descriptors_and_threads(), all.map(Side::knows));
+    let (open, known) = (descriptors_and_threads(), all.map(Side::sizes));
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(ROUNDS, |rounds| rounds.parse().unwrap());
     (0..rounds).for_each(round);
     let settle = |what: &str| {
         for (side, before) in all.into_iter().zip(known) {
-            settles(what, before, || side.knows());
+            settles(what, before, || side.sizes());
         }
         settles(what, open, descriptors_and_threads);
     };

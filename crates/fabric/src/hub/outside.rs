@@ -23,7 +23,7 @@ use crate::served::SessionsServed;
 use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
 
 /// Reasons that the log names per peer. Each is logged once.
-const REFUSALS_SAID_MAX: usize = 16;
+const REFUSALS_LOGGED_MAX: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Outside<C> {
@@ -42,7 +42,7 @@ pub(crate) struct Outside<C> {
     pub(super) channel_of: Numbered<PeerId, ChannelId>,
     pub(super) paths: Numbered<PathId, PathAt>,
     /// Removed paths that still have posts in flight.
-    going: Vec<PathId>,
+    removed_paths: Vec<PathId>,
     /// Immediates and messages in flight, with the connection that each was sent over.
     pub(super) posted: Numbered<Token, ChannelId>,
     pub(super) fences: Fences,
@@ -76,7 +76,7 @@ impl<C: Control> Outside<C> {
             channels: Numbered::default(),
             channel_of: Numbered::default(),
             paths: Numbered::default(),
-            going: Vec::new(),
+            removed_paths: Vec::new(),
             posted: Numbered::default(),
             fences: Fences::default(),
             outbox: Outbox::default(),
@@ -91,23 +91,23 @@ impl<C: Control> Outside<C> {
     /// Calls a carrier with its context.
     pub(super) fn with<T>(
         &mut self,
-        place: u8,
+        index: u8,
         call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
     ) -> Option<T> {
-        self.with_lease(place, None, call)
+        self.with_lease(index, None, call)
     }
 
     pub(super) fn with_lease<T>(
         &mut self,
-        place: u8,
+        index: u8,
         lease: Option<Lease>,
         call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
     ) -> Option<T> {
         let now = self.now();
-        let carrier = self.carriers.get_mut(usize::from(place))?;
+        let carrier = self.carriers.get_mut(usize::from(index))?;
         let mut context = Context {
             now,
-            place,
+            place: index,
             code: carrier.code(),
             process: &mut self.process,
             peers: &self.peers,
@@ -120,19 +120,19 @@ impl<C: Control> Outside<C> {
     }
 
     pub(super) fn each(&mut self, mut call: impl FnMut(&mut dyn Carrier, &mut Context<'_>)) {
-        for place in 0..self.carriers.len() as u8 {
-            self.with(place, |carrier, cx| call(carrier, cx));
+        for index in 0..self.carriers.len() as u8 {
+            self.with(index, |carrier, cx| call(carrier, cx));
         }
     }
 
     /// The index of the carrier with this code.
-    pub(super) fn place_of(&self, code: u8) -> Option<u8> {
-        (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(place, _)| place)
+    pub(super) fn index_of(&self, code: u8) -> Option<u8> {
+        (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(index, _)| index)
     }
 
     /// The name of the carrier at this index.
-    pub(super) fn name_at(&self, place: u8) -> &'static str {
-        self.names.get(usize::from(place)).copied().unwrap_or("?")
+    pub(super) fn name_of(&self, index: u8) -> &'static str {
+        self.names.get(usize::from(index)).copied().unwrap_or("?")
     }
 
     pub(super) fn add_peer(&mut self, peer: PeerId, known: Peer) {
@@ -166,7 +166,7 @@ impl<C: Control> Outside<C> {
                 self.control.send(*channel, Frame::Regions(bytes.clone()));
             }
         }
-        self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
+        self.peers().into_iter().for_each(|peer| self.notify_regions_changed(peer));
     }
 
     /// Sends a window that was opened or closed to its reader, if that is connected.
@@ -180,7 +180,7 @@ impl<C: Control> Outside<C> {
     }
 
     /// Tells the carriers that this process's or the peer's regions have changed.
-    pub(crate) fn peer_has_changed(&mut self, peer: PeerId) {
+    pub(crate) fn notify_regions_changed(&mut self, peer: PeerId) {
         self.each(|carrier, cx| carrier.regions_changed(cx, peer));
     }
 
@@ -191,7 +191,7 @@ impl<C: Control> Outside<C> {
             let mut more = false;
             while let Some(event) = self.control.next_event() {
                 more = true;
-                self.take(event);
+                self.handle(event);
             }
             if more {
                 self.each(|carrier, cx| carrier.answer(cx));
@@ -216,7 +216,7 @@ impl<C: Control> Outside<C> {
                 more = true;
                 self.fence_answered(broken, true);
             }
-            more |= self.see_to_fences();
+            more |= self.serve_fences();
             any |= more;
             if !more {
                 return any;
@@ -225,13 +225,13 @@ impl<C: Control> Outside<C> {
     }
 
     fn note_refusal(&mut self, peer: PeerId, code: u8, why: String) {
-        let name = self.place_of(code).map_or("?", |place| self.name_at(place));
+        let name = self.index_of(code).map_or("?", |index| self.name_of(index));
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
         // A peer that reconnects refuses for the same reason each time.
-        let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
-        if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
+        let is_logged = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
+        if !is_logged && known.said_refusals.len() < REFUSALS_LOGGED_MAX {
             tracing::info!(once = true, peer = known.name(), carrier = name, %why, "carrier cannot reach peer");
             known.said_refusals.push((code, why));
         }
@@ -246,7 +246,7 @@ impl<C: Control> Outside<C> {
     }
 
     /// Ends fences whose time is over, and asks for those that are due. Whether there was anything.
-    fn see_to_fences(&mut self) -> bool {
+    fn serve_fences(&mut self) -> bool {
         let now = self.now();
         if self.fences.next_tick().is_none_or(|at| at > now) {
             return false;
@@ -272,8 +272,8 @@ impl<C: Control> Outside<C> {
 
     pub(super) fn end_fence(&mut self, broken: Broken, tokens: Vec<Token>) {
         let (code, connection) = broken;
-        let place = self.place_of(code);
-        place.map(|place| self.with(place, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
+        let index = self.index_of(code);
+        index.map(|index| self.with(index, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
     }
 
     /// A peer has confirmed that it places nothing more of a broken connection, or could not confirm it yet.
@@ -285,17 +285,17 @@ impl<C: Control> Outside<C> {
         let now = self.now();
         self.fences.failed(now, broken);
         let (code, connection) = broken;
-        let place = self.place_of(code);
-        place.map(|place| self.with(place, |carrier, cx| carrier.see_whether_gone(cx, connection)));
+        let index = self.index_of(code);
+        index.map(|index| self.with(index, |carrier, cx| carrier.see_whether_gone(cx, connection)));
     }
 
     /// A peer asks that nothing more is placed of a broken connection. Whether that is so already.
     pub(super) fn fence(&mut self, from: Identity, (code, connection): Broken) -> bool {
-        let Some(place) = self.place_of(code) else { return true };
-        self.with(place, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
+        let Some(index) = self.index_of(code) else { return true };
+        self.with(index, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
     }
 
-    fn take(&mut self, event: ControlEvent) {
+    fn handle(&mut self, event: ControlEvent) {
         match event {
             ControlEvent::Up { path, number, channel, from } => {
                 self.control_is_up(path, number, channel, from)
@@ -317,8 +317,8 @@ impl<C: Control> Outside<C> {
                 None => self.receive_from_session(channel, frame, lease),
             },
             ControlEvent::Greeted { code, greeted } => {
-                let place = self.place_of(code);
-                place.map(|place| self.with(place, |carrier, cx| carrier.greeted(cx, greeted)));
+                let index = self.index_of(code);
+                index.map(|index| self.with(index, |carrier, cx| carrier.greeted(cx, greeted)));
             }
             ControlEvent::FenceAsked { channel, from, broken } => {
                 let (is_over, now) = (self.fence(from, broken), self.now());
@@ -373,7 +373,7 @@ impl<C: Control> Outside<C> {
 
     fn post_to_carrier(
         &mut self,
-        place: u8,
+        index: u8,
         post: &Post,
         (op, between): (Op, Between),
         runs: &[crate::runs::Run],
@@ -395,18 +395,18 @@ impl<C: Control> Outside<C> {
         let Some(peer) = peer else { return Err(NotNow) };
         crate::audit::posts(posted.len());
         let post = CarrierPost { path, peer, token, ticket, op, between, runs: &posted };
-        self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
+        self.with(index, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
     /// Whether removed peers or paths wait to be forgotten.
-    pub(super) fn forgets(&self) -> bool {
-        !self.leaving.is_empty() || !self.going.is_empty()
+    pub(super) fn has_removed(&self) -> bool {
+        !self.leaving.is_empty() || !self.removed_paths.is_empty()
     }
 
     /// Forgets removed paths that `is_known` no longer knows.
     pub(super) fn forget_paths(&mut self, is_known: impl Fn(PathId) -> bool) {
         let paths = &mut self.paths;
-        self.going.retain(|path| {
+        self.removed_paths.retain(|path| {
             let is_known = is_known(*path);
             if !is_known {
                 paths.remove(path);
@@ -423,19 +423,20 @@ impl<C: Control> Outside<C> {
 
 impl<C: Control> Provider for Outside<C> {
     fn came(&mut self, path: Option<PathId>, label: u64) {
-        let (Some(NewPath { peer, place, name, address, .. }), Some(path)) = (self.new_path(label), path)
+        let (Some(NewPath { peer, place: index, name, address, .. }), Some(path)) =
+            (self.new_path(label), path)
         else {
             return;
         };
-        self.paths.insert(path, PathAt { peer, carrier: Some(place), name, address, trouble: None });
+        self.paths.insert(path, PathAt { peer, carrier: Some(index), name, address, trouble: None });
     }
 
     fn connect(&mut self, now: Duration, path: PathId, connection: u32) {
         let Some(PathAt { peer, carrier, name, .. }) = self.paths.get(&path) else { return };
         let (peer, carrier, name) = (*peer, *carrier, *name);
         match (carrier, self.peers.get(&peer)) {
-            (Some(place), _) => {
-                self.with(place, |carrier, cx| carrier.connect(cx, path, connection, peer, name));
+            (Some(index), _) => {
+                self.with(index, |carrier, cx| carrier.connect(cx, path, connection, peer, name));
             }
             (None, Some(known)) => {
                 let whom = known.whom.clone();
@@ -447,8 +448,8 @@ impl<C: Control> Provider for Outside<C> {
 
     fn close(&mut self, now: Duration, path: PathId, connection: u32) {
         match self.paths.get(&path).map(|at| at.carrier) {
-            Some(Some(place)) => {
-                self.with(place, |carrier, cx| carrier.close(cx, path, connection));
+            Some(Some(index)) => {
+                self.with(index, |carrier, cx| carrier.close(cx, path, connection));
             }
             Some(None) => self.control.close(now, path, connection),
             None => {}
@@ -459,8 +460,8 @@ impl<C: Control> Provider for Outside<C> {
         let at = self.paths.get(&post.path).ok_or(NotNow)?;
         let token = post.token;
         let frame = match (&post.work, at.carrier) {
-            (Work::Move { op, between, runs }, Some(place)) => {
-                return self.post_to_carrier(place, &post, (*op, *between), runs);
+            (Work::Move { op, between, runs }, Some(index)) => {
+                return self.post_to_carrier(index, &post, (*op, *between), runs);
             }
             (Work::Immediate { number, counter, generation }, None) => {
                 let (number, counter, generation) = (*number, *counter, *generation);
@@ -487,7 +488,7 @@ impl<C: Control> Provider for Outside<C> {
     fn next_event(&mut self) -> Option<Event> {
         let event = self.outbox.events.pop_front();
         if let Some(Event::Goes(path)) = event {
-            self.going.push(path);
+            self.removed_paths.push(path);
         }
         event
     }

@@ -1,4 +1,4 @@
-//! The hub over real sockets: what an engine's threads do in each turn, with epoll, jobs, sleep and the end.
+//! The hub over real sockets: what an engine's threads do in each turn, with epoll, jobs, sleep and the close.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -23,9 +23,9 @@ pub(crate) const CONTROL: u8 = 254;
 const WAKE: u8 = 255;
 /// Polls of busy rings before sockets are polled once. Polling sockets is a system call, which takes as long as several polls
 /// of rings.
-const WITHOUT_SOCKETS_MAX: u32 = 32;
+const BUSY_RING_POLLS_MAX: u32 = 32;
 /// The same while neither rings nor sockets bring anything.
-const WITHOUT_SOCKETS: u32 = 8;
+const IDLE_RING_POLLS_MAX: u32 = 8;
 
 #[derive(Debug)]
 pub(crate) struct SocketHub {
@@ -35,7 +35,7 @@ pub(crate) struct SocketHub {
     /// Told to peers instead of the addresses that this process listens on.
     advertised: Vec<SocketAddr>,
     /// Polls in a row that left the sockets out.
-    without_sockets: u32,
+    polls_without_sockets: u32,
     /// The last poll of sockets found nothing.
     has_quiet_sockets: bool,
     /// Index of the carrier whose job ran last; the others come first.
@@ -51,18 +51,18 @@ pub(crate) struct SocketHub {
     clippy::large_enum_variant,
     reason = "there is one at a time, and a box would be an allocation for each"
 )]
-pub(crate) enum Work {
+pub(crate) enum HubJob {
     Control(LinkJob),
     Carrier(u8, Box<dyn Job>),
 }
 
-impl Work {
+impl HubJob {
     /// Runs it, without the lock.
     pub(crate) fn run(&mut self) {
         crate::audit::takes_time("a job");
         match self {
-            Work::Control(job) => job.run(),
-            Work::Carrier(_, job) => job.run(),
+            HubJob::Control(job) => job.run(),
+            HubJob::Carrier(_, job) => job.run(),
         }
     }
 }
@@ -80,7 +80,7 @@ impl SocketHub {
             watch,
             wake,
             advertised,
-            without_sockets: 0,
+            polls_without_sockets: 0,
             has_quiet_sockets: false,
             turn: 0,
             holds: None,
@@ -109,8 +109,8 @@ impl SocketHub {
     }
 
     /// Makes the next poll include the sockets.
-    pub(crate) fn look_at_sockets(&mut self) {
-        self.without_sockets = WITHOUT_SOCKETS_MAX;
+    pub(crate) fn poll_sockets_next(&mut self) {
+        self.polls_without_sockets = BUSY_RING_POLLS_MAX;
     }
 
     /// Takes what has arrived, without waiting, and does what is due. Whether anything happened.
@@ -120,31 +120,31 @@ impl SocketHub {
         let by_rings = outside.control.poll(now, &mut outside.process);
         let mut any = by_rings;
         let most = match (by_rings, outside.control.has_rings() && self.has_quiet_sockets) {
-            (true, _) => WITHOUT_SOCKETS_MAX,
-            (false, true) => WITHOUT_SOCKETS,
+            (true, _) => BUSY_RING_POLLS_MAX,
+            (false, true) => IDLE_RING_POLLS_MAX,
             (false, false) => 1,
         };
-        self.without_sockets += 1;
-        if self.without_sockets >= most {
-            self.without_sockets = 0;
+        self.polls_without_sockets += 1;
+        if self.polls_without_sockets >= most {
+            self.polls_without_sockets = 0;
             self.watch.wait(events, Duration::ZERO);
             self.has_quiet_sockets = events.is_empty();
             any |= !events.is_empty();
             for event in events.iter() {
-                self.take(Happened::of(event));
+                self.handle(Happened::of(event));
             }
         } else if by_rings {
             // Read the rings first: a thread waits at either end of them.
             return true;
         }
         let outside = &mut self.hub.outside;
-        for place in 0..outside.carriers.len() as u8 {
-            any |= outside.with(place, |carrier, cx| carrier.poll(cx)).unwrap_or(false);
+        for index in 0..outside.carriers.len() as u8 {
+            any |= outside.with(index, |carrier, cx| carrier.poll(cx)).unwrap_or(false);
         }
         self.pump() || any
     }
 
-    fn take(&mut self, happened: Happened) {
+    fn handle(&mut self, happened: Happened) {
         let outside = &mut self.hub.outside;
         let now = outside.now();
         match happened {
@@ -168,31 +168,31 @@ impl SocketHub {
     }
 
     /// The next job, control connections first, then the carriers in turn.
-    pub(crate) fn take_job(&mut self) -> Option<Work> {
+    pub(crate) fn take_job(&mut self) -> Option<HubJob> {
         let outside = &mut self.hub.outside;
         if let Some(job) = outside.control.take_job() {
-            return Some(Work::Control(job));
+            return Some(HubJob::Control(job));
         }
         let carriers = outside.carriers.len();
         for step in 1..=carriers {
-            let place = (self.turn + step) % carriers;
-            if let Some(job) = outside.carriers[place].take_job() {
-                self.turn = place;
-                return Some(Work::Carrier(place as u8, job));
+            let index = (self.turn + step) % carriers;
+            if let Some(job) = outside.carriers[index].take_job() {
+                self.turn = index;
+                return Some(HubJob::Carrier(index as u8, job));
             }
         }
         None
     }
 
-    pub(crate) fn put_back(&mut self, work: Work) {
+    pub(crate) fn put_back(&mut self, work: HubJob) {
         let outside = &mut self.hub.outside;
         match work {
-            Work::Control(job) => {
+            HubJob::Control(job) => {
                 let now = outside.now();
                 outside.control.put_back(now, &mut outside.process, job);
             }
-            Work::Carrier(place, job) => {
-                outside.with(place, |carrier, cx| carrier.put_back(cx, job));
+            HubJob::Carrier(index, job) => {
+                outside.with(index, |carrier, cx| carrier.put_back(cx, job));
             }
         }
     }
@@ -276,7 +276,7 @@ impl SocketHub {
     /// Shows a carrier that cannot reach the peer, and so has no path, with the reason.
     fn refused_status(&self, code: u8, why: &str) -> Option<PathStatus> {
         let outside = &self.hub.outside;
-        let name = outside.name_at(outside.place_of(code)?);
+        let name = outside.name_of(outside.index_of(code)?);
         let is_only_one = outside.carriers.len() == 1;
         let trouble = if is_only_one { format!("{name} is required, but {why}") } else { why.to_owned() };
         Some(PathStatus {
@@ -294,7 +294,7 @@ impl SocketHub {
         let at = outside.paths.get(&path)?;
         let known = outside.peer(peer)?;
         let control = outside.control.status(known.control);
-        let carrier = at.carrier.map(|place| outside.name_at(place));
+        let carrier = at.carrier.map(|index| outside.name_of(index));
         let own = at.carrier.is_none().then_some(control).flatten();
         Some(PathStatus {
             carrier: carrier.unwrap_or("control"),

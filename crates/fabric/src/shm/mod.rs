@@ -3,4 +3,4 @@
 
 mod segment;
 
-pub(crate) use segment::{RING_BYTES, Segment, Side};
+pub(crate) use segment::{RING_BYTES, RingSide, Segment};

@@ -29,7 +29,7 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 
 /// Which side of a connection this process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
+pub(crate) enum RingSide {
     /// It connected: it writes ring 0 and reads ring 1.
     Connecting,
     /// It listened: it writes ring 1 and reads ring 0.
@@ -108,7 +108,7 @@ impl Segment {
 
     /// This side's ends of the rings. Closes the descriptor; the memory stays mapped while one of the ends lives. The two
     /// processes must take different sides.
-    pub(crate) fn ends(self, side: Side) -> (Writer, Reader) {
+    pub(crate) fn ends(self, side: RingSide) -> (Writer, Reader) {
         let Segment { memfd: _, mapping, ring_bytes } = self;
         let mapping = Arc::new(mapping);
         let ring = |number: usize| {
@@ -120,8 +120,8 @@ impl Segment {
         };
         let (to_listening, to_connecting) = (ring(0), ring(1));
         match side {
-            Side::Connecting => (Writer::new(to_listening), Reader::new(to_connecting)),
-            Side::Listening => (Writer::new(to_connecting), Reader::new(to_listening)),
+            RingSide::Connecting => (Writer::new(to_listening), Reader::new(to_connecting)),
+            RingSide::Listening => (Writer::new(to_connecting), Reader::new(to_listening)),
         }
     }
 }
@@ -171,7 +171,7 @@ mod tests {
     }
 
     impl Peer {
-        fn new(segment: Segment, side: Side, socket: UnixStream) -> Peer {
+        fn new(segment: Segment, side: RingSide, socket: UnixStream) -> Peer {
             let (writer, reader) = segment.ends(side);
             socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
             Peer { writer, reader, socket, sleeps: 0 }
@@ -273,8 +273,8 @@ mod tests {
         let other = other_side(&segment);
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| Peer::new(other, Side::Listening, right).echo(8 * MIB));
-            Peer::new(segment, Side::Connecting, left).send_and_compare(8 * MIB);
+            scope.spawn(|| Peer::new(other, RingSide::Listening, right).echo(8 * MIB));
+            Peer::new(segment, RingSide::Connecting, left).send_and_compare(8 * MIB);
         });
     }
 
@@ -291,7 +291,7 @@ mod tests {
             .spawn()
             .unwrap();
         assert_eq!(send_with_fds(&left, &[0], &[segment.as_fd()]).unwrap(), 1);
-        let mut peer = Peer::new(segment, Side::Connecting, left);
+        let mut peer = Peer::new(segment, RingSide::Connecting, left);
         peer.send_and_compare(64 * MIB);
         assert!(child.wait().unwrap().success());
         // This side had to wait for the other process to start.
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(recv_with_fds(&socket, &mut [0], &mut memfds).unwrap(), 1);
         let segment = Segment::open(memfds.remove(0)).unwrap();
         assert_eq!(segment.ring_bytes(), 64 << 10);
-        Peer::new(segment, Side::Listening, socket).echo(bytes.parse().unwrap());
+        Peer::new(segment, RingSide::Listening, socket).echo(bytes.parse().unwrap());
     }
 
     #[test]
@@ -320,7 +320,7 @@ mod tests {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             maps.lines().any(|line| line.contains("/memfd:kvlane-rings") && line.contains(&mark))
         };
-        let (writer, mut reader) = segment.ends(Side::Connecting);
+        let (writer, mut reader) = segment.ends(RingSide::Connecting);
         drop(writer);
         assert!(is_mapped());
         assert!(reader.is_empty());

@@ -91,7 +91,7 @@ impl Credentials {
             .map_err(of_certificate)?;
         // Connections are long-lived, so each does a full handshake and no ticket is kept.
         server.send_tls13_tickets = 0;
-        let servers = Arc::new(AnyOfOurs { roots, provider: Arc::clone(&provider) });
+        let servers = Arc::new(SignedByAuthority { roots, provider: Arc::clone(&provider) });
         let mut client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| of_authority(&error))?
@@ -127,12 +127,12 @@ fn unusable(file: &Path, why: String) -> TlsError {
 
 /// Accepts any server certificate that the authority has signed, whatever its name.
 #[derive(Debug)]
-struct AnyOfOurs {
+struct SignedByAuthority {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for AnyOfOurs {
+impl ServerCertVerifier for SignedByAuthority {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,

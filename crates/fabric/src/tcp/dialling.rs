@@ -1,7 +1,7 @@
 //! The connecting side of a greeting, from the TCP connect to the peer's Welcome.
 //!
 //! ```text
-//! connected --> Challenge: send Proof --> Verdict: send Hello --> Welcome: done
+//!  connected --> Challenge: send Proof --> Verdict: send Hello --> Welcome: done
 //! ```
 //! Pure: the owner of the connection reads and writes it. [`super::greeting`] draws the messages.
 

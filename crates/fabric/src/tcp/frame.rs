@@ -9,7 +9,7 @@
 //!      |  <--- Challenge: KVFT, version, nonce -----  |
 //!      |  --- Proof: nonce, proof ----------------->  |
 //!      |  <--- Verdict: proof, or a refusal --------  |
-//!      |  --- Hello: its identity, the wanted one >  |
+//!      |  --- Hello: itself, the wanted one ------->  |
 //!      |  <--- Welcome: its identity --------------  |
 //! ```
 //! Then frames follow. The head has 32 bytes, little-endian:

@@ -46,7 +46,7 @@ const MAGIC: [u8; 4] = *b"KVFT";
 const VERSION: u8 = 5;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
-    BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
+    BadFrame("a greeting with a wrong seal: another process made it, or it was changed");
 
 /// Purpose of a connection, chosen by the connecting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,7 @@ pub(crate) struct Welcome {
 pub(crate) enum Answer {
     Welcome,
     /// A process other than the wanted one listens at this address.
-    SomebodyElse,
+    WrongProcess,
 }
 
 /// One random number of each side, for this connection only.
@@ -112,7 +112,7 @@ impl std::fmt::Debug for SessionKey {
 
 /// The purpose of a MAC, which is part of its input: a MAC for one purpose is worth nothing for another.
 #[derive(Clone, Copy)]
-enum Use {
+enum MacUse {
     ProofOfConnecting,
     ProofOfListening,
     Session,
@@ -120,20 +120,20 @@ enum Use {
     Welcome,
 }
 
-impl Use {
+impl MacUse {
     /// Labels have one length, so no label with its data equals another.
     fn label(self) -> [u8; 16] {
         *match self {
-            Use::ProofOfConnecting => b"kvlane connects ",
-            Use::ProofOfListening => b"kvlane listens  ",
-            Use::Session => b"kvlane session  ",
-            Use::Hello => b"kvlane hello    ",
-            Use::Welcome => b"kvlane welcome  ",
+            MacUse::ProofOfConnecting => b"kvlane connects ",
+            MacUse::ProofOfListening => b"kvlane listens  ",
+            MacUse::Session => b"kvlane session  ",
+            MacUse::Hello => b"kvlane hello    ",
+            MacUse::Welcome => b"kvlane welcome  ",
         }
     }
 }
 
-fn mac(key: &[u8], of: Use, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
+fn mac(key: &[u8], of: MacUse, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
     // HMAC takes keys of any length, so this never fails.
     let mut mac = Hmac::<Sha256>::new_from_slice(key).ok()?;
     mac.update(&of.label());
@@ -141,19 +141,19 @@ fn mac(key: &[u8], of: Use, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
     Some(mac)
 }
 
-fn prove(key: &[u8], of: Use, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
+fn prove(key: &[u8], of: MacUse, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
     mac(key, of, parts).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
 }
 
 /// Compares in constant time.
-fn is_proof(key: &[u8], of: Use, parts: &[&[u8]], proof: &[u8]) -> bool {
+fn is_proof(key: &[u8], of: MacUse, parts: &[&[u8]], proof: &[u8]) -> bool {
     mac(key, of, parts).is_some_and(|mac| mac.verify_slice(proof).is_ok())
 }
 
 impl Key {
     /// Derives the session's key of the connection with these nonces.
     pub(crate) fn session(&self, nonces: &Nonces) -> SessionKey {
-        SessionKey(prove(self.bytes(), Use::Session, &[&nonces.listening, &nonces.connecting]))
+        SessionKey(prove(self.bytes(), MacUse::Session, &[&nonces.listening, &nonces.connecting]))
     }
 
     /// The Proof message of the connecting side.
@@ -161,7 +161,7 @@ impl Key {
         let mut bytes = begin(0);
         bytes.extend(nonces.connecting);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(self.bytes(), Use::ProofOfConnecting, &parts));
+        bytes.extend(prove(self.bytes(), MacUse::ProofOfConnecting, &parts));
         bytes
     }
 
@@ -174,14 +174,14 @@ impl Key {
         let bytes: &[u8; PROOF_MESSAGE_BYTES] = whole(bytes)?;
         let nonces = Nonces { listening: *challenge, connecting: array(bytes, 8) };
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        Ok(is_proof(self.bytes(), Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
+        Ok(is_proof(self.bytes(), MacUse::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
     }
 
     /// The Verdict on a right Proof. It proves the listening side's knowledge in turn.
     pub(crate) fn encode_verdict(&self, nonces: &Nonces) -> Vec<u8> {
         let mut bytes = begin(0);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(self.bytes(), Use::ProofOfListening, &parts));
+        bytes.extend(prove(self.bytes(), MacUse::ProofOfListening, &parts));
         bytes
     }
 
@@ -190,7 +190,7 @@ impl Key {
         let bytes: &[u8; VERDICT_BYTES] = whole(bytes)?;
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
         match bytes[5] {
-            0 if is_proof(self.bytes(), Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
+            0 if is_proof(self.bytes(), MacUse::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
             0 => Ok(Verdict::Unproved),
             1 => Ok(Verdict::Refused),
             _ => Err(BadFrame("a verdict that is not known")),
@@ -220,9 +220,9 @@ impl SessionKey {
     /// Puts the right seal at the end of any message.
     #[cfg(any(feature = "fuzzing", test))]
     pub(crate) fn sign<const N: usize>(&self, mut message: [u8; N]) -> [u8; N] {
-        let of = if N == HELLO_BYTES { Use::Hello } else { Use::Welcome };
-        let (said, seal) = message.split_at_mut(N - PROOF_BYTES);
-        seal.copy_from_slice(&prove(&self.0, of, &[said]));
+        let of = if N == HELLO_BYTES { MacUse::Hello } else { MacUse::Welcome };
+        let (sealed, seal) = message.split_at_mut(N - PROOF_BYTES);
+        seal.copy_from_slice(&prove(&self.0, of, &[sealed]));
         message
     }
 }
@@ -259,14 +259,14 @@ impl Hello {
         bytes.extend(descriptor.to_le_bytes());
         bytes.extend(file.0.to_le_bytes());
         bytes.extend(file.1.to_le_bytes());
-        bytes.extend(prove(&key.0, Use::Hello, &[&bytes]));
+        bytes.extend(prove(&key.0, MacUse::Hello, &[&bytes]));
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Hello, BadFrame> {
         let bytes: &[u8; HELLO_BYTES] = whole(bytes)?;
-        let (said, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
-        if !is_proof(&key.0, Use::Hello, &[said], seal) {
+        let (sealed, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, MacUse::Hello, &[sealed], seal) {
             return Err(CHANGED);
         }
         let purpose = match bytes[5] {
@@ -295,23 +295,23 @@ impl Welcome {
     pub(crate) fn encode(&self, key: &SessionKey) -> Vec<u8> {
         let mut bytes = begin(match self.answer {
             Answer::Welcome => 0,
-            Answer::SomebodyElse => 1,
+            Answer::WrongProcess => 1,
         });
         (bytes[6], bytes[7]) = (self.rings.into(), self.sums.into());
         self.from.encode(&mut bytes);
-        bytes.extend(prove(&key.0, Use::Welcome, &[&bytes]));
+        bytes.extend(prove(&key.0, MacUse::Welcome, &[&bytes]));
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Welcome, BadFrame> {
         let bytes: &[u8; WELCOME_BYTES] = whole(bytes)?;
-        let (said, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
-        if !is_proof(&key.0, Use::Welcome, &[said], seal) {
+        let (sealed, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, MacUse::Welcome, &[sealed], seal) {
             return Err(CHANGED);
         }
         let answer = match bytes[5] {
             0 => Answer::Welcome,
-            1 => Answer::SomebodyElse,
+            1 => Answer::WrongProcess,
             _ => return Err(BadFrame("an answer that is not known")),
         };
         Ok(Welcome { answer, from: Identity::decode(bytes, 8), rings: bytes[6] == 1, sums: bytes[7] == 1 })
@@ -440,7 +440,7 @@ mod tests {
             others.iter().for_each(|other| assert!(Hello::decode(&bytes, other).is_err()));
         }
         for rings in [false, true] {
-            for answer in [Answer::Welcome, Answer::SomebodyElse] {
+            for answer in [Answer::Welcome, Answer::WrongProcess] {
                 let welcome = Welcome { answer, from: YOU, rings, sums: !rings };
                 let bytes: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
                 assert_eq!(Welcome::decode(&bytes, &session), Ok(welcome));

@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use kvlane_shm_ring::{Reader, Writer};
 
 use super::frame::{ENTRIES_MAX, HEAD_BYTES, Head, is_undamaged};
-use super::outgoing::{Out, Outgoing};
+use super::outgoing::{Out, SendQueue};
 use super::stream::{Rings, Stream};
 use super::sum::{SUM_BYTES, Sum};
 use super::tls::{NO_TLS, is_record};
@@ -64,7 +64,7 @@ pub(crate) enum Ended {
 
 /// The result of [`Link::receive`].
 #[derive(Debug)]
-pub(crate) enum Came {
+pub(crate) enum Received {
     /// A head and its entries. If bytes follow, the caller must say where they go, by [`Link::expect`], before anything else.
     Frame(Head, Vec<u8>),
     /// All bytes of the frame before are in place.
@@ -77,20 +77,20 @@ pub(crate) enum Came {
 #[derive(Debug)]
 pub(crate) struct Link {
     stream: Stream,
-    out: Outgoing,
+    out: SendQueue,
     received: u64,
     buffer: Box<[u8]>,
     /// Bytes of the buffer that were not parsed yet.
     start: usize,
     end: usize,
-    body: Option<Body>,
+    body: Option<IncomingBody>,
     /// With checksums: bytes of the current body that have not arrived, and the checksum of those that have.
     coming: Option<(u64, Sum)>,
 }
 
 /// A body that is arriving.
 #[derive(Debug)]
-struct Body {
+struct IncomingBody {
     to: VecDeque<Piece>,
     discard: u64,
 }
@@ -100,7 +100,7 @@ impl Link {
         stream.socket().set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let (received, start, end) = (0, 0, 0);
-        let (out, body, coming) = (Outgoing::default(), None, None);
+        let (out, body, coming) = (SendQueue::default(), None, None);
         Ok(Link { stream, out, received, buffer, start, end, body, coming })
     }
 
@@ -118,9 +118,9 @@ impl Link {
     }
 
     /// Everything from now on goes through these rings. Bytes behind the greeting were only wakes, and are dropped.
-    pub(crate) fn go_through(&mut self, ends: (Writer, Reader)) {
+    pub(crate) fn switch_to_rings(&mut self, ends: (Writer, Reader)) {
         debug_assert!(self.is_flushed() && self.body.is_none());
-        if self.stream.go_through(ends) {
+        if self.stream.switch_to_rings(ends) {
             (self.start, self.end) = (0, 0);
         }
     }
@@ -136,8 +136,8 @@ impl Link {
     }
 
     /// Queues these to be written.
-    pub(crate) fn send_all(&mut self, said: impl IntoIterator<Item = Out>) {
-        said.into_iter().for_each(|out| self.out.push(out));
+    pub(crate) fn send_all(&mut self, outs: impl IntoIterator<Item = Out>) {
+        outs.into_iter().for_each(|out| self.out.push(out));
     }
 
     /// Bytes owned by the queue, and entries, that wait to be written.
@@ -241,7 +241,7 @@ impl Link {
     /// Says where the bytes of the last frame go: into `to`, in this order, or nowhere (`discard` bytes).
     pub(crate) fn expect(&mut self, to: Vec<Piece>, discard: u64) {
         debug_assert!(self.body.is_none());
-        self.body = Some(Body { to: to.into(), discard });
+        self.body = Some(IncomingBody { to: to.into(), discard });
     }
 
     /// Receives the next frame or the end of its body. If there is a lease, bytes are placed only while it holds. The
@@ -249,12 +249,12 @@ impl Link {
     ///
     /// # Safety
     /// Expected memory is valid for writes.
-    pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Came, Ended> {
+    pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Received, Ended> {
         crate::audit::takes_time("the reading of a connection");
         if self.body.is_some() {
             // SAFETY: the caller's promise.
             let is_whole = unsafe { self.receive_body(lease)? };
-            return Ok(if is_whole { Came::Body } else { Came::Nothing });
+            return Ok(if is_whole { Received::Body } else { Received::Nothing });
         }
         loop {
             let there = &self.buffer[self.start..self.end];
@@ -268,11 +268,11 @@ impl Link {
                     self.start += HEAD_BYTES + entries.len();
                     let bytes = head.body_bytes().filter(|bytes| *bytes > 0 && self.has_sums());
                     self.coming = bytes.map(|bytes| (bytes, Sum::new()));
-                    return Ok(Came::Frame(head, entries));
+                    return Ok(Received::Frame(head, entries));
                 }
             }
             if !self.fill(BUFFER_BYTES)? {
-                return Ok(Came::Nothing);
+                return Ok(Received::Nothing);
             }
         }
     }
@@ -330,7 +330,7 @@ impl Link {
             // The buffer is empty: all of it belonged to the body.
             (self.start, self.end) = (0, 0);
             if self.coming.is_some() && body.is_short() {
-                // Summed before it is placed: whoever polls the flag may change it as soon as it is there.
+                // Summed before it is placed: a process that polls the flag may change it as soon as it is there.
                 if !self.fill(BUFFER_BYTES)? {
                     return Ok(false);
                 }
@@ -359,7 +359,7 @@ impl Link {
                 ranges[count] = libc::iovec { iov_base: behind, iov_len: BEHIND_BYTES };
                 count += 1;
             }
-            check(lease)?;
+            check_lease(lease)?;
             // SAFETY: the ranges are our own buffers, or valid by the caller's promise.
             match unsafe { self.stream.receive(&ranges[..count]) } {
                 Ok(0) => return Err(Ended::Closed),
@@ -412,7 +412,7 @@ impl Link {
             let there = &self.buffer[self.start..self.end];
             let taken = if let Some(piece) = body.to.front() {
                 let len = piece.len.min(there.len());
-                check(lease)?;
+                check_lease(lease)?;
                 // SAFETY: the piece is valid for writes and at least as long; the buffer is our own.
                 unsafe { std::ptr::copy_nonoverlapping(there.as_ptr(), piece.pointer(), len) };
                 add_to_sum(&mut self.coming, &there[..len]);
@@ -440,7 +440,7 @@ impl AsFd for Link {
     }
 }
 
-impl Body {
+impl IncomingBody {
     /// Whether the rest is so short that it is read through the buffer.
     fn is_short(&self) -> bool {
         let mut left = 0;
@@ -482,7 +482,7 @@ fn add_to_sum(coming: &mut Option<(u64, Sum)>, bytes: &[u8]) {
 }
 
 /// Called right before bytes are placed.
-fn check(lease: Option<Lease>) -> Result<(), Ended> {
+fn check_lease(lease: Option<Lease>) -> Result<(), Ended> {
     if lease.is_none_or(|lease| lease.holds()) { Ok(()) } else { Err(Ended::Late) }
 }
 
@@ -570,22 +570,22 @@ mod tests {
                 // SAFETY: all memory outlives the links' last calls here.
                 unsafe { from.flush().unwrap() };
                 // Only the TLS handshake sends anything back. SAFETY: as above.
-                assert!(matches!(unsafe { from.receive(None).unwrap() }, Came::Nothing));
+                assert!(matches!(unsafe { from.receive(None).unwrap() }, Received::Nothing));
                 loop {
                     // SAFETY: as above.
                     match unsafe { to.receive(None).unwrap() } {
-                        Came::Frame(Head::Data { bytes, .. }, _) => {
+                        Received::Frame(Head::Data { bytes, .. }, _) => {
                             let (len, pieces) = wanted.pop_front().unwrap();
                             assert_eq!(len as u64, bytes);
                             let discard = if pieces.is_empty() { bytes } else { 0 };
                             to.expect(pieces, discard);
                         }
-                        Came::Frame(head, _) => {
+                        Received::Frame(head, _) => {
                             assert_eq!(head, Head::Ping { stamp: 7 });
                             pings += 1;
                         }
-                        Came::Body => bodies += 1,
-                        Came::Nothing => break,
+                        Received::Body => bodies += 1,
+                        Received::Nothing => break,
                     }
                 }
             }
@@ -606,14 +606,14 @@ mod tests {
         loop {
             // SAFETY: the memory outlives the link.
             match unsafe { to.receive(None)? } {
-                Came::Frame(Head::Data { bytes, .. }, _) => {
+                Received::Frame(Head::Data { bytes, .. }, _) => {
                     assert_eq!(bytes, memory.len() as u64);
                     let (one, other) = memory.split_at_mut(memory.len() / 3);
                     to.expect(vec![piece(one), piece(other)], 0);
                 }
-                Came::Frame(head, _) => panic!("{head:?} was not sent"),
-                Came::Body => return Ok(()),
-                Came::Nothing => {}
+                Received::Frame(head, _) => panic!("{head:?} was not sent"),
+                Received::Body => return Ok(()),
+                Received::Nothing => {}
             }
         }
     }
@@ -659,9 +659,9 @@ mod tests {
             loop {
                 // SAFETY: likewise.
                 match unsafe { to.receive(None) }.unwrap() {
-                    Came::Frame(..) => to.expect(vec![piece(&mut came)], 0),
-                    Came::Body => break,
-                    Came::Nothing => {}
+                    Received::Frame(..) => to.expect(vec![piece(&mut came)], 0),
+                    Received::Body => break,
+                    Received::Nothing => {}
                 }
             }
             assert_eq!(came[0], round + 1, "as it was");
@@ -695,9 +695,9 @@ mod tests {
                     loop {
                         // SAFETY: as above.
                         match unsafe { to.receive(None) }.unwrap() {
-                            Came::Frame(..) => to.expect(vec![piece(&mut arrived)], 0),
-                            Came::Body => bodies += 1,
-                            Came::Nothing => break,
+                            Received::Frame(..) => to.expect(vec![piece(&mut arrived)], 0),
+                            Received::Body => bodies += 1,
+                            Received::Nothing => break,
                         }
                     }
                 }
@@ -719,9 +719,9 @@ mod tests {
         loop {
             // SAFETY: as above.
             match unsafe { to.receive(None) } {
-                Ok(Came::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
-                Ok(Came::Nothing) => {}
-                Ok(Came::Body) => panic!("only half of it was sent"),
+                Ok(Received::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
+                Ok(Received::Nothing) => {}
+                Ok(Received::Body) => panic!("only half of it was sent"),
                 Err(ended) => {
                     assert!(matches!(ended, Ended::Closed), "{ended}");
                     break;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  dialling, greeting   both sides prove the secret, then say who they are
-//!  frame, regions       the bytes of frames
+//!  frame, regions       the wire format of frames, and of news of regions
 //!  link                 one connection: sends frames, receives them and places their bytes
 //!    outgoing           what is queued to be written, with checksums (sum)
 //!    stream             a socket, shared-memory rings, or TLS (tls, credentials)
@@ -29,7 +29,7 @@ pub(crate) use greeting::{
     Answer, HELLO_BYTES, Hello, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome, encode_challenge,
     encode_refusal,
 };
-pub(crate) use link::{Came, Ended, Link};
+pub(crate) use link::{Ended, Link, Received};
 pub(crate) use outgoing::Out;
 pub(crate) use regions::{decode_regions, encode_regions, window_news};
 pub(crate) use stream::Stream;

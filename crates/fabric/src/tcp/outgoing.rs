@@ -19,7 +19,7 @@ const COPIED_MAX: usize = 256;
 /// 0.53 of its rate without checksums, on two cores.)
 const END_BYTES: usize = 32 << 10;
 /// Entries searched for the end of a body.
-const LOOKED_AT: usize = 256;
+const END_SEARCH_MAX: usize = 256;
 
 /// One entry of the queue.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Out {
 
 /// Entries in the order in which they are written.
 #[derive(Debug, Default)]
-pub(crate) struct Outgoing {
+pub(crate) struct SendQueue {
     queue: VecDeque<Out>,
     /// Entries that have been written, of all ever queued.
     written: u64,
@@ -125,7 +125,7 @@ pub(crate) struct Outgoing {
     summed: usize,
 }
 
-impl Outgoing {
+impl SendQueue {
     /// From the next entry on, bodies have checksums.
     pub(crate) fn begin_sums(&mut self) {
         self.sum = Some(Sum::new());
@@ -166,7 +166,7 @@ impl Outgoing {
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn next_ranges(&mut self, ranges: &mut [libc::iovec], most: usize) -> (usize, usize) {
         let (mut count, mut bytes) = (0, 0);
-        let mut walk = Walk { known: self.summed, body: Body::None };
+        let mut walk = Walk { known: self.summed, body: BodyMode::None };
         for index in 0..self.queue.len().min(ranges.len()) {
             if bytes >= most {
                 break;
@@ -174,7 +174,7 @@ impl Outgoing {
             let mut room = most - bytes;
             if let Some(sum) = &mut self.sum {
                 // SAFETY: the caller's promise.
-                match unsafe { walk.look_at(&mut self.queue, index, sum, &mut self.summed) } {
+                match unsafe { walk.admit(&mut self.queue, index, sum, &mut self.summed) } {
                     Some(may_go) => room = room.min(may_go),
                     None => break,
                 }
@@ -221,12 +221,12 @@ impl Outgoing {
 struct Walk {
     /// Bytes of the bodies ahead that are in a checksum already.
     known: usize,
-    body: Body,
+    body: BodyMode,
 }
 
 /// The body that the walk is in.
 #[derive(Clone, Copy)]
-enum Body {
+enum BodyMode {
     None,
     /// Summed before it is written.
     Summed,
@@ -239,7 +239,7 @@ impl Walk {
     ///
     /// # Safety
     /// Memory is valid for reads.
-    unsafe fn look_at(
+    unsafe fn admit(
         &mut self,
         queue: &mut VecDeque<Out>,
         index: usize,
@@ -248,23 +248,23 @@ impl Walk {
     ) -> Option<usize> {
         let out = &mut queue[index];
         if let Out::Sum(done, _) = out {
-            if done.is_none() && matches!(self.body, Body::Long(_)) {
+            if done.is_none() && matches!(self.body, BodyMode::Long(_)) {
                 return None;
             }
             if done.is_none() {
                 *done = Some(std::mem::replace(sum, Sum::new()).bytes());
             }
-            self.body = Body::None;
+            self.body = BodyMode::None;
             return Some(usize::MAX);
         }
         if !out.has_sum() {
             return Some(usize::MAX);
         }
-        if matches!(self.body, Body::None) {
-            self.body = Body::at(queue, index);
+        if matches!(self.body, BodyMode::None) {
+            self.body = BodyMode::at(queue, index);
         }
         match &mut self.body {
-            Body::Long(left) => {
+            BodyMode::Long(left) => {
                 let may_go = (*left).min(queue[index].rest().iov_len);
                 *left -= may_go;
                 (may_go > 0).then_some(may_go)
@@ -278,19 +278,19 @@ impl Walk {
     }
 }
 
-impl Body {
+impl BodyMode {
     /// The body that begins or goes on at this index of the queue.
-    fn at(queue: &VecDeque<Out>, index: usize) -> Body {
+    fn at(queue: &VecDeque<Out>, index: usize) -> BodyMode {
         let mut bytes: usize = 0;
-        for out in queue.range(index..).take(LOOKED_AT) {
+        for out in queue.range(index..).take(END_SEARCH_MAX) {
             if !out.has_sum() {
                 return match bytes.checked_sub(END_BYTES) {
-                    None | Some(0) => Body::Summed,
-                    Some(before) => Body::Long(before),
+                    None | Some(0) => BodyMode::Summed,
+                    Some(before) => BodyMode::Long(before),
                 };
             }
             bytes += out.rest().iov_len;
         }
-        Body::Long(usize::MAX)
+        BodyMode::Long(usize::MAX)
     }
 }

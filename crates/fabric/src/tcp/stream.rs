@@ -28,7 +28,7 @@ pub(crate) struct Rings {
     writer: Writer,
     reader: Reader,
     /// The socket may have wakes to be drained, or the peer's end.
-    is_told: bool,
+    is_readable: bool,
 }
 
 impl Stream {
@@ -53,9 +53,9 @@ impl Stream {
     }
 
     /// Sends and receives everything through these rings from now on. False: the stream is encrypted and stays as it is.
-    pub(crate) fn go_through(&mut self, (writer, reader): (Writer, Reader)) -> bool {
+    pub(crate) fn switch_to_rings(&mut self, (writer, reader): (Writer, Reader)) -> bool {
         let Stream::Plain(_, rings) = self else { return false };
-        *rings = Some(Box::new(Rings { writer, reader, is_told: false }));
+        *rings = Some(Box::new(Rings { writer, reader, is_readable: false }));
         true
     }
 
@@ -90,7 +90,7 @@ impl Stream {
     pub(crate) fn has_ended(&mut self) -> bool {
         match self {
             Stream::Plain(socket, Some(rings)) => {
-                std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true)
+                std::mem::take(&mut rings.is_readable) && is_over(socket).unwrap_or(true)
             }
             _ => false,
         }
@@ -128,11 +128,11 @@ impl Stream {
                 message.msg_iov = ranges.as_ptr().cast_mut();
                 message.msg_iovlen = ranges.len();
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+                syscall_result(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
             }
             Stream::Plain(socket, Some(rings)) => {
                 // SAFETY: the caller's promise is passed on.
-                let taken = unsafe { rings.writer.write(ranges) }.map_err(spoiled)?;
+                let taken = unsafe { rings.writer.write(ranges) }.map_err(ring_error)?;
                 if taken == 0 {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
@@ -159,16 +159,16 @@ impl Stream {
             Stream::Plain(socket, None) => {
                 let count = ranges.len() as libc::c_int;
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
+                syscall_result(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
             }
             Stream::Plain(socket, Some(rings)) => {
                 // Checked before the ring is read: whatever the peer wrote before its end is in the ring by then.
-                let is_over = std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true);
+                let is_over = std::mem::take(&mut rings.is_readable) && is_over(socket).unwrap_or(true);
                 // SAFETY: the caller's promise is passed on.
-                let came = unsafe { rings.reader.read(ranges) }.map_err(spoiled)?;
+                let came = unsafe { rings.reader.read(ranges) }.map_err(ring_error)?;
                 if came > 0 {
                     // Reports the end later, once the ring is empty.
-                    rings.is_told = is_over;
+                    rings.is_readable = is_over;
                     if rings.reader.take_writer_waits() {
                         // A failure means that the peer is gone, which is reported once the ring is empty.
                         let _ = wake(socket);
@@ -185,8 +185,8 @@ impl Stream {
 
 impl Rings {
     /// The watch says that the socket is readable.
-    pub(crate) fn note_told(&mut self) {
-        self.is_told = true;
+    pub(crate) fn note_readable(&mut self) {
+        self.is_readable = true;
     }
 
     /// Whether the ring holds nothing to receive.
@@ -234,7 +234,7 @@ fn is_over(socket: &TcpStream) -> io::Result<bool> {
     Ok(false)
 }
 
-fn spoiled(error: RingError) -> io::Error {
+fn ring_error(error: RingError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
@@ -254,6 +254,6 @@ impl AsFd for Stream {
     }
 }
 
-fn answer(bytes: libc::ssize_t) -> io::Result<usize> {
+fn syscall_result(bytes: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(bytes).map_err(|_| io::Error::last_os_error())
 }

@@ -121,7 +121,7 @@ impl TlsStream {
             unsafe { from.read(&mut self.staged, BUFFER_BYTES) };
             match self.session.writer().write(&self.staged)? {
                 0 => break io::ErrorKind::WouldBlock.into(),
-                taken => from.go(taken),
+                taken => from.advance(taken),
             }
         };
         if from.done > 0 { Ok(from.done) } else { Err(blocked) }
@@ -138,7 +138,7 @@ impl TlsStream {
         let mut is_dry = false;
         loop {
             // SAFETY: the caller's promise.
-            let is_over = unsafe { self.hand_out(&mut to)? };
+            let is_over = unsafe { self.read_plaintext(&mut to)? };
             if to.is_at_end() || is_over {
                 // The next call reports the end, by itself.
                 self.has_more = to.done > 0;
@@ -170,7 +170,7 @@ impl TlsStream {
     ///
     /// # Safety
     /// As for [`TlsStream::receive`].
-    unsafe fn hand_out(&mut self, to: &mut Cursor<'_>) -> io::Result<bool> {
+    unsafe fn read_plaintext(&mut self, to: &mut Cursor<'_>) -> io::Result<bool> {
         let mut reader = self.session.reader();
         while !to.is_at_end() {
             let there = match reader.fill_buf() {
@@ -277,7 +277,7 @@ struct Cursor<'a> {
 impl<'a> Cursor<'a> {
     fn new(ranges: &'a [libc::iovec]) -> Cursor<'a> {
         let mut cursor = Cursor { ranges, offset: 0, done: 0 };
-        cursor.go(0);
+        cursor.advance(0);
         cursor
     }
 
@@ -293,7 +293,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Moves on by `bytes`. Never stays at the end of a range.
-    fn go(&mut self, mut bytes: usize) {
+    fn advance(&mut self, mut bytes: usize) {
         self.done += bytes;
         while let Some((range, others)) = self.ranges.split_first() {
             let left = range.iov_len - self.offset;
@@ -321,7 +321,7 @@ impl<'a> Cursor<'a> {
                 std::ptr::copy_nonoverlapping(from, to.spare_capacity_mut().as_mut_ptr().cast(), len);
                 to.set_len(to.len() + len);
             }
-            self.go(len);
+            self.advance(len);
         }
     }
 
@@ -333,7 +333,7 @@ impl<'a> Cursor<'a> {
         let Some((to, len)) = self.here(bytes.len()) else { return 0 };
         // SAFETY: the range is valid by the caller's promise, and both are at least as long.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
-        self.go(len);
+        self.advance(len);
         len
     }
 }

@@ -44,7 +44,7 @@ pub(crate) type CopyId = u64;
 pub(crate) struct Copies {
     helpers: usize,
     threads: Vec<JoinHandle<()>>,
-    shared: Arc<Shared>,
+    queue: Arc<CopyQueue>,
     next: CopyId,
     /// A thread sleeps until the eventfd is readable.
     has_sleeper: bool,
@@ -61,14 +61,14 @@ pub(crate) struct NewCopy {
 }
 
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
+struct CopyQueue {
+    state: Mutex<QueueState>,
     /// Counts copies that are worth waking a helper for. Read without the lock.
     turns: AtomicU64,
     /// Calls that no thread has begun, and threads that make one right now. Read without the lock.
     waiting: AtomicUsize,
     at_work: AtomicUsize,
-    /// `State::ended` is not empty. Read without the lock.
+    /// `QueueState::ended` is not empty. Read without the lock.
     has_ended: AtomicBool,
     /// The thread that takes ended copies sleeps, so the next end writes to `wake`.
     is_awaited: AtomicBool,
@@ -77,7 +77,7 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct QueueState {
     /// One lane per neighbour, each with copies that have calls left.
     waiting: VecDeque<VecDeque<Arc<Copy>>>,
     ended: Vec<(CopyId, Result<(), PullError>)>,
@@ -91,11 +91,11 @@ struct Copy {
     neighbour: Arc<Neighbour>,
     regions: Option<Generations>,
     calls: Vec<Vec<PulledRange>>,
-    progress: Mutex<Progress>,
+    progress: Mutex<CopyProgress>,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct CopyProgress {
     /// Calls that were begun, and of them those that have returned.
     begun: usize,
     over: usize,
@@ -107,9 +107,9 @@ struct Progress {
 
 /// Names a copy that was begun, to cancel it or to see what it writes.
 #[derive(Debug, Clone)]
-pub(crate) struct Begun(Arc<Copy>);
+pub(crate) struct CopyHandle(Arc<Copy>);
 
-impl Begun {
+impl CopyHandle {
     pub(crate) fn id(&self) -> CopyId {
         self.0.id
     }
@@ -127,7 +127,7 @@ impl Begun {
 
 /// A job: up to [`CALLS_A_TURN`] calls of any copy.
 #[derive(Debug)]
-pub(crate) struct CopyTurn(Arc<Shared>);
+pub(crate) struct CopyTurn(Arc<CopyQueue>);
 
 impl Job for CopyTurn {
     fn run(&mut self) {
@@ -148,7 +148,7 @@ impl Job for CopyTurn {
 impl Copies {
     /// `threads`: how many copy at most, including one that waits in a call. `wake`: an eventfd.
     pub(crate) fn new(threads: usize, wake: OwnedFd) -> Copies {
-        let shared = Shared {
+        let queue = CopyQueue {
             state: Mutex::default(),
             turns: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
@@ -161,7 +161,7 @@ impl Copies {
         Copies {
             helpers: threads.saturating_sub(1),
             threads: Vec::new(),
-            shared: Arc::new(shared),
+            queue: Arc::new(queue),
             next: 0,
             has_sleeper: false,
         }
@@ -169,7 +169,7 @@ impl Copies {
 
     /// The eventfd that becomes readable when a copy ends while a thread sleeps.
     pub(crate) fn wake(&self) -> &OwnedFd {
-        &self.shared.wake
+        &self.queue.wake
     }
 
     /// Begins a copy. After an error some of its bytes may have been written.
@@ -177,20 +177,20 @@ impl Copies {
     /// # Safety
     /// The destinations are valid for writes, and belong to the copy until [`Copies::take_ended`] has returned it, or until
     /// `self` was dropped.
-    pub(crate) unsafe fn begin(&mut self, copy: NewCopy) -> Begun {
+    pub(crate) unsafe fn begin(&mut self, copy: NewCopy) -> CopyHandle {
         let NewCopy { neighbour, ranges, regions } = copy;
         let bytes: usize = ranges.iter().map(|range| range.to.len).sum();
         let (id, calls) = (self.next, cut(ranges));
         self.next += 1;
         let copy = Arc::new(Copy { id, neighbour, regions, calls, progress: Mutex::default() });
-        let is_shared = bytes >= SHARED_BYTES_MIN && self.has_helpers();
-        let mut state = self.shared.state.lock();
+        let is_shared = bytes >= SHARED_BYTES_MIN && self.ensure_helpers();
+        let mut state = self.queue.state.lock();
         if copy.calls.is_empty() {
             state.ended.push((id, Ok(())));
-            self.shared.has_ended.store(true, Ordering::Release);
-            return Begun(copy);
+            self.queue.has_ended.store(true, Ordering::Release);
+            return CopyHandle(copy);
         }
-        self.shared.waiting.fetch_add(copy.calls.len(), Ordering::AcqRel);
+        self.queue.waiting.fetch_add(copy.calls.len(), Ordering::AcqRel);
         let of_neighbour = |lane: &&mut VecDeque<Arc<Copy>>| {
             lane.front().is_some_and(|first| Arc::ptr_eq(&first.neighbour, &copy.neighbour))
         };
@@ -199,59 +199,59 @@ impl Copies {
             None => state.waiting.push_back([Arc::clone(&copy)].into()),
         }
         if is_shared {
-            self.shared.turns.fetch_add(1, Ordering::Release);
+            self.queue.turns.fetch_add(1, Ordering::Release);
             if state.sleeping > 0 {
-                self.shared.begun.notify_all();
+                self.queue.begun.notify_all();
             }
         }
-        Begun(copy)
+        CopyHandle(copy)
     }
 
     /// Whether a waiting thread may make calls: some are left, and fewer threads are copying than allowed.
     pub(crate) fn has_turn(&self) -> bool {
-        let Shared { waiting, at_work, .. } = &*self.shared;
+        let CopyQueue { waiting, at_work, .. } = &*self.queue;
         waiting.load(Ordering::Acquire) > 0 && at_work.load(Ordering::Acquire) <= self.helpers
     }
 
     /// Calls for a thread that has nothing else to do.
     pub(crate) fn take_turn(&self) -> Option<CopyTurn> {
-        self.has_turn().then(|| CopyTurn(Arc::clone(&self.shared)))
+        self.has_turn().then(|| CopyTurn(Arc::clone(&self.queue)))
     }
 
     /// Copies that have ended since the last call. Nothing touches their memory any more.
     pub(crate) fn take_ended(&self) -> Vec<(CopyId, Result<(), PullError>)> {
-        if !self.shared.has_ended.swap(false, Ordering::AcqRel) {
+        if !self.queue.has_ended.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }
-        std::mem::take(&mut self.shared.state.lock().ended)
+        std::mem::take(&mut self.queue.state.lock().ended)
     }
 
     /// From now on the end of a copy makes the eventfd readable. False: a copy has ended already, so the caller must
     /// not sleep.
     pub(crate) fn prepare_to_sleep(&mut self) -> bool {
         self.has_sleeper = true;
-        self.shared.is_awaited.store(true, Ordering::SeqCst);
-        !self.shared.has_ended.load(Ordering::SeqCst)
+        self.queue.is_awaited.store(true, Ordering::SeqCst);
+        !self.queue.has_ended.load(Ordering::SeqCst)
     }
 
     pub(crate) fn woken(&mut self) {
         self.has_sleeper = false;
-        self.shared.is_awaited.store(false, Ordering::SeqCst);
+        self.queue.is_awaited.store(false, Ordering::SeqCst);
     }
 
     /// A thread has read the eventfd. If another thread sleeps on it, the next end has to write to it again.
-    pub(crate) fn was_told(&self) {
+    pub(crate) fn rearm_wake(&self) {
         if self.has_sleeper {
-            self.shared.is_awaited.store(true, Ordering::SeqCst);
+            self.queue.is_awaited.store(true, Ordering::SeqCst);
         }
     }
 
     /// Starts the helper threads that are missing. Whether there are any.
-    fn has_helpers(&mut self) -> bool {
+    fn ensure_helpers(&mut self) -> bool {
         while self.threads.len() < self.helpers {
-            let shared = Arc::clone(&self.shared);
+            let queue = Arc::clone(&self.queue);
             let thread = std::thread::Builder::new().name("kvlane-fabric-copy".into());
-            match thread.spawn(move || shared.help()) {
+            match thread.spawn(move || queue.run_helper()) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
                     tracing::warn!(%error, threads = self.threads.len(), "cannot start another copy thread");
@@ -265,11 +265,11 @@ impl Copies {
 
 impl Drop for Copies {
     fn drop(&mut self) {
-        let mut state = self.shared.state.lock();
+        let mut state = self.queue.state.lock();
         state.is_stopped = true;
         state.waiting.clear();
         drop(state);
-        self.shared.begun.notify_all();
+        self.queue.begun.notify_all();
         crate::audit::takes_time("the end of threads");
         for thread in self.threads.drain(..) {
             // A helper does not panic. If one did, there is nothing left to end.
@@ -278,9 +278,9 @@ impl Drop for Copies {
     }
 }
 
-impl Shared {
+impl CopyQueue {
     /// Makes the next call. False if none is left.
-    fn make_call(&self, state: &mut MutexGuard<'_, State>) -> bool {
+    fn make_call(&self, state: &mut MutexGuard<'_, QueueState>) -> bool {
         let Some(mut lane) = state.waiting.pop_front() else { return false };
         let Some(copy) = lane.front().cloned() else { return true };
         let (index, is_wanted) = {
@@ -328,7 +328,7 @@ impl Shared {
     }
 
     /// The loop of a helper thread.
-    fn help(&self) {
+    fn run_helper(&self) {
         let mut state = self.state.lock();
         while !state.is_stopped {
             let seen = self.turns.load(Ordering::Acquire);
@@ -410,7 +410,7 @@ mod tests {
     }
 
     /// Makes calls until a copy has ended, and returns its outcome.
-    fn outcome_of(copies: &Copies, begun: &Begun) -> Result<(), PullError> {
+    fn outcome_of(copies: &Copies, begun: &CopyHandle) -> Result<(), PullError> {
         loop {
             if let Some(mut turn) = copies.take_turn() {
                 turn.run();

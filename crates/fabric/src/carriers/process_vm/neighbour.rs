@@ -57,7 +57,7 @@ pub(crate) struct Neighbour {
 impl Neighbour {
     /// Reads the card at this address of this pid, by the very call that transfers will use.
     pub(crate) fn probe(pid: u32, card: u64, identity: Identity) -> Result<Neighbour, ProbeError> {
-        crate::audit::takes_time("a look into another process");
+        crate::audit::takes_time("a read of another process's card");
         let neighbour = Neighbour { process: RemoteProcess::open(pid)?, identity, card };
         let mut found = [0u8; IDENTITY_BYTES];
         let local = [range(found.as_mut_ptr(), IDENTITY_BYTES)];

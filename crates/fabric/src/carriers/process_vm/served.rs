@@ -8,7 +8,7 @@ use crate::wire::Outcome;
 
 /// State of one session, from its accepted offer until the session or the connection ends.
 #[derive(Debug)]
-pub(super) struct Serving {
+pub(super) struct ServedNeighbour {
     pub(super) owner: Owner,
     /// Drawn by the neighbour; unique among its connections.
     pub(super) connection: u64,
@@ -18,8 +18,8 @@ pub(super) struct Serving {
     pub(super) outcomes: Vec<Outcome>,
 }
 
-impl Serving {
-    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> Serving {
-        Serving { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
+impl ServedNeighbour {
+    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> ServedNeighbour {
+        ServedNeighbour { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::copies::NewCopy;
 use super::neighbour::{PullError, PulledRange};
 use super::words::Words;
-use super::{Copying, ProcessVm, Whose};
+use super::{ActiveCopy, CopyOrigin, ProcessVm};
 use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
 use crate::ranges::Piece;
 use crate::wire::{Fate, Outcome, WireRun};
@@ -28,7 +28,7 @@ impl ProcessVm {
         addresses: &[u64],
     ) -> Result<(), BadWords> {
         let Some(serving) = self.serving.get_mut(&session) else {
-            return Err(BadWords("a request of a neighbour that is none"));
+            return Err(BadWords("a request of a session that is not served"));
         };
         crate::audit::serves(runs.len());
         let Some(pieces) = pieces(cx, serving.owner, runs) else {
@@ -45,9 +45,9 @@ impl ProcessVm {
             NewCopy { neighbour: Arc::clone(&serving.neighbour), ranges: ranges.collect(), regions: None };
         let (owner, connection) = (serving.owner, serving.connection);
         // SAFETY: the destinations are registered memory, and a region is not given back before no copy touches it.
-        let begun = unsafe { self.copies.begin(copy) };
-        let whose = Whose::Theirs { session, owner, connection, token, weight };
-        self.copying.insert(begun.id(), Copying { begun, whose });
+        let handle = unsafe { self.copies.begin(copy) };
+        let origin = CopyOrigin::Theirs { session, owner, connection, token, weight };
+        self.copying.insert(handle.id(), ActiveCopy { handle, origin });
         Ok(())
     }
 
@@ -61,7 +61,7 @@ impl ProcessVm {
         mut bytes: &[u8],
     ) -> Result<(), BadWords> {
         let Some(serving) = self.serving.get_mut(&session) else {
-            return Err(BadWords("a request of a neighbour that is none"));
+            return Err(BadWords("a request of a session that is not served"));
         };
         crate::audit::serves(runs.len());
         crate::audit::copies_few(bytes.len());
@@ -86,7 +86,7 @@ impl ProcessVm {
     }
 
     /// A copy for a neighbour has ended: queues the outcome of its WRITE.
-    pub(super) fn pull_is_over(
+    pub(super) fn finish_pull(
         &mut self,
         cx: &mut Context<'_>,
         session: SessionId,
@@ -116,7 +116,7 @@ impl ProcessVm {
     }
 
     /// Sends neighbours the outcomes of their WRITEs.
-    pub(super) fn report_done(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn send_outcomes(&mut self, cx: &mut Context<'_>) {
         for (session, serving) in &mut self.serving {
             for outcomes in std::mem::take(&mut serving.outcomes).chunks(OUTCOMES_AT_ONCE) {
                 cx.send(Party::Session(*session), Words::done(outcomes));
@@ -127,9 +127,10 @@ impl ProcessVm {
     /// Serves nothing more for a session, and cancels its copies. Those in flight end by themselves.
     pub(super) fn stop_serving(&mut self, session: SessionId) {
         self.serving.remove(&session);
-        let is_of_it = |whose: &Whose| matches!(whose, Whose::Theirs { session: of, .. } if *of == session);
-        let of_session = self.copying.values().filter(|copying| is_of_it(&copying.whose));
-        of_session.for_each(|copying| copying.begun.give_up());
+        let is_of_it =
+            |origin: &CopyOrigin| matches!(origin, CopyOrigin::Theirs { session: of, .. } if *of == session);
+        let of_session = self.copying.values().filter(|copying| is_of_it(&copying.origin));
+        of_session.for_each(|copying| copying.handle.give_up());
     }
 }
 

@@ -32,8 +32,8 @@ impl SlotPart {
 
 /// Bytes that leave a GPU's memory, as one WRITE or as the answer to one READ.
 #[derive(Debug)]
-pub(crate) struct Outgoing {
-    pub(crate) what: Frame,
+pub(crate) struct StagedSend {
+    pub(crate) frame: StagedFrame,
     /// The driver has not begun to copy these.
     pub(crate) left: VecDeque<Spot>,
     /// Being copied into their slots, in sending order.
@@ -44,7 +44,7 @@ pub(crate) struct Outgoing {
 
 /// The head that is sent before each part.
 #[derive(Debug)]
-pub(crate) enum Frame {
+pub(crate) enum StagedFrame {
     /// A WRITE of this process. `entries`: its runs in wire format; `runs`: how many.
     Write { token: Token, entries: Vec<u8>, runs: usize },
     /// The answer to the peer's READ with this token. Each part goes in a frame of its own.
@@ -53,7 +53,7 @@ pub(crate) enum Frame {
 
 /// Bytes of one frame that go to a GPU's memory.
 #[derive(Debug)]
-pub(crate) struct Incoming {
+pub(crate) struct StagedReceive {
     pub(crate) token: u64,
     /// Bytes still to come, without those of the part being filled.
     pub(crate) left: VecDeque<Spot>,
@@ -65,10 +65,10 @@ pub(crate) struct Incoming {
 /// Both directions of one connection. The bytes that come next belong to the last frame in `incoming`.
 #[derive(Debug, Default)]
 pub(crate) struct Lane {
-    pub(crate) outgoing: VecDeque<Outgoing>,
+    pub(crate) outgoing: VecDeque<StagedSend>,
     /// Slots whose bytes the socket has not taken yet. The number is the link's `written` count at which it has.
     pub(crate) written: VecDeque<(u64, Slot)>,
-    pub(crate) incoming: VecDeque<Incoming>,
+    pub(crate) incoming: VecDeque<StagedReceive>,
     /// The part that the socket receives into.
     pub(crate) filling: Option<SlotPart>,
     /// The peer that is served, and its connection. None: this process made the connection.
@@ -125,9 +125,9 @@ impl Lane {
     }
 }
 
-impl Outgoing {
-    pub(crate) fn new(what: Frame, spots: Vec<Spot>) -> Outgoing {
-        Outgoing { what, left: spots.into(), copying: VecDeque::new(), has_failed: false }
+impl StagedSend {
+    pub(crate) fn new(frame: StagedFrame, spots: Vec<Spot>) -> StagedSend {
+        StagedSend { frame, left: spots.into(), copying: VecDeque::new(), has_failed: false }
     }
 
     /// The driver failed: drops what was not copied.
@@ -141,9 +141,9 @@ impl Outgoing {
     }
 }
 
-impl Incoming {
-    pub(crate) fn new(token: u64, spots: Vec<Spot>) -> Incoming {
-        Incoming { token, left: spots.into(), copying: Vec::new(), has_failed: false }
+impl StagedReceive {
+    pub(crate) fn new(token: u64, spots: Vec<Spot>) -> StagedReceive {
+        StagedReceive { token, left: spots.into(), copying: Vec::new(), has_failed: false }
     }
 
     pub(crate) fn fate(&self) -> Fate {

@@ -29,11 +29,11 @@ use std::sync::Arc;
 use kvlane_gpu::GpuError;
 
 use self::lane::take_part;
-pub(crate) use self::lane::{Frame, Incoming, Lane, Outgoing, SlotPart};
+pub(crate) use self::lane::{Lane, SlotPart, StagedFrame, StagedReceive, StagedSend};
 pub(crate) use self::pool::SlotPool;
 pub use self::pool::Staged;
 use self::slot::Drain;
-pub(crate) use self::slot::{Slot, Way};
+pub(crate) use self::slot::{Direction, Slot};
 use crate::carrier::Job;
 use crate::identity::Identity;
 use crate::links::LinkId;
@@ -46,7 +46,7 @@ use crate::transfers::Token;
 #[derive(Debug)]
 struct Orphan {
     part: SlotPart,
-    way: Way,
+    direction: Direction,
     /// The transfer of this process that it belongs to.
     token: Option<Token>,
     /// The peer whose transfer it belongs to, and that peer's connection.
@@ -63,7 +63,7 @@ pub(crate) struct Slots {
     /// Streams in which a copy failed. A job waits for each.
     drains: Vec<Drain>,
     /// Whether a job allocates a slot, by direction.
-    is_making: [bool; 2],
+    is_growing: [bool; 2],
     /// Rotates the order in which connections are served.
     turn: usize,
 }
@@ -72,14 +72,14 @@ pub(crate) struct Slots {
 #[derive(Debug)]
 pub(crate) enum SlotJob {
     /// Allocates one more slot.
-    Make(Arc<SlotPool>, Way),
+    Grow(Arc<SlotPool>, Direction),
     Drain(Drain),
 }
 
 impl Job for SlotJob {
     fn run(&mut self) {
         match self {
-            SlotJob::Make(pool, way) => pool.make(*way),
+            SlotJob::Grow(pool, direction) => pool.grow(*direction),
             SlotJob::Drain(drain) => drain.wait(),
         }
     }
@@ -106,7 +106,7 @@ impl Slots {
 
     /// Whether [`Slots::take_job`] has something.
     pub(crate) fn has_job(&self) -> bool {
-        !self.drains.is_empty() || self.way_to_make().is_some()
+        !self.drains.is_empty() || self.direction_to_grow().is_some()
     }
 
     /// The next job, if a driver is to be waited for.
@@ -114,27 +114,29 @@ impl Slots {
         if let Some(drain) = self.drains.pop() {
             return Some(SlotJob::Drain(drain));
         }
-        let way = self.way_to_make()?;
-        self.is_making[way as usize] = true;
-        Some(SlotJob::Make(Arc::clone(self.pool.as_ref()?), way))
+        let direction = self.direction_to_grow()?;
+        self.is_growing[direction as usize] = true;
+        Some(SlotJob::Grow(Arc::clone(self.pool.as_ref()?), direction))
     }
 
     /// The job has run.
     pub(crate) fn put_back(&mut self, job: SlotJob) {
-        if let SlotJob::Make(_, way) = job {
-            self.is_making[way as usize] = false;
+        if let SlotJob::Grow(_, direction) = job {
+            self.is_growing[direction as usize] = false;
         }
     }
 
     /// A direction in which a connection waits for a slot, and the pool may allocate one.
-    fn way_to_make(&self) -> Option<Way> {
+    fn direction_to_grow(&self) -> Option<Direction> {
         let pool = self.pool.as_ref()?;
-        let waits = |way: &Way| match way {
-            Way::Out => self.lanes.values().any(Lane::awaits_slot_to_send),
-            Way::In => self.lanes.values().any(Lane::awaits_slot),
+        let waits = |direction: &Direction| match direction {
+            Direction::Out => self.lanes.values().any(Lane::awaits_slot_to_send),
+            Direction::In => self.lanes.values().any(Lane::awaits_slot),
         };
-        let mut ways = [Way::Out, Way::In].into_iter();
-        ways.find(|way| !self.is_making[*way as usize] && pool.may_make(*way) && waits(way))
+        let mut directions = [Direction::Out, Direction::In].into_iter();
+        directions.find(|direction| {
+            !self.is_growing[*direction as usize] && pool.can_grow(*direction) && waits(direction)
+        })
     }
 
     /// Whether nothing is in flight.
@@ -148,7 +150,7 @@ impl Slots {
     }
 
     /// All connections with something in flight, starting with another one each time.
-    pub(crate) fn links(&mut self) -> Vec<LinkId> {
+    pub(crate) fn rotate_links(&mut self) -> Vec<LinkId> {
         let mut links: Vec<LinkId> = self.lanes.keys().copied().collect();
         links.sort_unstable();
         self.turn = self.turn.wrapping_add(1);
@@ -163,7 +165,7 @@ impl Slots {
         if !lane.awaits_slot() || !lane.may_receive_more() {
             return None;
         }
-        let slot = pool.take(Way::In)?;
+        let slot = pool.take(Direction::In)?;
         let spots = take_part(&mut lane.incoming.back_mut()?.left, pool.slot_bytes());
         Some(SlotPart { slot, spots })
     }
@@ -184,12 +186,12 @@ impl Slots {
             if !lane.may_send_more() {
                 break;
             }
-            let Some(mut slot) = pool.take(Way::Out) else { break };
+            let Some(mut slot) = pool.take(Direction::Out) else { break };
             any = true;
             let outgoing = &mut lane.outgoing[next];
             let spots = take_part(&mut outgoing.left, pool.slot_bytes());
             // SAFETY: the caller's promise, and a part fits its slot.
-            unsafe { slot.start(&pool.gpus(), &spots, Way::Out) };
+            unsafe { slot.start(&pool.gpus(), &spots, Direction::Out) };
             outgoing.copying.push_back(SlotPart { slot, spots });
         }
         any
@@ -199,27 +201,27 @@ impl Slots {
     ///
     /// # Safety
     /// The memory is valid for writes until the copies are over.
-    pub(crate) unsafe fn start_incoming(&mut self, incoming: &mut Incoming, mut part: SlotPart) {
+    pub(crate) unsafe fn start_incoming(&mut self, incoming: &mut StagedReceive, mut part: SlotPart) {
         let Some(pool) = self.pool.clone() else { return };
         if incoming.has_failed {
-            return self.give_back(part.slot, Way::In);
+            return self.give_back(part.slot, Direction::In);
         }
         // SAFETY: the caller's promise, and a part fits its slot.
-        unsafe { part.slot.start(&pool.gpus(), &part.spots, Way::In) };
+        unsafe { part.slot.start(&pool.gpus(), &part.spots, Direction::In) };
         incoming.copying.push(part);
     }
 
     /// Whether the copies of a part succeeded. None while they run.
-    pub(crate) fn is_done(&mut self, part: &mut SlotPart, way: Way) -> Option<bool> {
-        match part.slot.is_done(&mut self.drains)? {
+    pub(crate) fn poll_part(&mut self, part: &mut SlotPart, direction: Direction) -> Option<bool> {
+        match part.slot.poll(&mut self.drains)? {
             Ok(()) => {
                 let bytes: usize =
                     part.spots.iter().filter(|spot| spot.gpu.is_some()).map(|spot| spot.piece.len).sum();
-                self.pool.iter().for_each(|pool| pool.count(way, bytes as u64));
+                self.pool.iter().for_each(|pool| pool.count(direction, bytes as u64));
                 Some(true)
             }
             Err(error) => {
-                self.note_failure(&error, way);
+                self.note_failure(&error, direction);
                 Some(false)
             }
         }
@@ -227,16 +229,16 @@ impl Slots {
 
     /// Gives back the slots of incoming parts whose copies are over. Returns the frames that are finished, in place or
     /// failed, and whether any copy was over.
-    pub(crate) fn take_placed(&mut self, lane: &mut Lane) -> (VecDeque<Incoming>, bool) {
+    pub(crate) fn reap_placed(&mut self, lane: &mut Lane) -> (VecDeque<StagedReceive>, bool) {
         let mut any = false;
         for incoming in &mut lane.incoming {
             let mut index = 0;
             while let Some(part) = incoming.copying.get_mut(index) {
-                match self.is_done(part, Way::In) {
+                match self.poll_part(part, Direction::In) {
                     None => index += 1,
                     Some(is_placed) => {
                         incoming.has_failed |= !is_placed;
-                        self.give_back(incoming.copying.swap_remove(index).slot, Way::In);
+                        self.give_back(incoming.copying.swap_remove(index).slot, Direction::In);
                         any = true;
                     }
                 }
@@ -254,40 +256,40 @@ impl Slots {
         (over, any)
     }
 
-    pub(crate) fn give_back(&mut self, slot: Slot, way: Way) {
+    pub(crate) fn give_back(&mut self, slot: Slot, direction: Direction) {
         if let Some(pool) = &self.pool {
-            pool.give_back(slot, way);
+            pool.give_back(slot, direction);
         }
     }
 
     /// A connection has ended, and its link touches no memory any more. Copies in flight become orphans. `token_of`: from the
     /// token of an incoming frame to this process's transfer.
-    pub(crate) fn leave(&mut self, link: LinkId, token_of: impl Fn(u64) -> Option<Token>) {
+    pub(crate) fn detach(&mut self, link: LinkId, token_of: impl Fn(u64) -> Option<Token>) {
         let Some(Lane { outgoing, written, incoming, filling, of }) = self.lanes.remove(&link) else {
             return;
         };
-        written.into_iter().for_each(|(_, slot)| self.give_back(slot, Way::Out));
-        filling.into_iter().for_each(|part| self.give_back(part.slot, Way::In));
-        for Outgoing { what, copying, .. } in outgoing {
-            let token = if let Frame::Write { token, .. } = what { Some(token) } else { None };
-            let orphan = |part| Orphan { part, way: Way::Out, token, of };
+        written.into_iter().for_each(|(_, slot)| self.give_back(slot, Direction::Out));
+        filling.into_iter().for_each(|part| self.give_back(part.slot, Direction::In));
+        for StagedSend { frame, copying, .. } in outgoing {
+            let token = if let StagedFrame::Write { token, .. } = frame { Some(token) } else { None };
+            let orphan = |part| Orphan { part, direction: Direction::Out, token, of };
             self.orphans.extend(copying.into_iter().map(orphan));
         }
-        for Incoming { token, copying, .. } in incoming {
+        for StagedReceive { token, copying, .. } in incoming {
             let token = token_of(token);
-            let orphan = |part| Orphan { part, way: Way::In, token, of };
+            let orphan = |part| Orphan { part, direction: Direction::In, token, of };
             self.orphans.extend(copying.into_iter().map(orphan));
         }
     }
 
     /// Gives back the slots of orphans whose copies are over. Returns the transfers that have no orphan left, and
     /// whether any copy was over.
-    pub(crate) fn take_orphans(&mut self) -> (Vec<Token>, bool) {
+    pub(crate) fn reap_orphans(&mut self) -> (Vec<Token>, bool) {
         let mut over = Vec::new();
         let before = self.orphans.len();
         for mut orphan in std::mem::take(&mut self.orphans) {
-            if self.is_done(&mut orphan.part, orphan.way).is_some() {
-                self.give_back(orphan.part.slot, orphan.way);
+            if self.poll_part(&mut orphan.part, orphan.direction).is_some() {
+                self.give_back(orphan.part.slot, orphan.direction);
                 over.extend(orphan.token);
             } else {
                 self.orphans.push(orphan);
@@ -295,18 +297,20 @@ impl Slots {
         }
         over.sort_unstable();
         over.dedup();
-        over.retain(|token| !self.holds(*token));
+        over.retain(|token| !self.has_orphan_of(*token));
         (over, self.orphans.len() < before)
     }
 
     /// Whether an orphan belongs to this transfer.
-    pub(crate) fn holds(&self, token: Token) -> bool {
+    pub(crate) fn has_orphan_of(&self, token: Token) -> bool {
         self.orphans.iter().any(|orphan| orphan.token == Some(token))
     }
 
     /// Whether an orphan still writes this process's GPUs for that connection of a peer.
-    pub(crate) fn places_for(&self, who: Identity, connection: u64) -> bool {
-        self.orphans.iter().any(|orphan| orphan.way == Way::In && orphan.of == Some((who, connection)))
+    pub(crate) fn is_placing_for(&self, who: Identity, connection: u64) -> bool {
+        self.orphans
+            .iter()
+            .any(|orphan| orphan.direction == Direction::In && orphan.of == Some((who, connection)))
     }
 
     /// Connections that are still to read or write this memory.
@@ -320,8 +324,8 @@ impl Slots {
         self.orphans.iter().flat_map(|orphan| &orphan.part.spots).any(|spot| memory.overlap(*spot))
     }
 
-    fn note_failure(&mut self, error: &GpuError, way: Way) {
+    fn note_failure(&mut self, error: &GpuError, direction: Direction) {
         self.pool.iter().for_each(|pool| pool.count_failure());
-        tracing::warn!(%error, ?way, "GPU driver failed to copy bytes of a transfer");
+        tracing::warn!(%error, ?direction, "GPU driver failed to copy bytes of a transfer");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvlane_gpu::{Gpu, GpuError};
 use parking_lot::Mutex;
 
-use super::slot::{Slot, Way};
+use super::slot::{Direction, Slot};
 use crate::registrar::{MemoryRegion, RegisterError, Registrar};
 
 /// Slots per direction.
@@ -15,22 +15,22 @@ const SLOTS_MAX: usize = 32;
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     slot_bytes: u64,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     to_gpus: AtomicU64,
     from_gpus: AtomicU64,
     failed: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolState {
     /// GPUs whose memory passes through slots, with the engine's numbers for them.
     gpus: Vec<(u16, Gpu)>,
-    /// Indexed by [`Way`].
-    ways: [OneWay; 2],
+    /// Indexed by [`Direction`].
+    directions: [DirectionSlots; 2],
 }
 
 #[derive(Debug, Default)]
-struct OneWay {
+struct DirectionSlots {
     free: Vec<Slot>,
     made: usize,
     /// Why the last allocation failed. No other is tried: the slots that exist have to do.
@@ -64,48 +64,48 @@ impl SlotPool {
     }
 
     /// Whether allocating one more slot is worth a try: none is free, and the limit is not reached.
-    pub(super) fn may_make(&self, way: Way) -> bool {
+    pub(super) fn can_grow(&self, direction: Direction) -> bool {
         let state = self.state.lock();
-        let way = &state.ways[way as usize];
-        way.free.is_empty() && way.made < SLOTS_MAX && way.trouble.is_none() && !state.gpus.is_empty()
+        let slots = &state.directions[direction as usize];
+        slots.free.is_empty() && slots.made < SLOTS_MAX && slots.trouble.is_none() && !state.gpus.is_empty()
     }
 
     /// Allocates one more slot. Slow: the driver pins the memory.
-    pub(super) fn make(&self, way: Way) {
+    pub(super) fn grow(&self, direction: Direction) {
         let made = Slot::new(&self.gpus(), self.slot_bytes);
         match made {
-            Ok(slot) => self.add(way, slot),
+            Ok(slot) => self.add(direction, slot),
             Err(error) => {
                 let mut state = self.state.lock();
-                let of_way = &mut state.ways[way as usize];
-                tracing::warn!(%error, slots = of_way.made, "cannot pin another slot for GPU transfers");
-                of_way.trouble = Some(error);
+                let of_direction = &mut state.directions[direction as usize];
+                tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
+                of_direction.trouble = Some(error);
             }
         }
     }
 
-    fn add(&self, way: Way, slot: Option<Slot>) {
+    fn add(&self, direction: Direction, slot: Option<Slot>) {
         let mut state = self.state.lock();
-        let of_way = &mut state.ways[way as usize];
-        of_way.made += usize::from(slot.is_some());
-        of_way.free.extend(slot);
+        let of_direction = &mut state.directions[direction as usize];
+        of_direction.made += usize::from(slot.is_some());
+        of_direction.free.extend(slot);
     }
 
     /// A free slot, if there is one.
-    pub(super) fn take(&self, way: Way) -> Option<Slot> {
-        self.state.lock().ways[way as usize].free.pop()
+    pub(super) fn take(&self, direction: Direction) -> Option<Slot> {
+        self.state.lock().directions[direction as usize].free.pop()
     }
 
     /// Gives back a slot that no copy touches any more.
-    pub(super) fn give_back(&self, slot: Slot, way: Way) {
+    pub(super) fn give_back(&self, slot: Slot, direction: Direction) {
         debug_assert!(slot.is_idle());
-        self.state.lock().ways[way as usize].free.push(slot);
+        self.state.lock().directions[direction as usize].free.push(slot);
     }
 
-    pub(super) fn count(&self, way: Way, bytes: u64) {
-        match way {
-            Way::Out => self.from_gpus.fetch_add(bytes, Ordering::Relaxed),
-            Way::In => self.to_gpus.fetch_add(bytes, Ordering::Relaxed),
+    pub(super) fn count(&self, direction: Direction, bytes: u64) {
+        match direction {
+            Direction::Out => self.from_gpus.fetch_add(bytes, Ordering::Relaxed),
+            Direction::In => self.to_gpus.fetch_add(bytes, Ordering::Relaxed),
         };
     }
 
@@ -124,7 +124,7 @@ impl SlotPool {
 impl Registrar for SlotPool {
     /// Allocates the first slots, so that the first transfer finds them.
     fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
-        let is_known = |state: &State| state.gpus.iter().any(|(known, _)| *known == number);
+        let is_known = |state: &PoolState| state.gpus.iter().any(|(known, _)| *known == number);
         if !is_known(&self.state.lock()) {
             // A GPU that refuses a slot must not enter the list, because each later slot gets a stream on every GPU there.
             Slot::new(&[(number, gpu.clone())], self.slot_bytes)?;
@@ -134,10 +134,10 @@ impl Registrar for SlotPool {
             }
         }
         let gpus = self.gpus();
-        for way in [Way::Out, Way::In] {
-            if self.state.lock().ways[way as usize].made == 0 {
+        for direction in [Direction::Out, Direction::In] {
+            if self.state.lock().directions[direction as usize].made == 0 {
                 let slot = Slot::new(&gpus, self.slot_bytes)?;
-                self.add(way, slot);
+                self.add(direction, slot);
             }
         }
         Ok(())

@@ -12,7 +12,7 @@ use crate::ranges::{Piece, Spot};
 
 /// Which way bytes pass, seen from the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     /// From a GPU into a slot.
     Out,
     /// From a slot to a GPU.
@@ -76,18 +76,18 @@ impl Slot {
         spots.iter().map(host).collect()
     }
 
-    /// Starts the copies between the slot and the spots that are on GPUs. [`Slot::is_done`] reports what the driver refused.
+    /// Starts the copies between the slot and the spots that are on GPUs. [`Slot::poll`] reports what the driver refused.
     ///
     /// # Safety
-    /// The spots are valid for reads, and for writes if the bytes go in, until [`Slot::is_done`] has returned a result.
+    /// The spots are valid for reads, and for writes if the bytes go in, until [`Slot::poll`] has returned a result.
     /// Dropping the slot waits for them too. Those on GPUs have no more bytes together than the slot.
-    pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], way: Way) {
+    pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], direction: Direction) {
         debug_assert!(self.busy.is_empty() && self.failed.is_none());
-        let places = self.host_pieces(spots);
+        let host_pieces = self.host_pieces(spots);
         for (number, gpu) in gpus {
             let number = *number;
-            let of_gpu = spots.iter().zip(&places).filter(|(spot, _)| spot.gpu == Some(number));
-            let copies = merge(of_gpu.map(|(spot, place)| copy_of(spot.piece, *place, way)));
+            let of_gpu = spots.iter().zip(&host_pieces).filter(|(spot, _)| spot.gpu == Some(number));
+            let copies = merge(of_gpu.map(|(spot, host)| copy_of(spot.piece, *host, direction)));
             if copies.is_empty() {
                 continue;
             }
@@ -103,7 +103,7 @@ impl Slot {
 
     /// The result of the copies that were started last. None while some run. Streams that must be drained go to
     /// `drains`.
-    pub(crate) fn is_done(&mut self, drains: &mut Vec<Drain>) -> Option<Result<(), GpuError>> {
+    pub(crate) fn poll(&mut self, drains: &mut Vec<Drain>) -> Option<Result<(), GpuError>> {
         while let Some(number) = self.busy.last() {
             if let Some(is_over) = &self.drained {
                 if !is_over.load(Ordering::Acquire) {
@@ -158,11 +158,11 @@ impl Drop for Slot {
     }
 }
 
-fn copy_of(on_gpu: Piece, place: Piece, way: Way) -> Copy {
-    let (gpu, host, len) = (on_gpu.address as u64, place.address as u64, place.len as u64);
-    match way {
-        Way::Out => Copy { dst: host, src: gpu, len },
-        Way::In => Copy { dst: gpu, src: host, len },
+fn copy_of(on_gpu: Piece, host: Piece, direction: Direction) -> Copy {
+    let (gpu, host, len) = (on_gpu.address as u64, host.address as u64, host.len as u64);
+    match direction {
+        Direction::Out => Copy { dst: host, src: gpu, len },
+        Direction::In => Copy { dst: gpu, src: host, len },
     }
 }
 

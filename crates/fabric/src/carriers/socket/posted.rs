@@ -5,13 +5,13 @@ use crate::ranges::{Piece, Spot};
 use crate::transfers::Completion;
 
 #[derive(Debug)]
-pub(super) struct Posted {
+pub(super) struct SocketPost {
     pub(super) link: LinkId,
-    pub(super) what: Asked,
+    pub(super) state: PostState,
 }
 
 #[derive(Debug)]
-pub(super) enum Asked {
+pub(super) enum PostState {
     /// Handed to the link. The number is the link's `written` count at which its bytes have left.
     Write(u64),
     /// A WRITE whose bytes are still being copied out of a GPU: nothing was sent.

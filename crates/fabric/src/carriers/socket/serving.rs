@@ -1,7 +1,7 @@
 //! Serves peers' requests, and takes the answers to this process's own.
 
-use super::posted::{Asked, Posted};
-use super::{Role, SocketCarrier};
+use super::posted::{PostState, SocketPost};
+use super::{BytesRole, SocketCarrier};
 use crate::carrier::Context;
 use crate::identity::Identity;
 use crate::lease;
@@ -29,15 +29,15 @@ impl SocketCarrier {
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let has_slots = self.slots.reach_gpus();
         match (&mut entry.role, head) {
-            (Role::Serving { .. }, Head::Ping { stamp }) => {
+            (BytesRole::Serving { .. }, Head::Ping { stamp }) => {
                 if let Some(mut lease) = lease {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
                 self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
             }
-            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
-            (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
+            (BytesRole::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
+            (BytesRole::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
                 let spots = spots_for_peer(&cx.process.regions, *from, &runs, true, has_slots);
@@ -55,7 +55,7 @@ impl SocketCarrier {
                     None => self.links.expect(id, Vec::new(), bytes),
                 }
             }
-            (Role::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
+            (BytesRole::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
                 match spots_for_peer(&cx.process.regions, *from, &runs, false, has_slots) {
@@ -67,12 +67,12 @@ impl SocketCarrier {
                     }
                 }
             }
-            (Role::Up { body, .. }, Head::Data { token, bytes }) => {
+            (BytesRole::Up { body, .. }, Head::Data { token, bytes }) => {
                 let number = token;
                 let token = Token::from_number(token);
                 let found = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
-                    Some(Posted { what: Asked::Read(pieces), .. }) => take_pieces(pieces, bytes),
-                    Some(Posted { what: Asked::ReadStaged(_), .. }) => {
+                    Some(SocketPost { state: PostState::Read(pieces), .. }) => take_pieces(pieces, bytes),
+                    Some(SocketPost { state: PostState::ReadStaged(_), .. }) => {
                         return self.take_staged_data(id, number, bytes);
                     }
                     _ => return Err(BadFrame("an answer to nothing").into()),
@@ -80,7 +80,7 @@ impl SocketCarrier {
                 *body = Some(token);
                 self.links.expect(id, found.ok_or(BadFrame("an answer of other bytes"))?, 0);
             }
-            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+            (BytesRole::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
                 *stamp = new;
                 self.take_outcomes(cx, id, entries)?;
             }
@@ -95,15 +95,15 @@ impl SocketCarrier {
         for Outcome { token, fate } in Outcome::decode_all(entries) {
             let token = Token::from_number(token);
             let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else { continue };
-            let may_be = match &posted.what {
-                Asked::Write(mark) => entry.has_written(*mark),
-                Asked::Read(_) | Asked::ReadStaged(_) => fate != Fate::Placed,
-                Asked::Staged => false,
+            let may_be = match &posted.state {
+                PostState::Write(mark) => entry.has_written(*mark),
+                PostState::Read(_) | PostState::ReadStaged(_) => fate != Fate::Placed,
+                PostState::Staged => false,
             };
             if !may_be {
                 return Err(BadFrame("an answer before it can be known").into());
             }
-            if matches!(posted.what, Asked::ReadStaged(_)) {
+            if matches!(posted.state, PostState::ReadStaged(_)) {
                 staged.push((token, fate.into()));
                 continue;
             }
@@ -123,28 +123,30 @@ impl SocketCarrier {
         }
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         match &mut entry.role {
-            Role::Serving { body, acks, .. } => {
+            BytesRole::Serving { body, acks, .. } => {
                 if let Some((token, refused)) = body.take() {
                     acks.push(Outcome { token, fate: Fate::of(refused) });
                 }
             }
-            Role::Up { body, .. } => {
+            BytesRole::Up { body, .. } => {
                 let Some(token) = body.take() else { return Ok(()) };
                 // The peer sends memory of a GPU in several Data frames.
-                let is_part = |posted: &Posted| matches!(&posted.what, Asked::Read(left) if !left.is_empty());
+                let is_part =
+                    |posted: &SocketPost| matches!(&posted.state, PostState::Read(left) if !left.is_empty());
                 if !self.posted.get(&token).is_some_and(is_part) {
                     self.posted.remove(&token);
                     cx.completed(token, Completion::Placed);
                 }
             }
-            Role::Dialling { .. } => {}
+            BytesRole::Dialling { .. } => {}
         }
         Ok(())
     }
 
     /// Sends a peer the outcomes of its requests that have ended.
     pub(super) fn answer(&mut self, id: LinkId) {
-        let Some(Role::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role) else {
+        let Some(BytesRole::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role)
+        else {
             return;
         };
         if acks.is_empty() {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::memory::{PieceAt, Region, SLICE, State};
+use super::memory::{PieceAt, Region, RegionState, SLICE};
 use super::network::{Network, Next};
 use super::operations::{Operation, What};
 use super::planned::Planned;
@@ -45,7 +45,7 @@ impl World {
     pub(super) fn add_plan(&mut self, at: u64, process: usize, planned: Planned) {
         self.plan.push(planned);
         self.still_planned += 1;
-        self.network.lock().at(at, process, Next::Asked(self.plan.len() - 1));
+        self.network.lock().at(at, process, Next::Planned(self.plan.len() - 1));
     }
 
     pub(super) fn do_planned(&mut self, process: usize, planned: Planned) {
@@ -127,7 +127,7 @@ impl World {
         self.described_late.insert((process, peer));
         let outside = &mut self.nodes[process].hub.outside;
         outside.peer_mut(peer).map(|known| known.describe(descriptor));
-        outside.peer_has_changed(peer);
+        outside.notify_regions_changed(peer);
     }
 
     /// Begins a transfer of memory that a peer has only just registered and described.
@@ -140,7 +140,7 @@ impl World {
         self.described_late.insert((process, peer));
         let outside = &mut self.nodes[process].hub.outside;
         outside.peer_mut(peer).map(|known| known.describe(&descriptor));
-        outside.peer_has_changed(peer);
+        outside.notify_regions_changed(peer);
         self.transfer(process, (peer, to));
     }
 
@@ -148,7 +148,7 @@ impl World {
         let address = self.network.lock().hosts[to].address;
         if self.one_in(8) {
             // By address only: whichever process listens there.
-            let listens = self.network.lock().who_listens(address);
+            let listens = self.network.lock().listener_at(address);
             let Some(to) = listens.filter(|to| *to != process) else { return };
             return self.nodes[process].connect(None, address, to);
         }
@@ -181,7 +181,7 @@ impl World {
             };
             let regions = &network.memory.regions;
             let remote = regions.iter().position(is_it);
-            let is_gone = remote.is_none_or(|remote| regions[remote].state == State::Gone);
+            let is_gone = remote.is_none_or(|remote| regions[remote].state == RegionState::Gone);
             let (first, second) = (network.dice.roll(), network.dice.roll());
             let Some(local) = network.memory.take_slice(local, first >> 8) else { continue };
             let remote = match remote.filter(|_| !is_gone) {
@@ -282,7 +282,7 @@ impl World {
         let operation = index.and_then(|index| self.operations.get_mut(index));
         let Some(Operation { process: from, to, what: What::Message { bytes, received }, .. }) = operation
         else {
-            network.is_wrong("a message that nobody has sent");
+            network.report_wrong("a message that nobody has sent");
             return true;
         };
         let identity = network.hosts[*from].identity;
@@ -290,7 +290,7 @@ impl World {
         *received += 1;
         if *bytes != message.bytes || *to != process || !is_from || *received > 1 {
             let wrong = format!("message {index:?} was received {received} times, or is another");
-            network.is_wrong(wrong);
+            network.report_wrong(wrong);
         }
         true
     }

@@ -1,6 +1,6 @@
 //! Random numbers from a seed.
 
-/// The generator splitmix64; public, so that a state can be set.
+/// A splitmix64 generator, by its state.
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {

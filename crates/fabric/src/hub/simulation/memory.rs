@@ -15,13 +15,13 @@ pub(super) const SLICE: usize = 64;
 pub(super) const AREA: usize = SLICES * SLICE;
 
 /// Names a transfer: the process that began it, and the ticket there.
-pub(super) type Whose = (usize, Ticket);
+pub(super) type TransferName = (usize, Ticket);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum RegionState {
     Registered,
     /// Being given back: the owner waits until nothing touches it.
-    LettingGo,
+    Releasing,
     /// Given back; the memory is in other use.
     Gone,
 }
@@ -35,7 +35,7 @@ pub(super) struct Region {
     pub(super) generation: u32,
     pub(super) is_writable: bool,
     pub(super) kind: Kind,
-    pub(super) state: State,
+    pub(super) state: RegionState,
     /// Slices that belong to a transfer.
     pub(super) taken: [bool; SLICES],
 }
@@ -57,13 +57,13 @@ pub(super) struct PieceAt {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct WorldMemory {
     bytes: Vec<Vec<u8>>,
     /// The region of each area of each process, also while it is being given back.
     areas: Vec<[Option<usize>; AREAS]>,
     pub(super) regions: Vec<Region>,
     /// Whether each transfer has ended.
-    is_over: HashMap<Whose, bool>,
+    is_over: HashMap<TransferName, bool>,
     /// Processes that closed their engine or were killed. Their bytes in flight may still arrive at others.
     is_closed: Vec<bool>,
     /// Closed processes whose own memory is not checked any more.
@@ -71,7 +71,7 @@ pub(super) struct Memory {
     scribbles: u8,
 }
 
-impl Memory {
+impl WorldMemory {
     pub(super) fn add_process(&mut self) {
         self.bytes.push(vec![0; AREAS * AREA]);
         self.areas.push([None; AREAS]);
@@ -93,13 +93,13 @@ impl Memory {
     /// Gives a region back. Its memory is in other use at once.
     pub(super) fn give_back(&mut self, region: usize) {
         let Region { process, area, .. } = self.regions[region];
-        self.regions[region].state = State::Gone;
+        self.regions[region].state = RegionState::Gone;
         self.areas[process][area] = None;
         self.scribble(process, area * AREA, AREA);
     }
 
     pub(super) fn live_regions(&self, process: usize) -> Vec<usize> {
-        let is_live = |index: &usize| self.regions[*index].state == State::Registered;
+        let is_live = |index: &usize| self.regions[*index].state == RegionState::Registered;
         self.areas[process].iter().flatten().copied().filter(is_live).collect()
     }
 
@@ -111,7 +111,7 @@ impl Memory {
     }
 
     /// Begins a transfer: fills the source with the bytes that the destination must have at the end.
-    pub(super) fn begin(&mut self, whose: Whose, op: Op, pieces: &[PieceAt]) {
+    pub(super) fn begin(&mut self, whose: TransferName, op: Op, pieces: &[PieceAt]) {
         self.is_over.insert(whose, false);
         for (index, piece) in pieces.iter().enumerate() {
             let sides = [Some(piece.local), piece.remote];
@@ -129,7 +129,7 @@ impl Memory {
     }
 
     /// Whether all bytes of a transfer are in place. Regions given back meanwhile do not count.
-    pub(super) fn is_placed(&self, whose: Whose, op: Op, pieces: &[PieceAt]) -> bool {
+    pub(super) fn is_placed(&self, whose: TransferName, op: Op, pieces: &[PieceAt]) -> bool {
         pieces.iter().enumerate().all(|(index, piece)| {
             let to = if op == Op::Write { piece.remote } else { Some(piece.local) };
             let Some((process, at)) = to.and_then(|slice| self.place(slice, piece.offset)) else {
@@ -141,7 +141,7 @@ impl Memory {
 
     /// Ends a transfer: its slices on both sides are in other use at once. If the process that began it is closed, the peer's
     /// slices get no new transfer, because bytes in flight may still arrive there.
-    pub(super) fn end(&mut self, whose: Whose, pieces: &[PieceAt]) {
+    pub(super) fn end(&mut self, whose: TransferName, pieces: &[PieceAt]) {
         self.is_over.insert(whose, true);
         for slice in pieces.iter().flat_map(|piece| [Some(piece.local), piece.remote]).flatten() {
             let may_arrive = self.is_closed[whose.0] && self.regions[slice.region].process != whose.0;
@@ -160,7 +160,7 @@ impl Memory {
     fn place(&self, slice: Slice, offset: usize) -> Option<(usize, usize)> {
         let region = &self.regions[slice.region];
         let at = region.area * AREA + slice.slice * SLICE + offset;
-        (region.state != State::Gone).then_some((region.process, at))
+        (region.state != RegionState::Gone).then_some((region.process, at))
     }
 
     /// Overwrites memory with bytes of another use.
@@ -170,7 +170,7 @@ impl Memory {
     }
 
     /// Checks an access to the memory of the process that began a transfer.
-    fn check_own(&self, whose: Whose) -> Result<(), String> {
+    fn check_own(&self, whose: TransferName) -> Result<(), String> {
         if self.is_unwatched[whose.0] || self.is_over.get(&whose) == Some(&false) {
             return Ok(());
         }
@@ -188,13 +188,13 @@ impl Memory {
     }
 
     /// Reads bytes that this transfer writes to a peer.
-    pub(super) fn read_own(&self, whose: Whose, at: usize, len: usize) -> Result<Vec<u8>, String> {
+    pub(super) fn read_own(&self, whose: TransferName, at: usize, len: usize) -> Result<Vec<u8>, String> {
         self.check_own(whose)?;
         Ok(self.bytes[whose.0][at..at + len].to_vec())
     }
 
     /// Places bytes that this transfer reads from a peer.
-    pub(super) fn write_own(&mut self, whose: Whose, at: usize, bytes: &[u8]) -> Result<(), String> {
+    pub(super) fn write_own(&mut self, whose: TransferName, at: usize, bytes: &[u8]) -> Result<(), String> {
         self.check_own(whose)?;
         self.bytes[whose.0][at..at + bytes.len()].copy_from_slice(bytes);
         Ok(())
@@ -224,7 +224,7 @@ impl Memory {
         at: usize,
         bytes: &[u8],
         what: (u32, u32),
-        whose: Whose,
+        whose: TransferName,
     ) -> Result<(), String> {
         self.check_region(process, at, what)?;
         if self.is_over.get(&whose) != Some(&false) && !self.is_closed[whose.0] {
@@ -242,7 +242,7 @@ pub(super) fn overlaps(memory: Touched<'_>, at: usize, len: usize) -> bool {
     [None, Some(0)].into_iter().any(|gpu| memory.spots.overlap(Spot { piece, gpu }))
 }
 
-fn pattern(whose: Whose, piece: usize, byte: usize) -> u8 {
+fn pattern(whose: TransferName, piece: usize, byte: usize) -> u8 {
     let (process, ticket) = whose;
     // A ticket's number is private, so its debug text has to do.
     let ticket = format!("{ticket:?}").bytes().fold(0u64, |sum, byte| sum.wrapping_mul(31) + u64::from(byte));

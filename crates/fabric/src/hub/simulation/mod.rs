@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use self::faults::Fault;
-use self::network::Seen;
+use self::network::SeenCounts;
 use self::operations::What;
 use self::world::World;
 
@@ -53,7 +53,7 @@ fn whatever_breaks_what_is_asked_of_a_hub_ends_once_and_nothing_is_touched_later
     });
     println!("seeds from {first} on");
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
-    let mut seen = Seen::default();
+    let mut seen = SeenCounts::default();
     for seed in first..first + number("KVLANE_TEST_SEEDS").unwrap_or(SEEDS) {
         let mut world = World::new(seed, Fault::None);
         if let Err(wrong) = world.run() {

@@ -10,24 +10,24 @@ use parking_lot::Mutex;
 use super::dice::Dice;
 use super::fast::neighbours::Neighbours;
 use super::faults::Fault;
-use super::memory::Memory;
-use super::slow::links::Links;
+use super::memory::WorldMemory;
+use super::slow::links::SlowLinks;
 use super::wires::wire::Wires;
 use crate::control::ControlEvent;
 use crate::identity::Identity;
 use crate::transfers::{PathId, PeerId};
 
-pub(super) type Shared = Arc<Mutex<Network>>;
+pub(super) type SharedNetwork = Arc<Mutex<Network>>;
 
 /// An event of one process.
 #[derive(Debug)]
 pub(super) enum Next {
     /// The application carries out this entry of the plan.
-    Asked(usize),
+    Planned(usize),
     /// An event with this number for the carrier with this code.
     Carrier(u8, u64),
     /// The control connections report this.
-    Told(ControlEvent),
+    Control(ControlEvent),
     /// A peer's control connection arrives.
     Dialled(u64),
     /// The process that made a control connection learns that it is up.
@@ -66,22 +66,22 @@ pub(super) struct Network {
     /// One in so many copies and bytes takes long.
     pub(super) long_once_in: u64,
     pub(super) fault: Fault,
-    pub(super) memory: Memory,
+    pub(super) memory: WorldMemory,
     pub(super) hosts: Vec<Host>,
     pub(super) wires: Wires,
-    pub(super) slow: Links,
+    pub(super) slow: SlowLinks,
     pub(super) fast: Neighbours,
     /// Until when two processes cannot reach each other. The lower number comes first.
     parted: BTreeMap<(usize, usize), u64>,
     /// Events of each process's control connections, not taken yet.
-    pub(super) told: Vec<VecDeque<ControlEvent>>,
+    pub(super) control_events: Vec<VecDeque<ControlEvent>>,
     /// Due events of each process's carriers: (code, number).
     pub(super) due: Vec<VecDeque<(u8, u64)>>,
     /// Paths of the better carrier that are up as that carrier knows, by process and peer.
     pub(super) better: BTreeMap<(usize, PeerId), (PathId, u32)>,
     /// Posts between host memory that went to the worse carrier.
     pub(super) lower: Vec<(usize, PeerId)>,
-    pub(super) seen: Seen,
+    pub(super) seen: SeenCounts,
     /// The first violation.
     pub(super) wrong: Option<String>,
     agenda: BTreeMap<(u64, u64), (usize, Next)>,
@@ -90,7 +90,7 @@ pub(super) struct Network {
 
 /// Counts of events that are hard to handle. Every one must have occurred.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Seen {
+pub(super) struct SeenCounts {
     pub(super) cuts: u64,
     pub(super) fast_posts: u64,
     pub(super) slow_posts: u64,
@@ -103,12 +103,12 @@ pub(super) struct Seen {
     /// Bytes that landed after the other side had closed their connection.
     pub(super) late_landings: u64,
     pub(super) waited_for_keys: u64,
-    pub(super) let_go: u64,
+    pub(super) ended_by_release: u64,
     pub(super) waited_to_unregister: u64,
 }
 
-impl Seen {
-    pub(super) fn add(&mut self, other: &Seen) {
+impl SeenCounts {
+    pub(super) fn add(&mut self, other: &SeenCounts) {
         self.all().into_iter().zip(other.counts()).for_each(|(count, more)| *count += more);
     }
 
@@ -118,8 +118,15 @@ impl Seen {
     }
 
     fn all(&mut self) -> [&mut u64; 11] {
-        let Seen { cuts, fast_posts, slow_posts, vanished, fences, insisted, .. } = self;
-        let Seen { fences_denied, late_landings, waited_for_keys, let_go, waited_to_unregister, .. } = self;
+        let SeenCounts { cuts, fast_posts, slow_posts, vanished, fences, insisted, .. } = self;
+        let SeenCounts {
+            fences_denied,
+            late_landings,
+            waited_for_keys,
+            ended_by_release,
+            waited_to_unregister,
+            ..
+        } = self;
         [
             cuts,
             fast_posts,
@@ -130,7 +137,7 @@ impl Seen {
             fences_denied,
             late_landings,
             waited_for_keys,
-            let_go,
+            ended_by_release,
             waited_to_unregister,
         ]
     }
@@ -153,17 +160,17 @@ impl Network {
             is_calm: false,
             long_once_in,
             fault,
-            memory: Memory::default(),
+            memory: WorldMemory::default(),
             hosts: Vec::new(),
             wires: Wires::default(),
-            slow: Links::default(),
+            slow: SlowLinks::default(),
             fast: Neighbours::default(),
             parted: BTreeMap::new(),
-            told: Vec::new(),
+            control_events: Vec::new(),
             due: Vec::new(),
             better: BTreeMap::new(),
             lower: Vec::new(),
-            seen: Seen::default(),
+            seen: SeenCounts::default(),
             wrong: None,
             agenda: BTreeMap::new(),
             made: 0,
@@ -173,14 +180,14 @@ impl Network {
     pub(super) fn add_host(&mut self, identity: Identity, address: SocketAddr) -> usize {
         let (stopped_until, is_gone, card) = (0, false, BTreeMap::new());
         self.hosts.push(Host { identity, address, listens: true, stopped_until, is_gone, card });
-        self.told.push(VecDeque::new());
+        self.control_events.push(VecDeque::new());
         self.due.push(VecDeque::new());
         self.memory.add_process();
         self.hosts.len() - 1
     }
 
     /// The process that listens at this address.
-    pub(super) fn who_listens(&self, address: SocketAddr) -> Option<usize> {
+    pub(super) fn listener_at(&self, address: SocketAddr) -> Option<usize> {
         self.hosts.iter().position(|host| host.listens && host.address == address)
     }
 
@@ -244,7 +251,7 @@ impl Network {
         }
     }
 
-    pub(super) fn is_wrong(&mut self, what: impl Into<String>) {
+    pub(super) fn report_wrong(&mut self, what: impl Into<String>) {
         self.wrong.get_or_insert(what.into());
     }
 
@@ -265,6 +272,6 @@ impl Network {
 
     /// Notes a violation, if the outcome is one.
     pub(super) fn checked<T>(&mut self, outcome: Result<T, String>) -> Option<T> {
-        outcome.map_err(|wrong| self.is_wrong(wrong)).ok()
+        outcome.map_err(|wrong| self.report_wrong(wrong)).ok()
     }
 }

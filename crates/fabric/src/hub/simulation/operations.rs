@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::faults::Fault;
-use super::memory::{Memory, PieceAt, State};
+use super::memory::{PieceAt, RegionState, WorldMemory};
 use crate::transfers::{Failure, Op, PeerId, Ticket};
 
 /// A transfer or a message of an application.
@@ -49,9 +49,9 @@ impl Operation {
     }
 
     /// Checks that a failure has a cause, and that a success happened.
-    pub(super) fn judge(
+    pub(super) fn check_outcome(
         &self,
-        memory: &Memory,
+        memory: &WorldMemory,
         now: Duration,
         outcome: Result<(), Failure>,
         is_peer_gone: bool,
@@ -75,17 +75,17 @@ impl Operation {
     }
 
     /// Whether the peer may refuse it: a region is not registered there, or is not writable.
-    pub(super) fn may_be_refused(&self, memory: &Memory) -> bool {
+    pub(super) fn may_be_refused(&self, memory: &WorldMemory) -> bool {
         let What::Transfer { op, pieces, .. } = &self.what else { return false };
         pieces.iter().any(|piece| {
             piece.remote.is_none_or(|slice| {
                 let region = &memory.regions[slice.region];
-                region.state != State::Registered || (*op == Op::Write && !region.is_writable)
+                region.state != RegionState::Registered || (*op == Op::Write && !region.is_writable)
             })
         })
     }
 
-    fn is_done(&self, memory: &Memory) -> Result<(), String> {
+    fn is_done(&self, memory: &WorldMemory) -> Result<(), String> {
         let What::Transfer { op, pieces, has_counter, is_counted, is_retired } = &self.what else {
             return Ok(());
         };

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use super::fast::{FAST, Fast};
-use super::memory::{AREA, Region, State};
-use super::network::Shared;
+use super::memory::{AREA, Region, RegionState};
+use super::network::SharedNetwork;
 use super::slow::Slow;
 use super::wires::SimulatedControl;
 use crate::carriers::Named;
@@ -25,18 +25,18 @@ use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
 use crate::trust::{Key, Trust};
 
 /// As in `engine.rs`.
-const LET_GO: Duration = Duration::from_secs(1);
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
+const RELEASE_RETRY: Duration = Duration::from_millis(50);
 const DESCRIPTOR_ADDRESS: u8 = 1;
 
 pub(super) struct Node {
     pub(super) process: usize,
     pub(super) hub: Hub<SimulatedControl>,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
     registrars: Vec<(u8, Arc<dyn Registrar>)>,
     /// Peers that were added and not removed, with their process.
     pub(super) peers: Vec<(PeerId, usize)>,
-    letting_go: Vec<LettingGo>,
+    releasing: Vec<Releasing>,
     /// Closing waits until then for neighbours that may still read.
     closing: Option<Duration>,
     pub(super) is_closed: bool,
@@ -47,7 +47,7 @@ pub(super) struct Node {
 }
 
 /// A region that its owner waits for.
-struct LettingGo {
+struct Releasing {
     region: usize,
     seen: MemoryRegion,
     /// From then on, whatever touches it is ended.
@@ -55,7 +55,12 @@ struct LettingGo {
 }
 
 impl Node {
-    pub(super) fn new(process: usize, network: &Shared, clock: &Arc<AtomicU64>, options: Options) -> Node {
+    pub(super) fn new(
+        process: usize,
+        network: &SharedNetwork,
+        clock: &Arc<AtomicU64>,
+        options: Options,
+    ) -> Node {
         let identity = network.lock().hosts[process].identity;
         let fast = Fast::new(process, Arc::clone(network));
         let slow = Slow::new(process, Arc::clone(network));
@@ -73,7 +78,7 @@ impl Node {
             network: Arc::clone(network),
             registrars,
             peers: Vec::new(),
-            letting_go: Vec::new(),
+            releasing: Vec::new(),
             closing: None,
             is_closed: false,
             is_dead: false,
@@ -94,7 +99,7 @@ impl Node {
         }
         outside.process.regions.add(number, NewRegion { base, len, access, memory: kind }, keys);
         outside.announce_region(number);
-        let (process, state, taken) = (self.process, State::Registered, Default::default());
+        let (process, state, taken) = (self.process, RegionState::Registered, Default::default());
         let region = Region { process, area, number, generation, is_writable, kind, state, taken };
         Some(self.network.lock().memory.add_region(region))
     }
@@ -113,21 +118,21 @@ impl Node {
         self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
         outside.announce_region(number);
         outside.process.letting_go += 1;
-        self.network.lock().memory.regions[region].state = State::LettingGo;
-        let at = outside.now() + LET_GO;
-        self.letting_go.push(LettingGo { region, seen, at });
+        self.network.lock().memory.regions[region].state = RegionState::Releasing;
+        let at = outside.now() + RELEASE_PATIENCE;
+        self.releasing.push(Releasing { region, seen, at });
     }
 
     /// Gives back regions that nothing touches any more, and ends what touches one for too long.
-    fn let_go(&mut self) {
+    fn release_regions(&mut self) {
         let now = self.hub.now();
         let mut left = Vec::new();
-        for mut one in std::mem::take(&mut self.letting_go) {
+        for mut one in std::mem::take(&mut self.releasing) {
             let number = one.seen.number;
             if one.at <= now && self.hub.outside.is_touched(number) {
-                self.hub.outside.let_go(number);
+                self.hub.outside.release_region(number);
                 self.pump();
-                one.at = now + LOOK_AGAIN;
+                one.at = now + RELEASE_RETRY;
             }
             if self.hub.outside.is_touched(number) {
                 self.network.lock().seen.waited_to_unregister += 1;
@@ -139,11 +144,11 @@ impl Node {
             self.hub.outside.process.regions.remove(number);
             self.network.lock().memory.give_back(one.region);
         }
-        self.letting_go.extend(left);
+        self.releasing.extend(left);
     }
 
-    pub(super) fn is_letting_go(&self) -> bool {
-        !self.letting_go.is_empty()
+    pub(super) fn is_releasing(&self) -> bool {
+        !self.releasing.is_empty()
     }
 
     pub(super) fn describe(&self) -> Descriptor {
@@ -182,7 +187,7 @@ impl Node {
         let ends = self.network.lock().cut_all(self.process);
         self.end_wires(ends);
         self.peers.clear();
-        self.closing = Some(self.hub.now() + LET_GO);
+        self.closing = Some(self.hub.now() + RELEASE_PATIENCE);
     }
 
     /// Ends these ends of connections.
@@ -198,7 +203,7 @@ impl Node {
     }
 
     /// Finishes closing once nothing touches this process's memory.
-    fn go_on_closing(&mut self) {
+    fn finish_closing(&mut self) {
         let Some(until) = self.closing else { return };
         let outside = &mut self.hub.outside;
         let is_pulled = outside.is_pulled() && outside.now() < until;
@@ -222,8 +227,8 @@ impl Node {
             self.hub.outside.with(place, |carrier, cx| carrier.poll(cx));
         }
         self.pump();
-        self.let_go();
-        self.go_on_closing();
+        self.release_regions();
+        self.finish_closing();
         self.pump();
     }
 
@@ -236,7 +241,7 @@ impl Node {
             (self.hub.transfers.next_tick(), "transfers"),
             (outside.fences.next_tick(), "fences"),
             (carriers, "carriers"),
-            (self.letting_go.iter().map(|one| one.at).min(), "memory that is given back"),
+            (self.releasing.iter().map(|one| one.at).min(), "memory that is given back"),
             (closing, "closing"),
         ];
         let ticks = ticks.into_iter().filter_map(|(at, what)| Some((at?, what)));
@@ -257,7 +262,7 @@ impl Node {
     pub(super) fn is_all_up(&self) -> bool {
         self.peers.iter().all(|(peer, _)| {
             let paths = self.hub.transfers.paths(*peer);
-            let fast = self.hub.outside.place_of(FAST);
+            let fast = self.hub.outside.index_of(FAST);
             let carried = |path: &PathId| self.hub.outside.paths.get(path).and_then(|at| at.carrier);
             let has_fast = paths.iter().any(|path| carried(path) == fast);
             has_fast && paths.len() >= 3 && paths.iter().all(|path| self.hub.transfers.is_up(*path))
@@ -297,7 +302,7 @@ impl Node {
         let counts = [
             ("sessions remembered", usize::from(!sessions.is_empty())),
             ("messages", inbox.held()),
-            ("memory that somebody waits for", self.letting_go.len()),
+            ("memory that somebody waits for", self.releasing.len()),
             ("regions", outside.process.regions.descriptors().len()),
             ("uses of memory", outside.process.uses()),
             ("peers", outside.peers.len()),

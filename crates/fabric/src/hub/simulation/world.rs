@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::faults::Fault;
-use super::network::{Network, Next, Seen, Shared};
+use super::network::{Network, Next, SeenCounts, SharedNetwork};
 use super::operations::{Operation, What};
 use super::planned::Planned;
 use super::process::Node;
@@ -28,7 +28,7 @@ const SESSIONS_KEPT: Duration = Duration::from_secs(130);
 
 pub(super) struct World {
     pub(super) options: Options,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
     pub(super) clock: Arc<AtomicU64>,
     pub(super) nodes: Vec<Node>,
     pub(super) operations: Vec<Operation>,
@@ -102,16 +102,16 @@ impl World {
     }
 
     pub(super) fn run(&mut self) -> Result<(), String> {
-        self.go_on(u64::MAX, |world| world.still_planned == 0)?;
+        self.run_until(u64::MAX, |world| world.still_planned == 0)?;
         self.network.lock().calm_down();
-        self.go_on_calmly(|world| world.all_over())?;
+        self.run_calm_until(|world| world.all_over())?;
         if self.fault == Fault::None || self.fault == Fault::LosesNews {
             self.all_is_well()?;
         }
         self.end()
     }
 
-    pub(super) fn seen(&self) -> Seen {
+    pub(super) fn seen(&self) -> SeenCounts {
         std::mem::take(&mut self.network.lock().seen)
     }
 
@@ -119,15 +119,15 @@ impl World {
         self.network.lock().now
     }
 
-    pub(super) fn go_on_calmly(&mut self, done: impl Fn(&World) -> bool) -> Result<(), String> {
+    pub(super) fn run_calm_until(&mut self, done: impl Fn(&World) -> bool) -> Result<(), String> {
         if done(self) {
             return Ok(());
         }
         let until = self.now() + CALM_US;
-        self.go_on(until, done)
+        self.run_until(until, done)
     }
 
-    pub(super) fn go_on(&mut self, until: u64, done: impl Fn(&World) -> bool) -> Result<(), String> {
+    pub(super) fn run_until(&mut self, until: u64, done: impl Fn(&World) -> bool) -> Result<(), String> {
         for _ in 0..EVENTS_MAX {
             let next = self.network.lock().next();
             let Some((process, next)) = next else {
@@ -150,12 +150,12 @@ impl World {
     }
 
     pub(super) fn all_over(&self) -> bool {
-        let is_idle = |node: &Node| node.is_dead || !node.is_letting_go();
+        let is_idle = |node: &Node| node.is_dead || !node.is_releasing();
         self.not_over().is_empty() && self.nodes.iter().all(is_idle)
     }
 
     pub(super) fn step(&mut self, process: usize, next: Next) -> Result<(), String> {
-        self.still_planned -= usize::from(matches!(next, Next::Asked(_)));
+        self.still_planned -= usize::from(matches!(next, Next::Planned(_)));
         if self.nodes[process].is_dead {
             // The asking side must learn at least that it gets no answer.
             if let Next::FenceAsked(index) = next {
@@ -165,9 +165,9 @@ impl World {
         }
         let before = self.nodes[process].better_paths();
         match next {
-            Next::Asked(index) => self.do_planned(process, self.plan[index]),
+            Next::Planned(index) => self.do_planned(process, self.plan[index]),
             Next::Carrier(code, number) => self.network.lock().due[process].push_back((code, number)),
-            Next::Told(event) => self.network.lock().told[process].push_back(event),
+            Next::Control(event) => self.network.lock().control_events[process].push_back(event),
             Next::Dialled(wire) => {
                 let served = self.network.lock().dialled(wire);
                 if let Some(served) = served {
@@ -209,7 +209,7 @@ impl World {
             return Err("a post over the worse class while a path of the better one is up".into());
         }
         self.count()?;
-        self.look_at_ends(process)?;
+        self.check_ends(process)?;
         let mut network = self.network.lock();
         if let Some(wrong) = network.wrong.take() {
             return Err(wrong);
@@ -264,7 +264,7 @@ impl World {
     }
 
     /// Checks the transfers of a process that have ended. Their memory is in other use at once.
-    pub(super) fn look_at_ends(&mut self, process: usize) -> Result<(), String> {
+    pub(super) fn check_ends(&mut self, process: usize) -> Result<(), String> {
         for operation in self.operations.iter_mut().filter(|operation| operation.process == process) {
             let node = &self.nodes[process];
             let outcome = node.hub.outcomes.of(operation.ticket);
@@ -276,7 +276,7 @@ impl World {
             let now = Duration::from_micros(network.now);
             let is_removed = !node.peers.iter().any(|(peer, _)| *peer == operation.peer);
             let is_gone = is_removed || !network.hosts[operation.to].listens || node.hub.is_closed;
-            operation.judge(&network.memory, now, outcome, is_gone, self.fault)?;
+            operation.check_outcome(&network.memory, now, outcome, is_gone, self.fault)?;
             network.memory.end(operation.whose(), operation.pieces());
             operation.over = Some(outcome);
         }
@@ -288,7 +288,7 @@ impl World {
         let noticed = self.now() + NOTICED_US;
         let living = self.living();
         living.iter().for_each(|process| self.network.lock().at(noticed, *process, Next::Tick));
-        self.go_on_calmly(|world| living.is_empty() || world.now() >= noticed)?;
+        self.run_calm_until(|world| living.is_empty() || world.now() >= noticed)?;
         for process in living {
             let before = self.nodes[process].better_paths();
             for (peer, to) in self.nodes[process].peers.clone() {
@@ -304,10 +304,10 @@ impl World {
             while self.receive(process) {}
             self.settle(process, &before)?;
         }
-        self.go_on_calmly(|world| {
+        self.run_calm_until(|world| {
             world.living().into_iter().all(|process| world.nodes[process].is_all_up())
         })?;
-        let known = self.go_on_calmly(|world| world.each_knows_what_others_have().is_ok());
+        let known = self.run_calm_until(|world| world.each_knows_what_others_have().is_ok());
         self.each_knows_what_others_have()?;
         known?;
         let before = self.operations.len();
@@ -319,7 +319,7 @@ impl World {
             }
             self.settle(process, &better)?;
         }
-        self.go_on_calmly(World::all_over)?;
+        self.run_calm_until(World::all_over)?;
         for process in self.living() {
             let kept = self.nodes[process].kept();
             if !kept.is_empty() {
@@ -391,10 +391,10 @@ impl World {
         if let Some(left) = self.network.lock().slow.left_over(|process| self.nodes[process].is_dead) {
             return Err(format!("all is over, and a connection is left: {left}"));
         }
-        self.judge_messages()
+        self.check_messages()
     }
 
-    pub(super) fn judge_messages(&self) -> Result<(), String> {
+    pub(super) fn check_messages(&self) -> Result<(), String> {
         for operation in &self.operations {
             let What::Message { received, .. } = operation.what else { continue };
             let is_lost = self.nodes[operation.to].is_dead;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::memory::Whose;
+use super::super::memory::TransferName;
 use crate::carrier::SessionId;
 use crate::transfers::{Completion, PathId, PeerId, Token};
 
@@ -10,7 +10,7 @@ use crate::transfers::{Completion, PathId, PeerId, Token};
 pub(in super::super) struct Neighbours {
     /// Words, by the number that is sent in their place.
     pub(super) said: Vec<Said>,
-    pub(super) happenings: BTreeMap<u64, Happening>,
+    pub(super) events: BTreeMap<u64, FastEvent>,
     /// Ended connections of all processes, and when the connecting side ended them.
     pub(super) ended: BTreeMap<u64, u64>,
     pub(super) made: u64,
@@ -21,13 +21,13 @@ pub(super) enum Said {
     /// Asks the peer to read these bytes.
     Pull {
         token: Token,
-        whose: Whose,
+        whose: TransferName,
         runs: Vec<Range>,
     },
     /// Asks the peer to place these bytes.
     Inline {
         token: Token,
-        whose: Whose,
+        whose: TransferName,
         runs: Vec<Range>,
         bytes: Vec<Vec<u8>>,
         connection: u64,
@@ -49,7 +49,7 @@ pub(super) struct Range {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Happening {
+pub(super) enum FastEvent {
     /// A session's process was probed.
     Probed(SessionId, u64),
     /// A peer's process was probed.
@@ -57,7 +57,7 @@ pub(super) enum Happening {
     /// A call has copied its bytes.
     Copied(u64),
     /// The card was read after the call.
-    Looked(u64),
+    CardRead(u64),
     /// The path to a peer returns, or vanishes.
     Returns(PeerId),
     Vanishes(PeerId),

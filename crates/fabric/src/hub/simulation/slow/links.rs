@@ -2,21 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use super::super::memory::{Whose, overlaps};
+use super::super::memory::{TransferName, overlaps};
 use crate::carrier::{SessionId, Touched};
 use crate::transfers::{Completion, Op, PathId, PeerId, Token};
 
 /// Connections of all processes, by id, and what is in flight on them.
 #[derive(Debug, Default)]
-pub(in super::super) struct Links {
-    pub(super) links: BTreeMap<u64, Link>,
+pub(in super::super) struct SlowLinks {
+    pub(super) links: BTreeMap<u64, SlowLink>,
     pub(super) moves: BTreeMap<u64, Move>,
-    pub(super) happenings: BTreeMap<u64, Happening>,
+    pub(super) events: BTreeMap<u64, SlowEvent>,
     pub(super) made: u64,
 }
 
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct SlowLink {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) peer: PeerId,
@@ -38,7 +38,7 @@ pub(super) struct Link {
 pub(super) struct Move {
     pub(super) link: u64,
     pub(super) token: Token,
-    pub(super) whose: Whose,
+    pub(super) whose: TransferName,
     pub(super) op: Op,
     pub(super) parts: Vec<Part>,
     /// The listening side has begun it.
@@ -61,7 +61,7 @@ pub(super) struct Part {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Happening {
+pub(super) enum SlowEvent {
     /// The attempt to connect succeeds or fails.
     Dialled(u64),
     /// The connecting side notices the break.
@@ -71,7 +71,7 @@ pub(super) enum Happening {
     /// The bytes of a WRITE leave.
     Sent(u64),
     /// A request arrives at the listening side.
-    Came(u64),
+    Requested(u64),
     /// The listening side places bytes of a WRITE, or reads those for a READ.
     Served(u64, usize),
     /// The connecting side places bytes of a READ.
@@ -81,7 +81,7 @@ pub(super) enum Happening {
     Considered(SessionId),
 }
 
-impl Links {
+impl SlowLinks {
     /// A connection that its maker has not closed, if there is one.
     pub(in super::super) fn left_over(&self, is_dead: impl Fn(usize) -> bool) -> Option<String> {
         self.links.values().find(|link| link.ours && !is_dead(link.from)).map(|link| format!("{link:?}"))

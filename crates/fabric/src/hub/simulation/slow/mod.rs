@@ -6,10 +6,10 @@ pub(super) mod links;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use self::links::{Happening, Link, Move, Part};
+use self::links::{Move, Part, SlowEvent, SlowLink};
 use super::faults::Fault;
 use super::memory::overlaps;
-use super::network::{Network, Next, Shared};
+use super::network::{Network, Next, SharedNetwork};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::identity::Identity;
@@ -26,7 +26,7 @@ const PLACES_US: u64 = 2_500_000;
 #[derive(Debug)]
 pub(super) struct Slow {
     me: usize,
-    network: Shared,
+    network: SharedNetwork,
     /// Peers that accepted the offer, and whether their paths were added.
     peers: BTreeMap<PeerId, bool>,
     paths: BTreeMap<PathId, u64>,
@@ -34,14 +34,14 @@ pub(super) struct Slow {
 }
 
 impl Network {
-    fn slow_later(&mut self, at: u64, process: usize, what: Happening) {
+    fn slow_later(&mut self, at: u64, process: usize, what: SlowEvent) {
         self.slow.made += 1;
         let number = self.slow.made;
-        self.slow.happenings.insert(number, what);
+        self.slow.events.insert(number, what);
         self.at(at, process, Next::Carrier(SLOW, number));
     }
 
-    fn slow_soon(&mut self, process: usize, what: Happening) -> u64 {
+    fn slow_soon(&mut self, process: usize, what: SlowEvent) -> u64 {
         let at = self.now + self.delay();
         self.slow_later(at, process, what);
         at
@@ -53,15 +53,15 @@ impl Network {
         link.is_broken = true;
         let (from, to) = (link.from, link.to);
         let notice = self.notice();
-        self.slow_later(self.now + notice, from, Happening::Broke(id));
+        self.slow_later(self.now + notice, from, SlowEvent::Broke(id));
         // An end that sends nothing may not notice for long.
         let notice = if self.dice.one_in(2) { self.dice.below(7_000_000) } else { self.notice() };
-        self.slow_later(self.now + notice, to, Happening::Left(id));
+        self.slow_later(self.now + notice, to, SlowEvent::Left(id));
     }
 
     /// Breaks all connections between two processes.
     pub(super) fn part_links(&mut self, one: usize, other: usize) {
-        let is_between = |link: &Link| [(one, other), (other, one)].contains(&(link.from, link.to));
+        let is_between = |link: &SlowLink| [(one, other), (other, one)].contains(&(link.from, link.to));
         let links: Vec<u64> =
             self.slow.links.iter().filter(|(_, link)| is_between(link)).map(|(id, _)| *id).collect();
         links.into_iter().for_each(|id| self.break_link(id));
@@ -69,7 +69,7 @@ impl Network {
 
     /// Breaks all connections of a process, or a random one.
     pub(super) fn break_links(&mut self, process: Option<usize>) {
-        let is_one = |link: &Link| process.is_none_or(|process| [link.from, link.to].contains(&process));
+        let is_one = |link: &SlowLink| process.is_none_or(|process| [link.from, link.to].contains(&process));
         let links: Vec<u64> =
             self.slow.links.iter().filter(|(_, link)| is_one(link)).map(|(id, _)| *id).collect();
         match process {
@@ -84,22 +84,22 @@ impl Network {
 }
 
 impl Slow {
-    pub(super) fn new(me: usize, network: Shared) -> Slow {
+    pub(super) fn new(me: usize, network: SharedNetwork) -> Slow {
         Slow { me, network, peers: BTreeMap::new(), paths: BTreeMap::new(), is_closed: false }
     }
 
-    fn take(&mut self, cx: &mut Context<'_>, what: Happening) {
+    fn take(&mut self, cx: &mut Context<'_>, what: SlowEvent) {
         match what {
-            Happening::Dialled(link) => self.dialled(cx, link),
-            Happening::Broke(link) => self.end(cx, link, "it broke"),
-            Happening::Left(link) => self.leave(cx, link),
-            Happening::Sent(of) => self.send(of),
-            Happening::Came(of) => self.serve(cx, of),
-            Happening::Served(of, part) => self.serve_part(cx, of, part),
-            Happening::Landed(of, part) => self.land(of, part),
-            Happening::Answered(of, completion) => self.answered(cx, of, completion),
-            Happening::Ready(path) => cx.ready(path),
-            Happening::Considered(session) => cx.accept(session, Vec::new()),
+            SlowEvent::Dialled(link) => self.dialled(cx, link),
+            SlowEvent::Broke(link) => self.end(cx, link, "it broke"),
+            SlowEvent::Left(link) => self.leave(cx, link),
+            SlowEvent::Sent(of) => self.send(of),
+            SlowEvent::Requested(of) => self.serve(cx, of),
+            SlowEvent::Served(of, part) => self.serve_part(cx, of, part),
+            SlowEvent::Landed(of, part) => self.land(of, part),
+            SlowEvent::Answered(of, completion) => self.answered(cx, of, completion),
+            SlowEvent::Ready(path) => cx.ready(path),
+            SlowEvent::Considered(session) => cx.accept(session, Vec::new()),
         }
     }
 
@@ -120,7 +120,7 @@ impl Slow {
         if network.goes_wrong(2) {
             let at = network.now + network.dice.below(1_000_000);
             let from = self.me;
-            network.slow_later(at, from, Happening::Broke(id));
+            network.slow_later(at, from, SlowEvent::Broke(id));
         }
     }
 
@@ -134,7 +134,7 @@ impl Slow {
         let until = network.now + lateness;
         let Some(link) = network.slow.links.get_mut(&id).filter(|link| link.ours) else { return };
         (link.ours, link.places_until) = (false, until);
-        let Link { path, number, peer, is_up, .. } = *link;
+        let SlowLink { path, number, peer, is_up, .. } = *link;
         self.paths.remove(&path);
         if !is_up {
             network.slow.links.remove(&id);
@@ -182,7 +182,7 @@ impl Slow {
         for part in &mut of.parts {
             match network.memory.read_own(of.whose, part.here, part.len) {
                 Ok(bytes) => part.bytes = bytes,
-                Err(wrong) => return network.is_wrong(wrong),
+                Err(wrong) => return network.report_wrong(wrong),
             }
         }
     }
@@ -214,13 +214,13 @@ impl Slow {
         }
         let (parts, from) = (of.parts.len(), of.whose.0);
         if is_refused {
-            network.slow_soon(from, Happening::Answered(id, Completion::Refused));
+            network.slow_soon(from, SlowEvent::Answered(id, Completion::Refused));
             return;
         }
         of.is_served = true;
         for part in 0..parts {
             let delay = network.long_delay();
-            network.slow_later(network.now + delay, self.me, Happening::Served(id, part));
+            network.slow_later(network.now + delay, self.me, SlowEvent::Served(id, part));
         }
         if network.goes_wrong(40) {
             let link = network.slow.moves[&id].link;
@@ -253,7 +253,7 @@ impl Slow {
         if of.op == Op::Read {
             part.is_over = true;
             network.checked(outcome);
-            network.slow_soon(from, Happening::Landed(id, index));
+            network.slow_soon(from, SlowEvent::Landed(id, index));
             return;
         }
         of.left -= 1;
@@ -261,7 +261,7 @@ impl Slow {
         let is_over = of.left == 0 || is_early;
         network.checked(outcome);
         if is_over {
-            network.slow_soon(from, Happening::Answered(id, Completion::Placed));
+            network.slow_soon(from, SlowEvent::Answered(id, Completion::Placed));
         }
     }
 
@@ -278,7 +278,7 @@ impl Slow {
         let is_over = of.left == 0;
         network.checked(outcome);
         if is_over {
-            network.slow_soon(self.me, Happening::Answered(id, Completion::Placed));
+            network.slow_soon(self.me, SlowEvent::Answered(id, Completion::Placed));
         }
     }
 
@@ -317,7 +317,7 @@ impl Carrier for Slow {
     fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, _: &[u8]) -> Result<(), BadWords> {
         let network = &mut *self.network.lock();
         if network.dice.one_in(3) {
-            network.slow_soon(self.me, Happening::Considered(session));
+            network.slow_soon(self.me, SlowEvent::Considered(session));
         } else {
             cx.accept(session, Vec::new());
         }
@@ -334,11 +334,11 @@ impl Carrier for Slow {
         self.peers.remove(&peer);
         let network = &mut *self.network.lock();
         // Paths that were still connecting.
-        let of_peer = |link: &Link| link.from == self.me && link.peer == peer && link.ours && !link.is_up;
+        let of_peer = |link: &SlowLink| link.from == self.me && link.peer == peer && link.ours && !link.is_up;
         let links: Vec<u64> =
             network.slow.links.iter().filter(|(_, link)| of_peer(link)).map(|(id, _)| *id).collect();
         for id in links {
-            let Some(Link { path, number, .. }) = network.slow.links.remove(&id) else { continue };
+            let Some(SlowLink { path, number, .. }) = network.slow.links.remove(&id) else { continue };
             self.paths.remove(&path);
             cx.broke(path, number, "the peer is gone");
         }
@@ -351,13 +351,13 @@ impl Carrier for Slow {
             return cx.broke(path, number, "the peer is gone");
         };
         if self.paths.contains_key(&path) {
-            network.is_wrong("a path is connected again before its former connection is over");
+            network.report_wrong("a path is connected again before its former connection is over");
         }
         // Random, as the real carrier draws it.
         let id = network.dice.roll();
         let (is_up, ours, theirs, is_broken) = (false, true, false, false);
         let (in_hand_until, places_until) = (0, u64::MAX);
-        let link = Link {
+        let link = SlowLink {
             from: self.me,
             to,
             peer,
@@ -372,7 +372,7 @@ impl Carrier for Slow {
         };
         network.slow.links.insert(id, link);
         self.paths.insert(path, id);
-        network.slow_soon(self.me, Happening::Dialled(id));
+        network.slow_soon(self.me, SlowEvent::Dialled(id));
     }
 
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
@@ -390,7 +390,7 @@ impl Carrier for Slow {
             return Err(NotNow);
         }
         if network.goes_wrong(12) {
-            network.slow_soon(self.me, Happening::Ready(post.path));
+            network.slow_soon(self.me, SlowEvent::Ready(post.path));
             return Err(NotNow);
         }
         network.seen.slow_posts += 1;
@@ -429,9 +429,9 @@ impl Carrier for Slow {
         let came = network.now + network.delay();
         if post.op == Op::Write {
             let sent = network.now + network.dice.below(came - network.now);
-            network.slow_later(sent, self.me, Happening::Sent(id));
+            network.slow_later(sent, self.me, SlowEvent::Sent(id));
         }
-        network.slow_later(came, to, Happening::Came(id));
+        network.slow_later(came, to, SlowEvent::Requested(id));
         if network.goes_wrong(40) {
             network.break_link(link);
         }
@@ -446,7 +446,7 @@ impl Carrier for Slow {
                 let due = &mut network.due[self.me];
                 let index = due.iter().position(|(code, _)| *code == SLOW);
                 let number = index.and_then(|index| due.remove(index)).map(|(_, number)| number);
-                number.and_then(|number| network.slow.happenings.remove(&number))
+                number.and_then(|number| network.slow.events.remove(&number))
             };
             let Some(what) = what else { return any };
             any = true;
@@ -464,7 +464,7 @@ impl Carrier for Slow {
         let has_in_hand = network.goes_wrong(4);
         let in_hand_until = network.now + network.dice.below(400_000);
         let (now, me) = (network.now, self.me);
-        let is_it = |link: &&mut Link| Some(link.from) == owner && link.to == me;
+        let is_it = |link: &&mut SlowLink| Some(link.from) == owner && link.to == me;
         let Some(link) = network.slow.links.get_mut(&connection).filter(is_it) else { return true };
         if !link.theirs {
             return true;
@@ -498,7 +498,7 @@ impl Carrier for Slow {
         let links: Vec<u64> =
             network.slow.moves.values().filter(of_me).filter(touching).map(|of| of.link).collect();
         for id in links {
-            network.seen.let_go += 1;
+            network.seen.ended_by_release += 1;
             if let Some(link) = network.slow.links.get_mut(&id) {
                 link.theirs = false;
             }
@@ -509,7 +509,7 @@ impl Carrier for Slow {
 
     fn close_all(&mut self, cx: &mut Context<'_>) {
         self.is_closed = true;
-        let ids = |is_one: fn(&Link, usize) -> bool| -> Vec<u64> {
+        let ids = |is_one: fn(&SlowLink, usize) -> bool| -> Vec<u64> {
             let network = self.network.lock();
             network.slow.links.iter().filter(|(_, link)| is_one(link, self.me)).map(|(id, _)| *id).collect()
         };

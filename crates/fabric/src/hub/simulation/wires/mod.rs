@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use self::wire::{CONNECTING, FenceAsked, LISTENING, Wire};
 use super::faults::Fault;
-use super::network::{Network, Next, Shared};
+use super::network::{Network, Next, SharedNetwork};
 use crate::control::{ChannelId, Control, ControlEvent};
 use crate::fences::{Question, Whom};
 use crate::frames::Frame;
@@ -19,7 +19,7 @@ use crate::transfers::PathId;
 #[derive(Debug)]
 pub(super) struct SimulatedControl {
     pub(super) process: usize,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
 }
 
 /// A channel is even at the connecting end and odd at the listening end. Channels of fences count down from the maximum.
@@ -32,10 +32,10 @@ impl Control for SimulatedControl {
         let network = &mut *self.network.lock();
         let from = self.process;
         let address = whom.addresses[number as usize % whom.addresses.len()];
-        let to = network.who_listens(address).filter(|_| !network.goes_wrong(6));
+        let to = network.listener_at(address).filter(|_| !network.goes_wrong(6));
         let Some(to) = to else {
             let event = ControlEvent::Broke { path, number, channel: None };
-            return network.soon(from, Next::Told(event));
+            return network.soon(from, Next::Control(event));
         };
         network.wires.made += 1;
         let id = network.wires.made;
@@ -88,7 +88,7 @@ impl Control for SimulatedControl {
         let network = &mut *self.network.lock();
         // A side that confirmed a fence has forgotten that session, although its requests may still arrive.
         if why != super::fast::NO_NEIGHBOUR {
-            network.is_wrong(format!("process {} ends a connection: {why}", self.process));
+            network.report_wrong(format!("process {} ends a connection: {why}", self.process));
         }
         network.close_end(channel / 2, channel as usize % 2);
     }
@@ -97,7 +97,7 @@ impl Control for SimulatedControl {
         let network = &mut *self.network.lock();
         let broken = question.broken;
         network.seen.insisted += u64::from(question.is_insisted);
-        let to = network.who_listens(question.address).filter(|_| !network.goes_wrong(4));
+        let to = network.listener_at(question.address).filter(|_| !network.goes_wrong(4));
         let is_it = |to: &usize| whom.identity.is_none_or(|known| known == network.hosts[*to].identity);
         match to.filter(is_it) {
             Some(to) => {
@@ -108,7 +108,7 @@ impl Control for SimulatedControl {
             }
             None => {
                 let event = ControlEvent::FenceAnswered { broken, is_over: false };
-                network.soon(self.process, Next::Told(event));
+                network.soon(self.process, Next::Control(event));
             }
         }
     }
@@ -118,13 +118,13 @@ impl Control for SimulatedControl {
         let FenceAsked { from, broken, .. } = network.wires.fences[(u64::MAX - channel) as usize];
         let is_lost = network.goes_wrong(6) || network.is_parted(from, self.process);
         let is_over = is_over && !is_lost;
-        network.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over }));
+        network.soon(from, Next::Control(ControlEvent::FenceAnswered { broken, is_over }));
     }
 
     fn forget(&mut self, _: PathId) {}
 
     fn next_event(&mut self) -> Option<ControlEvent> {
-        self.network.lock().told[self.process].pop_front()
+        self.network.lock().control_events[self.process].pop_front()
     }
 }
 
@@ -145,7 +145,7 @@ impl Network {
         let wire = self.wires.all.get_mut(&id)?;
         wire.has[LISTENING] = true;
         let served = wire.served;
-        self.told[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
+        self.control_events[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
         let delay = self.delay();
         let at = self.now + delay;
         // Frames to the connecting end arrive after its welcome.
@@ -166,7 +166,7 @@ impl Network {
         let ([from, to], path, number) = (wire.ends, wire.path, wire.number);
         let identity = self.hosts[to].identity;
         let channel = channel(id, CONNECTING);
-        self.told[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
+        self.control_events[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
     }
 
     /// A frame arrives, unless the connection was cut before it.
@@ -183,9 +183,9 @@ impl Network {
             && let ControlEvent::Heard { frame: Frame::Fence { code, connection }, .. } = &event
         {
             let (broken, from) = ((*code, *connection), self.wires.all[&id].ends[CONNECTING]);
-            return self.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over: true }));
+            return self.soon(from, Next::Control(ControlEvent::FenceAnswered { broken, is_over: true }));
         }
-        self.told[process].push_back(event);
+        self.control_events[process].push_back(event);
     }
 
     /// An end notices that its connection is over. Returns the session that this ends, at the listening end.
@@ -200,11 +200,11 @@ impl Network {
             self.wires.all.remove(&id);
         }
         if end == LISTENING {
-            self.told[process].push_back(ControlEvent::SessionEnded { channel: of_end });
+            self.control_events[process].push_back(ControlEvent::SessionEnded { channel: of_end });
             return Some(served);
         }
         let channel = is_up.then_some(of_end);
-        self.told[process].push_back(ControlEvent::Broke { path, number, channel });
+        self.control_events[process].push_back(ControlEvent::Broke { path, number, channel });
         None
     }
 
@@ -212,14 +212,14 @@ impl Network {
         let FenceAsked { from, to, broken } = self.wires.fences[index];
         if !self.hosts[to].listens || self.is_parted(from, to) {
             let event = ControlEvent::FenceAnswered { broken, is_over: false };
-            return self.soon(from, Next::Told(event));
+            return self.soon(from, Next::Control(event));
         }
         if self.fault == Fault::FenceNotKept {
             let event = ControlEvent::FenceAnswered { broken, is_over: true };
-            return self.soon(from, Next::Told(event));
+            return self.soon(from, Next::Control(event));
         }
         let (channel, from) = (u64::MAX - index as u64, self.hosts[from].identity);
-        self.told[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
+        self.control_events[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
     }
 
     /// Breaks a connection between its ends. A random number of the frames in flight still arrives.
