@@ -20,14 +20,14 @@ const CUTS: usize = 25;
 /// Set in a process that runs only the test below.
 const ALONE: &str = "KVLANE_TEST_ALONE";
 
-struct Side {
+struct TestEngine {
     engine: Engine,
     region: u32,
     _memory: Vec<u8>,
 }
 
-impl Side {
-    fn new(transport: Option<Transport>) -> Side {
+impl TestEngine {
+    fn new(transport: Option<Transport>) -> TestEngine {
         // Broken connections are soon made again.
         let transfers = Options { backoff_max: Duration::from_millis(20), ..Options::default() };
         let token = "of this test".into();
@@ -37,7 +37,7 @@ impl Side {
         // SAFETY: the engine is dropped before its memory, as the first field.
         let region =
             unsafe { engine.register(memory.as_mut_ptr(), BYTES as u64, Access::ReadWrite).unwrap() };
-        Side { engine, region, _memory: memory }
+        TestEngine { engine, region, _memory: memory }
     }
 
     fn address(&self) -> SocketAddr {
@@ -45,11 +45,11 @@ impl Side {
         String::from_utf8(descriptor.addresses[0].bytes.clone()).unwrap().parse().unwrap()
     }
 
-    fn meet(&self, there: &Side) -> PeerId {
+    fn meet(&self, there: &TestEngine) -> PeerId {
         self.engine.connect(&there.engine.describe().unwrap()).unwrap()
     }
 
-    fn begin(&self, peer: PeerId, there: &Side, op: Op, len: usize) -> Handle {
+    fn begin(&self, peer: PeerId, there: &TestEngine, op: Op, len: usize) -> Handle {
         let place = |region| Place { region, offset: 0 };
         let run = Run { local: place(self.region), remote: place(there.region), len: len as u64 };
         let transfer = Transfer { op, ..Transfer::write(Pieces::Contiguous(run)) };
@@ -150,8 +150,8 @@ fn peers_that_come_and_go_leave_nothing() {
 }
 
 fn come_and_go() {
-    let there = Side::new(None);
-    let sides = [Side::new(None), Side::new(Some(Transport::TCP))];
+    let there = TestEngine::new(None);
+    let sides = [TestEngine::new(None), TestEngine::new(Some(Transport::TCP))];
     // These stay connected, so that the numbers to compare with are not 0.
     let stays = sides.each_ref().map(|here| here.meet(&there));
     for (here, peer) in sides.iter().zip(stays) {
@@ -174,7 +174,7 @@ fn come_and_go() {
     (0..20).for_each(round);
     let all = [&there, &sides[0], &sides[1]];
     settles("sessions", [sides.len()], || [there.engine.hold().hub.outside.sessions.len()]);
-    let (open, known) = (descriptors_and_threads(), all.map(Side::sizes));
+    let (open, known) = (descriptors_and_threads(), all.map(TestEngine::sizes));
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(ROUNDS, |rounds| rounds.parse().unwrap());
     (0..rounds).for_each(round);
     let settle = |what: &str| {

@@ -163,18 +163,18 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     /// One side of a connection. Sleeps while it can do nothing; wakes travel over a socket.
-    struct Peer {
+    struct RingPeer {
         writer: Writer,
         reader: Reader,
         socket: UnixStream,
         sleeps: usize,
     }
 
-    impl Peer {
-        fn new(segment: Segment, side: RingSide, socket: UnixStream) -> Peer {
+    impl RingPeer {
+        fn new(segment: Segment, side: RingSide, socket: UnixStream) -> RingPeer {
             let (writer, reader) = segment.ends(side);
             socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            Peer { writer, reader, socket, sleeps: 0 }
+            RingPeer { writer, reader, socket, sleeps: 0 }
         }
 
         fn write(&mut self, bytes: &[u8]) -> usize {
@@ -273,8 +273,8 @@ mod tests {
         let other = other_side(&segment);
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| Peer::new(other, RingSide::Listening, right).echo(8 * MIB));
-            Peer::new(segment, RingSide::Connecting, left).send_and_compare(8 * MIB);
+            scope.spawn(|| RingPeer::new(other, RingSide::Listening, right).echo(8 * MIB));
+            RingPeer::new(segment, RingSide::Connecting, left).send_and_compare(8 * MIB);
         });
     }
 
@@ -291,7 +291,7 @@ mod tests {
             .spawn()
             .unwrap();
         assert_eq!(send_with_fds(&left, &[0], &[segment.as_fd()]).unwrap(), 1);
-        let mut peer = Peer::new(segment, RingSide::Connecting, left);
+        let mut peer = RingPeer::new(segment, RingSide::Connecting, left);
         peer.send_and_compare(64 * MIB);
         assert!(child.wait().unwrap().success());
         // This side had to wait for the other process to start.
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(recv_with_fds(&socket, &mut [0], &mut memfds).unwrap(), 1);
         let segment = Segment::open(memfds.remove(0)).unwrap();
         assert_eq!(segment.ring_bytes(), 64 << 10);
-        Peer::new(segment, RingSide::Listening, socket).echo(bytes.parse().unwrap());
+        RingPeer::new(segment, RingSide::Listening, socket).echo(bytes.parse().unwrap());
     }
 
     #[test]
