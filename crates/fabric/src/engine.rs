@@ -340,7 +340,7 @@ impl Engine {
         is_free: impl Fn(&SocketHub) -> bool,
         let_go: impl Fn(&mut SocketHub),
     ) {
-        hub.hub.outside.process.letting_go += 1;
+        hub.hub.outside.process.releasing += 1;
         let deadline = Instant::now() + LET_GO;
         let mut free = self.shared.wait(hub, Some(deadline), |hub| is_free(hub).then_some(()));
         // A driver cannot be told to stop; and what a job has is looked at when it is back.
@@ -349,7 +349,7 @@ impl Engine {
             self.shared.set_going(hub);
             free = self.shared.wait(hub, Some(Instant::now() + LOOK_AGAIN), |hub| is_free(hub).then_some(()));
         }
-        hub.hub.outside.process.letting_go -= 1;
+        hub.hub.outside.process.releasing -= 1;
     }
 
     /// Windows that are open.

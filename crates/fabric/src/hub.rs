@@ -139,7 +139,7 @@ impl<C: Control> Hub<C> {
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
         // Whoever closes waits for what is in hand.
-        self.outside.process.letting_go += 1;
+        self.outside.process.releasing += 1;
         self.outcomes.note_message();
         self.outside.peers().into_iter().for_each(|peer| self.remove_peer(peer));
         self.outside.close_carriers();

@@ -281,7 +281,7 @@ impl<C: Control> Outside<C> {
         self.fences.failed(now, broken);
         let (code, connection) = broken;
         let place = self.place_of(code);
-        place.map(|place| self.with(place, |carrier, cx| carrier.see_whether_gone(cx, connection)));
+        place.map(|place| self.with(place, |carrier, cx| carrier.probe_gone(cx, connection)));
     }
 
     /// A process wants nothing more to be placed of a connection of its.

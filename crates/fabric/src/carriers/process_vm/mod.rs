@@ -418,7 +418,7 @@ impl ProcessVm {
         }
         for (copy, outcome) in ended {
             let Some(Copying { whose, .. }) = self.copying.remove(&copy) else { continue };
-            cx.note_let_go();
+            cx.note_released();
             match whose {
                 Whose::Ours { token, connection } => {
                     let Some(Posted { peer, .. }) = self.posted.remove(&token) else { continue };
@@ -602,7 +602,7 @@ impl Carrier for ProcessVm {
         match job.into_any().downcast::<Probe>() {
             Ok(probe) => {
                 self.probing -= 1;
-                cx.note_let_go();
+                cx.note_released();
                 self.probed(cx, *probe);
             }
             Err(other) => {
@@ -641,7 +641,7 @@ impl Carrier for ProcessVm {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+    fn probe_gone(&mut self, _: &mut Context<'_>, connection: u64) {
         if let Some(neighbour) = self.pulling.get(&connection).map(|pulling| Arc::clone(&pulling.neighbour)) {
             self.probe(Probed::Broken { connection, neighbour });
         }
@@ -653,7 +653,7 @@ impl Carrier for ProcessVm {
         self.copying.values().any(|copying| copying.begun.touches(spots))
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         let Touched { spots, reader: None } = memory else { return };
         let touching = self.copying.values().filter(|copying| copying.begun.touches(spots));
         touching.for_each(|copying| copying.begun.give_up());

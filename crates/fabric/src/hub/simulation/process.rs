@@ -112,7 +112,7 @@ impl Node {
         }
         self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
         outside.announce_region(number);
-        outside.process.letting_go += 1;
+        outside.process.releasing += 1;
         self.network.lock().memory.regions[region].state = State::LettingGo;
         let at = outside.now() + LET_GO;
         self.letting_go.push(LettingGo { region, seen, at });
@@ -134,7 +134,7 @@ impl Node {
                 left.push(one);
                 continue;
             }
-            self.hub.outside.process.letting_go -= 1;
+            self.hub.outside.process.releasing -= 1;
             self.registrars.iter().for_each(|(_, registrar)| registrar.unregister(&one.seen));
             self.hub.outside.process.regions.remove(number);
             self.network.lock().memory.give_back(one.region);
