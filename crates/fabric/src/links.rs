@@ -56,10 +56,18 @@ pub(crate) struct Links<R> {
     /// Links that go through rings, which the watch knows nothing of.
     rings: Vec<LinkId>,
     has_news_of_rings: bool,
-    /// The bytes of one frame may be expected in parts: when some are there, the owner says where the next ones go.
-    takes_parts: bool,
-    /// Takes frames whether or not the lease holds. The owner checks the lease before it places the bytes of a frame.
-    takes_late: bool,
+    traffic: Traffic,
+}
+
+/// The frames of an owner's links, and when their lease is checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Traffic {
+    /// Frames taken whole, whether or not the lease holds: the owner checks it before it places a frame's bytes.
+    Messages,
+    /// Bytes of regions, placed only while the lease holds. The owner knows all pieces of a frame when its head comes.
+    Bytes,
+    /// The same in parts: when the bytes of one part are in place, the owner says where the next part goes.
+    BytesInParts,
 }
 
 /// A connection.
@@ -67,8 +75,7 @@ pub(crate) struct Links<R> {
 pub(crate) struct Entry<R> {
     /// What it is to its owner.
     pub(crate) role: R,
-    /// None: a job has it.
-    link: Option<Box<Link>>,
+    turn: Turn,
     peer: Option<SocketAddr>,
     wants: Wants,
     lease: Option<Lease>,
@@ -86,19 +93,36 @@ pub(crate) struct Entry<R> {
     interest: Interest,
     /// When the peer was heard the last time.
     pub(crate) heard: Duration,
-    /// Something may be there to be read.
-    reads: bool,
-    /// The socket of a link with rings can be read.
-    is_told: bool,
-    /// Its owner wants nothing more of it for now.
+    input: Input,
+    /// The owner wants nothing more of it for now.
     is_held: bool,
-    is_due: bool,
     /// From the next job on, when so much of what was said is written, everything goes through these.
     switch: Option<(usize, (Writer, Reader))>,
     /// What comes of a frame that is taken as a whole.
     whole: Option<Whole>,
     /// Why it ends as soon as the job is back.
     ending: Option<Ended>,
+}
+
+/// Who has a link, and whether it waits for a job.
+#[derive(Debug)]
+enum Turn {
+    /// Nothing to do.
+    Idle(Box<Link>),
+    /// In the queue of links with something to write or to read.
+    Due(Box<Link>),
+    /// A job has the link.
+    Running,
+}
+
+/// What there may be to read from a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Input {
+    Nothing,
+    /// Something may be there, in the link, its socket or its ring.
+    Possible,
+    /// The watch reported the socket as ready. For a link with rings that may be a wake, or the end of the connection.
+    Reported,
 }
 
 /// What is to come next over a link.
@@ -141,17 +165,25 @@ pub(crate) struct LinkJob {
     link: Box<Link>,
     wants: Wants,
     lease: Option<Lease>,
-    reads: bool,
-    /// Nothing more is written or read.
-    is_ending: bool,
-    takes_parts: bool,
-    is_told: bool,
+    task: Task,
+    input: Input,
+    traffic: Traffic,
     switch: Option<(Writer, Reader)>,
     arrived: Vec<Arrived>,
     whole: Option<Whole>,
     outcome: Result<(), Ended>,
     has_more: bool,
     received: u64,
+}
+
+/// What a job does with its link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Task {
+    WriteAndRead,
+    /// Nothing is read, because the owner holds the link, or the peer does not read its answers.
+    Write,
+    /// Nothing: the owner ends the link when the job is back.
+    End,
 }
 
 /// What came of a job.
@@ -170,19 +202,18 @@ impl<R> Links<R> {
             due: VecDeque::new(),
             rings: Vec::new(),
             has_news_of_rings: false,
-            takes_parts: false,
-            takes_late: false,
+            traffic: Traffic::Bytes,
         }
     }
 
     /// Links for frames that are taken whole, so a peer may have got no processor for longer than its lease.
     pub(crate) fn of_messages(watch: Watch) -> Links<R> {
-        Links { takes_late: true, ..Links::new(watch) }
+        Links { traffic: Traffic::Messages, ..Links::new(watch) }
     }
 
     /// The same where the bytes of one frame may be expected in parts.
     pub(crate) fn in_parts(watch: Watch) -> Links<R> {
-        Links { takes_parts: true, ..Links::new(watch) }
+        Links { traffic: Traffic::BytesInParts, ..Links::new(watch) }
     }
 
     /// A connection to this address, on its way.
@@ -233,7 +264,8 @@ impl<R> Links<R> {
     ) -> io::Result<LinkId> {
         let id = self.add(now, link, role, Wants::Frames, Interest::READS)?;
         if let Some(entry) = self.entries.get_mut(&id) {
-            (entry.lease, entry.reads) = (Some(lease), true);
+            entry.lease = Some(lease);
+            entry.note_input();
         }
         self.settle(id);
         Ok(id)
@@ -258,17 +290,15 @@ impl<R> Links<R> {
             own_bytes: link.backlog().0,
             waiting: link.backlog().1,
             has_sums: link.has_sums(),
-            link: Some(link),
+            turn: Turn::Idle(link),
             wants,
             lease: None,
             said: Vec::new(),
             expected: None,
             interest,
             heard: now,
-            reads: false,
-            is_told: false,
+            input: Input::Nothing,
             is_held: false,
-            is_due: false,
             switch: None,
             whole: None,
             ending: None,
@@ -309,12 +339,12 @@ impl<R> Links<R> {
     /// with this as its outcome.
     pub(crate) fn end(&mut self, id: LinkId, why: Ended) -> Option<(R, Box<Link>, Ended)> {
         let entry = self.entries.get_mut(&id)?;
-        if entry.link.is_none() {
+        if entry.link().is_none() {
             entry.ending.get_or_insert(why);
             return None;
         }
-        let Entry { role, link, .. } = self.entries.remove(&id)?;
-        let link = link?;
+        let Entry { role, turn, .. } = self.entries.remove(&id)?;
+        let link = turn.into_link()?;
         self.rings.retain(|other| *other != id);
         self.watch.remove(&*link);
         Some((role, link, why))
@@ -330,9 +360,9 @@ impl<R> Links<R> {
 
     /// Takes a link out for another owner, with all that was said to it. None: a job has it.
     pub(crate) fn take_out(&mut self, id: LinkId) -> Option<Box<Link>> {
-        self.entries.get(&id)?.link.as_ref()?;
-        let Entry { link, said, .. } = self.entries.remove(&id)?;
-        let mut link = link?;
+        self.entries.get(&id)?.link()?;
+        let Entry { turn, said, .. } = self.entries.remove(&id)?;
+        let mut link = turn.into_link()?;
         link.send_all(said);
         self.watch.remove(&*link);
         Some(link)
@@ -371,7 +401,7 @@ impl<R> Links<R> {
     /// From the next frame on its bytes have a sum behind them, in both directions.
     pub(crate) fn begin_sums(&mut self, id: LinkId) {
         if let Some(entry) = self.entries.get_mut(&id)
-            && let Some(link) = &mut entry.link
+            && let Some(link) = entry.turn.link_mut()
         {
             link.begin_sums();
             entry.has_sums = true;
@@ -423,7 +453,7 @@ impl<R> Links<R> {
             && std::mem::replace(&mut entry.is_held, is_held) != is_held
         {
             // What has left the socket already is not told of again.
-            entry.reads = true;
+            entry.note_input();
             self.settle(id);
         }
     }
@@ -439,7 +469,7 @@ impl<R> Links<R> {
     /// The watch tells of a link.
     pub(crate) fn note_ready(&mut self, id: LinkId) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
-        (entry.reads, entry.is_told) = (true, true);
+        entry.input = Input::Reported;
         // Whoever takes the wake has to see to it that there is another one for whoever sleeps.
         self.has_news_of_rings |= self.rings.contains(&id);
         self.make_due(id);
@@ -447,8 +477,7 @@ impl<R> Links<R> {
 
     fn make_due(&mut self, id: LinkId) {
         if let Some(entry) = self.entries.get_mut(&id)
-            && entry.link.is_some()
-            && !std::mem::replace(&mut entry.is_due, true)
+            && entry.turn.make_due()
         {
             self.due.push_back(id);
         }
@@ -464,11 +493,17 @@ impl<R> Links<R> {
         loop {
             let id = self.due.pop_front()?;
             let Some(entry) = self.entries.get_mut(&id) else { continue };
-            entry.is_due = false;
-            let is_ending = entry.ending.is_some();
-            let Some(mut link) = entry.link.take() else { continue };
+            let Some(mut link) = std::mem::replace(&mut entry.turn, Turn::Running).into_link() else {
+                continue;
+            };
+            let is_stuck = entry.is_stuck();
+            let task = match (&entry.ending, is_stuck) {
+                (Some(_), _) => Task::End,
+                (None, true) => Task::Write,
+                (None, false) => Task::WriteAndRead,
+            };
             // Not before it is connected, which is told.
-            let may_write = entry.wants != Wants::Connection && !is_ending;
+            let may_write = entry.wants != Wants::Connection && task != Task::End;
             // What was said after the switch goes through the new ends.
             let (until, switch) = match entry.switch.take() {
                 Some((until, ends)) => (until, Some(ends)),
@@ -480,19 +515,17 @@ impl<R> Links<R> {
             if let Some((to, discard)) = entry.expected.take() {
                 link.expect(to, discard);
             }
-            let reads = std::mem::take(&mut entry.reads) && !entry.is_stuck();
             // What is not read now is there to be read later.
-            entry.reads |= entry.is_stuck();
+            let left = if is_stuck { Input::Possible } else { Input::Nothing };
             return Some(LinkJob {
                 id,
                 received: link.received(),
                 link,
                 wants: entry.wants,
-                lease: entry.lease.filter(|_| !self.takes_late),
-                reads,
-                is_ending,
-                takes_parts: self.takes_parts,
-                is_told: std::mem::take(&mut entry.is_told),
+                lease: entry.lease.filter(|_| self.traffic != Traffic::Messages),
+                task,
+                input: std::mem::replace(&mut entry.input, left),
+                traffic: self.traffic,
                 switch,
                 arrived: Vec::new(),
                 whole: entry.whole.take(),
@@ -512,7 +545,9 @@ impl<R> Links<R> {
         let (own_bytes, waiting) = link.backlog();
         entry.own_bytes = own_bytes + entry.said.iter().map(Out::own_bytes).sum::<usize>();
         entry.waiting = waiting + entry.said.len();
-        entry.reads |= has_more;
+        if has_more {
+            entry.note_input();
+        }
         // A greeting has its time as a whole.
         if wants == Wants::Frames && link.received() > received {
             entry.heard = now;
@@ -520,7 +555,7 @@ impl<R> Links<R> {
         if link.rings().is_some() && !self.rings.contains(&id) {
             self.rings.push(id);
             // Something may be there already, and no wake for it.
-            entry.reads = true;
+            entry.note_input();
             self.has_news_of_rings = true;
         }
         if let Some(why) = entry.ending.take() {
@@ -528,7 +563,7 @@ impl<R> Links<R> {
             arrived.clear();
             outcome = Err(why);
         }
-        entry.link = Some(link);
+        entry.turn = Turn::Idle(link);
         Some(Back { arrived, outcome })
     }
 
@@ -536,15 +571,18 @@ impl<R> Links<R> {
     pub(crate) fn settle(&mut self, id: LinkId) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         let is_stuck = entry.is_stuck();
-        let Some(link) = &mut entry.link else { return };
+        let Some(link) = entry.turn.link_mut() else { return };
         let is_connecting = entry.wants == Wants::Connection;
-        let mut is_due = (!entry.said.is_empty() && !is_connecting)
-            || (entry.reads && !is_stuck)
-            || entry.switch.is_some()
-            || entry.is_told && is_stuck;
+        let has_input = match entry.input {
+            Input::Nothing => false,
+            Input::Possible => !is_stuck,
+            Input::Reported => true,
+        };
+        let mut is_due = (!entry.said.is_empty() && !is_connecting) || has_input || entry.switch.is_some();
         if !is_stuck && !is_connecting && link.has_more() {
             // It has left the socket: nothing tells of it again.
-            (entry.reads, is_due) = (true, true);
+            entry.input = entry.input.or_possible();
+            is_due = true;
         }
         let is_flushed = link.is_flushed();
         if let Some(rings) = link.rings() {
@@ -552,7 +590,7 @@ impl<R> Links<R> {
         } else if !is_connecting {
             let interest = Interest { reads: !is_stuck, writes: !is_flushed };
             if std::mem::replace(&mut entry.interest, interest) != interest
-                && let Err(error) = self.watch.change(&**link, id, interest)
+                && let Err(error) = self.watch.change(&*link, id, interest)
             {
                 // The next job finds out.
                 tracing::debug!(%error, "a connection cannot be listened to");
@@ -575,12 +613,13 @@ impl<R> Links<R> {
         for index in 0..self.rings.len() {
             let id = self.rings[index];
             let Some(entry) = self.entries.get_mut(&id) else { continue };
-            if entry.is_stuck() || entry.is_due {
+            if entry.is_stuck() || matches!(entry.turn, Turn::Due(_)) {
                 continue;
             }
-            let Some(rings) = entry.link.as_mut().and_then(|link| link.rings()) else { continue };
+            let Some(rings) = entry.turn.link_mut().and_then(|link| link.rings()) else { continue };
             if !rings.is_empty() {
-                (entry.reads, any) = (true, true);
+                any = true;
+                entry.note_input();
                 self.make_due(id);
             }
         }
@@ -595,7 +634,7 @@ impl<R> Links<R> {
             let Some(entry) = self.entries.get_mut(id) else { continue };
             // Of a full one nothing is taken before its peer has made room, or a driver.
             if !entry.is_stuck() {
-                let rings = entry.link.as_mut().map(|link| link.rings());
+                let rings = entry.turn.link_mut().map(|link| link.rings());
                 may_sleep &= rings.is_some_and(|rings| rings.is_none_or(|rings| rings.prepare_to_sleep()));
             }
         }
@@ -605,7 +644,7 @@ impl<R> Links<R> {
     /// Nobody need wake this process any more.
     pub(crate) fn woken(&mut self) {
         for id in &self.rings {
-            let link = self.entries.get_mut(id).and_then(|entry| entry.link.as_mut());
+            let link = self.entries.get_mut(id).and_then(|entry| entry.turn.link_mut());
             if let Some(rings) = link.and_then(|link| link.rings()) {
                 rings.woken();
             }
@@ -619,13 +658,13 @@ impl<R> Links<R> {
 
     /// Whether any link of those that count may read or write this memory. Of one that a job has nobody knows.
     pub(crate) fn may_touch(&self, memory: Spots<'_>, counts: impl Fn(&R) -> bool) -> bool {
-        let may = |entry: &Entry<R>| entry.link.is_none() || entry.touches(memory);
+        let may = |entry: &Entry<R>| entry.link().is_none() || entry.touches(memory);
         self.entries.values().any(|entry| counts(&entry.role) && may(entry))
     }
 
     /// Links that are going to read or write this memory, but those that a job has.
     pub(crate) fn touching(&self, memory: Spots<'_>) -> Vec<LinkId> {
-        self.find(|entry| entry.link.is_some() && entry.touches(memory))
+        self.find(|entry| entry.link().is_some() && entry.touches(memory))
     }
 }
 
@@ -641,7 +680,7 @@ impl<R> Entry<R> {
 
     /// Whether all is written.
     pub(crate) fn is_flushed(&self) -> bool {
-        self.said.is_empty() && self.link.as_ref().is_some_and(|link| link.is_flushed())
+        self.said.is_empty() && self.link().is_some_and(Link::is_flushed)
     }
 
     pub(crate) fn lease(&self) -> Option<Lease> {
@@ -658,7 +697,12 @@ impl<R> Entry<R> {
 
     /// The connection itself, unless a job has it.
     pub(crate) fn link(&self) -> Option<&Link> {
-        self.link.as_deref()
+        self.turn.link()
+    }
+
+    /// Something may be there to be read.
+    fn note_input(&mut self) {
+        self.input = self.input.or_possible();
     }
 
     /// Whether nothing is read from it for now.
@@ -671,7 +715,53 @@ impl<R> Entry<R> {
         let is_expected = |to: &[Piece]| to.iter().any(|piece| memory.overlap_host(*piece));
         self.said.iter().any(|out| out.touches(memory))
             || self.expected.as_ref().is_some_and(|(to, _)| is_expected(to))
-            || self.link.as_ref().is_some_and(|link| link.touches(memory))
+            || self.link().is_some_and(|link| link.touches(memory))
+    }
+}
+
+impl Turn {
+    fn link(&self) -> Option<&Link> {
+        match self {
+            Turn::Idle(link) | Turn::Due(link) => Some(link),
+            Turn::Running => None,
+        }
+    }
+
+    fn link_mut(&mut self) -> Option<&mut Link> {
+        match self {
+            Turn::Idle(link) | Turn::Due(link) => Some(link),
+            Turn::Running => None,
+        }
+    }
+
+    fn into_link(self) -> Option<Box<Link>> {
+        match self {
+            Turn::Idle(link) | Turn::Due(link) => Some(link),
+            Turn::Running => None,
+        }
+    }
+
+    /// Makes an idle link due. False: it was due already, or a job has it.
+    fn make_due(&mut self) -> bool {
+        match std::mem::replace(self, Turn::Running) {
+            Turn::Idle(link) => {
+                *self = Turn::Due(link);
+                true
+            }
+            other => {
+                *self = other;
+                false
+            }
+        }
+    }
+}
+
+impl Input {
+    fn or_possible(self) -> Input {
+        match self {
+            Input::Nothing => Input::Possible,
+            other => other,
+        }
     }
 }
 
@@ -682,14 +772,14 @@ impl LinkJob {
     }
 
     fn work(&mut self) -> Result<(), Ended> {
-        if self.is_ending {
+        if self.task == Task::End {
             return Ok(());
         }
         if self.wants == Wants::Connection {
             if let Ok(Err(errno)) | Err(errno) = sockopt::socket_error(&*self.link) {
                 return Err(Ended::Io(errno.into()));
             }
-            if self.reads {
+            if self.reads() {
                 suit_host(self.link.socket());
                 self.arrived.push(Arrived::Connected);
             }
@@ -711,16 +801,22 @@ impl LinkJob {
             self.link.go_through(ends);
             return Ok(());
         }
-        if self.is_told
+        if self.input == Input::Reported
             && let Some(rings) = self.link.rings()
         {
             rings.note_told();
         }
-        if !self.reads || self.wants == Wants::Nothing {
+        if !self.reads() || self.wants == Wants::Nothing {
             // Nothing is received that would tell so.
-            return if self.is_told && self.link.has_ended() { Err(Ended::Closed) } else { Ok(()) };
+            let has_ended = self.input == Input::Reported && self.link.has_ended();
+            return if has_ended { Err(Ended::Closed) } else { Ok(()) };
         }
         self.receive()
+    }
+
+    /// Whether it takes what there may be to read.
+    fn reads(&self) -> bool {
+        self.task == Task::WriteAndRead && self.input != Input::Nothing
     }
 
     fn receive(&mut self) -> Result<(), Ended> {
@@ -745,7 +841,7 @@ impl LinkJob {
                 }
                 Came::Body => {
                     self.arrived.push(Arrived::Body);
-                    if self.takes_parts {
+                    if self.traffic == Traffic::BytesInParts {
                         break;
                     }
                 }
