@@ -370,12 +370,12 @@ impl Context<'_> {
         let label = self.outbox.next_label;
         self.outbox.next_label += 1;
         self.outbox.new_paths.push(NewPath { label, peer, place: self.place, name, address });
-        self.outbox.events.push_back(Event::Comes { peer, spec, label });
+        self.outbox.events.push_back(Event::PathAdded { peer, spec, label });
     }
 
     /// Removes a path for good.
     pub fn remove_path(&mut self, path: PathId) {
-        self.outbox.events.push_back(Event::Goes(path));
+        self.outbox.events.push_back(Event::PathRemoved(path));
     }
 
     /// Reports that a path's connection is up.

@@ -21,6 +21,7 @@ use crate::frames::Frame;
 use crate::identity::Identity;
 use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
+use crate::logged_peers::LoggedPeers;
 use crate::numbered::Numbered;
 use crate::process::Process;
 use crate::served::Served;
@@ -30,7 +31,6 @@ use crate::tcp::{
     Credentials, Dialled, Dialling, Ended, Head, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome,
     encode_challenge, nonce,
 };
-use crate::told::Told;
 use crate::transfers::PathId;
 use crate::trust::Proofs;
 use crate::watch::{Interest, Watch};
@@ -56,7 +56,7 @@ pub(crate) struct ControlSockets {
     credentials: Option<Arc<Credentials>>,
     watch: Watch,
     pub(super) links: Links<Role>,
-    pub(super) told: Told,
+    pub(super) logged: LoggedPeers,
     pub(super) events: VecDeque<ControlEvent>,
     listeners: Vec<TcpListener>,
     /// When listeners that were left alone are listened on again.
@@ -142,7 +142,7 @@ impl ControlSockets {
             credentials,
             links: Links::of_messages(watch.clone()),
             watch,
-            told: Told::default(),
+            logged: LoggedPeers::default(),
             events: VecDeque::new(),
             listeners,
             accept_at: None,
@@ -175,7 +175,7 @@ impl ControlSockets {
 
     /// Looks at rings, and does what is due. Whether there was anything in rings.
     pub(crate) fn poll(&mut self, now: Duration, process: &mut Process) -> bool {
-        let any = self.links.look_at_rings();
+        let any = self.links.poll_rings();
         if now >= self.look_at {
             let is_late = now >= self.look_at + LOOK;
             self.look_at = now + LOOK;
@@ -216,7 +216,7 @@ impl ControlSockets {
 
     /// See [`Links::take_news_of_rings`].
     pub(crate) fn take_news_of_rings(&mut self) -> bool {
-        self.links.take_news_of_rings()
+        self.links.take_wake_needed()
     }
 
     pub(crate) fn take_job(&mut self) -> Option<LinkJob> {
@@ -425,7 +425,7 @@ impl ControlSockets {
                 Ok(())
             });
             if let Err(error) = added
-                && self.told.is_news(Some(peer), "not accepted")
+                && self.logged.insert(Some(peer), "not accepted")
             {
                 tracing::warn!(%peer, %error, "a connection cannot be accepted; said once of this address");
             }
@@ -438,14 +438,14 @@ impl ControlSockets {
         if self.links.len() >= ACCEPTED_MAX {
             let unknown = self.links.find(|entry| matches!(entry.role, Role::Accepted { .. }));
             if unknown.len() >= ACCEPTED_MAX {
-                if self.told.is_news(Some(peer), "too many") {
+                if self.logged.insert(Some(peer), "too many") {
                     tracing::warn!(%peer, "too many connections prove nothing: the oldest are closed; said once of this address");
                 }
                 unknown.first().iter().for_each(|id| drop(self.links.end(**id, Ended::Closed)));
             }
         }
         let has_room = self.links.len() < LINKS_MAX;
-        if !has_room && self.told.is_news(Some(peer), "no room") {
+        if !has_room && self.logged.insert(Some(peer), "no room") {
             tracing::warn!(%peer, "too many connections: one is refused; said once of this address");
         }
         has_room
@@ -526,7 +526,7 @@ impl ControlSockets {
         }
         let no_rings = match (welcome.rings, segment) {
             (true, Some(Ok(segment))) => {
-                self.links.go_through(id, segment.ends(Side::Connecting));
+                self.links.switch_to_rings(id, segment.ends(Side::Connecting));
                 None
             }
             (true, _) => return Err(BadFrame("it uses shared memory that was not offered").into()),

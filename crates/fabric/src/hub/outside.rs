@@ -417,7 +417,7 @@ impl<C: Control> Outside<C> {
 }
 
 impl<C: Control> Provider for Outside<C> {
-    fn came(&mut self, path: Option<PathId>, label: u64) {
+    fn path_added(&mut self, path: Option<PathId>, label: u64) {
         let (Some(NewPath { peer, place, name, address, .. }), Some(path)) = (self.new_path(label), path)
         else {
             return;
@@ -481,7 +481,7 @@ impl<C: Control> Provider for Outside<C> {
 
     fn next_event(&mut self) -> Option<Event> {
         let event = self.outbox.events.pop_front();
-        if let Some(Event::Goes(path)) = event {
+        if let Some(Event::PathRemoved(path)) = event {
             self.going.push(path);
         }
         event
