@@ -395,7 +395,7 @@ impl Engine {
         let whom = Whom { identity: None, session: long_random()?, key, addresses: vec![address] };
         let peer = self.add_peer(&mut hub, whom, trust)?;
         self.shared.set_going(&mut hub);
-        let has_told = |hub: &mut SocketHub| hub.hub.outside.peer(peer)?.has_told.then_some(());
+        let has_told = |hub: &mut SocketHub| hub.hub.outside.peer(peer)?.has_announced.then_some(());
         let told = self.shared.wait(&mut hub, Some(Instant::now() + timeout), has_told);
         if told.is_some() {
             return Ok(peer);

@@ -226,10 +226,10 @@ impl<C: Control> Outside<C> {
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
         // After each of its connections the same peer is refused for the same reason.
-        let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
-        if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
+        let is_said = known.logged_refusals.iter().any(|said| *said == (code, why.clone()));
+        if !is_said && known.logged_refusals.len() < REFUSALS_SAID_MAX {
             tracing::info!(peer = known.name(), carrier = name, %why, "carrier cannot reach peer (logged once)");
-            known.said_refusals.push((code, why));
+            known.logged_refusals.push((code, why));
         }
     }
 
