@@ -46,7 +46,8 @@ pub(crate) struct Peer {
     partial_window: Option<(u32, u32, Vec<WindowRange>)>,
     /// Ranges of all `windows`, at most [`PEER_RANGES_MAX`].
     window_ranges: usize,
-    /// Numbers described since the first list of announcements began: they may be newer than that list.
+    /// Numbers described since the peer was introduced, or since its last control connection ended. They may be newer than the
+    /// first list of announcements.
     described: HashSet<u32>,
     has_had_gpus: bool,
     /// The first list of announcements over this control connection is complete.
