@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 pub struct PathStatus {
     /// "control" for immediates and messages, else the name of the carrier of bytes: "tcp", "tcp-slots", "cma" or another.
     pub carrier: &'static str,
-    /// The peer's address. None before the control connection was tried, or if the path needs none.
+    /// The peer's address. None before the control connection was tried, and for a carrier that cannot reach the peer.
     pub address: Option<SocketAddr>,
     /// Whether it carries posts.
     pub is_up: bool,
