@@ -20,11 +20,11 @@ struct Held {
 #[derive(Debug, Default)]
 pub(crate) struct Audit {
     holds: AtomicU64,
-    /// Runs posted.
+    /// Runs posted in one hold.
     posted: AtomicUsize,
-    /// Runs that peers asked for.
+    /// Runs that peers asked for in one hold.
     served: AtomicUsize,
-    /// Bytes of transfers that were copied.
+    /// Bytes of transfers that were copied in one hold.
     copied: AtomicUsize,
 }
 

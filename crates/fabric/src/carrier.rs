@@ -100,7 +100,7 @@ pub struct PostedRun {
     pub generation: u32,
     /// Bytes from the start of the region or window.
     pub offset: u64,
-    /// Never 0.
+    /// The number of bytes, never 0.
     pub len: u64,
 }
 

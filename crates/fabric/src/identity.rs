@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Identity {
     pub(crate) engine: u128,
-    /// The boot nonce.
+    /// The boot nonce of the engine's descriptor.
     pub(crate) boot: u64,
 }
 

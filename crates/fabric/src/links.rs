@@ -82,7 +82,7 @@ enum Traffic {
     BytesInParts,
 }
 
-/// One connection.
+/// One connection, with what waits for its next job.
 #[derive(Debug)]
 pub(crate) struct Entry<R> {
     pub(crate) role: R,
@@ -118,10 +118,10 @@ pub(crate) struct Entry<R> {
     ending: Option<Ended>,
 }
 
-/// Who has a link, and whether it waits for a job.
+/// The scheduling state of a link.
 #[derive(Debug)]
 enum Turn {
-    /// Nothing to do.
+    /// The link has nothing to write or to read, as far as is known.
     Idle(Box<Link>),
     /// In the queue of links with something to write or to read.
     Due(Box<Link>),
@@ -129,7 +129,7 @@ enum Turn {
     Running,
 }
 
-/// What there may be to read from a link.
+/// The input of a link, as far as it is known without reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Input {
     Nothing,
@@ -139,7 +139,7 @@ enum Input {
     Reported,
 }
 
-/// What the owner expects next from a link.
+/// The next item that the owner expects from a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wants {
     /// The end of connect(2), as success or error.
@@ -187,11 +187,11 @@ pub(crate) struct LinkJob {
     outcome: Result<(), Ended>,
     /// The job stopped at its bound, and there may be more to read.
     has_more: bool,
-    /// What the link had received when the job began.
+    /// The link's count of received bytes when the job began.
     received: u64,
 }
 
-/// What a job does with its link.
+/// The work of a job on its link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Task {
     WriteAndRead,
@@ -520,7 +520,7 @@ impl<R> Links<R> {
             };
             // Not before connect(2) has ended, which the watch reports.
             let may_write = entry.wants != Wants::Connection && task != Task::End;
-            // What was sent after the switch goes through the rings.
+            // Frames that the owner sent after the switch go through the rings.
             let (until, switch) = match entry.switch.take() {
                 Some((until, ends)) => (until, Some(ends)),
                 None => (entry.outgoing.len(), None),

@@ -129,7 +129,7 @@ impl Peer {
         {
             return false;
         }
-        // What the peer itself has announced counts more, unless the descriptor is newer.
+        // The peer's own announcement wins, unless the descriptor is newer.
         let is_news = |region: &&RegionDescriptor| match self.keys.get(&region.number) {
             Some((announced, _)) => *announced < region.generation,
             // A window has the number by now.
@@ -393,7 +393,7 @@ mod tests {
         known
     }
 
-    /// A descriptor may be old. A transfer of what it names and nobody has any more would wait for a key for ever.
+    /// A descriptor may be old. A transfer that names a region which is gone would wait for a key for ever.
     #[test]
     fn what_a_peer_has_not_told_it_does_not_have_whatever_its_descriptor_said() {
         let (mut peer, old) = described(vec![region(0, 0), region(1, 0), region(2, 0)]);
@@ -422,8 +422,8 @@ mod tests {
         assert_eq!(generations(&peer), [(1, 0), (2, 1)]);
     }
 
-    /// Found by the simulation of hubs: a peer tells what it has, registers more, and is described to this process before all
-    /// that it told has come. A transfer of the new region was refused, of which the peer's own word was on its way.
+    /// Found by the simulation of hubs: a peer announces its regions, registers another, and its new descriptor overtakes some
+    /// announcements. A transfer of the new region was refused while the region's announcement was under way.
     #[test]
     fn a_descriptor_that_comes_while_a_peer_tells_may_be_of_a_later_moment() {
         let (mut peer, descriptor) = described(vec![region(0, 0), region(5, 0)]);
@@ -438,7 +438,7 @@ mod tests {
         assert_eq!(told, [RemoteMemory::NotYet, RemoteMemory::NotYet]);
         peer.take_news(vec![here(2, 0)]).unwrap();
         assert!(matches!(peer.memory(OWN, (2, 0), 0, 1), RemoteMemory::Known(_)));
-        // Over the next connection it tells what is so then.
+        // Over the next connection it announces what it has then.
         peer.forget_keys();
         peer.take_news(vec![here(2, 0)]).unwrap();
         peer.take_news(Vec::new()).unwrap();
@@ -489,7 +489,7 @@ mod tests {
         assert!(peer.describe_window(&descriptor));
         let former = WindowDescriptor { generation: 1, ..descriptor };
         assert!(!peer.describe_window(&former), "its number is another window's by now");
-        // Its owner tells in order, and a descriptor may be faster than several windows of one number.
+        // The owner announces in order, and a descriptor may overtake several windows of one number.
         let next = WindowDescriptor { generation: 5, ..descriptor };
         assert!(peer.describe_window(&next));
         for generation in 2..5 {

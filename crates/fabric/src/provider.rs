@@ -190,8 +190,8 @@ mod tests {
         }
     }
 
-    /// The engine's thread was not run for long: a peer's connection is there, the news of it lies unread, and its time is
-    /// over. It counted as lost, since the time was looked at before the news.
+    /// The engine's thread did not run for long: a peer's connection is up, the event is unread, and the peer's time has passed.
+    /// The peer counted as lost, because the timers fired before the events were read.
     #[test]
     fn a_peer_whose_connection_is_there_is_not_lost_because_the_news_was_read_late() {
         let options = Options::default();

@@ -50,7 +50,7 @@ impl Spot {
 pub(crate) struct Spots<'a>(&'a [Spot]);
 
 impl<'a> Spots<'a> {
-    /// A single range.
+    /// One range, by itself sorted and without overlaps.
     pub(crate) fn one(spot: &'a Spot) -> Spots<'a> {
         Spots(std::slice::from_ref(spot))
     }

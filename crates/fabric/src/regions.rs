@@ -23,7 +23,7 @@ use crate::transfers::Memory;
 use crate::window::{PEER_RANGES_MAX, Ranges, WindowRange};
 use crate::wire::WireRun;
 
-/// What the check of a transfer needs of a region or a window.
+/// The properties of a region or a window that a transfer is checked against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) generation: u32,

@@ -40,9 +40,9 @@ pub enum Pieces {
 /// One of the two sides of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// This process.
+    /// The process that asks for the transfer.
     Local,
-    /// The peer.
+    /// The peer on the other side.
     Remote,
 }
 

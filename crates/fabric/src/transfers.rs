@@ -207,7 +207,7 @@ enum Immediate {
     Placed,
 }
 
-/// What the peer gets after a transfer's bytes.
+/// The notice itself: a count, or a message.
 #[derive(Debug, Clone)]
 enum Notice {
     Counter { counter: u32, generation: u32 },

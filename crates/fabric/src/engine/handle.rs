@@ -1,5 +1,5 @@
-//! What callers pass to begin a transfer or a message ([`Transfer`], [`SendOptions`]), and the futures that they wait on
-//! ([`Handle`], [`Receiving`]).
+//! The arguments of a transfer and a message ([`Transfer`], [`SendOptions`]), and the futures that callers wait on ([`Handle`],
+//! [`Receiving`]).
 
 use std::future::Future;
 use std::pin::Pin;

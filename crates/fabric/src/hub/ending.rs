@@ -45,7 +45,9 @@ impl<C: Control> Outside<C> {
     /// Ends what touches a region for too long.
     pub(crate) fn let_go(&mut self, region: u32) {
         if let Some(memory) = self.process.regions.all_of(region) {
-            self.each(|carrier, cx| carrier.release(cx, Touched { spots: Spots::one(&memory), reader: None }));
+            self.each(|carrier, cx| {
+                carrier.release(cx, Touched { spots: Spots::one(&memory), reader: None })
+            });
         }
     }
 

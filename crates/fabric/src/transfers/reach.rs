@@ -112,7 +112,7 @@ impl Route {
 }
 
 impl Reach {
-    /// The empty set.
+    /// The empty set: no route at all.
     pub const NOTHING: Reach = Reach(0);
     /// Every route: bytes of any memory, and words.
     pub const ALL: Reach = Reach(0b1_1111);

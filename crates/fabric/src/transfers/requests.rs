@@ -90,7 +90,7 @@ pub struct Request {
 pub enum Work {
     /// Moves bytes of registered memory.
     Move {
-        /// The direction.
+        /// The direction of all runs.
         op: Op,
         /// The two memories of all runs.
         between: Between,
@@ -124,7 +124,7 @@ pub struct Post {
     pub token: Token,
     /// The transfer that the post is a part of.
     pub ticket: Ticket,
-    /// What the path has to carry.
+    /// The work that the path carries.
     pub work: Work,
 }
 
@@ -186,7 +186,7 @@ pub enum CannotSend {
     Bytes(usize),
 }
 
-/// What the caller of [`crate::Transfers`] has to do besides posting.
+/// A task for the caller of [`crate::Transfers`], besides posting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Report that a transfer is over. Comes exactly once for each.
