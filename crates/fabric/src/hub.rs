@@ -146,7 +146,7 @@ impl<C: Control> Hub<C> {
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
         // A thread that closes the engine waits for memory in use.
-        self.outside.process.letting_go += 1;
+        self.outside.process.releasing += 1;
         self.outcomes.note_message();
         self.outside.peers().into_iter().for_each(|peer| self.remove_peer(peer));
         self.outside.close_carriers();

@@ -56,7 +56,7 @@ impl ControlSockets {
             None => (ControlRole::Leaving, Wants::Nothing, encode_refusal()),
         };
         entry.role = role;
-        if proved.is_none() && self.told.is_news(peer, "unproved") {
+        if proved.is_none() && self.logged.insert(peer, "unproved") {
             tracing::warn!(once = true, ?peer, "peer refused: it does not know the secret");
         }
         self.links.want(id, wants);
@@ -118,7 +118,7 @@ impl ControlSockets {
                 if welcome.sums && !welcome.rings {
                     self.links.begin_sums(id);
                 }
-                ends.into_iter().for_each(|ends| self.links.go_through(id, ends));
+                ends.into_iter().for_each(|ends| self.links.switch_to_rings(id, ends));
                 self.events.push_back(ControlEvent::Session { channel: id, served });
             }
         }

@@ -24,6 +24,7 @@ use crate::frames::Frame;
 use crate::identity::Identity;
 use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
+use crate::logged_peers::LoggedPeers;
 use crate::numbered::Numbered;
 use crate::process::Process;
 use crate::served::Served;
@@ -33,7 +34,6 @@ use crate::tcp::{
     Credentials, Dialled, Dialling, Ended, Head, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome,
     encode_challenge, nonce,
 };
-use crate::told::Told;
 use crate::transfers::PathId;
 use crate::trust::Proofs;
 use crate::watch::{Interest, Watch};
@@ -59,7 +59,7 @@ pub(crate) struct ControlSockets {
     credentials: Option<Arc<Credentials>>,
     watch: Watch,
     pub(super) links: Links<ControlRole>,
-    pub(super) told: Told,
+    pub(super) logged: LoggedPeers,
     pub(super) events: VecDeque<ControlEvent>,
     listeners: Vec<TcpListener>,
     /// When a paused listener is watched again.
@@ -156,7 +156,7 @@ impl ControlSockets {
             credentials,
             links: Links::of_messages(watch.clone()),
             watch,
-            told: Told::default(),
+            logged: LoggedPeers::default(),
             events: VecDeque::new(),
             listeners,
             resume_accepting_at: None,
@@ -189,7 +189,7 @@ impl ControlSockets {
 
     /// Polls the rings, and does what is due. Whether a ring had anything.
     pub(crate) fn poll(&mut self, now: Duration, process: &mut Process) -> bool {
-        let any = self.links.look_at_rings();
+        let any = self.links.poll_rings();
         if now >= self.check_at {
             let is_late = now >= self.check_at + LIVENESS_INTERVAL;
             self.check_at = now + LIVENESS_INTERVAL;
@@ -228,9 +228,9 @@ impl ControlSockets {
         self.links.woken();
     }
 
-    /// See [`Links::take_news_of_rings`].
-    pub(crate) fn take_news_of_rings(&mut self) -> bool {
-        self.links.take_news_of_rings()
+    /// See [`Links::take_wake_needed`].
+    pub(crate) fn take_wake_needed(&mut self) -> bool {
+        self.links.take_wake_needed()
     }
 
     pub(crate) fn take_job(&mut self) -> Option<LinkJob> {
@@ -448,7 +448,7 @@ impl ControlSockets {
                 Ok(())
             });
             if let Err(error) = added
-                && self.told.is_news(Some(peer), "not accepted")
+                && self.logged.insert(Some(peer), "not accepted")
             {
                 tracing::warn!(once = true, %peer, %error, "cannot accept a connection");
             }
@@ -461,7 +461,7 @@ impl ControlSockets {
         if self.links.len() >= ACCEPTED_MAX {
             let unknown = self.links.find(|entry| matches!(entry.role, ControlRole::Accepted { .. }));
             if unknown.len() >= ACCEPTED_MAX {
-                if self.told.is_news(Some(peer), "too many") {
+                if self.logged.insert(Some(peer), "too many") {
                     let limit = ACCEPTED_MAX;
                     tracing::warn!(once = true, %peer, limit, "too many unauthenticated connections; closing the oldest");
                 }
@@ -469,7 +469,7 @@ impl ControlSockets {
             }
         }
         let has_room = self.links.len() < LINKS_MAX;
-        if !has_room && self.told.is_news(Some(peer), "no room") {
+        if !has_room && self.logged.insert(Some(peer), "no room") {
             tracing::warn!(once = true, %peer, limit = LINKS_MAX, "too many connections; refusing this one");
         }
         has_room
@@ -550,7 +550,7 @@ impl ControlSockets {
         }
         let no_rings = match (welcome.rings, segment) {
             (true, Some(Ok(segment))) => {
-                self.links.go_through(id, segment.ends(RingSide::Connecting));
+                self.links.switch_to_rings(id, segment.ends(RingSide::Connecting));
                 None
             }
             (true, _) => return Err(BadFrame("it uses shared memory that was not offered").into()),

@@ -39,13 +39,15 @@ impl<C: Control> Outside<C> {
             return;
         };
         let memory = Touched { spots: Spots::of(&spots), reader: Some(reader) };
-        self.each(|carrier, cx| carrier.let_go(cx, memory));
+        self.each(|carrier, cx| carrier.release(cx, memory));
     }
 
     /// Ends connections and copies that have used a region for too long after it was unregistered.
     pub(crate) fn release_region(&mut self, region: u32) {
         if let Some(memory) = self.process.regions.all_of(region) {
-            self.each(|carrier, cx| carrier.let_go(cx, Touched { spots: Spots::one(&memory), reader: None }));
+            self.each(|carrier, cx| {
+                carrier.release(cx, Touched { spots: Spots::one(&memory), reader: None })
+            });
         }
     }
 

@@ -230,10 +230,10 @@ impl<C: Control> Outside<C> {
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
         // A peer that reconnects refuses for the same reason each time.
-        let is_logged = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
-        if !is_logged && known.said_refusals.len() < REFUSALS_LOGGED_MAX {
+        let is_logged = known.logged_refusals.iter().any(|said| *said == (code, why.clone()));
+        if !is_logged && known.logged_refusals.len() < REFUSALS_LOGGED_MAX {
             tracing::info!(once = true, peer = known.name(), carrier = name, %why, "carrier cannot reach peer");
-            known.said_refusals.push((code, why));
+            known.logged_refusals.push((code, why));
         }
     }
 
@@ -286,7 +286,7 @@ impl<C: Control> Outside<C> {
         self.fences.failed(now, broken);
         let (code, connection) = broken;
         let index = self.index_of(code);
-        index.map(|index| self.with(index, |carrier, cx| carrier.see_whether_gone(cx, connection)));
+        index.map(|index| self.with(index, |carrier, cx| carrier.probe_gone(cx, connection)));
     }
 
     /// A peer asks that nothing more is placed of a broken connection. Whether that is so already.
@@ -422,7 +422,7 @@ impl<C: Control> Outside<C> {
 }
 
 impl<C: Control> Provider for Outside<C> {
-    fn came(&mut self, path: Option<PathId>, label: u64) {
+    fn path_added(&mut self, path: Option<PathId>, label: u64) {
         let (Some(NewPath { peer, place: index, name, address, .. }), Some(path)) =
             (self.new_path(label), path)
         else {
@@ -487,7 +487,7 @@ impl<C: Control> Provider for Outside<C> {
 
     fn next_event(&mut self) -> Option<Event> {
         let event = self.outbox.events.pop_front();
-        if let Some(Event::Goes(path)) = event {
+        if let Some(Event::PathRemoved(path)) = event {
             self.removed_paths.push(path);
         }
         event

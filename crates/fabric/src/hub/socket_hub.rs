@@ -160,7 +160,7 @@ impl SocketHub {
     /// Does what is due now. Whether there was anything.
     pub(crate) fn pump(&mut self) -> bool {
         let any = self.hub.pump();
-        if self.hub.outside.control.take_news_of_rings() && self.asleep_until.is_some() {
+        if self.hub.outside.control.take_wake_needed() && self.asleep_until.is_some() {
             // The thread sleeps on sockets, which say nothing about new rings.
             self.wake();
         }

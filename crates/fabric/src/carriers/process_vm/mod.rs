@@ -431,7 +431,7 @@ impl ProcessVm {
         }
         for (copy, outcome) in ended {
             let Some(ActiveCopy { origin, .. }) = self.copying.remove(&copy) else { continue };
-            cx.note_let_go();
+            cx.note_released();
             match origin {
                 CopyOrigin::Ours { token, connection } => {
                     let Some(CmaPost { peer, .. }) = self.posted.remove(&token) else { continue };
@@ -614,7 +614,7 @@ impl Carrier for ProcessVm {
         match job.into_any().downcast::<Probe>() {
             Ok(probe) => {
                 self.probes_running -= 1;
-                cx.note_let_go();
+                cx.note_released();
                 self.finish_probe(cx, *probe);
             }
             Err(other) => {
@@ -653,7 +653,7 @@ impl Carrier for ProcessVm {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+    fn probe_gone(&mut self, _: &mut Context<'_>, connection: u64) {
         if let Some(neighbour) = self.pulling.get(&connection).map(|pulling| Arc::clone(&pulling.neighbour)) {
             self.probe(ProbeTarget::Broken { connection, neighbour });
         }
@@ -665,7 +665,7 @@ impl Carrier for ProcessVm {
         self.copying.values().any(|copying| copying.handle.touches(spots))
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         let Touched { spots, reader: None } = memory else { return };
         let touching = self.copying.values().filter(|copying| copying.handle.touches(spots));
         touching.for_each(|copying| copying.handle.give_up());

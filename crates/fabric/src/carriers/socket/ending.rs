@@ -17,7 +17,7 @@ impl SocketCarrier {
     /// Ends a connection. If a job holds its link, the end waits until the job is back.
     pub(super) fn end(&mut self, cx: &mut Context<'_>, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
-        cx.note_let_go();
+        cx.note_released();
         let peer = link.socket().peer_addr().ok();
         cx.process.note_ended(peer, &why);
         let is_ours = matches!(role, BytesRole::Up { .. });

@@ -205,7 +205,7 @@ impl SocketCarrier {
     fn finish_job(&mut self, cx: &mut Context<'_>, job: LinkJob) {
         let id = job.id;
         let Some(Back { arrived, outcome }) = self.links.put_back(cx.now, job) else { return };
-        cx.note_let_go();
+        cx.note_released();
         for arrived in arrived {
             if let Err(ended) = self.arrive(cx, id, arrived) {
                 return self.end(cx, id, ended);
@@ -385,7 +385,7 @@ impl Carrier for SocketCarrier {
         by_links || by_slots || (reader.is_none() && self.slots.is_touched_by_orphans(spots))
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         for id in self.links_that_touch(memory) {
             self.end(cx, id, Ended::TooSlow);
         }

@@ -9,7 +9,7 @@ use crate::links::LinkId;
 use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
 use crate::tcp::{ENTRIES_MAX, Ended, Head, Out};
-use crate::transfers::{Completion, Token};
+use crate::transfers::{Completion, Op, Token};
 use crate::window::WINDOW_RANGES_MAX;
 use crate::wire::{BadFrame, Fate, Outcome, WireRun};
 
@@ -27,7 +27,7 @@ impl SocketCarrier {
     ) -> Result<(), Ended> {
         let lease = self.lease(id);
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
-        let has_slots = self.slots.reach_gpus();
+        let gpus = if self.slots.reach_gpus() { GpuSpots::Served } else { GpuSpots::Refused };
         match (&mut entry.role, head) {
             (BytesRole::Serving { .. }, Head::Ping { stamp }) => {
                 if let Some(mut lease) = lease {
@@ -40,7 +40,7 @@ impl SocketCarrier {
             (BytesRole::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
-                let spots = spots_for_peer(&cx.process.regions, *from, &runs, true, has_slots);
+                let spots = spots_for_peer(&cx.process.regions, *from, &runs, Op::Write, gpus);
                 let is_staged = spots.as_ref().is_some_and(|spots| any_on_gpu(spots));
                 if !is_staged {
                     *body = Some((token, spots.is_none()));
@@ -58,7 +58,7 @@ impl SocketCarrier {
             (BytesRole::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
-                match spots_for_peer(&cx.process.regions, *from, &runs, false, has_slots) {
+                match spots_for_peer(&cx.process.regions, *from, &runs, Op::Read, gpus) {
                     None => acks.push(Outcome { token, fate: Fate::Refused }),
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
                     Some(spots) => {
@@ -180,22 +180,30 @@ fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
     Some(self::pieces(taken))
 }
 
-/// Where a peer's runs lie in this process. None: the request is refused.
+/// Whether a peer's request may name memory of GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GpuSpots {
+    /// The carrier has slots, which their bytes go through.
+    Served,
+    Refused,
+}
+
+/// Finds the bytes that a peer asks for. `op` is the peer's: a write places bytes here. None: the request is refused.
 fn spots_for_peer(
     regions: &Regions,
     peer: Identity,
     runs: &[WireRun],
-    is_write: bool,
-    has_slots: bool,
+    op: Op,
+    gpus: GpuSpots,
 ) -> Option<Vec<Spot>> {
     let mut spots = Vec::with_capacity(runs.len());
     for run in runs {
-        regions.for_peer(peer, run.wanted(is_write), &mut spots)?;
+        regions.for_peer(peer, run.wanted(op == Op::Write), &mut spots)?;
         if spots.len() > SPOTS_MAX {
             return None;
         }
     }
-    (has_slots || !any_on_gpu(&spots)).then_some(spots)
+    (gpus == GpuSpots::Served || !any_on_gpu(&spots)).then_some(spots)
 }
 
 #[cfg(test)]
@@ -221,7 +229,8 @@ mod tests {
         let ranges = (0..len).map(|offset| WindowRange { region, offset, len: 1 }).collect();
         regions.open_window(window, peer, Ranges::new(ranges).unwrap()).unwrap();
         let all = WireRun { region: window, generation, offset: 0, len };
-        let asked = |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], false, false);
+        let asked =
+            |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], Op::Read, GpuSpots::Refused);
         assert_eq!(asked(4).map(|spots| spots.len()), Some(SPOTS_MAX));
         assert_eq!(asked(5), None);
         assert_eq!(asked(ENTRIES_MAX), None);

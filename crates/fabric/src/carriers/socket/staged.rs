@@ -139,7 +139,7 @@ impl SocketCarrier {
             any |= self.serve_lane(cx, link);
         }
         if any {
-            cx.note_let_go();
+            cx.note_released();
         }
         any
     }

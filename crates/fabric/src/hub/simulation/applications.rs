@@ -101,7 +101,7 @@ impl World {
         let Node { hub, peers, .. } = &self.nodes[process];
         let (peer, to) = *peers.get(self.below(peers.len().max(1) as u64) as usize)?;
         let known = hub.outside.peer(peer)?;
-        (known.has_told || !known.is_known_by_address).then_some((peer, to))
+        (known.has_announced || !known.is_known_by_address).then_some((peer, to))
     }
 
     pub(super) fn register(&mut self, process: usize) -> Option<usize> {

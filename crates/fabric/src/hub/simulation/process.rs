@@ -117,7 +117,7 @@ impl Node {
         }
         self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
         outside.announce_region(number);
-        outside.process.letting_go += 1;
+        outside.process.releasing += 1;
         self.network.lock().memory.regions[region].state = RegionState::Releasing;
         let at = outside.now() + RELEASE_PATIENCE;
         self.releasing.push(Releasing { region, seen, at });
@@ -139,7 +139,7 @@ impl Node {
                 left.push(one);
                 continue;
             }
-            self.hub.outside.process.letting_go -= 1;
+            self.hub.outside.process.releasing -= 1;
             self.registrars.iter().for_each(|(_, registrar)| registrar.unregister(&one.seen));
             self.hub.outside.process.regions.remove(number);
             self.network.lock().memory.give_back(one.region);

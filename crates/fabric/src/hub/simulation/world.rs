@@ -348,7 +348,7 @@ impl World {
                 if self.described_late.contains(&(process, *peer)) {
                     taken.retain(|region| theirs.iter().any(|known| known.number == region.number));
                 }
-                if taken != theirs || !known.has_told {
+                if taken != theirs || !known.has_announced {
                     return Err(format!(
                         "process {process} takes {to} to have {taken:?}, and it has {theirs:?}"
                     ));

@@ -326,7 +326,7 @@ impl Fast {
             return;
         }
         let Some(copying) = self.copying.remove(&id) else { return };
-        cx.note_let_go();
+        cx.note_released();
         let is_whole = copying.next == copying.ranges.len() && !copying.is_refused;
         match copying.whose {
             CopyOf::Ours { token, connection, .. } => {
@@ -669,7 +669,7 @@ impl Carrier for Fast {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+    fn probe_gone(&mut self, _: &mut Context<'_>, connection: u64) {
         if let Some((process, _)) = self.pulling.get(&connection) {
             let network = &mut *self.network.lock();
             if network.hosts[*process].is_gone {
@@ -684,7 +684,7 @@ impl Carrier for Fast {
         is_touched && self.network.lock().fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         for copying in self.copying.values_mut() {
             if copying.ranges.iter().any(|range| overlaps(memory, range.to, range.len)) {
                 self.network.lock().seen.ended_by_release += 1;

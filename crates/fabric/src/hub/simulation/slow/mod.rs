@@ -168,7 +168,7 @@ impl Slow {
         let network = &mut *self.network.lock();
         if let Some(link) = network.slow.links.get_mut(&id) {
             link.theirs = false;
-            cx.note_let_go();
+            cx.note_released();
             network.break_link(id);
         }
     }
@@ -249,7 +249,7 @@ impl Slow {
                 read.map(|bytes| part.bytes = bytes)
             }
         };
-        cx.note_let_go();
+        cx.note_released();
         if of.op == Op::Read {
             part.is_over = true;
             network.checked(outcome);
@@ -477,7 +477,7 @@ impl Carrier for Slow {
             return false;
         }
         link.theirs = false;
-        cx.note_let_go();
+        cx.note_released();
         true
     }
 
@@ -491,7 +491,7 @@ impl Carrier for Slow {
         is_touched && network.fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         let network = &mut *self.network.lock();
         let touching = |of: &&Move| of.parts.iter().any(|part| overlaps(memory, part.there, part.len));
         let of_me = |of: &&Move| network.slow.links[&of.link].to == self.me && of.is_served;
@@ -503,7 +503,7 @@ impl Carrier for Slow {
                 link.theirs = false;
             }
             network.break_link(id);
-            cx.note_let_go();
+            cx.note_released();
         }
     }
 
