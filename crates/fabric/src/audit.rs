@@ -1,11 +1,11 @@
-//! What happens under an engine's lock. In builds with debug assertions, which all tests are, something that takes its time
-//! there is a panic, and what a hold of the lock does is counted. In others nothing is left of it.
+//! Checks what threads do under an engine's lock. In builds with debug assertions, as all tests have, slow work under the lock
+//! panics ([`takes_time`]), and the work of each hold is counted. In other builds these functions do nothing.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 thread_local! {
-    /// Of the hold in which this thread is.
+    /// The counters of this thread's current hold. None: it does not hold the lock.
     static HELD: Cell<Option<Held>> = const { Cell::new(None) };
 }
 
@@ -16,25 +16,27 @@ struct Held {
     copied: usize,
 }
 
-/// What the holds of one lock did.
+/// The holds of one lock: their number, and the most work of a single one.
 #[derive(Debug, Default)]
 pub(crate) struct Audit {
     holds: AtomicU64,
-    /// The most of one hold: runs that were posted, runs that peers asked for, and bytes of transfers that went with words.
+    /// Runs posted in one hold.
     posted: AtomicUsize,
+    /// Runs that peers asked for in one hold.
     served: AtomicUsize,
+    /// Bytes of transfers that were copied in one hold.
     copied: AtomicUsize,
 }
 
 impl Audit {
-    /// This thread holds the lock from now on.
+    /// This thread has taken the lock.
     pub(crate) fn begin(&self) {
         if cfg!(debug_assertions) {
             HELD.set(Some(Held::default()));
         }
     }
 
-    /// It does not hold it any more.
+    /// This thread is about to release the lock.
     pub(crate) fn end(&self) {
         if cfg!(debug_assertions)
             && let Some(Held { posted, served, copied }) = HELD.take()
@@ -47,7 +49,7 @@ impl Audit {
     }
 }
 
-/// To be said before something that blocks, sleeps, copies bytes of transfers, or waits for a thread, a process or a stream.
+/// Call it before code that blocks, sleeps, copies bytes of transfers, or waits for a thread, a process or a stream.
 ///
 /// # Panics
 /// Under an engine's lock, with debug assertions.
@@ -56,18 +58,18 @@ pub(crate) fn takes_time(what: &str) {
     debug_assert!(HELD.get().is_none(), "{what} under an engine's lock");
 }
 
-/// Runs of a post.
+/// Counts the runs of a post.
 pub(crate) fn posts(runs: usize) {
     count(|held| held.posted += runs);
 }
 
-/// Runs that a peer asks for.
+/// Counts the runs that a peer asks for.
 pub(crate) fn serves(runs: usize) {
     count(|held| held.served += runs);
 }
 
-/// Bytes of a transfer that go with the words which ask for it: the only ones that are copied under the lock, as a job of
-/// its own would take longer. They are less than a page each time.
+/// Counts bytes of a transfer that travel inside words. Only these are copied under the lock, because a job would take longer
+/// than the copy of less than a page.
 pub(crate) fn copies_few(bytes: usize) {
     count(|held| held.copied += bytes);
 }
@@ -122,7 +124,7 @@ mod tests {
             self.engine.begin(peer, Transfer { op, ..Transfer::write(pieces) }).unwrap()
         }
 
-        /// What its holds did: how many there were, and the most of one in runs posted, runs served and bytes copied.
+        /// The number of its holds, and the most of a single one in runs posted, runs served and bytes copied.
         fn seen(&self) -> (u64, [usize; 3]) {
             let Audit { holds, posted, served, copied } = self.engine.audit();
             let most = [posted, served, copied].map(|most| most.load(Ordering::Relaxed));
@@ -149,8 +151,8 @@ mod tests {
         assert_eq!(handle.wait(Some(PATIENCE)), Some(Ok(())));
     }
 
-    /// Whatever takes its time would have panicked, in this thread or in the engines'; their ends are looked at when they
-    /// are dropped.
+    /// Slow work would have panicked, in this thread or in the engines' threads; dropping an engine checks how its thread
+    /// ended.
     #[test]
     fn no_hold_of_the_lock_does_much_or_takes_its_time() {
         for transport in [Some(Transport::TCP), None] {
@@ -172,7 +174,7 @@ mod tests {
                     there.engine.receive(Some(PATIENCE)).unwrap();
                 }
             }
-            // Of one of the two all is given up while the rest goes on.
+            // All transfers to one of the two are given up while the others go on.
             here.engine.disconnect(other);
             assert!(under_way.iter().all(|handle| handle.wait(Some(PATIENCE)).is_some()));
             wait(&here.begin(peer, Op::Write, pages(&here, &there)));

@@ -1,17 +1,19 @@
-//! The seam between an engine and what carries its bytes.
+//! The interface between an engine and a transport that moves its bytes: the engine calls a [`Carrier`], and the carrier
+//! reports back through a [`Context`].
 //!
 //! ```text
 //!   the process: regions, peers, sessions, immediates, messages                    crate::hub
 //!        |                          |
 //!   control connection         carriers: tcp, cma, ...                             Carrier
 //!   (proof, liveness,          bytes between the memory of both sides,
-//!    messages, counters,       over whatever each of them has
+//!    messages, counters,       by socket, system call or driver
 //!    regions' keys, fences,
 //!    carriers' words)
 //! ```
-//! A process has one control connection to each peer, and any number of carriers beside it. When a control connection is up,
-//! each carrier may make an offer; its like at the peer accepts or refuses it. Then it adds paths
-//! ([`Context::add_path`]), over which transfers are posted. The side that connected posts; the other one serves.
+//! A process has one control connection to each peer, and any number of carriers beside it. When a control connection comes
+//! up, each carrier may send an offer. The carrier with the same code at the peer accepts or refuses it. The offering side
+//! then adds paths ([`Context::add_path`]), and the engine posts transfers on them. The side that connected posts; the
+//! other side serves.
 //!
 //! ```text
 //!  connecting side                        listening side
@@ -21,8 +23,29 @@
 //!   post --- however it carries bytes --> ...
 //!   completed
 //! ```
-//! Nothing that a carrier does when it is called blocks or copies bytes of transfers: for that it has jobs
-//! ([`Carrier::take_job`]), which run while nobody holds the engine's lock, or threads of its own.
+//! The engine calls a carrier under its lock. A call neither blocks nor copies bytes of transfers: a carrier does such work
+//! in jobs ([`Carrier::take_job`]), which run without the lock, or on threads of its own.
+//!
+//! # When memory may be reused
+//!
+//! ```text
+//!                          after a READ                             after a WRITE
+//!  the side that posts     the transfer is over: all of its posts   the same; a post whose connection broke completes only
+//!                          have had Context::completed              after a fence or a lease (Context::fence)
+//!  the side that serves    Engine::unregister (a region) or         Engine::unregister has returned
+//!                          Engine::close_window (a window)
+//!                          has returned
+//! ```
+//! On the side that posts, the memory belongs to the post until [`Context::completed`], also if the caller cancelled it.
+//!
+//! A peer that gives up a READ (cancel, deadline) does not tell the owner of the region. So the owner does not wait for the
+//! peer: it calls `unregister` or `close_window`, and may reuse the memory when the call returns. After that no read can
+//! succeed with bytes that were written later:
+//! - Where the owner sends the bytes (sockets, slots), it refuses new requests, and [`Carrier::touches`] is true while any
+//!   byte is queued or in a job. The call waits for that; after a second [`Carrier::release`] closes the peer's connection.
+//! - Where the peer reads by itself (cma), [`Registrar::withdraw`] and [`Registrar::close_window`] take the region's mark
+//!   away first. The peer reads the bytes and then the mark, and drops the bytes if the mark is gone. The owner waits for
+//!   nobody, even if the peer is stopped amid a read.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -45,10 +68,11 @@ use crate::registrar::Registrar;
 use crate::transfers::{Between, Completion, Op, PathId, PathSpec, PeerId, Reach, Ticket, Token};
 use crate::wire::WordsKind;
 
-/// Most bytes that a carrier says at once: its part of the handshake, or anything else.
+/// Most bytes of one offer, answer or [`Context::send`].
 pub const WORDS_BYTES_MAX: usize = crate::tcp::WORDS_BYTES_MAX;
 
-/// Who is at the other end of a control connection that a peer has made: as long as that is up.
+/// A control connection that a peer made to this process. The number is never used again, so it is stale once the connection
+/// has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub(crate) u64);
 
@@ -61,7 +85,7 @@ pub enum Party {
     Session(SessionId),
 }
 
-/// What a peer has said does not make sense. Its control connection ends.
+/// A carrier at the peer violated the protocol. The engine ends the control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a carrier's words do not make sense: {0}")]
 pub struct BadWords(pub &'static str);
@@ -70,13 +94,13 @@ pub struct BadWords(pub &'static str);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PostedRun {
     pub(crate) local: Spot,
-    /// The peer's region.
+    /// The peer's region, or a window, by its number there.
     pub region: u32,
-    /// Its generation when the transfer began; a peer refuses any other.
+    /// Its generation when the transfer began; the peer refuses any other.
     pub generation: u32,
-    /// Where the bytes begin in it.
+    /// Bytes from the start of the region or window.
     pub offset: u64,
-    /// Bytes.
+    /// The number of bytes, never 0.
     pub len: u64,
 }
 
@@ -91,36 +115,36 @@ impl PostedRun {
 /// Bytes to be moved over a path.
 #[derive(Debug)]
 pub struct CarrierPost<'a> {
-    /// The path.
+    /// A path of this carrier that is up.
     pub path: PathId,
-    /// Its peer.
+    /// The peer that the path leads to.
     pub peer: PeerId,
-    /// By which its completion is told.
+    /// Pass it to [`Context::completed`].
     pub token: Token,
-    /// The transfer that it is a part of.
+    /// The transfer that the post is a part of.
     pub ticket: Ticket,
-    /// Which way.
+    /// The direction, as seen from this process.
     pub op: Op,
-    /// All runs move between this memory here and this one at the peer. [`Registrar::add_gpu`] has told the numbers of GPUs
-    /// here; the peer numbers its own.
+    /// The one memory here and the one at the peer that all runs move between. [`Registrar::add_gpu`] gave the numbers of
+    /// GPUs here; the peer numbers its own.
     pub between: Between,
-    /// None is empty.
+    /// At least one; none of them is empty.
     pub runs: &'a [PostedRun],
 }
 
-/// Something that takes its time.
+/// Work of a carrier that blocks or copies.
 pub trait Job: Send {
-    /// Does it, outside of the engine's lock.
+    /// Does the work. The engine calls it without its lock.
     fn run(&mut self);
 
-    /// For the carrier that gets it back.
+    /// Lets [`Carrier::put_back`] downcast the job.
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
 }
 
-/// Moves bytes between the memory of this process and that of others, as one engine has it.
-#[allow(unused_variables, reason = "what a carrier has no use for it leaves out")]
+/// Moves bytes between the memory of this process and that of its peers, for one engine.
+#[allow(unused_variables, reason = "a default method ignores what it is called with")]
 pub trait Carrier: fmt::Debug + Send {
-    /// What its like at a peer is known by. From 128 on they are free for carriers that are not part of this crate.
+    /// Wire id, equal at both ends. 128 and above are for carriers outside this crate.
     fn code(&self) -> u8;
 
     /// Routes that paths of this carrier may serve. An engine takes memory of GPUs only if a carrier serves a route with GPUs.
@@ -128,123 +152,124 @@ pub trait Carrier: fmt::Debug + Send {
         Reach::HOSTS
     }
 
-    /// What it does when memory is registered, if anything.
+    /// The hooks that the engine runs when memory is registered and given back. None: the carrier needs none.
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {
         None
     }
 
-    /// A peer's control connection is up: the carrier may make an offer to its like there ([`Context::offer`]), now or later.
+    /// A peer's control connection is up. The carrier may send an offer ([`Context::offer`]), now or later.
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId);
 
-    /// A process that has connected makes an offer, to be answered by [`Context::accept`] or [`Context::refuse`], now or
-    /// later.
+    /// A process that connected to this one sends an offer. The carrier answers with [`Context::accept`] or
+    /// [`Context::refuse`], now or later.
     fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, offer: &[u8]) -> Result<(), BadWords>;
 
-    /// A peer has accepted the offer, and says this.
+    /// A peer accepted the offer. `answer` is what its carrier passed to [`Context::accept`].
     fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords>;
 
-    /// A peer has refused it, or knows no such carrier.
+    /// A peer refused the offer, or has no carrier with this code.
     fn refused(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         cx.cannot_reach(peer, why.to_owned());
     }
 
-    /// A peer's control connection is gone. Paths that need it are to be removed; others may stay. After the next connection
-    /// there is another offer.
+    /// A peer's control connection is gone. The carrier removes the paths that need it; others may stay. After the next
+    /// connection [`Carrier::control_up`] asks for another offer.
     fn control_lost(&mut self, cx: &mut Context<'_>, peer: PeerId) {}
 
-    /// A session is over: nothing can be said to it any more.
+    /// A session ended. Words to it are lost from now on.
     fn session_ended(&mut self, cx: &mut Context<'_>, session: SessionId) {}
 
-    /// A peer is forgotten. Its paths are closed.
+    /// The engine forgets a peer, and has closed its paths.
     fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {}
 
-    /// What a peer, or this process, has registered has changed.
+    /// The registered regions of a peer, or of this process, have changed.
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {}
 
-    /// The carrier's like at the other end says something, by [`Context::send`].
+    /// The carrier at the other end called [`Context::send`].
     fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
         Err(BadWords("it says nothing"))
     }
 
-    /// All that came at once was heard: what is to be answered may go together.
+    /// The engine has delivered all frames that arrived together. A carrier may send its answers to them in one batch.
     fn answer(&mut self, cx: &mut Context<'_>) {}
 
-    /// Connects a path that was added with this name, as the connection of that number. [`Context::up`] or
-    /// [`Context::broke`] follows.
+    /// Opens connection number `connection` of a path that was added under `name`. [`Context::up`] or [`Context::broke`]
+    /// follows.
     fn connect(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32, peer: PeerId, name: u64);
 
-    /// Ends this connection of a path, if that has not happened yet. [`Context::broke`] follows; and for everything posted on
-    /// it [`Context::completed`], as unknown unless it is known better, once nothing touches its memory any more.
+    /// Ends this connection of a path, unless it has ended already. [`Context::broke`] follows. Each of its posts completes
+    /// once nothing touches its memory any more: as unknown, unless the carrier knows the outcome.
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32);
 
-    /// Takes a post; one [`Context::completed`] follows, however it ends.
+    /// Takes a post. Exactly one [`Context::completed`] follows, however the post ends.
     ///
     /// # Errors
-    /// The path takes nothing now. [`Context::ready`], or the completion of another post on it, says when it does.
+    /// The path takes nothing now. The engine posts again after [`Context::ready`] or the completion of another post on it.
     fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow>;
 
     /// A descriptor that the carrier watches ([`crate::Watch`]) is ready.
     fn descriptor_ready(&mut self, cx: &mut Context<'_>, tag: u64) {}
 
-    /// Takes what came by itself, and does what is due, without waiting. Whether there was anything.
+    /// Takes what has arrived and does what is due, without waiting. True if there was anything.
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         false
     }
 
-    /// When [`Carrier::poll`] has something to do if nothing happens.
+    /// When [`Carrier::poll`] is due even if no descriptor becomes ready.
     fn next_tick(&self, now: Duration) -> Option<Duration> {
         None
     }
 
-    /// Whether something is expected so soon that whoever waits had better look again and again.
+    /// Whether an answer is due so soon that a waiting thread should spin instead of sleeping.
     fn is_expecting(&self) -> bool {
         false
     }
 
-    /// Something that takes its time, if there is anything; whoever has time runs it.
+    /// The next job, if there is any. A thread that waits for a transfer runs it, or the engine's own thread.
     fn take_job(&mut self) -> Option<Box<dyn Job>> {
         None
     }
 
-    /// A job is done.
+    /// Takes back a job that has run.
     fn put_back(&mut self, cx: &mut Context<'_>, job: Box<dyn Job>) {}
 
-    /// The engine's thread is going to sleep on the watched descriptors. False: it must not, something is there.
+    /// The engine's thread is about to sleep on the watched descriptors. False: it must poll instead, because something has
+    /// arrived.
     fn prepare_to_sleep(&mut self) -> bool {
         true
     }
 
-    /// It does not sleep any more.
+    /// The engine's thread is awake again: peers need not wake it.
     fn woken(&mut self) {}
 
-    /// A process wants nothing more to be placed here of this connection, which it had made and which is broken. Whether that
-    /// is so: else it asks again.
+    /// The process that made this connection, which has broken, asks that none of its bytes be placed here any more. False:
+    /// some may still be; the process asks again.
     fn fence(&mut self, cx: &mut Context<'_>, from: Owner, connection: u64) -> bool {
         true
     }
 
-    /// What was fenced by [`Context::fence`] is over: nothing of it is placed at the peer any more.
+    /// A fence that [`Context::fence`] began is over: the peer places none of these posts any more.
     fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    /// The process at the other end of a broken connection does not answer. A carrier that can see whether it is gone says so
-    /// by [`Context::fenced`], now or later.
-    fn see_whether_gone(&mut self, cx: &mut Context<'_>, connection: u64) {}
+    /// The peer of a broken connection does not answer a fence. If the carrier can find out that the process is gone, it
+    /// calls [`Context::fenced`], now or later.
+    fn probe_gone(&mut self, cx: &mut Context<'_>, connection: u64) {}
 
-    /// Whether memory of this process may still be read or written for somebody else.
+    /// Whether memory of this process may still be read or written for a peer.
     fn touches(&self, memory: Touched<'_>) -> bool {
         false
     }
 
-    /// Memory is to be given back, and is touched for too long.
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {}
+    /// The owner wants this memory back, and has waited for a second. The carrier ends whatever still touches it.
+    fn release(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {}
 
-    /// A connection for this carrier's bytes has been made and greeted by a peer. Only for carriers over sockets.
+    /// A peer has made and greeted a connection for this carrier's bytes. Only for carriers over sockets.
     #[doc(hidden)]
     fn greeted(&mut self, cx: &mut Context<'_>, greeted: Greeted) {}
 
-    /// The engine closes: nothing is begun any more. [`Carrier::touches`] anything says when nothing is under way.
+    /// The engine closes. The carrier begins nothing new and closes its paths; [`Carrier::is_busy`] says when it is done.
     fn close_all(&mut self, cx: &mut Context<'_>) {}
 
     /// Whether anything is still under way after [`Carrier::close_all`].
@@ -253,34 +278,34 @@ pub trait Carrier: fmt::Debug + Send {
     }
 }
 
-/// Memory of this process that is to be given back, or not to be read by one peer any more.
+/// Memory of this process that its owner wants back, from all peers or from one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Touched<'a> {
     pub(crate) spots: Spots<'a>,
-    /// Only what is read for this process counts.
+    /// A window is closed: only reads by this process count. None: a region is given back, and every access counts.
     pub(crate) reader: Option<Identity>,
 }
 
 impl Touched<'_> {
-    /// Whether any of it lies in so many bytes of the host's memory from this address on.
+    /// Whether it overlaps `len` bytes of the host's memory at `address`.
     pub fn overlaps(&self, address: usize, len: usize) -> bool {
         self.spots.overlap_host(Piece { address, len })
     }
 
-    /// Whether what is read or written for this process counts.
+    /// Whether reads and writes for this process count.
     pub fn counts_for(&self, whom: Owner) -> bool {
         self.reader.is_none_or(|reader| reader == whom.0)
     }
 }
 
-/// Who made a connection.
+/// The process that made a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Owner(pub(crate) Identity);
 
-/// What a carrier may use while it is called.
+/// The engine, as a carrier sees it during a call.
 pub struct Context<'a> {
     pub(crate) now: Duration,
-    /// The carrier's place among the engine's.
+    /// Index of the carrier in the engine's list.
     pub(crate) place: u8,
     pub(crate) code: u8,
     pub(crate) process: &'a mut Process,
@@ -288,11 +313,11 @@ pub struct Context<'a> {
     pub(crate) leaving: &'a Numbered<PeerId, Whom>,
     pub(crate) sessions: &'a crate::served::SessionsServed,
     pub(crate) outbox: &'a mut Outbox,
-    /// Of the session that is heard right now.
+    /// The lease of the session whose frame is being delivered. None outside of such a delivery.
     pub(crate) lease: Option<Lease>,
 }
 
-/// What carriers have said while they were called.
+/// Reports and requests that carriers made during calls, until the hub takes them.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     pub(crate) events: VecDeque<Event>,
@@ -325,12 +350,12 @@ pub(crate) struct NewFence {
 }
 
 impl Context<'_> {
-    /// The engine's time.
+    /// Time since the engine was made, read once when the lock was taken.
     pub fn now(&self) -> Duration {
         self.now
     }
 
-    /// One more path to a peer, which is then connected by this name.
+    /// Adds a path to a peer. [`Carrier::connect`] follows, with this name.
     pub fn add_path(&mut self, peer: PeerId, spec: PathSpec, name: u64) {
         self.add_path_to(peer, spec, name, None);
     }
@@ -345,59 +370,59 @@ impl Context<'_> {
         let label = self.outbox.next_label;
         self.outbox.next_label += 1;
         self.outbox.new_paths.push(NewPath { label, peer, place: self.place, name, address });
-        self.outbox.events.push_back(Event::Comes { peer, spec, label });
+        self.outbox.events.push_back(Event::PathAdded { peer, spec, label });
     }
 
-    /// A path goes for good.
+    /// Removes a path for good.
     pub fn remove_path(&mut self, path: PathId) {
-        self.outbox.events.push_back(Event::Goes(path));
+        self.outbox.events.push_back(Event::PathRemoved(path));
     }
 
-    /// A path's connection of that number is there.
+    /// Reports that a path's connection is up.
     pub fn up(&mut self, path: PathId, connection: u32) {
         self.outbox.events.push_back(Event::Up { path, connection });
     }
 
-    /// It broke, or could not be made.
+    /// Reports that a path's connection broke, or could not be made. Users read `why` in [`crate::PathStatus`].
     pub fn broke(&mut self, path: PathId, connection: u32, why: impl fmt::Display) {
         self.outbox.troubles.push((path, why.to_string()));
         self.outbox.events.push_back(Event::Broke { path, connection });
     }
 
-    /// A path that did not take a post takes one again.
+    /// Reports that a path which answered [`NotNow`] takes posts again.
     pub fn ready(&mut self, path: PathId) {
         self.outbox.events.push_back(Event::Ready(path));
     }
 
-    /// What became of a post.
+    /// Reports how a post ended. From now on the carrier must not touch its memory.
     pub fn completed(&mut self, token: Token, completion: Completion) {
         self.outbox.events.push_back(Event::Completed(token, completion));
     }
 
-    /// Says something to the carrier's like at the other end, at most [`WORDS_BYTES_MAX`]; in order, and lost if the control
-    /// connection breaks meanwhile.
+    /// Sends words to the carrier at the other end, at most [`WORDS_BYTES_MAX`]. They arrive in order, and are lost if the
+    /// control connection breaks meanwhile.
     pub fn send(&mut self, to: Party, words: Vec<u8>) {
         self.write(to, WordsKind::Other, words);
     }
 
-    /// Offers something to the carrier's like at a peer; [`Carrier::accepted`] or [`Carrier::refused`] follows while the
-    /// control connection is up.
+    /// Sends an offer to the carrier at a peer. [`Carrier::accepted`] or [`Carrier::refused`] follows, unless the control
+    /// connection breaks first.
     pub fn offer(&mut self, peer: PeerId, offer: Vec<u8>) {
         self.write(Party::Peer(peer), WordsKind::Offer, offer);
     }
 
-    /// Accepts a session's offer, and answers this.
+    /// Accepts a session's offer. `answer` goes to [`Carrier::accepted`] there.
     pub fn accept(&mut self, session: SessionId, answer: Vec<u8>) {
         self.write(Party::Session(session), WordsKind::Accepted, answer);
     }
 
-    /// Refuses it. `why`: for the people who run the peer.
+    /// Refuses a session's offer. The operators of the peer read `why`, cut to 1,024 characters.
     pub fn refuse(&mut self, session: SessionId, why: &str) {
         let short: String = why.chars().take(1024).collect();
         self.write(Party::Session(session), WordsKind::Refused, short.into_bytes());
     }
 
-    /// The carrier cannot reach this peer, for a reason that people may want to know.
+    /// Reports that the carrier cannot reach a peer. Users read `why` in [`crate::PathStatus`], and the log has it once.
     pub fn cannot_reach(&mut self, peer: PeerId, why: String) {
         self.outbox.refusals.push((peer, self.code, why));
     }
@@ -407,30 +432,30 @@ impl Context<'_> {
         self.outbox.letters.push_back((to, Frame::Words { code: self.code, kind, bytes }));
     }
 
-    /// Where the bytes of a run are at the peer, with what this carrier's registrar there has answered for their regions.
+    /// Finds the bytes of a run at the peer, with the keys that this carrier's registrar there made for their regions.
     pub fn remote_memory(&self, peer: PeerId, run: &PostedRun) -> RemoteMemory<'_> {
         let PostedRun { region, generation, offset, len, .. } = *run;
         let known = self.peers.get(&peer);
         known.map_or(RemoteMemory::None, |peer| peer.memory(self.code, (region, generation), offset, len))
     }
 
-    /// Whether the peer has not told yet of a region or window of this generation.
+    /// Whether the peer has yet to announce this generation of a region or window.
     pub fn is_awaited(&self, peer: PeerId, region: u32, generation: u32) -> bool {
         let known = self.peers.get(&peer);
         known.is_some_and(|peer| peer.memory(self.code, (region, generation), 0, 0) == RemoteMemory::NotYet)
     }
 
-    /// Who has made a session's connection.
+    /// The process that made a session's connection. None: the session has ended.
     pub fn owner(&self, session: SessionId) -> Option<Owner> {
         self.sessions.get(&session.0).map(|served| Owner(served.from))
     }
 
-    /// A connection of a path broke while it carried these posts, which the peer may still place: they are over when the
-    /// peer has confirmed that it does not ([`Carrier::fence`] there, [`Carrier::fence_over`] here), or after `lease`, if
-    /// time can tell.
+    /// Fences a broken connection whose posts the peer may still place. They are over when the peer confirms that it places
+    /// nothing more ([`Carrier::fence`] there, [`Carrier::fence_over`] here), or after `lease`. No lease: time alone never
+    /// ends them.
     pub fn fence(&mut self, peer: PeerId, connection: u64, tokens: Vec<Token>, lease: Option<Duration>) {
         let known = self.peers.get(&peer).map(|known| &known.whom).or_else(|| self.leaving.get(&peer));
-        // A peer is remembered while anything of it is under way.
+        // The hub remembers a peer while anything of it is under way.
         let Some(whom) = known.filter(|_| !tokens.is_empty()).cloned() else {
             debug_assert!(tokens.is_empty(), "{peer:?} is not known");
             return tokens.into_iter().for_each(|token| self.completed(token, Completion::Unknown));
@@ -439,20 +464,20 @@ impl Context<'_> {
         self.outbox.fences.push(NewFence { code, connection, peer, whom, tokens, lease });
     }
 
-    /// Nothing more is placed at the peer of this broken connection: its process is gone.
+    /// Ends the fence of a broken connection: its peer's process is gone, and places nothing any more.
     pub fn fenced(&mut self, connection: u64) {
         self.outbox.fenced.push((self.code, connection));
     }
 
-    /// Whether bytes that a session has just sent may be placed: not if its peer may count on the contrary by now, since
-    /// the bytes were under way for too long. To be asked right before.
+    /// Whether bytes of the words being delivered may be placed. False: the lease expired, so the peer may have given up
+    /// the write by now. Ask right before each copy.
     pub fn may_place(&self) -> bool {
         self.lease.is_none_or(|lease| lease.holds())
     }
 
-    /// Something of this process's memory may not be touched any more: whoever waits for that looks again.
-    pub fn note_let_go(&mut self) {
-        self.process.note_let_go();
+    /// Wakes the threads that wait to take memory back, because the carrier may touch less than before.
+    pub fn note_released(&mut self) {
+        self.process.note_released();
     }
 }
 

@@ -1,23 +1,24 @@
-//! The time of a hub.
+//! [`Clock`]: the time of a hub, which the simulation can set.
 
 use std::time::{Duration, Instant};
 
-/// How long ago a hub was made; in simulations, what they say.
+/// Counts from the time at which the hub was made.
 #[derive(Debug, Clone)]
 pub(crate) enum Clock {
-    /// Read once in each hold of the hub's lock: to look at the time for each small thing took a third of a small transfer.
+    /// Read once in each hold of the hub's lock. Reading it for each step took a third of a small transfer's time.
     Since { begun: Instant, read: Duration },
+    /// Microseconds, which the simulation sets.
     #[cfg(test)]
     Simulated(std::sync::Arc<std::sync::atomic::AtomicU64>),
 }
 
 impl Clock {
-    /// It begins now.
+    /// Starts a clock at 0.
     pub(crate) fn begin() -> Clock {
         Clock::Since { begun: Instant::now(), read: Duration::ZERO }
     }
 
-    /// When it was read the last time: no later than now.
+    /// The time at which it was last read, so never later than the real one.
     pub(crate) fn now(&self) -> Duration {
         match self {
             Clock::Since { read, .. } => *read,
@@ -28,7 +29,7 @@ impl Clock {
         }
     }
 
-    /// Reads it.
+    /// Reads the real time, and returns it.
     pub(crate) fn read(&mut self) -> Duration {
         match self {
             Clock::Since { begun, read } => *read = begun.elapsed(),

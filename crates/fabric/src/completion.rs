@@ -1,4 +1,4 @@
-//! How whoever began a transfer hears that it is over.
+//! Keeps the outcomes of transfers for their handles, and the wakers of tasks that wait for transfers or messages.
 
 use std::collections::HashMap;
 use std::task::Waker;
@@ -6,30 +6,32 @@ use std::task::Waker;
 use crate::numbered::Numbered;
 use crate::transfers::{Failure, Ticket};
 
-/// The transfers whose outcome somebody still wants to know.
+/// The outcomes of transfers that still have a handle.
 #[derive(Debug, Default)]
 pub(crate) struct Outcomes {
-    wanted: Numbered<Ticket, Wanted>,
-    /// Something changed that a sleeper may wait for.
+    wanted: Numbered<Ticket, Waiter>,
+    /// Something has happened that a sleeping thread may wait for.
     changed: bool,
     to_wake: Vec<Waker>,
-    /// Tasks that wait for a message.
+    /// By receiver: the task that waits for a message.
     receivers: HashMap<u64, Waker>,
     next_receiver: u64,
 }
 
 #[derive(Debug, Default)]
-struct Wanted {
+struct Waiter {
+    /// None: the transfer is not over.
     outcome: Option<Result<(), Failure>>,
     waker: Option<Waker>,
 }
 
 impl Outcomes {
+    /// Keeps the outcome of a transfer until [`Outcomes::forget`]. Call it before the transfer can end.
     pub(crate) fn want(&mut self, ticket: Ticket) {
-        self.wanted.insert(ticket, Wanted::default());
+        self.wanted.insert(ticket, Waiter::default());
     }
 
-    /// A transfer is over.
+    /// Records that a transfer is over.
     pub(crate) fn complete(&mut self, ticket: Ticket, outcome: Result<(), Failure>) {
         if let Some(wanted) = self.wanted.get_mut(&ticket) {
             wanted.outcome = Some(outcome);
@@ -38,58 +40,59 @@ impl Outcomes {
         self.changed = true;
     }
 
-    /// Tasks to be woken, by whoever does not hold what they may ask for.
+    /// The wakers to call. The caller releases the engine's lock first, because a woken task may take it at once.
     pub(crate) fn take_wakers(&mut self) -> Vec<Waker> {
         std::mem::take(&mut self.to_wake)
     }
 
-    /// The outcome, once it is known.
+    /// The outcome of a transfer. None: it is not over, or has no handle any more.
     pub(crate) fn of(&self, ticket: Ticket) -> Option<Result<(), Failure>> {
         self.wanted.get(&ticket).and_then(|wanted| wanted.outcome)
     }
 
-    /// Nobody wants to know any more. What is answered is to be dropped where a task may run.
+    /// Forgets a transfer whose handle is dropped. The caller drops the returned waker without the lock, because that may drop
+    /// a task.
     #[must_use]
     pub(crate) fn forget(&mut self, ticket: Ticket) -> Option<Waker> {
         self.wanted.remove(&ticket)?.waker
     }
 
-    /// Wakes this task when the transfer is over, instead of the one that is answered.
+    /// Sets the task to wake when the transfer is over. Returns the former one, to be dropped without the lock.
     #[must_use]
     pub(crate) fn wake_with(&mut self, ticket: Ticket, waker: &Waker) -> Option<Waker> {
         self.wanted.get_mut(&ticket)?.waker.replace(waker.clone())
     }
 
-    /// A number for a task that is going to wait for messages.
+    /// A number for a task that will wait for messages.
     pub(crate) fn add_receiver(&mut self) -> u64 {
         self.next_receiver += 1;
         self.next_receiver
     }
 
-    /// Wakes this task when there is a message, instead of the one that is answered.
+    /// Sets the task to wake when a message arrives. Returns the former one, to be dropped without the lock.
     #[must_use]
     pub(crate) fn receive_with(&mut self, receiver: u64, waker: &Waker) -> Option<Waker> {
         self.receivers.insert(receiver, waker.clone())
     }
 
-    /// It does not wait any more. What is answered is to be dropped where a task may run.
+    /// Forgets a receiver that is dropped. Returns its waker, to be dropped without the lock.
     #[must_use]
     pub(crate) fn forget_receiver(&mut self, receiver: u64) -> Option<Waker> {
         self.receivers.remove(&receiver)
     }
 
-    /// There is a message, or there will be none any more.
+    /// Wakes all receivers: a message has arrived, or none will any more.
     pub(crate) fn note_message(&mut self) {
         self.changed = true;
         self.to_wake.extend(self.receivers.drain().map(|(_, waker)| waker));
     }
 
-    /// Something else that a sleeper may wait for.
+    /// Wakes sleeping threads for something other than a transfer or message.
     pub(crate) fn note_change(&mut self) {
         self.changed = true;
     }
 
-    /// Whether there was a change since the last time that this was asked.
+    /// Whether anything has happened since the last call that a sleeping thread may wait for.
     pub(crate) fn take_changed(&mut self) -> bool {
         std::mem::take(&mut self.changed)
     }

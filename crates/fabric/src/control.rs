@@ -1,7 +1,8 @@
-//! Control connections: what two processes say to each other beside bytes.
+//! Control connections: everything between two processes except bytes of transfers.
 //!
-//! [`crate::hub::Hub`] says frames and hears frames; [`Control`] carries them. [`sockets::ControlSockets`] does so over TCP or
-//! TLS, and between processes of one host through rings; the simulation has another one.
+//! [`crate::hub::Hub`] sends and receives frames; a [`Control`] carries them and reports [`ControlEvent`]s.
+//! [`sockets::ControlSockets`] does so over TCP or TLS, and through shared-memory rings between processes of one host. The
+//! simulation has a [`Control`] of its own.
 
 pub(crate) mod greeting;
 pub(crate) mod sockets;
@@ -18,47 +19,47 @@ use crate::lease::Lease;
 use crate::served::Served;
 use crate::transfers::PathId;
 
-/// A number of a control connection of either side, not used twice.
+/// Names a control connection of either side. Never reused.
 pub(crate) type ChannelId = u64;
 
 /// Carries frames to peers, in order, until a connection breaks.
 pub(crate) trait Control: fmt::Debug {
-    /// Connects a peer. [`ControlEvent::Up`] or [`ControlEvent::Broke`] follows.
+    /// Connects to a peer. [`ControlEvent::Up`] or [`ControlEvent::Broke`] follows.
     fn connect(&mut self, now: Duration, path: PathId, number: u32, whom: &Whom);
 
-    /// Ends the connection of this number, if that has not happened yet. [`ControlEvent::Broke`] follows.
+    /// Ends this connection of a path, if it has not ended yet. [`ControlEvent::Broke`] follows.
     fn close(&mut self, now: Duration, path: PathId, number: u32);
 
-    /// Says something over a connection, of whichever side made it. One that is over is passed over.
+    /// Sends a frame over a connection of either side. If that has ended, the frame is dropped.
     fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>);
 
-    /// Ends a connection whose other side does not keep to the protocol.
+    /// Ends a connection whose peer violates the protocol.
     fn end(&mut self, now: Duration, channel: ChannelId, why: &'static str);
 
-    /// Asks for a fence over a connection of its own. [`ControlEvent::FenceAnswered`] follows.
+    /// Asks a peer for a fence, over a connection made for it. [`ControlEvent::FenceAnswered`] follows.
     fn ask_fence(&mut self, now: Duration, question: Question, whom: &Whom);
 
     /// Answers [`ControlEvent::FenceAsked`].
     fn answer_fence(&mut self, now: Duration, channel: ChannelId, is_over: bool);
 
-    /// A path's peer is removed: nothing more is asked of it.
+    /// Forgets a path, because its peer is removed.
     fn forget(&mut self, path: PathId);
 
-    /// What happened next, in the order in which it did.
+    /// The next event, in the order in which they happened.
     fn next_event(&mut self) -> Option<ControlEvent>;
 }
 
-/// What a [`Control`] tells.
+/// Reported by a [`Control`] to its hub.
 #[derive(Debug)]
 pub(crate) enum ControlEvent {
-    /// A connection of ours is there.
+    /// A connection of this process is up.
     Up {
         path: PathId,
         number: u32,
         channel: ChannelId,
         from: Identity,
     },
-    /// It broke, or could not be made.
+    /// A connection of this process broke, or could not be made.
     Broke {
         path: PathId,
         number: u32,
@@ -69,11 +70,11 @@ pub(crate) enum ControlEvent {
         channel: ChannelId,
         served: Served,
     },
-    /// And is gone.
+    /// The peer's connection has ended.
     SessionEnded {
         channel: ChannelId,
     },
-    /// Something was said. Of a session: while `lease` holds, what is said to be placed may be.
+    /// A frame arrived. `lease`: of a session; bytes in the frame may be placed only while it holds.
     Heard {
         channel: ChannelId,
         frame: Frame<Vec<u8>>,
@@ -84,7 +85,7 @@ pub(crate) enum ControlEvent {
         code: u8,
         greeted: Greeted,
     },
-    /// Over a connection of its own.
+    /// A peer asks for a fence, over a connection made for it.
     FenceAsked {
         channel: ChannelId,
         from: Identity,

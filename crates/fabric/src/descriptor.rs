@@ -1,4 +1,4 @@
-//! What a process tells its peers about the memory that they may write or read.
+//! [`Descriptor`]: what a peer needs to connect to an engine and to name its regions. The caller transports it.
 //!
 //! ```text
 //!  0      4      5      6        8             16                            32         34         36
@@ -9,9 +9,9 @@
 //!  addresses, each:  | kind u8 | len u8 | len bytes |
 //!  regions, each:    | number u32 | generation u32 | kind u8 | access u8 | 0 u16 | 0 u32 | len u64 |
 //! ```
-//! All numbers are little-endian. Bytes that are 0 here may mean something in a later version, which then has another
-//! number. Where the memory is, and by which keys it is reached, no descriptor says: an engine tells that whoever has proved
-//! the secret. Kinds that a reader does not know are left out, since a newer peer may have more.
+//! All numbers are little-endian. Bytes that are 0 here may get a meaning in a later version, which then has another version
+//! number. A descriptor holds no addresses of memory and no keys: an engine announces those to peers that have proved the
+//! secret. A reader leaves out kinds that it does not know, because a newer peer may have more.
 
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -20,37 +20,37 @@ use thiserror::Error;
 
 use crate::trust::{SECRET_BYTES, Secret, Trust};
 
-/// Longest descriptor that is read.
+/// Most bytes of a descriptor.
 pub const DESCRIPTOR_BYTES_MAX: usize = 1 << 20;
-/// Regions that can be registered at a time; their numbers are lower.
+/// Most regions and windows of one engine at a time. Their numbers are lower than this.
 pub(crate) const REGIONS_MAX: u32 = 1 << 16;
 const MAGIC: [u8; 4] = *b"KVFD";
 const VERSION: u8 = 3;
 const HEAD_BYTES: usize = 36;
 const REGION_BYTES: usize = 24;
 
-/// Where memory lies.
+/// The kind of memory of a region or window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
-    /// In the host's memory.
+    /// The host's memory, on any NUMA node.
     Host,
-    /// On a CUDA device.
+    /// Memory of a CUDA device.
     Cuda,
 }
 
-/// What a peer may do.
+/// The access that peers have to a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Read.
+    /// Peers may read it.
     Read,
-    /// Read and write.
+    /// Peers may read and write it.
     ReadWrite,
-    /// Nothing, but read what windows show of it. A descriptor does not name such regions.
+    /// Peers may only read ranges of it through windows. Descriptors leave such regions out.
     Windows,
 }
 
 impl Access {
-    /// As it is written.
+    /// The code on the wire.
     pub(crate) fn code(self) -> u8 {
         match self {
             Access::Read => 0,
@@ -64,84 +64,85 @@ impl Access {
     }
 }
 
-/// How the process is reached.
+/// An address at which an engine is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// 1: TCP. Others are left out by those who do not know them.
+    /// 1: TCP. Readers ignore addresses of kinds that they do not know.
     pub kind: u8,
-    /// At most 255 bytes.
+    /// For TCP the text of a socket address. At most 255 bytes.
     pub bytes: Vec<u8>,
 }
 
 const TCP: u8 = 1;
 
 impl Address {
-    /// Over TCP.
+    /// An address of kind TCP.
     pub(crate) fn tcp(address: SocketAddr) -> Address {
         Address { kind: TCP, bytes: address.to_string().into_bytes() }
     }
 
-    /// None if it is of a kind that is not known here.
+    /// None: the kind is not TCP, or the text is no socket address.
     fn socket_address(&self) -> Option<SocketAddr> {
         let text = (self.kind == TCP).then_some(&self.bytes)?;
         std::str::from_utf8(text).ok()?.parse().ok()
     }
 }
 
-/// A registered region.
+/// A registered region, as a descriptor names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionDescriptor {
     /// Its number at its owner.
     pub number: u32,
-    /// Counts how often the number was used; a request for another generation is refused.
+    /// How often the number was used before. The owner refuses a request for another generation.
     pub generation: u32,
-    /// Where it lies.
+    /// The kind of memory of all of its bytes.
     pub kind: MemoryKind,
-    /// What a peer may do.
+    /// The access that peers have.
     pub access: Access,
-    /// Its bytes.
+    /// Bytes of the region.
     pub len: u64,
 }
 
-/// What a process tells its peers.
+/// Names an engine, its addresses and its regions to peers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Descriptor {
-    /// Drawn when the process started: a peer that restarted at the same address has another one.
+    /// Drawn when the engine was made, so that an engine restarted at the same address has another one.
     pub boot_nonce: u64,
-    /// Of the process.
+    /// The engine's id, drawn with the boot nonce.
     pub engine_id: u128,
-    /// What whoever connects has to prove. With a secret of the engine's own, the descriptor is a key: whoever has it is let in.
+    /// The secret that both sides of a connection prove. With [`Trust::Own`] the descriptor is a key: every holder may connect.
     pub trust: Trust,
-    /// All ways to reach it.
+    /// The addresses to connect to.
     pub addresses: Vec<Address>,
-    /// Its memory.
+    /// The regions that were registered when the descriptor was made.
     pub regions: Vec<RegionDescriptor>,
 }
 
-/// Why bytes are no descriptor, or a descriptor cannot be written.
+/// Why bytes are no descriptor, or a descriptor cannot be encoded.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum DescriptorError {
-    /// Something else, or a part of one.
+    /// The bytes are something else, or only a part of a descriptor.
     #[error("not a memory descriptor of kvlane: {0}")]
     Malformed(&'static str),
-    /// An older peer.
+    /// An older version of kvlane made it.
     #[error(
         "made by an older kvlane: a memory descriptor of version {0}, this is version {VERSION}: use the same version of kvlane \
          on both sides"
     )]
     Older(u8),
-    /// A newer peer.
+    /// A newer version of kvlane made it.
     #[error(
         "a memory descriptor of version {0}, this is version {VERSION}: use the same version of kvlane on both sides"
     )]
     Newer(u8),
-    /// Too much for one.
+    /// The descriptor would exceed one of the format's limits.
     #[error("a memory descriptor holds {0}")]
     TooLarge(&'static str),
 }
 
 impl Descriptor {
-    /// As bytes. Fails with more than 65,535 addresses or regions, or an address of more than 255 bytes.
+    /// Encodes it. Fails with more than 65,535 addresses or regions, an address of more than 255 bytes, or more than
+    /// [`DESCRIPTOR_BYTES_MAX`] in all.
     pub fn to_bytes(&self) -> Result<Vec<u8>, DescriptorError> {
         let count = |len: usize| {
             u16::try_from(len).map_err(|_| DescriptorError::TooLarge("at most 65535 addresses and regions"))
@@ -182,12 +183,12 @@ impl Descriptor {
         }
     }
 
-    /// From bytes of any origin.
+    /// Decodes bytes of any origin.
     pub fn from_bytes(bytes: &[u8]) -> Result<Descriptor, DescriptorError> {
         if bytes.len() > DESCRIPTOR_BYTES_MAX {
             return Err(DescriptorError::TooLarge("at most 1 MiB"));
         }
-        let mut reader = Reader(bytes);
+        let mut reader = DescriptorReader(bytes);
         if reader.array()? != MAGIC {
             return Err(DescriptorError::Malformed("it begins with something else"));
         }
@@ -223,25 +224,25 @@ impl Descriptor {
         }
     }
 
-    /// As text: [`Descriptor::to_bytes`] in hexadecimal digits, two for each byte. It is read by [`str::parse`].
+    /// Encodes it as text: [`Descriptor::to_bytes`] in hexadecimal digits, two for each byte. [`str::parse`] decodes it.
     pub fn to_text(&self) -> Result<String, DescriptorError> {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         let digit = |half: u8| char::from(DIGITS[usize::from(half)]);
         Ok(self.to_bytes()?.into_iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect())
     }
 
-    /// Where the process listens.
+    /// Its addresses of kind TCP.
     pub fn socket_addresses(&self) -> impl Iterator<Item = SocketAddr> {
         self.addresses.iter().filter_map(Address::socket_address)
     }
 
-    /// The region of a number.
+    /// The region with this number.
     pub fn region(&self, number: u32) -> Option<&RegionDescriptor> {
         self.regions.iter().find(|region| region.number == number)
     }
 }
 
-/// From text of any origin, in hexadecimal digits of either case.
+/// Decodes text of any origin, in hexadecimal digits of either case.
 impl FromStr for Descriptor {
     type Err = DescriptorError;
 
@@ -258,10 +259,10 @@ impl FromStr for Descriptor {
     }
 }
 
-/// The bytes that have not been read.
-struct Reader<'a>(&'a [u8]);
+/// Reads a descriptor; holds the bytes that are left.
+struct DescriptorReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> DescriptorReader<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8], DescriptorError> {
         let (taken, rest) =
             self.0.split_at_checked(len).ok_or(DescriptorError::Malformed("it is cut off"))?;
@@ -275,7 +276,7 @@ impl<'a> Reader<'a> {
         Ok(array)
     }
 
-    /// None of a kind that is not known here.
+    /// None: the kind or the access is not known here.
     fn region(&mut self) -> Result<Option<RegionDescriptor>, DescriptorError> {
         let number = u32::from_le_bytes(self.array()?);
         let generation = u32::from_le_bytes(self.array()?);

@@ -1,4 +1,8 @@
-//! The transfer engine of a process: memory, peers, transfers, counters.
+//! [`Engine`]: the crate's API. It registers memory and windows, connects peers, begins transfers and messages, and waits for
+//! counters.
+//!
+//! Each call takes the engine's lock for a short time ([`Hold`]), changes the hub, and runs the work that this made due
+//! ([`Shared::run_pending`]). Slow work (registration, the check of a transfer, jobs) runs without the lock.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
@@ -30,8 +34,8 @@ use self::shared::{Registrars, Shared, next_message};
 use crate::audit;
 use crate::carriers::slots::{SlotPool, Staged};
 use crate::carriers::socket::SocketOptions;
-use crate::carriers::{CMA, NewCarrier, Setup, own};
-use crate::control::sockets::ControlSockets;
+use crate::carriers::{CMA, NewCarrier, Setup, built_in};
+use crate::control::sockets::{ControlOptions, ControlSockets};
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
 use crate::hub::socket_hub::{CONTROL, SocketHub};
@@ -50,23 +54,23 @@ use crate::trust::{Proofs, Trust};
 use crate::watch::Watch;
 use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
 
-/// How long memory that is given back may still be read or written for peers, before their connections are ended.
-const LET_GO: Duration = Duration::from_secs(1);
-/// How long after that it is looked at what still touches it.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Addresses of one peer that are used.
+/// How long memory that its owner takes back may still be read or written for peers, before their connections are ended.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
+/// After that: the pause between two attempts to end what still touches the memory.
+const RELEASE_PAUSE: Duration = Duration::from_millis(50);
+/// Addresses of a descriptor that are used; further ones are ignored.
 const ADDRESSES_MAX: usize = 16;
 
 /// Moves bytes between registered memory of this process and its peers'.
 ///
-/// One thread serves peers and carries transfers on; whoever waits for one does that work meanwhile, so that a small
-/// transfer needs no switch of threads. Idle, nothing runs but a word to each peer twice a second.
+/// One thread of the engine serves peers and advances transfers. A thread that waits for a transfer does that work itself
+/// meanwhile, so that a small transfer needs no switch of threads. An idle engine sends a ping to each peer twice a second.
 ///
-/// What a closed or dropped engine had under way may still arrive at its peers for a moment.
+/// Writes that a closed or dropped engine had under way may still arrive at its peers for a moment.
 ///
-/// An engine belongs to the process that made it. In a child that this process forks, its calls and those of all that it
-/// made fail as [`FabricError::Forked`] or, where they return no such error, panic; closing and dropping do nothing there. A
-/// child makes an engine of its own.
+/// An engine belongs to the process that made it. In a child that this process forks, its calls, and those of the handles and
+/// groups that it made, fail as [`FabricError::Forked`]; calls that cannot return that panic. Closing and dropping do nothing
+/// there. A child makes an engine of its own.
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,
@@ -74,7 +78,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Listens, and starts its thread.
+    /// Listens on the addresses of the options, and starts the engine's thread.
     pub fn new(options: EngineOptions) -> Result<Engine, FabricError> {
         Engine::with_carriers(options, Vec::new())
     }
@@ -83,7 +87,8 @@ impl Engine {
     /// With TLS the engine opens carriers over sockets only, because no other carrier encrypts.
     ///
     /// # Errors
-    /// [`FabricError::NoSuchCarrier`] and [`FabricError::SameCarrier`] where the names do not fit; as [`Engine::new`].
+    /// [`FabricError::NoSuchCarrier`] if the options require a carrier that is not there, [`FabricError::SameCarrier`] if two
+    /// have one name; else as [`Engine::new`].
     pub fn with_carriers(options: EngineOptions, more: Vec<NewCarrier<'_>>) -> Result<Engine, FabricError> {
         options.check()?;
         let me = Identity { engine: long_random()?, boot: random()? };
@@ -100,26 +105,26 @@ impl Engine {
             inbox,
             ..
         } = options;
-        // Only sockets encrypt.
+        // Only carriers over sockets encrypt.
         let allowed = if credentials.is_some() { Some(Transport::TCP) } else { transport };
-        // Rings go through memory that processes of one host share, as cma does.
-        let has_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
+        // Rings are shared memory between processes of one host, so they go with cma.
+        let offers_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);
-        let mut control = ControlSockets::open(
+        let control = ControlOptions {
             me,
             proofs,
-            credentials.clone(),
-            of_control,
-            &listen,
-            has_rings,
+            credentials: credentials.clone(),
+            listen: &listen,
+            offers_rings,
             wants_sums,
-        )?;
+        };
+        let mut control = ControlSockets::open(of_control, control)?;
         let addresses = if advertise.is_empty() { control.listens_at()? } else { advertise.clone() };
         let sockets = SocketOptions { me, credentials, wants_sums, addresses, connections };
         let (slots, chunk_bytes) = (Arc::new(SlotPool::new(transfers.chunk_bytes)), transfers.chunk_bytes);
-        let mut list = own(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
+        let mut list = built_in(Setup { sockets, slots: Arc::clone(&slots), copy_threads, chunk_bytes });
         list.extend(more);
         let named = carriers::open(list, allowed, &watch)?;
         control.carriers = named.iter().map(|(_, carrier)| carrier.code()).collect();
@@ -136,30 +141,31 @@ impl Engine {
         Ok(Engine { shared, thread: Some(thread) })
     }
 
-    /// Lets transfers touch memory: those of this process both ways, those of peers as `access` says. Answers its number.
+    /// Registers memory and returns the region's number. Transfers of this process may then read and write it, and peers may do
+    /// what `access` allows.
     ///
     /// # Errors
-    /// [`FabricError::RegionsFull`]; [`FabricError::Register`] if a carrier cannot.
+    /// [`FabricError::RegionsFull`]; [`FabricError::Register`] if a carrier fails to register it.
     ///
     /// # Safety
-    /// The memory is valid for reads and writes until [`Engine::unregister`] has given it back, or the engine was dropped.
-    /// Others may write it at any time, so that it is read and written only as such memory may be.
+    /// The memory is valid for reads and writes until [`Engine::unregister`] has returned, or the engine was dropped. Peers may
+    /// write it at any time, so the caller accesses it only as memory that others may change.
     pub unsafe fn register(&self, memory: *mut u8, len: u64, access: Access) -> Result<u32, FabricError> {
         let base = memory.expose_provenance();
         self.add_region(NewRegion { base, len, access, memory: Memory::Host(0) })
     }
 
-    /// As [`Engine::register`], of a GPU's memory. Its bytes go through pinned memory of the host ([`Staged`]) and through
-    /// sockets, also where the host's memory goes by [`Transport::CMA`]. An immediate comes after the last copy. The engine
-    /// copies in streams of its own: what others enqueued that writes or reads the memory has to be over when a transfer
-    /// begins.
+    /// As [`Engine::register`], for memory of a GPU. Its bytes go through pinned memory of the host ([`Staged`]) and through
+    /// sockets, also between peers whose host memory goes by [`Transport::CMA`]. An immediate counts after the last copy. The
+    /// engine copies in streams of its own: before a transfer begins, the caller waits for work in other streams that reads or
+    /// writes the memory.
     ///
     /// # Errors
-    /// [`FabricError::NoWayToGpus`] if no carrier of the engine reaches GPUs; [`FabricError::Gpu`] if the memory is not allocated on
-    /// that GPU, or its driver gives no pinned memory; as [`Engine::register`].
+    /// [`FabricError::NoWayToGpus`] if no carrier of the engine reaches GPUs; [`FabricError::Gpu`] if the memory is not
+    /// allocated on that GPU, or its driver gives no pinned memory; else as [`Engine::register`].
     ///
     /// # Safety
-    /// The memory stays allocated until [`Engine::unregister`] has given it back, or the engine was closed.
+    /// The memory stays allocated until [`Engine::unregister`] has returned, or the engine was closed.
     pub unsafe fn register_gpu(
         &self,
         gpu: &Gpu,
@@ -179,7 +185,7 @@ impl Engine {
         self.add_region(NewRegion { base: address as usize, len, access, memory })
     }
 
-    /// Registers memory with all carriers, outside of the lock: that may take its time, and fail.
+    /// Registers memory with all carriers, without the lock, because that may be slow. If one fails, the others undo it.
     fn add_region(&self, region: NewRegion) -> Result<u32, FabricError> {
         let reserved = self.shared.try_hub()?.hub.outside.process.regions.reserve();
         let (number, generation) = reserved.ok_or(FabricError::RegionsFull(REGIONS_MAX as usize))?;
@@ -206,17 +212,17 @@ impl Engine {
         let mut hub = self.shared.try_hub()?;
         hub.hub.outside.process.regions.add(number, region, keys);
         hub.hub.outside.announce_region(number);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
         Ok(number)
     }
 
-    /// What went through pinned memory of the host, to GPUs and from them, since the engine was made.
+    /// Counters of the bytes that went to and from GPUs through pinned memory of the host, since the engine was made.
     pub fn staged(&self) -> Staged {
         self.shared.slots.staged()
     }
 
-    /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused. Windows that
-    /// show bytes of it are closed.
+    /// Takes a region back. When this returns, nothing touches its memory any more, the engine refuses peers that ask for it,
+    /// and windows with ranges of it are closed.
     pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
         let mut hub = self.shared.try_hub()?;
         match hub.hub.outside.process.regions.uses(region) {
@@ -227,7 +233,7 @@ impl Engine {
         let Some(seen) = seen.filter(|_| hub.hub.outside.process.regions.stop_serving(region)) else {
             return Err(FabricError::NoSuchRegion(region));
         };
-        // Carriers may take their time for it. Nothing is served of the region meanwhile, and its number is not free.
+        // Carriers may be slow. Meanwhile requests for the region are refused, and its number stays reserved.
         hub.unlocked(|| {
             audit::takes_time("the giving back of memory");
             self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
@@ -238,12 +244,12 @@ impl Engine {
         hub.hub.outside.announce_region(region);
         self.wait_until_free(
             &mut hub,
-            // Somebody else may be about to close a window: until it is closed its peer may read on by itself.
+            // Another thread may be closing a window of the region: until it has, the window's peer may read on by itself.
             |hub| {
                 let outside = &hub.hub.outside;
                 !outside.is_touched(region) && outside.process.regions.windows_of(region).is_empty()
             },
-            |hub| hub.hub.outside.let_go(region),
+            |hub| hub.hub.outside.release_region(region),
         );
         drop(hub);
         audit::takes_time("the giving back of memory");
@@ -252,13 +258,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets one peer read ranges of registered memory, until [`Engine::close_window`]. The peer reads by
-    /// [`Transfer::read_through`](crate::Transfer::read_through), with the descriptor that this answers: it travels as you like.
-    /// `peer` need not be connected now; another start of it is another peer.
+    /// Lets one peer read ranges of registered memory, until [`Engine::close_window`]. The caller sends the returned descriptor
+    /// to the peer, which passes it to [`Transfer::read_through`](crate::Transfer::read_through). `peer` need not be connected
+    /// yet. Another start of the same process is another peer.
     ///
     /// # Errors
-    /// [`FabricError::Window`] for ranges that are not registered or in several memories; [`FabricError::RegionsFull`] and
-    /// [`FabricError::WindowsFull`] until others are closed.
+    /// [`FabricError::Window`] if a range is not registered, or the ranges lie in several memories;
+    /// [`FabricError::RegionsFull`] or [`FabricError::WindowsFull`] until others are closed.
     pub fn open_window(
         &self,
         peer: EngineId,
@@ -282,7 +288,7 @@ impl Engine {
         let to = Identity { engine: peer.engine_id, boot: peer.boot_nonce };
         let mut hub = self.shared.try_hub()?;
         if let Err(error) = hub.hub.outside.process.regions.open_window(number, to, ranges) {
-            // Somebody gives a region back meanwhile, or the peer has no room.
+            // A region was given back meanwhile, or the peer's windows have too many ranges.
             self.shared
                 .registrars
                 .0
@@ -292,14 +298,15 @@ impl Engine {
             return Err(error.into());
         }
         hub.hub.outside.announce_window(number, to);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
         let kind = if matches!(memory, Memory::Gpu(_)) { MemoryKind::Cuda } else { MemoryKind::Host };
         Ok(WindowDescriptor { number, generation, len, kind })
     }
 
-    /// Closes a window: when this returns, whatever is written to its memory does not reach the peer through it, whether the
-    /// peer is stopped, cut off, or in the middle of a read. A read that was not over fails there as
-    /// [`Refused`](crate::Failure::Refused). Takes a second at the most, where a peer takes no bytes that are on their way.
+    /// Closes a window. When this returns, the owner may reuse the memory: no byte that is written from now on is part of a
+    /// read that succeeds, even if the peer is stopped, cut off, or in the middle of a read. A read that was not over fails at
+    /// the peer as [`Refused`](crate::Failure::Refused). Takes at most a second, if the peer does not take bytes that are on
+    /// their way.
     pub fn close_window(&self, window: &WindowDescriptor) -> Result<(), FabricError> {
         let WindowDescriptor { number, generation, .. } = *window;
         let mut hub = self.shared.try_hub()?;
@@ -310,11 +317,12 @@ impl Engine {
         Ok(())
     }
 
-    /// False: there is no such window, or somebody else closes it already.
+    /// Closes a window and waits until nothing is read through it. False: there is no such window, or another thread closes it
+    /// already.
     fn end_window(&self, hub: &mut Hold<'_>, number: u32) -> bool {
         let stopped = hub.hub.outside.process.regions.stop_serving_window(number);
         let Some((generation, to)) = stopped else { return false };
-        // The number is not free meanwhile.
+        // The number stays reserved meanwhile.
         hub.unlocked(|| {
             audit::takes_time("the closing of a window");
             self.shared
@@ -326,43 +334,45 @@ impl Engine {
         hub.hub.outside.announce_window(number, to);
         self.wait_until_free(
             hub,
-            |hub| !hub.hub.outside.is_read_through(number),
-            |hub| hub.hub.outside.let_go_through(number),
+            |hub| !hub.hub.outside.is_window_read(number),
+            |hub| hub.hub.outside.release_window(number),
         );
         hub.hub.outside.process.regions.remove(number);
         true
     }
 
-    /// Waits until memory is not touched any more, and ends what touches it for too long.
+    /// Waits until `is_free`. After [`RELEASE_PATIENCE`] it calls `release` again and again, to end what still touches the
+    /// memory.
     fn wait_until_free(
         &self,
         hub: &mut Hold<'_>,
         is_free: impl Fn(&SocketHub) -> bool,
-        let_go: impl Fn(&mut SocketHub),
+        release: impl Fn(&mut SocketHub),
     ) {
-        hub.hub.outside.process.letting_go += 1;
-        let deadline = Instant::now() + LET_GO;
+        hub.hub.outside.process.releasing += 1;
+        let deadline = Instant::now() + RELEASE_PATIENCE;
         let mut free = self.shared.wait(hub, Some(deadline), |hub| is_free(hub).then_some(()));
-        // A driver cannot be told to stop; and what a job has is looked at when it is back.
+        // No bound: a driver's copy cannot be stopped, and a link that a job has can be ended only when the job is back.
         while free.is_none() {
-            let_go(hub);
-            self.shared.set_going(hub);
-            free = self.shared.wait(hub, Some(Instant::now() + LOOK_AGAIN), |hub| is_free(hub).then_some(()));
+            release(hub);
+            self.shared.run_pending(hub);
+            let deadline = Instant::now() + RELEASE_PAUSE;
+            free = self.shared.wait(hub, Some(deadline), |hub| is_free(hub).then_some(()));
         }
-        hub.hub.outside.process.letting_go -= 1;
+        hub.hub.outside.process.releasing -= 1;
     }
 
-    /// Windows that are open.
+    /// Windows that are open or being closed.
     pub fn windows(&self) -> usize {
         self.shared.hub().hub.outside.process.regions.windows()
     }
 
-    /// What peers have to know of this process and all memory that is registered now.
+    /// A descriptor of this engine: its addresses, what to prove to it, and the regions that are registered now.
     pub fn describe(&self) -> Result<Descriptor, FabricError> {
         Ok(self.shared.try_hub()?.descriptor()?)
     }
 
-    /// A peer, by what it tells of itself. Connections are made meanwhile.
+    /// Adds a peer by its descriptor, and begins to connect to it. Transfers may begin at once.
     pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
         let addresses: Vec<SocketAddr> = descriptor.socket_addresses().take(ADDRESSES_MAX).collect();
         if addresses.is_empty() {
@@ -376,15 +386,16 @@ impl Engine {
         if let Some(known) = hub.hub.outside.peer_mut(peer) {
             known.introduce(descriptor);
         }
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
         Ok(peer)
     }
 
-    /// A peer, by the address at which it listens: both sides prove what this engine proves to others of its kind (its token, or
-    /// its user's secret) before anything else is said. Waits until the peer has told what it has registered.
+    /// Adds a peer by the address at which it listens, and waits until it has announced its regions. Before that both sides
+    /// prove this engine's token, or its user's secret.
     ///
     /// # Errors
-    /// [`FabricError::NotReached`] if it has not by then; [`FabricError::NoSharedSecret`] if this engine has none that others know.
+    /// [`FabricError::NotReached`] if `timeout` passes first; [`FabricError::NoSharedSecret`] if this engine has neither a
+    /// token nor a user's secret.
     pub fn connect_to(&self, address: SocketAddr, timeout: Duration) -> Result<PeerId, FabricError> {
         let mut hub = self.shared.try_hub()?;
         let proofs = &hub.hub.outside.control.proofs;
@@ -394,16 +405,15 @@ impl Engine {
         let (key, trust) = (proofs.own.clone(), proofs.trust.clone());
         let whom = Whom { identity: None, session: long_random()?, key, addresses: vec![address] };
         let peer = self.add_peer(&mut hub, whom, trust)?;
-        self.shared.set_going(&mut hub);
-        let has_told = |hub: &mut SocketHub| hub.hub.outside.peer(peer)?.has_told.then_some(());
-        let told = self.shared.wait(&mut hub, Some(Instant::now() + timeout), has_told);
-        if told.is_some() {
+        self.shared.run_pending(&mut hub);
+        let has_announced = |hub: &mut SocketHub| hub.hub.outside.peer(peer)?.has_announced.then_some(());
+        if self.shared.wait(&mut hub, Some(Instant::now() + timeout), has_announced).is_some() {
             return Ok(peer);
         }
         let trouble = hub.path_statuses(peer).into_iter().find_map(|path| path.trouble);
         let why = trouble.unwrap_or_else(|| "no answer yet".into());
         hub.hub.remove_peer(peer);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
         Err(FabricError::NotReached { address, why })
     }
 
@@ -424,29 +434,29 @@ impl Engine {
         hub.hub.add_peer(whom, trust).ok_or(FabricError::Closed)
     }
 
-    /// Takes note of what memory a peer has registered since. A peer that is connected tells that itself.
+    /// Adds the regions of a peer's newer descriptor. A peer that is connected announces its regions itself.
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
         let mut hub = self.shared.try_hub()?;
         let known = hub.hub.outside.peer_mut(peer).is_some_and(|known| known.describe(descriptor));
-        hub.hub.outside.peer_has_changed(peer);
-        self.shared.set_going(&mut hub);
+        hub.hub.outside.notify_regions_changed(peer);
+        self.shared.run_pending(&mut hub);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }
 
-    /// What a peer has registered, as far as it is known.
+    /// The regions of a peer that transfers may name, as far as they are known here.
     pub fn regions(&self, peer: PeerId) -> Result<Vec<RegionDescriptor>, FabricError> {
         let hub = self.shared.try_hub()?;
         Ok(hub.hub.outside.peer(peer).ok_or(FabricError::NoSuchPeer)?.descriptors())
     }
 
-    /// Who messages from a peer are from; None if there is no such peer, or one that is known by its address only has not
-    /// answered.
+    /// The sender that messages of a peer name. None: there is no such peer, or it was added by its address and has not
+    /// answered yet.
     pub fn peer_id(&self, peer: PeerId) -> Option<EngineId> {
         let identity = self.shared.hub().hub.outside.peer(peer)?.whom.identity?;
         Some(EngineId { engine_id: identity.engine, boot_nonce: identity.boot })
     }
 
-    /// The ways to a peer, and what is wrong with those that are not up; none if there is no such peer.
+    /// The paths to a peer, and why those that are not up are down. Empty if there is no such peer.
     pub fn paths(&self, peer: PeerId) -> Vec<PathStatus> {
         self.shared.hub().path_statuses(peer)
     }
@@ -456,18 +466,19 @@ impl Engine {
         self.shared.hub().holds = Some(Vec::new());
     }
 
-    /// What was measured since [`Engine::measure_holds`], a million holds at the most; nothing is measured any more.
+    /// Returns what was measured since [`Engine::measure_holds`], at most 2^20 holds, and stops measuring.
     pub fn take_holds(&self) -> Vec<crate::HoldTime> {
         self.shared.hub().holds.take().unwrap_or_default()
     }
 
-    /// Connections of either side that ended since a checksum differed, ever: [`EngineOptions::checksums`].
+    /// Connections of either side that ended because a checksum differed, since the engine was made
+    /// ([`EngineOptions::checksums`]).
     pub fn checksum_errors(&self) -> u64 {
         self.shared.hub().hub.outside.process.checksum_errors
     }
 
-    /// Control connections of either side to processes of this host that had to do without shared memory, ever:
-    /// [`PathStatus::no_rings`] says why.
+    /// Control connections of either side to processes of this host that could not use shared memory, since the engine was
+    /// made. [`PathStatus::no_rings`] says why.
     pub fn connections_without_rings(&self) -> u64 {
         self.shared.hub().hub.outside.control.without_rings
     }
@@ -479,37 +490,38 @@ impl Engine {
         }
     }
 
-    /// Lets a process of this host be silent without limit, because it may get no processor. Its connections end when the kernel
-    /// closes them at its end. Other peers count as gone after 10 s of silence. Both sides have to call this.
+    /// Sets no limit to the silence of a process of this host, because it may get no processor for long. Its connections end
+    /// when the kernel closes its sockets. Other peers count as gone after 10 s of silence. Both sides have to call this.
     pub fn allow_silence(&self, peer: EngineId) {
         let EngineId { engine_id: engine, boot_nonce: boot } = peer;
         self.shared.hub().hub.outside.control.silent.insert(Identity { engine, boot });
     }
 
-    /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
-    /// confirmed it, or within a few seconds; those that a process of this host was to read are not over before that.
+    /// Fails all transfers with a peer, and closes its connections. Writes are over once the peer has confirmed that it places
+    /// nothing more, or within 3 seconds. Writes that a process of this host was to read have no such limit: they wait for the
+    /// confirmation, or for the end of that process.
     pub fn disconnect(&self, peer: PeerId) {
         let mut hub = self.shared.hub();
         hub.hub.remove_peer(peer);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
     }
 
-    /// Begins a transfer. Its memory of both sides belongs to it until it is over.
+    /// Begins a transfer. The memory of both sides belongs to it until it is over.
     pub fn begin(&self, peer: PeerId, transfer: Transfer) -> Result<Handle, FabricError> {
         self.shared.begin(peer, &transfer)
     }
 
-    /// These peers, in this order, as one: see [`Group`].
+    /// A [`Group`] of these peers, in this order.
     pub fn group(&self, peers: &[PeerId]) -> Result<Group, FabricError> {
         Group::new(Arc::clone(&self.shared), peers)
     }
 
     /// Sends a message of at most [`MESSAGE_BYTES_MAX`] bytes to a peer, which takes it by [`Engine::receive`].
     ///
-    /// It is delivered once, or fails; messages have no order, among each other or with transfers. Where the peer has no
-    /// room for it, it is sent again with pauses of 1 to 100 ms ([`crate::Options::room_pause`]), and fails at last as
-    /// [`crate::Failure::NoRoom`]. One that failed for another reason may have been delivered, or may still be for a moment where
-    /// a connection broke; never twice.
+    /// It is delivered once, or fails. Messages have no order, neither among each other nor with transfers. If the peer has no
+    /// room, the message is sent again after pauses of 1 to 100 ms ([`crate::Options::room_pause`]), and fails as
+    /// [`crate::Failure::NoRoom`] at its deadline. A message that fails for another reason may have been delivered, or may still
+    /// be for a moment if a connection broke; never twice.
     pub fn send(
         &self,
         peer: PeerId,
@@ -533,49 +545,49 @@ impl Engine {
             CannotSend::Bytes(bytes) => FabricError::MessagesFull(bytes),
         })?;
         hub.hub.outcomes.want(ticket);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
         drop(hub);
         Ok(Handle { shared: Arc::clone(&self.shared), ticket })
     }
 
-    /// A message of any peer, of those that arrived the one that waits the longest. None: not in this time, or the engine
-    /// was closed and nothing is left that arrived before.
+    /// Takes the oldest message that has arrived, of any peer. None: none arrived within `timeout`, or the engine is closed and
+    /// all have been taken.
     ///
-    /// What is not taken fills the inbox ([`EngineOptions::inbox`]); then peers are told that there is no room.
+    /// Messages that nothing takes fill the inbox ([`EngineOptions::inbox`]). Then peers find no room for theirs.
     pub fn receive(&self, timeout: Option<Duration>) -> Option<Message> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut hub = self.shared.hub();
         self.shared.wait(&mut hub, deadline, next_message).flatten()
     }
 
-    /// As [`Engine::receive`], for tasks. Dropped before it is ready, it has taken nothing.
+    /// As [`Engine::receive`], as a future. If it is dropped before it is ready, it has taken nothing.
     pub fn receiving(&self) -> Receiving {
         let receiver = self.shared.hub().hub.outcomes.add_receiver();
         Receiving::new(Arc::clone(&self.shared), receiver)
     }
 
-    /// What messages from here say of their sender; the same as in the descriptor.
+    /// The sender that messages from here name. The descriptor has the same.
     pub fn id(&self) -> EngineId {
         let me = self.shared.hub().hub.outside.process.me;
         EngineId { engine_id: me.engine, boot_nonce: me.boot }
     }
 
-    /// Whether it was closed.
+    /// Whether [`Engine::close`] was called.
     pub fn is_closed(&self) -> bool {
         self.shared.hub().hub.is_closed
     }
 
-    /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
+    /// Opens a counter of this process and returns its generation, which peers' immediates for it must carry.
     pub fn open_counter(&self, counter: u32) -> u32 {
         self.shared.hub().hub.outside.process.immediates.open(counter)
     }
 
-    /// How many immediates have arrived for a counter of this generation.
+    /// The immediates that have arrived for a counter of this generation.
     pub fn count(&self, counter: u32, generation: u32) -> u64 {
         self.shared.hub().hub.outside.process.immediates.count(counter, generation)
     }
 
-    /// Ends a counter's use, and answers the generation of the next.
+    /// Ends a generation of a counter, and returns the next one.
     pub fn retire_counter(&self, counter: u32, generation: u32) -> u32 {
         let mut hub = self.shared.hub();
         let next = hub.hub.outside.process.immediates.retire(counter, generation);
@@ -584,14 +596,14 @@ impl Engine {
         next
     }
 
-    /// Whether nothing counts for this use of a counter any more: it was retired, or the engine closed.
+    /// Whether a counter of this generation counts no more, because it was retired or the engine was closed.
     pub fn is_counter_over(&self, counter: u32, generation: u32) -> bool {
         let hub = self.shared.hub();
         hub.hub.is_closed || hub.hub.outside.process.immediates.is_retired(counter, generation)
     }
 
-    /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter or the
-    /// engine has ended.
+    /// Waits until `target` immediates have arrived. False: `timeout` passed first, or the counter was retired, or the engine
+    /// was closed.
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
         let mut hub = self.shared.hub();
         let reached = |hub: &mut SocketHub| {
@@ -604,9 +616,9 @@ impl Engine {
         self.shared.wait(&mut hub, deadline, reached).unwrap_or(false)
     }
 
-    /// Ends all transfers as failed and all connections, for good: when this returns nothing of this process's memory is
-    /// touched any more, whoever else still has the engine in hand, and all who wait are told. Only a process of this host
-    /// that is stopped while it takes a write of ours may read on for a moment when it goes on.
+    /// Fails all transfers and closes all connections, for good. When this returns, nothing touches this process's memory any
+    /// more, also if other threads still use the engine, and all waiting calls return. One exception: a process of this host
+    /// that is stopped while it reads a write of ours may read on for a moment when it continues.
     ///
     /// Does nothing in another process than the engine's.
     pub fn close(&self) {
@@ -615,10 +627,10 @@ impl Engine {
         }
         let mut hub = self.shared.hub();
         hub.close();
-        let deadline = Instant::now() + LET_GO;
+        let deadline = Instant::now() + RELEASE_PATIENCE;
         let is_read = |hub: &mut SocketHub| (!hub.hub.outside.is_pulled()).then_some(());
         self.shared.wait(&mut hub, Some(deadline), is_read);
-        // What a thread of this process or a driver has in hand cannot be told to stop.
+        // No bound: a job that runs on another thread, or a driver's copy, cannot be stopped.
         self.shared.wait(&mut hub, None, |hub| (!hub.hub.outside.is_ending()).then_some(()));
         hub.finish();
         self.shared.stop.store(true, Ordering::Release);
@@ -630,7 +642,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if !self.shared.is_here() {
-            // The parent goes on with it: its thread is not here to be joined, and nothing that it shares is ended.
+            // The parent still uses the engine. Its thread does not exist in this process, and what it shares must not end.
             let _thread = ManuallyDrop::new(self.thread.take());
             let _shared = ManuallyDrop::new(Arc::clone(&self.shared));
             return;
@@ -639,14 +651,14 @@ impl Drop for Engine {
         let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
             audit::takes_time("the end of a thread");
-            // It does not panic; if it did, there is nothing left to end.
+            // The thread does not panic. If it did, there would be nothing left to end.
             let ended = thread.join();
             debug_assert!(ended.is_ok() || std::thread::panicking(), "the engine's thread panicked");
         }
     }
 }
 
-/// Whether all of it is device memory of this GPU, which may consist of several allocations.
+/// Checks that all bytes are device memory of this GPU. They may lie in several allocations.
 fn check_allocated(gpu: &Gpu, address: u64, len: u64) -> Result<(), GpuError> {
     let (driver, device) = gpu.raw();
     let end =

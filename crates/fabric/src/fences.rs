@@ -1,12 +1,13 @@
-//! Connections that broke while they carried writes, until their peers read nothing more of them.
+//! Fences: tracks connections that broke while they carried writes, until their peers place nothing more of them.
 //!
 //! ```text
-//!  broken --> asked over one address of the peer --> confirmed --> over
-//!                ^                |                                 ^
-//!                '---- pause <----' not reached                     |
-//!  [`LEASE`] after it broke, if it has one, or the peer's end -------'
+//!  broken --> ask over the control connection, --> confirmed ---------> over
+//!             or over an address of the peer                             ^
+//!                ^                |                                      |
+//!                '---- pause <----' not reached, or not confirmed        |
+//!  the lease has expired (if the fence has one), or the peer is gone ----'
 //! ```
-//! Pure: whoever owns the sockets asks.
+//! Pure: the hub sends the questions that [`Fences::take_due`] returns, and reports the answers.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,64 +16,70 @@ use crate::identity::Identity;
 use crate::transfers::{PeerId, Token};
 use crate::trust::Key;
 
-/// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and
-/// threads may be late.
+/// After this long since a connection was closed, its peer places nothing more of it: [`crate::lease::PLACES`], and 0.4 s for
+/// clocks and threads that are late.
 pub(crate) const LEASE: Duration = Duration::from_millis(2900);
-/// The first pause before a peer is asked again, and the longest.
+/// The first pause before a peer is asked again. It doubles.
 const PAUSE: Duration = Duration::from_millis(20);
+/// The longest of these pauses.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
-/// A control connection that is up may be dead all the same: after so long without an answer another way is tried.
+/// After this long without an answer over the control connection, which may be dead although it is up, the fence asks over a
+/// connection of its own.
 const INSIST: Duration = Duration::from_millis(100);
 
-/// Whom to ask.
+/// How to reach a peer, and what to prove to it.
 #[derive(Debug, Clone)]
 pub(crate) struct Whom {
-    /// None: whoever listens at its address, since nothing else is known of it yet.
+    /// None: not known yet; the process that listens at the address.
     pub(crate) identity: Option<Identity>,
     pub(crate) session: u128,
-    /// What it proves to us, and we to it.
+    /// The key that both sides prove.
     pub(crate) key: Key,
-    /// They are tried in turns; there is one.
+    /// At least one. They are tried in turns.
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 #[derive(Debug)]
 struct Fence {
-    /// The broken connection, and its carrier.
     broken: Broken,
     peer: PeerId,
     whom: Whom,
+    /// The posts that the connection carried.
     tokens: Vec<Token>,
+    /// Questions until now: selects the address.
     tried: usize,
+    /// A question is out.
     is_asked: bool,
-    /// When it is asked once more, over a connection of its own, if there is no answer.
+    /// If there is no answer by then, it asks again over a connection of its own.
     insist_at: Duration,
+    /// When the next question is due, if none is out.
     ask_at: Duration,
     pause: Duration,
+    /// When the lease expires. MAX: never.
     until: Duration,
 }
 
-/// A connection that carried bytes: its carrier's code and its number.
+/// A broken connection that carried bytes: its carrier's code and its number.
 pub(crate) type Broken = (u8, u64);
 
-/// Whom to ask about what, and where.
+/// A question to a peer: is anything of this connection still placed?
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) broken: Broken,
     pub(crate) peer: PeerId,
-    /// Where, if not over the control connection.
+    /// The address to ask at, if the control connection is not used.
     pub(crate) address: SocketAddr,
-    /// It was asked before, and nobody has answered: a connection of its own is needed.
+    /// The peer did not answer over the control connection: ask over a connection of its own.
     pub(crate) is_insisted: bool,
 }
 
-/// All of a process.
+/// All fences of one engine.
 #[derive(Debug, Default)]
 pub(crate) struct Fences(Vec<Fence>);
 
 impl Fences {
-    /// A connection broke that carried these. `lease`: after how long they are over anyway; None: not before the peer has
-    /// confirmed, or is gone.
+    /// Adds a connection that broke while it carried these posts. After `lease` they are over without an answer. None: only
+    /// when the peer has confirmed, or is gone.
     pub(crate) fn add(
         &mut self,
         now: Duration,
@@ -88,12 +95,12 @@ impl Fences {
         self.0.push(Fence { broken, peer, whom, tokens, tried, is_asked, insist_at, ask_at, pause, until });
     }
 
-    /// Whom to ask for a connection.
+    /// The peer of a broken connection. None: the fence is over.
     pub(crate) fn whom(&self, broken: Broken) -> Option<&Whom> {
         self.0.iter().find(|fence| fence.broken == broken).map(|fence| &fence.whom)
     }
 
-    /// Broken connections to be asked for now.
+    /// The questions that are due now. Each counts as sent.
     pub(crate) fn take_due(&mut self, now: Duration) -> Vec<Question> {
         let due = |fence: &&mut Fence| match fence.is_asked {
             true => fence.insist_at <= now,
@@ -109,8 +116,8 @@ impl Fences {
         self.0.iter_mut().filter(due).map(ask).collect()
     }
 
-    /// The last try came to nothing. That nobody listens there, or somebody else, does not say that the process is gone:
-    /// something in between may have moved.
+    /// Records that the last question was not confirmed; it is asked again after a pause. An address where nothing listens, or
+    /// another process does, does not prove that the peer is gone: something in between may have moved.
     pub(crate) fn failed(&mut self, now: Duration, broken: Broken) {
         for fence in self.0.iter_mut().filter(|fence| fence.broken == broken) {
             fence.is_asked = false;
@@ -119,34 +126,34 @@ impl Fences {
         }
     }
 
-    /// Questions that went over a peer's control connection, which is gone, are to be asked again.
+    /// Asks a peer's open questions again now, because the control connection that carried them is gone.
     pub(crate) fn ask_again(&mut self, now: Duration, peer: PeerId) {
         for fence in self.0.iter_mut().filter(|fence| fence.peer == peer && fence.is_asked) {
             (fence.is_asked, fence.ask_at) = (false, now);
         }
     }
 
-    /// The peer has confirmed, or is gone: what the connection carried.
+    /// Ends the fences of a connection, because its peer has confirmed or is gone. Returns the posts that it carried.
     pub(crate) fn confirmed(&mut self, broken: Broken) -> Vec<Token> {
         self.take(|fence| fence.broken == broken).into_iter().flat_map(|(_, tokens)| tokens).collect()
     }
 
-    /// What connections carried whose lease is over.
+    /// Ends the fences whose lease has expired. Returns the posts that their connections carried.
     pub(crate) fn take_over(&mut self, now: Duration) -> Vec<(Broken, Vec<Token>)> {
         self.take(|fence| fence.until <= now)
     }
 
-    /// Nobody is asked any more: what all of them carried.
+    /// Ends all fences. Returns the posts that their connections carried.
     pub(crate) fn take_all(&mut self) -> Vec<(Broken, Vec<Token>)> {
         self.take(|_| true)
     }
 
-    /// Whether any waits that no lease ends.
+    /// Whether there is a fence without a lease.
     pub(crate) fn has_unlimited(&self) -> bool {
         self.0.iter().any(|fence| fence.until == Duration::MAX)
     }
 
-    /// When there is something to do if nothing happens.
+    /// When a question is due or a lease expires.
     pub(crate) fn next_tick(&self) -> Option<Duration> {
         let next = |fence: &Fence| if fence.is_asked { fence.insist_at } else { fence.ask_at };
         let tick = |fence: &Fence| next(fence).min(fence.until);
@@ -248,7 +255,7 @@ mod tests {
         assert_eq!(fences.confirmed(ONE), [Token::from_number(7)]);
     }
 
-    /// What was asked over a connection that is gone is never answered.
+    /// The answer to a question over a connection that is gone never comes.
     #[test]
     fn what_was_asked_over_a_connection_that_is_gone_is_asked_again() {
         let mut fences = Fences::default();

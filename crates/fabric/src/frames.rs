@@ -1,4 +1,4 @@
-//! What is said over a control connection.
+//! [`Frame`]: the frames of a control connection, as the hub handles them.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use crate::lease;
 use crate::tcp::{Head, Out};
 use crate::wire::{Outcome, WordsKind};
 
-/// One thing. `B`: how a message's bytes are held.
+/// `B` holds a message's bytes: `Arc<[u8]>` in frames to send, `Vec<u8>` in frames that arrived.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Frame<B> {
-    /// An immediate.
+    /// Counts at a counter of the listening side.
     Immediate {
         token: u64,
         number: u64,
@@ -21,33 +21,35 @@ pub(crate) enum Frame<B> {
         number: u64,
         bytes: B,
     },
-    /// What became of immediates and messages.
+    /// The outcomes of immediates and messages.
     Outcomes(Vec<Outcome>),
+    /// The inbox has no room for a message now.
     NoRoom {
         token: u64,
     },
-    /// What a carrier says to its like.
+    /// A carrier's words for the carrier with the same code at the other end.
     Words {
         code: u8,
         kind: WordsKind,
         bytes: Vec<u8>,
     },
-    /// Nothing more is to be placed of this broken connection.
+    /// Asks the listening side to place nothing more of this broken connection.
     Fence {
         code: u8,
         connection: u64,
     },
+    /// Answers a fence. `is_over`: nothing more is placed. Else some bytes may still be, and the fence is to be asked again.
     Fenced {
         code: u8,
         connection: u64,
         is_over: bool,
     },
-    /// Encoded news of regions.
+    /// Announcements of regions and windows, encoded. Empty: the first list is complete.
     Regions(Vec<u8>),
 }
 
 impl Frame<Arc<[u8]>> {
-    /// As it is written to a connection: head, entries, and the bytes that follow, if there are some.
+    /// The parts that go over the wire: the head, the entries, and the body if there is one.
     pub(crate) fn write(self) -> (Head, Vec<u8>, Option<Out>) {
         let whole = |head: Head| (head, Vec::new(), None);
         let with = |head: Head, bytes: Arc<[u8]>| {

@@ -1,4 +1,5 @@
-//! What has to hold for bytes of any origin, for crates/fuzz-targets: each function panics where it does not.
+//! Properties of the crate's parsers for bytes of any origin, for crates/fuzz-targets: each function panics if its property
+//! does not hold.
 
 #![allow(unsafe_code, reason = "a link receives into memory here")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]
@@ -12,14 +13,14 @@ use crate::descriptor::Descriptor;
 use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::ranges::Piece;
 use crate::tcp::{
-    BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Link, Nonces,
-    PROOF_MESSAGE_BYTES, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,
-    decode_challenge, decode_regions, encode_challenge, encode_refusal, encode_regions,
+    BYTES_MAX, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Link, Nonces, PROOF_MESSAGE_BYTES,
+    Received, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome, decode_challenge,
+    decode_regions, encode_challenge, encode_refusal, encode_regions,
 };
 use crate::trust::Key;
 use crate::wire::{Outcome, RUN_BYTES, WireRun, WordsKind};
 
-/// A frame's head with what follows it: what is read is within the limits, and written as it was read.
+/// Decodes a frame's head and what follows it: decoded values are within the limits, and encode to the same bytes.
 pub fn frame(bytes: &[u8]) {
     let mut head = [0; HEAD_BYTES];
     let entries = bytes.split_at_checked(HEAD_BYTES).map_or(bytes, |(first, rest)| {
@@ -40,7 +41,7 @@ pub fn frame(bytes: &[u8]) {
             _ => {}
         }
     }
-    // Also where the head does not fit.
+    // Entries are decoded also if the head is no valid one.
     runs(entries, entries.first().map_or(0, |first| u64::from(*first)), None);
     let (short, sum) = of_short_runs(entries, RUN_BYTES);
     runs(&short, sum, None);
@@ -55,18 +56,18 @@ fn runs(entries: &[u8], bytes: u64, count: Option<usize>) {
     assert_eq!(write(&runs, bytes, count), entries[..runs.len() * RUN_BYTES]);
 }
 
-/// The runs as they go over the wire; so many as there should be, with so many bytes together.
+/// Encodes runs, and checks their number and the sum of their bytes.
 fn write(runs: &[WireRun], bytes: u64, count: Option<usize>) -> Vec<u8> {
     assert!(count.is_none_or(|count| runs.len() == count));
     assert!(runs.iter().all(|run| run.len > 0));
-    // In a sum that cannot overflow.
+    // In u128 the sum cannot overflow.
     assert_eq!(runs.iter().map(|run| u128::from(run.len)).sum::<u128>(), u128::from(bytes));
     let mut written = Vec::new();
     runs.iter().for_each(|run| run.encode(&mut written));
     written
 }
 
-/// The same entries with runs of less than 256 bytes, and their sum: random lengths hardly ever have the right one.
+/// The same entries with runs of less than 256 bytes, and the sum of these bytes. Random lengths hardly ever have the right sum.
 fn of_short_runs(entries: &[u8], each: usize) -> (Vec<u8>, u64) {
     let mut entries = entries.to_vec();
     let mut sum = 0;
@@ -77,8 +78,8 @@ fn of_short_runs(entries: &[u8], each: usize) -> (Vec<u8>, u64) {
     (entries, sum)
 }
 
-/// A connection over which a stream comes that is cut anywhere: the frames and their bytes are those of the stream, and
-/// bytes go nowhere else. The stream is what `tape` says, frames and noise; `cuts` says how many bytes come at a time.
+/// Receives a stream of frames and noise that is cut anywhere: the link returns exactly the stream's frames and bodies, and
+/// writes no byte elsewhere. `tape` generates the stream, and `cuts` sets how many bytes arrive at a time.
 pub fn link(cuts: &[u8], tape: &[u8]) {
     let first = cuts.first().copied().unwrap_or(0);
     let (greets, has_sums) = (first % 2 == 1, first % 4 >= 2);
@@ -86,7 +87,7 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
     let (mut wanted, end) = parse(&stream, greets, has_sums);
     wanted.reverse();
     let (mut feeder, socket) = UnixStream::pair().unwrap();
-    // A link asks nothing of its socket that only TCP has.
+    // A link needs nothing that only TCP sockets have.
     let socket = TcpStream::from(OwnedFd::from(socket));
     let mut link = Link::new(Stream::new(socket, None, true).unwrap()).unwrap();
     if has_sums {
@@ -94,16 +95,16 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
     }
     let mut receiver = Receiver { greets, body: None };
     let mut rest = stream.as_slice();
-    // What is left after so many cuts comes in large parts: a long stream byte by byte takes seconds.
+    // After so many cuts the rest arrives in large parts, because a long stream byte by byte takes seconds.
     let mut cuts = cuts.iter().cycle().take(CUTS);
     while !rest.is_empty() {
-        // Any number of bytes, also many.
+        // Mostly a few bytes, sometimes up to 55,832.
         let cut = match cuts.next() {
             Some(cut @ 0..200) => usize::from(*cut) + 1,
             Some(cut) => (usize::from(*cut) - 199) * 997,
             None => usize::MAX,
         };
-        // As much as a socket takes: nobody reads meanwhile.
+        // At most as much as the socket's buffer takes, because nothing reads during the write.
         let (first, behind) = rest.split_at(cut.min(rest.len()).min(CUT_MAX));
         feeder.write_all(first).unwrap();
         rest = behind;
@@ -111,7 +112,7 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
             match came {
                 Ok(event) => assert_eq!(Some(event), wanted.pop()),
                 Err(ended) => {
-                    // It may not have seen all of it, but it has seen all that is right.
+                    // The link may not have read the whole stream, but it has returned all valid frames.
                     assert_eq!((wanted.len(), is_bad(&ended)), (0, true), "{ended}");
                     assert_eq!(end, End::Bad);
                     return;
@@ -119,7 +120,7 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
             }
         }
     }
-    // Not by closing it: a process that another test is starting has a copy of its descriptor for a moment.
+    // Closing would not end the stream: a process that another test starts has a copy of the descriptor for a moment.
     feeder.shutdown(Shutdown::Write).unwrap();
     loop {
         match receiver.next(&mut link) {
@@ -136,17 +137,17 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
 /// How a stream ends.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
-    /// It is over, perhaps in the middle of something.
+    /// The bytes end, perhaps in the middle of a frame.
     Closed,
-    /// With something that is no frame.
+    /// The next bytes are no valid frame.
     Bad,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Event {
+enum LinkEvent {
     Greeting(Vec<u8>),
     Frame(Head, Vec<u8>),
-    /// All bytes of the frame before; none where they are not wanted.
+    /// The body of the frame before. Empty if the body is discarded.
     Body(Vec<u8>),
 }
 
@@ -157,10 +158,11 @@ fn is_bad(ended: &Ended) -> bool {
 
 /// Types of TLS records (RFC 8446, 5.1).
 const TLS_RECORDS: std::ops::RangeInclusive<u8> = 20..=23;
+/// Cuts of one stream before the rest arrives in large parts.
 const CUTS: usize = 300;
-/// Most bytes that come at a time.
+/// Most bytes that arrive at a time.
 const CUT_MAX: usize = 64 << 10;
-/// More than this is discarded: one head may announce 64 MiB, for which memory would have to be there.
+/// Longer bodies are discarded, because one head may announce 64 MiB, which would need as much memory.
 const PLACED_MAX: u64 = 128 << 10;
 
 fn is_placed(token: u64, bytes: u64) -> bool {
@@ -172,23 +174,23 @@ fn body_bytes(head: Head) -> Option<(u64, u64)> {
         Head::Write { token, bytes, .. }
         | Head::Data { token, bytes }
         | Head::Message { token, bytes, .. } => Some((token, bytes)),
-        // All of them are placed.
+        // Token 1: these bodies are never discarded.
         Head::Words { bytes, .. } | Head::Regions { bytes } => Some((1, bytes)),
         _ => None,
     }
 }
 
-/// What a whole stream has in it.
-fn parse(mut stream: &[u8], greets: bool, has_sums: bool) -> (Vec<Event>, End) {
+/// The events of a whole stream, by a parser that is simpler than the link's.
+fn parse(mut stream: &[u8], greets: bool, has_sums: bool) -> (Vec<LinkEvent>, End) {
     let mut events = Vec::new();
     let end = |events, bad| (events, if bad { End::Bad } else { End::Closed });
     if greets {
-        // A peer that speaks TLS is known by its first byte.
+        // The first byte tells a peer that speaks TLS.
         if stream.first().is_some_and(|first| TLS_RECORDS.contains(first)) {
             return end(events, true);
         }
         let Some((greeting, rest)) = stream.split_at_checked(HELLO_BYTES) else { return end(events, false) };
-        events.push(Event::Greeting(greeting.to_vec()));
+        events.push(LinkEvent::Greeting(greeting.to_vec()));
         stream = rest;
     }
     loop {
@@ -203,7 +205,7 @@ fn parse(mut stream: &[u8], greets: bool, has_sums: bool) -> (Vec<Event>, End) {
         if sum != sum_of(&[before, &[0; 4], behind, entries].concat()) {
             return end(events, true);
         }
-        events.push(Event::Frame(head, entries.to_vec()));
+        events.push(LinkEvent::Frame(head, entries.to_vec()));
         stream = rest;
         if let Some((token, bytes)) = body_bytes(head) {
             let Some((body, mut rest)) = stream.split_at_checked(bytes as usize) else {
@@ -216,44 +218,46 @@ fn parse(mut stream: &[u8], greets: bool, has_sums: bool) -> (Vec<Event>, End) {
                 }
                 rest = behind;
             }
-            events.push(Event::Body(if is_placed(token, bytes) { body.to_vec() } else { Vec::new() }));
+            events.push(LinkEvent::Body(if is_placed(token, bytes) { body.to_vec() } else { Vec::new() }));
             stream = rest;
         }
     }
 }
 
-/// Takes what comes over a link.
+/// Receives everything from a link, and keeps the memory that the link writes.
 struct Receiver {
     greets: bool,
     body: Option<Placed>,
 }
 
-/// Memory in pieces, with bytes between them that belong to nobody.
+/// Memory in pieces. A [`GUARD`] byte follows each, which the link must not write.
 struct Placed {
     memory: Vec<u8>,
     lens: Vec<usize>,
 }
 
-const NOBODY: u8 = 0xA5;
+const GUARD: u8 = 0xA5;
 
 impl Receiver {
-    /// None: nothing more is there now.
-    fn next(&mut self, link: &mut Link) -> Option<Result<Event, Ended>> {
+    /// The next event. None: nothing more has arrived.
+    fn next(&mut self, link: &mut Link) -> Option<Result<LinkEvent, Ended>> {
         if self.greets {
             let greeting = link.greeting(HELLO_BYTES).transpose()?;
             self.greets = false;
-            return Some(greeting.map(Event::Greeting));
+            return Some(greeting.map(LinkEvent::Greeting));
         }
-        // SAFETY: the memory that is expected is kept in `body` until the next frame, or until the link is gone.
+        // SAFETY: `body` keeps the expected memory until the next frame, or until the link is gone.
         match unsafe { link.receive(None) } {
-            Ok(Came::Frame(head, entries)) => {
+            Ok(Received::Frame(head, entries)) => {
                 if let Some((token, bytes)) = body_bytes(head) {
                     self.expect(link, token, bytes);
                 }
-                Some(Ok(Event::Frame(head, entries)))
+                Some(Ok(LinkEvent::Frame(head, entries)))
             }
-            Ok(Came::Body) => Some(Ok(Event::Body(self.body.take().map_or(Vec::new(), Placed::gather)))),
-            Ok(Came::Nothing) => None,
+            Ok(Received::Body) => {
+                Some(Ok(LinkEvent::Body(self.body.take().map_or(Vec::new(), Placed::gather))))
+            }
+            Ok(Received::Nothing) => None,
             Err(ended) => Some(Err(ended)),
         }
     }
@@ -263,7 +267,7 @@ impl Receiver {
             link.expect(Vec::new(), bytes);
             return;
         }
-        // The token says how long the pieces are; short ones are more than one call takes. No frame has more of them.
+        // The token sets the length of the pieces. Short ones are more than one call takes. No frame has more than ENTRIES_MAX.
         let most = 1 + (token >> 8) as usize % 5_000;
         let mut left = bytes as usize;
         let mut lens = Vec::new();
@@ -273,7 +277,7 @@ impl Receiver {
             lens.push(len);
             left -= len;
         }
-        let mut placed = Placed { memory: vec![NOBODY; bytes as usize + lens.len()], lens };
+        let mut placed = Placed { memory: vec![GUARD; bytes as usize + lens.len()], lens };
         let base = placed.memory.as_mut_ptr().expose_provenance();
         let mut at = 0;
         let piece = |len: &usize| {
@@ -293,14 +297,14 @@ impl Placed {
         for len in self.lens {
             let (piece, behind) = rest.split_at(len);
             bytes.extend(piece);
-            assert_eq!(behind[0], NOBODY, "a byte behind a piece");
+            assert_eq!(behind[0], GUARD, "a byte behind a piece");
             rest = &behind[1..];
         }
         bytes
     }
 }
 
-/// A stream of frames, most of them right, and noise: noise alone would hardly ever be a frame of any length.
+/// Generates a stream of frames, most of them valid, and noise. Noise alone would hardly ever be a valid frame.
 fn play(tape: &[u8], has_sums: bool) -> Vec<u8> {
     let mut tape = tape.iter().copied();
     let mut stream = Vec::new();
@@ -315,7 +319,7 @@ fn play(tape: &[u8], has_sums: bool) -> Vec<u8> {
             5 => (Head::Immediate { token, number: bytes, counter: 1, generation: 2 }, 0),
             6 => (Head::Ack { outcomes: count, stamp: 6 }, 0),
             7 => (Head::Ping { stamp: token }, 0),
-            // A body that is longer than the rest.
+            // The head announces a longer body than follows.
             8 => (Head::Data { token, bytes: bytes << 10 }, 0),
             9 => (Head::Words { code: 7, kind: WordsKind::Offer, bytes: bytes - 1 }, bytes as usize - 1),
             12 => (Head::Regions { bytes }, bytes as usize),
@@ -336,7 +340,7 @@ fn play(tape: &[u8], has_sums: bool) -> Vec<u8> {
         if has_sums && !body.is_empty() {
             stream.extend(sum_of(&body));
         }
-        // One bit of some frame is changed on the way.
+        // Changes one bit of some frame on the way.
         if kind >= 240 {
             let at = token as usize % stream.len();
             stream[at] ^= 1;
@@ -351,8 +355,8 @@ fn sum_of(body: &[u8]) -> [u8; 4] {
     sum.bytes()
 }
 
-/// The messages of a greeting: nobody without the secret proves anything or is known, and what is read is written as it was
-/// read.
+/// Decodes the messages of a greeting: no message forged without the secret is accepted, and decoded values encode to the same
+/// bytes.
 pub fn greeting(bytes: &[u8]) {
     let (key, other) = (Key::new(b"secret"), Key::new(b"other"));
     let nonces = Nonces { listening: [3; 16], connecting: [4; 16] };
@@ -375,7 +379,7 @@ pub fn greeting(bytes: &[u8]) {
         let welcome: &[u8; WELCOME_BYTES] = padded.first_chunk().unwrap();
         assert!(Welcome::decode(welcome, &session).is_err(), "a forged welcome");
 
-        // From a peer that knows the secret, and says anything.
+        // A peer that knows the secret may send anything.
         if let Ok(hello) = Hello::decode(&session.sign(padded), &session) {
             let again: [u8; HELLO_BYTES] = hello.encode(&session).try_into().unwrap();
             assert_eq!(Hello::decode(&again, &session), Ok(hello));
@@ -387,7 +391,7 @@ pub fn greeting(bytes: &[u8]) {
             assert!(Welcome::decode(&again, &later).is_err());
         }
     }
-    // Both with nonces that nobody has chosen.
+    // Proofs and verdicts with arbitrary nonces.
     let chosen = Nonces { connecting: *padded.last_chunk().unwrap(), ..nonces };
     let proof: [u8; PROOF_MESSAGE_BYTES] = key.encode_proof(&chosen).try_into().unwrap();
     assert_eq!(key.decode_proof(&proof, &chosen.listening), Ok(Some(chosen)));
@@ -399,7 +403,7 @@ pub fn greeting(bytes: &[u8]) {
     assert_eq!(key.decode_verdict(&refusal, &chosen), Ok(Verdict::Refused));
 }
 
-/// News of regions, and what a carrier says by process_vm: what is read is written as it was read.
+/// Decodes announcements of regions, and the words of process_vm: decoded values encode to the same bytes.
 pub fn words(bytes: &[u8]) {
     if let Ok(news) = decode_regions(bytes) {
         assert_eq!(decode_regions(&encode_regions(&news).concat()), Ok(news));
@@ -407,14 +411,14 @@ pub fn words(bytes: &[u8]) {
     crate::carriers::process_vm::check_words(bytes);
 }
 
-/// A descriptor: what is read can be written, and is read again as the same.
+/// Decodes a descriptor: a decoded one can be encoded, and decodes to the same again.
 pub fn descriptor(bytes: &[u8]) {
     let mut right = b"KVFD\x03".to_vec();
     right.extend(bytes.get(5..).unwrap_or_default());
     for bytes in [bytes, &right] {
         let Ok(descriptor) = Descriptor::from_bytes(bytes) else { continue };
         let written = descriptor.to_bytes().expect("what was read fits");
-        // Regions of kinds that are not known are left out.
+        // The reader leaves out regions of unknown kinds, so the encoding may be shorter.
         assert!(written.len() <= bytes.len());
         assert_eq!(Descriptor::from_bytes(&written).as_ref(), Ok(&descriptor));
         for region in &descriptor.regions {
@@ -429,7 +433,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        // The fuzzer looks deeper; this keeps its targets in order.
+        // The fuzzer goes deeper; this keeps its targets working.
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn what_the_fuzzer_checks_holds_for_some_bytes(

@@ -1,13 +1,13 @@
-//! GPUs of this process, and the numbers by which regions, carriers and peers name them.
+//! The GPUs of an engine, and the numbers by which its regions, carriers and peers name them.
 
 use kvlane_gpu::Gpu;
 
-/// Each GPU's number is its place in the list. A GPU keeps its number until the engine ends.
+/// A GPU's number is its index. A GPU keeps its number until the engine ends.
 #[derive(Debug, Default)]
 pub(crate) struct Gpus(Vec<Gpu>);
 
 impl Gpus {
-    /// Answers the number of a GPU, and adds a GPU that has none.
+    /// Returns the number of a GPU. A GPU that has none is added.
     pub(crate) fn add(&mut self, gpu: &Gpu) -> u16 {
         let is_it = |known: &Gpu| {
             std::ptr::addr_eq(known.raw().0, gpu.raw().0) && known.info().ordinal == gpu.info().ordinal
@@ -16,7 +16,7 @@ impl Gpus {
         if number == self.0.len() {
             self.0.push(gpu.clone());
         }
-        // No host has as many GPUs as a u16 counts.
+        // No host has more GPUs than a u16 counts.
         number as u16
     }
 }

@@ -1,15 +1,16 @@
-//! A connection for a carrier's bytes that a peer has made, and that has been greeted.
+//! [`Greeted`]: a connection for a carrier's bytes that a peer has made. The control connections' listener has done the
+//! greeting, and hands the connection to the carrier.
 
 use crate::identity::Identity;
 use crate::lease::Lease;
 use crate::tcp::Link;
 
-/// Who made it, and the connection itself.
+/// The peer has proved the secret. Frames may have arrived already.
 #[derive(Debug)]
 pub struct Greeted {
     pub(crate) link: Box<Link>,
     pub(crate) lease: Lease,
     pub(crate) from: Identity,
-    /// Its number at whoever made it.
+    /// The number that the peer gave the connection.
     pub(crate) connection: u64,
 }

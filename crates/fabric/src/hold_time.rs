@@ -1,12 +1,12 @@
-//! What is measured of the engine's lock.
+//! Measurements of the engine's lock, for benchmarks.
 
 use std::time::Duration;
 
 /// How long one hold of an engine's lock took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HoldTime {
-    /// Of the holder's processor: what others wait for at least.
+    /// Processor time of the holder: the least that other threads waited.
     pub cpu: Duration,
-    /// On the wall, also while the holder had no processor.
+    /// Wall time, which includes the time in which the holder had no processor.
     pub wall: Duration,
 }

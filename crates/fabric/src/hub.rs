@@ -1,6 +1,13 @@
-//! All that one engine has: what decides about transfers ([`Transfers`]), and what carries out what was decided
-//! ([`Outside`]). One lock guards it. Nothing under it blocks or copies bytes of transfers, but those of writes of less than a
-//! page that go with words: that is done by jobs ([`SocketHub::take_job`]), outside of the lock, as [`crate::audit`] checks.
+//! Everything of one engine, behind one lock: [`Transfers`] decides, and [`Outside`] carries out.
+//!
+//! ```text
+//!  a thread of the engine --- the lock --> SocketHub: poll, pump, take_job, put_back
+//!                                            Hub: Transfers <--- drive ---> Outside: control connections, carriers,
+//!                                                                                    and the process's regions
+//!  the same thread, no lock --> a job runs: sockets, copies, drivers
+//! ```
+//! No call under the lock blocks, and none copies bytes of transfers, except WRITEs of less than a page that travel inside
+//! words. Jobs do both without the lock ([`SocketHub::take_job`]); [`crate::audit`] checks this in tests.
 
 mod answers;
 mod ending;
@@ -24,7 +31,7 @@ use crate::provider::drive;
 use crate::transfers::{Full, PathSpec, PeerId, Reach, Request, Ticket, Transfers};
 use crate::trust::Trust;
 
-/// Runs that are posted before whoever holds the lock lets others have it.
+/// Runs that one hold of the lock may post. Then other threads get the lock.
 pub(crate) const RUNS_A_HOLD: usize = 512;
 
 #[derive(Debug)]
@@ -33,7 +40,7 @@ pub(crate) struct Hub<C> {
     pub(crate) outside: Outside<C>,
     pub(crate) outcomes: Outcomes,
     pub(crate) is_closed: bool,
-    /// There is more to be posted than one hold of the lock may.
+    /// The last hold ended at [`RUNS_A_HOLD`], so more can be posted.
     pub(crate) has_more: bool,
 }
 
@@ -46,7 +53,7 @@ impl<C: Control> Hub<C> {
         self.outside.now()
     }
 
-    /// Does what is due now, and posts at most so many runs as one hold of the lock may. Whether there was anything.
+    /// Does what is due, and posts at most [`RUNS_A_HOLD`] runs. Whether there was anything.
     pub(crate) fn pump(&mut self) -> bool {
         self.pump_within(RUNS_A_HOLD)
     }
@@ -66,14 +73,14 @@ impl<C: Control> Hub<C> {
             if !more || runs == 0 {
                 self.has_more = more;
                 self.forget();
-                self.take_news();
+                self.wake_waiters();
                 return any;
             }
         }
     }
 
-    /// What came by itself is told to those who wait for it.
-    fn take_news(&mut self) {
+    /// Wakes threads that wait for a message, a counter or regions, if some have changed.
+    fn wake_waiters(&mut self) {
         let news = self.outside.process.take_news();
         if news.message {
             self.outcomes.note_message();
@@ -83,7 +90,7 @@ impl<C: Control> Hub<C> {
         }
     }
 
-    /// A peer, which is connected from now on.
+    /// Adds a peer and starts to connect to it.
     pub(crate) fn add_peer(&mut self, whom: Whom, trust: Trust) -> Option<PeerId> {
         let now = self.now();
         let peer = self.transfers.add_peer(now);
@@ -92,7 +99,7 @@ impl<C: Control> Hub<C> {
         Some(peer)
     }
 
-    /// Ends all transfers with a peer. Those that wrote are over when the peer has confirmed that, or with its lease.
+    /// Ends all transfers with a peer. WRITEs end when the peer has confirmed their fence, or with its lease.
     pub(crate) fn remove_peer(&mut self, peer: PeerId) {
         let now = self.now();
         self.transfers.remove_peer(now, peer);
@@ -101,9 +108,9 @@ impl<C: Control> Hub<C> {
         self.settle();
     }
 
-    /// Forgets removed peers and paths of which nothing is under way any more.
+    /// Forgets removed peers and paths that have nothing in flight any more.
     fn forget(&mut self) {
-        if !self.outside.forgets() {
+        if !self.outside.has_removed() {
             return;
         }
         let transfers = &self.transfers;
@@ -111,7 +118,7 @@ impl<C: Control> Hub<C> {
         self.outside.forget_paths(|path| transfers.has_path(path));
     }
 
-    /// Begins a transfer whose request was checked against what both sides had registered. None: that has changed.
+    /// Begins a transfer that was checked against both sides' regions. None if these have changed since the check.
     pub(crate) fn submit(&mut self, request: Request, used: Used) -> Result<Option<Ticket>, Full> {
         let is_right = self.outside.both_sides(used.peer).is_some_and(|sides| sides.still_have(&used));
         if !is_right {
@@ -124,22 +131,22 @@ impl<C: Control> Hub<C> {
         Ok(Some(ticket))
     }
 
-    /// What both sides have registered now.
+    /// The regions of both sides, as known now.
     pub(crate) fn both_sides(&self, peer: PeerId) -> Option<BothSides> {
         self.outside.both_sides(peer)
     }
 
-    /// Does all that is due, but posts nothing.
+    /// Does everything that is due, but posts nothing.
     fn settle(&mut self) {
         while self.pump_within(0) {}
     }
 
-    /// Ends everything, for good, but what asks neighbours to read nothing more of this process, and what waits for a driver or
-    /// for a job ([`Outside::is_ending`]).
+    /// Ends everything for good, except what others have to finish: fences that neighbours must confirm, and jobs or
+    /// drivers at work ([`Outside::is_ending`]).
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
-        // Whoever closes waits for what is in hand.
-        self.outside.process.letting_go += 1;
+        // A thread that closes the engine waits for memory in use.
+        self.outside.process.releasing += 1;
         self.outcomes.note_message();
         self.outside.peers().into_iter().for_each(|peer| self.remove_peer(peer));
         self.outside.close_carriers();

@@ -1,64 +1,66 @@
-//! Numbers that arrive after a transfer's bytes, and which of a sender's numbers have arrived.
+//! Counters, and the immediates that count at them exactly once.
 //!
-//! A transfer ends with at most one immediate, sent after all of its bytes are in place. When a path dies while an
-//! immediate is under way, its sender cannot know whether it arrived and sends it again over another path: the receiver
-//! tells the second one by its number, which the sender counts up for each receiver.
+//! A transfer ends with at most one immediate, sent after all of its bytes are in place. If a path breaks while an immediate is
+//! under way, the sender cannot know whether it arrived, and sends it again over another path. Both copies have the same number,
+//! which the sender counts up for each receiver. The receiver remembers the numbers that it has seen, and ignores the second.
 
 use std::collections::{BTreeSet, HashMap};
 
-/// What an arriving immediate did.
+/// The effect of an immediate that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
-    /// It counts; so many have arrived for this counter by now.
+    /// It counted; the counter's new count.
     Counted(u64),
-    /// It has been counted before.
+    /// It has arrived before, and does not count again.
     Again,
-    /// The use of the counter that it is for is over.
+    /// The generation of the counter that it names has been retired.
     Stale,
-    /// No honest peer sends this: a use of the counter that has not begun, a number beyond all others, or more counters
-    /// than [`COUNTERS_MAX`] that nobody here knows.
+    /// No honest peer sends this: a generation that has not begun, the last of all numbers, or a new counter when peers have
+    /// named [`COUNTERS_MAX`] already that this process does not know.
     Refused,
 }
 
 /// Most counters that only peers have named.
 pub const COUNTERS_MAX: usize = 65_536;
 
-/// Most immediates to one receiver whose outcome a sender does not know, counted from the oldest. A receiver remembers more.
+/// How far a sender's next number may be ahead of its oldest immediate whose outcome it does not know. The receiver remembers
+/// numbers this far back.
 pub(crate) const IMMEDIATES_AHEAD: u64 = 65_536;
 
-/// Counters of one process, by their number, and what peers have sent.
+/// The counters of one engine, by number, and the numbers that peers have sent.
 ///
-/// A counter exists from the first time that either side names it: whether the immediate or the wait comes first makes no
-/// difference. Counts never fall; a wait is over when the count has reached what it waits for, or passed it. Only its owner
-/// ends a use of a counter and begins the next.
+/// A counter exists from the first time that either side names it, so the immediate may come before the wait. Counts never
+/// fall; a wait is over when the count has reached its target, or passed it. Only the owner of a counter retires a generation
+/// and begins the next.
 #[derive(Debug, Default)]
 pub struct Immediates {
     counters: HashMap<u32, Counter>,
-    /// Of them, those that only peers have named.
+    /// Counters that only peers have named.
     foreign: usize,
-    senders: HashMap<u128, Seen>,
+    /// By session of a peer.
+    senders: HashMap<u128, SeenNumbers>,
 }
 
 #[derive(Debug, Default)]
 struct Counter {
-    /// A number is used again with the next generation; the first is 0.
+    /// Counts the retirements, from 0.
     generation: u32,
     count: u64,
-    /// Its owner has named it.
+    /// The owner has named it.
     own: bool,
 }
 
-/// Immediates of one sender that have arrived.
+/// The numbers of one sender that have arrived.
 #[derive(Debug, Default)]
-struct Seen {
-    /// All below have arrived, or will not count any more.
+struct SeenNumbers {
+    /// All lower numbers have arrived, or will not count any more.
     below: u64,
-    /// Those that arrived ahead of others.
+    /// Numbers that arrived before some lower one.
     ahead: BTreeSet<u64>,
 }
 
 impl Immediates {
-    /// An immediate for a counter arrived, the `number`-th (from 0) of `sender`, which is what a peer's process is to this one.
+    /// Counts an immediate that arrived. It is the `number`-th message or immediate, from 0, of `sender`, a session of a peer.
     pub fn arrive(&mut self, sender: u128, number: u64, counter: u32, generation: u32) -> Arrival {
         if number == u64::MAX {
             return Arrival::Refused;
@@ -83,17 +85,18 @@ impl Immediates {
         Arrival::Counted(counter.count)
     }
 
-    /// Whether this number of a sender has arrived, or is taken for one that has. Messages are numbered with the immediates.
+    /// Whether this number of a sender has arrived, or is so old that it counts as arrived. Messages and immediates are numbered
+    /// together.
     pub(crate) fn has_seen(&self, sender: u128, number: u64) -> bool {
         self.senders.get(&sender).is_some_and(|seen| number < seen.below || seen.ahead.contains(&number))
     }
 
-    /// Takes note of a number of a sender; false if it has been noted before.
+    /// Records a number of a sender. False: it has arrived before, or is too old.
     pub(crate) fn note(&mut self, sender: u128, number: u64) -> bool {
-        self.senders.entry(sender).or_default().is_new(number)
+        self.senders.entry(sender).or_default().insert(number)
     }
 
-    /// Names a counter of this process, and answers the generation of its use now, which peers are to send.
+    /// Opens a counter of this process, and returns its current generation, which peers have to send.
     pub fn open(&mut self, counter: u32) -> u32 {
         let known = self.counters.entry(counter).or_insert_with(|| {
             self.foreign += 1;
@@ -105,19 +108,19 @@ impl Immediates {
         known.generation
     }
 
-    /// How many have arrived for a counter of this generation.
+    /// The count of a counter in this generation; 0 for another generation.
     pub fn count(&self, counter: u32, generation: u32) -> u64 {
         let known = self.counters.get(&counter).filter(|known| known.generation == generation);
         known.map_or(0, |known| known.count)
     }
 
-    /// Whether this use of a counter has ended.
+    /// Whether this generation of a counter has been retired.
     pub fn is_retired(&self, counter: u32, generation: u32) -> bool {
         self.counters.get(&counter).is_some_and(|known| known.generation > generation)
     }
 
-    /// Ends a counter's use: what still arrives for this generation or an older one is stale. Answers the generation to use
-    /// next; a counter whose generations are used up stays at the last one, which does not end.
+    /// Retires a generation of a counter: immediates that still arrive for it, or an older one, are stale. Returns the next
+    /// generation. A counter that has had all generations stays at the last one, which cannot be retired.
     pub fn retire(&mut self, counter: u32, generation: u32) -> u32 {
         self.open(counter);
         let Some(known) = self.counters.get_mut(&counter) else { return 0 };
@@ -129,19 +132,19 @@ impl Immediates {
         known.generation
     }
 
-    /// Forgets a peer's process, which is gone and will not come back.
+    /// Forgets the numbers of a session, whose peer sends nothing again.
     pub fn forget(&mut self, sender: u128) {
         self.senders.remove(&sender);
     }
 }
 
-impl Seen {
-    /// Takes note of a number; false if it has been noted before.
-    fn is_new(&mut self, number: u64) -> bool {
+impl SeenNumbers {
+    /// Records a number. False: it has arrived before, or is too old.
+    fn insert(&mut self, number: u64) -> bool {
         if number < self.below || !self.ahead.insert(number) {
             return false;
         }
-        // One that was given up under way is missing for ever: so long after it, nobody waits for it any more.
+        // A number that was given up under way never arrives. The sender is never further ahead of one that it may still send.
         if self.ahead.len() as u64 > IMMEDIATES_AHEAD
             && let Some(oldest) = self.ahead.first()
         {

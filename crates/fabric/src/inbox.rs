@@ -1,31 +1,31 @@
-//! Messages of peers that nobody here has taken yet.
+//! The inbox: bounds and holds the messages that peers have sent, until this process receives them.
 //!
 //! ```text
 //!             admit            deliver              take
-//!  (its head) -----> (its bytes) -----> (it waits) -----> (whoever receives)
+//!  (its head) -----> (its bytes) -----> (it waits) -----> (Engine::receive)
 //!       |                 | its connection broke: release
-//!       '--> known already, or no room: its bytes are passed over
+//!       '--> delivered before, or no room: its bytes are discarded
 //! ```
-//! Where several peers are connected, each has its share of the room, and one that holds nothing always has a place there if
-//! anybody has: one that sends without end leaves the others theirs.
+//! If several peers are connected, each has an equal share of the room. A peer that holds nothing is admitted whenever there is
+//! any room at all. So a peer that sends without end does not keep the others out.
 //!
-//! A message keeps its number when it is sent again, over whichever connection, and is told by it as immediates are. One
-//! that finds no room is as if it had never come: its sender tries again.
+//! A message keeps its number when it is sent again over another connection, so that the inbox delivers it once, as immediates
+//! count once. A message that finds no room leaves no trace, and its sender tries again.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::descriptor::Descriptor;
 use crate::immediates::Immediates;
 
-/// Most bytes of a message.
+/// Most bytes of one message.
 pub const MESSAGE_BYTES_MAX: usize = crate::tcp::MESSAGE_BYTES_MAX;
 
-/// A process's engine, as it tells of itself in its descriptor.
+/// One start of one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EngineId {
-    /// The engine's number in its descriptor.
+    /// As in the engine's descriptor.
     pub engine_id: u128,
-    /// Another one each time that it starts.
+    /// Drawn anew each time that an engine starts.
     pub boot_nonce: u64,
 }
 
@@ -35,21 +35,21 @@ impl From<&Descriptor> for EngineId {
     }
 }
 
-/// Bytes that a peer has sent.
+/// A message that a peer has sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// Who. Where there is a token, whoever has it proved that.
+    /// The sender, as it named itself after it had proved the secret.
     pub from: EngineId,
-    /// At most [`MESSAGE_BYTES_MAX`]; may be none.
+    /// At most [`MESSAGE_BYTES_MAX`]; may be empty.
     pub bytes: Vec<u8>,
 }
 
-/// How much waits for whoever receives messages.
+/// The limits of an inbox.
 #[derive(Debug, Clone)]
 pub struct InboxOptions {
-    /// Messages that wait at most, of all senders together; a sender of more tries again.
+    /// Most messages that wait, of all senders together. A sender that finds no room tries again.
     pub messages: usize,
-    /// Most bytes of them together; at least [`MESSAGE_BYTES_MAX`].
+    /// Most bytes of these messages together; at least [`MESSAGE_BYTES_MAX`].
     pub bytes: usize,
 }
 
@@ -59,47 +59,48 @@ impl Default for InboxOptions {
     }
 }
 
-/// What is to become of a message whose bytes are still to come.
+/// The decision on a message whose head has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
-    /// There is room for it, until it is delivered or released.
+    /// Room is reserved until the message is delivered or released.
     Admitted,
     /// It has been delivered before.
     Known,
-    /// It is to be sent again later.
+    /// The sender has to send it again later.
     NoRoom,
-    /// No honest peer sends this: too long, or a number beyond all others.
+    /// No honest peer sends this: too long, or the last of all numbers.
     Refused,
 }
 
-/// Messages that wait to be received, and room for those that are coming.
+/// Messages that wait to be received, and the room reserved for those that are arriving.
 #[derive(Debug, Default)]
 pub struct Inbox {
     options: InboxOptions,
-    /// With whose each is.
+    /// Delivered messages, the oldest first, each with its sender.
     waiting: VecDeque<(u128, Message)>,
-    /// Messages of each sender that wait or are coming, and their bytes; none without any.
+    /// By sender: admitted messages that have not been taken, and their bytes. No entry for a sender without any.
     of: HashMap<u128, (usize, usize)>,
-    /// Peers that may send at present: each has an equal part of what may wait.
+    /// Peers that may send now. Each has an equal share of the room.
     senders: usize,
-    /// Messages that wait or are coming, and their bytes.
+    /// Admitted messages that have not been taken.
     held: usize,
+    /// Bytes of `held`.
     held_bytes: usize,
 }
 
 impl Inbox {
-    /// Empty.
+    /// An empty inbox with these limits.
     pub fn new(options: InboxOptions) -> Inbox {
         Inbox { options, ..Inbox::default() }
     }
 
-    /// So many senders share the room from now on.
+    /// Sets the number of peers that share the room from now on.
     pub fn share_among(&mut self, senders: usize) {
         self.senders = senders;
     }
 
-    /// The head of a message has come, the `number`-th (from 0, counted with the immediates) of `sender`, which is what a
-    /// peer's process is to this one.
+    /// Decides on a message whose head has arrived. It is the `number`-th message or immediate, from 0, of `sender`, a session
+    /// of a peer.
     pub fn admit(&mut self, seen: &Immediates, sender: u128, number: u64, bytes: u64) -> Admission {
         if number == u64::MAX || bytes > MESSAGE_BYTES_MAX as u64 {
             return Admission::Refused;
@@ -125,7 +126,8 @@ impl Inbox {
         Admission::Admitted
     }
 
-    /// All bytes of an admitted message are there. False: it came over another connection too, and was delivered already.
+    /// Delivers an admitted message, whose bytes are complete. False: it also came over another connection, and was delivered
+    /// before.
     pub fn deliver(&mut self, seen: &mut Immediates, sender: u128, number: u64, message: Message) -> bool {
         let is_new = seen.note(sender, number);
         if is_new {
@@ -136,7 +138,7 @@ impl Inbox {
         is_new
     }
 
-    /// An admitted message of a sender, of so many bytes, does not come any more.
+    /// Frees the room of an admitted message of this size, which does not arrive any more.
     pub fn release(&mut self, sender: u128, bytes: usize) {
         if let Some((count, held)) = self.of.get_mut(&sender) {
             (*count, *held) = (count.saturating_sub(1), held.saturating_sub(bytes));
@@ -148,14 +150,14 @@ impl Inbox {
         self.held_bytes = self.held_bytes.saturating_sub(bytes);
     }
 
-    /// A message that nobody has taken; the one that waits the longest.
+    /// Takes the oldest message.
     pub fn take(&mut self) -> Option<Message> {
         let (sender, message) = self.waiting.pop_front()?;
         self.release(sender, message.bytes.len());
         Some(message)
     }
 
-    /// Messages that wait or are coming.
+    /// Admitted messages that have not been taken.
     pub fn held(&self) -> usize {
         self.held
     }

@@ -1,4 +1,4 @@
-//! How long the listening side of a connection may place bytes of its peer.
+//! Leases: for how long the listening side of a connection may place bytes that the connecting side has sent.
 //!
 //! ```text
 //!  listening side                                   connecting side
@@ -6,14 +6,18 @@
 //!   places until       <--- Write, Ping: stamp ---   ...
 //!   stamp + PLACES                                   ends the connection, then counts LEASE and uses the memory
 //! ```
-//! The connecting side cannot say back a stamp before it was made, and says nothing after it has ended the connection. So it
-//! had the connection when the stamp was made, and its LEASE is over later than LEASE after the stamp: no byte is placed
-//! then. What the bytes themselves waited for, in a socket or a network, does not matter; that bytes come at all says
-//! nothing, since they may have been sent by somebody who ended the connection long ago.
+//! Why no byte is placed after the connecting side's LEASE ([`crate::fences::LEASE`]) is over:
+//! 1. The connecting side echoes a stamp only after it was made, and echoes nothing after it has closed the connection. So it
+//!    still had the connection when the stamp was made.
+//! 2. It starts to count LEASE after that. So its LEASE ends later than LEASE after the stamp, and the listening side stops
+//!    placing at stamp + [`PLACES`], which is earlier.
 //!
-//! The two clocks do not have to agree, only to run at about the same rate. This one goes on while the host is suspended.
-//! What is left over, LEASE less [`PLACES`], is for a thread that has looked at its clock and is stopped before the call that
-//! places is over. User space cannot do both at once: stopped there for longer, a process that goes on makes this one call.
+//! How long the bytes waited in a socket or a network does not matter. The arrival of bytes proves nothing, because the sender
+//! may have closed the connection long ago.
+//!
+//! The two clocks need not agree, but must run at about the same rate. The listening side's runs on while the host is
+//! suspended. The difference of LEASE and [`PLACES`] is for a thread that has read its clock and is stopped before the call that
+//! places bytes ends. User space cannot check and place in one step: a thread stopped there for longer makes this one call late.
 
 use std::time::Duration;
 
@@ -21,24 +25,28 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::wire::BadFrame;
 
-/// How old the latest stamp may be that the peer has said back. It comes behind all that is queued on the connection, in both
-/// directions, and a connection on which that takes longer breaks; so it is longer than a busy machine needs to answer.
+/// The greatest age of the latest stamp that the peer has echoed. A stamp travels behind all that is queued on the connection,
+/// in both directions. A connection where that takes longer breaks, so this is longer than a busy machine needs to answer.
 pub(crate) const PLACES: Duration = Duration::from_millis(2500);
 
-/// Of a connection of a peer.
+/// The lease of one connection that a peer made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lease {
-    /// The peer had the connection when the clock said this.
+    /// The latest time on this side's clock at which the peer is known to have had the connection.
     stamp: Duration,
 }
 
 impl Lease {
-    /// Of a peer that is asked now for what only this connection can answer.
+    /// Starts a lease together with a challenge: the peer's answer, which only this connection can carry, proves that it had the
+    /// connection now or later.
     pub(crate) fn begin() -> Lease {
         Lease { stamp: clock() }
     }
 
-    /// The peer has said back a stamp, 0 if it knows none.
+    /// Renews the lease with a stamp that the peer has echoed, 0 if it has got none. An older stamp changes nothing.
+    ///
+    /// # Errors
+    /// The stamp is later than this side's clock.
     pub(crate) fn renew(&mut self, stamp: u64) -> Result<(), BadFrame> {
         let stamp = Duration::from_nanos(stamp);
         if stamp > clock() {
@@ -48,18 +56,18 @@ impl Lease {
         Ok(())
     }
 
-    /// Whether its bytes may be placed now. To be asked right before.
+    /// Whether the peer's bytes may be placed now. Ask right before the call that places them.
     pub(crate) fn holds(&self) -> bool {
         self.holds_for(Duration::ZERO)
     }
 
-    /// The same for what takes so long once it was begun.
+    /// Whether a call that places bytes for this long may begin now.
     pub(crate) fn holds_for(&self, duration: Duration) -> bool {
         clock() + duration < self.stamp + PLACES
     }
 }
 
-/// To be sent to a peer that says it back.
+/// A stamp of now, to be sent to a peer, which echoes it.
 pub(crate) fn stamp() -> u64 {
     clock().as_nanos() as u64
 }

@@ -1,7 +1,17 @@
-//! Moves bytes between processes and hosts.
+//! Moves bytes between registered memory of processes, on one host or several: [`Engine`] is the API.
 //!
-//! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. A
-//! [`Provider`] carries that out: an [`Engine`] has one control connection to each peer, and beside it [`Carrier`]s of bytes.
+//! ```text
+//!  Engine          the API, the lock and the threads        engine.rs, engine/
+//!    Hub           all state under that lock                hub.rs
+//!      Transfers   decides what to post on which path       transfers.rs: no I/O, no clock, no threads
+//!      Outside     carries it out (a Provider)              hub/outside.rs
+//!        Control   one control connection to each peer      control.rs
+//!        Carriers  bytes, over sockets or process_vm        carrier.rs, carriers/
+//! ```
+//! Two invariants hold throughout:
+//! - No late write. Memory belongs to a transfer until it is over, on both sides. A transfer whose connection broke is over
+//!   only once its peer has confirmed that nothing more is placed (fences.rs), or a lease has expired (lease.rs).
+//! - A transfer ends exactly once, and a counter counts it exactly once (immediates.rs), however often it is sent again.
 #![deny(unsafe_code)]
 
 mod audit;
@@ -25,6 +35,7 @@ mod immediates;
 mod inbox;
 mod lease;
 mod links;
+mod logged_peers;
 mod numbered;
 mod peers;
 mod process;
@@ -42,7 +53,6 @@ mod shm;
 mod silence;
 mod status;
 mod tcp;
-mod told;
 mod transfers;
 mod trust;
 mod watch;

@@ -1,10 +1,10 @@
-//! Maps by numbers that this process gives out.
+//! [`Numbered`]: a hash map for numbers that this process counts up, with a fast hash.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// By a number that this process counted up itself. Nobody else chooses such numbers, so none can choose many that fall
-/// together: the hash need not be secret as that of the standard library, and takes one multiplication.
+/// A map whose keys this process counted up itself. No peer can choose keys that collide. So the hash need not be secret, as
+/// that of the standard library is, and takes one multiplication.
 pub(crate) type Numbered<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
 /// Multiplies by 2^64 over the golden ratio (Knuth, The Art of Computer Programming, volume 3, 6.4).
@@ -13,7 +13,7 @@ pub(crate) struct NumberHasher(u64);
 
 impl Hasher for NumberHasher {
     fn finish(&self) -> u64 {
-        // A map takes the lowest bits and the uppermost; the best ones are the upper half.
+        // The map uses the lowest and the uppermost bits, and the multiplication mixes the upper half best.
         self.0.rotate_left(26)
     }
 
@@ -44,7 +44,7 @@ mod tests {
             let hashes: Vec<u64> = (0..1024u64).map(|number| build.hash_one(number * step)).collect();
             let tags: HashSet<u64> = hashes.iter().map(|hash| hash >> 57).collect();
             let places: HashSet<u64> = hashes.iter().map(|hash| hash % 1024).collect();
-            // Random ones would have 632 places.
+            // Random hashes would have 647 places.
             assert!(tags.len() > 100 && places.len() > 600, "{step}: {} tags, {}", tags.len(), places.len());
         }
     }

@@ -1,4 +1,13 @@
-//! Processes that this one has connected to, and what is known of them.
+//! The peers that this process has connected to, and the memory that each of them shares.
+//!
+//! Regions and windows of a peer become known in two ways, which may overtake each other:
+//! - A descriptor that the caller brings names numbers, generations and lengths. It may be older or newer than what the peer
+//!   has announced, and it has no keys.
+//! - The peer announces its regions and windows, with the carriers' keys, over the control connection: all of them when the
+//!   connection comes up, each change after that. An empty announcement ends the first list.
+//!
+//! A later generation wins over an earlier one, from either source. For the same generation the announcement wins. Transfers
+//! may name a described region at once; carriers wait for its announcement ([`RemoteMemory::NotYet`]).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -13,65 +22,67 @@ use crate::transfers::{Memory, PathId, PeerId};
 use crate::trust::Trust;
 use crate::window::{PEER_RANGES_MAX, Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
 
-/// All of them.
+/// By the id that [`crate::Transfers`] gave the peer.
 pub(crate) type Peers = Numbered<PeerId, Peer>;
 
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) whom: Whom,
-    /// It was connected by an address, and not by its descriptor.
+    /// The caller connected by an address, without a descriptor.
     pub(crate) is_known_by_address: bool,
-    /// What is proved to it, which does not change while it runs.
+    /// The secret that both sides prove. It does not change while the peer runs.
     pub(crate) trust: Trust,
-    /// What carries its immediates and messages.
+    /// The path that carries immediates and messages.
     pub(crate) control: PathId,
-    /// What it has registered, as far as it is known.
+    /// The regions and windows that transfers may name, described or announced.
     shapes: Arc<Shapes>,
+    /// The same regions, as the API shows them.
     regions: HashMap<u32, RegionDescriptor>,
-    /// By region: the generation, and what each carrier has to know of it.
+    /// Announced regions, by number: the generation and the carriers' keys.
     keys: HashMap<u32, (u32, Keys)>,
-    /// What it lets this process read, by number and with the generation.
+    /// Announced windows, by number: the generation and the ranges.
     windows: HashMap<u32, (u32, Ranges)>,
-    /// A window of which more ranges are to be told: number, generation and what is known of it.
-    coming: Option<(u32, u32, Vec<WindowRange>)>,
-    /// Ranges of all its windows.
+    /// A window whose announcement has more parts to come: number, generation and the ranges until now.
+    partial_window: Option<(u32, u32, Vec<WindowRange>)>,
+    /// Ranges of all `windows`, at most [`PEER_RANGES_MAX`].
     window_ranges: usize,
-    /// Regions and windows of descriptors that may be of a later moment than what it is telling.
+    /// Numbers described since the peer was introduced, or since its last control connection ended. They may be newer than the
+    /// first list of announcements.
     described: HashSet<u32>,
     has_had_gpus: bool,
-    /// It has told its regions since its control connection is up.
-    pub(crate) has_told: bool,
-    /// Why a carrier cannot reach it, by the carrier's code.
+    /// The first list of announcements over this control connection is complete.
+    pub(crate) has_announced: bool,
+    /// By carrier code: why the carrier cannot reach the peer.
     pub(crate) refusals: Vec<(u8, String)>,
-    /// Of those, what the log has said.
-    pub(crate) said_refusals: Vec<(u8, String)>,
+    /// Refusals that the log has named.
+    pub(crate) logged_refusals: Vec<(u8, String)>,
     /// Name that the engine's owner gave the peer; empty by default.
     pub(crate) label: String,
 }
 
-/// Where a peer's bytes are, as a carrier's like there has told.
+/// The bytes of a run at a peer, with the keys that the carrier's [`crate::Registrar`] there made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RemoteMemory<'a> {
-    /// Here, one after the other.
+    /// The bytes, one part after the other.
     Known(Vec<RemoteBytes<'a>>),
-    /// The peer has not told yet; [`crate::Carrier::regions_changed`] follows when it has.
+    /// The peer has not announced the region or window yet. [`crate::Carrier::regions_changed`] follows when it does.
     NotYet,
-    /// The region or window has another generation by now, or nothing for this carrier.
+    /// The region or window is gone or has another generation by now, or has no key for this carrier.
     None,
 }
 
 /// Bytes of one region of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteBytes<'a> {
-    /// What the carrier's [`crate::Registrar`] at the peer has answered for the region.
+    /// The key that the carrier's [`crate::Registrar`] at the peer made for the region.
     pub key: &'a [u8],
-    /// The region's number, which is not the run's where that names a window.
+    /// The region's number. Differs from the run's number if the run names a window.
     pub region: u32,
-    /// Its generation.
+    /// The region's generation.
     pub generation: u32,
-    /// Where the bytes begin in the region.
+    /// Bytes from the start of the region.
     pub offset: u64,
-    /// How many.
+    /// Bytes of this part.
     pub len: u64,
 }
 
@@ -86,46 +97,50 @@ impl Peer {
             regions: HashMap::new(),
             keys: HashMap::new(),
             windows: HashMap::new(),
-            coming: None,
+            partial_window: None,
             window_ranges: 0,
             described: HashSet::new(),
             has_had_gpus: false,
-            has_told: false,
+            has_announced: false,
             refusals: Vec::new(),
-            said_refusals: Vec::new(),
+            logged_refusals: Vec::new(),
             label: String::new(),
         }
     }
 
-    /// Name and addresses, for logs.
+    /// Its label and addresses, for logs.
     pub(crate) fn name(&self) -> String {
         let addresses: Vec<String> = self.whom.addresses.iter().map(ToString::to_string).collect();
         let addresses = addresses.join(" or ");
         if self.label.is_empty() { addresses } else { format!("{} at {addresses}", self.label) }
     }
 
-    /// As [`Peer::describe`], before any connection to it is begun: what it tells over the first one is of a later moment.
+    /// As [`Peer::describe`], before the first connection to the peer. Whatever the peer announces over it is newer.
     pub(crate) fn introduce(&mut self, descriptor: &Descriptor) -> bool {
         let is_it = self.describe(descriptor);
         self.described.clear();
         is_it
     }
 
-    /// Takes a descriptor's word for what the peer has registered, until the peer tells. False if it is of another process.
+    /// Adds the regions of a descriptor, until the peer announces its own. False: it is the descriptor of another process.
     pub(crate) fn describe(&mut self, descriptor: &Descriptor) -> bool {
         if self.whom.identity.is_some_and(|known| known != identity(descriptor))
             || self.trust != descriptor.trust
         {
             return false;
         }
-        // What the peer itself has told counts more, unless the descriptor is of a later moment.
+        // The peer's own announcement wins, unless the descriptor is newer.
         let is_news = |region: &&RegionDescriptor| match self.keys.get(&region.number) {
-            Some((told, _)) => *told < region.generation,
+            Some((announced, _)) => *announced < region.generation,
             // A window has the number by now.
-            None if self.windows.get(&region.number).is_some_and(|(told, _)| *told >= region.generation) => {
+            None if self
+                .windows
+                .get(&region.number)
+                .is_some_and(|(announced, _)| *announced >= region.generation) =>
+            {
                 false
             }
-            None if !self.has_told => true,
+            None if !self.has_announced => true,
             None => {
                 let known = self.shapes.get(&region.number);
                 known.is_none_or(|known| known.generation < region.generation)
@@ -133,14 +148,14 @@ impl Peer {
         };
         let shape = |region: &RegionDescriptor| {
             let (generation, len) = (region.generation, region.len);
-            // Which node or GPU it is, the peer tells.
+            // Only the peer's announcement names the node or the GPU.
             let known = self.shapes.get(&region.number).filter(|known| known.generation == generation);
             let unknown = if region.kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
             let memory = known.map_or(unknown, |known| known.memory);
             (region.number, Shape { generation, len, memory, is_window: false })
         };
-        let is_told = |number: &u32| self.keys.contains_key(number) || self.windows.contains_key(number);
-        let stays = |number: &u32| self.has_told || is_told(number);
+        let is_announced = |number: &u32| self.keys.contains_key(number) || self.windows.contains_key(number);
+        let stays = |number: &u32| self.has_announced || is_announced(number);
         let news: Vec<&RegionDescriptor> = descriptor.regions.iter().filter(is_news).collect();
         let mut shapes = Shapes::clone(&self.shapes);
         shapes.retain(|number, _| stays(number));
@@ -153,15 +168,15 @@ impl Peer {
         true
     }
 
-    /// Takes a window's descriptor for what the peer lets this process read, until the peer tells. False: it was closed, and
-    /// its number is used otherwise.
+    /// Adds a window by its descriptor, until the peer announces it. False: the window was closed, and its number has been used
+    /// again.
     pub(crate) fn describe_window(&mut self, window: &WindowDescriptor) -> bool {
         let WindowDescriptor { number, generation, len, kind } = *window;
         match self.shapes.get(&number) {
             Some(known) if known.generation == generation => known.is_window && known.len == len,
             Some(known) if known.generation > generation => false,
             _ => {
-                // Which node or GPU it is, the peer tells.
+                // Only the peer's announcement names the node or the GPU.
                 let memory = if kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
                 let shape = Shape { generation, len, memory, is_window: true };
                 Arc::make_mut(&mut self.shapes).insert(number, shape);
@@ -172,23 +187,23 @@ impl Peer {
         }
     }
 
-    /// The peer has told; nothing: that was all that it had registered when its connection came.
+    /// Applies announcements of the peer. An empty list: it has announced all that it had when the connection came up.
     ///
     /// # Errors
-    /// What it tells makes no sense.
+    /// The peer violates the protocol.
     pub(crate) fn take_news(&mut self, news: Vec<RegionNews>) -> Result<(), &'static str> {
-        if news.is_empty() && !std::mem::replace(&mut self.has_told, true) {
+        if news.is_empty() && !std::mem::replace(&mut self.has_announced, true) {
             let (keys, windows) = (&self.keys, &self.windows);
             let described = std::mem::take(&mut self.described);
-            let is_told = |number: &u32| keys.contains_key(number) || windows.contains_key(number);
-            let stays = |number: &u32| is_told(number) || described.contains(number);
-            // What an earlier descriptor has said is not so any more.
+            let is_announced = |number: &u32| keys.contains_key(number) || windows.contains_key(number);
+            let stays = |number: &u32| is_announced(number) || described.contains(number);
+            // The rest came from earlier descriptors, and is gone at the peer.
             Arc::make_mut(&mut self.shapes).retain(|number, _| stays(number));
             self.regions.retain(|number, _| stays(number));
         }
         for news in news {
             let shapes = Arc::make_mut(&mut self.shapes);
-            if !matches!(news, RegionNews::Window { .. }) && self.coming.take().is_some() {
+            if !matches!(news, RegionNews::Window { .. }) && self.partial_window.take().is_some() {
                 return Err("a window of which the rest is missing");
             }
             match news {
@@ -196,10 +211,10 @@ impl Peer {
                     let (number, generation, len) = (region.number, region.generation, region.len);
                     self.has_had_gpus |= region.kind == MemoryKind::Cuda;
                     self.keys.insert(number, (generation, keys));
-                    // A descriptor may have said of a later one.
+                    // A descriptor may have named a later one.
                     if !is_later(shapes, number, generation) {
                         if region.access == Access::Windows {
-                            // Only carriers have to know of it.
+                            // Only carriers need it: transfers name the windows.
                             shapes.remove(&number);
                             self.regions.remove(&number);
                         } else {
@@ -236,7 +251,7 @@ impl Peer {
         ranges: Vec<WindowRange>,
         has_more: bool,
     ) -> Result<(), &'static str> {
-        let mut all = match self.coming.take() {
+        let mut all = match self.partial_window.take() {
             Some((of, its, known)) if (of, its) == (number, generation) => known,
             Some(_) => return Err("a window of which the rest is missing"),
             None => Vec::new(),
@@ -246,7 +261,7 @@ impl Peer {
             return Err("a window of too many ranges");
         }
         if has_more {
-            self.coming = Some((number, generation, all));
+            self.partial_window = Some((number, generation, all));
             return Ok(());
         }
         let ranges = Ranges::new(all).ok_or("a window of ranges that make no sense")?;
@@ -272,16 +287,16 @@ impl Peer {
         }
     }
 
-    /// Its control connection is gone: what it tells over the next one counts.
+    /// Forgets the announcements of a control connection that is gone. The peer announces everything again over the next one.
     pub(crate) fn forget_keys(&mut self) {
         self.keys.clear();
         self.windows.clear();
-        (self.coming, self.window_ranges) = (None, 0);
+        (self.partial_window, self.window_ranges) = (None, 0);
         self.described.clear();
-        self.has_told = false;
+        self.has_announced = false;
     }
 
-    /// What it has registered, by number.
+    /// Its regions, sorted by number.
     pub(crate) fn descriptors(&self) -> Vec<RegionDescriptor> {
         let mut all: Vec<RegionDescriptor> = self.regions.values().copied().collect();
         all.sort_unstable_by_key(|region| region.number);
@@ -292,12 +307,12 @@ impl Peer {
         Arc::clone(&self.shapes)
     }
 
-    /// Whether memory of a GPU is registered there, or ever was: a transfer of it may be waiting for its path still.
+    /// Whether the peer shares, or ever shared, memory of a GPU: a transfer of it may still wait for its path.
     pub(crate) fn has_had_gpus(&self) -> bool {
         self.has_had_gpus
     }
 
-    /// Where bytes of a region's, or a window's, generation are for the carrier of this code.
+    /// Finds bytes of a region or window of this generation, with the keys of the carrier with this code.
     pub(crate) fn memory(
         &self,
         code: u8,
@@ -319,7 +334,7 @@ impl Peer {
             }
             // Generations count up.
             Some(known) if known > generation => RemoteMemory::None,
-            _ if self.has_told && !self.shapes.contains_key(&region) => RemoteMemory::None,
+            _ if self.has_announced && !self.shapes.contains_key(&region) => RemoteMemory::None,
             _ => RemoteMemory::NotYet,
         }
     }
@@ -332,7 +347,7 @@ impl Peer {
     }
 }
 
-/// Whether a later generation of this number is known.
+/// Whether a later generation of this number is known already.
 fn is_later(shapes: &Shapes, number: u32, generation: u32) -> bool {
     shapes.get(&number).is_some_and(|known| known.generation > generation)
 }
@@ -378,7 +393,7 @@ mod tests {
         known
     }
 
-    /// A descriptor may be old. A transfer of what it names and nobody has any more would wait for a key for ever.
+    /// A descriptor may be old. A transfer that names a region which is gone would wait for a key for ever.
     #[test]
     fn what_a_peer_has_not_told_it_does_not_have_whatever_its_descriptor_said() {
         let (mut peer, old) = described(vec![region(0, 0), region(1, 0), region(2, 0)]);
@@ -407,8 +422,8 @@ mod tests {
         assert_eq!(generations(&peer), [(1, 0), (2, 1)]);
     }
 
-    /// Found by the simulation of hubs: a peer tells what it has, registers more, and is described to this process before all
-    /// that it told has come. A transfer of the new region was refused, of which the peer's own word was on its way.
+    /// Found by the simulation of hubs: a peer announces its regions, registers another, and its new descriptor overtakes some
+    /// announcements. A transfer of the new region was refused while the region's announcement was under way.
     #[test]
     fn a_descriptor_that_comes_while_a_peer_tells_may_be_of_a_later_moment() {
         let (mut peer, descriptor) = described(vec![region(0, 0), region(5, 0)]);
@@ -423,7 +438,7 @@ mod tests {
         assert_eq!(told, [RemoteMemory::NotYet, RemoteMemory::NotYet]);
         peer.take_news(vec![here(2, 0)]).unwrap();
         assert!(matches!(peer.memory(OWN, (2, 0), 0, 1), RemoteMemory::Known(_)));
-        // Over the next connection it tells what is so then.
+        // Over the next connection it announces what it has then.
         peer.forget_keys();
         peer.take_news(vec![here(2, 0)]).unwrap();
         peer.take_news(Vec::new()).unwrap();
@@ -474,7 +489,7 @@ mod tests {
         assert!(peer.describe_window(&descriptor));
         let former = WindowDescriptor { generation: 1, ..descriptor };
         assert!(!peer.describe_window(&former), "its number is another window's by now");
-        // Its owner tells in order, and a descriptor may be faster than several windows of one number.
+        // The owner announces in order, and a descriptor may overtake several windows of one number.
         let next = WindowDescriptor { generation: 5, ..descriptor };
         assert!(peer.describe_window(&next));
         for generation in 2..5 {

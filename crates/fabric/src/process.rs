@@ -1,4 +1,5 @@
-//! What belongs to this process, and not to one of its connections or carriers.
+//! State of one engine that outlives its connections: registered regions, sessions of peers, counters, the inbox, and the
+//! memory that transfers in flight use.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -22,25 +23,24 @@ pub(crate) struct Process {
     pub(crate) regions: Regions,
     /// GPUs whose memory is registered, or was.
     pub(crate) gpus: Gpus,
-    /// What peers are to this process.
     pub(crate) sessions: Sessions,
     pub(crate) immediates: Immediates,
     pub(crate) inbox: Inbox,
-    /// What transfers under way use.
+    /// Regions of both sides that each transfer in flight uses.
     used: Numbered<Ticket, Used>,
-    /// Regions that are being given back: somebody waits until nothing touches them.
-    pub(crate) letting_go: usize,
+    /// Threads that wait until nothing touches memory that they take back.
+    pub(crate) releasing: usize,
     pub(crate) news: News,
-    /// Connections that ended since a checksum differed.
+    /// Connections of either side that ended because a checksum differed, ever.
     pub(crate) checksum_errors: u64,
 }
 
-/// What happened beside transfers that somebody may wait for.
+/// Events other than the ends of transfers that a thread may wait for.
 #[derive(Debug, Default)]
 pub(crate) struct News {
-    /// A message came.
+    /// A message arrived.
     pub(crate) message: bool,
-    /// Something else: a counter counted, a peer's regions are known, or memory was let go.
+    /// A counter counted, a peer's regions are known, or memory was released.
     pub(crate) change: bool,
 }
 
@@ -71,31 +71,31 @@ impl Process {
             immediates: Immediates::default(),
             inbox: Inbox::new(inbox),
             used: Numbered::default(),
-            letting_go: 0,
+            releasing: 0,
             news: News::default(),
             checksum_errors: 0,
         }
     }
 
-    /// A connection ended for this reason.
+    /// Counts and logs a connection that ended because of a checksum. Other reasons are ignored.
     pub(crate) fn note_ended(&mut self, peer: Option<SocketAddr>, why: &Ended) {
         if matches!(why, Ended::Damaged) {
             self.checksum_errors += 1;
-            tracing::warn!(?peer, %why, "a connection is closed and made again");
+            tracing::warn!(?peer, %why, errors = self.checksum_errors, "connection closed: checksum mismatch");
         }
     }
 
-    /// What came by itself since this was asked the last time.
+    /// The events since the last call.
     pub(crate) fn take_news(&mut self) -> News {
         std::mem::take(&mut self.news)
     }
 
-    /// Something may not be touched any more: whoever gives it back looks again.
-    pub(crate) fn note_let_go(&mut self) {
-        self.news.change |= self.letting_go > 0;
+    /// Wakes the threads that wait to take memory back: less may touch it now.
+    pub(crate) fn note_released(&mut self) {
+        self.news.change |= self.releasing > 0;
     }
 
-    /// Notes what a transfer uses, until it is over.
+    /// Counts a transfer as a user of its regions, until [`Process::note_over`].
     pub(crate) fn note_use(&mut self, ticket: Ticket, used: Used) {
         used.own.iter().for_each(|(region, _)| self.regions.count_use(*region, 1));
         self.used.insert(ticket, used);
@@ -107,13 +107,13 @@ impl Process {
         }
     }
 
-    /// How many transfers use memory.
+    /// Transfers in flight that use memory.
     #[cfg(test)]
     pub(crate) fn uses(&self) -> usize {
         self.used.len()
     }
 
-    /// The generation of a peer's region with which a transfer began, and the peer.
+    /// The peer of a transfer, and the generation that the peer's region had when the transfer began.
     pub(crate) fn used_generation(&self, ticket: Ticket, region: u32) -> Option<(PeerId, u32)> {
         let used = self.used.get(&ticket)?;
         let (_, generation) = used.theirs.iter().find(|(number, _)| *number == region)?;
@@ -129,12 +129,12 @@ impl Used {
 }
 
 impl BothSides {
-    /// What runs use, which were checked against both sides.
+    /// The regions that these runs use. The runs were checked against both sides.
     pub(crate) fn used_by(&self, peer: PeerId, runs: &[Run]) -> Used {
         let regions = |shapes: &Shapes, region: fn(&Run) -> u32| {
             let mut regions: Vec<u32> = Vec::new();
             for run in runs {
-                // Mostly it is one.
+                // Most transfers have one region a side.
                 if regions.last() != Some(&region(run)) {
                     regions.push(region(run));
                 }
@@ -149,7 +149,7 @@ impl BothSides {
         Used { peer, own, theirs }
     }
 
-    /// Runs by the memories that they are in.
+    /// Groups runs by the two memories that they move between.
     pub(crate) fn stretches(&self, runs: Vec<Run>) -> Vec<Stretch> {
         let memory =
             |shapes: &Shapes, region| shapes.get(&region).map_or(Memory::Host(0), |shape| shape.memory);
@@ -170,7 +170,7 @@ impl BothSides {
         stretches
     }
 
-    /// Whether all of this is still as it was.
+    /// Whether these regions are still registered with the same generations.
     pub(crate) fn still_have(&self, used: &Used) -> bool {
         let is = |shapes: &Shapes, (region, generation): &(u32, u32)| {
             shapes.get(region).is_some_and(|shape| shape.generation == *generation)

@@ -1,9 +1,11 @@
-//! The seam between what is decided and what carries it out: [`Transfers`] decides, a [`Provider`] has the connections.
+//! The interface between [`Transfers`], which decides, and a [`Provider`], which has the connections: [`drive`] runs the two
+//! against each other.
 //!
 //! ```text
 //!               Transfers  --- connect, close, post --->  Provider
 //!               (no I/O)   <--- Event ------------------  (control connections and carriers; in tests a network)
 //! ```
+//! Each post and each connection ends with exactly one event that counts. Repeated and late events are ignored.
 
 use std::time::Duration;
 
@@ -11,77 +13,78 @@ use crate::transfers::{
     Action, Completion, Failure, PathId, PathSpec, PeerId, Post, Route, Ticket, Token, Transfers,
 };
 
-/// Something that carries posts over connections. It decides nothing: which path, how much at once, what is tried again and
-/// when something is given up is [`Transfers`]' business.
+/// Carries posts over connections. A provider decides nothing: [`Transfers`] chooses the path and the size of a post, what
+/// is retried, and when to give up.
 ///
-/// What the two have to agree on beyond the calls: which paths there are, and which memory the places of a
-/// [`crate::Run`] name.
+/// Beyond the calls, both agree on which paths there are, and on the memory that the positions of a [`crate::Run`] name.
 pub trait Provider {
-    /// A path that [`Event::Comes`] has told of has this number. None: there is no such peer any more.
-    fn came(&mut self, path: Option<PathId>, label: u64);
+    /// Tells the id of a path that [`Event::PathAdded`] announced with this label. None: the peer has been removed.
+    fn path_added(&mut self, path: Option<PathId>, label: u64);
 
-    /// Opens a path's connection of that number. [`Event::Up`] or [`Event::Broke`] follows.
+    /// Opens connection number `connection` of a path. [`Event::Up`] or [`Event::Broke`] follows.
     fn connect(&mut self, now: Duration, path: PathId, connection: u32);
 
-    /// Ends this connection, if that has not happened yet. [`Event::Broke`] follows, and for everything posted on it
-    /// [`Event::Completed`], as [`Completion::Unknown`] unless it is known better, once nothing touches its memory any more.
+    /// Ends this connection, unless it has ended already. [`Event::Broke`] follows. For each of its posts
+    /// [`Event::Completed`] follows once nothing touches its memory any more: as [`Completion::Unknown`], unless the provider
+    /// knows the outcome.
     fn close(&mut self, now: Duration, path: PathId, connection: u32);
 
-    /// Takes a post; one [`Event::Completed`] follows, however it ends.
+    /// Takes a post. Exactly one [`Event::Completed`] follows, however the post ends.
     ///
     /// # Errors
-    /// The path takes nothing now. [`Event::Ready`], or the completion of another post on it, says when it does.
+    /// The path takes nothing now. [`Transfers`] posts again after [`Event::Ready`] or the completion of another post on it.
     fn post(&mut self, now: Duration, post: Post) -> Result<(), NotNow>;
 
-    /// No path to a peer that serves the route has been up for [`crate::Options::peer_patience`]: transfers that need one are
-    /// failed. Its paths are tried on.
+    /// No path to a peer that serves the route has been up for [`crate::Options::peer_patience`]. [`Transfers`] fails the
+    /// transfers that need one, and goes on to connect the peer's paths.
     fn lost(&mut self, now: Duration, peer: PeerId, route: Route);
 
-    /// What happened next, in the order in which it did; None if nothing has.
+    /// The next event, in the order in which they happened. None: there is none now.
     fn next_event(&mut self) -> Option<Event>;
 }
 
-/// A path takes no post at the moment: its connection went, or its queue is full.
+/// A path takes no post at the moment, because its connection is gone or its queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotNow;
 
-/// What a [`Provider`] tells.
+/// A report of a [`Provider`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// A path's connection of that number is there.
+    /// A path's connection is up.
     Up {
-        /// Whose.
+        /// The path that [`Provider::connect`] named.
         path: PathId,
-        /// Its number.
+        /// The number that [`Provider::connect`] gave it.
         connection: u32,
     },
-    /// There is one more path to a peer. [`Provider::came`] tells by the label which it is, then it is connected.
-    Comes {
-        /// Whom it leads to.
+    /// The provider has found one more path to a peer. [`Provider::path_added`] answers with its id, then
+    /// [`Provider::connect`] follows.
+    PathAdded {
+        /// The peer that it leads to.
         peer: PeerId,
-        /// What it can.
+        /// The routes that it serves, its class and its limits.
         spec: PathSpec,
-        /// What the provider knows it by until then.
+        /// Names the path in [`Provider::path_added`].
         label: u64,
     },
-    /// A path goes for good.
-    Goes(PathId),
-    /// It broke, or could not be made. What was posted on it is still to complete. Told again, or late, it is passed over.
+    /// A path is gone for good.
+    PathRemoved(PathId),
+    /// A connection broke, or could not be made. Its posts still complete. A repeated or late report is ignored.
     Broke {
-        /// Whose.
+        /// The path that [`Provider::connect`] named.
         path: PathId,
-        /// Its number.
+        /// The number that [`Provider::connect`] gave it.
         connection: u32,
     },
-    /// A path that did not take a post takes one again.
+    /// A path that answered [`NotNow`] takes posts again.
     Ready(PathId),
-    /// What became of a post. Told twice it counts once.
+    /// A post ended. A repeated report is ignored.
     Completed(Token, Completion),
 }
 
-/// Does what is due: tells `transfers` what happened, then what time it is, and lets the provider carry out what they ask
-/// for, until there is nothing left, or so many runs are posted that a whole post more would be too much: then `runs` is 0.
-/// `over` is told of each transfer that is over. Answers whether there was anything to do.
+/// Reports all events to `transfers`, then the time, and lets the provider carry out what they ask for, until there is nothing
+/// to do. It stops early, and sets `runs` to 0, when one more post might exceed the budget of `runs`. Calls `over` for each
+/// transfer that ends. True if there was anything to do.
 pub fn drive<P: Provider>(
     transfers: &mut Transfers,
     provider: &mut P,
@@ -90,7 +93,7 @@ pub fn drive<P: Provider>(
     mut over: impl FnMut(&mut P, Ticket, Result<(), Failure>),
 ) -> bool {
     let mut any = take_events(transfers, provider, now);
-    // After the news: when the caller was late, nobody is given up whose answer lies there already.
+    // After the events, so that a late caller does not time out a peer whose answer has arrived already.
     transfers.tick(now);
     loop {
         let mut more = take_events(transfers, provider, now);
@@ -123,7 +126,7 @@ pub fn drive<P: Provider>(
     }
 }
 
-/// Tells `transfers` all that happened; answers whether anything did.
+/// Reports all events to `transfers`. True if there were any.
 fn take_events(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration) -> bool {
     let mut any = false;
     while let Some(event) = provider.next_event() {
@@ -140,8 +143,10 @@ fn take_event(transfers: &mut Transfers, provider: &mut impl Provider, now: Dura
                 provider.close(now, path, connection);
             }
         }
-        Event::Comes { peer, spec, label } => provider.came(transfers.add_path(now, peer, spec), label),
-        Event::Goes(path) => transfers.remove_path(now, path),
+        Event::PathAdded { peer, spec, label } => {
+            provider.path_added(transfers.add_path(now, peer, spec), label);
+        }
+        Event::PathRemoved(path) => transfers.remove_path(now, path),
         Event::Broke { path, connection } => transfers.path_broke(now, path, connection),
         Event::Ready(path) => transfers.path_ready(path),
         Event::Completed(token, completion) => transfers.complete(now, token, completion),
@@ -157,14 +162,14 @@ mod tests {
     use crate::transfers::{Options, Reach};
 
     #[derive(Default)]
-    struct Told {
+    struct FakeProvider {
         events: VecDeque<Event>,
         lost: Vec<Route>,
         connections: Vec<(PathId, u32)>,
     }
 
-    impl Provider for Told {
-        fn came(&mut self, _: Option<PathId>, _: u64) {}
+    impl Provider for FakeProvider {
+        fn path_added(&mut self, _: Option<PathId>, _: u64) {}
 
         fn connect(&mut self, _: Duration, path: PathId, connection: u32) {
             self.connections.push((path, connection));
@@ -185,14 +190,14 @@ mod tests {
         }
     }
 
-    /// The engine's thread was not run for long: a peer's connection is there, the news of it lies unread, and its time is
-    /// over. It counted as lost, since the time was looked at before the news.
+    /// The engine's thread did not run for long: a peer's connection is up, the event is unread, and the peer's time has passed.
+    /// The peer counted as lost, because the timers fired before the events were read.
     #[test]
     fn a_peer_whose_connection_is_there_is_not_lost_because_the_news_was_read_late() {
         let options = Options::default();
         let late = options.peer_patience * 2;
         for is_there in [true, false] {
-            let (mut transfers, mut provider) = (Transfers::new(options.clone()), Told::default());
+            let (mut transfers, mut provider) = (Transfers::new(options.clone()), FakeProvider::default());
             let peer = transfers.add_peer(Duration::ZERO);
             transfers.add_path(Duration::ZERO, peer, PathSpec::new(Reach::ALL, 0)).unwrap();
             drive(&mut transfers, &mut provider, Duration::ZERO, &mut 100, |_, _, _| {});

@@ -1,19 +1,19 @@
-//! Numbers that nobody else draws.
+//! Random numbers from the kernel: never the same twice, in all processes and hosts.
 
 use std::io;
 
-/// Of 64 bits.
+/// A random number of 64 bits.
 ///
 /// # Errors
-/// If the kernel gives none.
+/// The kernel gives none.
 pub(crate) fn random() -> io::Result<u64> {
     Ok(u64::from_le_bytes(kvlane_memory::random()?))
 }
 
-/// Of 128 bits.
+/// A random number of 128 bits.
 ///
 /// # Errors
-/// As of [`random`].
+/// As [`random`].
 pub(crate) fn long_random() -> io::Result<u128> {
     Ok(u128::from_le_bytes(kvlane_memory::random()?))
 }

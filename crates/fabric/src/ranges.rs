@@ -1,6 +1,6 @@
 //! Ranges of this process's memory: the host's ([`Piece`]), or the host's or a GPU's ([`Spot`]).
 
-/// Bytes that a socket or a system call reads or writes.
+/// Bytes of the host's memory, which a socket or a system call reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) address: usize,
@@ -23,11 +23,11 @@ impl Piece {
     }
 }
 
-/// Bytes somewhere.
+/// Bytes of the host's memory or of a GPU's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Spot {
     pub(crate) piece: Piece,
-    /// The number of the GPU on which they are; None for the host.
+    /// The number of the GPU. None: the host.
     pub(crate) gpu: Option<u16>,
 }
 
@@ -45,23 +45,23 @@ impl Spot {
     }
 }
 
-/// Memory in several places, none of which overlaps another, in order.
+/// Several ranges of memory, sorted and without overlaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Spots<'a>(&'a [Spot]);
 
 impl<'a> Spots<'a> {
-    /// All bytes of one.
+    /// One range, by itself sorted and without overlaps.
     pub(crate) fn one(spot: &'a Spot) -> Spots<'a> {
         Spots(std::slice::from_ref(spot))
     }
 
-    /// Of what [`disjoint`] has made.
+    /// Ranges that [`disjoint`] has sorted and joined.
     pub(crate) fn of(disjoint: &'a [Spot]) -> Spots<'a> {
         debug_assert!(disjoint.is_sorted_by(|one, next| one.end() <= next.begin()));
         Spots(disjoint)
     }
 
-    /// Whether any byte of this is among them.
+    /// Whether they share a byte with this range.
     pub(crate) fn overlap(self, spot: Spot) -> bool {
         let first = self.0.partition_point(|known| known.end() <= spot.begin());
         self.0.get(first).is_some_and(|known| known.overlaps(spot))
@@ -71,13 +71,13 @@ impl<'a> Spots<'a> {
         self.0.to_vec()
     }
 
-    /// The same of the host's memory.
+    /// Whether they share a byte with this range of the host's memory.
     pub(crate) fn overlap_host(self, piece: Piece) -> bool {
         self.overlap(Spot { piece, gpu: None })
     }
 }
 
-/// The same bytes, in order, without those that are named twice.
+/// Sorts ranges, and joins those that overlap or touch.
 pub(crate) fn disjoint(mut spots: Vec<Spot>) -> Vec<Spot> {
     spots.sort_unstable_by_key(|spot| spot.begin());
     let mut joined: Vec<Spot> = Vec::with_capacity(spots.len());
@@ -93,12 +93,12 @@ pub(crate) fn disjoint(mut spots: Vec<Spot>) -> Vec<Spot> {
     joined
 }
 
-/// Of all together.
+/// The sum of their lengths.
 pub(crate) fn bytes_of<'a>(spots: impl IntoIterator<Item = &'a Spot>) -> u64 {
     spots.into_iter().map(|spot| spot.piece.len as u64).sum()
 }
 
-/// The first of these, of so many bytes together; None if they have fewer.
+/// Takes the first `bytes` bytes out of the ranges. None: they have fewer, and stay as they are.
 pub(crate) fn take_bytes(spots: &mut Vec<Spot>, bytes: u64) -> Option<Vec<Spot>> {
     let mut left = bytes;
     let mut taken = Vec::new();

@@ -1,4 +1,11 @@
-//! Memory of this process that transfers may touch.
+//! The regions and windows of this process: gives out their numbers, checks what peers ask for, and says what to announce.
+//!
+//! ```text
+//!  region:   reserve --> add: served --> stop_serving: requests are refused --> remove: the number is free again
+//!  window:   reserve --> open_window --> stop_serving_window                --> remove
+//! ```
+//! Between `stop_serving` and `remove` the engine waits until nothing touches the memory any more. A number that is used again
+//! has the next generation, and a request for another generation is refused. So a late request never reaches newer memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +23,7 @@ use crate::transfers::Memory;
 use crate::window::{PEER_RANGES_MAX, Ranges, WindowRange};
 use crate::wire::WireRun;
 
-/// What has to be known of a region to check a transfer.
+/// The properties of a region or a window that a transfer is checked against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) generation: u32,
@@ -26,51 +33,54 @@ pub(crate) struct Shape {
     pub(crate) is_window: bool,
 }
 
-/// The regions of one side, by number, as they are at one moment: whoever checks a transfer holds no lock meanwhile.
+/// The regions of one side at one moment, by number. A snapshot, so that transfers are checked without a lock.
 pub(crate) type Shapes = HashMap<u32, Shape>;
 
 #[derive(Debug)]
-struct Known {
+struct Registered {
     descriptor: RegionDescriptor,
     base: usize,
     memory: Memory,
     keys: Keys,
-    /// Transfers of this process that it belongs to.
+    /// Transfers of this process that use it.
     uses: usize,
-    /// Only peers' requests for this generation are served; none while it is being given up.
+    /// Whether peers' requests for this generation are served. False once it is being given back.
     is_served: bool,
 }
 
-/// By number. A number that comes free is used again with the next generation.
+/// Regions and windows share one space of numbers.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
-    known: Numbered<u32, Known>,
+    known: Numbered<u32, Registered>,
+    /// The regions that transfers of this process may name. Windows are for peers, so none is among them.
     shapes: Arc<Shapes>,
     windows: Numbered<u32, Window>,
-    /// Ranges of all windows of each peer.
+    /// By peer: the ranges of all of its windows, at most [`PEER_RANGES_MAX`].
     shown_to: HashMap<Identity, usize>,
+    /// By number: the generation of its current or next use.
     generations: Vec<u32>,
+    /// Numbers that are free again.
     free: Vec<u32>,
     has_had_gpus: bool,
 }
 
-/// What one peer may read.
+/// Ranges of regions that one peer may read.
 #[derive(Debug)]
 struct Window {
     generation: u32,
     to: Identity,
     memory: Memory,
     ranges: Ranges,
-    /// The same bytes, by where they are.
+    /// The addresses of the same bytes, sorted and without overlaps.
     shown: Vec<Spot>,
-    /// None of its requests are served while it is being closed.
+    /// Whether the peer's requests are served. False once it is being closed.
     is_served: bool,
 }
 
 /// Bytes that a peer asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Or a window.
+    /// The number of a region or a window.
     pub(crate) region: u32,
     pub(crate) generation: u32,
     pub(crate) offset: u64,
@@ -88,7 +98,7 @@ pub(crate) enum WindowRefused {
     PeerFull,
 }
 
-/// Memory that is to be registered.
+/// Memory that a caller registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NewRegion {
     pub(crate) base: usize,
@@ -105,7 +115,7 @@ impl WireRun {
 }
 
 impl Regions {
-    /// A number and a generation for a region that is going to be registered; None: there are as many as can be.
+    /// Reserves a number, with its generation, for a region or a window. None: all [`REGIONS_MAX`] are in use.
     pub(crate) fn reserve(&mut self) -> Option<(u32, u32)> {
         let number = match self.free.pop() {
             Some(number) => number,
@@ -118,7 +128,7 @@ impl Regions {
         Some((number, self.generations[number as usize]))
     }
 
-    /// The region is registered from now on, under a number that was reserved.
+    /// Registers a region under a reserved number, and serves peers' requests for it.
     pub(crate) fn add(&mut self, number: u32, region: NewRegion, keys: Keys) {
         let NewRegion { base, len, access, memory } = region;
         let generation = self.generations[number as usize];
@@ -126,18 +136,18 @@ impl Regions {
         let kind = if is_gpu { MemoryKind::Cuda } else { MemoryKind::Host };
         self.has_had_gpus |= is_gpu;
         let descriptor = RegionDescriptor { number, generation, kind, access, len };
-        let known = Known { descriptor, base, memory, keys, uses: 0, is_served: true };
+        let known = Registered { descriptor, base, memory, keys, uses: 0, is_served: true };
         self.known.insert(number, known);
         Arc::make_mut(&mut self.shapes).insert(number, Shape { generation, len, memory, is_window: false });
     }
 
-    /// Requests are refused from now on. False if there is no such region, or somebody else gives it up already.
+    /// Refuses requests for a region from now on. False: there is no such region, or another thread gives it back already.
     pub(crate) fn stop_serving(&mut self, number: u32) -> bool {
         Arc::make_mut(&mut self.shapes).remove(&number);
         self.known.get_mut(&number).is_some_and(|known| std::mem::replace(&mut known.is_served, false))
     }
 
-    /// The number is used again, with the next generation.
+    /// Removes a region, a window or a reservation. Its number may be used again, with the next generation.
     pub(crate) fn remove(&mut self, number: u32) {
         self.known.remove(&number);
         if let Some(Window { to, ranges, .. }) = self.windows.remove(&number)
@@ -149,33 +159,33 @@ impl Regions {
             }
         }
         let generation = &mut self.generations[number as usize];
-        // A number whose generations are used up is not used again.
+        // A number that has had all generations is not used again.
         if let Some(next) = generation.checked_add(1) {
             *generation = next;
             self.free.push(number);
         }
     }
 
-    /// What peers may read, or write, without a window.
+    /// The regions that peers may read or write without a window.
     pub(crate) fn descriptors(&self) -> Vec<RegionDescriptor> {
-        let is_open = |known: &&Known| known.is_served && known.descriptor.access != Access::Windows;
+        let is_open = |known: &&Registered| known.is_served && known.descriptor.access != Access::Windows;
         let served = self.known.values().filter(is_open);
         let mut all: Vec<RegionDescriptor> = served.map(|known| known.descriptor).collect();
         all.sort_by_key(|region| region.number);
         all
     }
 
-    /// All that peers are to know of a region.
+    /// The announcement of a region for all peers.
     pub(crate) fn news_of(&self, number: u32) -> Option<RegionNews> {
         let known = self.known.get(&number)?;
-        let Known { descriptor, memory, keys, .. } = known;
+        let Registered { descriptor, memory, keys, .. } = known;
         Some(match known.is_served {
             true => RegionNews::Here { region: *descriptor, memory: *memory, keys: keys.clone() },
             false => RegionNews::Gone { number, generation: descriptor.generation },
         })
     }
 
-    /// The same of all, for a peer: also of the windows that it may read through.
+    /// The announcements of everything for a peer that has just connected: all regions, and the windows opened for it.
     pub(crate) fn news(&self, peer: Identity) -> Vec<RegionNews> {
         let mut served: Vec<u32> =
             self.known.iter().filter(|(_, known)| known.is_served).map(|(number, _)| *number).collect();
@@ -189,7 +199,7 @@ impl Regions {
         news
     }
 
-    /// What a window's peer is to know of it.
+    /// The announcement of a window for its peer.
     pub(crate) fn news_of_window(&self, number: u32) -> Vec<RegionNews> {
         let Some(Window { generation, memory, ranges, is_served, .. }) = self.windows.get(&number) else {
             return Vec::new();
@@ -200,7 +210,10 @@ impl Regions {
         }
     }
 
-    /// The one memory that holds the bytes of these ranges.
+    /// The memory that holds all of these ranges.
+    ///
+    /// # Errors
+    /// A range is not registered, or lies in another memory than the first.
     pub(crate) fn memory_of(&self, ranges: &Ranges) -> Result<Memory, WindowRefused> {
         let mut memory = None;
         for WindowRange { region, offset, len } in ranges.all() {
@@ -214,8 +227,10 @@ impl Regions {
         memory.ok_or(WindowRefused::NotInOneMemory)
     }
 
-    /// A peer may read these ranges from now on, under a number that was reserved. Fails where they are not registered any
-    /// more, or the peer keeps no more of them.
+    /// Lets a peer read these ranges, under a reserved number.
+    ///
+    /// # Errors
+    /// A range is no longer registered, or the peer's windows would have more than [`PEER_RANGES_MAX`] ranges.
     pub(crate) fn open_window(
         &mut self,
         number: u32,
@@ -236,26 +251,26 @@ impl Regions {
         Ok(())
     }
 
-    /// Requests are refused from now on. Answers generation and peer; None if there is no such window, or somebody else closes
-    /// it already.
+    /// Refuses requests for a window from now on. Returns its generation and its peer. None: there is no such window, or
+    /// another thread closes it already.
     pub(crate) fn stop_serving_window(&mut self, number: u32) -> Option<(u32, Identity)> {
         let window = self.windows.get_mut(&number).filter(|window| window.is_served)?;
         window.is_served = false;
         Some((window.generation, window.to))
     }
 
-    /// Whether a window of this generation is open.
+    /// Whether this number names a window of this generation, open or being closed.
     pub(crate) fn is_window(&self, number: u32, generation: u32) -> bool {
         self.windows.get(&number).is_some_and(|window| window.generation == generation)
     }
 
-    /// The peer of a window, and where its bytes are.
+    /// The peer of a window, and the addresses of its bytes.
     pub(crate) fn shown(&self, number: u32) -> Option<(Identity, Spots<'_>)> {
         let window = self.windows.get(&number)?;
         Some((window.to, Spots::of(&window.shown)))
     }
 
-    /// Windows that show bytes of a region.
+    /// Windows with ranges of a region, in the order of their numbers.
     pub(crate) fn windows_of(&self, region: u32) -> Vec<u32> {
         let shows = |window: &Window| window.ranges.all().iter().any(|range| range.region == region);
         let mut found: Vec<u32> =
@@ -264,14 +279,14 @@ impl Regions {
         found
     }
 
-    /// How many windows are open.
+    /// Windows that are open or being closed.
     pub(crate) fn windows(&self) -> usize {
         self.windows.len()
     }
 
-    /// A region as carriers see it.
+    /// A region as [`crate::Registrar`] gets it.
     pub(crate) fn seen(&self, number: u32) -> Option<MemoryRegion> {
-        let Known { descriptor, base, memory, .. } = self.known.get(&number)?;
+        let Registered { descriptor, base, memory, .. } = self.known.get(&number)?;
         Some(MemoryRegion {
             number,
             generation: descriptor.generation,
@@ -296,7 +311,7 @@ impl Regions {
         }
     }
 
-    /// Whether any region is on a GPU, or ever was: a transfer of it may be waiting for its path still.
+    /// Whether any region is, or ever was, on a GPU: a transfer of it may still wait for its path.
     pub(crate) fn has_had_gpus(&self) -> bool {
         self.has_had_gpus
     }
@@ -307,12 +322,14 @@ impl Regions {
         known.spot(0, known.descriptor.len)
     }
 
-    /// Bytes of a region for a transfer of this process, which counts as a use of it.
+    /// Bytes of a region for a transfer of this process, also while the region is being given back. The transfer must count as a
+    /// use of the region.
     pub(crate) fn own(&self, number: u32, offset: u64, len: u64) -> Option<Spot> {
         self.known.get(&number)?.spot(offset, len)
     }
 
-    /// Finds bytes that a peer asks for. None: refused, and `spots` may have some of them.
+    /// Adds the addresses of the bytes that a peer asks for to `spots`. None: the request is refused, and `spots` may have got
+    /// some of them.
     pub(crate) fn for_peer(&self, peer: Identity, wanted: Wanted, spots: &mut Vec<Spot>) -> Option<()> {
         let Wanted { region, generation, offset, len, is_write } = wanted;
         if let Some(known) = self.known.get(&region) {
@@ -336,7 +353,7 @@ impl Regions {
     }
 }
 
-impl Known {
+impl Registered {
     fn spot(&self, offset: u64, len: u64) -> Option<Spot> {
         let end = offset.checked_add(len)?;
         let piece = || Piece { address: self.base + offset as usize, len: len as usize };

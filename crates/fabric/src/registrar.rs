@@ -1,4 +1,11 @@
-//! What carriers do when memory is registered and given back.
+//! [`Registrar`]: the hooks of a carrier that the engine runs when memory is registered and given back.
+//!
+//! ```text
+//!  region:  add_gpu (if it is on a GPU) --> register --> withdraw --> (nothing touches it any more) --> unregister
+//!  window:                                  open_window --> close_window
+//! ```
+//! A carrier whose peers read by themselves revokes their access in `withdraw` and `close_window`: a read that ends after that
+//! must not count at the peer.
 
 use kvlane_gpu::{Gpu, GpuError};
 
@@ -9,78 +16,77 @@ use crate::window::WindowRange;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{carrier}: {why}")]
 pub struct RegisterError {
-    /// The carrier's name.
+    /// The name of the carrier that failed.
     pub carrier: &'static str,
-    /// In words.
+    /// The reason, for users.
     pub why: String,
 }
 
-/// Memory as a carrier sees it when it is registered.
+/// A region, as a carrier gets it when it is registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryRegion {
-    /// Its number, which peers name.
+    /// The number that peers name.
     pub number: u32,
     /// How often the number was used before.
     pub generation: u32,
-    /// Where it begins.
+    /// The first byte, in the host's or the GPU's address space.
     pub address: u64,
-    /// Bytes.
+    /// Bytes of the region.
     pub len: u64,
-    /// Where it lies.
+    /// The memory of all of its bytes.
     pub memory: Memory,
     /// Whether peers may write it.
     pub is_writable: bool,
 }
 
-/// A window as a carrier sees it when it is opened.
+/// A window, as a carrier gets it when it is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpenedWindow<'a> {
-    /// Its number, which its peer names instead of a region's.
+    /// The number that its peer names in place of a region's.
     pub number: u32,
     /// How often the number was used before.
     pub generation: u32,
-    /// What it shows of registered regions.
+    /// The ranges of registered regions that the peer may read.
     pub ranges: &'a [WindowRange],
-    /// Where these bytes lie.
+    /// The memory of all of these ranges.
     pub memory: Memory,
 }
 
-/// What a carrier does when memory is registered and given back. It is called outside of the engine's lock, and may take its
-/// time.
+/// A carrier's part in registering memory and giving it back. The engine calls it without its lock, so it may be slow.
 pub trait Registrar: Send + Sync {
-    /// Memory of a GPU is about to be registered. From then on [`Memory::Gpu`] with this number means that GPU. Called before
+    /// Memory of a GPU is about to be registered. From now on [`Memory::Gpu`] with this number means this GPU. Called before
     /// each such registration, with the same number for the same GPU.
     ///
     /// # Errors
-    /// A driver refuses what this carrier needs: then the memory is not registered.
+    /// A driver refuses what this carrier needs. Then the memory is not registered.
     fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
         let _ = (number, gpu);
         Ok(())
     }
 
-    /// The memory may be touched by this carrier from now on. Answers what peers have to know to reach it, if anything: at
-    /// most 255 bytes.
+    /// Registers a region. From now on this carrier may touch its memory. Returns the key that peers need to reach it, of at
+    /// most 255 bytes. None: the carrier does not reach this memory, or needs no key.
     ///
     /// # Errors
-    /// It cannot: then nothing is registered. A carrier that just does not reach this memory answers no key.
+    /// The carrier fails. Then no carrier has the region registered.
     fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError>;
 
-    /// The region is being given back. What peers read of it on their own, and is over after this, does not count.
+    /// The owner takes a region back. A read that a peer does by itself, and that ends after this call, must not count.
     fn withdraw(&self, region: &MemoryRegion) {
         let _ = region;
     }
 
-    /// Its peer may read through a window from now on.
+    /// Lets a window's peer read through it from now on.
     fn open_window(&self, window: &OpenedWindow<'_>) {
         let _ = window;
     }
 
-    /// A window is being closed. What its peer reads through it on its own, and is over after this, does not count.
+    /// The owner closes a window. A read that the peer does by itself, and that ends after this call, must not count.
     fn close_window(&self, number: u32, generation: u32) {
         let _ = (number, generation);
     }
 
-    /// Nothing of the region is under way any more.
+    /// Unregisters a region that nothing touches any more.
     fn unregister(&self, region: &MemoryRegion) {
         let _ = region;
     }

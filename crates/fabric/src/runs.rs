@@ -1,9 +1,9 @@
-//! Ranges that are contiguous on both sides.
+//! [`Run`]: a range of bytes that is contiguous on both sides of a transfer.
 
 pub(crate) use kvlane_block::push_run as append;
 use kvlane_block::{Contiguous, Position};
 
-/// A byte in registered memory: of which region, and how far from its start.
+/// The position of a byte in registered memory: its region, and its offset there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The region, by its number at its owner.
@@ -12,14 +12,14 @@ pub struct Place {
     pub offset: u64,
 }
 
-/// A range that is contiguous here and there.
+/// A range that is contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Run {
-    /// Where it begins here.
+    /// Its first byte here.
     pub local: Place,
-    /// Where it begins at the peer.
+    /// Its first byte at the peer.
     pub remote: Place,
-    /// Bytes.
+    /// Bytes, the same on both sides.
     pub len: u64,
 }
 
@@ -53,7 +53,7 @@ impl Contiguous for Run {
 }
 
 impl Run {
-    /// The first `len` bytes, and the rest.
+    /// Splits off the first `len` bytes, and returns them and the rest.
     ///
     /// # Panics
     /// If the run is shorter.

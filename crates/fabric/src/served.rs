@@ -1,4 +1,4 @@
-//! Processes that have connected to this one.
+//! The processes that have connected to this one, and are served over their control connections.
 
 use crate::identity::Identity;
 use crate::numbered::Numbered;
@@ -9,6 +9,6 @@ pub(crate) type SessionsServed = Numbered<u64, Served>;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Served {
     pub(crate) from: Identity,
-    /// What the connecting side calls all of its connections to us as this peer.
+    /// The number that the peer drew for this session ([`crate::sessions`]); all of its connections name it.
     pub(crate) session: u128,
 }

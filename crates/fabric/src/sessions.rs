@@ -1,39 +1,42 @@
-//! What peers are to this process: a session is a peer as one of its engines' callers connected it, over any number of
-//! connections, one after the other or at once. Their immediates and messages are told apart by it.
+//! Sessions of peers: the scope in which immediates and messages are numbered.
 //!
-//! A session without connections is remembered for a while, since what was sent may be sent again over the next one. Who
-//! has disconnected sends nothing again, and is forgotten first where somebody names many.
+//! A peer draws a session number each time that one of its callers connects this process ([`crate::Engine::connect`]). A session
+//! has any number of connections, one after the other or at once.
+//!
+//! A session without connections is remembered for a while, because its peer may send the same again over the next one. If one
+//! peer names too many, its longest disconnected session is forgotten first: a peer that has disconnected sends nothing again.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::identity::Identity;
 
-/// How long a session without connections is remembered: much longer than a peer would send something again.
+/// How long a session without connections is remembered: much longer than a peer would send the same again.
 const KEPT: Duration = Duration::from_secs(120);
-/// Sessions of one engine: it has one for each time that it connected this process and did not end that.
+/// Most sessions of one peer. It has one for each time that it connected this process and has not disconnected.
 const OF_ONE_MAX: usize = 64;
-/// Sessions of all.
+/// Most sessions of all peers together.
 const ALL_MAX: usize = 16_384;
 
 #[derive(Debug)]
 struct Session {
     whose: Identity,
+    /// Its connections.
     links: usize,
-    /// When the last link came or went.
+    /// When a connection was last made or ended.
     since: Duration,
 }
 
-/// All sessions of peers, by the number that they named.
+/// All sessions, by the number that the peer drew.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions(HashMap<u128, Session>);
 
-/// A peer has as many sessions as it can have, and all of them are connected, or all peers together have.
+/// The peer has [`OF_ONE_MAX`] sessions, all of them connected, or all peers together have [`ALL_MAX`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TooMany;
 
 impl Sessions {
-    /// A connection of a session has come. Answers one that is forgotten for it, if any.
+    /// Adds a connection of a session. Returns the session that was forgotten to make room, if any.
     pub(crate) fn join(
         &mut self,
         now: Duration,
@@ -57,14 +60,14 @@ impl Sessions {
         Ok(forgotten)
     }
 
-    /// A connection of a session has ended.
+    /// Removes a connection of a session.
     pub(crate) fn leave(&mut self, now: Duration, session: u128) {
         if let Some(known) = self.0.get_mut(&session) {
             (known.links, known.since) = (known.links.saturating_sub(1), now);
         }
     }
 
-    /// Those that have had no connection for too long are forgotten, and told to `forget`.
+    /// Forgets the sessions that have had no connection for too long, and calls `forget` for each.
     pub(crate) fn forget_old(&mut self, now: Duration, mut forget: impl FnMut(u128)) {
         self.0.retain(|session, known| {
             let is_kept = known.links > 0 || now.saturating_sub(known.since) < KEPT;
@@ -75,12 +78,12 @@ impl Sessions {
         });
     }
 
-    /// How many are connected.
+    /// The sessions that have a connection.
     pub(crate) fn connected(&self) -> usize {
         self.0.values().filter(|known| known.links > 0).count()
     }
 
-    /// Whether there are none.
+    /// Whether no session is remembered.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,4 +1,4 @@
-//! What a transfer moves, as it is asked for.
+//! [`Pieces`]: the bytes that a caller asks to move, as one range, pages or runs. Checks them against both sides' regions.
 
 use std::sync::Arc;
 
@@ -13,43 +13,43 @@ pub struct Pages {
     pub region: u32,
     /// Where page 0 begins in the region, in bytes.
     pub offset: u64,
-    /// Bytes from one page to the next; 0 where all pages are the same.
+    /// Bytes from the start of one page to that of the next. With 0 all pages are the same.
     pub stride: u64,
-    /// Which pages, in the order of the transfer.
+    /// The pages to move, in the order of the transfer.
     pub indices: Arc<[u32]>,
 }
 
-/// What a transfer moves. Lists have any length.
+/// The bytes that a transfer moves. Lists have any length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pieces {
     /// One range, contiguous on both sides.
     Contiguous(Run),
     /// The n-th page here is the n-th page there, `page_bytes` each.
     Paged {
-        /// Bytes of a page.
+        /// The same on both sides.
         page_bytes: u64,
-        /// Whose n-th page is moved from or to the n-th page of `remote`.
+        /// The pages here. The n-th one moves from or to the n-th page of `remote`.
         local: Pages,
-        /// The pages at the peer.
+        /// The pages at the peer, as many as here.
         remote: Pages,
     },
     /// Ranges of any length.
     Runs(Vec<Run>),
 }
 
-/// On which side of a transfer something is.
+/// One of the two sides of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// In memory of this process.
+    /// The process that asks for the transfer.
     Local,
-    /// In memory of the peer.
+    /// The peer on the other side.
     Remote,
 }
 
-/// Why a shape cannot be transferred.
+/// Why pieces cannot be moved.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ShapeError {
-    /// The two page lists pair nothing.
+    /// The two page lists have different lengths.
     #[error("{local} pages here and {remote} at the peer; each page needs its counterpart")]
     UnequalPages {
         /// Pages in the list of this side.
@@ -57,28 +57,28 @@ pub enum ShapeError {
         /// Pages in the list of the peer's side.
         remote: usize,
     },
-    /// A region that is not, or not any more, registered on its side.
+    /// A region is not registered on its side, or not any more.
     #[error("region {region} of the {side:?} side is not registered")]
     NoSuchRegion {
-        /// On which side it was looked for.
+        /// The side on which the pieces name it.
         side: Side,
-        /// The number under which it was looked for.
+        /// The number that the pieces name.
         region: u32,
     },
-    /// Bytes beyond the region's end, or the address space's.
+    /// Bytes lie beyond the end of their region, or their offset overflows.
     #[error(
         "{len} bytes from byte {offset} of region {region} of the {side:?} side, which has {region_bytes} bytes"
     )]
     OutOfBounds {
-        /// On which side they would lie.
+        /// The side of the region.
         side: Side,
-        /// The region that they would lie in.
+        /// The region's number.
         region: u32,
-        /// Where the bytes begin.
+        /// The first byte, from the start of the region.
         offset: u64,
-        /// Bytes that were to be moved from `offset` on.
+        /// The bytes from `offset` on.
         len: u64,
-        /// Bytes that the region has.
+        /// The length of the region.
         region_bytes: u64,
     },
 }
@@ -90,8 +90,10 @@ pub trait RegionLengths {
 }
 
 impl Pieces {
-    /// All bytes as runs, neighbours that continue each other on both sides made one. Checked: each run lies inside its
-    /// regions.
+    /// All bytes as runs. Neighbours that continue each other on both sides are joined.
+    ///
+    /// # Errors
+    /// A run does not lie inside its regions, or the page lists differ in length.
     pub fn runs(&self, regions: &impl RegionLengths) -> Result<Vec<Run>, ShapeError> {
         let mut runs = Vec::new();
         match self {
@@ -120,12 +122,12 @@ impl Pieces {
 }
 
 impl Pages {
-    /// Pages of a region that is nothing but pages of so many bytes, one behind the other.
+    /// Pages of a region that consists of pages of `page_bytes` bytes, one behind the other.
     pub fn of(region: u32, page_bytes: u64, indices: impl Into<Arc<[u32]>>) -> Pages {
         Pages { region, offset: 0, stride: page_bytes, indices: indices.into() }
     }
 
-    /// Where a page begins; the whole page lies inside the region.
+    /// The first byte of a page. Checks that the whole page lies inside the region.
     fn place(
         &self,
         index: u32,

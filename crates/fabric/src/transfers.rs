@@ -1,29 +1,32 @@
-//! Transfers under way: what is posted next, and what becomes of them.
+//! Decides what to post next for the transfers in flight, and how each of them ends. Pure: time and outcomes come in as
+//! arguments, posts and actions go out as values.
 //!
 //! ```text
-//!             submit                  all bytes placed          immediate placed
-//!  (nothing) -------> moving ------------------------> telling -----------------> done
-//!                       |    \______ nothing to tell ______/----------------------^
+//!             submit                  all bytes placed           immediate placed
+//!  (nothing) -------> moving ------------------------> notifying -----------------> done
+//!                       |    \______ no immediate _________/-----------------------^
 //!                       | cancel, deadline, refused by the peer, peer lost
 //!                       v
-//!                    draining: posts nothing --- what was posted is over ---> failed
-//!                       | not over in time: its paths are closed, which ends all that was posted on them
+//!                    draining: posts nothing --- all of its posts have completed ---> failed
+//!                       | not completed within drain_patience: closes its paths, which ends all posts on them
 //! ```
-//! A transfer is over, one way or the other, when nothing of it is under way any more: its memory may then be used
-//! otherwise (no late write). It ends exactly once.
+//! A transfer is over, done or failed, when none of its posts is under way. Its memory may be reused then (no late write).
+//! It ends exactly once.
 //!
-//! A path that breaks gives back what was posted on it, whether or not it arrived. Bytes are posted again on another path:
-//! to write or read them twice changes nothing, since source and destination belong to the transfer until it is over.
-//! Immediates are told apart by the receiver ([`crate::Immediates`]), and so are messages, which are immediates with bytes of
-//! their own: where the receiver has no room for one, it is posted again after a pause, until its deadline.
+//! A path that breaks gives back all of its posts, whether or not they arrived:
+//! - Bytes are posted again on another path. Writing or reading them twice changes nothing, because source and destination
+//!   belong to the transfer until it is over.
+//! - An immediate is sent again with the same number, by which the receiver ignores the second one ([`crate::Immediates`]).
+//! - A message is an immediate with bytes of its own. If the receiver has no room for it, it is posted again after a pause,
+//!   until its deadline.
 //!
 //! ```text
 //!          tick: Connect              path_up             path_broke, an unknown completion, a post that
 //!  down -----------------> connecting -------> up -----------------> closing     takes too long, a drain that does:
 //!   ^                          | path_broke                             |        Close
-//!   '--------------------------+<------ everything posted is back ------'
+//!   '--------------------------+<---- all of its posts completed -------'
 //! ```
-//! Each connection of a path has a number, so that late news of a former one are told apart.
+//! Each connection of a path has a number, by which late reports of a former connection are ignored.
 //!
 //! Paths come and go while a peer lives. Each serves some routes: bytes between two kinds of memory, or words (immediates and
 //! messages). A post takes the fastest path of the best class that is up and serves its route.
@@ -51,23 +54,24 @@ pub use self::requests::{
 use self::rate::Rate;
 use crate::numbered::Numbered;
 
-/// All transfers of this process.
+/// All transfers of one engine.
 ///
-/// A path or peer that was removed, or never was, is passed over silently: late news of it may still come.
+/// Calls that name a path or peer that was removed do nothing, because late reports of it may still arrive.
 #[derive(Debug)]
 pub struct Transfers {
     options: Options,
-    peers: BTreeMap<PeerId, Peer>,
+    peers: BTreeMap<PeerId, PeerState>,
     paths: BTreeMap<PathId, Path>,
-    live: Numbered<Ticket, Transfer>,
-    posted: Numbered<Token, Posted>,
+    live: Numbered<Ticket, LiveTransfer>,
+    posted: Numbered<Token, PostedWork>,
     /// Peers with something to post; they take turns.
     waiting: BTreeSet<PeerId>,
+    /// The peer of the last post.
     last: PeerId,
-    /// What happens when, if nothing else does.
+    /// Each timer that runs, with the time at which it fires. A transfer's timers go when the transfer is over.
     timers: BTreeSet<(Duration, Timer)>,
     actions: VecDeque<Action>,
-    /// Of messages that are not over.
+    /// Bytes of all messages that are not over.
     message_bytes: usize,
     next_peer: u32,
     next_path: u32,
@@ -77,43 +81,46 @@ pub struct Transfers {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
-    /// A transfer is given up.
+    /// Gives a transfer up.
     Deadline(Ticket),
-    /// The paths of a transfer that drains are closed.
+    /// Closes the paths of a transfer that drains.
     Drain(Ticket),
-    /// A path is looked at for posts that take too long.
+    /// Checks a path for posts that take too long.
     Stall(PathId),
-    /// A path is connected again.
+    /// Connects a path again.
     Retry(PathId),
-    /// A peer counts as lost for a route.
+    /// Declares a peer lost for a route.
     Lost(PeerId, Route),
-    /// A message is posted again.
-    Again(Ticket),
+    /// Posts a message again for which the peer had no room.
+    Resend(Ticket),
 }
 
 #[derive(Debug)]
-struct Peer {
+struct PeerState {
     paths: Vec<PathId>,
-    /// By route.
+    /// By [`Route::index`].
     queues: [Queue; Route::ALL.len()],
-    /// The route of the last post.
+    /// [`Route::index`] of the last post.
     turn: usize,
-    /// Of the entries of all queues, those of transfers that were given up.
+    /// Entries in all queues whose transfers were given up.
     dead: usize,
     live: BTreeSet<Ticket>,
+    /// Posts so far, modulo 2^32: every [`Options::bulk_every`]th is bulk.
     posts: u32,
-    /// The number of the next immediate, those that are not settled, and who waits for the oldest of them.
+    /// The number of the next immediate or message.
     next_immediate: u64,
+    /// Numbers of those whose outcome is not known.
     unsettled: BTreeSet<u64>,
+    /// Transfers that wait until the oldest of `unsettled` is settled.
     blocked: VecDeque<Ticket>,
-    /// By route: since when no path is up that serves it.
+    /// By [`Route::index`]: since when no path is up that serves it.
     unreachable: [Option<Duration>; Route::ALL.len()],
-    /// The routes for which that was too long ago.
+    /// The routes that have been unreachable for [`Options::peer_patience`].
     lost: Reach,
     removed: bool,
 }
 
-/// Transfers of a peer with something to post on a route, and some that were given up since.
+/// Transfers of a peer with something to post on a route. Those that were given up stay until they are popped or swept.
 #[derive(Debug, Default)]
 struct Queue {
     high: VecDeque<Ticket>,
@@ -123,66 +130,75 @@ struct Queue {
 #[derive(Debug)]
 struct Path {
     peer: PeerId,
-    state: PathState,
-    /// Counts the connections.
+    state: ConnectionState,
+    /// The number of the current or last connection.
     connection: u32,
+    /// Posts on the path, each with its bytes.
     under_way: BTreeMap<Token, u64>,
+    /// The sum of `under_way`.
     bytes: u64,
     rate: Rate,
-    /// When bytes were posted on it the last time.
+    /// When bytes were last posted on it.
     tried: Duration,
     spec: PathSpec,
-    /// It is forgotten when everything posted is back.
+    /// The path is forgotten once all of its posts have completed.
     removed: bool,
-    /// Before it is connected again.
+    /// The pause before the next connection.
     pause: Duration,
-    /// It handed a post back.
+    /// It handed a post back, and gets none before a completion or [`Transfers::path_ready`].
     full: bool,
-    /// A timer looks at it.
-    watched: bool,
+    /// A [`Timer::Stall`] runs for it.
+    has_stall_timer: bool,
 }
 
+/// The states of the second picture above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum PathState {
+enum ConnectionState {
     Up,
-    /// Everything posted is coming back.
+    /// The connection ends; the path's posts are completing.
     Closing,
     Down,
     Connecting,
 }
 
+/// A transfer that is not over.
 #[derive(Debug)]
-struct Transfer {
+struct LiveTransfer {
     peer: PeerId,
     op: Op,
     priority: Priority,
-    /// Not posted yet; of each the next run is the last one, and none is empty.
+    /// Runs to be posted, the next one last in each stretch. No stretch is empty.
     stretches: Vec<Stretch>,
     under_way: BTreeSet<Token>,
     immediate: Immediate,
-    /// Of a message.
+    /// None: it is not a message.
     message_bytes: Option<usize>,
     deadline: Option<Duration>,
+    /// When its [`Timer::Drain`] fires.
     drain: Option<Duration>,
+    /// The first reason to give it up: it posts nothing more.
     failure: Option<Failure>,
-    /// The routes in whose queues of its peer it is.
+    /// The routes of its peer's queues that it is in.
     queued: Reach,
-    /// How many connections broke in a row that carried it, and the last of them.
+    /// Connections that broke in a row while they carried it.
     breaks: u32,
+    /// The last of them.
     broken: Option<(PathId, u32)>,
-    /// For a message that found no room: the pause, and when it is over.
+    /// The next pause of a message for which the peer has no room.
     room_pause: Duration,
-    again: Option<Duration>,
-    /// That was the last answer.
+    /// The pause runs until then, when its [`Timer::Resend`] fires.
+    resend_at: Option<Duration>,
+    /// The peer's last answer was that it has no room.
     no_room: bool,
 }
 
+/// The state of the notice that follows a transfer's bytes.
 #[derive(Debug, Clone)]
 enum Immediate {
     None,
     Due {
-        what: Told,
-        /// Once it was posted for the first time.
+        what: Notice,
+        /// None before the first post; a later post has the same number.
         number: Option<u64>,
     },
     Posted {
@@ -191,15 +207,16 @@ enum Immediate {
     Placed,
 }
 
-/// What a peer is told.
+/// The notice itself: a count, or a message.
 #[derive(Debug, Clone)]
-enum Told {
+enum Notice {
     Counter { counter: u32, generation: u32 },
     Message(Arc<[u8]>),
 }
 
+/// A post that has not completed.
 #[derive(Debug)]
-struct Posted {
+struct PostedWork {
     ticket: Ticket,
     path: PathId,
     work: Work,
@@ -207,15 +224,16 @@ struct Posted {
 }
 
 impl Transfers {
-    /// Most runs of a post.
+    /// [`Options::chunk_runs`]: the most runs of one post.
     pub(crate) fn post_runs(&self) -> usize {
         self.options.chunk_runs
     }
 
-    /// None yet.
+    /// No peers and no transfers.
     ///
     /// # Panics
-    /// If a limit would keep everything, or bulk transfers, from moving, or paths from ever being left alone.
+    /// If a limit would let nothing move (`chunk_bytes`, `chunk_runs`, `credits`, `live_max`: 0), starve a priority
+    /// (`bulk_every`: below 2), or retry without a pause (`backoff`, `room_pause`: 0).
     pub fn new(options: Options) -> Transfers {
         assert!(options.chunk_bytes > 0 && options.chunk_runs > 0 && options.credits > 0, "{options:?}");
         assert!(options.bulk_every > 1, "{options:?}");
@@ -239,15 +257,15 @@ impl Transfers {
         }
     }
 
-    /// Begins a transfer. Its memory belongs to it until [`Action::Over`]. With a peer that is lost or gone it fails at
-    /// once.
+    /// Begins a transfer. Its memory belongs to it until [`Action::Over`]. If the peer is lost or removed, the transfer fails
+    /// at once.
     pub fn submit(&mut self, now: Duration, request: Request) -> Result<Ticket, Full> {
-        let told = request.immediate.map(|(counter, generation)| Told::Counter { counter, generation });
-        self.begin(now, request, told)
+        let notice = request.immediate.map(|(counter, generation)| Notice::Counter { counter, generation });
+        self.begin(now, request, notice)
     }
 
-    /// Begins a message, which is delivered once or fails; it has no order with others. One that fails otherwise than as
-    /// [`Failure::NoRoom`] may have been delivered, and one whose path broke meanwhile may still be, once.
+    /// Begins a message, which is delivered once or fails. Messages have no order. A message that fails, except as
+    /// [`Failure::NoRoom`], may have been delivered; if its path broke, it may still be, once.
     pub fn send(
         &mut self,
         now: Duration,
@@ -268,16 +286,16 @@ impl Transfers {
             deadline: Some(deadline),
             priority,
         };
-        // Counted first: it may be over at once.
+        // Counted first, because the message may be over at once.
         self.message_bytes += len;
-        let begun = self.begin(now, request, Some(Told::Message(bytes)));
+        let begun = self.begin(now, request, Some(Notice::Message(bytes)));
         if begun.is_err() {
             self.message_bytes -= len;
         }
         Ok(begun?)
     }
 
-    fn begin(&mut self, now: Duration, request: Request, told: Option<Told>) -> Result<Ticket, Full> {
+    fn begin(&mut self, now: Duration, request: Request, notice: Option<Notice>) -> Result<Ticket, Full> {
         if self.live.len() >= self.options.live_max {
             return Err(Full(self.live.len()));
         }
@@ -289,12 +307,12 @@ impl Transfers {
             stretch.runs.reverse();
         }
         stretches.retain(|stretch| !stretch.runs.is_empty());
-        let immediate = told.map_or(Immediate::None, |what| Immediate::Due { what, number: None });
+        let immediate = notice.map_or(Immediate::None, |what| Immediate::Due { what, number: None });
         let message_bytes = match &immediate {
-            Immediate::Due { what: Told::Message(bytes), .. } => Some(bytes.len()),
+            Immediate::Due { what: Notice::Message(bytes), .. } => Some(bytes.len()),
             _ => None,
         };
-        let transfer = Transfer {
+        let transfer = LiveTransfer {
             peer,
             op,
             priority,
@@ -310,7 +328,7 @@ impl Transfers {
             broken: None,
             room_pause: self.options.room_pause,
             no_room: false,
-            again: None,
+            resend_at: None,
         };
         self.live.insert(ticket, transfer);
         if let Some(deadline) = deadline {
@@ -321,7 +339,7 @@ impl Transfers {
                 known.live.insert(ticket);
                 let lost = known.lost;
                 match self.routes_needed(ticket).overlaps(lost) {
-                    false => self.go_on(ticket),
+                    false => self.advance(ticket),
                     true => self.give_up(now, ticket, Failure::PeerLost),
                 }
             }
@@ -330,12 +348,12 @@ impl Transfers {
         Ok(ticket)
     }
 
-    /// Gives a transfer up. It is over when [`Action::Over`] says so; nothing happens if it is over already.
+    /// Gives a transfer up. It is over when [`Action::Over`] says so. Does nothing if it is over already.
     pub fn cancel(&mut self, now: Duration, ticket: Ticket) {
         self.give_up(now, ticket, Failure::Cancelled);
     }
 
-    /// Something posted is over. Told twice it counts once.
+    /// Records how a post ended. A repeated report is ignored.
     pub fn complete(&mut self, now: Duration, token: Token, completion: Completion) {
         let Some(posted) = self.take_posted(now, token, completion == Completion::Placed) else { return };
         let (path, ticket) = (posted.path, posted.ticket);
@@ -354,7 +372,7 @@ impl Transfers {
             }
         }
         match completion {
-            Completion::Placed => self.go_on(ticket),
+            Completion::Placed => self.advance(ticket),
             Completion::Refused => self.give_up(now, ticket, Failure::Refused),
             Completion::Unknown => {
                 self.post_again(posted);
@@ -367,13 +385,13 @@ impl Transfers {
         self.settle(now, path);
     }
 
-    /// Does what is due by now.
+    /// Fires all timers that are due.
     pub fn tick(&mut self, now: Duration) {
         while let Some((at, timer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.remove(&(at, timer));
             match timer {
                 Timer::Deadline(ticket) => {
-                    // Also if its pause is over and nobody came to post it again.
+                    // Also if its pause is over and no path took it again.
                     let failure = match self.live.get(&ticket) {
                         Some(transfer) if transfer.no_room => Failure::NoRoom,
                         _ => Failure::DeadlineExceeded,
@@ -381,12 +399,12 @@ impl Transfers {
                     self.give_up(now, ticket, failure);
                 }
                 Timer::Drain(ticket) => self.close_paths_of(now, ticket),
-                Timer::Stall(path) => self.look_for_stall(now, path),
+                Timer::Stall(path) => self.check_stall(now, path),
                 Timer::Retry(path) => self.connect(path),
                 Timer::Lost(peer, route) => self.lose(now, peer, route),
-                Timer::Again(ticket) => {
+                Timer::Resend(ticket) => {
                     if let Some(transfer) = self.live.get_mut(&ticket) {
-                        transfer.again = None;
+                        transfer.resend_at = None;
                     }
                     self.queue(ticket, false);
                 }
@@ -394,12 +412,12 @@ impl Transfers {
         }
     }
 
-    /// When [`Transfers::tick`] has something to do next, if nothing else happens.
+    /// When the next timer fires.
     pub fn next_tick(&self) -> Option<Duration> {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// What is to be done next beside posting.
+    /// The next thing to do besides posting, in the order in which they arose.
     pub fn next_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
@@ -409,12 +427,12 @@ impl Transfers {
         self.live.len()
     }
 
-    /// How many more can begin.
+    /// How many more transfers [`Options::live_max`] lets begin.
     pub fn room(&self) -> usize {
         self.options.live_max.saturating_sub(self.live.len())
     }
 
-    /// What is kept, by kind: nothing when all is over and all peers were removed.
+    /// The number of records of each kind: none when all transfers are over and all peers were removed.
     #[cfg(test)]
     pub(crate) fn left_over(&self) -> [(&'static str, usize); 7] {
         [

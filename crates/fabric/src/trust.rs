@@ -1,10 +1,11 @@
-//! Whom an engine trusts: who knows its token, who can read its user's secret, or who has its descriptor.
+//! Chooses the secret that an engine and its peers prove to each other, and keeps the user's secret in the runtime folder.
 //!
 //! ```text
 //!  a token was given  ------------------------------> Token   both sides were given it
-//!  no token, and a runtime folder of the user's own -> User    a file in it, made by whoever needs it first
+//!  no token, and a runtime folder of the user's own -> User    a file in it, made by the first process that needs it
 //!  no token, and no such folder --------------------> Own     32 random bytes, which the descriptor carries
 //! ```
+//! The engine that others connect to decides which secret it is, and its descriptor says so ([`Trust`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,14 +21,14 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 pub(crate) const SECRET_BYTES: usize = 32;
-/// Of the user's secret, in the runtime folder.
+/// Name of the file with the user's secret, in the runtime folder.
 const FILE: &str = "fabric-secret";
 
-/// The user's secret that this process has read, by its folder.
+/// By runtime folder: the user's secret as this process last read it. Written again if something removes the file.
 static KNOWN: Mutex<BTreeMap<PathBuf, Secret>> = Mutex::new(BTreeMap::new());
 
-/// Key of the proofs that two processes make to each other, from the secret that both know. [`Debug`](std::fmt::Debug) does
-/// not show it.
+/// Key of the proofs that two processes make to each other: the secret that both know. [`Debug`](std::fmt::Debug) does not
+/// show it.
 #[derive(Clone)]
 pub(crate) struct Key(Arc<[u8]>);
 
@@ -47,7 +48,7 @@ impl Key {
     }
 }
 
-/// Random bytes that prove who has them. They are not shown by [`Debug`](std::fmt::Debug).
+/// A secret of 32 random bytes. [`Debug`](std::fmt::Debug) does not show it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; SECRET_BYTES]);
 
@@ -58,7 +59,7 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// These bytes.
+    /// Wraps the bytes of a secret, which should be random.
     pub fn new(bytes: [u8; SECRET_BYTES]) -> Secret {
         Secret(bytes)
     }
@@ -76,24 +77,24 @@ impl Secret {
     }
 }
 
-/// What whoever connects to an engine has to prove, and the engine to them.
+/// The secret that an engine, and each process that connects to it, prove to each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trust {
-    /// That they were given its token.
+    /// The token that both were made with.
     Token,
-    /// That they can read the secret of its user, on its host.
+    /// The secret of the engine's user, which processes of that user on its host can read.
     User,
-    /// That they have its descriptor, which carries this.
+    /// This secret of the engine, which its descriptor carries: every holder of the descriptor may connect.
     Own(Secret),
 }
 
-/// Why an engine and a peer have nothing to prove to each other.
+/// Why an engine and a peer share no secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Mistrust {
-    /// The peer wants a token.
+    /// The peer has a token, and this engine has none.
     #[error("the peer was made with a token, and this engine without one: give both the same token")]
     TokenThere,
-    /// The peer has none.
+    /// This engine has a token, and the peer has none.
     #[error("this engine was made with a token, and the peer without one: give both the same token")]
     TokenHere,
     /// The peer trusts engines of its user, and this one does not know that user's secret.
@@ -123,19 +124,19 @@ impl From<Errno> for NoSecret {
     }
 }
 
-/// What this process proves to its peers.
+/// The secrets of this engine.
 #[derive(Debug)]
 pub(crate) struct Proofs {
-    /// Whom this engine trusts, as its descriptor says to peers.
+    /// The secret that this engine's descriptor asks for.
     pub(crate) trust: Trust,
-    /// Of whoever connects to us.
+    /// The key of that secret: processes that connect to this engine prove it.
     pub(crate) own: Key,
-    /// Of the user, if it can be had.
+    /// The key of the user's secret. None: it cannot be read, or the engine has a token.
     user: Option<Key>,
 }
 
 impl Proofs {
-    /// With an empty token, those of an engine that was given none.
+    /// An empty token means that the engine has none.
     pub(crate) fn new(token: &str, folder: &RuntimeFolder) -> io::Result<Proofs> {
         if !token.is_empty() {
             return Ok(Proofs { trust: Trust::Token, own: Key::new(token.as_bytes()), user: None });
@@ -143,14 +144,14 @@ impl Proofs {
         match user_secret(folder) {
             Ok(secret) => Ok(Proofs { trust: Trust::User, own: secret.key(), user: Some(secret.key()) }),
             Err(why) => {
-                tracing::warn!(%why, "engines of this user do not find each other by themselves: only who has a descriptor");
+                tracing::warn!(%why, "no per-user secret; peers can connect only with this engine's descriptor");
                 let secret = Secret::random()?;
                 Ok(Proofs { own: secret.key(), trust: Trust::Own(secret), user: None })
             }
         }
     }
 
-    /// What is to be proved where a peer's descriptor says this. Who was given a token talks to nobody without it.
+    /// The key to prove to a peer whose descriptor has this trust. An engine with a token connects only to engines with one.
     pub(crate) fn key_for(&self, peer: &Trust) -> Result<Key, Mistrust> {
         match (&self.trust, peer) {
             (Trust::Token, Trust::Token) => Ok(self.own.clone()),
@@ -162,14 +163,15 @@ impl Proofs {
     }
 }
 
-/// The secret of the user who runs this process: read, or made if there is none. Processes that make it at once agree on one.
+/// Reads the secret of the user who runs this process, or makes it if there is none. Processes that make it at once agree on
+/// one.
 fn user_secret(folder: &RuntimeFolder) -> Result<Secret, NoSecret> {
     crate::audit::takes_time("the reading of a file");
     let at = folder.path();
     let folder = folder.make()?;
     let found = match read(&folder) {
         Err(NoSecret::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
-            // Where something has cleaned up in the folder, the engines that run go on with the secret that was there.
+            // If something has removed the file, running engines keep the secret that was there: write the same one again.
             let known = KNOWN.lock().get(at).cloned();
             make(&folder, &known.map_or_else(Secret::random, Ok)?)?;
             read(&folder)
@@ -180,11 +182,12 @@ fn user_secret(folder: &RuntimeFolder) -> Result<Secret, NoSecret> {
     Ok(found)
 }
 
-/// Whoever links it first has made it: the others' links fail. It is never there without all of its bytes.
+/// Writes a draft and links it as the secret. Only the first process's link succeeds; the others then read its secret. The file
+/// never exists without all of its bytes.
 fn make(folder: &OwnedFd, secret: &Secret) -> Result<(), NoSecret> {
     let draft = format!(".{FILE}-{:016x}", crate::random::random()?);
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    // With the sticky bit systemd-tmpfiles lets it lie, however old (XDG Base Directory Specification, tmpfiles.d(5)).
+    // With the sticky bit systemd-tmpfiles keeps it, however old (XDG Base Directory Specification, tmpfiles.d(5)).
     let mode = Mode::RUSR | Mode::WUSR | Mode::SVTX;
     let file = rustix::fs::openat(folder, &draft, flags, mode)?;
     let written = File::from(file).write_all(secret.bytes());
@@ -199,10 +202,10 @@ fn make(folder: &OwnedFd, secret: &Secret) -> Result<(), NoSecret> {
 }
 
 fn read(folder: &OwnedFd) -> Result<Secret, NoSecret> {
-    // Without NONBLOCK opening a pipe would wait.
+    // Without NONBLOCK, opening a pipe would wait for a writer.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match rustix::fs::openat(folder, FILE, flags, Mode::empty()) {
-        // A link.
+        // NOFOLLOW: the file is a symbolic link.
         Err(Errno::LOOP) => return Err(NoSecret::File),
         file => file?,
     };
@@ -229,16 +232,16 @@ mod tests {
 
     use super::*;
 
-    struct Place {
+    struct Home {
         around: tempfile::TempDir,
         folder: RuntimeFolder,
     }
 
-    impl Place {
-        fn new() -> Place {
+    impl Home {
+        fn new() -> Home {
             let around = tempfile::tempdir().unwrap();
             let folder = RuntimeFolder::at(around.path().join("kvlane"));
-            Place { around, folder }
+            Home { around, folder }
         }
 
         fn file(&self) -> PathBuf {
@@ -248,69 +251,69 @@ mod tests {
 
     #[test]
     fn all_who_start_at_once_have_one_secret_that_nobody_else_reads() {
-        let place = Place::new();
+        let home = Home::new();
         let together = Barrier::new(8);
         let secrets: Vec<Secret> = std::thread::scope(|scope| {
             let draw = || {
                 together.wait();
-                user_secret(&place.folder).unwrap()
+                user_secret(&home.folder).unwrap()
             };
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(draw)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(secrets.windows(2).all(|pair| pair[0] == pair[1]));
-        assert_eq!(fs::read(place.file()).unwrap(), secrets[0].bytes());
-        assert_eq!(fs::metadata(place.file()).unwrap().permissions().mode() & 0o7777, 0o1600);
-        let left: Vec<_> = fs::read_dir(place.folder.path()).unwrap().collect();
+        assert_eq!(fs::read(home.file()).unwrap(), secrets[0].bytes());
+        assert_eq!(fs::metadata(home.file()).unwrap().permissions().mode() & 0o7777, 0o1600);
+        let left: Vec<_> = fs::read_dir(home.folder.path()).unwrap().collect();
         assert_eq!(left.len(), 1, "no drafts: {left:?}");
-        assert_ne!(secrets[0], user_secret(&Place::new().folder).unwrap(), "of another user");
+        assert_ne!(secrets[0], user_secret(&Home::new().folder).unwrap(), "of another user");
         assert_eq!(format!("{:?}", secrets[0]), "Secret(..)");
     }
 
-    /// What cleans up in /tmp removed the secret of engines that were running: the next one made another, and the two did
-    /// not trust each other.
+    /// A cleaner of /tmp removed the secret of engines that were running. The next engine made another one, and the two did not
+    /// trust each other.
     #[test]
     fn a_secret_that_was_removed_is_written_again_by_a_process_that_knows_it() {
-        let place = Place::new();
-        let secret = user_secret(&place.folder).unwrap();
-        fs::remove_file(place.file()).unwrap();
-        assert_eq!(user_secret(&place.folder).unwrap(), secret);
-        assert_eq!(fs::read(place.file()).unwrap(), secret.bytes());
-        // Who has made another one meanwhile is right.
-        fs::write(place.file(), [7; SECRET_BYTES]).unwrap();
-        assert_eq!(user_secret(&place.folder).unwrap(), Secret::new([7; SECRET_BYTES]));
+        let home = Home::new();
+        let secret = user_secret(&home.folder).unwrap();
+        fs::remove_file(home.file()).unwrap();
+        assert_eq!(user_secret(&home.folder).unwrap(), secret);
+        assert_eq!(fs::read(home.file()).unwrap(), secret.bytes());
+        // If another process has made a new one meanwhile, that one counts.
+        fs::write(home.file(), [7; SECRET_BYTES]).unwrap();
+        assert_eq!(user_secret(&home.folder).unwrap(), Secret::new([7; SECRET_BYTES]));
     }
 
     #[test]
     fn a_secret_that_others_may_know_is_not_used_and_left_alone() {
-        let place = Place::new();
-        user_secret(&place.folder).unwrap();
-        let refused = || assert!(matches!(user_secret(&place.folder), Err(NoSecret::File)));
+        let home = Home::new();
+        user_secret(&home.folder).unwrap();
+        let refused = || assert!(matches!(user_secret(&home.folder), Err(NoSecret::File)));
         for mode in [0o604, 0o640, 0o644, 0o666] {
-            fs::set_permissions(place.file(), Permissions::from_mode(mode)).unwrap();
+            fs::set_permissions(home.file(), Permissions::from_mode(mode)).unwrap();
             refused();
         }
-        fs::set_permissions(place.file(), Permissions::from_mode(0o600)).unwrap();
-        user_secret(&place.folder).unwrap();
+        fs::set_permissions(home.file(), Permissions::from_mode(0o600)).unwrap();
+        user_secret(&home.folder).unwrap();
         for bytes in [&b""[..], &[7; SECRET_BYTES - 1], &[7; SECRET_BYTES + 1]] {
-            fs::write(place.file(), bytes).unwrap();
+            fs::write(home.file(), bytes).unwrap();
             refused();
-            assert_eq!(fs::read(place.file()).unwrap(), bytes);
+            assert_eq!(fs::read(home.file()).unwrap(), bytes);
         }
-        fs::remove_file(place.file()).unwrap();
-        let elsewhere = place.around.path().join("elsewhere");
+        fs::remove_file(home.file()).unwrap();
+        let elsewhere = home.around.path().join("elsewhere");
         fs::write(&elsewhere, [7; SECRET_BYTES]).unwrap();
         fs::set_permissions(&elsewhere, Permissions::from_mode(0o600)).unwrap();
-        symlink(&elsewhere, place.file()).unwrap();
+        symlink(&elsewhere, home.file()).unwrap();
         refused();
     }
 
     #[test]
     fn who_proves_what_to_whom() {
-        let place = Place::new();
-        let user = || Proofs::new("", &place.folder).unwrap();
-        fs::write(place.around.path().join("file"), "").unwrap();
-        let nowhere = RuntimeFolder::at(place.around.path().join("file"));
+        let home = Home::new();
+        let user = || Proofs::new("", &home.folder).unwrap();
+        fs::write(home.around.path().join("file"), "").unwrap();
+        let nowhere = RuntimeFolder::at(home.around.path().join("file"));
         let own = || Proofs::new("", &nowhere).unwrap();
         let token = || Proofs::new("secret", &nowhere).unwrap();
         let is_one = |proofs: &Proofs, peer: &Proofs| {

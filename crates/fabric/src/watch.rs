@@ -1,4 +1,4 @@
-//! The descriptors on which an engine's thread sleeps.
+//! [`Watch`]: the epoll set on which an engine's thread sleeps, shared by the control connections and all carriers.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,20 +9,20 @@ use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 
-/// Bits of a tag that its owner chooses; those above say whose it is.
+/// The low bits of an event's data: the tag that the owner chose. The bits above are the owner.
 const TAG_BITS: u32 = 56;
 
-/// What somebody wants to hear of a descriptor.
+/// The conditions of a descriptor that the watch reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Interest {
-    /// That it can be read, or has ended.
+    /// The descriptor can be read, or has ended.
     pub reads: bool,
-    /// That it can be written.
+    /// The descriptor can be written.
     pub writes: bool,
 }
 
 impl Interest {
-    /// That it can be read.
+    /// Reports only that a descriptor can be read, or has ended.
     pub const READS: Interest = Interest { reads: true, writes: false };
 
     fn flags(self) -> EventFlags {
@@ -32,14 +32,14 @@ impl Interest {
     }
 }
 
-/// The set of all descriptors of an engine, as one of its parts sees it: that part's descriptors by tags of its own choice.
+/// One owner's view of the engine's epoll set: its own descriptors, by tags that it chooses.
 #[derive(Debug, Clone)]
 pub struct Watch {
     epoll: Arc<OwnedFd>,
     owner: u8,
 }
 
-/// What has happened to a descriptor.
+/// A descriptor that is ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Happened {
     pub(crate) owner: u8,
@@ -51,34 +51,34 @@ impl Watch {
         Ok(Watch { epoll: Arc::new(epoll::create(CreateFlags::CLOEXEC)?), owner: 0 })
     }
 
-    /// The same set, for another part.
+    /// The same set, for another owner.
     pub(crate) fn of(&self, owner: u8) -> Watch {
         Watch { epoll: Arc::clone(&self.epoll), owner }
     }
 
-    /// From now on the owner hears of this descriptor by the tag, of 56 bits at most.
+    /// Adds a descriptor. The engine passes `tag`, of at most 56 bits, to [`crate::Carrier::descriptor_ready`].
     ///
     /// # Errors
-    /// Of epoll_ctl.
+    /// Those of epoll_ctl(2).
     pub fn add(&self, descriptor: impl AsFd, tag: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, descriptor, self.data(tag), interest.flags())?)
     }
 
-    /// As [`Watch::add`], of one that was added. It needs no more of the kernel's memory for this.
+    /// Changes the tag or interest of a descriptor that was added. The kernel needs no more memory for it.
     ///
     /// # Errors
-    /// Of epoll_ctl.
+    /// Those of epoll_ctl(2).
     pub fn change(&self, descriptor: impl AsFd, tag: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&self.epoll, descriptor, self.data(tag), interest.flags())?)
     }
 
-    /// Nobody hears of it any more. To be called before it is closed: where a forked process has it too, closing it here would
-    /// leave it in the set for ever.
+    /// Removes a descriptor. Call it before closing the descriptor: if a forked process has a copy, closing alone would leave it
+    /// in the set for ever.
     pub fn remove(&self, descriptor: impl AsFd) {
         let _ = epoll::delete(&self.epoll, descriptor);
     }
 
-    /// What has happened by now, or until the time is over.
+    /// Waits until a descriptor is ready or `timeout` passes, and fills `events`, whose capacity bounds their number.
     pub(crate) fn wait(&self, events: &mut Vec<Event>, timeout: Duration) {
         if !timeout.is_zero() {
             crate::audit::takes_time("a wait for descriptors");
@@ -86,7 +86,7 @@ impl Watch {
         events.clear();
         let seconds = timeout.as_secs().min(60) as i64;
         let timeout = Timespec { tv_sec: seconds, tv_nsec: timeout.subsec_nanos().into() };
-        // An interrupted call brought nothing.
+        // An interrupted call has no events.
         let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&timeout));
     }
 

@@ -1,14 +1,15 @@
-//! Windows: ranges of registered memory that one peer may read until they are closed.
+//! Windows: lets one peer read ranges of registered memory until the owner closes the window.
 //!
 //! ```text
 //!  the owner                                                    the peer
 //!   open_window(peer, ranges) --> number, generation, ranges -->  reads name number and generation,
-//!                                                                 and offsets in the ranges one after the other
-//!   close_window: refuses from now on, waits until nothing is read for the peer, and only then
-//!   uses the memory otherwise
+//!                                                                 and an offset that counts through the ranges in order
+//!   close_window: refuses requests from now on, waits until
+//!   nothing is read for the peer any more, and returns:
+//!   the memory may be reused
 //! ```
-//! A window has a number and a generation from the same numbers as regions have. What is known of a range's region, such as
-//! its keys, serves the window too.
+//! Windows and regions share one space of numbers and generations. A carrier reaches the bytes of a window by the keys of the
+//! regions that its ranges lie in.
 
 use std::sync::Arc;
 
@@ -16,11 +17,11 @@ use thiserror::Error;
 
 use crate::descriptor::{MemoryKind, REGIONS_MAX};
 
-/// Most ranges of a window.
+/// Most ranges of one window.
 pub const WINDOW_RANGES_MAX: usize = 1 << 16;
-/// Ranges that all windows of one process for one peer have together at the most, 24 bytes each at the peer.
+/// Most ranges of all windows that one process opens for one peer. The peer keeps 24 bytes for each.
 pub(crate) const PEER_RANGES_MAX: usize = 1 << 20;
-/// Bytes of a [`WindowDescriptor`].
+/// Bytes of a [`WindowDescriptor`] on the wire.
 pub const WINDOW_DESCRIPTOR_BYTES: usize = 24;
 const MAGIC: [u8; 4] = *b"KVFW";
 const VERSION: u8 = 1;
@@ -30,13 +31,13 @@ const VERSION: u8 = 1;
 pub struct WindowRange {
     /// The region, by its number at its owner.
     pub region: u32,
-    /// Where they begin in it.
+    /// Bytes from the start of the region.
     pub offset: u64,
-    /// How many.
+    /// Never 0 in an open window.
     pub len: u64,
 }
 
-/// What a peer has to know to read through a window; it travels as you like. It says nothing of where the memory is.
+/// Names a window to the peer that may read through it. The caller transports it. It holds no address.
 ///
 /// ```text
 ///  0      4      5      6        8          12          16           24
@@ -47,23 +48,23 @@ pub struct WindowRange {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WindowDescriptor {
-    /// Under which a transfer names it, where else it names a region.
+    /// A transfer names it in place of a region's number.
     pub number: u32,
     /// How often the number was used before.
     pub generation: u32,
-    /// Bytes of all ranges.
+    /// Bytes of all ranges together.
     pub len: u64,
-    /// Where they lie.
+    /// The kind of memory that all ranges lie in.
     pub kind: MemoryKind,
 }
 
-/// Why bytes describe no window.
+/// Why bytes are no window descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum NoWindow {
-    /// Something else.
+    /// The length, the magic, the kind or the number is none of a window descriptor.
     #[error("not a window's descriptor of kvlane")]
     Malformed,
-    /// Another kvlane's.
+    /// Another version of kvlane made it.
     #[error(
         "a window's descriptor of version {0}, this is version {VERSION}: use the same version of kvlane on both sides"
     )]
@@ -71,7 +72,7 @@ pub enum NoWindow {
 }
 
 impl WindowDescriptor {
-    /// As bytes.
+    /// Encodes it, as drawn above.
     pub fn to_bytes(&self) -> [u8; WINDOW_DESCRIPTOR_BYTES] {
         let mut bytes = [0; WINDOW_DESCRIPTOR_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -82,7 +83,7 @@ impl WindowDescriptor {
         bytes
     }
 
-    /// From bytes that somebody sent.
+    /// Decodes bytes of any origin.
     pub fn from_bytes(bytes: &[u8]) -> Result<WindowDescriptor, NoWindow> {
         let bytes: &[u8; WINDOW_DESCRIPTOR_BYTES] = bytes.try_into().map_err(|_| NoWindow::Malformed)?;
         if bytes[..4] != MAGIC {
@@ -98,7 +99,7 @@ impl WindowDescriptor {
         };
         let short = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let len = u64::from(short(16)) | u64::from(short(20)) << 32;
-        // It bounds how much whoever sends descriptors can make this side remember.
+        // The bound on numbers bounds what a sender of descriptors can make this side remember.
         match short(8) {
             number @ 0..REGIONS_MAX => Ok(WindowDescriptor { number, generation: short(12), len, kind }),
             _ => Err(NoWindow::Malformed),
@@ -106,16 +107,16 @@ impl WindowDescriptor {
     }
 }
 
-/// The ranges of a window, which its offsets count through one after the other.
+/// The ranges of a window. An offset in the window counts through them in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Ranges {
     all: Arc<[WindowRange]>,
-    /// Where each ends, counted from the window's beginning.
+    /// By range: the offset in the window at which it ends.
     ends: Arc<[u64]>,
 }
 
 impl Ranges {
-    /// None if there are none or too many, one is empty, or all together have more bytes than can be counted.
+    /// None: there are no ranges or more than [`WINDOW_RANGES_MAX`], one is empty, or their bytes overflow a u64.
     pub(crate) fn new(ranges: Vec<WindowRange>) -> Option<Ranges> {
         let mut end = 0u64;
         let ends: Option<Arc<[u64]>> = ranges
@@ -133,12 +134,12 @@ impl Ranges {
         &self.all
     }
 
-    /// Bytes of all.
+    /// Bytes of all ranges together.
     pub(crate) fn len(&self) -> u64 {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// So many bytes from an offset on, as parts of ranges. None: there are fewer.
+    /// `len` bytes of the window from `offset` on, as parts of its ranges. None: the window ends before.
     pub(crate) fn cut(&self, offset: u64, len: u64) -> Option<impl Iterator<Item = WindowRange> + '_> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len())?;
         let first = self.ends.partition_point(|end| *end <= offset);

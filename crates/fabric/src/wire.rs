@@ -1,4 +1,4 @@
-//! Values that the control connection and all carriers send. All numbers are little-endian.
+//! Encodes and decodes the values that the control connection and all carriers send. All numbers are little-endian.
 //!
 //! ```text
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
@@ -9,9 +9,9 @@ use thiserror::Error;
 
 use crate::transfers::Completion;
 
-/// Bytes of a run.
+/// Bytes of a run on the wire.
 pub(crate) const RUN_BYTES: usize = 24;
-/// Bytes of an outcome.
+/// Bytes of an outcome on the wire.
 pub(crate) const OUTCOME_BYTES: usize = 16;
 
 /// Purpose of a carrier's message to its counterpart at the peer.
@@ -36,21 +36,21 @@ pub(crate) struct WireRun {
     pub(crate) len: u64,
 }
 
-/// Answer to one request.
+/// The listening side's answer to one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) token: u64,
     pub(crate) fate: Fate,
 }
 
-/// Where the listening side finds a segment of shared memory.
+/// Where the listening side finds the segment of shared memory that the connecting side has made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RingsOffer {
-    /// The process that connects.
+    /// The connecting process.
     pub(crate) pid: u32,
-    /// The segment's descriptor there.
+    /// The segment's file descriptor in that process.
     pub(crate) descriptor: u32,
-    /// Device and inode of the segment, so that nothing else is taken for it.
+    /// Device and inode of the segment, which the listening side compares, so that it maps nothing else.
     pub(crate) file: (u64, u64),
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct RingsOffer {
 pub(crate) enum Fate {
     Placed,
     Refused,
-    /// The driver of a GPU there could not copy the bytes.
+    /// The driver of a GPU at the listening side could not copy the bytes.
     GpuFailed,
 }
 
@@ -92,7 +92,7 @@ impl WireRun {
         to.extend(self.len.to_le_bytes());
     }
 
-    /// All runs of a frame. Refuses an empty run, and runs whose lengths do not add up to `bytes`.
+    /// Decodes all runs of a frame. Refuses an empty run, and runs whose lengths do not add up to `bytes`.
     pub(crate) fn decode_all(entries: &[u8], bytes: u64) -> Result<Vec<WireRun>, BadFrame> {
         let mut left = bytes;
         let decode = |entry: &[u8]| {

@@ -1,4 +1,4 @@
-//! Engines whose connections are encrypted, and what happens to those that should not be let in.
+//! Engines with TLS, and connections that must not be let in.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod certificates;

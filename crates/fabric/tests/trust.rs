@@ -1,4 +1,4 @@
-//! What a stranger learns who connects to an engine, or listens in the place of one: nothing.
+//! A stranger that connects to an engine, or listens in a peer's place, learns nothing.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::io::{Read, Write};

@@ -1,4 +1,5 @@
-//! What carries bytes between processes: each folder has one [`crate::Carrier`], and [`own`] lists them all.
+//! This crate's carriers. Each folder holds one [`crate::Carrier`]; [`built_in`] lists them in the order in which an
+//! engine opens them.
 
 use std::fmt;
 use std::io;
@@ -18,19 +19,19 @@ pub(crate) const CMA: &str = "cma";
 pub(crate) const TCP: &str = "tcp";
 pub(crate) const TCP_SLOTS: &str = "tcp-slots";
 
-/// A carrier that an engine may open, with the name by which callers require it and by which [`crate::PathStatus`] shows it.
+/// A carrier that an engine may open. Callers require it by its name, and [`crate::PathStatus`] shows that name.
 pub struct NewCarrier<'a> {
     pub(crate) name: &'static str,
     pub(crate) open: Open<'a>,
 }
 
-/// An open carrier and its name.
+/// The name under which it was offered, and the open carrier.
 pub(crate) type Named = (&'static str, Box<dyn Carrier>);
 
 type Open<'a> = Box<dyn FnOnce(Watch) -> io::Result<Box<dyn Carrier>> + 'a>;
 
 impl<'a> NewCarrier<'a> {
-    /// `open` is called if the engine is to have the carrier. The carrier may watch its descriptors with the [`Watch`].
+    /// The engine calls `open` only if it is to have the carrier. The carrier may watch its descriptors with the [`Watch`].
     pub fn new(
         name: &'static str,
         open: impl FnOnce(Watch) -> io::Result<Box<dyn Carrier>> + 'a,
@@ -45,7 +46,7 @@ impl fmt::Debug for NewCarrier<'_> {
     }
 }
 
-/// What this crate's carriers are opened with.
+/// Everything that [`built_in`] passes on to the carriers of this crate.
 #[derive(Debug)]
 pub(crate) struct Setup {
     pub(crate) sockets: SocketOptions,
@@ -54,8 +55,8 @@ pub(crate) struct Setup {
     pub(crate) chunk_bytes: u64,
 }
 
-/// The carriers of this crate.
-pub(crate) fn own(setup: Setup) -> Vec<NewCarrier<'static>> {
+/// All carriers of this crate, not opened yet.
+pub(crate) fn built_in(setup: Setup) -> Vec<NewCarrier<'static>> {
     let Setup { sockets, slots, copy_threads, chunk_bytes } = setup;
     let (me, of_hosts) = (sockets.me, sockets.clone());
     vec![

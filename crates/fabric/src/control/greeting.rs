@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, on the listening side.
+//! The listening side of a greeting: checks a peer's proof, then makes the connection what its Hello asks for.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvlane_memory::RemoteProcess;
 use kvlane_shm_ring::{Reader, Writer};
 
-use super::sockets::{ControlSockets, Role};
+use super::sockets::{ControlRole, ControlSockets};
 use super::{ChannelId, ControlEvent};
 use crate::greeted::Greeted;
 use crate::lease::Lease;
@@ -14,12 +14,12 @@ use crate::links::{LinkId, Wants};
 use crate::process::Process;
 use crate::served::Served;
 use crate::sessions::TooMany;
-use crate::shm::{Segment, Side};
+use crate::shm::{RingSide, Segment};
 use crate::tcp::{Answer, Ended, HELLO_BYTES, Hello, Purpose, SessionKey, Welcome, encode_refusal};
 use crate::wire::{BadFrame, RingsOffer};
 
 impl ControlSockets {
-    /// The next message of a greeting, of either side.
+    /// Takes the next message of a greeting, on either side.
     pub(super) fn take_greeting(
         &mut self,
         now: Duration,
@@ -28,22 +28,22 @@ impl ControlSockets {
         bytes: &[u8],
     ) -> Result<(), Ended> {
         match self.links.get(id).map(|entry| &entry.role) {
-            Some(Role::Accepted { challenge }) => {
+            Some(ControlRole::Accepted { challenge }) => {
                 let challenge = *challenge;
-                self.judge(id, bytes, &challenge)
+                self.check_proof(id, bytes, &challenge)
             }
-            Some(Role::Proved { key }) => {
+            Some(ControlRole::Proved { key }) => {
                 let key = key.clone();
                 let hello = Hello::decode(bytes, &key)?;
-                self.greet(now, process, id, hello, &key)
+                self.take_hello(now, process, id, hello, &key)
             }
-            Some(Role::Dialling { .. }) => self.go_on(id, bytes),
+            Some(ControlRole::Dialling { .. }) => self.advance_handshake(id, bytes),
             _ => Ok(()),
         }
     }
 
-    /// Somebody who has connected has proved to know the secret, or has not, and learns nothing else.
-    fn judge(&mut self, id: LinkId, proof: &[u8], challenge: &[u8; 16]) -> Result<(), Ended> {
+    /// Checks the Proof of a stranger. If it is wrong, the stranger learns nothing else.
+    fn check_proof(&mut self, id: LinkId, proof: &[u8], challenge: &[u8; 16]) -> Result<(), Ended> {
         let proved = self.proofs.own.decode_proof(proof, challenge)?;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let peer = entry.peer();
@@ -51,21 +51,21 @@ impl ControlSockets {
             Some(nonces) => {
                 let key = self.proofs.own.session(&nonces);
                 let verdict = self.proofs.own.encode_verdict(&nonces);
-                (Role::Proved { key }, Wants::Greeting(HELLO_BYTES), verdict)
+                (ControlRole::Proved { key }, Wants::Greeting(HELLO_BYTES), verdict)
             }
-            None => (Role::Leaving, Wants::Nothing, encode_refusal()),
+            None => (ControlRole::Leaving, Wants::Nothing, encode_refusal()),
         };
         entry.role = role;
-        if proved.is_none() && self.told.is_news(peer, "unproved") {
-            tracing::warn!(?peer, "refused a peer that does not know the secret; said once of this address");
+        if proved.is_none() && self.logged.insert(peer, "unproved") {
+            tracing::warn!(once = true, ?peer, "peer refused: it does not know the secret");
         }
         self.links.want(id, wants);
         self.links.send(id, verdict);
         Ok(())
     }
 
-    /// A peer that has proved to know the secret has said who it is. `key`: of the connection.
-    fn greet(
+    /// Takes the Hello of a peer that has proved the secret. `key` is that of the connection.
+    fn take_hello(
         &mut self,
         now: Duration,
         process: &mut Process,
@@ -76,17 +76,17 @@ impl ControlSockets {
         let Hello { purpose, connection, from, to, session, rings, sums } = hello;
         let me = self.me();
         let is_me = to == me || to == crate::identity::Identity::ANYBODY;
-        let answer = if is_me { Answer::Welcome } else { Answer::SomebodyElse };
+        let answer = if is_me { Answer::Welcome } else { Answer::WrongProcess };
         let mut welcome = Welcome { answer, from: me, rings: false, sums: sums && self.wants_sums };
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         match purpose {
             _ if !is_me => {
-                entry.role = Role::Leaving;
+                entry.role = ControlRole::Leaving;
                 self.links.want(id, Wants::Nothing);
                 self.links.send(id, welcome.encode(key));
             }
             Purpose::Fence(code, of) => {
-                entry.role = Role::Fencing { key: key.clone() };
+                entry.role = ControlRole::Fencing { key: key.clone() };
                 self.links.want(id, Wants::Nothing);
                 self.events.push_back(ControlEvent::FenceAsked { channel: id, from, broken: (code, of) });
             }
@@ -110,46 +110,48 @@ impl ControlSockets {
                 }
                 process.inbox.share_among(process.sessions.connected());
                 let served = Served { from, session };
-                entry.role = Role::Serving { served };
+                entry.role = ControlRole::Serving { served };
                 self.links.want(id, Wants::Frames);
-                let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.take_up(rings));
+                let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.open_rings(rings));
                 welcome.rings = ends.is_some();
                 self.links.send(id, welcome.encode(key));
                 if welcome.sums && !welcome.rings {
                     self.links.begin_sums(id);
                 }
-                ends.into_iter().for_each(|ends| self.links.go_through(id, ends));
+                ends.into_iter().for_each(|ends| self.links.switch_to_rings(id, ends));
                 self.events.push_back(ControlEvent::Session { channel: id, served });
             }
         }
         Ok(())
     }
 
-    /// The ends of a segment that a process of this host offers, if this process can have them.
-    fn take_up(&mut self, offer: RingsOffer) -> Option<(Writer, Reader)> {
+    /// This process's ends of the rings that a process of this host offers. None if it cannot map them.
+    fn open_rings(&mut self, offer: RingsOffer) -> Option<(Writer, Reader)> {
         match segment_of(offer) {
-            Ok(segment) => Some(segment.ends(Side::Listening)),
+            Ok(segment) => Some(segment.ends(RingSide::Listening)),
             Err(error) => {
-                tracing::info!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
+                tracing::info!(pid = offer.pid, %error, "cannot use the peer's shared memory: control messages use the socket");
                 self.without_rings += 1;
                 None
             }
         }
     }
 
-    /// The answer to [`ControlEvent::FenceAsked`].
-    pub(super) fn report_fenced(&mut self, id: ChannelId, is_over: bool) {
+    /// Answers [`ControlEvent::FenceAsked`].
+    pub(super) fn send_fence_answer(&mut self, id: ChannelId, is_over: bool) {
         let Some(entry) = self.links.get_mut(id) else { return };
-        if !matches!(entry.role, Role::Fencing { .. }) {
+        if !matches!(entry.role, ControlRole::Fencing { .. }) {
             return;
         }
         if !is_over {
-            // It asks again.
+            // The end makes the peer ask again.
             return self.links.fail(id, Ended::StillPlaces);
         }
         let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false, sums: false };
         let Some(entry) = self.links.get_mut(id) else { return };
-        let Role::Fencing { key } = std::mem::replace(&mut entry.role, Role::Leaving) else { return };
+        let ControlRole::Fencing { key } = std::mem::replace(&mut entry.role, ControlRole::Leaving) else {
+            return;
+        };
         self.links.send(id, welcome.encode(&key));
     }
 }

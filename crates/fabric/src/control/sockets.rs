@@ -1,10 +1,13 @@
 //! Control connections over TCP or TLS, and through rings between processes of one host.
 //!
 //! ```text
-//!  connecting side:   TCP connect --> challenge --> proof sent --> verdict --> Hello sent --> Welcome: up --> gone
-//!  listening side:    accepted: challenge sent --> proof --> verdict sent --> Hello --> Welcome sent: serving --> gone
-//!                                                                                          '--> a carrier's, for bytes
+//!  connecting side:   TCP connect --> Challenge --> send Proof --> Verdict --> send Hello --> Welcome: up --> gone
+//!  listening side:    accepted: send Challenge --> Proof --> send Verdict --> Hello --> send Welcome: serving --> gone
+//!                                                                                          '--> handed to a carrier
 //! ```
+//! All connections of other processes arrive here. Until its Proof, a connection is a stranger: it is told nothing, and
+//! the oldest strangers are closed if there are more than [`ACCEPTED_MAX`]. The Hello then says whether the connection is
+//! a control connection, a question for a fence, or carries bytes; the last kind goes to its carrier.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -21,113 +24,124 @@ use crate::frames::Frame;
 use crate::identity::Identity;
 use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, Entry, LinkId, LinkJob, Links, Wants};
+use crate::logged_peers::LoggedPeers;
 use crate::numbered::Numbered;
 use crate::process::Process;
 use crate::served::Served;
-use crate::shm::{Segment, Side};
+use crate::shm::{RingSide, Segment};
 use crate::silence::CONNECTING;
 use crate::tcp::{
     Credentials, Dialled, Dialling, Ended, Head, PROOF_MESSAGE_BYTES, Purpose, SessionKey, Welcome,
     encode_challenge, nonce,
 };
-use crate::told::Told;
 use crate::transfers::PathId;
 use crate::trust::Proofs;
 use crate::watch::{Interest, Watch};
 use crate::wire::{BadFrame, Outcome};
 
-/// How often connections are looked at. Whoever connected says something at each look.
-pub(crate) const LOOK: Duration = Duration::from_millis(500);
-/// How long nobody is accepted after that failed for want of something.
+/// How often silent connections are looked for. The connecting side pings as often.
+pub(crate) const LIVENESS_INTERVAL: Duration = Duration::from_millis(500);
+/// Pause after a connection could not be accepted for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Connections of peers, and of them those of whom nothing is known yet.
+/// Most connections, and most that have proved nothing.
 const LINKS_MAX: usize = 16_384;
 const ACCEPTED_MAX: usize = 1_024;
-/// Connections that are accepted before others have their turn.
+/// Connections that are accepted before other work has its turn.
 const ACCEPTED_A_TURN: usize = 64;
-/// Listeners are told from connections by this bit of their tag.
+/// This bit of a watch tag marks a listener.
 const LISTENER: u64 = 1 << 55;
 
 #[derive(Debug)]
 pub(crate) struct ControlSockets {
     me: Identity,
     pub(crate) proofs: Proofs,
-    /// With these all connections are encrypted.
+    /// If present, every connection is encrypted.
     credentials: Option<Arc<Credentials>>,
     watch: Watch,
-    pub(super) links: Links<Role>,
-    pub(super) told: Told,
+    pub(super) links: Links<ControlRole>,
+    pub(super) logged: LoggedPeers,
     pub(super) events: VecDeque<ControlEvent>,
     listeners: Vec<TcpListener>,
-    /// When listeners that were left alone are listened on again.
-    accept_at: Option<Duration>,
-    /// The log says that no connection can be accepted.
+    /// When a paused listener is watched again.
+    resume_accepting_at: Option<Duration>,
+    /// The log has said that connections cannot be accepted.
     cannot_accept: bool,
-    look_at: Duration,
-    /// Whether what is said to processes of this host goes through rings.
+    check_at: Duration,
+    /// Whether connections within this host use shared-memory rings instead of the socket.
     offers_rings: bool,
-    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
     pub(super) wants_sums: bool,
-    pub(super) paths: Numbered<PathId, PathState>,
-    /// Connections of either side between processes of this host that had to do without rings.
+    pub(super) paths: Numbered<PathId, ControlPath>,
+    /// Connections within this host, of either side, that had to use the socket instead of rings.
     pub(crate) without_rings: u64,
     /// Codes of carriers that take connections for bytes.
     pub(crate) carriers: Vec<u8>,
-    /// Peers whose silence never ends a connection.
+    /// Peers that are allowed to be silent: their connections never time out.
     pub(crate) silent: HashSet<Identity>,
 }
 
 const NOT_ITS_SIDES: BadFrame = BadFrame("a frame that is not its side's");
 
-/// A path that carries what is said to a peer.
+/// A control path: how it stands with the connection to one peer.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct PathState {
+pub(crate) struct ControlPath {
     link: Option<LinkId>,
     pub(crate) address: Option<SocketAddr>,
-    /// Why it is not up, or was not the last time.
+    /// Why it is not up now, or was not the last time.
     pub(crate) trouble: Option<String>,
-    /// Why it does not go through rings, where both sides are on one host.
+    /// Why it does not use rings, although both sides are on one host.
     pub(crate) no_rings: Option<String>,
 }
 
-/// What a connection is.
+/// Purpose and stage of a connection.
 #[derive(Debug)]
-pub(crate) enum Role {
-    /// Of somebody who has proved nothing, and is told nothing.
+pub(crate) enum ControlRole {
+    /// A stranger: has proved nothing, and is told nothing.
     Accepted { challenge: [u8; 16] },
-    /// Of a peer that knows the secret, and has not said who it is.
+    /// The peer has proved the secret, but not said who it is.
     Proved { key: SessionKey },
-    /// Of a peer that wants to know that nothing of a broken connection is placed any more.
+    /// The peer asks whether anything of a broken connection may still be placed here.
     Fencing { key: SessionKey },
-    /// Of a peer whose requests are served.
+    /// A control connection of a peer, whose requests are served.
     Serving { served: Served },
-    /// Ends when all is written.
+    /// Ends once everything queued is written.
     Leaving,
-    /// Ours, on its way.
+    /// Made by this process; the greeting is under way.
     Dialling { to: Goal, whom: Whom, dialling: Dialling, segment: Option<Result<Segment, String>> },
-    /// Ours, to this peer; and the latest stamp that it sent.
+    /// Made by this process, to this peer. `stamp`: the peer's latest.
     Up { path: PathId, number: u32, from: Identity, stamp: u64 },
 }
 
-/// What a connection of ours is for.
+/// The purpose of a connection that this process makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
     /// A path's connection of that number.
     Path(PathId, u32),
-    /// That nothing more is placed of an earlier connection.
+    /// To ask whether anything of an earlier connection may still be placed.
     Fence(Broken),
 }
 
+/// Options of [`ControlSockets::open`].
+#[derive(Debug)]
+pub(crate) struct ControlOptions<'a> {
+    pub(crate) me: Identity,
+    pub(crate) proofs: Proofs,
+    /// If present, every connection is encrypted.
+    pub(crate) credentials: Option<Arc<Credentials>>,
+    pub(crate) listen: &'a [SocketAddr],
+    /// Whether connections within this host use shared-memory rings instead of the socket.
+    pub(crate) offers_rings: bool,
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
+    pub(crate) wants_sums: bool,
+}
+
 impl ControlSockets {
-    pub(crate) fn open(
-        me: Identity,
-        proofs: Proofs,
-        credentials: Option<Arc<Credentials>>,
-        watch: Watch,
-        listen: &[SocketAddr],
-        offers_rings: bool,
-        wants_sums: bool,
-    ) -> io::Result<ControlSockets> {
+    /// Listens at all addresses.
+    ///
+    /// # Errors
+    /// An address cannot be listened at, or a listener cannot be watched.
+    pub(crate) fn open(watch: Watch, options: ControlOptions<'_>) -> io::Result<ControlSockets> {
+        let ControlOptions { me, proofs, credentials, listen, offers_rings, wants_sums } = options;
         let mut listeners = Vec::new();
         for (index, address) in (0..).zip(listen) {
             let listener = TcpListener::bind(address)
@@ -142,12 +156,12 @@ impl ControlSockets {
             credentials,
             links: Links::of_messages(watch.clone()),
             watch,
-            told: Told::default(),
+            logged: LoggedPeers::default(),
             events: VecDeque::new(),
             listeners,
-            accept_at: None,
+            resume_accepting_at: None,
             cannot_accept: false,
-            look_at: LOOK,
+            check_at: LIVENESS_INTERVAL,
             offers_rings,
             wants_sums,
             paths: Numbered::default(),
@@ -161,11 +175,11 @@ impl ControlSockets {
         self.listeners.iter().map(TcpListener::local_addr).collect()
     }
 
-    pub(crate) fn status(&self, path: PathId) -> Option<&PathState> {
+    pub(crate) fn status(&self, path: PathId) -> Option<&ControlPath> {
         self.paths.get(&path)
     }
 
-    /// A descriptor is ready.
+    /// The watch says that a descriptor is ready.
     pub(crate) fn descriptor_ready(&mut self, now: Duration, tag: u64) {
         match tag & LISTENER {
             0 => self.links.note_ready(tag),
@@ -173,35 +187,35 @@ impl ControlSockets {
         }
     }
 
-    /// Looks at rings, and does what is due. Whether there was anything in rings.
+    /// Polls the rings, and does what is due. Whether a ring had anything.
     pub(crate) fn poll(&mut self, now: Duration, process: &mut Process) -> bool {
-        let any = self.links.look_at_rings();
-        if now >= self.look_at {
-            let is_late = now >= self.look_at + LOOK;
-            self.look_at = now + LOOK;
-            self.look(now, is_late);
+        let any = self.links.poll_rings();
+        if now >= self.check_at {
+            let is_late = now >= self.check_at + LIVENESS_INTERVAL;
+            self.check_at = now + LIVENESS_INTERVAL;
+            self.check_liveness(now, is_late);
             let immediates = &mut process.immediates;
             process.sessions.forget_old(now, |session| immediates.forget(session));
         }
-        if self.accept_at.is_some_and(|at| at <= now) {
-            self.accept_at = None;
+        if self.resume_accepting_at.is_some_and(|at| at <= now) {
+            self.resume_accepting_at = None;
             self.listen(Interest::READS);
         }
         any
     }
 
-    /// Whether something may come that no descriptor tells of.
+    /// Whether there are rings: bytes may arrive that no descriptor tells of.
     pub(crate) fn has_rings(&self) -> bool {
         self.links.has_rings()
     }
 
-    /// When there is something to do if nothing comes.
+    /// When [`ControlSockets::poll`] has something to do if nothing arrives.
     pub(crate) fn next_tick(&self, process: &Process) -> Option<Duration> {
         if self.links.has_due() || !self.events.is_empty() {
             return Some(Duration::ZERO);
         }
-        let look = (!self.links.is_empty() || !process.sessions.is_empty()).then_some(self.look_at);
-        [look, self.accept_at].into_iter().flatten().min()
+        let liveness = (!self.links.is_empty() || !process.sessions.is_empty()).then_some(self.check_at);
+        [liveness, self.resume_accepting_at].into_iter().flatten().min()
     }
 
     /// See [`Links::prepare_to_sleep`].
@@ -214,16 +228,16 @@ impl ControlSockets {
         self.links.woken();
     }
 
-    /// See [`Links::take_news_of_rings`].
-    pub(crate) fn take_news_of_rings(&mut self) -> bool {
-        self.links.take_news_of_rings()
+    /// See [`Links::take_wake_needed`].
+    pub(crate) fn take_wake_needed(&mut self) -> bool {
+        self.links.take_wake_needed()
     }
 
     pub(crate) fn take_job(&mut self) -> Option<LinkJob> {
         self.links.take_job()
     }
 
-    /// A job is done: takes what it brought.
+    /// A job has run: takes what it received, or ends the connection.
     pub(crate) fn put_back(&mut self, now: Duration, process: &mut Process, job: LinkJob) {
         let id = job.id;
         let Some(Back { arrived, outcome }) = self.links.put_back(now, job) else { return };
@@ -235,14 +249,15 @@ impl ControlSockets {
         if let Err(ended) = outcome {
             return self.end_link(now, process, id, ended);
         }
-        let is_done = |entry: &Entry<Role>| matches!(entry.role, Role::Leaving) && entry.is_flushed();
+        let is_done =
+            |entry: &Entry<ControlRole>| matches!(entry.role, ControlRole::Leaving) && entry.is_flushed();
         if self.links.get(id).is_some_and(is_done) {
             return self.end_link(now, process, id, Ended::Closed);
         }
         self.links.settle(id);
     }
 
-    /// Takes what came over a connection.
+    /// Takes one thing that arrived over a connection.
     fn take(
         &mut self,
         now: Duration,
@@ -258,7 +273,7 @@ impl ControlSockets {
             Arrived::Greeting(bytes) => self.take_greeting(now, process, id, &bytes),
             Arrived::Frame(head, entries) => self.take_frame(id, head, &entries),
             Arrived::Whole(head, bytes) => self.take_whole(id, head, bytes),
-            // Bytes of transfers go over connections of their carriers.
+            // Bodies in registered memory arrive on carriers' connections only.
             Arrived::Body => Err(NOT_ITS_SIDES.into()),
         }
     }
@@ -267,7 +282,7 @@ impl ControlSockets {
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let lease = entry.lease();
         let frame = match (&mut entry.role, head) {
-            (Role::Serving { .. }, Head::Ping { stamp }) => {
+            (ControlRole::Serving { .. }, Head::Ping { stamp }) => {
                 if let Some(mut lease) = lease {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
@@ -275,32 +290,34 @@ impl ControlSockets {
                 self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
                 return Ok(());
             }
-            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => {
+            (ControlRole::Up { stamp, .. }, Head::Pong { stamp: new }) => {
                 *stamp = new;
                 return Ok(());
             }
-            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+            (ControlRole::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
                 *stamp = new;
                 Frame::Outcomes(Outcome::decode_all(entries).collect())
             }
-            (Role::Serving { .. }, Head::Immediate { token, number, counter, generation }) => {
+            (ControlRole::Serving { .. }, Head::Immediate { token, number, counter, generation }) => {
                 Frame::Immediate { token, number, counter, generation }
             }
-            (Role::Serving { .. }, Head::Fence { connection, code }) => Frame::Fence { code, connection },
-            (Role::Up { .. }, Head::Fenced { connection, code, is_over }) => {
+            (ControlRole::Serving { .. }, Head::Fence { connection, code }) => {
+                Frame::Fence { code, connection }
+            }
+            (ControlRole::Up { .. }, Head::Fenced { connection, code, is_over }) => {
                 Frame::Fenced { code, connection, is_over }
             }
-            (Role::Up { .. }, Head::NoRoom { token }) => Frame::NoRoom { token },
+            (ControlRole::Up { .. }, Head::NoRoom { token }) => Frame::NoRoom { token },
             _ => return Err(NOT_ITS_SIDES.into()),
         };
         self.events.push_back(ControlEvent::Heard { channel: id, frame, lease });
         Ok(())
     }
 
-    /// A frame came, with all its bytes.
+    /// Takes a frame with its body.
     fn take_whole(&mut self, id: LinkId, head: Head, bytes: Vec<u8>) -> Result<(), Ended> {
         let Some(entry) = self.links.get(id) else { return Ok(()) };
-        if !matches!(entry.role, Role::Serving { .. } | Role::Up { .. }) {
+        if !matches!(entry.role, ControlRole::Serving { .. } | ControlRole::Up { .. }) {
             return Err(NOT_ITS_SIDES.into());
         }
         let frame = match head {
@@ -313,23 +330,26 @@ impl ControlSockets {
         Ok(())
     }
 
-    /// A connection is over.
+    /// Ends a connection. If a job holds its link, the end waits until the job is back.
     pub(super) fn end_link(&mut self, now: Duration, process: &mut Process, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
         let peer = link.socket().peer_addr().ok();
         process.note_ended(peer, &why);
         match role {
-            Role::Accepted { .. } | Role::Proved { .. } | Role::Fencing { .. } | Role::Leaving => {
+            ControlRole::Accepted { .. }
+            | ControlRole::Proved { .. }
+            | ControlRole::Fencing { .. }
+            | ControlRole::Leaving => {
                 tracing::debug!(?peer, %why, "a connection ended")
             }
-            Role::Serving { served, .. } => {
+            ControlRole::Serving { served, .. } => {
                 tracing::debug!(?peer, %why, "a peer's connection ended");
                 drop(link);
                 process.sessions.leave(now, served.session);
                 process.inbox.share_among(process.sessions.connected());
                 self.events.push_back(ControlEvent::SessionEnded { channel: id });
             }
-            Role::Dialling { to, .. } => {
+            ControlRole::Dialling { to, .. } => {
                 tracing::debug!(?peer, %why, ?to, "a connection failed");
                 match to {
                     Goal::Path(path, number) => {
@@ -341,11 +361,11 @@ impl ControlSockets {
                     }
                 }
             }
-            Role::Up { path, number, .. } => {
+            ControlRole::Up { path, number, .. } => {
                 tracing::info!(?peer, %why, "a control connection broke");
                 self.note_trouble(path, &why, Some(id));
-                // What the kernel has not sent, it is not to send: without this it would go on behind our back for as long as
-                // the network takes.
+                // Linger 0 discards what the kernel has not sent, which it would otherwise keep sending for as long
+                // as the network takes.
                 let _ = sockopt::set_socket_linger(&*link, Some(Duration::ZERO));
                 drop(link);
                 self.events.push_back(ControlEvent::Broke { path, number, channel: Some(id) });
@@ -362,21 +382,22 @@ impl ControlSockets {
         }
     }
 
-    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
-    fn look(&mut self, now: Duration, is_late: bool) {
+    /// Ends connections whose peer was silent for too long, unless this process was itself too late to hear it. Then pings on
+    /// all connections that this process made.
+    fn check_liveness(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
-        let may_be_silent = |role: &Role| match role {
-            Role::Serving { served } => self.silent.contains(&served.from),
-            Role::Up { from, .. } => self.silent.contains(from),
+        let may_be_silent = |role: &ControlRole| match role {
+            ControlRole::Serving { served } => self.silent.contains(&served.from),
+            ControlRole::Up { from, .. } => self.silent.contains(from),
             _ => false,
         };
-        // They come back by way of their jobs' outcome, or at once.
+        // Each link is failed by its next job, or by the one that holds it.
         let dead = self
             .links
             .find(|entry| !is_late && silent(entry.heard) >= patience(entry) && !may_be_silent(&entry.role));
-        // Whoever speaks TLS speaks at once. A peer that waits for us to speak is told so before it gives up.
+        // A TLS peer speaks at once. A silent one waits for us to speak first, so say what is wrong before it gives up.
         let mute = self.links.find(|entry| {
-            matches!(entry.role, Role::Accepted { .. })
+            matches!(entry.role, ControlRole::Accepted { .. })
                 && entry.link().is_some_and(|link| link.awaits_first_word())
                 && !is_late
                 && silent(entry.heard) >= CONNECTING / 2
@@ -387,7 +408,7 @@ impl ControlSockets {
             .links
             .iter()
             .filter_map(|(id, entry)| match entry.role {
-                Role::Up { stamp, .. } => Some((id, stamp)),
+                ControlRole::Up { stamp, .. } => Some((id, stamp)),
                 _ => None,
             })
             .collect();
@@ -400,60 +421,63 @@ impl ControlSockets {
             let (socket, peer) = match listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // Of the one connection: others go on.
-                Err(error) if !is_want(&error) => continue,
+                // The error concerns this one connection. Others can be accepted.
+                Err(error) if !is_shortage(&error) => continue,
                 Err(error) => {
                     if !std::mem::replace(&mut self.cannot_accept, true) {
-                        tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms, said once");
+                        let retry_ms = ACCEPT_PAUSE.as_millis() as u64;
+                        tracing::warn!(once = true, %error, retry_ms, "cannot accept connections; retrying");
                     }
-                    self.accept_at = Some(now + ACCEPT_PAUSE);
+                    self.resume_accepting_at = Some(now + ACCEPT_PAUSE);
                     return self.listen(Interest::default());
                 }
             };
             if std::mem::take(&mut self.cannot_accept) {
-                tracing::info!("connections are accepted again");
+                tracing::info!("accepting connections again");
             }
             if !self.make_room(peer) {
                 continue;
             }
             let added = nonce().and_then(|challenge| {
-                let (role, wants) = (Role::Accepted { challenge }, Wants::Greeting(PROOF_MESSAGE_BYTES));
+                let (role, wants) =
+                    (ControlRole::Accepted { challenge }, Wants::Greeting(PROOF_MESSAGE_BYTES));
                 let id = self.links.accept(now, socket, self.credentials.as_deref(), role, wants)?;
                 self.links.set_lease(id, Lease::begin());
-                self.look_at = self.look_at.min(now + LOOK);
+                self.check_at = self.check_at.min(now + LIVENESS_INTERVAL);
                 self.links.send(id, encode_challenge(&challenge));
                 Ok(())
             });
             if let Err(error) = added
-                && self.told.is_news(Some(peer), "not accepted")
+                && self.logged.insert(Some(peer), "not accepted")
             {
-                tracing::warn!(%peer, %error, "a connection cannot be accepted; said once of this address");
+                tracing::warn!(once = true, %peer, %error, "cannot accept a connection");
             }
         }
     }
 
-    /// Whether one more has room. Of too many who have proved nothing the oldest goes: a peer that knows the secret proves it
-    /// at once.
+    /// Whether one more connection may be added. If too many have proved nothing, ends the oldest of them: a peer that
+    /// knows the secret proves it at once.
     fn make_room(&mut self, peer: SocketAddr) -> bool {
         if self.links.len() >= ACCEPTED_MAX {
-            let unknown = self.links.find(|entry| matches!(entry.role, Role::Accepted { .. }));
+            let unknown = self.links.find(|entry| matches!(entry.role, ControlRole::Accepted { .. }));
             if unknown.len() >= ACCEPTED_MAX {
-                if self.told.is_news(Some(peer), "too many") {
-                    tracing::warn!(%peer, "too many connections prove nothing: the oldest are closed; said once of this address");
+                if self.logged.insert(Some(peer), "too many") {
+                    let limit = ACCEPTED_MAX;
+                    tracing::warn!(once = true, %peer, limit, "too many unauthenticated connections; closing the oldest");
                 }
                 unknown.first().iter().for_each(|id| drop(self.links.end(**id, Ended::Closed)));
             }
         }
         let has_room = self.links.len() < LINKS_MAX;
-        if !has_room && self.told.is_news(Some(peer), "no room") {
-            tracing::warn!(%peer, "too many connections: one is refused; said once of this address");
+        if !has_room && self.logged.insert(Some(peer), "no room") {
+            tracing::warn!(once = true, %peer, limit = LINKS_MAX, "too many connections; refusing this one");
         }
         has_room
     }
 
     fn listen(&self, interest: Interest) {
         for (index, listener) in (0..).zip(&self.listeners) {
-            // It is known to the watch, which needs no more memory for this.
+            // Cannot fail for lack of memory, because the watch knows the listener already.
             let _ = self.watch.change(listener, LISTENER | index, interest);
         }
     }
@@ -464,29 +488,29 @@ impl ControlSockets {
             Goal::Fence((code, connection)) => Purpose::Fence(code, connection),
         };
         let (dialling, whom) = (Dialling::new(purpose)?, whom.clone());
-        let role = Role::Dialling { to, whom, dialling, segment: None };
+        let role = ControlRole::Dialling { to, whom, dialling, segment: None };
         let id = self.links.open(now, address, self.credentials.as_deref(), role)?;
-        self.look_at = self.look_at.min(now + LOOK);
+        self.check_at = self.check_at.min(now + LIVENESS_INTERVAL);
         Ok(id)
     }
 
-    /// Ends all connections, for good, but those that ask peers to place nothing more of what broke.
+    /// Ends all connections for good, except those that ask peers for fences.
     pub(crate) fn end_all(&mut self, now: Duration, process: &mut Process) {
-        let is_fence = |role: &Role| matches!(role, Role::Dialling { to: Goal::Fence(_), .. });
+        let is_fence = |role: &ControlRole| matches!(role, ControlRole::Dialling { to: Goal::Fence(_), .. });
         for id in self.links.find(|entry| !is_fence(&entry.role)) {
             self.end_link(now, process, id, Ended::Closed);
         }
         self.listeners.clear();
     }
 
-    /// Ends those too.
+    /// Ends the connections that ask for fences, too.
     pub(crate) fn end_fences(&mut self, now: Duration, process: &mut Process) {
         for id in self.links.find(|_| true) {
             self.end_link(now, process, id, Ended::Closed);
         }
     }
 
-    /// Shared memory for a connection that seems to stay on this host, or why there is none: then all goes through the socket.
+    /// Shared memory for a connection within this host, or why there is none. In that case everything uses the socket.
     pub(super) fn segment(&self, id: LinkId, to: Goal) -> Option<Result<Segment, String>> {
         let socket = self.links.get(id)?.link()?.socket();
         let may_be = self.offers_rings && matches!(to, Goal::Path(..)) && crate::links::is_same_host(socket);
@@ -504,8 +528,8 @@ impl ControlSockets {
         self.offers_rings
     }
 
-    /// The peer has welcomed a connection of ours.
-    pub(super) fn welcomed(
+    /// The peer has welcomed a connection of this process.
+    pub(super) fn take_welcome(
         &mut self,
         id: LinkId,
         to: Goal,
@@ -515,7 +539,7 @@ impl ControlSockets {
         let (path, number) = match to {
             Goal::Fence(broken) => {
                 self.events.push_back(ControlEvent::FenceAnswered { broken, is_over: true });
-                // Nothing else is said over it.
+                // This connection has served its purpose.
                 drop(self.links.end(id, Ended::Closed));
                 return Ok(());
             }
@@ -526,7 +550,7 @@ impl ControlSockets {
         }
         let no_rings = match (welcome.rings, segment) {
             (true, Some(Ok(segment))) => {
-                self.links.go_through(id, segment.ends(Side::Connecting));
+                self.links.switch_to_rings(id, segment.ends(RingSide::Connecting));
                 None
             }
             (true, _) => return Err(BadFrame("it uses shared memory that was not offered").into()),
@@ -544,24 +568,24 @@ impl ControlSockets {
         self.links.want(id, Wants::Frames);
         let from = welcome.from;
         if let Some(entry) = self.links.get_mut(id) {
-            entry.role = Role::Up { path, number, from, stamp: 0 };
+            entry.role = ControlRole::Up { path, number, from, stamp: 0 };
         }
         self.events.push_back(ControlEvent::Up { path, number, channel: id, from });
         Ok(())
     }
 
-    /// A connection of ours goes on with its greeting.
-    pub(super) fn go_on(&mut self, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
+    /// Takes the peer's next message of a greeting.
+    pub(super) fn advance_handshake(&mut self, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
         let me = self.me();
-        // Made when it is asked for, since only then the socket is known to be one of this host.
+        // Made only now, because the socket had to be connected to show that the peer is on this host.
         let to = match self.links.get(id).map(|entry| &entry.role) {
-            Some(Role::Dialling { to, .. }) => *to,
+            Some(ControlRole::Dialling { to, .. }) => *to,
             _ => return Ok(()),
         };
         let new_segment = self.segment(id, to);
         let wants_sums = self.wants_sums;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
-        let Role::Dialling { whom, dialling, segment, .. } = &mut entry.role else { return Ok(()) };
+        let ControlRole::Dialling { whom, dialling, segment, .. } = &mut entry.role else { return Ok(()) };
         let mut offered = None;
         let rings = || {
             let offer = new_segment.as_ref().and_then(|made| made.as_ref().ok()?.offer());
@@ -580,7 +604,7 @@ impl ControlSockets {
             }
             Dialled::Welcome(welcome) => {
                 let segment = segment.take();
-                self.welcomed(id, to, welcome, segment)
+                self.take_welcome(id, to, welcome, segment)
             }
         }
     }
@@ -588,7 +612,7 @@ impl ControlSockets {
 
 impl Control for ControlSockets {
     fn connect(&mut self, now: Duration, path: PathId, number: u32, whom: &Whom) {
-        // Each address in its turn.
+        // Each attempt uses the next address.
         let address = whom.addresses[number as usize % whom.addresses.len()];
         let dialled = self.dial(now, address, Goal::Path(path, number), whom);
         let at = self.paths.entry(path).or_default();
@@ -604,9 +628,9 @@ impl Control for ControlSockets {
     }
 
     fn close(&mut self, _: Duration, path: PathId, number: u32) {
-        let is_it = |role: &Role| {
-            matches!(role, Role::Up { path: p, number: n, .. } if (*p, *n) == (path, number))
-                || matches!(role, Role::Dialling { to, .. } if *to == Goal::Path(path, number))
+        let is_it = |role: &ControlRole| {
+            matches!(role, ControlRole::Up { path: p, number: n, .. } if (*p, *n) == (path, number))
+                || matches!(role, ControlRole::Dialling { to, .. } if *to == Goal::Path(path, number))
         };
         for id in self.links.find(|entry| is_it(&entry.role)) {
             self.links
@@ -632,7 +656,7 @@ impl Control for ControlSockets {
     }
 
     fn answer_fence(&mut self, _: Duration, channel: ChannelId, is_over: bool) {
-        self.report_fenced(channel, is_over);
+        self.send_fence_answer(channel, is_over);
     }
 
     fn forget(&mut self, path: PathId) {
@@ -644,16 +668,16 @@ impl Control for ControlSockets {
     }
 }
 
-/// Longest silence of a connection.
-fn patience(entry: &Entry<Role>) -> Duration {
+/// The longest silence that a connection survives.
+fn patience(entry: &Entry<ControlRole>) -> Duration {
     match entry.role {
-        Role::Accepted { .. } => CONNECTING,
+        ControlRole::Accepted { .. } => CONNECTING,
         _ => entry.progress().patience(),
     }
 }
 
-/// Of descriptors or memory.
-fn is_want(error: &io::Error) -> bool {
+/// Whether accepting failed for lack of descriptors or memory.
+fn is_shortage(error: &io::Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|errno| wants.contains(&errno))
 }

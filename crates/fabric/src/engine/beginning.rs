@@ -1,4 +1,5 @@
-//! Transfers are checked against the memory of both sides, without the lock, and begun.
+//! Begins transfers: checks them against a snapshot of both sides' regions without the engine's lock, then submits them if the
+//! snapshot still holds.
 
 use std::sync::Arc;
 
@@ -12,24 +13,25 @@ use crate::shape::{Pieces, ShapeError, Side};
 use crate::transfers::{Between, Op, PeerId, Request, Stretch};
 use crate::window::WindowDescriptor;
 
-/// A transfer is checked against what both sides have registered without the lock. So often that may change meanwhile.
+/// Checks of one transfer before it fails as [`FabricError::Changing`]: the regions it uses may change between check and
+/// submission.
 const CHECKS_MAX: usize = 4;
 
-/// A transfer that fits the memory of both sides, as it was when it was checked.
+/// A transfer that fitted the memory of both sides when it was checked.
 #[derive(Debug)]
 pub(crate) struct Checked {
-    /// Its deadline is a time from now.
+    /// Its `deadline` is still a timeout, which counts from [`Shared::submit`] on.
     request: Request,
     used: Used,
 }
 
 impl Shared {
-    /// What both sides have registered now.
+    /// The regions of both sides, as they are now.
     pub(crate) fn both_sides(&self, peer: PeerId) -> Result<BothSides, FabricError> {
         self.try_hub()?.hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)
     }
 
-    /// Checks what a transfer moves, and begins it. The lock is not held while it is checked.
+    /// Checks a transfer without the lock, and begins it.
     pub(crate) fn begin(
         self: &Arc<Shared>,
         peer: PeerId,
@@ -43,21 +45,21 @@ impl Shared {
             let checked = self.check(&sides, peer, transfer)?;
             let mut hub = self.try_hub()?;
             if let Some(handle) = self.submit(&mut hub, checked)? {
-                self.set_going(&mut hub);
+                self.run_pending(&mut hub);
                 return Ok(handle);
             }
         }
         Err(FabricError::Changing)
     }
 
-    /// A window may be known to whoever got its descriptor before the peer itself has told of it.
+    /// Makes a window known by its descriptor, which may arrive before the peer's announcement.
     fn note_window(&self, peer: PeerId, window: &WindowDescriptor) -> Result<(), FabricError> {
         let mut hub = self.try_hub()?;
         let known = hub.hub.outside.peer_mut(peer).ok_or(FabricError::NoSuchPeer)?;
         known.describe_window(window).then_some(()).ok_or(FabricError::WindowClosed)
     }
 
-    /// What a transfer moves, checked against the memory of both sides.
+    /// Checks a transfer against the memory of both sides.
     pub(crate) fn check(
         &self,
         sides: &BothSides,
@@ -93,12 +95,12 @@ impl Shared {
         Ok((stretches, used))
     }
 
-    /// Whether what a transfer was checked against is still so.
+    /// Whether the regions that a transfer was checked against have not changed.
     pub(crate) fn is_current(&self, hub: &SocketHub, checked: &Checked) -> bool {
         hub.hub.both_sides(checked.used.peer).is_some_and(|sides| sides.still_have(&checked.used))
     }
 
-    /// Makes a transfer that was checked. It is begun by [`Shared::set_going`]. None: what is registered has changed since.
+    /// Submits a checked transfer; [`Shared::run_pending`] posts it. None: the regions that it uses have changed since.
     pub(crate) fn submit(
         self: &Arc<Shared>,
         hub: &mut Hold<'_>,
@@ -112,7 +114,8 @@ impl Shared {
     }
 }
 
-/// A window's number may be used again: a transfer means one window, and touches nothing else.
+/// Checks that a transfer with a window names only that window, of its generation, and reads; and that one without names none.
+/// A window's number may be used again, so the number alone does not identify it.
 fn check_window(sides: &BothSides, used: &Used, transfer: &Transfer) -> Result<(), FabricError> {
     let window = transfer.window.map(|window| (window.number, window.generation));
     if transfer.window.is_some() && transfer.op == Op::Write {

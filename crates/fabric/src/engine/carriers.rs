@@ -1,4 +1,4 @@
-//! Which carriers an engine opens.
+//! Opens an engine's carriers.
 
 use super::error::FabricError;
 use super::options::Transport;
@@ -6,7 +6,8 @@ use crate::carriers::{Named, NewCarrier};
 use crate::hub::socket_hub::CONTROL;
 use crate::watch::Watch;
 
-/// Opens those of the list that the caller allows; None allows all. Each gets its name, and its place's part of the watch.
+/// Opens the carriers of the list that the caller allows; None allows all. A carrier's index in the result is the owner of its
+/// part of the watch.
 pub(super) fn open(
     list: Vec<NewCarrier<'_>>,
     allowed: Option<Transport>,

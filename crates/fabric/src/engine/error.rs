@@ -1,4 +1,5 @@
-//! Why something cannot be done.
+//! [`FabricError`]: the errors of the engine's calls. A transfer that has begun ends with a [`Failure`](crate::Failure)
+//! instead.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,146 +16,146 @@ use crate::tcp::TlsError;
 use crate::trust::Mistrust;
 use crate::window::PEER_RANGES_MAX;
 
-/// Why something cannot be done.
+/// Why a call of an engine failed.
 #[derive(Debug, Error)]
 pub enum FabricError {
-    /// An address that other hosts reach, without a token.
+    /// The engine would listen on an address that other hosts reach, and has no token.
     #[error(
         "{0} can be reached from other hosts: give a token that only your processes know, or listen on 127.0.0.1"
     )]
     NoToken(SocketAddr),
-    /// All addresses, which peers cannot connect to.
+    /// The engine would listen on an unspecified address, and advertises no other that peers can connect to.
     #[error("peers cannot connect to {0}: advertise the addresses at which they reach this host")]
     NoAddressToTell(SocketAddr),
-    /// A limit that the protocol does not have, or that would let nothing move.
+    /// An option is outside of what the protocol allows, or would let nothing move.
     #[error("{0}")]
     Limit(String),
     /// A GPU's driver refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// Memory of a GPU, which none of the engine's carriers reaches.
+    /// None of the engine's carriers reaches memory of GPUs.
     #[error("memory of GPUs cannot go by cma or another carrier of this engine: none reaches it")]
     NoWayToGpus,
     /// [`crate::EngineOptions::transport`] names a carrier that is not in the engine's list.
     #[error("no carrier is called {name}: this engine has {known}")]
     NoSuchCarrier {
-        /// The name.
+        /// The name that the options require.
         name: &'static str,
-        /// The names that it could be.
+        /// The names of the engine's carriers, separated by commas.
         known: String,
     },
-    /// Two carriers of one name.
+    /// Two carriers have one name.
     #[error("two carriers are called {0}")]
     SameCarrier(&'static str),
-    /// A file of [`crate::Tls`].
+    /// A file of [`crate::Tls`] cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// What is registered here or at the peer changes all the time.
+    /// The regions that the transfer uses, here or at the peer, changed during each of several checks.
     #[error(
         "what is registered here or at the peer has changed again and again while the transfer was checked: try again"
     )]
     Changing,
-    /// A peer that is known by an address only has to know a secret that this engine has too.
+    /// A peer added by its address must share a secret with this engine, which has neither a token nor its user's secret.
     #[error(
         "without a token and without a runtime folder this engine shares no secret with others: connect by a descriptor"
     )]
     NoSharedSecret,
-    /// Of the operating system.
+    /// The operating system refused something that the engine needs.
     #[error("the fabric cannot be opened: {0}")]
     Io(#[from] io::Error),
-    /// After [`crate::Engine::close`].
+    /// [`crate::Engine::close`] was called.
     #[error("the engine is closed")]
     Closed,
-    /// In a process that was forked from the engine's.
+    /// The calling process was forked from the engine's.
     #[error(transparent)]
     Forked(#[from] Forked),
-    /// The descriptor names no address that can be reached from here.
+    /// The descriptor has no address of a kind that this version knows.
     #[error("the peer's descriptor has no address of a kind that is known here")]
     NoAddress,
-    /// The descriptor is of an engine that nothing can be proved to.
+    /// This engine and the descriptor's share no secret.
     #[error(transparent)]
     Mistrust(#[from] Mistrust),
-    /// A transfer that does not fit the memory of both sides.
+    /// The transfer does not fit the memory of both sides.
     #[error(transparent)]
     Shape(#[from] ShapeError),
-    /// No such peer, or a descriptor of another process.
+    /// The peer was removed, or the descriptor is another process's.
     #[error("no such peer: it was removed, or restarted; connect with its new descriptor")]
     NoSuchPeer,
-    /// Nobody registered this.
+    /// No region with this number is registered, or another thread gives it back already.
     #[error("region {0} is not registered")]
     NoSuchRegion(u32),
-    /// Ranges that are not registered, or of several memories, or none.
+    /// A window's ranges are not registered, lie in several memories, are empty, or are too few or too many.
     #[error("a window shows ranges of registered memory, all of the host or all of one GPU: {0}")]
     Window(String),
-    /// A window that the peer has closed.
+    /// The peer has closed the window that the transfer names.
     #[error("the peer has closed this window: ask it for another")]
     WindowClosed,
-    /// A write to a window.
+    /// A transfer would write through a window.
     #[error("a window can only be read")]
     WindowIsRead,
-    /// Nobody opened this.
+    /// No window with this number and generation is open, or another thread closes it already.
     #[error("window {0} is not open")]
     NoSuchWindow(u32),
-    /// A carrier cannot reach the memory that was to be registered.
+    /// A carrier failed to register the memory.
     #[error("the memory cannot be registered: {0}")]
     Register(#[from] RegisterError),
-    /// As many regions as can be.
+    /// All numbers for regions and windows are in use; this many.
     #[error("{0} regions are registered, as many as can be: unregister some")]
     RegionsFull(usize),
-    /// A peer may read through as many ranges as it keeps.
+    /// The windows of one peer would have more ranges than it keeps.
     #[error("the windows of this peer have {PEER_RANGES_MAX} ranges, as many as can be: close some")]
     WindowsFull,
-    /// A peer that is known by an address only was not reached in time.
+    /// A peer added by its address has not announced its regions in time.
     #[error("nobody has answered at {address}: {why}")]
     NotReached {
-        /// Where.
+        /// The address that the caller gave.
         address: SocketAddr,
-        /// What was wrong the last time.
+        /// Why the last attempt failed.
         why: String,
     },
-    /// Transfers under way use it.
+    /// Transfers under way use the region.
     #[error("region {region} is in use by {transfers} transfers: wait for them or cancel them first")]
     RegionInUse {
-        /// The region.
+        /// The region's number.
         region: u32,
-        /// How many.
+        /// The transfers that use it.
         transfers: usize,
     },
-    /// As many transfers as can be.
+    /// This many transfers are under way, the limit ([`crate::Options::live_max`]).
     #[error("{0} transfers are under way, as many as can be: wait for one to be over")]
     Full(usize),
-    /// Longer than a message can be.
+    /// The message has this many bytes, more than [`crate::MESSAGE_BYTES_MAX`].
     #[error("a message of {0} bytes; it can have {MESSAGE_BYTES_MAX}")]
     MessageTooLong(usize),
-    /// As many bytes of messages as can be.
+    /// With this message [`crate::Options::message_bytes`] would be exceeded; this many bytes are under way.
     #[error("{0} bytes of messages are under way, as many as can be: wait for some to be over")]
     MessagesFull(usize),
-    /// The same peer as two members of a group, by their places in the list.
+    /// Two members of a group are the same peer; their indices in the list.
     #[error("members {0} and {1} of the group are the same peer")]
     SameMember(usize, usize),
-    /// Not one part, or counter, for each member.
+    /// The number of parts, or counters, is not the number of members.
     #[error("{given} parts for a group of {members} members: each has one, which may be empty")]
     Parts {
-        /// How many there are.
+        /// Parts, or counters, in the call.
         given: usize,
-        /// How many there have to be.
+        /// Members of the group.
         members: usize,
     },
-    /// The part of one member cannot be begun, so that none was.
+    /// One member's part cannot begin, so none has begun.
     #[error("member {member} of the group: {why}")]
     Member {
-        /// Its place in the group's list.
+        /// Index in the group's list.
         member: usize,
-        /// What is wrong with it.
+        /// Why its part cannot begin.
         #[source]
         why: Box<FabricError>,
     },
-    /// Fewer transfers can begin than a group has members, so that none was.
+    /// Fewer transfers can begin than the group has members, so none has begun.
     #[error("a group of {members} members, and room for {room} transfers: wait for others to be over")]
     NoRoomForAll {
-        /// How many would begin.
+        /// Members of the group.
         members: usize,
-        /// How many can.
+        /// Transfers that can begin now.
         room: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! Peers that are written to, or told something, in one call.
+//! [`Group`]: writes to several peers, or counts at their counters, in one call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -14,25 +14,26 @@ use super::shared::Shared;
 use crate::shape::Pieces;
 use crate::transfers::{Failure, PeerId, Priority};
 
-/// What is registered may change while a call is checked, so often.
+/// Checks of one call before it fails as [`FabricError::Changing`]: the regions it uses may change between check and
+/// submission.
 const CHECKS_MAX: usize = 4;
 
-/// A list of distinct peers of one engine, which does not change; made by [`crate::Engine::group`].
+/// A fixed list of distinct peers of one engine, made by [`crate::Engine::group`].
 ///
-/// A call begins the parts of all members or, if any of them cannot be begun, of none. From then on each is a transfer of
-/// its own: one that fails, or a member that is gone, holds up no other.
+/// A call begins the parts of all members or, if any of them cannot begin, of none. From then on each part is a transfer of
+/// its own. A part that fails, or a member that is gone, does not delay the others.
 #[derive(Debug, Clone)]
 pub struct Group {
     shared: Arc<Shared>,
     peers: Vec<PeerId>,
 }
 
-/// What one member of a group is written. The default is nothing.
+/// The part of one member of a group. The default writes nothing and counts nothing.
 #[derive(Debug, Clone)]
 pub struct GroupPart {
     /// Bytes of this process, and where they go in the member's memory.
     pub pieces: Pieces,
-    /// A counter at the member, and its generation there, that counts once all of its bytes are in place.
+    /// A counter at the member and its generation there, which counts once all bytes of the part are in place.
     pub immediate: Option<(u32, u32)>,
 }
 
@@ -61,16 +62,17 @@ impl Group {
         Ok(Group { shared, peers: peers.to_vec() })
     }
 
-    /// The members, in their order.
+    /// The members, in the order given to [`crate::Engine::group`].
     pub fn peers(&self) -> &[PeerId] {
         &self.peers
     }
 
-    /// Writes each member its own part, the n-th to the n-th member; each is given up after `timeout`.
+    /// Writes the n-th part to the n-th member. Each part is given up after `timeout`.
     ///
-    /// All parts are checked before any is begun: for their number ([`FabricError::Parts`]), whether each fits the memory
-    /// of both sides ([`FabricError::Member`], with a [`FabricError::Shape`]; or [`FabricError::NoSuchPeer`], if it was
-    /// disconnected), and whether as many transfers can begin ([`FabricError::NoRoomForAll`]).
+    /// # Errors
+    /// All parts are checked before any begins. [`FabricError::Parts`]: there is not one for each member.
+    /// [`FabricError::Member`]: a part does not fit the memory of both sides ([`FabricError::Shape`]), or its member was
+    /// disconnected ([`FabricError::NoSuchPeer`]). [`FabricError::NoRoomForAll`]: not as many transfers can begin.
     pub fn scatter(
         &self,
         parts: &[GroupPart],
@@ -95,7 +97,7 @@ impl Group {
             for checked in checked {
                 handles.extend(self.shared.submit(&mut hub, checked)?);
             }
-            self.shared.set_going(&mut hub);
+            self.shared.run_pending(&mut hub);
             drop(hub);
             return Ok(GroupHandle { shared: Arc::clone(&self.shared), parts: handles, over: 0 });
         }
@@ -121,21 +123,24 @@ impl Group {
         self.peers.iter().zip(parts).enumerate().map(check).collect()
     }
 
-    /// Tells each member's counter, the n-th (number, generation) the n-th member's, without moving bytes. It is over when
-    /// all are told, or known not to be. Errors as of [`Group::scatter`].
+    /// Counts once at a counter of each member, without moving bytes: the n-th (number, generation) is the n-th member's. The
+    /// handle is over when each member has counted or its part has failed.
     ///
-    /// Processes wait for each other like this (tests/groups.rs has it as a test). Each opens a counter, and tells its number and
+    /// Processes wait for each other like this (tests/groups.rs has it as a test). Each opens a counter, and sends its number and
     /// generation to all others, with its descriptor. Then each does this in round 1, 2, 3...:
     ///
     /// ```text
-    /// told = others.barrier(their counters, patience)           `others`: the group of all other members
+    /// sent = others.barrier(their counters, patience)           `others`: the group of all other members
     /// engine.wait_count(own counter, members - 1 times round, patience)
-    /// told.wait(None)                                           every outcome has to be Ok
+    /// sent.wait(None)                                           every outcome has to be Ok
     /// ```
     ///
-    /// It has no order with transfers that were begun before: wait for those first. A member that is gone fails as
-    /// [`Failure::PeerLost`], and the others' counters never reach their target: their wait ends by its timeout. After a
-    /// failure members may have counted differently; go on with another generation ([`crate::Engine::retire_counter`]).
+    /// A barrier has no order with transfers that began before: wait for those first. A member that is gone fails as
+    /// [`Failure::PeerLost`]. The others' counters then never reach their target, and their waits end by their timeouts. After a
+    /// failure members may have counted differently: continue with another generation ([`crate::Engine::retire_counter`]).
+    ///
+    /// # Errors
+    /// As [`Group::scatter`].
     pub fn barrier(
         &self,
         counters: &[(u32, u32)],
@@ -152,35 +157,35 @@ impl Group {
     }
 }
 
-/// What was begun for a group: one transfer for each member. Dropping it changes nothing for them.
+/// The transfers that a call of a group began, one for each member. Dropping the handle does not cancel them.
 ///
-/// As a future it answers what [`GroupHandle::wait`] does.
+/// As a future it resolves to the outcomes, as [`GroupHandle::wait`].
 #[derive(Debug)]
 pub struct GroupHandle {
     shared: Arc<Shared>,
     parts: Vec<Handle>,
-    /// So many of the first were over when the future was last asked.
+    /// The first so many parts were over when the future was last polled.
     over: usize,
 }
 
 impl GroupHandle {
-    /// The transfer of each member, in the group's order; each can be waited for, or cancelled, by itself.
+    /// The transfer of each member, in the group's order. Each can be waited for or cancelled by itself.
     pub fn parts(&self) -> &[Handle] {
         &self.parts
     }
 
-    /// As [`GroupHandle::parts`], to be kept.
+    /// As [`GroupHandle::parts`], by value.
     pub fn into_parts(self) -> Vec<Handle> {
         self.parts
     }
 
-    /// The outcome of each member in the group's order, where it is over.
+    /// The outcome of each member, in the group's order. None: its part is not over.
     pub fn outcomes(&self) -> Vec<Option<Result<(), Failure>>> {
         let hub = self.shared.hub();
         self.parts.iter().map(|part| hub.hub.outcomes.of(part.ticket)).collect()
     }
 
-    /// Waits until all are over, and answers the outcome of each member in the group's order. None: not in this time.
+    /// Waits until all parts are over, and returns their outcomes in the group's order. None: `timeout` passed first.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Vec<Result<(), Failure>>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut hub = self.shared.hub();
@@ -193,12 +198,12 @@ impl GroupHandle {
         all_over.map(|()| outcomes)
     }
 
-    /// Gives all up that are not over. Each is over when it says so: its memory belongs to it until then.
+    /// Gives up all parts that are not over. The memory of each belongs to it until [`Handle::wait`] says that it is over.
     pub fn cancel(&self) {
         let mut hub = self.shared.hub();
         let now = hub.hub.now();
         self.parts.iter().for_each(|part| hub.hub.transfers.cancel(now, part.ticket));
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
     }
 }
 
@@ -207,7 +212,7 @@ impl Future for GroupHandle {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let GroupHandle { parts, over, .. } = &mut *self;
-        // It is enough to be woken by the first that is not over: the next one is asked then.
+        // Only the first part that is not over needs a waker: when it wakes the task, the next one is polled.
         for part in &mut parts[*over..] {
             if Pin::new(part).poll(context).is_pending() {
                 return Poll::Pending;

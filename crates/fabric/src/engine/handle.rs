@@ -1,4 +1,5 @@
-//! What was begun, and what is waited for.
+//! The arguments of a transfer and a message ([`Transfer`], [`SendOptions`]), and the futures that callers wait on ([`Handle`],
+//! [`Receiving`]).
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,47 +13,47 @@ use crate::shape::Pieces;
 use crate::transfers::{Failure, Op, Priority, Ticket};
 use crate::window::WindowDescriptor;
 
-/// What to move.
+/// A transfer to begin with [`crate::Engine::begin`].
 #[derive(Debug, Clone)]
 pub struct Transfer {
-    /// Which way.
+    /// The direction of all pieces.
     pub op: Op,
-    /// What.
+    /// The bytes, on both sides.
     pub pieces: Pieces,
-    /// A counter at the peer, and its generation there, that counts once all bytes are in place.
+    /// A counter at the peer and its generation there, which counts once all bytes are in place.
     pub immediate: Option<(u32, u32)>,
-    /// After so long it is given up.
+    /// The transfer is given up after this time. None: never.
     pub timeout: Option<Duration>,
-    /// Its turn.
+    /// The queue that it waits in.
     pub priority: Priority,
-    /// A window of the peer's through which the bytes are read: the pieces name its number in place of a region's.
+    /// The peer's window to read through. All pieces name its number in place of a region's.
     pub window: Option<WindowDescriptor>,
 }
 
 impl Transfer {
-    /// All bytes to the peer, with no time limit.
+    /// Writes all bytes to the peer, with no timeout.
     pub fn write(pieces: Pieces) -> Transfer {
         let (immediate, timeout, priority, window) = (None, None, Priority::High, None);
         Transfer { op: Op::Write, pieces, immediate, timeout, priority, window }
     }
 
-    /// All bytes from the peer, with no time limit.
+    /// Reads all bytes from the peer, with no timeout.
     pub fn read(pieces: Pieces) -> Transfer {
         Transfer { op: Op::Read, ..Transfer::write(pieces) }
     }
 
-    /// The same through a window of the peer's, whose number all pieces name as their region there.
+    /// Reads all bytes through a window of the peer, whose number all pieces name as their region there.
     pub fn read_through(window: WindowDescriptor, pieces: Pieces) -> Transfer {
         Transfer { window: Some(window), ..Transfer::read(pieces) }
     }
 }
 
-/// How a message is sent.
+/// Options of [`crate::Engine::send`].
 #[derive(Debug, Clone)]
 pub struct SendOptions {
-    /// After so long it is given up.
+    /// The message is given up after this time.
     pub timeout: Duration,
-    /// Its turn.
+    /// The queue that it waits in.
     pub priority: Priority,
 }
 
@@ -62,7 +63,7 @@ impl Default for SendOptions {
     }
 }
 
-/// A transfer that was begun. Dropping it changes nothing for the transfer.
+/// A transfer or message that has begun. Dropping the handle does not cancel it.
 #[derive(Debug)]
 pub struct Handle {
     pub(crate) shared: Arc<Shared>,
@@ -70,24 +71,24 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// The outcome, if it is over.
+    /// The outcome. None: it is not over.
     pub fn outcome(&self) -> Option<Result<(), Failure>> {
         self.shared.hub().hub.outcomes.of(self.ticket)
     }
 
-    /// Waits until it is over. None: not in this time.
+    /// Waits until it is over. None: `timeout` passed first.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Failure>> {
         let mut hub = self.shared.hub();
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         self.shared.wait(&mut hub, deadline, |hub| hub.hub.outcomes.of(self.ticket))
     }
 
-    /// Gives it up. It is over when [`Handle::wait`] says so: its memory belongs to it until then.
+    /// Gives it up. Its memory belongs to it until [`Handle::wait`] says that it is over.
     pub fn cancel(&self) {
         let mut hub = self.shared.hub();
         let now = hub.hub.now();
         hub.hub.transfers.cancel(now, self.ticket);
-        self.shared.set_going(&mut hub);
+        self.shared.run_pending(&mut hub);
     }
 }
 
@@ -100,7 +101,7 @@ impl Future for Handle {
             return Poll::Ready(outcome);
         }
         let former = hub.hub.outcomes.wake_with(self.ticket, context.waker());
-        // A task may go with it, and what it holds.
+        // Dropping the former waker may drop a task and all that it holds, so that happens without the lock.
         drop(hub);
         drop(former);
         Poll::Pending
@@ -117,8 +118,8 @@ impl Drop for Handle {
     }
 }
 
-/// A message to come, of [`crate::Engine::receiving`]; None once the engine is closed and nothing is left. It can be asked again
-/// for the next one.
+/// The next message, made by [`crate::Engine::receiving`]. Resolves to None once the engine is closed and no message is left. It
+/// may be polled again for the message after that.
 #[derive(Debug)]
 pub struct Receiving {
     shared: Arc<Shared>,
@@ -140,7 +141,7 @@ impl Future for Receiving {
             return Poll::Ready(next);
         }
         let former = hub.hub.outcomes.receive_with(self.receiver, context.waker());
-        // A task may go with it, and what it holds.
+        // Dropping the former waker may drop a task and all that it holds, so that happens without the lock.
         drop(hub);
         drop(former);
         Poll::Pending

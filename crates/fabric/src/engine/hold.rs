@@ -1,4 +1,4 @@
-//! The engine's lock while a thread has it.
+//! [`Hold`]: the guard of the engine's lock. Each hold reads the clock once, and is audited and measured.
 
 use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
@@ -10,14 +10,14 @@ use crate::audit::Audit;
 use crate::hold_time::HoldTime;
 use crate::hub::socket_hub::SocketHub;
 
-/// Holds that are measured at the most.
+/// Most holds that are measured between two calls of `Engine::take_holds`.
 const MEASURED_MAX: usize = 1 << 20;
 
-/// The lock, in hand.
+/// A guard of the engine's lock.
 pub(crate) struct Hold<'a> {
     guard: MutexGuard<'a, SocketHub>,
     audit: &'a Audit,
-    /// When it was taken, where holds are measured.
+    /// The thread's processor time and the instant at which the lock was taken. None: holds are not measured.
     begun: Option<(Duration, Instant)>,
 }
 
@@ -43,21 +43,21 @@ impl<'a> Hold<'a> {
         }
     }
 
-    /// Others have their turn.
+    /// Lets another thread that waits for the lock have it, and takes it again.
     pub(super) fn bump(&mut self) {
         self.end();
         MutexGuard::bump(&mut self.guard);
         self.begin();
     }
 
-    /// Does something that takes its time.
+    /// Runs slow work without the lock, and takes it again.
     pub(crate) fn unlocked(&mut self, does: impl FnOnce()) {
         self.end();
         MutexGuard::unlocked(&mut self.guard, does);
         self.begin();
     }
 
-    /// Sleeps until it is told, or until then.
+    /// Releases the lock and sleeps until `changed` is notified or the deadline passes, then takes the lock again.
     pub(super) fn sleep(&mut self, changed: &Condvar, deadline: Option<Instant>) {
         self.end();
         match deadline {
@@ -88,9 +88,9 @@ impl Drop for Hold<'_> {
     }
 }
 
-/// Of this thread.
+/// Processor time of this thread.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    // It never has fewer than no nanoseconds.
+    // Neither part is ever negative.
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

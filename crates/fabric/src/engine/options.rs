@@ -1,4 +1,4 @@
-//! How an engine is set up, and within which limits.
+//! [`EngineOptions`]: the options of an engine, their defaults, and their checks.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZero;
@@ -10,36 +10,38 @@ use crate::inbox::{InboxOptions, MESSAGE_BYTES_MAX};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Tls};
 use crate::transfers::Options;
 
-/// Threads that copy between processes of this host, if nobody says how many, and at the most.
+/// Most default [`EngineOptions::copy_threads`].
 const COPY_THREADS_USUAL: usize = 4;
+/// Most [`EngineOptions::copy_threads`] that a caller may ask for.
 const COPY_THREADS_MAX: usize = 64;
 
-/// How an engine is set up.
+/// The options of an engine.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Where peers find it: port 0 for any. Each address is a path of its own for those who connect.
+    /// Addresses to listen on; port 0 takes a free port. Each is a path of its own for peers that connect.
     pub listen: Vec<SocketAddr>,
-    /// What peers are told instead, where they reach it at other addresses; needed where `listen` says all addresses.
+    /// The addresses in the descriptor, if peers reach this engine at others than `listen`. Required if `listen` has an
+    /// unspecified address (0.0.0.0 or ::).
     pub advertise: Vec<SocketAddr>,
-    /// What both sides of a connection have to know; they prove it to each other. Needed where an address is not of this
-    /// host only. Empty: [`Trust`](crate::Trust) says what is proved instead, the secret of this process's user mostly.
+    /// The secret that both sides of a connection prove to each other. Required if other hosts reach an address. Empty: the
+    /// sides prove what [`Trust`](crate::Trust) says instead, mostly the secret of this process's user.
     pub token: String,
     /// Connections to each address of a peer.
     pub connections: usize,
-    /// The carriers that may move bytes. With None each post takes the best that both sides have.
+    /// The carriers that may move bytes. None: each post takes the best that both sides have.
     pub transport: Option<Transport>,
-    /// So many threads at the most copy between this process and others of this host, whoever waits among them; 1 to 64.
-    /// The others are made when 256 KiB or more are to be copied for the first time, and sleep when there is nothing.
+    /// Most threads that copy between this process and others of this host, 1 to 64. A thread that waits for a transfer is
+    /// one of them. The engine makes the others when it first copies 256 KiB or more; they sleep while there is no copy.
     pub copy_threads: usize,
-    /// Whether what crosses sockets carries checksums (crc32c), so that bytes which a network, or a host on the way, has
-    /// changed are not taken for those that were sent: the connection ends then, and what it had under way is sent again. If
-    /// one side has it off, there are none. With TLS there are none either: it finds every change itself.
+    /// Whether bytes through sockets carry checksums (crc32c). If a checksum differs, because a network or a host on the way
+    /// has changed bytes, the connection ends, and what it had under way is sent again. If one side has this off, there are
+    /// no checksums. With TLS there are none either, because it finds every change itself.
     pub checksums: bool,
-    /// With it all connections are encrypted, and nothing is sent to peers that have none. What is encrypted goes by TCP.
+    /// Encrypts all connections. Bytes then go by TCP only, and nothing is sent to peers without TLS.
     pub tls: Option<Tls>,
     /// The limits of transfers.
     pub transfers: Options,
-    /// The limits of what waits for [`crate::Engine::receive`].
+    /// The limits of messages that wait for [`crate::Engine::receive`].
     pub inbox: InboxOptions,
 }
 
@@ -60,19 +62,19 @@ impl Default for EngineOptions {
     }
 }
 
-/// As many as this process has processors, but few: what is left of the memory's rate is others'.
+/// One for each processor of this process, but at most [`COPY_THREADS_USUAL`], to leave memory bandwidth to others.
 fn copy_threads() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get).min(COPY_THREADS_USUAL)
 }
 
-/// Names of the carriers that a caller requires, of this crate or another: bytes go by these or not at all.
+/// Names of the carriers that a caller requires, of this crate or another. Bytes go by these or not at all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transport(pub &'static [&'static str]);
 
 impl Transport {
-    /// Sockets; bytes of GPUs go through pinned memory on their way.
+    /// Sockets. Bytes of GPUs go through pinned memory of the host on their way.
     pub const TCP: Transport = Transport(&[TCP, TCP_SLOTS]);
-    /// From the memory of one process straight into another's of the same host, by process_vm (cross-memory attach).
+    /// Straight from the memory of one process into that of another on the same host, by process_vm (cross-memory attach).
     pub const CMA: Transport = Transport(&[CMA]);
 
     pub(super) fn allows(self, name: &str) -> bool {
@@ -81,7 +83,7 @@ impl Transport {
 }
 
 impl EngineOptions {
-    /// Whether an engine can be made with them, and anything can move.
+    /// Checks that an engine with these options can be made, and can move bytes and messages.
     pub(super) fn check(&self) -> Result<(), FabricError> {
         let is_open = |address: &&SocketAddr| !address.ip().is_loopback() && self.token.is_empty();
         if let Some(open) = self.listen.iter().find(is_open) {
@@ -105,7 +107,7 @@ impl EngineOptions {
     }
 }
 
-/// Whether transfers of these limits fit into frames.
+/// Checks that posts of these limits fit into frames, and that nothing is stuck or retried without a pause.
 fn check_transfers(options: &Options) -> Result<(), FabricError> {
     let Options { chunk_bytes, chunk_runs, credits, bulk_every, live_max, backoff, room_pause, .. } = options;
     let is_one = (1..=BYTES_MAX).contains(chunk_bytes)
@@ -124,7 +126,7 @@ fn check_transfers(options: &Options) -> Result<(), FabricError> {
     is_one.then_some(()).ok_or_else(|| FabricError::Limit(wanted()))
 }
 
-/// Whether any message can ever be taken.
+/// Checks that the inbox has room for one message of the largest size.
 fn check_inbox(options: &InboxOptions) -> Result<(), FabricError> {
     let fits = options.messages > 0 && options.bytes >= MESSAGE_BYTES_MAX;
     let wanted =

@@ -1,4 +1,13 @@
-//! Who does an engine's work: whoever waits for something, and else the thread behind.
+//! Runs an engine's work: polls the hub and runs its jobs, on the threads that wait for something, or on the engine's own
+//! thread if none waits.
+//!
+//! ```text
+//!  Engine::begin, send, ...   run_pending: pump, a few jobs, then return
+//!  Handle::wait, ...          wait: poll and run jobs (spin), then sleep on the condition variable
+//!  the engine's thread        serve: rests while threads wait and poll, else polls, and sleeps on the watch when idle
+//! ```
+//! A waiting thread polls for a while because a switch of threads takes longer than a small transfer. While it sleeps, the
+//! engine's thread does the work and wakes it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -17,44 +26,46 @@ use crate::inbox::Message;
 use crate::registrar::Registrar;
 use crate::transfers::Reach;
 
-/// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
+/// How long a waiting thread polls without finding anything before it sleeps. Waking a sleeper takes a few times as long.
 const SPIN: Duration = Duration::from_micros(50);
-/// The same while a carrier expects something of which nothing is heard before its end: a neighbour that reads what this
-/// process has written reports after whole parts, 0.2 ms for each half a mebibyte, and a GPU's copy reports nothing.
+/// How much longer it polls while a carrier expects something that reports nothing before its end. A neighbour that reads this
+/// process's memory reports after whole parts, 0.2 ms for each 512 KiB; a GPU's copy reports nothing.
 const SPIN_FOR_CARRIERS: Duration = Duration::from_micros(500);
-/// Of that, how long it keeps its processor to itself. Where there are fewer of them than there is work, the peer may need
-/// it to answer; while bytes are streaming, the next ones come sooner than this.
+/// For so much of [`SPIN`] it keeps its processor; after that it yields between polls. If there is more work than processors,
+/// the peer may need this one to answer. While bytes stream, the next ones arrive sooner than this.
 const KEEP: Duration = Duration::from_micros(10);
-/// How long the thread behind leaves the work to those who wait, before it looks whether they still do.
+/// How long the engine's thread rests while other threads poll, before it checks that they still do.
 const PARK: Duration = Duration::from_micros(200);
-/// Jobs that whoever begins something does before it goes on: what it has begun is then mostly written, or read.
+/// Jobs that a thread runs in [`Shared::run_pending`]: mostly enough to write, or read, what it has begun.
 const JOBS_AT_ONCE: usize = 8;
+/// Events that one call of epoll_wait returns at most.
 const EVENTS: usize = 64;
 
+/// An engine, as its handles, groups and thread share it.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Where all of this may be used.
+    /// The process that made the engine, the only one that may use it.
     pub(super) own: OwnProcess,
     hub: Mutex<SocketHub>,
     pub(crate) audit: Audit,
-    /// What carriers do when memory is registered: outside of the lock.
+    /// The carriers' registrars, which are called without the lock.
     pub(super) registrars: Registrars,
-    /// Routes that the carriers serve together.
+    /// The routes that any of the carriers serves.
     pub(super) reach: Reach,
     /// Pinned memory that bytes of GPUs go through, and its counters.
     pub(super) slots: Arc<SlotPool>,
-    /// Something that a sleeper may wait for has happened.
+    /// Notified when something has happened that a sleeper may wait for.
     changed: Condvar,
-    /// How many wait and do the work; the thread behind rests until there are none.
+    /// Threads that wait and poll. While there are any, the engine's thread rests.
     pollers: AtomicUsize,
     sleepers: AtomicUsize,
-    /// How often somebody who waits has done some work. Not in the hub: whoever asks for that would stand in line for it, and
-    /// be let in between two turns of the work.
+    /// Polls by waiting threads, ever. Not in the hub: to read it there, the engine's thread would queue for the lock, and
+    /// get it between two polls of the thread that does the work.
     polls: AtomicU64,
     pub(super) stop: AtomicBool,
 }
 
-/// Each with the code of its carrier.
+/// The registrars of an engine, each with its carrier's code.
 pub(super) struct Registrars(pub(super) Vec<(u8, Arc<dyn Registrar>)>);
 
 impl std::fmt::Debug for Registrars {
@@ -80,13 +91,13 @@ impl Shared {
         }
     }
 
-    /// All that the engine has. Only in its own process: in a forked one the lock may be held by a thread that is not there.
+    /// Locks the engine. Fails in a forked process, where the lock may be held by a thread that does not exist there.
     pub(crate) fn try_hub(&self) -> Result<Hold<'_>, FabricError> {
         self.own.check()?;
         Ok(self.lock())
     }
 
-    /// The same for calls that return no such error.
+    /// As [`Shared::try_hub`], for calls that cannot return the error.
     ///
     /// # Panics
     /// In another process than the engine's.
@@ -104,12 +115,12 @@ impl Shared {
         self.own.is_this()
     }
 
-    /// Does what was asked for since, and tells those who wait for it.
-    pub(crate) fn set_going(&self, hub: &mut Hold<'_>) {
+    /// Posts what is due, runs a few jobs, and wakes the threads that wait for their outcome.
+    pub(crate) fn run_pending(&self, hub: &mut Hold<'_>) {
         hub.pump();
         while hub.hub.has_more {
-            // Others have their turn. Not without need: whoever stands in line for the lock would do what was begun here, and
-            // this thread would sleep until then, five times as long as a small read takes.
+            // Let other threads have the lock, but only if there is more than one hold may do. A thread that waits for the lock
+            // would do the work begun here, while this one sleeps, five times as long as a small read takes.
             hub.bump();
             hub.pump();
         }
@@ -118,7 +129,7 @@ impl Shared {
         self.wake_if_needed(hub);
     }
 
-    /// Does a few jobs, without the lock, but none more once this is enough. Whether there were any.
+    /// Runs up to [`JOBS_AT_ONCE`] jobs without the lock, and stops early once `is_enough`. True if there were any.
     fn work(&self, hub: &mut Hold<'_>, mut is_enough: impl FnMut(&mut SocketHub) -> bool) -> bool {
         for done in 0..JOBS_AT_ONCE {
             let Some(mut work) = hub.take_job() else { return done > 0 };
@@ -132,7 +143,7 @@ impl Shared {
         true
     }
 
-    /// Waits until `found` finds something, and does the engine's work meanwhile. None: not by the deadline.
+    /// Waits until `found` returns something, and does the engine's work meanwhile. None: the deadline passed first.
     pub(crate) fn wait<T>(
         &self,
         hub: &mut Hold<'_>,
@@ -149,7 +160,7 @@ impl Shared {
         let answer = loop {
             self.polls.fetch_add(1, Ordering::Relaxed);
             let any = hub.poll(&mut events);
-            // The jobs may be others': whoever has what it waits for goes on.
+            // The jobs may serve other transfers, so this thread runs no more of them once it has what it waits for.
             let mut has = found(hub);
             let worked = has.is_none()
                 && self.work(hub, |hub| {
@@ -170,7 +181,7 @@ impl Shared {
             let is_expecting =
                 now >= spin_until && now < spin_until + SPIN_FOR_CARRIERS && hub.is_expecting();
             if now < spin_until || is_expecting {
-                // Others may begin transfers meanwhile.
+                // Other threads may take the lock and begin transfers meanwhile.
                 if now + SPIN < spin_until + KEEP {
                     hub.bump();
                 } else {
@@ -178,7 +189,7 @@ impl Shared {
                 }
                 continue;
             }
-            // The thread behind goes on.
+            // From here on the engine's thread does the work.
             self.pollers.fetch_sub(1, Ordering::AcqRel);
             self.sleepers.fetch_add(1, Ordering::AcqRel);
             self.wake_if_needed(hub);
@@ -195,7 +206,7 @@ impl Shared {
         answer
     }
 
-    /// Wakes those who sleep, and tasks, if anything happened that they may wait for.
+    /// Wakes sleeping threads and tasks if anything has happened that they may wait for.
     pub(crate) fn wake_waiters(&self, hub: &mut Hold<'_>) {
         let outcomes = &mut hub.hub.outcomes;
         if outcomes.take_changed() && self.sleepers.load(Ordering::Acquire) > 0 {
@@ -203,26 +214,26 @@ impl Shared {
         }
         let wakers = outcomes.take_wakers();
         if !wakers.is_empty() {
-            // They may ask for what this guards.
+            // A woken task may take the lock at once.
             hub.unlocked(|| wakers.into_iter().for_each(std::task::Waker::wake));
         }
     }
 
-    /// Wakes the thread behind if something is due before it looks by itself.
+    /// Wakes the engine's thread if something is due before the end of its sleep.
     pub(crate) fn wake_if_needed(&self, hub: &SocketHub) {
         if hub.asleep_until.is_some_and(|until| hub.next_tick() < until) {
             hub.wake();
         }
     }
 
-    /// What the thread behind does.
+    /// The loop of the engine's thread, until the engine is closed.
     pub(super) fn serve(&self) {
         let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let (mut busy_until, mut is_busy, mut looked) = (Duration::ZERO, false, Instant::now());
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
-                // They do the work, unless they have no CPU to do it on.
+                // Waiting threads do the work, unless they get no processor.
                 let before = self.polls.load(Ordering::Relaxed);
                 audit::takes_time("a sleep");
                 std::thread::sleep(PARK);
@@ -230,14 +241,14 @@ impl Shared {
                     continue;
                 }
             }
-            // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
-            // caches: one turn may take longer than this thread rests.
+            // A thread that has the lock does the work. Queueing for the lock would make both do it in turns, each with cold
+            // caches, and one turn may take longer than this thread's rest.
             let hub = match self.pollers.load(Ordering::Acquire) {
                 0 if !is_busy => Some(self.lock()),
                 _ => self.hub.try_lock().map(|hub| Hold::new(hub, &self.audit)),
             };
             let Some(mut hub) = hub else {
-                // While it is busy this thread asks all the time, and whoever has the lock does not want to sleep for it.
+                // A busy thread only tries the lock, so that its holder need not hand the lock over and sleep.
                 std::thread::yield_now();
                 is_busy &= looked.elapsed() < SPIN;
                 continue;
@@ -266,12 +277,12 @@ impl Shared {
             hub.asleep_until = Some(until);
             drop(hub);
             watch.wait(&mut events, timeout);
-            // What has come is asked for again, under the lock.
+            // The events are read again under the lock, by the next poll.
             let has_come = !events.is_empty();
             events.clear();
             let mut hub = self.lock();
             if has_come {
-                hub.look_at_sockets();
+                hub.poll_sockets_next();
             }
             hub.asleep_until = None;
             hub.woken();
@@ -279,7 +290,7 @@ impl Shared {
     }
 }
 
-/// A message that has arrived; Some(None): there will be none any more.
+/// The next message that has arrived. Some(None): the engine is closed, and none will come any more.
 pub(super) fn next_message(hub: &mut SocketHub) -> Option<Option<Message>> {
     let message = hub.hub.outside.process.inbox.take();
     (message.is_some() || hub.hub.is_closed).then_some(message)

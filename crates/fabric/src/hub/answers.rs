@@ -1,4 +1,4 @@
-//! What peers answer over our control connections.
+//! Takes what peers send over the control connections that this process made: outcomes, regions, carriers' answers.
 
 use super::Outside;
 use crate::control::{ChannelId, Control};
@@ -24,14 +24,14 @@ impl<C: Control> Outside<C> {
                         return self.end_channel(channel, why);
                     }
                     self.process.news.change = true;
-                    self.peer_has_changed(peer);
+                    self.notify_regions_changed(peer);
                 }
                 Err(bad) => self.end_channel(channel, bad.0),
             },
             Frame::Words { code, kind, bytes } => {
-                // A carrier that is not here has offered nothing.
-                let Some(place) = self.place_of(code) else { return };
-                let heard = self.with(place, |carrier, cx| match kind {
+                // This process has no such carrier, so it has offered nothing.
+                let Some(index) = self.index_of(code) else { return };
+                let heard = self.with(index, |carrier, cx| match kind {
                     WordsKind::Accepted => carrier.accepted(cx, peer, &bytes),
                     WordsKind::Refused => {
                         carrier.refused(cx, peer, &String::from_utf8_lossy(&bytes));

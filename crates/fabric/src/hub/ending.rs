@@ -1,4 +1,4 @@
-//! Memory that is given back, peers that are forgotten, and the end of an engine.
+//! Gives memory back, forgets peers, and ends an engine.
 
 use super::Outside;
 use crate::carrier::Touched;
@@ -7,7 +7,7 @@ use crate::ranges::Spots;
 use crate::transfers::PeerId;
 
 impl<C: Control> Outside<C> {
-    /// Forgets a peer whose transfers were ended, and its paths.
+    /// Forgets a peer and its paths, after its transfers were ended.
     pub(super) fn remove_peer(&mut self, peer: PeerId) {
         self.each(|carrier, cx| carrier.peer_removed(cx, peer));
         if let Some(known) = self.peers.remove(&peer) {
@@ -17,35 +17,37 @@ impl<C: Control> Outside<C> {
         self.paths.retain(|_, path| path.peer != peer);
     }
 
-    /// Whether anything may still read or write a region for somebody else.
+    /// Whether anything may still read or write the region.
     pub(crate) fn is_touched(&self, region: u32) -> bool {
         let Some(memory) = self.process.regions.all_of(region) else { return false };
         let memory = Touched { spots: Spots::one(&memory), reader: None };
         self.carriers.iter().any(|carrier| carrier.touches(memory))
     }
 
-    /// Whether anything may still be read through a window.
-    pub(crate) fn is_read_through(&self, window: u32) -> bool {
+    /// Whether the window's reader may still be sent bytes through it.
+    pub(crate) fn is_window_read(&self, window: u32) -> bool {
         let Some((reader, spots)) = self.process.regions.shown(window) else { return false };
         let memory = Touched { spots, reader: Some(reader) };
         self.carriers.iter().any(|carrier| carrier.touches(memory))
     }
 
-    /// Ends what reads through a window for too long.
-    pub(crate) fn let_go_through(&mut self, window: u32) {
+    /// Ends connections that have read through a closed window for too long.
+    pub(crate) fn release_window(&mut self, window: u32) {
         let Some((reader, spots)) =
             self.process.regions.shown(window).map(|(reader, spots)| (reader, spots.to_vec()))
         else {
             return;
         };
         let memory = Touched { spots: Spots::of(&spots), reader: Some(reader) };
-        self.each(|carrier, cx| carrier.let_go(cx, memory));
+        self.each(|carrier, cx| carrier.release(cx, memory));
     }
 
-    /// Ends what touches a region for too long.
-    pub(crate) fn let_go(&mut self, region: u32) {
+    /// Ends connections and copies that have used a region for too long after it was unregistered.
+    pub(crate) fn release_region(&mut self, region: u32) {
         if let Some(memory) = self.process.regions.all_of(region) {
-            self.each(|carrier, cx| carrier.let_go(cx, Touched { spots: Spots::one(&memory), reader: None }));
+            self.each(|carrier, cx| {
+                carrier.release(cx, Touched { spots: Spots::one(&memory), reader: None })
+            });
         }
     }
 
@@ -53,17 +55,17 @@ impl<C: Control> Outside<C> {
         self.each(|carrier, cx| carrier.close_all(cx));
     }
 
-    /// Of a closed engine: whether something may still touch memory of it, of this side ...
+    /// Whether a closed engine's carriers may still touch its memory.
     pub(crate) fn is_ending(&self) -> bool {
         self.carriers.iter().any(|carrier| carrier.is_busy())
     }
 
-    /// ... or may still be read by a process of this host that was asked to.
+    /// Whether neighbours that were asked to read this process's memory may still do so.
     pub(crate) fn is_pulled(&self) -> bool {
         self.fences.has_unlimited()
     }
 
-    /// Nobody is asked any more.
+    /// Gives up all fences: no peer is asked any more.
     pub(crate) fn end_fences(&mut self) {
         for (broken, tokens) in self.fences.take_all() {
             self.end_fence(broken, tokens);

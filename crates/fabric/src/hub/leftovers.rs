@@ -1,4 +1,4 @@
-//! What is left of peers that came and went, and of control connections that broke: nothing.
+//! Tests that peers which come and go, and control connections which break, leave nothing behind.
 
 #![allow(clippy::unwrap_used, clippy::panic, unsafe_code, reason = "tests")]
 
@@ -14,21 +14,21 @@ use crate::{
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const BYTES: usize = 4 << 20;
-/// How many peers come and go, and how many control connections are cut. `KVLANE_TEST_ROUNDS` has a soak do more.
+/// Rounds of peers that come and go, and control connections that are cut. `KVLANE_TEST_ROUNDS` raises both for a soak.
 const ROUNDS: usize = 200;
 const CUTS: usize = 25;
-/// Set where the test below has a process for itself.
+/// Set in a process that runs only the test below.
 const ALONE: &str = "KVLANE_TEST_ALONE";
 
-struct Side {
+struct TestEngine {
     engine: Engine,
     region: u32,
     _memory: Vec<u8>,
 }
 
-impl Side {
-    fn new(transport: Option<Transport>) -> Side {
-        // What breaks is soon connected again.
+impl TestEngine {
+    fn new(transport: Option<Transport>) -> TestEngine {
+        // Broken connections are soon made again.
         let transfers = Options { backoff_max: Duration::from_millis(20), ..Options::default() };
         let token = "of this test".into();
         let options = EngineOptions { transport, token, transfers, ..EngineOptions::default() };
@@ -37,7 +37,7 @@ impl Side {
         // SAFETY: the engine is dropped before its memory, as the first field.
         let region =
             unsafe { engine.register(memory.as_mut_ptr(), BYTES as u64, Access::ReadWrite).unwrap() };
-        Side { engine, region, _memory: memory }
+        TestEngine { engine, region, _memory: memory }
     }
 
     fn address(&self) -> SocketAddr {
@@ -45,18 +45,18 @@ impl Side {
         String::from_utf8(descriptor.addresses[0].bytes.clone()).unwrap().parse().unwrap()
     }
 
-    fn meet(&self, there: &Side) -> PeerId {
+    fn meet(&self, there: &TestEngine) -> PeerId {
         self.engine.connect(&there.engine.describe().unwrap()).unwrap()
     }
 
-    fn begin(&self, peer: PeerId, there: &Side, op: Op, len: usize) -> Handle {
+    fn begin(&self, peer: PeerId, there: &TestEngine, op: Op, len: usize) -> Handle {
         let place = |region| Place { region, offset: 0 };
         let run = Run { local: place(self.region), remote: place(there.region), len: len as u64 };
         let transfer = Transfer { op, ..Transfer::write(Pieces::Contiguous(run)) };
         self.engine.begin(peer, transfer).unwrap()
     }
 
-    /// Waits until all paths of a peer are up, and answers their carriers.
+    /// Waits until all paths to a peer are up, and returns their carriers.
     fn wait_for_paths(&self, peer: PeerId) -> Vec<&'static str> {
         let begun = Instant::now();
         loop {
@@ -86,9 +86,9 @@ impl Side {
         }
     }
 
-    /// What is known of peers, sessions, paths, connections and posts: numbers of maps' entries, and in the rest of what
-    /// is printed of a part, which holds maps of its own, those of structs.
-    fn knows(&self) -> [usize; 11] {
+    /// Sizes of everything that remembers peers, sessions, paths, connections and posts. Parts that hold maps of their own
+    /// count the structs that they print.
+    fn sizes(&self) -> [usize; 11] {
         let hold = self.engine.hold();
         let outside = &hold.hub.outside;
         let structs = |printed: String| printed.matches('{').count();
@@ -112,12 +112,12 @@ fn done(handle: &Handle) {
     assert_eq!(handle.wait(Some(PATIENCE)), Some(Ok(())));
 }
 
-/// Of this process.
+/// Open descriptors and threads of this process.
 fn descriptors_and_threads() -> [usize; 2] {
     ["/proc/self/fd", "/proc/self/task"].map(|path| std::fs::read_dir(path).unwrap().count())
 }
 
-/// Waits until there is no more of anything than before.
+/// Waits until nothing is more than before.
 fn settles<const N: usize>(what: &str, before: [usize; N], count: impl Fn() -> [usize; N]) {
     let begun = Instant::now();
     loop {
@@ -126,7 +126,7 @@ fn settles<const N: usize>(what: &str, before: [usize; N], count: impl Fn() -> [
             return;
         }
         assert!(begun.elapsed() < PATIENCE / 4, "{what}: {before:?} before, {now:?} after");
-        // Nobody tells when the last connection has ended.
+        // No event tells that the last connection has ended.
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -136,7 +136,7 @@ fn peers_that_come_and_go_leave_nothing() {
     if std::env::var_os(ALONE).is_some() {
         return come_and_go();
     }
-    // The other tests here have descriptors and threads too.
+    // Other tests of this process have descriptors and threads too.
     let (_, module) = module_path!().split_once("::").unwrap();
     let test = format!("{module}::peers_that_come_and_go_leave_nothing");
     let mut alone = Command::new(std::env::current_exe().unwrap());
@@ -150,9 +150,9 @@ fn peers_that_come_and_go_leave_nothing() {
 }
 
 fn come_and_go() {
-    let there = Side::new(None);
-    let sides = [Side::new(None), Side::new(Some(Transport::TCP))];
-    // These stay, so that there is something that is not to be more.
+    let there = TestEngine::new(None);
+    let sides = [TestEngine::new(None), TestEngine::new(Some(Transport::TCP))];
+    // These stay connected, so that the numbers to compare with are not 0.
     let stays = sides.each_ref().map(|here| here.meet(&there));
     for (here, peer) in sides.iter().zip(stays) {
         here.wait_for_paths(peer);
@@ -174,12 +174,12 @@ fn come_and_go() {
     (0..20).for_each(round);
     let all = [&there, &sides[0], &sides[1]];
     settles("sessions", [sides.len()], || [there.engine.hold().hub.outside.sessions.len()]);
-    let (open, known) = (descriptors_and_threads(), all.map(Side::knows));
+    let (open, known) = (descriptors_and_threads(), all.map(TestEngine::sizes));
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(ROUNDS, |rounds| rounds.parse().unwrap());
     (0..rounds).for_each(round);
     let settle = |what: &str| {
         for (side, before) in all.into_iter().zip(known) {
-            settles(what, before, || side.knows());
+            settles(what, before, || side.sizes());
         }
         settles(what, open, descriptors_and_threads);
     };

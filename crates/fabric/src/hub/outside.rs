@@ -1,4 +1,8 @@
-//! What carries out what was decided: control connections, carriers, and the process that they belong to.
+//! Everything outside [`crate::transfers::Transfers`]: the control connections, the carriers, and this process's regions and
+//! sessions.
+//!
+//! [`Outside`] is the [`Provider`] that posts to carriers and reports their events. Carriers cannot call it: they leave
+//! letters, fences and events in an [`Outbox`], and [`Outside::settle`] works these off until nothing is left.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,8 +22,8 @@ use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
 use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
 
-/// Reasons that the log names for one peer.
-const REFUSALS_SAID_MAX: usize = 16;
+/// Reasons that the log names per peer. Each is logged once.
+const REFUSALS_LOGGED_MAX: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Outside<C> {
@@ -27,19 +31,19 @@ pub(crate) struct Outside<C> {
     pub(crate) process: Process,
     pub(crate) control: C,
     pub(super) carriers: Vec<Box<dyn Carrier>>,
-    /// Names of the carriers, in the same order.
+    /// Names of the carriers, by index.
     names: Vec<&'static str>,
     pub(super) peers: Peers,
-    /// Peers that were removed, while something of theirs is under way: whom to ask for fences.
+    /// Removed peers with posts in flight: their fences still have to be asked for.
     pub(super) leaving: Numbered<PeerId, Whom>,
     pub(super) sessions: SessionsServed,
-    /// Control connections of ours that are up.
+    /// Control connections that this process made and that are up.
     pub(super) channels: Numbered<ChannelId, PeerId>,
     pub(super) channel_of: Numbered<PeerId, ChannelId>,
     pub(super) paths: Numbered<PathId, PathAt>,
-    /// Of those, what was removed: known here until nothing is under way there any more.
-    going: Vec<PathId>,
-    /// Immediates and messages under way, and over which connection.
+    /// Removed paths that still have posts in flight.
+    removed_paths: Vec<PathId>,
+    /// Immediates and messages in flight, with the connection that each was sent over.
     pub(super) posted: Numbered<Token, ChannelId>,
     pub(super) fences: Fences,
     pub(super) outbox: Outbox,
@@ -48,12 +52,12 @@ pub(crate) struct Outside<C> {
 #[derive(Debug)]
 pub(super) struct PathAt {
     pub(super) peer: PeerId,
-    /// None: it carries immediates and messages.
+    /// Index of its carrier. None: the control path, which carries immediates and messages.
     pub(super) carrier: Option<u8>,
-    /// What the carrier calls it.
+    /// The name under which the carrier connects it.
     name: u64,
     pub(super) address: Option<SocketAddr>,
-    /// Why it is not up, or was not the last time.
+    /// Why it is not up now, or was not the last time.
     pub(super) trouble: Option<String>,
 }
 
@@ -72,38 +76,38 @@ impl<C: Control> Outside<C> {
             channels: Numbered::default(),
             channel_of: Numbered::default(),
             paths: Numbered::default(),
-            going: Vec::new(),
+            removed_paths: Vec::new(),
             posted: Numbered::default(),
             fences: Fences::default(),
             outbox: Outbox::default(),
         }
     }
 
-    /// The time at which the lock was taken.
+    /// The time at which the lock was taken, or was read last since.
     pub(crate) fn now(&self) -> Duration {
         self.clock.now()
     }
 
-    /// Calls a carrier.
+    /// Calls a carrier with its context.
     pub(super) fn with<T>(
         &mut self,
-        place: u8,
+        index: u8,
         call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
     ) -> Option<T> {
-        self.with_lease(place, None, call)
+        self.with_lease(index, None, call)
     }
 
     pub(super) fn with_lease<T>(
         &mut self,
-        place: u8,
+        index: u8,
         lease: Option<Lease>,
         call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
     ) -> Option<T> {
         let now = self.now();
-        let carrier = self.carriers.get_mut(usize::from(place))?;
+        let carrier = self.carriers.get_mut(usize::from(index))?;
         let mut context = Context {
             now,
-            place,
+            place: index,
             code: carrier.code(),
             process: &mut self.process,
             peers: &self.peers,
@@ -116,19 +120,19 @@ impl<C: Control> Outside<C> {
     }
 
     pub(super) fn each(&mut self, mut call: impl FnMut(&mut dyn Carrier, &mut Context<'_>)) {
-        for place in 0..self.carriers.len() as u8 {
-            self.with(place, |carrier, cx| call(carrier, cx));
+        for index in 0..self.carriers.len() as u8 {
+            self.with(index, |carrier, cx| call(carrier, cx));
         }
     }
 
-    /// The place of the carrier with this code.
-    pub(super) fn place_of(&self, code: u8) -> Option<u8> {
-        (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(place, _)| place)
+    /// The index of the carrier with this code.
+    pub(super) fn index_of(&self, code: u8) -> Option<u8> {
+        (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(index, _)| index)
     }
 
-    /// The name of the carrier at this place.
-    pub(super) fn name_at(&self, place: u8) -> &'static str {
-        self.names.get(usize::from(place)).copied().unwrap_or("?")
+    /// The name of the carrier at this index.
+    pub(super) fn name_of(&self, index: u8) -> &'static str {
+        self.names.get(usize::from(index)).copied().unwrap_or("?")
     }
 
     pub(super) fn add_peer(&mut self, peer: PeerId, known: Peer) {
@@ -154,7 +158,7 @@ impl<C: Control> Outside<C> {
         Some(BothSides { own: self.process.regions.shapes(), theirs })
     }
 
-    /// What this process has registered, or not any more, is told to all who are connected.
+    /// Sends all connected peers a region that was registered or unregistered.
     pub(crate) fn announce_region(&mut self, number: u32) {
         let Some(news) = self.process.regions.news_of(number) else { return };
         for bytes in crate::tcp::encode_regions(&[news]) {
@@ -162,10 +166,10 @@ impl<C: Control> Outside<C> {
                 self.control.send(*channel, Frame::Regions(bytes.clone()));
             }
         }
-        self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
+        self.peers().into_iter().for_each(|peer| self.notify_regions_changed(peer));
     }
 
-    /// A window that is open, or not any more, is told to its peer, if that is connected.
+    /// Sends a window that was opened or closed to its reader, if that is connected.
     pub(crate) fn announce_window(&mut self, number: u32, to: Identity) {
         let news = self.process.regions.news_of_window(number);
         for bytes in crate::tcp::encode_regions(&news) {
@@ -175,19 +179,19 @@ impl<C: Control> Outside<C> {
         }
     }
 
-    /// What this process or a peer has registered is known to be another by now.
-    pub(crate) fn peer_has_changed(&mut self, peer: PeerId) {
+    /// Tells the carriers that this process's or the peer's regions have changed.
+    pub(crate) fn notify_regions_changed(&mut self, peer: PeerId) {
         self.each(|carrier, cx| carrier.regions_changed(cx, peer));
     }
 
-    /// Takes what control connections have brought, and what carriers have asked for. Whether there was anything.
+    /// Takes the events of control connections, and works off the outbox. Whether there was anything.
     pub(super) fn settle(&mut self) -> bool {
         let mut any = false;
         loop {
             let mut more = false;
             while let Some(event) = self.control.next_event() {
                 more = true;
-                self.take(event);
+                self.handle(event);
             }
             if more {
                 self.each(|carrier, cx| carrier.answer(cx));
@@ -212,7 +216,7 @@ impl<C: Control> Outside<C> {
                 more = true;
                 self.fence_answered(broken, true);
             }
-            more |= self.see_to_fences();
+            more |= self.serve_fences();
             any |= more;
             if !more {
                 return any;
@@ -221,27 +225,28 @@ impl<C: Control> Outside<C> {
     }
 
     fn note_refusal(&mut self, peer: PeerId, code: u8, why: String) {
-        let name = self.place_of(code).map_or("?", |place| self.name_at(place));
+        let name = self.index_of(code).map_or("?", |index| self.name_of(index));
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.refusals.retain(|(of, _)| *of != code);
         known.refusals.push((code, why.clone()));
-        // After each of its connections the same peer is refused for the same reason.
-        let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
-        if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
-            tracing::info!(peer = known.name(), carrier = name, %why, "carrier cannot reach peer (logged once)");
-            known.said_refusals.push((code, why));
+        // A peer that reconnects refuses for the same reason each time.
+        let is_logged = known.logged_refusals.iter().any(|said| *said == (code, why.clone()));
+        if !is_logged && known.logged_refusals.len() < REFUSALS_LOGGED_MAX {
+            tracing::info!(once = true, peer = known.name(), carrier = name, %why, "carrier cannot reach peer");
+            known.logged_refusals.push((code, why));
         }
     }
 
     fn begin_fence(&mut self, fence: NewFence) {
         let NewFence { code, connection, peer, whom, tokens, lease } = fence;
-        // After the connection was closed: until then its bytes went out, and this thread may have been stopped.
+        // Read after the connection was closed: until then its bytes went out, and this thread may have been stopped in
+        // between.
         let now = self.clock.read();
         self.fences.add(now, (code, connection), peer, whom, tokens, lease);
     }
 
-    /// Asks what is to be asked by now. Whether there was anything.
-    fn see_to_fences(&mut self) -> bool {
+    /// Ends fences whose time is over, and asks for those that are due. Whether there was anything.
+    fn serve_fences(&mut self) -> bool {
         let now = self.now();
         if self.fences.next_tick().is_none_or(|at| at > now) {
             return false;
@@ -267,11 +272,11 @@ impl<C: Control> Outside<C> {
 
     pub(super) fn end_fence(&mut self, broken: Broken, tokens: Vec<Token>) {
         let (code, connection) = broken;
-        let place = self.place_of(code);
-        place.map(|place| self.with(place, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
+        let index = self.index_of(code);
+        index.map(|index| self.with(index, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
     }
 
-    /// A peer has confirmed that it places nothing more of a broken connection, or could not.
+    /// A peer has confirmed that it places nothing more of a broken connection, or could not confirm it yet.
     pub(super) fn fence_answered(&mut self, broken: Broken, is_over: bool) {
         if is_over {
             let tokens = self.fences.confirmed(broken);
@@ -280,17 +285,17 @@ impl<C: Control> Outside<C> {
         let now = self.now();
         self.fences.failed(now, broken);
         let (code, connection) = broken;
-        let place = self.place_of(code);
-        place.map(|place| self.with(place, |carrier, cx| carrier.see_whether_gone(cx, connection)));
+        let index = self.index_of(code);
+        index.map(|index| self.with(index, |carrier, cx| carrier.probe_gone(cx, connection)));
     }
 
-    /// A process wants nothing more to be placed of a connection of its.
+    /// A peer asks that nothing more is placed of a broken connection. Whether that is so already.
     pub(super) fn fence(&mut self, from: Identity, (code, connection): Broken) -> bool {
-        let Some(place) = self.place_of(code) else { return true };
-        self.with(place, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
+        let Some(index) = self.index_of(code) else { return true };
+        self.with(index, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
     }
 
-    fn take(&mut self, event: ControlEvent) {
+    fn handle(&mut self, event: ControlEvent) {
         match event {
             ControlEvent::Up { path, number, channel, from } => {
                 self.control_is_up(path, number, channel, from)
@@ -299,7 +304,7 @@ impl<C: Control> Outside<C> {
             ControlEvent::Session { channel, served } => {
                 self.sessions.insert(channel, served);
                 let mut frames = crate::tcp::encode_regions(&self.process.regions.news(served.from));
-                // That was all.
+                // An empty frame marks the end of the list.
                 frames.push(Vec::new());
                 frames.into_iter().for_each(|bytes| self.control.send(channel, Frame::Regions(bytes)));
             }
@@ -312,8 +317,8 @@ impl<C: Control> Outside<C> {
                 None => self.receive_from_session(channel, frame, lease),
             },
             ControlEvent::Greeted { code, greeted } => {
-                let place = self.place_of(code);
-                place.map(|place| self.with(place, |carrier, cx| carrier.greeted(cx, greeted)));
+                let index = self.index_of(code);
+                index.map(|index| self.with(index, |carrier, cx| carrier.greeted(cx, greeted)));
             }
             ControlEvent::FenceAsked { channel, from, broken } => {
                 let (is_over, now) = (self.fence(from, broken), self.now());
@@ -356,19 +361,19 @@ impl<C: Control> Outside<C> {
         self.outbox.events.push_back(Event::Broke { path, connection: number });
     }
 
-    /// Says what a carrier has to say.
+    /// Sends a carrier's letter.
     fn deliver(&mut self, to: crate::carrier::Party, frame: Frame<std::sync::Arc<[u8]>>) {
         let channel = match to {
             crate::carrier::Party::Peer(peer) => self.channel_of.get(&peer).copied(),
             crate::carrier::Party::Session(session) => Some(session.0),
         };
-        // What is said to whoever is gone is lost, as the carrier is told.
+        // Lost if the other end is gone; the carrier hears of that end by itself.
         channel.into_iter().for_each(|channel| self.control.send(channel, frame.clone()));
     }
 
     fn post_to_carrier(
         &mut self,
-        place: u8,
+        index: u8,
         post: &Post,
         (op, between): (Op, Between),
         runs: &[crate::runs::Run],
@@ -390,18 +395,18 @@ impl<C: Control> Outside<C> {
         let Some(peer) = peer else { return Err(NotNow) };
         crate::audit::posts(posted.len());
         let post = CarrierPost { path, peer, token, ticket, op, between, runs: &posted };
-        self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
+        self.with(index, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
-    /// Whether there is something to forget soon.
-    pub(super) fn forgets(&self) -> bool {
-        !self.leaving.is_empty() || !self.going.is_empty()
+    /// Whether removed peers or paths wait to be forgotten.
+    pub(super) fn has_removed(&self) -> bool {
+        !self.leaving.is_empty() || !self.removed_paths.is_empty()
     }
 
-    /// Forgets the paths that were removed and are not known any more.
+    /// Forgets removed paths that `is_known` no longer knows.
     pub(super) fn forget_paths(&mut self, is_known: impl Fn(PathId) -> bool) {
         let paths = &mut self.paths;
-        self.going.retain(|path| {
+        self.removed_paths.retain(|path| {
             let is_known = is_known(*path);
             if !is_known {
                 paths.remove(path);
@@ -417,20 +422,21 @@ impl<C: Control> Outside<C> {
 }
 
 impl<C: Control> Provider for Outside<C> {
-    fn came(&mut self, path: Option<PathId>, label: u64) {
-        let (Some(NewPath { peer, place, name, address, .. }), Some(path)) = (self.new_path(label), path)
+    fn path_added(&mut self, path: Option<PathId>, label: u64) {
+        let (Some(NewPath { peer, place: index, name, address, .. }), Some(path)) =
+            (self.new_path(label), path)
         else {
             return;
         };
-        self.paths.insert(path, PathAt { peer, carrier: Some(place), name, address, trouble: None });
+        self.paths.insert(path, PathAt { peer, carrier: Some(index), name, address, trouble: None });
     }
 
     fn connect(&mut self, now: Duration, path: PathId, connection: u32) {
         let Some(PathAt { peer, carrier, name, .. }) = self.paths.get(&path) else { return };
         let (peer, carrier, name) = (*peer, *carrier, *name);
         match (carrier, self.peers.get(&peer)) {
-            (Some(place), _) => {
-                self.with(place, |carrier, cx| carrier.connect(cx, path, connection, peer, name));
+            (Some(index), _) => {
+                self.with(index, |carrier, cx| carrier.connect(cx, path, connection, peer, name));
             }
             (None, Some(known)) => {
                 let whom = known.whom.clone();
@@ -442,8 +448,8 @@ impl<C: Control> Provider for Outside<C> {
 
     fn close(&mut self, now: Duration, path: PathId, connection: u32) {
         match self.paths.get(&path).map(|at| at.carrier) {
-            Some(Some(place)) => {
-                self.with(place, |carrier, cx| carrier.close(cx, path, connection));
+            Some(Some(index)) => {
+                self.with(index, |carrier, cx| carrier.close(cx, path, connection));
             }
             Some(None) => self.control.close(now, path, connection),
             None => {}
@@ -454,8 +460,8 @@ impl<C: Control> Provider for Outside<C> {
         let at = self.paths.get(&post.path).ok_or(NotNow)?;
         let token = post.token;
         let frame = match (&post.work, at.carrier) {
-            (Work::Move { op, between, runs }, Some(place)) => {
-                return self.post_to_carrier(place, &post, (*op, *between), runs);
+            (Work::Move { op, between, runs }, Some(index)) => {
+                return self.post_to_carrier(index, &post, (*op, *between), runs);
             }
             (Work::Immediate { number, counter, generation }, None) => {
                 let (number, counter, generation) = (*number, *counter, *generation);
@@ -481,8 +487,8 @@ impl<C: Control> Provider for Outside<C> {
 
     fn next_event(&mut self) -> Option<Event> {
         let event = self.outbox.events.pop_front();
-        if let Some(Event::Goes(path)) = event {
-            self.going.push(path);
+        if let Some(Event::PathRemoved(path)) = event {
+            self.removed_paths.push(path);
         }
         event
     }

@@ -1,4 +1,4 @@
-//! What peers ask for over their control connections.
+//! Serves what peers send over the control connections that they made: immediates, messages, fences and carriers' words.
 
 use super::Outside;
 use crate::carrier::{BadWords, Party, SessionId};
@@ -64,14 +64,14 @@ impl<C: Control> Outside<C> {
         lease: Option<Lease>,
     ) {
         let session = SessionId(channel);
-        let Some(place) = self.place_of(code) else {
+        let Some(index) = self.index_of(code) else {
             if kind == WordsKind::Offer {
                 let bytes = b"the peer has no such carrier".to_vec();
                 self.control.send(channel, Frame::Words { code, kind: WordsKind::Refused, bytes });
             }
             return;
         };
-        let heard = self.with_lease(place, lease, |carrier, cx| match kind {
+        let heard = self.with_lease(index, lease, |carrier, cx| match kind {
             WordsKind::Offer => carrier.consider(cx, session, bytes),
             WordsKind::Other => carrier.receive(cx, Party::Session(session), bytes),
             WordsKind::Accepted | WordsKind::Refused => Err(BadWords("an answer to nothing")),

@@ -1,4 +1,4 @@
-//! A hub whose control connections are sockets: what its engine does with it, turn by turn.
+//! The hub over real sockets: what an engine's threads do in each turn, with epoll, jobs, sleep and the close.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -17,52 +17,52 @@ use crate::status::PathStatus;
 use crate::transfers::{PathId, PeerId};
 use crate::watch::{Happened, Interest, Watch};
 
-/// The control connections' part of the watch.
+/// Owner number of the control connections in the watch. Carriers have their index.
 pub(crate) const CONTROL: u8 = 254;
-/// The part that only wakes.
+/// Owner number of the eventfd that only wakes a sleeping thread.
 const WAKE: u8 = 255;
-/// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call as long as
-/// several looks at rings.
-const WITHOUT_SOCKETS_MAX: u32 = 32;
-/// The same while neither brings anything.
-const WITHOUT_SOCKETS: u32 = 8;
+/// Polls of busy rings before sockets are polled once. Polling sockets is a system call, which takes as long as several polls
+/// of rings.
+const BUSY_RING_POLLS_MAX: u32 = 32;
+/// The same while neither rings nor sockets bring anything.
+const IDLE_RING_POLLS_MAX: u32 = 8;
 
 #[derive(Debug)]
 pub(crate) struct SocketHub {
     pub(crate) hub: Hub<ControlSockets>,
     watch: Watch,
     wake: OwnedFd,
-    /// What peers are told instead of what is listened on.
+    /// Told to peers instead of the addresses that this process listens on.
     advertised: Vec<SocketAddr>,
-    /// Polls in a row that brought enough without a look at sockets.
-    without_sockets: u32,
-    /// Whether the last of those looks brought nothing.
+    /// Polls in a row that left the sockets out.
+    polls_without_sockets: u32,
+    /// The last poll of sockets found nothing.
     has_quiet_sockets: bool,
-    /// Whose job is next.
+    /// Index of the carrier whose job ran last; the others come first.
     turn: usize,
-    /// How long its lock was held each time; None: that is not measured.
+    /// How long the lock was held each time, if that is measured.
     pub(crate) holds: Option<Vec<HoldTime>>,
-    /// Until when the thread behind this sleeps if nothing happens.
+    /// The engine's thread sleeps until then if nothing happens.
     pub(crate) asleep_until: Option<Duration>,
 }
 
-/// A job, and whose it is.
+/// A job and its owner.
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one at a time, and a box would be an allocation for each"
 )]
-pub(crate) enum Work {
+pub(crate) enum HubJob {
     Control(LinkJob),
     Carrier(u8, Box<dyn Job>),
 }
 
-impl Work {
-    /// Does it, while nobody holds the lock for it.
+impl HubJob {
+    /// Runs it, without the lock.
     pub(crate) fn run(&mut self) {
         crate::audit::takes_time("a job");
         match self {
-            Work::Control(job) => job.run(),
-            Work::Carrier(_, job) => job.run(),
+            HubJob::Control(job) => job.run(),
+            HubJob::Carrier(_, job) => job.run(),
         }
     }
 }
@@ -80,7 +80,7 @@ impl SocketHub {
             watch,
             wake,
             advertised,
-            without_sockets: 0,
+            polls_without_sockets: 0,
             has_quiet_sockets: false,
             turn: 0,
             holds: None,
@@ -92,64 +92,64 @@ impl SocketHub {
         self.watch.clone()
     }
 
-    /// What the hub's clock says then; what is past is now.
+    /// The hub's time at that instant. An instant in the past counts as now.
     pub(crate) fn time_of(&self, instant: Instant) -> Duration {
         self.hub.now().saturating_add(instant.saturating_duration_since(Instant::now()))
     }
 
-    /// The time is that of now until it is read again.
+    /// Sets the hub's time to now. It stands still until the next call.
     pub(crate) fn read_clock(&mut self) {
         self.hub.outside.clock.read();
     }
 
-    /// Lets whoever sleeps for this hub look again.
+    /// Wakes the thread that sleeps for this hub.
     pub(crate) fn wake(&self) {
-        // A counter that is full wakes too.
+        // A full eventfd counter is readable too, so a failed write loses nothing.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// The next poll looks at sockets.
-    pub(crate) fn look_at_sockets(&mut self) {
-        self.without_sockets = WITHOUT_SOCKETS_MAX;
+    /// Makes the next poll include the sockets.
+    pub(crate) fn poll_sockets_next(&mut self) {
+        self.polls_without_sockets = BUSY_RING_POLLS_MAX;
     }
 
-    /// Takes what came, without waiting, and does what is due. Whether anything happened.
+    /// Takes what has arrived, without waiting, and does what is due. Whether anything happened.
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
         let outside = &mut self.hub.outside;
         let now = outside.now();
         let by_rings = outside.control.poll(now, &mut outside.process);
         let mut any = by_rings;
         let most = match (by_rings, outside.control.has_rings() && self.has_quiet_sockets) {
-            (true, _) => WITHOUT_SOCKETS_MAX,
-            (false, true) => WITHOUT_SOCKETS,
+            (true, _) => BUSY_RING_POLLS_MAX,
+            (false, true) => IDLE_RING_POLLS_MAX,
             (false, false) => 1,
         };
-        self.without_sockets += 1;
-        if self.without_sockets >= most {
-            self.without_sockets = 0;
+        self.polls_without_sockets += 1;
+        if self.polls_without_sockets >= most {
+            self.polls_without_sockets = 0;
             self.watch.wait(events, Duration::ZERO);
             self.has_quiet_sockets = events.is_empty();
             any |= !events.is_empty();
             for event in events.iter() {
-                self.take(Happened::of(event));
+                self.handle(Happened::of(event));
             }
         } else if by_rings {
-            // What is to be read is read first: somebody waits for it at either end.
+            // Read the rings first: a thread waits at either end of them.
             return true;
         }
         let outside = &mut self.hub.outside;
-        for place in 0..outside.carriers.len() as u8 {
-            any |= outside.with(place, |carrier, cx| carrier.poll(cx)).unwrap_or(false);
+        for index in 0..outside.carriers.len() as u8 {
+            any |= outside.with(index, |carrier, cx| carrier.poll(cx)).unwrap_or(false);
         }
         self.pump() || any
     }
 
-    fn take(&mut self, happened: Happened) {
+    fn handle(&mut self, happened: Happened) {
         let outside = &mut self.hub.outside;
         let now = outside.now();
         match happened {
             Happened { owner: CONTROL, tag } => outside.control.descriptor_ready(now, tag),
-            // For the thread that sleeps.
+            // The eventfd has done its work by waking.
             Happened { owner: WAKE, .. } => {}
             Happened { owner, tag } => {
                 outside.with(owner, |carrier, cx| carrier.descriptor_ready(cx, tag));
@@ -160,44 +160,44 @@ impl SocketHub {
     /// Does what is due now. Whether there was anything.
     pub(crate) fn pump(&mut self) -> bool {
         let any = self.hub.pump();
-        if self.hub.outside.control.take_news_of_rings() && self.asleep_until.is_some() {
-            // Whoever sleeps on sockets would not hear of what comes next.
+        if self.hub.outside.control.take_wake_needed() && self.asleep_until.is_some() {
+            // The thread sleeps on sockets, which say nothing about new rings.
             self.wake();
         }
         any
     }
 
-    /// Something that takes its time, if there is anything.
-    pub(crate) fn take_job(&mut self) -> Option<Work> {
+    /// The next job, control connections first, then the carriers in turn.
+    pub(crate) fn take_job(&mut self) -> Option<HubJob> {
         let outside = &mut self.hub.outside;
         if let Some(job) = outside.control.take_job() {
-            return Some(Work::Control(job));
+            return Some(HubJob::Control(job));
         }
         let carriers = outside.carriers.len();
         for step in 1..=carriers {
-            let place = (self.turn + step) % carriers;
-            if let Some(job) = outside.carriers[place].take_job() {
-                self.turn = place;
-                return Some(Work::Carrier(place as u8, job));
+            let index = (self.turn + step) % carriers;
+            if let Some(job) = outside.carriers[index].take_job() {
+                self.turn = index;
+                return Some(HubJob::Carrier(index as u8, job));
             }
         }
         None
     }
 
-    pub(crate) fn put_back(&mut self, work: Work) {
+    pub(crate) fn put_back(&mut self, work: HubJob) {
         let outside = &mut self.hub.outside;
         match work {
-            Work::Control(job) => {
+            HubJob::Control(job) => {
                 let now = outside.now();
                 outside.control.put_back(now, &mut outside.process, job);
             }
-            Work::Carrier(place, job) => {
-                outside.with(place, |carrier, cx| carrier.put_back(cx, job));
+            HubJob::Carrier(index, job) => {
+                outside.with(index, |carrier, cx| carrier.put_back(cx, job));
             }
         }
     }
 
-    /// When there is something to do if nothing comes.
+    /// When [`SocketHub::poll`] has something to do if nothing arrives.
     pub(crate) fn next_tick(&self) -> Duration {
         let outside = &self.hub.outside;
         let now = outside.now();
@@ -208,12 +208,12 @@ impl SocketHub {
         ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
-    /// Whether something is expected so soon that whoever waits had better look again and again.
+    /// Whether something will happen so soon that a waiting thread should poll rather than sleep.
     pub(crate) fn is_expecting(&self) -> bool {
         self.hub.outside.carriers.iter().any(|carrier| carrier.is_expecting())
     }
 
-    /// Whoever has something for this process from now on wakes it over a descriptor. False: something is there already.
+    /// From now on whatever arrives makes a descriptor readable. False: something is there already.
     pub(crate) fn prepare_to_sleep(&mut self) -> bool {
         let outside = &mut self.hub.outside;
         let mut may_sleep = outside.control.prepare_to_sleep();
@@ -223,7 +223,7 @@ impl SocketHub {
         may_sleep
     }
 
-    /// Nobody need wake this process any more.
+    /// The thread is awake: peers and copies need not write to descriptors any more.
     pub(crate) fn woken(&mut self) {
         let outside = &mut self.hub.outside;
         outside.control.woken();
@@ -232,7 +232,7 @@ impl SocketHub {
         let _ = rustix::io::read(&self.wake, &mut count);
     }
 
-    /// Ends everything, for good: see [`Hub::close`].
+    /// Ends everything for good; see [`Hub::close`].
     pub(crate) fn close(&mut self) {
         self.hub.close();
         let outside = &mut self.hub.outside;
@@ -241,7 +241,7 @@ impl SocketHub {
         self.pump();
     }
 
-    /// Of a closed hub: asks nobody any more. All that was under way is over.
+    /// Ends what [`SocketHub::close`] left: gives up the fences, so that everything in flight is over.
     pub(crate) fn finish(&mut self) {
         let outside = &mut self.hub.outside;
         outside.end_fences();
@@ -265,7 +265,7 @@ impl SocketHub {
         })
     }
 
-    /// All ways to a peer; none if there is no such peer.
+    /// All paths to a peer, then the carriers that cannot reach it. None if there is no such peer.
     pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
         let paths = self.hub.transfers.paths(peer).iter().copied();
         let known = paths.filter_map(|path| self.path_status(peer, path));
@@ -273,10 +273,10 @@ impl SocketHub {
         known.chain(refusals.iter().filter_map(|(code, why)| self.refused_status(*code, why))).collect()
     }
 
-    /// A carrier that cannot reach a peer has no path there; why not is to be seen all the same.
+    /// Shows a carrier that cannot reach the peer, and so has no path, with the reason.
     fn refused_status(&self, code: u8, why: &str) -> Option<PathStatus> {
         let outside = &self.hub.outside;
-        let name = outside.name_at(outside.place_of(code)?);
+        let name = outside.name_of(outside.index_of(code)?);
         let is_only_one = outside.carriers.len() == 1;
         let trouble = if is_only_one { format!("{name} is required, but {why}") } else { why.to_owned() };
         Some(PathStatus {
@@ -294,7 +294,7 @@ impl SocketHub {
         let at = outside.paths.get(&path)?;
         let known = outside.peer(peer)?;
         let control = outside.control.status(known.control);
-        let carrier = at.carrier.map(|place| outside.name_at(place));
+        let carrier = at.carrier.map(|index| outside.name_of(index));
         let own = at.carrier.is_none().then_some(control).flatten();
         Some(PathStatus {
             carrier: carrier.unwrap_or("control"),

@@ -1,6 +1,6 @@
-//! Bytes between two processes of one host through memory that both map: a [`Segment`] holds a ring of bytes for each
-//! way ([`kvlane_shm_ring`]).
+//! Shared memory between two processes of one host: a [`Segment`] that both map holds a ring of bytes for each direction
+//! ([`kvlane_shm_ring`]). Control connections within a host use it instead of the socket.
 
 mod segment;
 
-pub(crate) use segment::{RING_BYTES, Segment, Side};
+pub(crate) use segment::{RING_BYTES, RingSide, Segment};

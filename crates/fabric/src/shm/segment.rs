@@ -1,4 +1,11 @@
-//! One piece of memory that two processes map: a ring for each way.
+//! A memfd that two processes map, with one ring for each direction.
+//!
+//! ```text
+//!  | ring 0: header, bytes | ring 1: header, bytes |
+//!    connecting side writes  listening side writes
+//! ```
+//! The connecting side creates it and names it in its Hello. The listening side takes the descriptor out of that process, and
+//! maps it only if its size is sealed.
 
 #![allow(unsafe_code, reason = "rings at addresses of a mapping")]
 
@@ -12,25 +19,25 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::wire::RingsOffer;
 
-/// Bytes of a ring if nobody knows better.
+/// Bytes of each ring of a connection.
 pub(crate) const RING_BYTES: usize = 256 << 10;
-/// Rings begin at multiples of this.
+/// The smallest ring. Rings begin at multiples of it.
 const RING_BYTES_MIN: usize = 4096;
-/// A peer may not make us map more: a few times what anybody takes.
+/// The largest ring. Bounds what a peer can make us map, and is a few times what any process asks for.
 const RING_BYTES_MAX: usize = 1 << 20;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Which side of a connection a process is.
+/// Which side of a connection this process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    /// It connected. It writes to the first ring and reads the second.
+pub(crate) enum RingSide {
+    /// It connected: it writes ring 0 and reads ring 1.
     Connecting,
-    /// It listened: the other way round.
+    /// It listened: it writes ring 1 and reads ring 0.
     Listening,
 }
 
-/// A memfd with two rings, one after the other. Its size is sealed: nobody who has it can shrink it and make an access
-/// here fault.
+/// A memfd with two rings, one after the other. Its size is sealed, so neither process can shrink it and make an access of
+/// the other fault.
 #[derive(Debug)]
 pub(crate) struct Segment {
     memfd: OwnedFd,
@@ -39,10 +46,10 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// A new one, whose rings are empty. Send its descriptor to the other side before taking the ends.
+    /// Creates a segment with empty rings. Send its descriptor to the other side before taking the ends.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidInput`] unless `ring_bytes` is a power of two from 4 KiB to 1 MiB; what the kernel refuses.
+    /// [`io::ErrorKind::InvalidInput`] unless `ring_bytes` is a power of two from 4 KiB to 1 MiB, or an error of the kernel.
     pub(crate) fn create(ring_bytes: usize) -> io::Result<Segment> {
         if !is_ring(ring_bytes as u64) {
             let why = format!(
@@ -57,11 +64,11 @@ impl Segment {
         Segment::map(memfd, ring_bytes)
     }
 
-    /// One that the other side created.
+    /// Maps a segment that the other side created.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the descriptor is not of a segment, or of one that could be shrunk: then it was
-    /// not mapped. What the kernel refuses.
+    /// [`io::ErrorKind::InvalidData`] if the descriptor is no segment, or could be shrunk: then it was not mapped. Errors of
+    /// the kernel.
     pub(crate) fn open(memfd: OwnedFd) -> io::Result<Segment> {
         let refused = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
         let seals = rustix::fs::fcntl_get_seals(&memfd)
@@ -70,7 +77,7 @@ impl Segment {
             let missing = SEALS.difference(seals);
             return Err(refused(format!("the peer's shared memory lacks the seals {missing:?}")));
         }
-        // It stays what it is from here on.
+        // Sealed, so the size cannot change from here on.
         let bytes = rustix::fs::fstat(&memfd)?.st_size as u64;
         let ring_bytes = (bytes / 2).saturating_sub(HEADER_BYTES as u64);
         if !is_ring(ring_bytes) || segment_bytes(ring_bytes as usize) != bytes {
@@ -92,34 +99,34 @@ impl Segment {
         self.ring_bytes
     }
 
-    /// What the other side has to know to open it, unless the kernel does not tell.
+    /// Tells the other side how to find the descriptor. None if the kernel does not say.
     pub(crate) fn offer(&self) -> Option<RingsOffer> {
         let found = rustix::fs::fstat(&self.memfd).ok()?;
         let descriptor = u32::try_from(self.memfd.as_fd().as_raw_fd()).ok()?;
         Some(RingsOffer { pid: std::process::id(), descriptor, file: (found.st_dev, found.st_ino) })
     }
 
-    /// The ends of this side. Its descriptor is closed; the memory stays mapped while one of the ends lives. The sides
-    /// of a connection are different ones.
-    pub(crate) fn ends(self, side: Side) -> (Writer, Reader) {
+    /// This side's ends of the rings. Closes the descriptor; the memory stays mapped while one of the ends lives. The two
+    /// processes must take different sides.
+    pub(crate) fn ends(self, side: RingSide) -> (Writer, Reader) {
         let Segment { memfd: _, mapping, ring_bytes } = self;
         let mapping = Arc::new(mapping);
         let ring = |number: usize| {
             let base = mapping.base().wrapping_add(number * (HEADER_BYTES + ring_bytes));
-            // SAFETY: the ring is inside the mapping, which is writable, cannot be shrunk, and lives with the Arc; it
-            // begins at a multiple of 4096. The segment is used up: this process makes one end of each ring and nothing
-            // else of it.
+            // SAFETY: the ring lies in the mapping, which is writable, cannot be shrunk, and lives as long as the Arc. It
+            // begins at a multiple of 4096. The segment is consumed, so this process makes one end of each ring and
+            // nothing else of it.
             unsafe { Memory::at(base, ring_bytes, mapping.clone()) }
         };
         let (to_listening, to_connecting) = (ring(0), ring(1));
         match side {
-            Side::Connecting => (Writer::new(to_listening), Reader::new(to_connecting)),
-            Side::Listening => (Writer::new(to_connecting), Reader::new(to_listening)),
+            RingSide::Connecting => (Writer::new(to_listening), Reader::new(to_connecting)),
+            RingSide::Listening => (Writer::new(to_connecting), Reader::new(to_listening)),
         }
     }
 }
 
-/// Of the memfd, to be sent to the other side.
+/// The memfd, to be sent to the other side.
 impl AsFd for Segment {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
@@ -149,25 +156,25 @@ mod tests {
 
     use super::*;
 
-    /// In the environment of a process that sends back what it gets: how many bytes.
+    /// Environment variable of a process that echoes: how many bytes.
     const BYTES: &str = "KVLANE_TEST_ECHO_BYTES";
-    /// Bytes of a stream repeat after this many, which no ring's size divides.
+    /// The pattern repeats after so many bytes, a number that no ring's size divides.
     const PERIOD: usize = 1_000_003;
     const MIB: usize = 1 << 20;
 
-    /// One side of a connection, which sleeps while it can do nothing. Wakes travel over a socket.
-    struct Peer {
+    /// One side of a connection. Sleeps while it can do nothing; wakes travel over a socket.
+    struct RingPeer {
         writer: Writer,
         reader: Reader,
         socket: UnixStream,
         sleeps: usize,
     }
 
-    impl Peer {
-        fn new(segment: Segment, side: Side, socket: UnixStream) -> Peer {
+    impl RingPeer {
+        fn new(segment: Segment, side: RingSide, socket: UnixStream) -> RingPeer {
             let (writer, reader) = segment.ends(side);
             socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            Peer { writer, reader, socket, sleeps: 0 }
+            RingPeer { writer, reader, socket, sleeps: 0 }
         }
 
         fn write(&mut self, bytes: &[u8]) -> usize {
@@ -190,7 +197,7 @@ mod tests {
             read
         }
 
-        /// Until there may be something to read, or room, whatever it is that this side has a use for.
+        /// Sleeps until there may be something to read, or room to write, whichever this side needs.
         fn sleep(&mut self, reads: bool, writes: bool) {
             if (!reads || self.reader.prepare_to_sleep())
                 && (!writes || self.writer.prepare_to_wait_for_room())
@@ -203,7 +210,7 @@ mod tests {
             self.writer.woken();
         }
 
-        /// Sends back all that comes.
+        /// Echoes that many bytes.
         fn echo(&mut self, bytes: usize) {
             let mut buffer = vec![0; 40_000];
             let mut done = 0;
@@ -223,7 +230,7 @@ mod tests {
             }
         }
 
-        /// Sends so many bytes to a side that sends them back.
+        /// Sends that many bytes to an echo, and compares what comes back.
         fn send_and_compare(&mut self, bytes: usize) {
             let mut random = 88_172_645_463_325_252u64;
             let pattern: Vec<u8> = std::iter::repeat_with(|| {
@@ -266,8 +273,8 @@ mod tests {
         let other = other_side(&segment);
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| Peer::new(other, Side::Listening, right).echo(8 * MIB));
-            Peer::new(segment, Side::Connecting, left).send_and_compare(8 * MIB);
+            scope.spawn(|| RingPeer::new(other, RingSide::Listening, right).echo(8 * MIB));
+            RingPeer::new(segment, RingSide::Connecting, left).send_and_compare(8 * MIB);
         });
     }
 
@@ -284,14 +291,14 @@ mod tests {
             .spawn()
             .unwrap();
         assert_eq!(send_with_fds(&left, &[0], &[segment.as_fd()]).unwrap(), 1);
-        let mut peer = Peer::new(segment, Side::Connecting, left);
+        let mut peer = RingPeer::new(segment, RingSide::Connecting, left);
         peer.send_and_compare(64 * MIB);
         assert!(child.wait().unwrap().success());
-        // It was long before the other process was there.
+        // This side had to wait for the other process to start.
         assert!(peer.sleeps > 0);
     }
 
-    /// No test: started with its part in the environment, this sends back what comes, by a segment that it gets over its
+    /// No test by itself: with `BYTES` in the environment, this process echoes over a segment that it gets through its
     /// standard input.
     #[test]
     fn the_other_process() {
@@ -302,7 +309,7 @@ mod tests {
         assert_eq!(recv_with_fds(&socket, &mut [0], &mut memfds).unwrap(), 1);
         let segment = Segment::open(memfds.remove(0)).unwrap();
         assert_eq!(segment.ring_bytes(), 64 << 10);
-        Peer::new(segment, Side::Listening, socket).echo(bytes.parse().unwrap());
+        RingPeer::new(segment, RingSide::Listening, socket).echo(bytes.parse().unwrap());
     }
 
     #[test]
@@ -313,7 +320,7 @@ mod tests {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             maps.lines().any(|line| line.contains("/memfd:kvlane-rings") && line.contains(&mark))
         };
-        let (writer, mut reader) = segment.ends(Side::Connecting);
+        let (writer, mut reader) = segment.ends(RingSide::Connecting);
         drop(writer);
         assert!(is_mapped());
         assert!(reader.is_empty());

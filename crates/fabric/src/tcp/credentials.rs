@@ -1,4 +1,4 @@
-//! Certificates: one's own, and whose of the peers' are accepted.
+//! TLS credentials: this process's certificate, and the authority that signs its peers' certificates.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,34 +16,33 @@ use rustls::{
 };
 use thiserror::Error;
 
-/// What a process shows to its peers, and whom it accepts: all its connections are then encrypted (TLS 1.3), and both sides
-/// of each show a certificate. Three PEM files.
+/// Turns on TLS 1.3 for all connections of an engine. Both sides of each connection show a certificate. Three PEM files.
 ///
-/// A peer's certificate has to be signed by the authority, now valid, and for its purpose: where it says what it is for
-/// (extended key usage), that has to name servers and clients, as each process is both. Names and addresses in it are not
-/// looked at, since peers are found at addresses that change: any holder of such a certificate is let in to the greeting,
-/// where it proves the token. Revocation is not asked for.
+/// A peer's certificate must be signed by the authority, valid now, and meant for its purpose. If it lists purposes
+/// (extended key usage), it must list servers and clients, because each process is both. Names and addresses in it are not
+/// checked, because peers are found at addresses that change. Any holder of such a certificate gets as far as the greeting,
+/// where it has to prove the token. Revocation is not checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tls {
-    /// Our certificate, and behind it those between it and the authority, if any.
+    /// Our certificate, followed by the intermediate ones up to the authority, if any.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// The private key of that certificate, not encrypted.
     pub key: PathBuf,
-    /// The certificates of those who sign peers' certificates.
+    /// The certificates of the authorities that sign peers' certificates.
     pub authority: PathBuf,
 }
 
-/// A file that cannot be used for TLS.
+/// A file of [`Tls`] that cannot be used.
 #[derive(Debug, Error)]
 #[error("{} cannot be used for TLS: {why}", file.display())]
 pub struct TlsError {
-    /// Which one.
+    /// The path of the file.
     pub file: PathBuf,
-    /// What is wrong with it, and what to do.
+    /// The reason, and how to fix the file.
     pub why: String,
 }
 
-/// For either side of a connection.
+/// The two configurations of rustls: a process connects, and listens.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
     pub(crate) client: Arc<ClientConfig>,
@@ -51,7 +50,7 @@ pub(crate) struct Credentials {
 }
 
 impl Credentials {
-    /// Reads the files.
+    /// Reads and checks the three files.
     pub(crate) fn load(files: &Tls) -> Result<Credentials, TlsError> {
         let Tls { certificate, key, authority } = files;
         let chain = certificates(certificate)?;
@@ -67,7 +66,7 @@ impl Credentials {
         }
         let roots = Arc::new(roots);
         let mut provider = default_provider();
-        // The first one is taken where both sides can: the fastest on processors that have AES.
+        // Ours comes first if both sides support it: the fastest on processors with AES.
         provider.cipher_suites = vec![
             cipher_suite::TLS13_AES_128_GCM_SHA256,
             cipher_suite::TLS13_AES_256_GCM_SHA384,
@@ -90,9 +89,9 @@ impl Credentials {
             .with_client_cert_verifier(clients.map_err(|error| of_authority(&error))?)
             .with_single_cert(chain.clone(), secret()?)
             .map_err(of_certificate)?;
-        // Connections last: each is a handshake of its own, and nothing is kept of it.
+        // Connections are long-lived, so each does a full handshake and no ticket is kept.
         server.send_tls13_tickets = 0;
-        let servers = Arc::new(AnyOfOurs { roots, provider: Arc::clone(&provider) });
+        let servers = Arc::new(SignedByAuthority { roots, provider: Arc::clone(&provider) });
         let mut client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| of_authority(&error))?
@@ -126,14 +125,14 @@ fn unusable(file: &Path, why: String) -> TlsError {
     TlsError { file: file.to_owned(), why }
 }
 
-/// Accepts who is signed by the authority as a server, whatever its name.
+/// Accepts any server certificate that the authority has signed, whatever its name.
 #[derive(Debug)]
-struct AnyOfOurs {
+struct SignedByAuthority {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for AnyOfOurs {
+impl ServerCertVerifier for SignedByAuthority {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -154,7 +153,7 @@ impl ServerCertVerifier for AnyOfOurs {
         _certificate: &CertificateDer<'_>,
         _signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        // Only TLS 1.3 is offered.
+        // Cannot happen, because only TLS 1.3 is offered.
         Err(PeerMisbehaved::SelectedTls12UsingTls13VersionExtension.into())
     }
 

@@ -1,9 +1,9 @@
-//! A connection of ours, until the peer has welcomed it.
+//! The connecting side of a greeting, from the TCP connect to the peer's Welcome.
 //!
 //! ```text
-//!  connected --> Challenge: the proof is sent --> Verdict: the Hello is sent --> Welcome
+//!  connected --> Challenge: send Proof --> Verdict: send Hello --> Welcome: done
 //! ```
-//! Pure: whoever owns the connection reads and writes it.
+//! Pure: the owner of the connection reads and writes it. [`super::greeting`] draws the messages.
 
 use super::greeting::{
     Answer, CHALLENGE_BYTES, Hello, Nonces, Purpose, SessionKey, VERDICT_BYTES, Verdict, WELCOME_BYTES,
@@ -15,15 +15,15 @@ use crate::identity::Identity;
 use crate::random::random;
 use crate::wire::{BadFrame, RingsOffer};
 
-/// Where one side does not know the secret of the other.
+/// The error if one side does not know the secret of the other.
 const UNPROVED: &str = "it has another token, or other engines than ours are trusted there: without a token these are those of \
      one user, with one runtime folder. Give both sides the same token";
 
-/// How far it is.
+/// State of one greeting.
 #[derive(Debug)]
 pub(crate) struct Dialling {
     purpose: Purpose,
-    /// Its number; unlike that of all others.
+    /// Random; names this connection to the peer, for fences too.
     pub(crate) connection: u64,
     stage: Stage,
 }
@@ -35,12 +35,12 @@ enum Stage {
     Greeted(SessionKey),
 }
 
-/// What follows from what the peer has said.
+/// The reaction to the peer's message.
 #[derive(Debug)]
 pub(crate) enum Dialled {
-    /// To be sent; then a greeting of so many bytes comes.
+    /// Send these bytes. The peer's next message has so many.
     Send(Vec<u8>, usize),
-    /// The peer is whoever it should be, and takes the connection for its purpose.
+    /// The peer is the wanted one, and takes the connection for its purpose.
     Welcome(Welcome),
 }
 
@@ -49,10 +49,11 @@ impl Dialling {
         Ok(Dialling { purpose, connection: random()?, stage: Stage::Connecting })
     }
 
-    /// Bytes of the greeting that comes first.
+    /// Bytes of the peer's first message, the Challenge.
     pub(crate) const FIRST: usize = CHALLENGE_BYTES;
 
-    /// The peer has said this. `sums`: whether they are wanted. `rings` is asked once, for what is offered.
+    /// Takes the peer's next message. `sums`: whether this side wants checksums. `rings` is called at most once, when the
+    /// Hello is made, and offers shared memory.
     pub(crate) fn take(
         &mut self,
         greeting: &[u8],
@@ -94,7 +95,7 @@ impl Dialling {
     }
 }
 
-/// That nobody else draws.
+/// Random, so no two connections share a nonce.
 pub(crate) fn nonce() -> std::io::Result<[u8; 16]> {
     kvlane_memory::random()
 }

@@ -1,17 +1,18 @@
-//! What goes over a TCP connection.
+//! The wire format of a connection over TCP: after the greeting, frames of one head each.
 //!
-//! A connection serves the side that connected: the other side answers. It is a control connection, of which a process has one
-//! to each peer, or carries bytes for a carrier over sockets. It begins so:
+//! The side that connected sends requests, and the listening side serves them. A process has one control connection to
+//! each peer; every other connection carries bytes for a carrier over sockets. Each begins with the greeting
+//! ([`super::greeting`]):
 //!
 //! ```text
 //!  connecting side                              listening side
 //!      |  <--- Challenge: KVFT, version, nonce -----  |
 //!      |  --- Proof: nonce, proof ----------------->  |
 //!      |  <--- Verdict: proof, or a refusal --------  |
-//!      |  --- Hello: who, for whom ---------------->  |
-//!      |  <--- Welcome: who ------------------------  |
+//!      |  --- Hello: itself, the wanted one ------->  |
+//!      |  <--- Welcome: its identity --------------  |
 //! ```
-//! That is the greeting ([`super::greeting`]). Then frames follow, each with a head of 32 bytes, little-endian:
+//! Then frames follow. The head has 32 bytes, little-endian:
 //!
 //! ```text
 //!  0      1      2        4          8            16           24           32
@@ -19,49 +20,50 @@
 //!  | kind | 0    | count  | sum      | token      | bytes      | more       | count entries | the bytes | their sum 4 |
 //!  +------+------+--------+----------+------------+------------+------------+---------------+-----------+-------------+
 //!  sum:       crc32c of the head, with 0 in its place, and of the entries
-//!  their sum: crc32c of the bytes; where there are some, and the greeting says that both sides want it
-//!  on either
-//!  Ack     count outcomes; more: a stamp
-//!  Ping    more: the latest stamp                                                      -> Pong
-//!  Pong    more: a stamp
-//!  where bytes go through sockets
-//!  Write   count runs; bytes follow, to be placed in the runs one after the other;     -> Ack
-//!          more: the latest stamp
-//!  Read    count runs, which have so many bytes together         -> Data, once or in parts, or Ack (refused, failed)
-//!  Data    bytes follow: the next of the answer to the Read of that token
+//!  their sum: crc32c of the bytes, if there are any and the greeting said that both sides want it
+//!
+//!  on either kind of connection
+//!  Ack        count outcomes; more: a stamp
+//!  Ping       more: the latest stamp                                                   -> Pong
+//!  Pong       more: a stamp
+//!  on a carrier's connection
+//!  Write      count runs; the bytes follow and go into the runs in order;              -> Ack
+//!             more: the latest stamp
+//!  Read       count runs; bytes: of all of them           -> Data, in one or several frames, or Ack (refused, failed)
+//!  Data       the next bytes of the answer to the Read of that token follow
 //!  on a control connection
-//!  Immediate  bytes: its number; more: counter, generation << 32                      -> Ack
-//!  Message bytes follow: the message; more: its number, counted with the immediates    -> Ack, or NoRoom
-//!  NoRoom  the answer to the Message of that token: to be sent again later
-//!  Words   bytes follow: what a carrier says to its like; token: the carrier's code; more: 0 an offer, 1 it is accepted, 2 it is
-//!          refused, 3 anything else
-//!  Fence   token: a connection of the side that connected; more: its carrier's code    -> Fenced
-//!  Fenced  token, more: as asked; bytes: 1 nothing of it is placed any more, 0 something may be: to be asked again
-//!  Regions bytes follow: what the listening side has registered, or not any more ([`super::regions`]); without any: that was
-//!          all that it had when the connection came
-//!
+//!  Immediate  bytes: its number; more: counter, generation << 32                       -> Ack
+//!  Message    the message follows; more: its number, counted with the immediates       -> Ack, or NoRoom
+//!  NoRoom     the inbox is full: send the Message of that token again later
+//!  Words      a carrier's words follow, for the same carrier of the peer; token: the carrier's code;
+//!             more: 0 an offer, 1 accepted, 2 refused, 3 anything else
+//!  Fence      token: a broken connection of the connecting side; more: its carrier's code   -> Fenced
+//!  Fenced     token, more: as asked; bytes: 1 nothing of it is placed any more, 0 something may be: ask again
+//!  Regions    what the listening side has registered or unregistered follows ([`super::regions`]);
+//!             without any bytes: that was all that it had when the connection came up
 //! ```
-//! Entries are runs and outcomes, drawn at [`crate::wire`].
+//! [`crate::wire`] draws the entries: runs and outcomes.
 //!
-//! A stamp is what the listening side's clock said; the connecting side says it back ([`crate::lease`]), 0 before the first.
+//! A stamp is the listening side's clock. The connecting side echoes the latest one, or 0 before the first
+//! ([`crate::lease`]).
 
 use super::sum::Sum;
 use crate::wire::{BadFrame, OUTCOME_BYTES, RUN_BYTES, WordsKind, word};
 
 /// Bytes of a head.
 pub(crate) const HEAD_BYTES: usize = 32;
-/// Where in it the sum is.
+/// The head's checksum.
 const SUM_AT: std::ops::Range<usize> = 4..8;
-/// Most entries of a frame.
+/// Most entries of one frame.
 pub(crate) const ENTRIES_MAX: usize = 512;
-/// Most bytes that one frame moves.
+/// Most bytes that one frame moves; a longer transfer takes several.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
-/// Most bytes of a message.
+/// Most bytes of one message between engines.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
-/// Most bytes of what a carrier says at once, and of a list of regions.
+/// Most bytes of a carrier's words in one frame, and of one frame of regions.
 pub(crate) const WORDS_BYTES_MAX: usize = 64 << 10;
 
-/// What a frame is.
+/// One frame's head, parsed. Every number of it is within the limits above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Head {
     Write { token: u64, runs: usize, bytes: u64, stamp: u64 },
@@ -80,7 +82,7 @@ pub(crate) enum Head {
 }
 
 impl Head {
-    /// As it goes over a connection, with its entries behind it.
+    /// The head with its checksum, and the entries behind it.
     pub(crate) fn frame(&self, entries: &[u8]) -> Vec<u8> {
         debug_assert_eq!(entries.len(), self.entry_bytes());
         let mut frame = [&self.encode()[..], entries].concat();
@@ -89,7 +91,7 @@ impl Head {
         frame
     }
 
-    /// Without its sum.
+    /// The head with 0 as its checksum.
     pub(crate) fn encode(&self) -> [u8; HEAD_BYTES] {
         let (kind, count, token, bytes, more) = match *self {
             Head::Write { token, runs, bytes, stamp } => (1, runs, token, bytes, stamp),
@@ -163,7 +165,7 @@ impl Head {
         }
     }
 
-    /// Bytes of the entries that follow the head.
+    /// Bytes of the entries behind the head.
     pub(crate) fn entry_bytes(&self) -> usize {
         match self {
             Head::Write { runs, .. } | Head::Read { runs, .. } => runs * RUN_BYTES,
@@ -174,7 +176,7 @@ impl Head {
 }
 
 impl Head {
-    /// How many bytes follow it that are no entries, also if it is none. None: it is of a kind that has none.
+    /// Bytes of the body behind the entries; may be 0. None: a frame of this kind has no body.
     pub(crate) fn body_bytes(&self) -> Option<u64> {
         match *self {
             Head::Write { bytes, .. }
@@ -188,8 +190,8 @@ impl Head {
 }
 
 impl Head {
-    /// Of a frame of a control connection, how many bytes follow it, also if it is none. None: it has none, or they belong
-    /// somewhere.
+    /// Bytes of a body that belongs to the frame itself, as on control connections; may be 0. None: no body, or its
+    /// bytes go into registered memory.
     pub(crate) fn own_bytes(&self) -> Option<u64> {
         match self {
             Head::Message { .. } | Head::Words { .. } | Head::Regions { .. } => self.body_bytes(),
@@ -198,12 +200,12 @@ impl Head {
     }
 }
 
-/// Whether a head and its entries are as they were sent.
+/// Whether a head and its entries arrived as they were sent.
 pub(crate) fn is_undamaged(frame: &[u8]) -> bool {
     frame.get(SUM_AT).is_some_and(|sum| *sum == sum_of(frame))
 }
 
-/// Of a head and its entries.
+/// The checksum of a head and its entries.
 fn sum_of(frame: &[u8]) -> [u8; 4] {
     let mut sum = Sum::new();
     sum.add(&frame[..SUM_AT.start]);
@@ -212,7 +214,7 @@ fn sum_of(frame: &[u8]) -> [u8; 4] {
     sum.bytes()
 }
 
-/// A carrier's.
+/// A carrier's code, which has one byte.
 fn code(number: u64) -> Result<u8, BadFrame> {
     u8::try_from(number).map_err(|_| BadFrame("a carrier of no known code"))
 }

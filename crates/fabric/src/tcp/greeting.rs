@@ -1,11 +1,11 @@
-//! Who is at the other end of a connection, before anything else. First both prove that they know one secret; nothing is said
-//! before that, of neither side, but random numbers. Then they say who they are.
+//! The greeting: the first messages of every connection. Both sides prove that they know one secret, then say who they are.
+//! Before its proof, a side sends only random numbers.
 //!
 //! ```text
 //!  connecting side                                          listening side
 //!     |  <---- Challenge: | KVFT | version u8 | 0 x 3 | nonce 16 |
 //!     |  Proof:  | KVFT | version u8 | 0 x 3 | nonce 16 | proof 32 |  ---->
-//!     |  <---- Verdict: | KVFT | version u8 | verdict u8 | 0 x 2 | proof 32 |   1: refused, without a proof, and the end
+//!     |  <---- Verdict: | KVFT | version u8 | verdict u8 | 0 x 2 | proof 32 |   1: refused, no proof; the connection ends
 //!     |  Hello  ---->
 //!     |  <---- Welcome
 //!
@@ -14,16 +14,21 @@
 //!              | pid u32 | rings u32 | device u64 | inode u64 | seal 32 |
 //!  Welcome:    | KVFT | version u8 | answer u8 | rings u8 | sums u8 | engine u128 | boot u64 | seal 32 |
 //! ```
-//! The purpose is 0 for a control connection, 1 for a fence of a connection of this carrier, 2 for bytes of this carrier.
-//! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process with this `pid`, which is the one that
-//! connects; 0 if there is none. `device` and `inode` tell that segment from whatever else is found there. `rings` of a Welcome
-//! is 1 if all that follows goes through that segment, in both directions. `sums` is 1 if a side wants the bytes of frames to
-//! have sums behind them; they have where the Welcome says 1 too and the connection does not go through a segment.
+//! purpose: 0 a control connection, 1 a fence of a connection of this carrier, 2 bytes of this carrier.
 //!
-//! A proof is the HMAC-SHA256 of the side that makes it and both nonces, with the secret as key ([`crate::trust`]). Only who
-//! knows the secret can make it; none is good on another connection, and none is one of the other side, so that sending
-//! somebody's own proof back to them proves nothing. The session's key is made from the secret and both nonces likewise. With
-//! it Hello and Welcome are sealed, so they are of whoever has proved it, and nobody has changed them.
+//! `rings` of a Hello: 1 + the descriptor of a shared-memory segment in the connecting process `pid`, or 0 for none.
+//! `device` and `inode` identify the segment, so another file under that descriptor is not mistaken for it. `rings` of a
+//! Welcome: 1 if everything that follows goes through that segment, in both directions.
+//!
+//! `sums`: 1 if a side wants checksums behind the bytes of frames. Frames have them if the Welcome says 1 too and the
+//! connection does not go through a segment.
+//!
+//! A proof is an HMAC-SHA256 with the secret as key ([`crate::trust`]), over the side that makes it and both nonces. Only a
+//! process that knows the secret can make one. A proof is worth nothing on another connection, because the nonces differ,
+//! and nothing when sent back to its maker, because it names the other side.
+//!
+//! The session's key is derived from the secret and both nonces. It seals Hello and Welcome, so they come from the process
+//! that proved the secret, and nobody has changed them.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -41,32 +46,32 @@ const MAGIC: [u8; 4] = *b"KVFT";
 const VERSION: u8 = 5;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
-    BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
+    BadFrame("a greeting with a wrong seal: another process made it, or it was changed");
 
-/// What a connection is for.
+/// Purpose of a connection, chosen by the connecting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// All that is said between two processes beside bytes.
+    /// Everything between two processes except bytes of transfers.
     Control,
-    /// Bytes of the carrier with this code.
+    /// Bytes of transfers, for the carrier with this code.
     Bytes(u8),
-    /// The listening side is to place nothing more of this earlier connection of this carrier; a welcome says that it does
-    /// not.
+    /// Asks the listening side to place nothing more of that earlier connection of that carrier. The Welcome confirms it.
     Fence(u8, u64),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) purpose: Purpose,
-    /// Drawn by the side that connects; unlike that of all others.
+    /// Random, drawn by the connecting side; unique among its connections.
     pub(crate) connection: u64,
     pub(crate) from: Identity,
     pub(crate) to: Identity,
-    /// All connections of one peer of the side that connects have the same: its immediates are numbered within it.
+    /// The same on all connections from one peer entry of the connecting side: numbers of immediates and messages
+    /// count within it.
     pub(crate) session: u128,
-    /// Shared memory for what follows.
+    /// Shared memory that the connecting side offers instead of the socket.
     pub(crate) rings: Option<RingsOffer>,
-    /// Whether the bytes of frames are to have sums.
+    /// Whether the connecting side wants checksums.
     pub(crate) sums: bool,
 }
 
@@ -75,27 +80,27 @@ pub(crate) struct Hello {
 pub(crate) struct Welcome {
     pub(crate) answer: Answer,
     pub(crate) from: Identity,
-    /// Whether what follows goes through the segment that was offered.
+    /// Whether everything that follows goes through the offered segment.
     pub(crate) rings: bool,
-    /// Whether both sides want sums.
+    /// Whether both sides want checksums.
     pub(crate) sums: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
     Welcome,
-    /// Another process than the wanted one listens here.
-    SomebodyElse,
+    /// A process other than the wanted one listens at this address.
+    WrongProcess,
 }
 
-/// Drawn by both sides of a connection for it alone.
+/// One random number of each side, for this connection only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Nonces {
     pub(crate) listening: [u8; 16],
     pub(crate) connecting: [u8; 16],
 }
 
-/// Of one connection, whose sides have proved the [`Key`] to each other.
+/// The key of one connection, whose sides have proved the [`Key`] to each other. Seals Hello and Welcome.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct SessionKey([u8; PROOF_BYTES]);
 
@@ -105,9 +110,9 @@ impl std::fmt::Debug for SessionKey {
     }
 }
 
-/// What a MAC is for: one that was made for one of them is not taken for another.
+/// The purpose of a MAC, which is part of its input: a MAC for one purpose is worth nothing for another.
 #[derive(Clone, Copy)]
-enum Use {
+enum MacUse {
     ProofOfConnecting,
     ProofOfListening,
     Session,
@@ -115,52 +120,52 @@ enum Use {
     Welcome,
 }
 
-impl Use {
-    /// All of one length.
+impl MacUse {
+    /// Labels have one length, so no label with its data equals another.
     fn label(self) -> [u8; 16] {
         *match self {
-            Use::ProofOfConnecting => b"kvlane connects ",
-            Use::ProofOfListening => b"kvlane listens  ",
-            Use::Session => b"kvlane session  ",
-            Use::Hello => b"kvlane hello    ",
-            Use::Welcome => b"kvlane welcome  ",
+            MacUse::ProofOfConnecting => b"kvlane connects ",
+            MacUse::ProofOfListening => b"kvlane listens  ",
+            MacUse::Session => b"kvlane session  ",
+            MacUse::Hello => b"kvlane hello    ",
+            MacUse::Welcome => b"kvlane welcome  ",
         }
     }
 }
 
-fn mac(key: &[u8], of: Use, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
-    // HMAC takes keys of any length.
+fn mac(key: &[u8], of: MacUse, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
+    // HMAC takes keys of any length, so this never fails.
     let mut mac = Hmac::<Sha256>::new_from_slice(key).ok()?;
     mac.update(&of.label());
     parts.iter().for_each(|part| mac.update(part));
     Some(mac)
 }
 
-fn prove(key: &[u8], of: Use, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
+fn prove(key: &[u8], of: MacUse, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
     mac(key, of, parts).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
 }
 
-/// In constant time.
-fn is_proof(key: &[u8], of: Use, parts: &[&[u8]], proof: &[u8]) -> bool {
+/// Compares in constant time.
+fn is_proof(key: &[u8], of: MacUse, parts: &[&[u8]], proof: &[u8]) -> bool {
     mac(key, of, parts).is_some_and(|mac| mac.verify_slice(proof).is_ok())
 }
 
 impl Key {
-    /// Of a connection with these nonces.
+    /// Derives the session's key of the connection with these nonces.
     pub(crate) fn session(&self, nonces: &Nonces) -> SessionKey {
-        SessionKey(prove(self.bytes(), Use::Session, &[&nonces.listening, &nonces.connecting]))
+        SessionKey(prove(self.bytes(), MacUse::Session, &[&nonces.listening, &nonces.connecting]))
     }
 
-    /// The Proof of the side that connects.
+    /// The Proof message of the connecting side.
     pub(crate) fn encode_proof(&self, nonces: &Nonces) -> Vec<u8> {
         let mut bytes = begin(0);
         bytes.extend(nonces.connecting);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(self.bytes(), Use::ProofOfConnecting, &parts));
+        bytes.extend(prove(self.bytes(), MacUse::ProofOfConnecting, &parts));
         bytes
     }
 
-    /// What the side that connects has proved to the one whose challenge this was: both nonces. None: nothing.
+    /// Checks a Proof against this side's challenge. Returns both nonces, or None if the peer does not know the secret.
     pub(crate) fn decode_proof(
         &self,
         bytes: &[u8],
@@ -169,23 +174,23 @@ impl Key {
         let bytes: &[u8; PROOF_MESSAGE_BYTES] = whole(bytes)?;
         let nonces = Nonces { listening: *challenge, connecting: array(bytes, 8) };
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        Ok(is_proof(self.bytes(), Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
+        Ok(is_proof(self.bytes(), MacUse::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
     }
 
-    /// The Verdict about a Proof that was right.
+    /// The Verdict on a right Proof. It proves the listening side's knowledge in turn.
     pub(crate) fn encode_verdict(&self, nonces: &Nonces) -> Vec<u8> {
         let mut bytes = begin(0);
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
-        bytes.extend(prove(self.bytes(), Use::ProofOfListening, &parts));
+        bytes.extend(prove(self.bytes(), MacUse::ProofOfListening, &parts));
         bytes
     }
 
-    /// What the listening side has said to our Proof.
+    /// Checks the listening side's Verdict on our Proof.
     pub(crate) fn decode_verdict(&self, bytes: &[u8], nonces: &Nonces) -> Result<Verdict, BadFrame> {
         let bytes: &[u8; VERDICT_BYTES] = whole(bytes)?;
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
         match bytes[5] {
-            0 if is_proof(self.bytes(), Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
+            0 if is_proof(self.bytes(), MacUse::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
             0 => Ok(Verdict::Unproved),
             1 => Ok(Verdict::Refused),
             _ => Err(BadFrame("a verdict that is not known")),
@@ -193,31 +198,31 @@ impl Key {
     }
 }
 
-/// The Verdict about a Proof that was wrong: the same for everybody.
+/// The Verdict on a wrong Proof. It is the same for every peer, so it tells a stranger nothing.
 pub(crate) fn encode_refusal() -> Vec<u8> {
     let mut bytes = begin(1);
     bytes.extend([0; PROOF_BYTES]);
     bytes
 }
 
-/// What the side that connected has learned of the other.
+/// The result of the proofs, for the connecting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It knows the secret.
+    /// The listening side knows the secret.
     Proved,
-    /// It does not.
+    /// The listening side accepted our proof, but does not know the secret.
     Unproved,
-    /// It says that we do not.
+    /// The listening side refused our proof.
     Refused,
 }
 
 impl SessionKey {
-    /// The message with the right seal at its end.
+    /// Puts the right seal at the end of any message.
     #[cfg(any(feature = "fuzzing", test))]
     pub(crate) fn sign<const N: usize>(&self, mut message: [u8; N]) -> [u8; N] {
-        let of = if N == HELLO_BYTES { Use::Hello } else { Use::Welcome };
-        let (said, seal) = message.split_at_mut(N - PROOF_BYTES);
-        seal.copy_from_slice(&prove(&self.0, of, &[said]));
+        let of = if N == HELLO_BYTES { MacUse::Hello } else { MacUse::Welcome };
+        let (sealed, seal) = message.split_at_mut(N - PROOF_BYTES);
+        seal.copy_from_slice(&prove(&self.0, of, &[sealed]));
         message
     }
 }
@@ -254,14 +259,14 @@ impl Hello {
         bytes.extend(descriptor.to_le_bytes());
         bytes.extend(file.0.to_le_bytes());
         bytes.extend(file.1.to_le_bytes());
-        bytes.extend(prove(&key.0, Use::Hello, &[&bytes]));
+        bytes.extend(prove(&key.0, MacUse::Hello, &[&bytes]));
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Hello, BadFrame> {
         let bytes: &[u8; HELLO_BYTES] = whole(bytes)?;
-        let (said, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
-        if !is_proof(&key.0, Use::Hello, &[said], seal) {
+        let (sealed, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, MacUse::Hello, &[sealed], seal) {
             return Err(CHANGED);
         }
         let purpose = match bytes[5] {
@@ -290,23 +295,23 @@ impl Welcome {
     pub(crate) fn encode(&self, key: &SessionKey) -> Vec<u8> {
         let mut bytes = begin(match self.answer {
             Answer::Welcome => 0,
-            Answer::SomebodyElse => 1,
+            Answer::WrongProcess => 1,
         });
         (bytes[6], bytes[7]) = (self.rings.into(), self.sums.into());
         self.from.encode(&mut bytes);
-        bytes.extend(prove(&key.0, Use::Welcome, &[&bytes]));
+        bytes.extend(prove(&key.0, MacUse::Welcome, &[&bytes]));
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Welcome, BadFrame> {
         let bytes: &[u8; WELCOME_BYTES] = whole(bytes)?;
-        let (said, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
-        if !is_proof(&key.0, Use::Welcome, &[said], seal) {
+        let (sealed, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, MacUse::Welcome, &[sealed], seal) {
             return Err(CHANGED);
         }
         let answer = match bytes[5] {
             0 => Answer::Welcome,
-            1 => Answer::SomebodyElse,
+            1 => Answer::WrongProcess,
             _ => return Err(BadFrame("an answer that is not known")),
         };
         Ok(Welcome { answer, from: Identity::decode(bytes, 8), rings: bytes[6] == 1, sums: bytes[7] == 1 })
@@ -333,7 +338,7 @@ fn begin(kind: u8) -> Vec<u8> {
     bytes
 }
 
-/// A message of a greeting, which is as long as it should be.
+/// Checks that a message has the length of its kind, the magic and the version.
 fn whole<const N: usize>(bytes: &[u8]) -> Result<&[u8; N], BadFrame> {
     let whole: &[u8; N] = bytes.try_into().map_err(|_| BadFrame("a greeting of another length"))?;
     check(whole)?;
@@ -407,7 +412,7 @@ mod tests {
         assert_eq!(refusal[8..], [0; PROOF_BYTES], "and tells nothing");
     }
 
-    /// Whoever listens in the place of a peer, and knows nothing, could else send what it hears back to who said it.
+    /// A stranger that listens in a peer's place could else answer with the peer's own proof.
     #[test]
     fn a_proof_that_is_sent_back_to_its_side_is_none() {
         let key = Key::new(b"secret");
@@ -435,7 +440,7 @@ mod tests {
             others.iter().for_each(|other| assert!(Hello::decode(&bytes, other).is_err()));
         }
         for rings in [false, true] {
-            for answer in [Answer::Welcome, Answer::SomebodyElse] {
+            for answer in [Answer::Welcome, Answer::WrongProcess] {
                 let welcome = Welcome { answer, from: YOU, rings, sums: !rings };
                 let bytes: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
                 assert_eq!(Welcome::decode(&bytes, &session), Ok(welcome));
@@ -456,7 +461,7 @@ mod tests {
             let mut said = proof(&key, &NONCES);
             let at = at % PROOF_MESSAGE_BYTES;
             said[at] ^= by;
-            // Three bytes say nothing yet.
+            // Three bytes of the head have no meaning yet.
             prop_assert_eq!(matches!(key.decode_proof(&said, &[1; 16]), Ok(Some(_))), (5..8).contains(&at));
             let mut said = verdict(&key, &NONCES);
             let at = at % VERDICT_BYTES;

@@ -1,4 +1,11 @@
-//! One connection: bytes out of registered memory into the socket, and out of the socket straight to where they belong.
+//! One connection: writes queued frames and registered memory to its stream, and places received bytes where the owner says.
+//!
+//! ```text
+//!  send_all --> queue --> flush: at most TURN_BYTES --> stream
+//!  stream --> receive: Frame --> owner: expect(pieces) --> receive: Body --> ... Nothing: wait for the socket
+//! ```
+//! A frame counts only if its checksum is right; otherwise the connection ends as `Damaged`. Bytes of a peer that holds a
+//! lease are placed only while the lease holds, checked right before each call that places.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
@@ -10,7 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use kvlane_shm_ring::{Reader, Writer};
 
 use super::frame::{ENTRIES_MAX, HEAD_BYTES, Head, is_undamaged};
-use super::outgoing::{Out, Outgoing};
+use super::outgoing::{Out, SendQueue};
 use super::stream::{Rings, Stream};
 use super::sum::{SUM_BYTES, Sum};
 use super::tls::{NO_TLS, is_record};
@@ -18,15 +25,16 @@ use crate::lease::Lease;
 use crate::ranges::{Piece, Spots};
 use crate::wire::{BadFrame, RUN_BYTES};
 
-/// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
+/// Holds any head with its entries. The next frame's first bytes land here too, so one call may bring both.
 const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
-/// Bytes that land in the buffer behind those for their destination: more would be copied once more.
+/// Bytes behind a body that the same call may bring into the buffer. More would often be bytes of the next body,
+/// copied twice.
 const BEHIND_BYTES: usize = 2 << 10;
-/// Bytes that go through the buffer where they have a sum.
+/// Bodies up to this size go through the buffer if they have a checksum.
 const SHORT_BYTES: usize = 256;
-/// Ranges of one call; the kernel takes 1,024.
+/// Iovecs of one call; the kernel takes 1,024.
 const RANGES_MAX: usize = 256;
-/// Bytes of one call, and of one turn in each direction, so that other connections have theirs.
+/// Bytes of one call, and of one turn in each direction: then other connections have their turn.
 const TURN_BYTES: usize = 4 << 20;
 
 /// Why a connection ended.
@@ -38,7 +46,7 @@ pub(crate) enum Ended {
     TooSlow,
     #[error("the peer closed the connection")]
     Closed,
-    #[error("the peer has said back nothing new for too long to place its bytes")]
+    #[error("lease expired: the peer has not echoed a recent stamp")]
     Late,
     #[error("a GPU still copies what the fenced connection has brought")]
     StillPlaces,
@@ -54,36 +62,35 @@ pub(crate) enum Ended {
     Io(#[from] io::Error),
 }
 
-/// What came.
+/// The result of [`Link::receive`].
 #[derive(Debug)]
-pub(crate) enum Came {
-    /// A head and its entries. If bytes follow, say where to by [`Link::expect`] before anything else.
+pub(crate) enum Received {
+    /// A head and its entries. If bytes follow, the caller must say where they go, by [`Link::expect`], before anything else.
     Frame(Head, Vec<u8>),
-    /// All bytes of the frame before are where they belong.
+    /// All bytes of the frame before are in place.
     Body,
-    /// Nothing more for now, or in this turn: then more can be read from the socket, or the link says that it
-    /// [has more](Link::has_more).
+    /// Nothing more for now, or in this turn. In the second case the socket stays readable, or [`Link::has_more`] is true.
     Nothing,
 }
 
-/// A connection that does not block.
+/// A non-blocking connection.
 #[derive(Debug)]
 pub(crate) struct Link {
     stream: Stream,
-    out: Outgoing,
+    out: SendQueue,
     received: u64,
     buffer: Box<[u8]>,
-    /// What of the buffer has not been looked at.
+    /// Bytes of the buffer that were not parsed yet.
     start: usize,
     end: usize,
-    body: Option<Body>,
-    /// Where bodies have sums: of the one that comes, what is not there yet, and the sum of what is.
+    body: Option<IncomingBody>,
+    /// With checksums: bytes of the current body that have not arrived, and the checksum of those that have.
     coming: Option<(u64, Sum)>,
 }
 
-/// Bytes that are still to come.
+/// A body that is arriving.
 #[derive(Debug)]
-struct Body {
+struct IncomingBody {
     to: VecDeque<Piece>,
     discard: u64,
 }
@@ -93,11 +100,11 @@ impl Link {
         stream.socket().set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let (received, start, end) = (0, 0, 0);
-        let (out, body, coming) = (Outgoing::default(), None, None);
+        let (out, body, coming) = (SendQueue::default(), None, None);
         Ok(Link { stream, out, received, buffer, start, end, body, coming })
     }
 
-    /// From the next frame on the bytes of frames have a sum behind them, in both directions.
+    /// From the next frame on, each body is followed by its checksum, in both directions.
     pub(crate) fn begin_sums(&mut self) {
         self.out.begin_sums();
     }
@@ -110,60 +117,60 @@ impl Link {
         self.stream.socket()
     }
 
-    /// Everything from now on goes through these ends of a segment. What came behind the greeting was wakes.
-    pub(crate) fn go_through(&mut self, ends: (Writer, Reader)) {
+    /// Everything from now on goes through these rings. Bytes behind the greeting were only wakes, and are dropped.
+    pub(crate) fn switch_to_rings(&mut self, ends: (Writer, Reader)) {
         debug_assert!(self.is_flushed() && self.body.is_none());
-        if self.stream.go_through(ends) {
+        if self.stream.switch_to_rings(ends) {
             (self.start, self.end) = (0, 0);
         }
     }
 
-    /// Its rings, if it has some.
+    /// The rings, if the connection was switched to some.
     pub(crate) fn rings(&mut self) -> Option<&mut Rings> {
         self.stream.rings()
     }
 
-    /// [`Stream::has_ended`]
+    /// See [`Stream::has_ended`].
     pub(crate) fn has_ended(&mut self) -> bool {
         self.stream.has_ended()
     }
 
-    /// Queues these.
-    pub(crate) fn send_all(&mut self, said: impl IntoIterator<Item = Out>) {
-        said.into_iter().for_each(|out| self.out.push(out));
+    /// Queues these to be written.
+    pub(crate) fn send_all(&mut self, outs: impl IntoIterator<Item = Out>) {
+        outs.into_iter().for_each(|out| self.out.push(out));
     }
 
-    /// Bytes of ours, and entries, that wait to be written.
+    /// Bytes owned by the queue, and entries, that wait to be written.
     pub(crate) fn backlog(&self) -> (usize, usize) {
         self.out.backlog()
     }
 
-    /// How many entries of what was ever queued have been written.
+    /// Entries that have been written, of all ever queued.
     pub(crate) fn written(&self) -> u64 {
         self.out.written()
     }
 
-    /// Bytes that came so far.
+    /// Bytes received so far.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Whether the kernel has all of it, and all that the stream says beside it.
+    /// Whether the queue is empty and the stream has handed everything to the kernel, handshakes and alerts included.
     pub(crate) fn is_flushed(&self) -> bool {
         self.out.is_empty() && self.stream.is_flushed()
     }
 
-    /// Whether more came that epoll does not tell of, since it has left the socket.
+    /// Whether bytes have left the socket but were not received: epoll does not report those.
     pub(crate) fn has_more(&self) -> bool {
         self.stream.has_more()
     }
 
-    /// Whether some of the next frame has left the socket already.
+    /// Whether part of the next frame has left the socket.
     pub(crate) fn has_begun(&self) -> bool {
         self.start < self.end
     }
 
-    /// Whether the peer should have spoken first, and has not said a word.
+    /// Whether the peer has to speak first (TLS) and has not sent a byte.
     pub(crate) fn awaits_first_word(&self) -> bool {
         self.stream.awaits_first_word()
     }
@@ -174,7 +181,7 @@ impl Link {
         self.out.touches(memory) || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }
 
-    /// Writes what the socket takes, within one turn.
+    /// Writes as much as the stream takes, at most one turn.
     ///
     /// # Safety
     /// Queued memory is valid for reads.
@@ -192,7 +199,7 @@ impl Link {
                     // SAFETY: the caller's promise.
                     unsafe { self.out.wrote(sent) };
                     if sent < bytes {
-                        // It takes no more now: no need to be told so by another call.
+                        // The socket is full. Another call would only say so.
                         return Ok(());
                     }
                 }
@@ -208,15 +215,15 @@ impl Link {
         }
     }
 
-    /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
-    /// nothing yet could else fill the buffer.
+    /// A greeting of `len` bytes, once all of it has arrived. Reads no byte beyond it from the socket, so a peer that has
+    /// proved nothing cannot fill the buffer.
     pub(crate) fn greeting(&mut self, len: usize) -> Result<Option<Vec<u8>>, Ended> {
         crate::audit::takes_time("the reading of a connection");
         debug_assert!(len <= BUFFER_BYTES);
         loop {
             if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
-                // The rest of it is taken out of the socket: closing a socket with unread bytes resets the connection, and
-                // then the peer may not get to read by which word it knows that we do not speak TLS.
+                // The rest of the record is drained, because closing a socket with unread bytes resets the connection.
+                // The reset could discard our plain greeting, by which the peer sees that we do not speak TLS.
                 let _ = self.fill(BUFFER_BYTES);
                 return Err(Ended::WantsTls);
             }
@@ -231,23 +238,23 @@ impl Link {
         }
     }
 
-    /// What is to become of the bytes of the frame that came last: to the pieces in this order, or nowhere.
+    /// Says where the bytes of the last frame go: into `to`, in this order, or nowhere (`discard` bytes).
     pub(crate) fn expect(&mut self, to: Vec<Piece>, discard: u64) {
         debug_assert!(self.body.is_none());
-        self.body = Some(Body { to: to.into(), discard });
+        self.body = Some(IncomingBody { to: to.into(), discard });
     }
 
-    /// The next thing that came. Bytes are placed while the lease holds, if there is one; it is asked right before each call
-    /// that does, since whoever calls this may be stopped anywhere.
+    /// Receives the next frame or the end of its body. If there is a lease, bytes are placed only while it holds. The
+    /// lease is checked right before each call that places, because this thread may be stopped anywhere.
     ///
     /// # Safety
     /// Expected memory is valid for writes.
-    pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Came, Ended> {
+    pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Received, Ended> {
         crate::audit::takes_time("the reading of a connection");
         if self.body.is_some() {
             // SAFETY: the caller's promise.
             let is_whole = unsafe { self.receive_body(lease)? };
-            return Ok(if is_whole { Came::Body } else { Came::Nothing });
+            return Ok(if is_whole { Received::Body } else { Received::Nothing });
         }
         loop {
             let there = &self.buffer[self.start..self.end];
@@ -261,16 +268,16 @@ impl Link {
                     self.start += HEAD_BYTES + entries.len();
                     let bytes = head.body_bytes().filter(|bytes| *bytes > 0 && self.has_sums());
                     self.coming = bytes.map(|bytes| (bytes, Sum::new()));
-                    return Ok(Came::Frame(head, entries));
+                    return Ok(Received::Frame(head, entries));
                 }
             }
             if !self.fill(BUFFER_BYTES)? {
-                return Ok(Came::Nothing);
+                return Ok(Received::Nothing);
             }
         }
     }
 
-    /// More into the buffer, so many bytes at the most. False: nothing is there now.
+    /// Reads at most `most` bytes into the buffer. False if nothing has arrived.
     fn fill(&mut self, most: usize) -> Result<bool, Ended> {
         self.make_room();
         let room = &mut self.buffer[self.end..];
@@ -294,13 +301,13 @@ impl Link {
         }
     }
 
-    /// What is left in the buffer begins at its beginning.
+    /// Moves the unparsed bytes to the buffer's front.
     fn make_room(&mut self) {
         self.buffer.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
     }
 
-    /// Whether all bytes of the body are there.
+    /// Places arrived bytes of the body. True once all of it is in place.
     ///
     /// # Safety
     /// As for [`Link::receive`].
@@ -320,10 +327,10 @@ impl Link {
             if turn >= TURN_BYTES {
                 return Ok(false);
             }
-            // Empty here: all of it belonged to the body.
+            // The buffer is empty: all of it belonged to the body.
             (self.start, self.end) = (0, 0);
             if self.coming.is_some() && body.is_short() {
-                // Summed before it is placed: whoever sees a flag come may change it at once.
+                // Summed before it is placed: a process that polls the flag may change it as soon as it is there.
                 if !self.fill(BUFFER_BYTES)? {
                     return Ok(false);
                 }
@@ -347,12 +354,12 @@ impl Link {
                 ranges[0] = libc::iovec { iov_base: self.buffer.as_mut_ptr().cast(), iov_len: len };
                 (count, bytes) = (1, len);
             } else if fits && body.discard == 0 {
-                // What is behind the body comes with it.
+                // The same call may bring what follows the body.
                 let behind = self.buffer.as_mut_ptr().cast();
                 ranges[count] = libc::iovec { iov_base: behind, iov_len: BEHIND_BYTES };
                 count += 1;
             }
-            check(lease)?;
+            check_lease(lease)?;
             // SAFETY: the ranges are our own buffers, or valid by the caller's promise.
             match unsafe { self.stream.receive(&ranges[..count]) } {
                 Ok(0) => return Err(Ended::Closed),
@@ -367,7 +374,7 @@ impl Link {
                     // SAFETY: the caller's promise.
                     unsafe { body.placed(read.min(bytes), &mut self.coming) };
                     if read < bytes {
-                        // Nothing more is there now.
+                        // Nothing more has arrived.
                         return Ok(false);
                     }
                 }
@@ -379,7 +386,7 @@ impl Link {
         }
     }
 
-    /// Of a body that is all there, the sum behind it, if there is one. False: that is not there yet.
+    /// Checks the checksum behind a complete body, if there is one. False if it has not arrived yet.
     fn take_sum(&mut self) -> Result<bool, Ended> {
         while let Some((0, sum)) = &self.coming {
             if let Some(there) = self.buffer[self.start..self.end].first_chunk::<SUM_BYTES>() {
@@ -395,7 +402,7 @@ impl Link {
         Ok(true)
     }
 
-    /// Copies what of the body is in the buffer already.
+    /// Places the bytes of the body that are in the buffer.
     ///
     /// # Safety
     /// As for [`Link::receive`].
@@ -405,7 +412,7 @@ impl Link {
             let there = &self.buffer[self.start..self.end];
             let taken = if let Some(piece) = body.to.front() {
                 let len = piece.len.min(there.len());
-                check(lease)?;
+                check_lease(lease)?;
                 // SAFETY: the piece is valid for writes and at least as long; the buffer is our own.
                 unsafe { std::ptr::copy_nonoverlapping(there.as_ptr(), piece.pointer(), len) };
                 add_to_sum(&mut self.coming, &there[..len]);
@@ -433,8 +440,8 @@ impl AsFd for Link {
     }
 }
 
-impl Body {
-    /// Whether what is left of it is worth no call of its own.
+impl IncomingBody {
+    /// Whether the rest is so short that it is read through the buffer.
     fn is_short(&self) -> bool {
         let mut left = 0;
         self.to.iter().take(2).all(|piece| {
@@ -444,16 +451,16 @@ impl Body {
             && self.discard == 0
     }
 
-    /// So many more bytes are in place. Their sum is made.
+    /// Drops `bytes` placed bytes from the front, and adds them to the checksum.
     ///
     /// # Safety
-    /// Where there is one, those pieces are valid for reads.
+    /// If there is a checksum, those pieces are valid for reads.
     unsafe fn placed(&mut self, mut bytes: usize, coming: &mut Option<(u64, Sum)>) {
         while let Some(first) = self.to.front_mut() {
             if coming.is_some() {
                 let len = bytes.min(first.len);
-                // SAFETY: the caller's promise. If others change it, the sum is not that of what came, and the peer sends it
-                // again.
+                // SAFETY: the caller's promise. If another thread changes the bytes, the checksum does not match, and the
+                // peer sends them again.
                 add_to_sum(coming, unsafe { std::slice::from_raw_parts(first.pointer(), len) });
             }
             if bytes < first.len {
@@ -466,7 +473,7 @@ impl Body {
     }
 }
 
-/// These bytes of a body are there.
+/// Adds arrived bytes of a body to its checksum.
 fn add_to_sum(coming: &mut Option<(u64, Sum)>, bytes: &[u8]) {
     if let Some((left, sum)) = coming {
         sum.add(bytes);
@@ -474,8 +481,8 @@ fn add_to_sum(coming: &mut Option<(u64, Sum)>, bytes: &[u8]) {
     }
 }
 
-/// Right before bytes are placed.
-fn check(lease: Option<Lease>) -> Result<(), Ended> {
+/// Called right before bytes are placed.
+fn check_lease(lease: Option<Lease>) -> Result<(), Ended> {
     if lease.is_none_or(|lease| lease.holds()) { Ok(()) } else { Err(Ended::Late) }
 }
 
@@ -562,24 +569,23 @@ mod tests {
             while pings < frames.len() {
                 // SAFETY: all memory outlives the links' last calls here.
                 unsafe { from.flush().unwrap() };
-                // What comes back is of a handshake.
-                // SAFETY: as above.
-                assert!(matches!(unsafe { from.receive(None).unwrap() }, Came::Nothing));
+                // Only the TLS handshake sends anything back. SAFETY: as above.
+                assert!(matches!(unsafe { from.receive(None).unwrap() }, Received::Nothing));
                 loop {
                     // SAFETY: as above.
                     match unsafe { to.receive(None).unwrap() } {
-                        Came::Frame(Head::Data { bytes, .. }, _) => {
+                        Received::Frame(Head::Data { bytes, .. }, _) => {
                             let (len, pieces) = wanted.pop_front().unwrap();
                             assert_eq!(len as u64, bytes);
                             let discard = if pieces.is_empty() { bytes } else { 0 };
                             to.expect(pieces, discard);
                         }
-                        Came::Frame(head, _) => {
+                        Received::Frame(head, _) => {
                             assert_eq!(head, Head::Ping { stamp: 7 });
                             pings += 1;
                         }
-                        Came::Body => bodies += 1,
-                        Came::Nothing => break,
+                        Received::Body => bodies += 1,
+                        Received::Nothing => break,
                     }
                 }
             }
@@ -589,7 +595,7 @@ mod tests {
         }
     }
 
-    /// What went over a wire, with one bit of it changed.
+    /// Receives one frame that goes over the wire as these bytes.
     fn comes(wire: &[u8], memory: &mut [u8]) -> Result<(), Ended> {
         let (mut socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut to =
@@ -600,14 +606,14 @@ mod tests {
         loop {
             // SAFETY: the memory outlives the link.
             match unsafe { to.receive(None)? } {
-                Came::Frame(Head::Data { bytes, .. }, _) => {
+                Received::Frame(Head::Data { bytes, .. }, _) => {
                     assert_eq!(bytes, memory.len() as u64);
                     let (one, other) = memory.split_at_mut(memory.len() / 3);
                     to.expect(vec![piece(one), piece(other)], 0);
                 }
-                Came::Frame(head, _) => panic!("{head:?} was not sent"),
-                Came::Body => return Ok(()),
-                Came::Nothing => {}
+                Received::Frame(head, _) => panic!("{head:?} was not sent"),
+                Received::Body => return Ok(()),
+                Received::Nothing => {}
             }
         }
     }
@@ -624,7 +630,7 @@ mod tests {
             prop_assert!(comes(&wire, &mut came).is_ok() && came == body);
             let at = at.index(wire.len());
             wire[at] ^= 1u8 << bit;
-            // A frame that looks longer than it is waits for more.
+            // A changed length makes the frame wait for bytes that never come.
             let ended = comes(&wire, &mut came).err();
             prop_assert!(matches!(ended, Some(Ended::Damaged | Ended::Bad(_) | Ended::Closed)), "{ended:?}");
         }
@@ -644,7 +650,7 @@ mod tests {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             // SAFETY: the flag is alive, here and below.
             unsafe {
-                // As far as the call that the kernel refuses.
+                // As if the kernel had refused the first call.
                 from.out.next_ranges(&mut ranges, TURN_BYTES);
                 flag_at.write(round + 2);
                 from.flush().unwrap();
@@ -653,16 +659,16 @@ mod tests {
             loop {
                 // SAFETY: likewise.
                 match unsafe { to.receive(None) }.unwrap() {
-                    Came::Frame(..) => to.expect(vec![piece(&mut came)], 0),
-                    Came::Body => break,
-                    Came::Nothing => {}
+                    Received::Frame(..) => to.expect(vec![piece(&mut came)], 0),
+                    Received::Body => break,
+                    Received::Nothing => {}
                 }
             }
             assert_eq!(came[0], round + 1, "as it was");
         }
     }
 
-    /// Calls that end right at the end of a body, whose sum then comes with the next call: it was passed over once.
+    /// A call that ended right at the end of a body leaves its checksum to the next call, which once skipped it.
     #[test]
     fn the_sum_of_a_body_of_as_many_pieces_as_a_call_takes_is_written() {
         for (frames, pieces) in [(1, 255), (1, 256), (1, 511), (1, 512), (1, 767), (200, 1), (86, 2), (90, 3)]
@@ -689,9 +695,9 @@ mod tests {
                     loop {
                         // SAFETY: as above.
                         match unsafe { to.receive(None) }.unwrap() {
-                            Came::Frame(..) => to.expect(vec![piece(&mut arrived)], 0),
-                            Came::Body => bodies += 1,
-                            Came::Nothing => break,
+                            Received::Frame(..) => to.expect(vec![piece(&mut arrived)], 0),
+                            Received::Body => bodies += 1,
+                            Received::Nothing => break,
                         }
                     }
                 }
@@ -713,9 +719,9 @@ mod tests {
         loop {
             // SAFETY: as above.
             match unsafe { to.receive(None) } {
-                Ok(Came::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
-                Ok(Came::Nothing) => {}
-                Ok(Came::Body) => panic!("only half of it was sent"),
+                Ok(Received::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
+                Ok(Received::Nothing) => {}
+                Ok(Received::Body) => panic!("only half of it was sent"),
                 Err(ended) => {
                     assert!(matches!(ended, Ended::Closed), "{ended}");
                     break;

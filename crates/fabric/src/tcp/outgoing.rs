@@ -1,4 +1,7 @@
-//! What is to be written to a connection.
+//! The send queue of a connection: owned bytes and registered memory in order, with a checksum behind each body.
+//!
+//! A body up to [`END_BYTES`] is summed before it is written. A longer one is summed as it is written, except for its last
+//! [`END_BYTES`], which go out together with the checksum.
 
 #![allow(unsafe_code, reason = "sums are made over registered memory")]
 
@@ -8,30 +11,29 @@ use std::sync::Arc;
 use super::sum::{SUM_BYTES, Sum};
 use crate::ranges::{Piece, Spots};
 
-/// Memory of no more bytes is copied before its sum is made: the owner of a flag or of a counter may change it at any time, and
-/// what is sent then has to fit its sum all the same. Whoever changes longer memory while it is sent gets a connection that
-/// breaks.
+/// Memory up to this size is copied before it is summed, because the owner of a flag or counter may change it at any time.
+/// The copy matches its checksum. If longer memory changes while it is sent, the peer ends the connection.
 const COPIED_MAX: usize = 256;
-/// So many bytes at the end of a body go out together with its sum. What is before them is summed when it has been written: then
-/// the processor's caches have it, and the peer reads it meanwhile. (Summed before, in parts of 256 KiB, a READ of 16 MiB had 0.53
-/// of its rate without sums, on two cores.)
+/// The last bytes of a body, which go out together with its checksum. The bytes before them are summed once they are written:
+/// they are in the caches then, and the peer reads them meanwhile. (Summed before, in parts of 256 KiB, a READ of 16 MiB had
+/// 0.53 of its rate without checksums, on two cores.)
 const END_BYTES: usize = 32 << 10;
-/// Entries that are looked at for the end of a body.
-const LOOKED_AT: usize = 256;
+/// Entries searched for the end of a body.
+const END_SEARCH_MAX: usize = 256;
 
-/// One thing that is to be written.
+/// One entry of the queue.
 #[derive(Debug)]
 pub(crate) enum Out {
-    /// Bytes of ours that have no sum behind them, and how many of them have been written.
+    /// Owned bytes outside any body, and how many of them have been written.
     Bytes(Vec<u8>, usize),
-    /// Bytes of a frame's body that others hold too; likewise.
+    /// Bytes of a body that others hold too, and how many of them have been written.
     Shared(Arc<[u8]>, usize),
-    /// Bytes of a frame's body in memory that others own, which is not touched any more once it has been written or the link
-    /// is dropped.
+    /// Bytes of a body in memory that others own. The link does not touch it once it has been written, or once the
+    /// link is dropped.
     Memory(Piece),
-    /// The same, copied.
+    /// A copy of such memory, and how much of it has been written.
     Copied(Box<[u8]>, usize),
-    /// The sum of the body before it, once that is known; and how much of it has been written.
+    /// The checksum of the body before it, once known, and how much of it has been written.
     Sum(Option<[u8; SUM_BYTES]>, usize),
 }
 
@@ -40,12 +42,12 @@ impl Out {
         Out::Sum(None, 0)
     }
 
-    /// Bytes that are not somebody else's memory.
+    /// Bytes that count for the backlog: those that the queue itself holds.
     pub(crate) fn own_bytes(&self) -> usize {
         match self {
             Out::Bytes(bytes, _) => bytes.len(),
             Out::Shared(bytes, _) => bytes.len(),
-            // As long as memory, which waited before them, is not counted either.
+            // A `Copied` replaces a `Memory`, which was not counted when it was queued.
             Out::Memory(_) | Out::Copied(..) | Out::Sum(..) => 0,
         }
     }
@@ -54,7 +56,7 @@ impl Out {
         matches!(self, Out::Memory(piece) if memory.overlap_host(*piece))
     }
 
-    /// What of it has not been written.
+    /// The bytes that have not been written.
     fn rest(&self) -> libc::iovec {
         let rest =
             |rest: &[u8]| libc::iovec { iov_base: rest.as_ptr().cast_mut().cast(), iov_len: rest.len() };
@@ -67,7 +69,8 @@ impl Out {
         }
     }
 
-    /// Adds it to a sum, but what is in it already, of which `known` bytes are left. Answers how many were added.
+    /// Adds the entry's bytes to a checksum, except the first `known`, which are in it already. Copies short memory first.
+    /// Returns how many bytes were added.
     ///
     /// # Safety
     /// Memory is valid for reads.
@@ -86,8 +89,8 @@ impl Out {
         let rest = self.rest();
         let skipped = rest.iov_len.min(*known);
         *known -= skipped;
-        // SAFETY: owned bytes, or memory that is valid by the caller's promise. Its owner may change it meanwhile: then the sum
-        // is of other bytes than those that are sent, and the peer does not take them.
+        // SAFETY: owned bytes, or memory that is valid by the caller's promise. If its owner changes it meanwhile, the
+        // checksum does not match the bytes sent, and the peer refuses them.
         let all = unsafe { std::slice::from_raw_parts(rest.iov_base.cast::<u8>(), rest.iov_len) };
         sum.add(&all[skipped..]);
         rest.iov_len - skipped
@@ -97,7 +100,7 @@ impl Out {
         matches!(self, Out::Shared(..) | Out::Memory(_) | Out::Copied(..))
     }
 
-    /// So many more of its bytes have been written, which are not all.
+    /// Notes that `bytes` more bytes were written, but not all.
     fn wrote(&mut self, bytes: usize) {
         match self {
             Out::Bytes(_, done) | Out::Shared(_, done) | Out::Copied(_, done) | Out::Sum(_, done) => {
@@ -108,22 +111,22 @@ impl Out {
     }
 }
 
-/// The queue of a connection.
+/// Entries in the order in which they are written.
 #[derive(Debug, Default)]
-pub(crate) struct Outgoing {
+pub(crate) struct SendQueue {
     queue: VecDeque<Out>,
-    /// Entries that have been written.
+    /// Entries that have been written, of all ever queued.
     written: u64,
-    /// Of what is queued, bytes that are not registered memory.
+    /// Bytes of the queue that are not registered memory.
     own_bytes: usize,
-    /// Where bodies have sums: of the body whose sum is not known yet.
+    /// With checksums: that of the body which is being written.
     sum: Option<Sum>,
-    /// Bytes of bodies at the front of the queue that are in the sum already.
+    /// Bytes of bodies at the front of the queue that are in a checksum already.
     summed: usize,
 }
 
-impl Outgoing {
-    /// From now on sums are made.
+impl SendQueue {
+    /// From the next entry on, bodies have checksums.
     pub(crate) fn begin_sums(&mut self) {
         self.sum = Some(Sum::new());
     }
@@ -141,12 +144,12 @@ impl Outgoing {
         self.queue.is_empty()
     }
 
-    /// Bytes of ours, and entries, that wait to be written.
+    /// Owned bytes, and entries, that wait to be written.
     pub(crate) fn backlog(&self) -> (usize, usize) {
         (self.own_bytes, self.queue.len())
     }
 
-    /// How many entries of what was ever queued have been written.
+    /// Entries that have been written, of all ever queued.
     pub(crate) fn written(&self) -> u64 {
         self.written
     }
@@ -155,14 +158,15 @@ impl Outgoing {
         self.queue.iter().any(|out| out.touches(memory))
     }
 
-    /// The ranges that come next, so many bytes at the most: how many there are, and their bytes together. Sums are made of short
-    /// bodies, and of the ends of long ones, so that they go out together; of the rest when it has been written.
+    /// Fills `ranges` with what comes next, at most `most` bytes. Returns how many ranges, and their bytes. Short bodies
+    /// and the ends of long ones are summed here, so they go out with their checksum. The rest of a long body is summed
+    /// once written.
     ///
     /// # Safety
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn next_ranges(&mut self, ranges: &mut [libc::iovec], most: usize) -> (usize, usize) {
         let (mut count, mut bytes) = (0, 0);
-        let mut walk = Walk { known: self.summed, body: Body::None };
+        let mut walk = Walk { known: self.summed, body: BodyMode::None };
         for index in 0..self.queue.len().min(ranges.len()) {
             if bytes >= most {
                 break;
@@ -170,7 +174,7 @@ impl Outgoing {
             let mut room = most - bytes;
             if let Some(sum) = &mut self.sum {
                 // SAFETY: the caller's promise.
-                match unsafe { walk.look_at(&mut self.queue, index, sum, &mut self.summed) } {
+                match unsafe { walk.admit(&mut self.queue, index, sum, &mut self.summed) } {
                     Some(may_go) => room = room.min(may_go),
                     None => break,
                 }
@@ -183,14 +187,14 @@ impl Outgoing {
         (count, bytes)
     }
 
-    /// So many bytes of the last ranges have been written.
+    /// Notes that the first `bytes` bytes of the last ranges were written.
     ///
     /// # Safety
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn wrote(&mut self, mut bytes: usize) {
         while let Some(first) = self.queue.front_mut() {
             if matches!(first, Out::Sum(None, _)) {
-                // All of its body is written; it is made for the next ranges.
+                // Its body is written completely. `next_ranges` makes the checksum.
                 return debug_assert_eq!(bytes, 0);
             }
             let rest = first.rest();
@@ -213,29 +217,29 @@ impl Outgoing {
     }
 }
 
-/// Goes along a queue.
+/// Walks along the queue and decides how much of each entry may go out.
 struct Walk {
-    /// Of the bytes of bodies ahead, those that are in a sum already.
+    /// Bytes of the bodies ahead that are in a checksum already.
     known: usize,
-    body: Body,
+    body: BodyMode,
 }
 
-/// The body at which a walk is.
+/// The body that the walk is in.
 #[derive(Clone, Copy)]
-enum Body {
+enum BodyMode {
     None,
-    /// Its sum is made before it is written.
+    /// Summed before it is written.
     Summed,
-    /// Its sum is made as it is written. So many more bytes of it may be, and nothing behind them.
+    /// Summed as it is written. The number is how many of its bytes may go out now, with nothing behind them.
     Long(usize),
 }
 
 impl Walk {
-    /// How many bytes of this entry may go out; None: none of this one, and of those behind it.
+    /// How many bytes of this entry may go out. None: neither this entry nor any behind it.
     ///
     /// # Safety
     /// Memory is valid for reads.
-    unsafe fn look_at(
+    unsafe fn admit(
         &mut self,
         queue: &mut VecDeque<Out>,
         index: usize,
@@ -244,23 +248,23 @@ impl Walk {
     ) -> Option<usize> {
         let out = &mut queue[index];
         if let Out::Sum(done, _) = out {
-            if done.is_none() && matches!(self.body, Body::Long(_)) {
+            if done.is_none() && matches!(self.body, BodyMode::Long(_)) {
                 return None;
             }
             if done.is_none() {
                 *done = Some(std::mem::replace(sum, Sum::new()).bytes());
             }
-            self.body = Body::None;
+            self.body = BodyMode::None;
             return Some(usize::MAX);
         }
         if !out.has_sum() {
             return Some(usize::MAX);
         }
-        if matches!(self.body, Body::None) {
-            self.body = Body::at(queue, index);
+        if matches!(self.body, BodyMode::None) {
+            self.body = BodyMode::at(queue, index);
         }
         match &mut self.body {
-            Body::Long(left) => {
+            BodyMode::Long(left) => {
                 let may_go = (*left).min(queue[index].rest().iov_len);
                 *left -= may_go;
                 (may_go > 0).then_some(may_go)
@@ -274,19 +278,19 @@ impl Walk {
     }
 }
 
-impl Body {
-    /// The one that is at this place of a queue.
-    fn at(queue: &VecDeque<Out>, index: usize) -> Body {
+impl BodyMode {
+    /// The body that begins or goes on at this index of the queue.
+    fn at(queue: &VecDeque<Out>, index: usize) -> BodyMode {
         let mut bytes: usize = 0;
-        for out in queue.range(index..).take(LOOKED_AT) {
+        for out in queue.range(index..).take(END_SEARCH_MAX) {
             if !out.has_sum() {
                 return match bytes.checked_sub(END_BYTES) {
-                    None | Some(0) => Body::Summed,
-                    Some(before) => Body::Long(before),
+                    None | Some(0) => BodyMode::Summed,
+                    Some(before) => BodyMode::Long(before),
                 };
             }
             bytes += out.rest().iov_len;
         }
-        Body::Long(usize::MAX)
+        BodyMode::Long(usize::MAX)
     }
 }

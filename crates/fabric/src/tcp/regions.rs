@@ -1,17 +1,17 @@
-//! What a process has registered, as it tells whoever is connected to it.
+//! News of regions and windows as bytes: what a process tells each connected peer about its registered memory.
 //!
 //! ```text
 //!  | number u32 | generation u32 | kind u8 | access u8 | memory u16 | keys u8 | 0 x 3 | len u64 | keys... |
-//!  kind:      0 the host's memory, 1 a CUDA GPU's, 255 it is not registered any more: nothing else counts then
-//!  access:    0 it may be read, 1 and written, 2 only read through windows
-//!  memory:    the NUMA node, or the number of the GPU at its owner
-//!  each key:  | carrier u8 | len u8 | what only that carrier understands |
+//!  kind:      0 host memory, 1 a CUDA GPU's, 255 unregistered: nothing else counts then
+//!  access:    0 read, 1 read and write, 2 read through windows only
+//!  memory:    the NUMA node, or the owner's number of the GPU
+//!  each key:  | carrier u8 | len u8 | bytes that only that carrier understands |
 //!
-//!  a window:  | number u32 | generation u32 | kind u8: 2 the host's memory, 3 a CUDA GPU's | more u8 | memory u16 | ranges u32 |
+//!  a window:  | number u32 | generation u32 | kind u8: 2 host memory, 3 a CUDA GPU's | more u8 | memory u16 | ranges u32 |
 //!             | 0 u64 | ranges: each | region u32 | 0 u32 | offset u64 | len u64 |
-//!  more:      1 more ranges of the same window follow, at once; 0 these were the last
+//!  more:      1 more ranges of the same window follow at once, 0 these were the last
 //! ```
-//! All numbers are little-endian. Keys are told after the proof only, and never in a descriptor.
+//! All numbers are little-endian. Keys are sent only after the proof, and never stand in a descriptor.
 
 use super::frame::WORDS_BYTES_MAX;
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
@@ -22,17 +22,17 @@ use crate::wire::{BadFrame, word};
 
 const HEAD_BYTES: usize = 24;
 const GONE: u8 = 255;
-/// Added to the kind of memory of a window.
+/// Added to the code of the memory's kind, for windows.
 const WINDOW: u8 = 2;
 const RANGE_BYTES: usize = 24;
-/// Ranges that one piece of news names at the most, so that it fits a frame.
+/// Ranges in one piece of news, so that it fits a frame.
 const RANGES_AT_ONCE: usize = (WORDS_BYTES_MAX - HEAD_BYTES) / RANGE_BYTES;
-/// Most bytes of a key.
+/// Most bytes of one key.
 pub(crate) const KEY_BYTES_MAX: usize = 255;
-/// Most keys of a region: each carrier has one at the most.
+/// Most keys of a region, at most one per carrier.
 pub(crate) const KEYS_MAX: usize = 16;
 
-/// A window, as so many pieces of news as its ranges take.
+/// A window as one or more pieces of news, as many as its ranges need.
 pub(crate) fn window_news(
     number: u32,
     generation: u32,
@@ -51,7 +51,7 @@ pub(crate) fn window_news(
     parts.enumerate().map(one).collect()
 }
 
-/// As the bodies of so many frames as it takes.
+/// Packs news into the bodies of as few frames as possible.
 pub(crate) fn encode_regions(news: &[RegionNews]) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
     let mut frame = Vec::new();
@@ -68,7 +68,7 @@ pub(crate) fn encode_regions(news: &[RegionNews]) -> Vec<Vec<u8>> {
     frames
 }
 
-/// From a peer that has proved the secret, and may say anything.
+/// The sender has proved the secret, but may still send any bytes.
 pub(crate) fn decode_regions(mut bytes: &[u8]) -> Result<Vec<RegionNews>, BadFrame> {
     let mut news = Vec::new();
     while !bytes.is_empty() {
@@ -115,7 +115,7 @@ impl RegionNews {
         let (head, mut rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(CUT)?;
         let short = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let (number, generation) = (short(0), short(4));
-        // It bounds how much whoever tells can make this side remember.
+        // Bounds how much a peer can make this side remember.
         if number >= REGIONS_MAX {
             return Err(BadFrame("a region of too high a number"));
         }

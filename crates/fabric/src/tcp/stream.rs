@@ -1,4 +1,4 @@
-//! What carries the bytes of a connection.
+//! The bytes of a connection in both directions: over a plain socket, through shared-memory rings, or over TLS.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
@@ -13,26 +13,26 @@ use rustix::net::{RecvFlags, SendFlags};
 use super::credentials::Credentials;
 use super::tls::TlsStream;
 
-/// Bytes both ways, without waiting.
+/// Non-blocking bytes both ways.
 #[derive(Debug)]
 pub(crate) enum Stream {
-    /// As they are: through the socket, or through memory that both processes have.
+    /// Not encrypted: over the socket, or through rings in memory that both processes map.
     Plain(TcpStream, Option<Box<Rings>>),
-    /// Encrypted.
+    /// Encrypted by TLS.
     Tls(Box<TlsStream>),
 }
 
-/// A ring each way. The socket carries a byte to wake who sleeps.
+/// One ring for each direction. The socket carries wake bytes for a side that sleeps, and tells when the peer is gone.
 #[derive(Debug)]
 pub(crate) struct Rings {
     writer: Writer,
     reader: Reader,
-    /// Whether the socket may have something: a wake, or the end.
-    is_told: bool,
+    /// The socket may have wakes to be drained, or the peer's end.
+    is_readable: bool,
 }
 
 impl Stream {
-    /// Encrypted where there are credentials. `accepted`: the peer connected.
+    /// Encrypted if there are credentials. `accepted`: the peer connected.
     pub(crate) fn new(
         socket: TcpStream,
         credentials: Option<&Credentials>,
@@ -44,7 +44,7 @@ impl Stream {
         })
     }
 
-    /// The connection below. When it ends, this does.
+    /// The socket below. The stream ends when it does.
     pub(crate) fn socket(&self) -> &TcpStream {
         match self {
             Stream::Plain(socket, _) => socket,
@@ -52,14 +52,14 @@ impl Stream {
         }
     }
 
-    /// Everything from now on goes through these ends of a segment. False: it is encrypted, and goes on as it is.
-    pub(crate) fn go_through(&mut self, (writer, reader): (Writer, Reader)) -> bool {
+    /// Sends and receives everything through these rings from now on. False: the stream is encrypted and stays as it is.
+    pub(crate) fn switch_to_rings(&mut self, (writer, reader): (Writer, Reader)) -> bool {
         let Stream::Plain(_, rings) = self else { return false };
-        *rings = Some(Box::new(Rings { writer, reader, is_told: false }));
+        *rings = Some(Box::new(Rings { writer, reader, is_readable: false }));
         true
     }
 
-    /// Its rings, if it has some.
+    /// The rings, if the stream was switched to some.
     pub(crate) fn rings(&mut self) -> Option<&mut Rings> {
         match self {
             Stream::Plain(_, rings) => rings.as_deref_mut(),
@@ -67,7 +67,7 @@ impl Stream {
         }
     }
 
-    /// Whether all that [`Stream::send`] took, and what is said beside it, is with the kernel or the peer.
+    /// Whether the kernel or the peer has everything that [`Stream::send`] took, and any handshake or alert.
     pub(crate) fn is_flushed(&self) -> bool {
         match self {
             Stream::Plain(..) => true,
@@ -75,10 +75,10 @@ impl Stream {
         }
     }
 
-    /// Gives the kernel what it takes of that.
+    /// Hands the kernel what is left of that.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if that is not all of it.
+    /// [`io::ErrorKind::WouldBlock`] if the kernel does not take all of it.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         match self {
             Stream::Plain(..) => Ok(()),
@@ -86,17 +86,17 @@ impl Stream {
         }
     }
 
-    /// Of rings from which nothing is received now: takes the wakes that came. Whether the peer has ended the connection.
+    /// For rings while nothing is received from them: drains the wakes. Whether the peer has ended the connection.
     pub(crate) fn has_ended(&mut self) -> bool {
         match self {
             Stream::Plain(socket, Some(rings)) => {
-                std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true)
+                std::mem::take(&mut rings.is_readable) && is_over(socket).unwrap_or(true)
             }
             _ => false,
         }
     }
 
-    /// Whether more can be received of what has left the socket already: nothing tells of that again.
+    /// Whether bytes have left the socket but were not received. Nothing will tell of them again.
     pub(crate) fn has_more(&self) -> bool {
         match self {
             Stream::Plain(..) => false,
@@ -104,7 +104,7 @@ impl Stream {
         }
     }
 
-    /// Whether the peer is to speak first, and has not said a word.
+    /// Whether the peer has to speak first (TLS) and has not sent a byte.
     pub(crate) fn awaits_first_word(&self) -> bool {
         match self {
             Stream::Plain(..) => false,
@@ -112,8 +112,8 @@ impl Stream {
         }
     }
 
-    /// Sends from these ranges, one after the other. Answers how many bytes it took, at least one: the ranges are not
-    /// needed any more for those. If it was not all, it takes no more now.
+    /// Sends from these ranges in order. Returns how many bytes it took, at least one; those are not read any more. If it
+    /// took fewer than all, it takes no more now.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if it takes none now.
@@ -128,11 +128,11 @@ impl Stream {
                 message.msg_iov = ranges.as_ptr().cast_mut();
                 message.msg_iovlen = ranges.len();
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+                syscall_result(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
             }
             Stream::Plain(socket, Some(rings)) => {
                 // SAFETY: the caller's promise is passed on.
-                let taken = unsafe { rings.writer.write(ranges) }.map_err(spoiled)?;
+                let taken = unsafe { rings.writer.write(ranges) }.map_err(ring_error)?;
                 if taken == 0 {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
@@ -146,11 +146,11 @@ impl Stream {
         }
     }
 
-    /// Receives into these ranges, one after the other. Answers how many bytes came; 0 if the peer sends no more. If they
-    /// are not full, nothing more is there now.
+    /// Receives into these ranges in order. Returns how many bytes arrived, or 0 if the peer has ended the connection. If
+    /// the ranges are not full, no more bytes have arrived.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if none are there now.
+    /// [`io::ErrorKind::WouldBlock`] if none have arrived.
     ///
     /// # Safety
     /// The ranges are valid for writes.
@@ -159,18 +159,18 @@ impl Stream {
             Stream::Plain(socket, None) => {
                 let count = ranges.len() as libc::c_int;
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
+                syscall_result(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
             }
             Stream::Plain(socket, Some(rings)) => {
-                // Before the ring: what the peer wrote before it ended is there, however it ended.
-                let is_over = std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true);
+                // Checked before the ring is read: whatever the peer wrote before its end is in the ring by then.
+                let is_over = std::mem::take(&mut rings.is_readable) && is_over(socket).unwrap_or(true);
                 // SAFETY: the caller's promise is passed on.
-                let came = unsafe { rings.reader.read(ranges) }.map_err(spoiled)?;
+                let came = unsafe { rings.reader.read(ranges) }.map_err(ring_error)?;
                 if came > 0 {
-                    // To be seen once more, when the ring is empty.
-                    rings.is_told = is_over;
+                    // Reports the end later, once the ring is empty.
+                    rings.is_readable = is_over;
                     if rings.reader.take_writer_waits() {
-                        // If the peer is gone, that is told when the ring is empty.
+                        // A failure means that the peer is gone, which is reported once the ring is empty.
                         let _ = wake(socket);
                     }
                     return Ok(came);
@@ -184,45 +184,45 @@ impl Stream {
 }
 
 impl Rings {
-    /// The socket can be read.
-    pub(crate) fn note_told(&mut self) {
-        self.is_told = true;
+    /// The watch says that the socket is readable.
+    pub(crate) fn note_readable(&mut self) {
+        self.is_readable = true;
     }
 
-    /// Whether nothing can be received.
+    /// Whether the ring holds nothing to receive.
     pub(crate) fn is_empty(&mut self) -> bool {
         self.reader.is_empty()
     }
 
-    /// From now on the peer's next bytes come with a wake. False: there are some.
+    /// From now on the peer sends a wake with its next bytes. False: some are there already.
     pub(crate) fn prepare_to_sleep(&mut self) -> bool {
         self.reader.prepare_to_sleep()
     }
 
-    /// No wakes are needed any more.
+    /// The peer need not send wakes any more.
     pub(crate) fn woken(&mut self) {
         self.reader.woken();
     }
 
-    /// From now on a wake comes when there is room to send. False: there is some.
+    /// From now on the peer sends a wake when there is room to send. False: there is some already.
     pub(crate) fn prepare_to_wait_for_room(&mut self) -> bool {
         self.writer.prepare_to_wait_for_room()
     }
 }
 
-/// Wakes the peer.
+/// Sends the peer a wake byte.
 fn wake(socket: &TcpStream) -> io::Result<()> {
     match rustix::net::send(socket, &[0], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
-        // So full of wakes that one more would tell nothing new.
+        // The socket is full of wakes, so the peer wakes anyway.
         Ok(_) | Err(Errno::AGAIN) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
 }
 
-/// Takes the wakes that came. Whether the peer has ended the connection.
+/// Drains the wakes. Whether the peer has ended the connection.
 fn is_over(socket: &TcpStream) -> io::Result<bool> {
     let mut wakes = [0; 64];
-    // Of more than this is told again: nobody keeps an engine busy with wakes.
+    // Bounded, so a flood of wakes cannot keep an engine busy. The socket stays readable for the rest.
     for _ in 0..16 {
         match rustix::net::recv(socket, &mut wakes, RecvFlags::DONTWAIT) {
             Ok((0, _)) => return Ok(true),
@@ -234,7 +234,7 @@ fn is_over(socket: &TcpStream) -> io::Result<bool> {
     Ok(false)
 }
 
-fn spoiled(error: RingError) -> io::Error {
+fn ring_error(error: RingError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
@@ -243,7 +243,7 @@ impl Drop for Stream {
         if let Stream::Tls(tls) = self {
             tls.send_close_notify();
         }
-        // Also where a forked process still holds the socket.
+        // Ends the connection even if a forked process still holds the socket.
         let _ = self.socket().shutdown(Shutdown::Both);
     }
 }
@@ -254,6 +254,6 @@ impl AsFd for Stream {
     }
 }
 
-fn answer(bytes: libc::ssize_t) -> io::Result<usize> {
+fn syscall_result(bytes: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(bytes).map_err(|_| io::Error::last_os_error())
 }

@@ -1,12 +1,12 @@
-//! Checksums of what crosses sockets: crc32c, as iSCSI has it (RFC 3720, B.4). TCP's own sum has 16 bits, and misses one in many
-//! thousand of the errors that reach it.
+//! Checksums of bytes that cross sockets: crc32c, as in iSCSI (RFC 3720, B.4). TCP's own checksum has 16 bits, so it misses
+//! one in many thousand of the errors that reach it.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// Bytes of a sum, little-endian.
+/// Bytes of a checksum, little-endian.
 pub(crate) const SUM_BYTES: usize = 4;
 
-/// Over bytes that come one after the other.
+/// A checksum in the making: bytes are added in their order.
 pub(crate) struct Sum(Digest);
 
 impl Sum {
@@ -19,7 +19,7 @@ impl Sum {
     }
 
     pub(crate) fn bytes(&self) -> [u8; SUM_BYTES] {
-        // It has 32 bits.
+        // A crc32c has 32 bits.
         (self.0.finalize() as u32).to_le_bytes()
     }
 }

@@ -1,11 +1,11 @@
-//! A connection whose bytes are encrypted.
+//! A TLS session over a non-blocking socket.
 //!
 //! ```text
 //!  send:     ranges --copy--> staged --encrypt--> records of the session --> socket
 //!  receive:  socket --> incoming --decrypt--> the session's plaintext --copy--> ranges
 //! ```
-//! Registered memory may change at any time, so it is copied before it is encrypted. All of this is bounded: `staged`,
-//! `incoming` and the session's records by [`BUFFER_BYTES`] each, its plaintext by a few records.
+//! Registered memory may change at any time, so its bytes are copied before they are encrypted. Everything is bounded:
+//! `staged`, `incoming` and the session's records by [`BUFFER_BYTES`] each, its plaintext by a few records.
 
 #![allow(unsafe_code, reason = "registered memory is read and written")]
 
@@ -19,28 +19,28 @@ use rustls::{AlertDescription, ClientConnection, Connection, Error, ServerConnec
 use super::credentials::Credentials;
 
 const BUFFER_BYTES: usize = 64 << 10;
-/// Records begin with one of these, no matter whose.
+/// The first byte of a TLS record, from either side.
 const RECORD_TYPES: std::ops::RangeInclusive<u8> = 0x14..=0x17;
 
 pub(super) const NO_TLS: &str = "the peer does not speak TLS: give `tls` to both sides, or to neither";
 
-/// Whether who begins so speaks TLS, and does not greet as it is.
+/// Whether a peer that starts with this byte speaks TLS rather than our plain greeting.
 pub(super) fn is_record(first: u8) -> bool {
     RECORD_TYPES.contains(&first)
 }
 
-/// TLS above a socket that does not block. The side that connected speaks first.
+/// TLS over a non-blocking socket. The connecting side speaks first.
 #[derive(Debug)]
 pub(crate) struct TlsStream {
     socket: TcpStream,
     session: Connection,
     staged: Vec<u8>,
     incoming: Box<[u8]>,
-    /// What of `incoming` the session has not had.
+    /// Bytes of `incoming` that the session has not read.
     start: usize,
     end: usize,
     has_heard: bool,
-    /// Whether more can be received although the socket may have nothing any more.
+    /// [`TlsStream::receive`] would return something even if the socket has nothing more.
     has_more: bool,
 }
 
@@ -50,7 +50,7 @@ impl TlsStream {
         let session: Result<Connection, Error> = if accepted {
             ServerConnection::new(credentials.server.clone()).map(Connection::from)
         } else {
-            // Nobody looks at it, and addresses are not sent.
+            // The verifier ignores the name, and an IP address is not sent as SNI.
             let name = ServerName::from(IpAddr::V4(Ipv4Addr::LOCALHOST));
             ClientConnection::new(credentials.client.clone(), name).map(Connection::from)
         };
@@ -72,22 +72,22 @@ impl TlsStream {
         &self.socket
     }
 
-    /// Whether nothing encrypted waits for the socket.
+    /// Whether no encrypted byte waits for the socket.
     pub(super) fn is_flushed(&self) -> bool {
         !self.session.wants_write()
     }
 
-    /// Whether the last [`TlsStream::receive`] left something here that the next one answers.
+    /// Whether the last [`TlsStream::receive`] left something that the next call returns at once.
     pub(super) fn has_more(&self) -> bool {
         self.has_more
     }
 
-    /// Whether the peer has sent anything yet.
+    /// Whether the peer has sent a byte.
     pub(super) fn has_heard(&self) -> bool {
         self.has_heard
     }
 
-    /// Writes what is encrypted.
+    /// Writes encrypted bytes to the socket.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if the socket does not take all of it now.
@@ -101,7 +101,8 @@ impl TlsStream {
         Ok(())
     }
 
-    /// As [`super::stream::Stream::send`]. Before the handshake is over, what a greeting needs is taken, and sent after it.
+    /// As [`super::stream::Stream::send`]. Before the handshake is done, the session buffers the bytes and sends them
+    /// after it.
     ///
     /// # Safety
     /// The ranges are valid for reads.
@@ -120,13 +121,13 @@ impl TlsStream {
             unsafe { from.read(&mut self.staged, BUFFER_BYTES) };
             match self.session.writer().write(&self.staged)? {
                 0 => break io::ErrorKind::WouldBlock.into(),
-                taken => from.go(taken),
+                taken => from.advance(taken),
             }
         };
         if from.done > 0 { Ok(from.done) } else { Err(blocked) }
     }
 
-    /// As [`super::stream::Stream::receive`]; does what the handshake needs too.
+    /// As [`super::stream::Stream::receive`]. Also carries the handshake on.
     ///
     /// # Safety
     /// The ranges are valid for writes.
@@ -137,9 +138,9 @@ impl TlsStream {
         let mut is_dry = false;
         loop {
             // SAFETY: the caller's promise.
-            let is_over = unsafe { self.hand_out(&mut to)? };
+            let is_over = unsafe { self.read_plaintext(&mut to)? };
             if to.is_at_end() || is_over {
-                // The end is told once more, by itself.
+                // The next call reports the end, by itself.
                 self.has_more = to.done > 0;
                 return Ok(to.done);
             }
@@ -154,7 +155,7 @@ impl TlsStream {
                     }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) if to.done == 0 => return Err(error),
-                    // It comes again if it is more than that there is nothing.
+                    // A real error comes again at the next read.
                     Err(_) => is_dry = true,
                 }
             }
@@ -165,11 +166,11 @@ impl TlsStream {
         }
     }
 
-    /// Copies what is decrypted. Whether the peer sends no more.
+    /// Copies plaintext into the ranges. Whether the peer sends no more.
     ///
     /// # Safety
     /// As for [`TlsStream::receive`].
-    unsafe fn hand_out(&mut self, to: &mut Cursor<'_>) -> io::Result<bool> {
+    unsafe fn read_plaintext(&mut self, to: &mut Cursor<'_>) -> io::Result<bool> {
         let mut reader = self.session.reader();
         while !to.is_at_end() {
             let there = match reader.fill_buf() {
@@ -187,7 +188,7 @@ impl TlsStream {
         Ok(false)
     }
 
-    /// Gives the session some of what came.
+    /// Gives the session some of the bytes that arrived.
     fn decrypt(&mut self) -> io::Result<()> {
         let mut there = &self.incoming[self.start..self.end];
         if !self.has_heard {
@@ -200,18 +201,18 @@ impl TlsStream {
         }
         self.start += self.session.read_tls(&mut there)?;
         let done = self.session.process_new_packets();
-        // Where that failed, the peer is told why.
+        // If that failed, this sends the alert that tells the peer why.
         self.flush_own();
         done.map(drop).map_err(|error| bad(explain(&error)))
     }
 
-    /// Handshakes, answers and alerts. What the socket does not take now is flushed later, and what else is wrong with
-    /// it is told by the next who read it.
+    /// Sends handshake messages, answers and alerts. A full socket is flushed later; any other error comes again at the next
+    /// read.
     fn flush_own(&mut self) {
         let _ = self.flush();
     }
 
-    /// A word of goodbye, where nothing else waits. Before the handshake it tells the peer that TLS is spoken here.
+    /// Says goodbye, if nothing else waits to be sent. Before the handshake is done, this tells the peer that we speak TLS.
     pub(super) fn send_close_notify(&mut self) {
         if self.is_flushed() {
             self.session.send_close_notify();
@@ -246,7 +247,7 @@ fn explain(error: &Error) -> String {
     }
 }
 
-/// Writes without a signal where the peer is gone.
+/// Writes without SIGPIPE when the peer is gone.
 struct Quiet<'a>(&'a TcpStream);
 
 impl Write for Quiet<'_> {
@@ -264,11 +265,11 @@ impl Write for Quiet<'_> {
     }
 }
 
-/// A place in ranges that follow each other.
+/// A position in consecutive ranges.
 #[derive(Clone, Copy)]
 struct Cursor<'a> {
     ranges: &'a [libc::iovec],
-    /// In the first range.
+    /// Offset in the first range.
     offset: usize,
     done: usize,
 }
@@ -276,7 +277,7 @@ struct Cursor<'a> {
 impl<'a> Cursor<'a> {
     fn new(ranges: &'a [libc::iovec]) -> Cursor<'a> {
         let mut cursor = Cursor { ranges, offset: 0, done: 0 };
-        cursor.go(0);
+        cursor.advance(0);
         cursor
     }
 
@@ -284,15 +285,15 @@ impl<'a> Cursor<'a> {
         self.ranges.is_empty()
     }
 
-    /// What is left of the range here, at most so many bytes.
+    /// The rest of the current range, at most so many bytes.
     fn here(&self, bytes: usize) -> Option<(*mut u8, usize)> {
         let range = self.ranges.first()?;
         let len = bytes.min(range.iov_len - self.offset);
         Some((range.iov_base.cast::<u8>().wrapping_add(self.offset), len))
     }
 
-    /// So much further; never stays at the end of a range.
-    fn go(&mut self, mut bytes: usize) {
+    /// Moves on by `bytes`. Never stays at the end of a range.
+    fn advance(&mut self, mut bytes: usize) {
         self.done += bytes;
         while let Some((range, others)) = self.ranges.split_first() {
             let left = range.iov_len - self.offset;
@@ -305,7 +306,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Copies what begins here until `to` has so many bytes.
+    /// Appends bytes from here on to `to`, until `to` has `bytes` bytes or the ranges end.
     ///
     /// # Safety
     /// The ranges are valid for reads.
@@ -320,11 +321,11 @@ impl<'a> Cursor<'a> {
                 std::ptr::copy_nonoverlapping(from, to.spare_capacity_mut().as_mut_ptr().cast(), len);
                 to.set_len(to.len() + len);
             }
-            self.go(len);
+            self.advance(len);
         }
     }
 
-    /// Copies some of these bytes here, at least one if there is room, and goes on behind them.
+    /// Copies some of these bytes here, at least one if there is room, and moves on behind them. Returns how many.
     ///
     /// # Safety
     /// The ranges are valid for writes.
@@ -332,7 +333,7 @@ impl<'a> Cursor<'a> {
         let Some((to, len)) = self.here(bytes.len()) else { return 0 };
         // SAFETY: the range is valid by the caller's promise, and both are at least as long.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
-        self.go(len);
+        self.advance(len);
         len
     }
 }
@@ -359,7 +360,7 @@ pub(super) mod tests {
 
     const PATIENCE: Timespec = Timespec { tv_sec: 20, tv_nsec: 0 };
 
-    /// Good for either side.
+    /// Credentials for either side.
     fn credentials() -> &'static Credentials {
         static CREDENTIALS: OnceLock<Credentials> = OnceLock::new();
         CREDENTIALS.get_or_init(|| {
@@ -369,7 +370,7 @@ pub(super) mod tests {
         })
     }
 
-    /// The side that connected comes first.
+    /// The connecting side comes first.
     pub(in crate::tcp) fn streams(is_tls: bool, socket_bytes: Option<usize>) -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -403,7 +404,7 @@ pub(super) mod tests {
         }
     }
 
-    /// What came of bytes that one side sends and the other receives, in ranges of these lengths. Receives only where the
+    /// Sends bytes from one side to the other, in ranges of these lengths, and returns what arrived. Receives only if the
     /// stream or the socket says that there is something, as epoll would.
     fn arrived(sender: &mut Stream, receiver: &mut Stream, sent: &mut [u8], steps: &[Step]) -> Vec<u8> {
         let mut arrived = vec![0; sent.len()];
@@ -416,14 +417,14 @@ pub(super) mod tests {
                 // SAFETY: the memory is alive.
                 let taken = or_blocked(unsafe { sender.send(&ranges(&mut sent[at..], &lens)) });
                 at += taken;
-                // Peers bear few updates without bytes between them.
+                // Peers refuse many key updates without bytes between them.
                 if let (Stream::Tls(tls), true) = (&mut *sender, step.update && taken > 0) {
                     let _ = tls.session.refresh_traffic_keys();
                 }
             }
             or_blocked(sender.flush().map(|()| 0));
             or_blocked(receiver.flush().map(|()| 0));
-            // A handshake goes both ways.
+            // The handshake needs both directions.
             // SAFETY: the memory is alive.
             or_blocked(unsafe { sender.receive(&ranges(&mut [0], &[1])) });
             let waits = !sender.is_flushed() || at < sent.len();
@@ -483,7 +484,7 @@ pub(super) mod tests {
         fn encrypted_bytes_arrive_as_plain_ones_do(
             steps in steps(), bytes in 1..400_000usize, small in any::<bool>(), back in any::<bool>(),
         ) {
-            // Small windows are slow: TCP waits for more room.
+            // Small windows are slow, because TCP waits for more room.
             let bytes = if small { bytes.min(30_000) } else { bytes };
             let mut sent: Vec<u8> = (0..bytes).map(|index| (index % 251) as u8).collect();
             for is_tls in [false, true] {
@@ -496,14 +497,14 @@ pub(super) mod tests {
         }
     }
 
-    /// What epoll tells of once only: many records come at once, and are taken byte by byte.
+    /// Epoll reports an edge once only: many records arrive at once and are received byte by byte.
     #[test]
     fn what_has_left_the_socket_is_told_of() {
         let (mut one, mut other) = streams(true, None);
         let mut sent: Vec<u8> = (0..40_000u32).map(|index| (index % 251) as u8).collect();
         let steps = [Step { send: vec![40_000], receive: vec![1], update: false }];
         assert!(arrived(&mut one, &mut other, &mut sent.clone(), &steps) == sent);
-        // And the other way, after a change of keys.
+        // And the other way, after a key update.
         let steps = [Step { send: vec![20_000], receive: vec![3], update: true }];
         assert!(arrived(&mut other, &mut one, &mut sent.clone(), &steps) == sent);
         sent.clear();
@@ -516,7 +517,7 @@ pub(super) mod tests {
         arrived(&mut one, &mut other, &mut [7], &[step]);
         // SAFETY: the memory is alive.
         assert_eq!(unsafe { one.send(&ranges(&mut [8; 5], &[5])) }.unwrap(), 5);
-        // Whoever else has a copy of the descriptor, as a process that another test is starting does.
+        // Shutdown, because a process that another test is starting may hold a copy of the descriptor.
         rustix::net::shutdown(&one, rustix::net::Shutdown::Write).unwrap();
         let mut room = [0; 10];
         // SAFETY: as above.

@@ -1,17 +1,17 @@
-//! How transfers end: done, given up, drained.
+//! Ends transfers: done, or given up and drained.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::{Action, Failure, Immediate, PathId, Ticket, Timer, Transfer, Transfers};
+use super::{Action, Failure, Immediate, LiveTransfer, PathId, Ticket, Timer, Transfers};
 
 impl Transfers {
-    /// Ends a transfer if it is over, or sees to it that it is asked for its next post.
-    pub(super) fn go_on(&mut self, ticket: Ticket) {
+    /// Ends a transfer that has nothing to post and nothing under way, else queues it for its next post.
+    pub(super) fn advance(&mut self, ticket: Ticket) {
         let Some(transfer) = self.live.get(&ticket) else { return };
         let outcome = match transfer.failure {
             _ if !transfer.under_way.is_empty() => return self.queue(ticket, false),
-            // It was delivered while it drained.
+            // The peer got the message while it drained.
             Some(_) if transfer.is_delivered() => Ok(()),
             Some(failure) => Err(failure),
             None if transfer.has_more() => return self.queue(ticket, false),
@@ -20,7 +20,7 @@ impl Transfers {
         let Some(transfer) = self.live.remove(&ticket) else { return };
         transfer.deadline.map(|at| self.timers.remove(&(at, Timer::Deadline(ticket))));
         transfer.drain.map(|at| self.timers.remove(&(at, Timer::Drain(ticket))));
-        transfer.again.map(|at| self.timers.remove(&(at, Timer::Again(ticket))));
+        transfer.resend_at.map(|at| self.timers.remove(&(at, Timer::Resend(ticket))));
         self.message_bytes -= transfer.message_bytes.unwrap_or(0);
         if let Immediate::Due { number: Some(number), .. } | Immediate::Posted { number } = transfer.immediate
         {
@@ -33,7 +33,7 @@ impl Transfers {
         self.forget(transfer.peer);
     }
 
-    /// From now on a transfer posts nothing; the first reason counts.
+    /// Stops a transfer from posting, and begins to drain it. The first reason counts.
     pub(super) fn give_up(&mut self, now: Duration, ticket: Ticket, failure: Failure) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         if transfer.failure.is_none() {
@@ -48,9 +48,10 @@ impl Transfers {
             let peer = transfer.peer;
             self.drop_from_queues(peer, queued.len());
         }
-        self.go_on(ticket);
+        self.advance(ticket);
     }
 
+    /// Closes the paths of a transfer that has not drained in time.
     pub(super) fn close_paths_of(&mut self, now: Duration, ticket: Ticket) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         transfer.drain = None;
@@ -61,10 +62,11 @@ impl Transfers {
         }
     }
 
+    /// Counts that a connection broke while it carried a transfer, and gives the transfer up after too many.
     pub(super) fn count_break(&mut self, now: Duration, ticket: Ticket, path: PathId) {
         let broken = self.paths.get(&path).map(|known| (path, known.connection));
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
-        // All that one connection carried comes back.
+        // Each post of a broken connection comes back, but the connection counts once.
         transfer.breaks += u32::from(transfer.broken != broken);
         transfer.broken = broken;
         if transfer.breaks > self.options.breaks_max {
@@ -73,8 +75,8 @@ impl Transfers {
     }
 }
 
-impl Transfer {
-    /// Whether it is a message that its peer has.
+impl LiveTransfer {
+    /// Whether it is a message that the peer has.
     fn is_delivered(&self) -> bool {
         self.message_bytes.is_some() && matches!(self.immediate, Immediate::Placed)
     }

@@ -1,8 +1,8 @@
-//! How much, how often and for how long: the limits of transfers.
+//! The limits of transfers: sizes, counts and times, with their defaults.
 
 use std::time::Duration;
 
-/// The limits.
+/// The limits of [`crate::Transfers`].
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Most bytes of one post, unless its path's [`crate::PathSpec`] says otherwise.
@@ -11,28 +11,28 @@ pub struct Options {
     pub chunk_runs: usize,
     /// Most posts under way on one path. A path whose rate is not known yet gets one.
     pub credits: u32,
-    /// Of so many posts to a peer one is of [`crate::Priority::Bulk`]; at least 2.
+    /// One in so many posts to a peer is of [`crate::Priority::Bulk`], if any waits; at least 2.
     pub bulk_every: u32,
     /// Most transfers that are not over.
     pub live_max: usize,
-    /// How many connections in a row may break that carried a transfer, with nothing of it placed in between.
+    /// Most connections that may break in a row while they carry a transfer. Each part that is placed begins the count anew.
     pub breaks_max: u32,
-    /// How long a transfer that was given up waits for what was posted, before its paths are closed.
+    /// How long a transfer that was given up waits for its posts, before its paths are closed.
     pub drain_patience: Duration,
     /// How long a post may take before its path is closed.
     pub post_patience: Duration,
-    /// How long a peer may have no path up that serves a route before it counts as lost for that route.
+    /// How long no path that serves a route may be up, before the peer counts as lost for that route.
     pub peer_patience: Duration,
-    /// The first pause before a broken path is connected again. It doubles until something has been placed over the path,
-    /// and is up to a quarter longer, another part for each path.
+    /// The first pause before a broken path is connected again. It doubles until a post has been placed over the path. Each
+    /// path adds up to a quarter of its own, so that not all reconnect at once.
     pub backoff: Duration,
-    /// The longest pause.
+    /// The longest of these pauses, before the quarter.
     pub backoff_max: Duration,
     /// Most bytes of messages that are not over.
     pub message_bytes: usize,
     /// The first pause before a message is posted again for which the peer had no room. It doubles.
     pub room_pause: Duration,
-    /// The longest of these pauses.
+    /// The longest pause for want of room.
     pub room_pause_max: Duration,
 }
 

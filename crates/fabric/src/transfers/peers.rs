@@ -1,18 +1,19 @@
-//! Peers: known, lost, forgotten.
+//! Peers and their paths: added, reachable by route, lost, removed, and forgotten once nothing is under way.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::{
-    Action, Failure, Path, PathId, PathSpec, PathState, Peer, PeerId, Rate, Reach, Route, Timer, Transfers,
+    Action, ConnectionState, Failure, Path, PathId, PathSpec, PeerId, PeerState, Rate, Reach, Route, Timer,
+    Transfers,
 };
 
 impl Transfers {
-    /// A peer without paths; [`Transfers::add_path`] gives it some.
+    /// Adds a peer without paths. [`Transfers::add_path`] gives it some.
     pub fn add_peer(&mut self, now: Duration) -> PeerId {
         let peer = PeerId(self.next_peer);
         self.next_peer += 1;
-        let known = Peer {
+        let known = PeerState {
             paths: Vec::new(),
             queues: Default::default(),
             turn: 0,
@@ -31,15 +32,15 @@ impl Transfers {
         peer
     }
 
-    /// A path to a peer, which is not up; [`Transfers::next_action`] asks to connect it. For a route for which the peer counts
-    /// as lost, it may be what brings it back. None: there is no such peer.
+    /// Adds a path to a peer. It is not up: [`Transfers::next_action`] asks to connect it. The peer is no longer lost for the
+    /// routes that the path may serve. None: there is no such peer.
     pub fn add_path(&mut self, now: Duration, peer: PeerId, spec: PathSpec) -> Option<PathId> {
         let known = self.peers.get_mut(&peer).filter(|peer| !peer.removed)?;
         let id = PathId(self.next_path);
         self.next_path += 1;
         let path = Path {
             peer,
-            state: PathState::Connecting,
+            state: ConnectionState::Connecting,
             connection: 0,
             under_way: BTreeMap::new(),
             bytes: 0,
@@ -49,11 +50,11 @@ impl Transfers {
             removed: false,
             pause: self.options.backoff,
             full: false,
-            watched: false,
+            has_stall_timer: false,
         };
         known.paths.push(id);
         for route in spec.reach.routes().filter(|route| known.lost.serves(*route)) {
-            // Its time begins again.
+            // `note_reach` begins the route's time again.
             known.unreachable[route.index()] = None;
         }
         known.lost = known.lost.without(spec.reach);
@@ -63,20 +64,20 @@ impl Transfers {
         Some(id)
     }
 
-    /// Ends a path for good: nothing more is posted on it, its connection is closed, and it is forgotten when everything
-    /// posted has come back.
+    /// Removes a path for good: it gets no more posts, its connection is closed, and it is forgotten once all of its posts
+    /// have completed.
     pub fn remove_path(&mut self, now: Duration, path: PathId) {
         let Some(known) = self.paths.get_mut(&path) else { return };
         known.removed = true;
         match known.state {
-            PathState::Up => self.close(now, path),
-            PathState::Closing => {}
-            PathState::Connecting => {
+            ConnectionState::Up => self.close(now, path),
+            ConnectionState::Closing => {}
+            ConnectionState::Connecting => {
                 let connection = known.connection;
                 self.actions.push_back(Action::Close(path, connection));
                 self.forget_path(now, path);
             }
-            PathState::Down => self.forget_path(now, path),
+            ConnectionState::Down => self.forget_path(now, path),
         }
     }
 
@@ -89,11 +90,12 @@ impl Transfers {
         self.forget(peer);
     }
 
-    /// Notes which routes are served by paths that are up: since when the others are not, and that a peer is no longer lost.
+    /// Records which routes the paths that are up serve. The peer is no longer lost for those; for the others it records since
+    /// when, and sets the timer that declares the peer lost.
     pub(super) fn note_reach(&mut self, now: Duration, id: PeerId) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let up = peer.paths.iter().filter_map(|path| self.paths.get(path));
-        let up = up.filter(|path| path.state == PathState::Up);
+        let up = up.filter(|path| path.state == ConnectionState::Up);
         let reach = up.fold(Reach::NOTHING, |reach, path| reach.and(path.spec.reach));
         peer.lost = peer.lost.without(reach);
         for route in Route::ALL {
@@ -114,18 +116,18 @@ impl Transfers {
         }
     }
 
-    /// Gives up all transfers of a peer and closes its paths; it is forgotten when nothing is under way any more.
+    /// Gives up all transfers of a peer and closes its paths. The peer is forgotten once nothing is under way any more.
     pub fn remove_peer(&mut self, now: Duration, peer: PeerId) {
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.removed = true;
         let (live, paths) = (known.live.clone(), known.paths.clone());
-        // With the last that is under way the peer is forgotten, and its paths with it.
+        // `give_up` may forget the peer, and its paths with it: note the connections to close first.
         let mut closes = Vec::new();
         for path in &paths {
             if let Some(known) = self.paths.get_mut(path)
-                && matches!(known.state, PathState::Up | PathState::Connecting)
+                && matches!(known.state, ConnectionState::Up | ConnectionState::Connecting)
             {
-                known.state = PathState::Closing;
+                known.state = ConnectionState::Closing;
                 closes.push(Action::Close(*path, known.connection));
             }
         }
@@ -135,21 +137,22 @@ impl Transfers {
         self.forget(peer);
     }
 
-    /// Whether a peer is known: one that was removed is while anything of it is under way.
+    /// Whether a peer is known. A removed peer is known while anything of it is under way.
     pub fn has_peer(&self, peer: PeerId) -> bool {
         self.peers.contains_key(&peer)
     }
 
-    /// The same of a path.
+    /// Whether a path is known, as [`Transfers::has_peer`].
     pub(crate) fn has_path(&self, path: PathId) -> bool {
         self.paths.contains_key(&path)
     }
 
-    /// The paths of a peer.
+    /// The paths of a peer, up or not. None for an unknown peer.
     pub fn paths(&self, peer: PeerId) -> &[PathId] {
         self.peers.get(&peer).map_or(&[], |peer| &peer.paths)
     }
 
+    /// Declares a peer lost for a route, and fails its transfers that need that route.
     pub(super) fn lose(&mut self, now: Duration, id: PeerId, route: Route) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         if peer.removed {
@@ -166,7 +169,7 @@ impl Transfers {
         }
     }
 
-    /// Forgets a removed peer of which nothing is under way.
+    /// Forgets a removed peer once it has no live transfer and no post under way.
     pub(super) fn forget(&mut self, id: PeerId) {
         let Some(peer) = self.peers.get(&id) else { return };
         let idle = |path: &PathId| self.paths.get(path).is_none_or(|path| path.under_way.is_empty());

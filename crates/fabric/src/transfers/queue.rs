@@ -1,18 +1,19 @@
-//! Whose turn it is, what is posted for it, and what is posted again.
+//! Picks the next post: which peer's turn it is, which route, which transfer and how much of it. Also queues what has to be
+//! posted again.
 
 use std::ops::Bound;
 use std::time::Duration;
 
 use super::{
-    Between, Failure, Immediate, Op, Path, PathId, PeerId, Post, Posted, Priority, Queue, Reach, Route,
-    Stretch, Ticket, Timer, Token, Told, Transfer, Transfers, Work,
+    Between, Failure, Immediate, LiveTransfer, Notice, Op, Path, PathId, PeerId, Post, PostedWork, Priority,
+    Queue, Reach, Route, Stretch, Ticket, Timer, Token, Transfers, Work,
 };
 use crate::immediates::IMMEDIATES_AHEAD;
 use crate::runs::Run;
 
 impl Transfers {
-    /// What is to be posted now, if anything; peers take turns. A post that the path does not take at the moment is handed
-    /// back by [`Transfers::hand_back`].
+    /// The next post, if there is one; peers take turns. If the path does not take it now, the caller calls
+    /// [`Transfers::hand_back`].
     pub fn next_post(&mut self, now: Duration) -> Option<Post> {
         let mut peer = self.last;
         for _ in 0..self.waiting.len() {
@@ -26,14 +27,14 @@ impl Transfers {
         None
     }
 
-    /// The path cannot take this post now: nothing of it is under way. It gets no other one before a completion, or
-    /// [`Transfers::path_ready`].
+    /// Takes a post back that its path cannot take now: nothing of it is under way. The path gets no other post before a
+    /// completion or [`Transfers::path_ready`].
     pub fn hand_back(&mut self, now: Duration, token: Token) {
         let Some(posted) = self.take_posted(now, token, false) else { return };
         let path = posted.path;
         if let Some(known) = self.paths.get_mut(&path) {
             known.full = true;
-            // It was nobody's turn.
+            // The post does not count as a turn of its priority.
             if let Some(peer) = self.peers.get_mut(&known.peer) {
                 peer.posts = peer.posts.wrapping_sub(1);
             }
@@ -42,12 +43,13 @@ impl Transfers {
         self.settle(now, path);
     }
 
-    /// Entries of a peer's queues: its transfers with something to post, on each route, and some that were given up.
+    /// Entries of a peer's queues: a transfer counts for each route on which it has something to post. Some may have been
+    /// given up.
     pub fn queued(&self, peer: PeerId) -> usize {
         self.peers.get(&peer).map_or(0, |peer| peer.queues.iter().map(Queue::len).sum())
     }
 
-    /// Routes take turns, so that none waits for a path of another.
+    /// The next post for a peer. Routes take turns, so that none waits for a path of another.
     fn next_of_peer(&mut self, now: Duration, id: PeerId) -> Option<Post> {
         let turn = self.peers.get(&id)?.turn;
         for step in 1..=Route::ALL.len() {
@@ -87,7 +89,7 @@ impl Transfers {
         }
     }
 
-    /// Takes what a transfer posts next on a path for a route, if it has something to post there now.
+    /// Takes the next work of a transfer for a path and route. None: it has nothing to post there now.
     fn next_work(&mut self, ticket: Ticket, route: Route, path: PathId) -> Option<Work> {
         let transfer = self.live.get_mut(&ticket)?;
         transfer.queued = transfer.queued.without(Reach::of(&[route]));
@@ -103,7 +105,7 @@ impl Transfers {
         let peer = self.peers.get_mut(&transfer.peer)?;
         let number = match number {
             Some(number) => *number,
-            // The receiver could not tell the oldest from one that it has forgotten.
+            // The receiver remembers so many numbers: further ahead, it would take the oldest for one that it has seen.
             None if peer.next_immediate - peer.unsettled.first().unwrap_or(&peer.next_immediate)
                 >= IMMEDIATES_AHEAD =>
             {
@@ -139,15 +141,15 @@ impl Transfers {
                 }
             }
             known.bytes += bytes;
-            if !std::mem::replace(&mut known.watched, true) {
+            if !std::mem::replace(&mut known.has_stall_timer, true) {
                 self.timers.insert((now.saturating_add(self.options.post_patience), Timer::Stall(path)));
             }
         }
-        self.posted.insert(token, Posted { ticket, path, work: work.clone(), at: now });
+        self.posted.insert(token, PostedWork { ticket, path, work: work.clone(), at: now });
         Post { path, token, ticket, work }
     }
 
-    pub(super) fn take_posted(&mut self, now: Duration, token: Token, is_placed: bool) -> Option<Posted> {
+    pub(super) fn take_posted(&mut self, now: Duration, token: Token, is_placed: bool) -> Option<PostedWork> {
         let posted = self.posted.remove(&token)?;
         if let Some(path) = self.paths.get_mut(&posted.path) {
             let bytes = path.under_way.remove(&token).unwrap_or(0);
@@ -162,27 +164,28 @@ impl Transfers {
         Some(posted)
     }
 
-    /// What was posted is to be posted again, unless its transfer was given up.
-    pub(super) fn post_again(&mut self, posted: Posted) {
+    /// Queues a post's work again, unless its transfer was given up.
+    pub(super) fn post_again(&mut self, posted: PostedWork) {
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             match posted.work {
                 Work::Move { between, runs, .. } => transfer.put_back(between, runs),
                 Work::Immediate { number, counter, generation } => {
-                    let what = Told::Counter { counter, generation };
+                    let what = Notice::Counter { counter, generation };
                     transfer.immediate = Immediate::Due { what, number: Some(number) };
                 }
                 Work::Message { number, bytes } => {
-                    transfer.immediate = Immediate::Due { what: Told::Message(bytes), number: Some(number) };
+                    transfer.immediate =
+                        Immediate::Due { what: Notice::Message(bytes), number: Some(number) };
                 }
             }
         }
-        // What was begun comes first.
+        // A transfer that has begun goes ahead of the others.
         self.queue(posted.ticket, true);
-        self.go_on(posted.ticket);
+        self.advance(posted.ticket);
     }
 
-    /// There was no room for a message: it is posted again after a pause.
-    pub(super) fn pause(&mut self, now: Duration, posted: Posted) {
+    /// Pauses a message for which the peer had no room; [`Timer::Resend`] posts it again.
+    pub(super) fn pause(&mut self, now: Duration, posted: PostedWork) {
         let ticket = posted.ticket;
         if let Some(transfer) = self.live.get_mut(&ticket) {
             (transfer.breaks, transfer.no_room) = (0, true);
@@ -190,9 +193,9 @@ impl Transfers {
                 transfer.failure = Some(Failure::NoRoom);
             }
             if transfer.failure.is_none() {
-                let again = now.saturating_add(transfer.room_pause);
-                transfer.again = Some(again);
-                self.timers.insert((again, Timer::Again(ticket)));
+                let resend_at = now.saturating_add(transfer.room_pause);
+                transfer.resend_at = Some(resend_at);
+                self.timers.insert((resend_at, Timer::Resend(ticket)));
                 let longest = self.options.room_pause_max.max(self.options.room_pause);
                 transfer.room_pause = transfer.room_pause.saturating_mul(2).min(longest);
             }
@@ -200,7 +203,7 @@ impl Transfers {
         self.post_again(posted);
     }
 
-    /// An immediate was placed, or never will be: the next ones may go ahead of it.
+    /// An immediate was placed, or is given up. If it was the oldest, transfers that waited for it may post.
     pub(super) fn settle_immediate(&mut self, peer: PeerId, number: u64) {
         let Some(known) = self.peers.get_mut(&peer) else { return };
         let was_oldest = known.unsettled.first() == Some(&number);
@@ -211,6 +214,7 @@ impl Transfers {
         }
     }
 
+    /// Adds a transfer to the queues of the routes on which it has something to post; `first` puts it at their head.
     pub(super) fn queue(&mut self, ticket: Ticket, first: bool) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         if transfer.failure.is_some() {
@@ -225,7 +229,7 @@ impl Transfers {
         transfer.queued = transfer.queued.and(more);
     }
 
-    /// So many more entries of a peer's queues are of transfers that were given up. They are cleared away by the half.
+    /// Counts entries of a peer's queues whose transfers were given up. Sweeps them out once they are more than half.
     pub(super) fn drop_from_queues(&mut self, peer: PeerId, entries: usize) {
         let Some(known) = self.peers.get_mut(&peer) else { return };
         known.dead += entries;
@@ -240,7 +244,7 @@ impl Transfers {
         known.dead = 0;
     }
 
-    /// The routes of all that is still to be placed of a transfer, posted or not.
+    /// The routes of all work of a transfer that is not placed yet, posted or not.
     pub(super) fn routes_needed(&self, ticket: Ticket) -> Reach {
         let Some(transfer) = self.live.get(&ticket) else { return Reach::NOTHING };
         let mut needed = transfer.routes_of_stretches();
@@ -283,7 +287,7 @@ impl Queue {
 }
 
 impl Path {
-    /// Most bytes of a post.
+    /// Most bytes of one post: the path's own limit, or the engine's.
     fn post_bytes(&self, op: Op, chunk_bytes: u64) -> u64 {
         let own = match op {
             Op::Write => self.spec.write_bytes,
@@ -293,8 +297,8 @@ impl Path {
     }
 }
 
-impl Transfer {
-    /// The next runs of a route, between two memories and within the limits of one post.
+impl LiveTransfer {
+    /// Takes the next runs of a route: all between the same two memories, and at most `bytes` bytes and `most` runs.
     fn take_chunk(&mut self, route: Route, bytes: u64, most: usize) -> Option<Work> {
         let index = self.stretches.iter().position(|stretch| stretch.between.route() == route)?;
         let Stretch { between, runs: waiting } = &mut self.stretches[index];
@@ -316,7 +320,7 @@ impl Transfer {
         Some(work)
     }
 
-    /// Runs that were posted are to be posted again, ahead of others.
+    /// Puts runs back that were posted, ahead of the others between the same memories.
     fn put_back(&mut self, between: Between, runs: Vec<Run>) {
         let backwards = runs.into_iter().rev();
         match self.stretches.iter_mut().find(|stretch| stretch.between == between) {
@@ -334,22 +338,22 @@ impl Transfer {
         self.stretches.iter().fold(Reach::NOTHING, add)
     }
 
-    /// The routes on which it has something to post now.
+    /// The routes on which it has something to post now. The immediate comes only after all bytes are in place.
     fn routes_due(&self) -> Reach {
-        let is_told_next = self.stretches.is_empty() && self.under_way.is_empty() && self.has_more();
-        match self.again {
+        let is_notice_next = self.stretches.is_empty() && self.under_way.is_empty() && self.has_more();
+        match self.resend_at {
             Some(_) => Reach::NOTHING,
-            None if is_told_next => Reach::of(&[Route::Words]),
+            None if is_notice_next => Reach::of(&[Route::Words]),
             None => self.routes_of_stretches(),
         }
     }
 }
 
-impl Told {
+impl Notice {
     fn work(self, number: u64) -> Work {
         match self {
-            Told::Counter { counter, generation } => Work::Immediate { number, counter, generation },
-            Told::Message(bytes) => Work::Message { number, bytes },
+            Notice::Counter { counter, generation } => Work::Immediate { number, counter, generation },
+            Notice::Message(bytes) => Work::Message { number, bytes },
         }
     }
 }

@@ -1,26 +1,26 @@
-//! How fast a path is.
+//! Measures how fast a path is.
 
 use std::time::Duration;
 
-/// What a post that is over counts of what the next one does.
+/// Weight of a completed post relative to the next one.
 const REMEMBERED: f64 = 0.875;
 
-/// Bytes a second, over the time in which bytes were under way: what a post waited behind others does not count again.
+/// Bytes a second, over the time in which any bytes were under way. So the time that a post waits behind others counts once.
 #[derive(Debug, Default)]
 pub(super) struct Rate {
     bytes: f64,
     seconds: f64,
-    /// Up to when the time is counted; only while bytes are under way.
+    /// The time is counted until then. Only meaningful while bytes are under way.
     counted: Duration,
 }
 
 impl Rate {
-    /// Bytes are posted where none were under way.
+    /// Starts the clock: bytes are posted while none were under way.
     pub(super) fn begin(&mut self, now: Duration) {
         self.counted = now;
     }
 
-    /// Some of the bytes under way have come back. None: they were not placed, or nobody knows.
+    /// Counts a post that completed, and the time since the last one. None: its bytes were not placed, or may not have been.
     pub(super) fn note(&mut self, now: Duration, placed: Option<u64>) {
         let busy = now.saturating_sub(self.counted).as_secs_f64();
         self.counted = now;
@@ -29,7 +29,7 @@ impl Rate {
         self.seconds = self.seconds * REMEMBERED + busy;
     }
 
-    /// None before the first.
+    /// None before the first post is placed.
     pub(super) fn per_second(&self) -> Option<f64> {
         (self.bytes > 0.0).then(|| self.bytes / self.seconds.max(1e-9))
     }

@@ -1,70 +1,70 @@
-//! Which memory a path reaches, and which paths may carry a chunk.
+//! Routes: the kinds of memory that bytes move between. Says which routes a path serves, and which one a post needs.
 
 use crate::runs::Run;
 
-/// A memory of one side: bytes of one chunk all lie in one memory here and in one there, so that a path that is near to both
-/// can carry all of it.
+/// A memory of one side. All bytes of one chunk lie in one memory here and in one at the peer, so that a path that is near to
+/// both can carry the whole chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Memory {
-    /// The host's, of this NUMA node; 0 where it is not known or does not matter.
+    /// Memory of this NUMA node of the host; 0 if the node is not known or does not matter.
     Host(u16),
-    /// A GPU's, by its number at the side that has it.
+    /// Memory of a GPU, by the number that its side gave it.
     Gpu(u16),
 }
 
 /// The memories that bytes move between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Between {
-    /// In this process.
+    /// Memory of this process.
     pub local: Memory,
-    /// At the peer.
+    /// Memory of the peer.
     pub remote: Memory,
 }
 
 /// Runs that all move between the same two memories.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stretch {
-    /// Which.
+    /// The two memories of all runs.
     pub between: Between,
     /// In the order in which they are posted.
     pub runs: Vec<Run>,
 }
 
-/// What a post needs of its path. Each peer has a queue for each route.
+/// The service that a post needs from its path. Each peer has a queue for each route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Route {
     /// Memory of the host on both sides.
     HostToHost,
-    /// Of the host here, of a GPU at the peer.
+    /// Memory of the host here, of a GPU at the peer.
     HostToGpu,
-    /// Of a GPU here, of the host at the peer.
+    /// Memory of a GPU here, of the host at the peer.
     GpuToHost,
-    /// Of GPUs on both sides.
+    /// Memory of GPUs on both sides.
     GpuToGpu,
-    /// No memory: immediates and messages.
+    /// Immediates and messages, which need no registered memory.
     Words,
 }
 
-/// The routes that a path serves.
+/// A set of routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reach(u8);
 
-/// What is known of a path before it is up.
+/// The properties of a path, which do not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PathSpec {
     /// The routes that it serves.
     pub reach: Reach,
-    /// Paths of a higher number carry nothing on a route, trials included, while one of a lower number is up that serves it.
-    /// Those of this crate have [`PathSpec::CMA`] and [`PathSpec::SOCKETS`]; there is room before, between and behind.
+    /// Lower is better. A path carries nothing on a route, trials included, while a path of a lower class is up that serves the
+    /// route. This crate's paths have [`PathSpec::CMA`] and [`PathSpec::SOCKETS`]; others may lie before, between and behind.
     pub class: u8,
-    /// Most bytes of a post that writes; None for [`crate::Options::chunk_bytes`].
+    /// Most bytes of a post that writes. None: [`crate::Options::chunk_bytes`].
     pub write_bytes: Option<u64>,
-    /// Most bytes of a post that reads; None for [`crate::Options::chunk_bytes`].
+    /// Most bytes of a post that reads. None: [`crate::Options::chunk_bytes`].
     pub read_bytes: Option<u64>,
 }
 
 impl Memory {
-    /// Whether it is a GPU's.
+    /// Whether it is memory of a GPU.
     pub fn is_gpu(self) -> bool {
         matches!(self, Memory::Gpu(_))
     }
@@ -74,12 +74,12 @@ impl Between {
     /// The host's memory on both sides.
     pub const HOSTS: Between = Between { local: Memory::Host(0), remote: Memory::Host(0) };
 
-    /// Whether either is a GPU's.
+    /// Whether either is memory of a GPU.
     pub(crate) fn has_gpus(self) -> bool {
         self.local.is_gpu() || self.remote.is_gpu()
     }
 
-    /// What bytes that move between the two need of their path.
+    /// The route of bytes that move between the two.
     pub fn route(self) -> Route {
         match (self.local.is_gpu(), self.remote.is_gpu()) {
             (false, false) => Route::HostToHost,
@@ -91,14 +91,14 @@ impl Between {
 }
 
 impl Stretch {
-    /// Between the hosts' memory.
+    /// Runs between the hosts' memory, of unknown NUMA nodes.
     pub fn of_hosts(runs: Vec<Run>) -> Stretch {
         Stretch { between: Between::HOSTS, runs }
     }
 }
 
 impl Route {
-    /// All of them.
+    /// Every route, in the order of the variants.
     pub const ALL: [Route; 5] =
         [Route::HostToHost, Route::HostToGpu, Route::GpuToHost, Route::GpuToGpu, Route::Words];
 
@@ -112,9 +112,9 @@ impl Route {
 }
 
 impl Reach {
-    /// None.
+    /// The empty set: no route at all.
     pub const NOTHING: Reach = Reach(0);
-    /// Everything.
+    /// Every route: bytes of any memory, and words.
     pub const ALL: Reach = Reach(0b1_1111);
     /// Bytes of any memory, and no words.
     pub const ALL_MEMORY: Reach = Reach(0b0_1111);
@@ -125,37 +125,37 @@ impl Reach {
     /// Immediates and messages only.
     pub const WORDS: Reach = Reach(0b1_0000);
 
-    /// These.
+    /// The set of the given routes.
     pub fn of(routes: &[Route]) -> Reach {
         Reach(routes.iter().fold(0, |bits, route| bits | route.bit()))
     }
 
-    /// Whether a route is among them.
+    /// Whether the set has this route.
     pub fn serves(self, route: Route) -> bool {
         self.0 & route.bit() != 0
     }
 
-    /// Of either.
+    /// The union of both sets.
     pub fn and(self, other: Reach) -> Reach {
         Reach(self.0 | other.0)
     }
 
-    /// Of these, but not of the other's.
+    /// The routes of this set that are not in the other.
     pub(super) fn without(self, other: Reach) -> Reach {
         Reach(self.0 & !other.0)
     }
 
-    /// Whether any route is among both.
+    /// Whether the two sets share a route.
     pub(crate) fn overlaps(self, other: Reach) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// How many routes they are.
+    /// The number of routes.
     pub(super) fn len(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// Each of them.
+    /// The routes of the set, in the order of [`Route::ALL`].
     pub(super) fn routes(self) -> impl Iterator<Item = Route> {
         Route::ALL.into_iter().filter(move |route| self.serves(*route))
     }
@@ -164,10 +164,10 @@ impl Reach {
 impl PathSpec {
     /// The class of paths from memory to memory between processes of one host.
     pub const CMA: u8 = 64;
-    /// The class of paths through sockets, which reach everybody.
+    /// The class of paths through sockets, which reach every peer.
     pub const SOCKETS: u8 = 128;
 
-    /// A path that serves these routes, with the usual limits.
+    /// A path that serves these routes, with the engine's limits for posts.
     pub fn new(reach: Reach, class: u8) -> PathSpec {
         PathSpec { reach, class, write_bytes: None, read_bytes: None }
     }

@@ -1,4 +1,4 @@
-//! What is asked for, what is to be posted for it, and what became of that.
+//! The values that go into and out of [`Transfers`](super::Transfers): requests, posts, completions, failures and actions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::reach::{Between, Route, Stretch};
 use crate::runs::Run;
 
-/// A process that bytes move to or from.
+/// A peer of one engine. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub(super) u32);
 
@@ -26,117 +26,116 @@ impl PeerId {
     }
 }
 
-/// A way to a peer, of one carrier: joined by a connection while it is up.
+/// A path of one carrier to a peer; it has a connection while it is up. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathId(pub(super) u32);
 
-/// A transfer.
+/// Names a transfer. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub(super) u64);
 
-/// Something that was posted.
+/// Names a post. Never used twice, also where the same work is posted again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(pub(super) u64);
 
 impl Token {
-    /// As it goes over the wire.
+    /// The token on the wire.
     pub(crate) fn number(self) -> u64 {
         self.0
     }
 
-    /// That a peer sent back; it may be nobody's.
+    /// A token that a peer sent back. It may name no post.
     pub(crate) fn from_number(number: u64) -> Token {
         Token(number)
     }
 }
 
-/// Which way bytes move.
+/// The direction in which bytes move, as seen from this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// To the peer.
+    /// From memory here to memory of the peer.
     Write,
-    /// From the peer.
+    /// From memory of the peer to memory here.
     Read,
 }
 
-/// Who comes first on a path.
+/// The order of transfers to one peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priority {
-    /// Somebody waits for it.
+    /// A caller waits for the transfer.
     High,
-    /// Everything else. It is not starved: of [`crate::Options::bulk_every`] posts to a peer one is of this kind, if
-    /// there are any.
+    /// Everything else. It is not starved: one in [`crate::Options::bulk_every`] posts to a peer is bulk, if any waits.
     Bulk,
 }
 
-/// A transfer to be.
+/// A transfer that a caller asks for.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// With whom.
+    /// The process on the other side.
     pub peer: PeerId,
-    /// Which way.
+    /// The direction of all stretches.
     pub op: Op,
-    /// What; may be empty. Each memory of either side is posted by itself.
+    /// The bytes; may be empty. No post spans two stretches.
     pub stretches: Vec<Stretch>,
-    /// The number of a counter at the peer and its generation: told once all bytes are in place.
+    /// A counter at the peer and its generation, which counts once all bytes are in place.
     pub immediate: Option<(u32, u32)>,
-    /// When it is given up, if ever.
+    /// When the transfer is given up. None: never.
     pub deadline: Option<Duration>,
-    /// Its turn.
+    /// The queue that it waits in.
     pub priority: Priority,
 }
 
-/// What is done on a path at once.
+/// The work of one post.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Work {
-    /// Bytes.
+    /// Moves bytes of registered memory.
     Move {
-        /// Which way.
+        /// The direction of all runs.
         op: Op,
-        /// Between which memories.
+        /// The two memories of all runs.
         between: Between,
-        /// Which; none is empty.
+        /// At least one; none of them is empty.
         runs: Vec<Run>,
     },
-    /// An immediate, the `number`-th for this peer.
+    /// Counts an immediate at the peer.
     Immediate {
-        /// From 0 on; the same when it is sent again.
+        /// Counts the immediates and messages to this peer from 0; the same when it is sent again.
         number: u64,
-        /// The counter.
+        /// The counter, by its number at the peer.
         counter: u32,
-        /// Its generation.
+        /// The generation that the counter must have.
         generation: u32,
     },
-    /// A message, numbered with the immediates.
+    /// Delivers a message.
     Message {
-        /// From 0 on; the same when it is sent again.
+        /// Counts the immediates and messages to this peer from 0; the same when it is sent again.
         number: u64,
-        /// All of it.
+        /// The whole message.
         bytes: Arc<[u8]>,
     },
 }
 
-/// Something to be posted now.
+/// Work to be posted on a path now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Post {
-    /// Where.
+    /// A path that was up when the post was made.
     pub path: PathId,
-    /// By which its completion is told.
+    /// Pass it to [`crate::Transfers::complete`] or [`crate::Transfers::hand_back`].
     pub token: Token,
-    /// Of which transfer it is a part.
+    /// The transfer that the post is a part of.
     pub ticket: Ticket,
-    /// What.
+    /// The work that the path carries.
     pub work: Work,
 }
 
-/// What became of something posted. Everything that is posted gets one.
+/// How a post ended. Every post ends with exactly one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completion {
     /// Its bytes are in place at their destination, its immediate has been counted, or its message was delivered.
     Placed,
     /// Its path broke or was closed. It may have been placed or not; nothing touches its memory any more.
     Unknown,
-    /// The peer refused it: a stale descriptor, a place outside of its region, a write to what is read-only.
+    /// The peer refused it: a stale descriptor, bytes outside of the region, a write to what is read-only.
     Refused,
     /// The peer has no room for this message now.
     NoRoom,
@@ -147,22 +146,23 @@ pub enum Completion {
 /// Why a transfer failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Failure {
-    /// Whoever asked for it gave it up.
+    /// The caller gave it up.
     #[error("the transfer was cancelled")]
     Cancelled,
-    /// It took too long.
+    /// Its deadline passed.
     #[error("the transfer was not over by its deadline")]
     DeadlineExceeded,
-    /// The peer refused a part: its descriptor is out of date, or does not cover the bytes.
+    /// The peer refused a part, because the descriptor used here is out of date or does not cover the bytes.
     #[error("the peer refused the transfer: describe its memory again")]
     Refused,
     /// No path to the peer that reaches the memory has been up for too long, or the peer was removed.
     #[error("the peer cannot be reached any more")]
     PeerLost,
-    /// Paths broke again and again while they carried it, and nothing of it was placed in between.
+    /// More than [`crate::Options::breaks_max`] connections in a row broke while they carried it, with nothing of it placed in
+    /// between.
     #[error("every path broke that carried the transfer")]
     PathsBreak,
-    /// The peer had no room for the message until its deadline: nobody there takes what has arrived.
+    /// The peer had no room for the message until its deadline, because its process does not receive what has arrived.
     #[error("the peer had no room for the message until its deadline")]
     NoRoom,
     /// The driver of a GPU, here or at the peer, could not copy a part of the bytes; the log there says how.
@@ -170,39 +170,39 @@ pub enum Failure {
     Gpu,
 }
 
-/// So many transfers are under way that no more can begin: wait for one to be over.
+/// No transfer can begin, because this many are under way, the limit. Wait for one to be over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{0} transfers are under way, as many as can be")]
 pub struct Full(pub usize);
 
-/// Why a message cannot begin: wait for others to be over.
+/// Why a message cannot begin. Wait for others to be over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum CannotSend {
-    /// As many transfers as can be.
+    /// [`crate::Options::live_max`] transfers are under way.
     #[error(transparent)]
     Full(#[from] Full),
-    /// As many bytes of messages as can be.
+    /// With this message [`crate::Options::message_bytes`] would be exceeded; these are under way already.
     #[error("{0} bytes of messages are under way, as many as can be")]
     Bytes(usize),
 }
 
-/// What else is to be done.
+/// A task for the caller of [`crate::Transfers`], besides posting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// A transfer is over. Told once for each.
+    /// Report that a transfer is over. Comes exactly once for each.
     Over(Ticket, Result<(), Failure>),
-    /// End this path's connection of that number, if that has not happened yet: everything posted on it is to complete, as
-    /// [`Completion::Unknown`] unless it is known better, once nothing touches its memory any more.
+    /// End this path's connection with this number, unless it has ended already. Each of its posts then completes once nothing
+    /// touches its memory any more: as [`Completion::Unknown`], unless the outcome is known.
     Close(PathId, u32),
-    /// Connect this path, as the connection of that number; answer [`crate::Transfers::path_up`] or [`crate::Transfers::path_broke`].
+    /// Connect this path, under this number. Answer with [`crate::Transfers::path_up`] or [`crate::Transfers::path_broke`].
     Connect(PathId, u32),
-    /// No path to the peer that serves this route has been up for [`crate::Options::peer_patience`]; all transfers that need
-    /// one are failed.
+    /// Report a peer as lost for a route: no path that serves it has been up for [`crate::Options::peer_patience`]. The
+    /// transfers that need one have failed.
     Lost(PeerId, Route),
 }
 
 impl Work {
-    /// How many runs it has; one where it has no bytes of regions.
+    /// Its runs; an immediate or a message counts as one.
     pub fn runs(&self) -> usize {
         match self {
             Work::Move { runs, .. } => runs.len(),
@@ -210,7 +210,7 @@ impl Work {
         }
     }
 
-    /// What it needs of its path.
+    /// The route that its path has to serve.
     pub(super) fn route(&self) -> Route {
         match self {
             Work::Move { between, .. } => between.route(),

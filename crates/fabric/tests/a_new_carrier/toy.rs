@@ -166,7 +166,7 @@ impl Carrier for Toy {
 
     /// Nobody tells a toy that is closed when its peers copy no more.
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
-        cx.note_let_go();
+        cx.note_released();
         false
     }
 

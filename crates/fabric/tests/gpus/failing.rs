@@ -1,4 +1,4 @@
-//! Drivers that fail.
+//! GPU drivers that fail.
 
 use kvlane_fabric::{Failure, Op, Transport};
 

@@ -1,4 +1,4 @@
-//! Memory that is used otherwise as soon as that may be: nothing of before touches it any more.
+//! Memory that its owner reuses as soon as it may: no earlier transfer touches it any more.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A carrier from outside that reaches GPUs: what it hears of them, and of the memories of a post.
+//! A carrier from outside the crate that reaches GPUs: what it is told about GPUs, and about both memories of a post.
 
 use std::sync::Arc;
 

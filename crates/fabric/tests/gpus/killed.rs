@@ -1,4 +1,4 @@
-//! Memory of GPUs of two processes, one of which is killed.
+//! Two processes with GPU memory, one of which is killed.
 
 use std::time::{Duration, Instant};
 

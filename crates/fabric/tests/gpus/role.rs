@@ -1,4 +1,4 @@
-//! The part of another process: an engine with memory on a GPU of its own, and the lines that it obeys.
+//! The role of a second process: an engine with memory on a GPU of its own, driven by lines on its standard input.
 
 use kvlane_fabric::{EngineOptions, Handle, Op, Transport};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What arrives: any lists, between host and GPUs, over each transport.
+//! Lists of any shape arrive, between host and GPUs, over each transport.
 
 use kvlane_fabric::{EngineOptions, Op, Options, Pages, Pieces, Place, Run, Transfer, Transport};
 use proptest::collection::vec;

@@ -1,4 +1,4 @@
-//! Which way bytes of GPUs go, and what cannot be.
+//! Which path the bytes of a GPU take, and which transfers are refused.
 
 use std::sync::Arc;
 use std::time::Duration;

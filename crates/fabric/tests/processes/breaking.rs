@@ -1,4 +1,4 @@
-//! Connections that are cut under load, or stop.
+//! Connections that are cut or stall under load.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

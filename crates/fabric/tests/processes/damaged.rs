@@ -1,4 +1,4 @@
-//! Networks that change bytes, and whose own checksums miss it.
+//! Networks that change bytes in ways that TCP's checksum misses.
 
 use kvlane_fabric::{EngineOptions, Options, Pieces, Transfer};
 

@@ -1,4 +1,4 @@
-//! Bytes that are under way for long: they do not arrive when the write they are of is over.
+//! Bytes that are held back in the network: once their WRITE has ended, they no longer arrive.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Processes that are killed, and those that are started after them.
+//! Processes that are killed, and processes that are started in their place.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Much under way at once.
+//! Many transfers in flight at once.
 
 use std::time::Instant;
 

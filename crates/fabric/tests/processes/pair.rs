@@ -1,4 +1,4 @@
-//! A connection that a proxy carries: its two ends, and what is between them.
+//! One connection that the proxy carries: its two ends, and the bytes that are held between them.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};

@@ -1,4 +1,4 @@
-//! Connections to an engine that break, stop, or are slow.
+//! A proxy before an engine: breaks its connections, stops them, or slows them down.
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener, TcpStream};

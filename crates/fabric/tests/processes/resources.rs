@@ -1,4 +1,4 @@
-//! What engines take of a process: descriptors, threads, mappings, time on its processors.
+//! Resources that engines take of a process: descriptors, threads, mappings, CPU time.
 
 use std::io::Read;
 use std::net::TcpStream;

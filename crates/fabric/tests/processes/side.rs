@@ -1,4 +1,4 @@
-//! An engine with a region, and how patient it is.
+//! An engine with a region, and the time limits of its transfers.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Processes that are stopped in the middle of a write, and go on after it has failed.
+//! Processes that are stopped in the middle of a WRITE, and resume after it has failed.
 
 use std::time::Duration;
 

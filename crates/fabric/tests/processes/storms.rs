@@ -1,4 +1,4 @@
-//! Very many writes that are given up.
+//! Storms of WRITEs that are cancelled.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Transfers that are given up: neither side touches the memory of what is over.
+//! Transfers that are cancelled: after their end, neither side touches their memory.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! What is registered anew, late, or in large numbers.
+//! Regions that are registered again, late, or in large numbers.
 
 use kvlane_fabric::{Op, Place, Run};
 

@@ -1,4 +1,4 @@
-//! Where memory cannot be read, or is not to be, or no rings can be had.
+//! Fallbacks: hosts where memory cannot be read or must not be, or where no rings can be made.
 
 use kvlane_fabric::{EngineOptions, Op, Transport};
 

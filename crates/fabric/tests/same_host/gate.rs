@@ -1,4 +1,4 @@
-//! Connections to an engine, of which one is held.
+//! A gate before an engine, which holds one of its connections.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,4 +1,4 @@
-//! Memory that its owner takes from its engine while others write and read it.
+//! Memory that its owner takes from its engine while peers write and read it.
 
 use kvlane_fabric::{EngineOptions, FabricError, Failure, Handle, Op};
 

@@ -1,4 +1,4 @@
-//! What a process takes from itself: system calls, its first thread.
+//! Handicaps that a process gives itself: forbidden system calls, an ended first thread.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Memory that is registered after a peer has connected, or under a number that other memory had, over each carrier.
+//! Memory that is registered after a peer has connected, or under a number of earlier memory, over each carrier.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! Engines of processes of one host, which read each other's memory: what arrives, and what does not when one of them is
-//! killed, stopped, closed, or forbidden to read.
+//! Engines of processes of one host, which read each other's memory. Bytes arrive, or do not count when a process is killed,
+//! stopped, closed, or forbidden to read.
 //!
 //! The other processes are this test binary, started again: see [`a_process_of_the_tests_below`].
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]

@@ -1,4 +1,4 @@
-//! What engines take of a process: descriptors, threads, mappings.
+//! Resources that engines take of a process: descriptors, threads, mappings.
 
 use std::time::Duration;
 

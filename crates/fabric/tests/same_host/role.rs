@@ -1,4 +1,4 @@
-//! The part of another process: an engine, and the lines that it obeys.
+//! The role of a second process: an engine, driven by lines on its standard input.
 
 use std::time::{Duration, Instant};
 

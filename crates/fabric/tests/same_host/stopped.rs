@@ -1,4 +1,4 @@
-//! Processes that are stopped: what they may still read when they go on is not over.
+//! Processes that are stopped: a transfer that they may still read for when they resume has not ended.
 
 use std::time::{Duration, Instant};
 

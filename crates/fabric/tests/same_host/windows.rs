@@ -1,4 +1,4 @@
-//! Windows that are closed at any moment of a read, by whoever owns the memory, while the reader lives or is stopped.
+//! Windows that their owner closes at any moment of a READ, while the reader lives or is stopped.
 
 use std::time::{Duration, Instant};
 

@@ -197,7 +197,7 @@ impl Network {
         self.made += 1;
         self.coming.insert(self.made, (peer, spec));
         let (peer, label) = (self.peers[peer], self.made);
-        self.happened.push_back(Event::Comes { peer, spec, label });
+        self.happened.push_back(Event::PathAdded { peer, spec, label });
     }
 
     /// There is one more path. What goes wrong with it, and when.
@@ -225,7 +225,7 @@ impl Network {
 
     /// A path is gone for good. Another one of its kind comes later.
     pub(crate) fn vanish(&mut self, path: PathId) {
-        self.happened.push_back(Event::Goes(path));
+        self.happened.push_back(Event::PathRemoved(path));
         if self.up.contains_key(&path) {
             self.note_not_up(path);
         }
@@ -545,7 +545,7 @@ impl Network {
 }
 
 impl Provider for Network {
-    fn came(&mut self, path: Option<PathId>, label: u64) {
+    fn path_added(&mut self, path: Option<PathId>, label: u64) {
         let (peer, spec) = self.coming.remove(&label).unwrap();
         path.into_iter().for_each(|path| self.add_path(path, peer, spec));
     }

@@ -1,4 +1,4 @@
-//! Time limits that an idle machine keeps, and that the load of a busy one stretches.
+//! Time limits that hold on an idle machine, and stretch with the load of a busy one.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! What tests with several processes share: memory, other processes, and what those leave open.
+//! Shared by tests with several processes: memory, second processes, and what those leave open.
 #![allow(
     dead_code,
     unused_imports,

@@ -1,4 +1,4 @@
-//! What a process has open.
+//! Everything that a process has open.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! What a process lets its neighbours read of itself: who it is, and which regions are registered.
+//! The card: a table in this process's memory that neighbours read. It says who this process is and which regions are
+//! registered.
 //!
 //! ```text
 //!  0                16            24      64
@@ -6,19 +7,20 @@
 //!  | engine id      | boot nonce  | 0     | for each region number: generation + 1, or 0 if none  |
 //!  +----------------+-------------+-------+-------------------------------------------------------+
 //! ```
-//! A neighbour reads the bytes of a region first and the card after them, so that bytes count only if the region was still
-//! registered once they had been read.
+//! A neighbour reads a region's bytes first and the card after them. Its bytes count only if the region was still registered
+//! once they had been read.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use crate::descriptor::REGIONS_MAX;
 use crate::identity::Identity;
 
-/// Words before those of the regions.
+/// Words (u32) before those of the regions.
 const HEAD_WORDS: usize = 16;
 pub(crate) const IDENTITY_BYTES: usize = 24;
 
-/// Of this process. It stays where it is until it is dropped, and says nothing true after that.
+/// This process's card. It stays at one address until it is dropped. Dropping it clears the identity, so late readers
+/// find no match.
 #[derive(Debug)]
 pub(crate) struct Card(Box<[AtomicU32]>);
 
@@ -32,28 +34,29 @@ impl Card {
         Card(card)
     }
 
-    /// Where neighbours find it.
+    /// Sent to neighbours, which read the card there.
     pub(crate) fn address(&self) -> u64 {
         self.0.as_ptr().expose_provenance() as u64
     }
 
-    /// The region is registered from now on. Neighbours are told, if there is a place for it here.
+    /// The region is registered from now on. A number or generation that does not fit the card stays unmarked: neighbours
+    /// cannot read it.
     pub(crate) fn add(&self, region: u32, generation: u32) {
         if let (Some(word), Some(mark)) = (self.word(region), generation.checked_add(1)) {
             word.store(mark, Ordering::SeqCst);
         }
     }
 
-    /// It is not any more. What was read of it and is checked after this counts as not read.
+    /// The region is not registered any more: a neighbour that checks the card after this refuses the bytes it has read.
     pub(crate) fn remove(&self, region: u32) {
         if let Some(word) = self.word(region) {
             word.store(0, Ordering::SeqCst);
         }
-        // Memory that is given back, and used otherwise, is so after this for everybody.
+        // The memory is reused only after this fence, so no neighbour can see the mark together with reused bytes.
         fence(Ordering::SeqCst);
     }
 
-    /// Nothing is registered any more, and nobody is here.
+    /// No region is registered any more, and the identity is gone: every later read is refused.
     pub(crate) fn clear(&self) {
         self.0.iter().for_each(|word| word.store(0, Ordering::SeqCst));
         fence(Ordering::SeqCst);
@@ -66,12 +69,12 @@ impl Card {
 
 impl Drop for Card {
     fn drop(&mut self) {
-        // Its memory may be read for a while by those who knew it.
+        // Neighbours that know the address may still read this memory for a while.
         self.clear();
     }
 }
 
-/// As they stand at the beginning of a card.
+/// The first [`IDENTITY_BYTES`] of a card.
 pub(crate) fn identity_bytes(identity: Identity) -> [u8; IDENTITY_BYTES] {
     let mut bytes = [0; IDENTITY_BYTES];
     bytes[..16].copy_from_slice(&identity.engine.to_le_bytes());
@@ -79,7 +82,8 @@ pub(crate) fn identity_bytes(identity: Identity) -> [u8; IDENTITY_BYTES] {
     bytes
 }
 
-/// Where a card says what of a region is registered, and what it says if it is this generation. None: it is not told.
+/// The address of a region's word on a card, and the value that it has while this generation is registered. None: the card
+/// has no such word.
 pub(crate) fn mark_of(card: u64, region: u32, generation: u32) -> Option<(u64, u32)> {
     let mark = generation.checked_add(1).filter(|_| region < REGIONS_MAX)?;
     Some((card + 4 * (HEAD_WORDS as u64 + u64::from(region)), mark))

@@ -1,11 +1,11 @@
-//! Copies from the memory of neighbours, by several threads.
+//! Copies memory of neighbours into this process, on several threads.
 //!
-//! One system call copies with one processor, which reaches a part of what the host's memory has. So what is to be copied is
-//! cut into calls, and whoever is free makes the next one: threads of its own, and whoever waits for something of the
-//! engine. Neighbours take turns, so that none waits until a long list of another is done.
+//! One system call copies on one core, which uses only a part of the host's memory bandwidth. So each copy is cut into calls
+//! of [`CALL_BYTES`]. Helper threads make them, and so do threads that wait for the engine. Neighbours take turns, so a long
+//! list of one does not hold up the others.
 //!
 //! ```text
-//!  begin: cut --> waiting calls, by neighbour --> whoever is free --> the last call of a copy: it is over
+//!  begin: cut --> waiting calls, one lane per neighbour --> any free thread --> last call done: ended, taken by take_ended
 //! ```
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
@@ -24,61 +24,61 @@ use super::neighbour::{Neighbour, PullError, PulledRange, RANGES_MAX};
 use crate::carrier::Job;
 use crate::ranges::Spots;
 
-/// Bytes of a call. A call costs a few microseconds beside its bytes.
+/// Bytes of a call. Each call costs a few microseconds beside its bytes.
 const CALL_BYTES: usize = 128 << 10;
-/// With fewer bytes nobody is woken: whoever has begun it would be done before.
+/// Smaller copies wake no helper: the thread that began one is done before a helper runs.
 const SHARED_BYTES_MIN: usize = 2 * CALL_BYTES;
-/// Calls that somebody makes who has other things to do too: a small transfer that this thread waits for may be over meanwhile.
+/// Calls that a waiting thread makes before it looks at the engine again: the transfer it waits for may be done by then.
 const CALLS_A_TURN: usize = 2;
-/// How long a thread looks for more before it sleeps. Of large transfers the next one mostly follows sooner.
+/// How long a helper spins before it sleeps. With large transfers the next copy mostly follows sooner.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// Regions of a neighbour, by number and generation.
+/// A neighbour's regions, as (number, generation).
 pub(crate) type Generations = Arc<[(u32, u32)]>;
 
-/// A number of a copy, not used twice.
+/// Names a copy. Never reused within a process.
 pub(crate) type CopyId = u64;
 
-/// Threads are made when they are first needed, and sleep when there is nothing to copy.
+/// The queue's owner. It starts the helper threads when they are first needed; they sleep while there is nothing to copy.
 #[derive(Debug)]
 pub(crate) struct Copies {
     helpers: usize,
     threads: Vec<JoinHandle<()>>,
-    shared: Arc<Shared>,
+    queue: Arc<CopyQueue>,
     next: CopyId,
-    /// Whether somebody sleeps until the descriptor can be read.
+    /// A thread sleeps until the eventfd is readable.
     has_sleeper: bool,
 }
 
-/// Bytes to be copied from a neighbour. Its memory belongs to it until it is over.
+/// Bytes to copy from a neighbour. The destination belongs to the copy until it has ended.
 #[derive(Debug)]
 pub(crate) struct NewCopy {
     pub(crate) neighbour: Arc<Neighbour>,
     pub(crate) ranges: Vec<PulledRange>,
-    /// Of the neighbour's regions, which have to be registered still when the bytes have been read. None: of memory that the
-    /// neighbour has offered for this.
+    /// The neighbour's regions, which must still be registered once the bytes were read. None: the neighbour itself
+    /// named these addresses, for this copy.
     pub(crate) regions: Option<Generations>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
-    /// Changes when there is something to do. Only for those who look without the lock.
+struct CopyQueue {
+    state: Mutex<QueueState>,
+    /// Counts copies that are worth waking a helper for. Read without the lock.
     turns: AtomicU64,
-    /// Calls that nobody has begun, and who makes one right now. For those who look without the lock.
+    /// Calls that no thread has begun, and threads that make one right now. Read without the lock.
     waiting: AtomicUsize,
     at_work: AtomicUsize,
-    /// Copies are over that nobody has taken.
+    /// `QueueState::ended` is not empty. Read without the lock.
     has_ended: AtomicBool,
-    /// Whoever takes them sleeps until `wake` can be read.
+    /// The thread that takes ended copies sleeps, so the next end writes to `wake`.
     is_awaited: AtomicBool,
     wake: OwnedFd,
     begun: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Each with the calls of one neighbour.
+struct QueueState {
+    /// One lane per neighbour, each with copies that have calls left.
     waiting: VecDeque<VecDeque<Arc<Copy>>>,
     ended: Vec<(CopyId, Result<(), PullError>)>,
     sleeping: usize,
@@ -91,49 +91,49 @@ struct Copy {
     neighbour: Arc<Neighbour>,
     regions: Option<Generations>,
     calls: Vec<Vec<PulledRange>>,
-    progress: Mutex<Progress>,
+    progress: Mutex<CopyProgress>,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
-    /// Calls that were begun, and of them those that are over.
+struct CopyProgress {
+    /// Calls that were begun, and of them those that have returned.
     begun: usize,
     over: usize,
-    /// What went wrong first.
+    /// The first error.
     failed: Option<PullError>,
-    /// Nobody wants it any more: no call is begun.
+    /// No further call is made.
     is_given_up: bool,
 }
 
-/// A copy that was begun.
+/// Names a copy that was begun, to cancel it or to see what it writes.
 #[derive(Debug, Clone)]
-pub(crate) struct Begun(Arc<Copy>);
+pub(crate) struct CopyHandle(Arc<Copy>);
 
-impl Begun {
+impl CopyHandle {
     pub(crate) fn id(&self) -> CopyId {
         self.0.id
     }
 
-    /// No further call is made. It is over when [`Copies::take_ended`] says so.
+    /// Makes no further call. The copy ends when [`Copies::take_ended`] returns it.
     pub(crate) fn give_up(&self) {
         self.0.progress.lock().is_given_up = true;
     }
 
-    /// Whether it writes any of this.
+    /// Whether the copy writes any of this memory.
     pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
         self.0.calls.iter().flatten().any(|range| memory.overlap_host(range.to))
     }
 }
 
-/// A few calls of whatever is to be copied.
+/// A job: up to [`CALLS_A_TURN`] calls of any copy.
 #[derive(Debug)]
-pub(crate) struct CopyTurn(Arc<Shared>);
+pub(crate) struct CopyTurn(Arc<CopyQueue>);
 
 impl Job for CopyTurn {
     fn run(&mut self) {
         let mut state = self.0.state.lock();
         for _ in 0..CALLS_A_TURN {
-            // Whoever gives the job back looks at what is over: nobody need be woken for it.
+            // The thread that puts the job back takes ended copies itself, so nothing need be woken.
             if !self.0.make_call(&mut state) || self.0.has_ended.load(Ordering::Acquire) {
                 return;
             }
@@ -146,9 +146,9 @@ impl Job for CopyTurn {
 }
 
 impl Copies {
-    /// So many threads in all, whoever waits among them. `wake`: an eventfd.
+    /// `threads`: how many copy at most, including one that waits in a call. `wake`: an eventfd.
     pub(crate) fn new(threads: usize, wake: OwnedFd) -> Copies {
-        let shared = Shared {
+        let queue = CopyQueue {
             state: Mutex::default(),
             turns: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
@@ -161,36 +161,36 @@ impl Copies {
         Copies {
             helpers: threads.saturating_sub(1),
             threads: Vec::new(),
-            shared: Arc::new(shared),
+            queue: Arc::new(queue),
             next: 0,
             has_sleeper: false,
         }
     }
 
-    /// The descriptor that tells that a copy is over, where somebody sleeps.
+    /// The eventfd that becomes readable when a copy ends while a thread sleeps.
     pub(crate) fn wake(&self) -> &OwnedFd {
-        &self.shared.wake
+        &self.queue.wake
     }
 
-    /// Begins a copy. After an error some of its bytes may have been read.
+    /// Begins a copy. After an error some of its bytes may have been written.
     ///
     /// # Safety
-    /// The destinations are valid for writes, and belong to the copy until [`Copies::take_ended`] has told that it is over, or
-    /// this was dropped.
-    pub(crate) unsafe fn begin(&mut self, copy: NewCopy) -> Begun {
+    /// The destinations are valid for writes, and belong to the copy until [`Copies::take_ended`] has returned it, or until
+    /// `self` was dropped.
+    pub(crate) unsafe fn begin(&mut self, copy: NewCopy) -> CopyHandle {
         let NewCopy { neighbour, ranges, regions } = copy;
         let bytes: usize = ranges.iter().map(|range| range.to.len).sum();
         let (id, calls) = (self.next, cut(ranges));
         self.next += 1;
         let copy = Arc::new(Copy { id, neighbour, regions, calls, progress: Mutex::default() });
-        let is_shared = bytes >= SHARED_BYTES_MIN && self.has_helpers();
-        let mut state = self.shared.state.lock();
+        let is_shared = bytes >= SHARED_BYTES_MIN && self.ensure_helpers();
+        let mut state = self.queue.state.lock();
         if copy.calls.is_empty() {
             state.ended.push((id, Ok(())));
-            self.shared.has_ended.store(true, Ordering::Release);
-            return Begun(copy);
+            self.queue.has_ended.store(true, Ordering::Release);
+            return CopyHandle(copy);
         }
-        self.shared.waiting.fetch_add(copy.calls.len(), Ordering::AcqRel);
+        self.queue.waiting.fetch_add(copy.calls.len(), Ordering::AcqRel);
         let of_neighbour = |lane: &&mut VecDeque<Arc<Copy>>| {
             lane.front().is_some_and(|first| Arc::ptr_eq(&first.neighbour, &copy.neighbour))
         };
@@ -199,61 +199,62 @@ impl Copies {
             None => state.waiting.push_back([Arc::clone(&copy)].into()),
         }
         if is_shared {
-            self.shared.turns.fetch_add(1, Ordering::Release);
+            self.queue.turns.fetch_add(1, Ordering::Release);
             if state.sleeping > 0 {
-                self.shared.begun.notify_all();
+                self.queue.begun.notify_all();
             }
         }
-        Begun(copy)
+        CopyHandle(copy)
     }
 
-    /// Whether somebody who has time may make calls.
+    /// Whether a waiting thread may make calls: some are left, and fewer threads are copying than allowed.
     pub(crate) fn has_turn(&self) -> bool {
-        let Shared { waiting, at_work, .. } = &*self.shared;
+        let CopyQueue { waiting, at_work, .. } = &*self.queue;
         waiting.load(Ordering::Acquire) > 0 && at_work.load(Ordering::Acquire) <= self.helpers
     }
 
-    /// For whoever has time.
+    /// Calls for a thread that has nothing else to do.
     pub(crate) fn take_turn(&self) -> Option<CopyTurn> {
-        self.has_turn().then(|| CopyTurn(Arc::clone(&self.shared)))
+        self.has_turn().then(|| CopyTurn(Arc::clone(&self.queue)))
     }
 
-    /// Copies that are over: nobody touches their memory any more.
+    /// Copies that have ended since the last call. Nothing touches their memory any more.
     pub(crate) fn take_ended(&self) -> Vec<(CopyId, Result<(), PullError>)> {
-        if !self.shared.has_ended.swap(false, Ordering::AcqRel) {
+        if !self.queue.has_ended.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }
-        std::mem::take(&mut self.shared.state.lock().ended)
+        std::mem::take(&mut self.queue.state.lock().ended)
     }
 
-    /// From now on the end of a copy is told by the descriptor. False: one is over already, or a call waits for somebody.
+    /// From now on the end of a copy makes the eventfd readable. False: a copy has ended already, so the caller must
+    /// not sleep.
     pub(crate) fn prepare_to_sleep(&mut self) -> bool {
         self.has_sleeper = true;
-        self.shared.is_awaited.store(true, Ordering::SeqCst);
-        !self.shared.has_ended.load(Ordering::SeqCst)
+        self.queue.is_awaited.store(true, Ordering::SeqCst);
+        !self.queue.has_ended.load(Ordering::SeqCst)
     }
 
     pub(crate) fn woken(&mut self) {
         self.has_sleeper = false;
-        self.shared.is_awaited.store(false, Ordering::SeqCst);
+        self.queue.is_awaited.store(false, Ordering::SeqCst);
     }
 
-    /// Somebody has read the descriptor. If it was not whoever sleeps for it, that is to be told of the next end all the same.
-    pub(crate) fn was_told(&self) {
+    /// A thread has read the eventfd. If another thread sleeps on it, the next end has to write to it again.
+    pub(crate) fn rearm_wake(&self) {
         if self.has_sleeper {
-            self.shared.is_awaited.store(true, Ordering::SeqCst);
+            self.queue.is_awaited.store(true, Ordering::SeqCst);
         }
     }
 
-    /// Whether there are helpers.
-    fn has_helpers(&mut self) -> bool {
+    /// Starts the helper threads that are missing. Whether there are any.
+    fn ensure_helpers(&mut self) -> bool {
         while self.threads.len() < self.helpers {
-            let shared = Arc::clone(&self.shared);
+            let queue = Arc::clone(&self.queue);
             let thread = std::thread::Builder::new().name("kvlane-fabric-copy".into());
-            match thread.spawn(move || shared.help()) {
+            match thread.spawn(move || queue.run_helper()) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
-                    tracing::warn!(%error, "no more threads can be made to copy between processes");
+                    tracing::warn!(%error, threads = self.threads.len(), "cannot start another copy thread");
                     self.helpers = self.threads.len();
                 }
             }
@@ -264,22 +265,22 @@ impl Copies {
 
 impl Drop for Copies {
     fn drop(&mut self) {
-        let mut state = self.shared.state.lock();
+        let mut state = self.queue.state.lock();
         state.is_stopped = true;
         state.waiting.clear();
         drop(state);
-        self.shared.begun.notify_all();
+        self.queue.begun.notify_all();
         crate::audit::takes_time("the end of threads");
         for thread in self.threads.drain(..) {
-            // It does not panic; if it did, there is nothing left to end.
+            // A helper does not panic. If one did, there is nothing left to end.
             let _ = thread.join();
         }
     }
 }
 
-impl Shared {
-    /// Makes the next call, if there is one.
-    fn make_call(&self, state: &mut MutexGuard<'_, State>) -> bool {
+impl CopyQueue {
+    /// Makes the next call. False if none is left.
+    fn make_call(&self, state: &mut MutexGuard<'_, QueueState>) -> bool {
         let Some(mut lane) = state.waiting.pop_front() else { return false };
         let Some(copy) = lane.front().cloned() else { return true };
         let (index, is_wanted) = {
@@ -292,14 +293,15 @@ impl Shared {
             lane.pop_front();
         }
         if !lane.is_empty() {
-            // Others have their turn.
+            // The other neighbours come first.
             state.waiting.push_back(lane);
         }
         let mut made = Err(PullError::GivenUp);
         if is_wanted {
             self.at_work.fetch_add(1, Ordering::AcqRel);
-            // SAFETY: whoever began the copy keeps its memory for it until it is over. Two calls write the same bytes only where
-            // the runs of a transfer overlap; the kernel copies, nothing here refers to them, and transfers promise no order.
+            // SAFETY: the caller of `begin` keeps the memory for the copy until it has ended. Two calls write the
+            // same bytes only where the runs of a transfer overlap. The kernel does the copying, nothing here refers
+            // to the bytes, and transfers promise no order.
             made = MutexGuard::unlocked(state, || unsafe { copy.call(index) });
             self.at_work.fetch_sub(1, Ordering::AcqRel);
         }
@@ -317,16 +319,16 @@ impl Shared {
         true
     }
 
-    /// Wakes whoever sleeps until copies are over, if some are.
+    /// Wakes the thread that sleeps until copies end, if one has ended.
     fn wake_waiter(&self) {
         if self.has_ended.load(Ordering::SeqCst) && self.is_awaited.swap(false, Ordering::SeqCst) {
-            // A counter that is full wakes too.
+            // A full eventfd counter is readable too, so a failed write loses nothing.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    /// What a helper does.
-    fn help(&self) {
+    /// The loop of a helper thread.
+    fn run_helper(&self) {
         let mut state = self.state.lock();
         while !state.is_stopped {
             let seen = self.turns.load(Ordering::Acquire);
@@ -337,7 +339,7 @@ impl Shared {
             let is_new = || self.turns.load(Ordering::Acquire) != seen;
             MutexGuard::unlocked(&mut state, || {
                 while !is_new() && Instant::now() < until {
-                    // Where there are fewer processors than there is work, somebody else needs this one.
+                    // With fewer cores than threads, another thread needs this one.
                     std::thread::yield_now();
                 }
             });
@@ -364,7 +366,7 @@ impl Copy {
     }
 }
 
-/// The same ranges in the same order, in lists of so many bytes and ranges at the most.
+/// Cuts ranges into calls of at most [`CALL_BYTES`] and [`RANGES_MAX`] ranges. Their order stays.
 fn cut(ranges: Vec<PulledRange>) -> Vec<Vec<PulledRange>> {
     let mut lists = Vec::new();
     let (mut list, mut room) = (Vec::new(), CALL_BYTES);
@@ -407,8 +409,8 @@ mod tests {
         Arc::new(Neighbour::probe(std::process::id(), card.address(), ME).unwrap())
     }
 
-    /// Makes calls until a copy is over, and answers what came of it.
-    fn outcome_of(copies: &Copies, begun: &Begun) -> Result<(), PullError> {
+    /// Makes calls until a copy has ended, and returns its outcome.
+    fn outcome_of(copies: &Copies, begun: &CopyHandle) -> Result<(), PullError> {
         loop {
             if let Some(mut turn) = copies.take_turn() {
                 turn.run();
@@ -421,7 +423,7 @@ mod tests {
         }
     }
 
-    /// Ranges from the end of one piece of memory to the other way round in another.
+    /// Ranges of these lengths, from the end of `from` backwards, to the same offsets of `to`.
     fn ranges(lens: &[usize], from: &mut [u8], to: &mut [u8]) -> Vec<PulledRange> {
         let (from_base, to_base) =
             (from.as_mut_ptr().expose_provenance(), to.as_mut_ptr().expose_provenance());
@@ -442,7 +444,7 @@ mod tests {
                 PulledRange { to: Piece { address: at, len: *len }, from: 2 * at as u64 }
             };
             let ranges: Vec<PulledRange> = lens.iter().chain(&short).map(range).collect();
-            // Neighbouring ranges that continue each other are the same bytes as one.
+            // Ranges that continue each other are the same bytes as one range.
             let joined = |ranges: &[PulledRange]| {
                 let mut joined: Vec<PulledRange> = Vec::new();
                 for range in ranges.iter().filter(|range| range.to.len > 0) {
@@ -485,7 +487,7 @@ mod tests {
         }
     }
 
-    /// It was taken for one that had read all its bytes.
+    /// A copy that was given up once counted as one that had read all its bytes.
     #[test]
     fn a_copy_that_is_given_up_is_not_done() {
         let card = Card::new(ME);

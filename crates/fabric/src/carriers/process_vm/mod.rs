@@ -1,19 +1,21 @@
-//! Bytes from the memory of one process straight into another's of the same host, by process_vm (cross-memory attach, "cma").
+//! The carrier "cma": copies bytes from another process of this host straight into this one, with `process_vm_readv`
+//! (cross-memory attach).
 //!
-//! Whoever the bytes are for reads them, so that nobody writes another's memory: a READ is done by the reader alone, for a
-//! WRITE its peer is asked to read. Writes of less than a page go with the words that ask for it.
+//! A *neighbour* is a peer on this host. The side that wants the bytes always reads them, so no process writes into another.
+//! For a READ this process reads the peer; for a WRITE it asks the peer to read. A WRITE of less than a page travels inside
+//! the request instead.
 //!
 //! ```text
 //!  connecting side                                            listening side
-//!   connect: offer: connection, pid, card ------------------> reads the card: can it be read?
-//!   reads the card <--------- accepted: the same of this side - or refused: why not
-//!   up
-//!   READ:  reads the bytes, then the card
-//!   WRITE: Pull: token, runs, addresses --------------------> reads the bytes
-//!          <------------------------------ Done: tokens -----
-//!          Inline: token, runs, bytes ----------------------> places them
+//!  connect: offer: connection, pid, card ------------------> probes the card: may it read this process?
+//!  probes the card <--------- accepted: the same of this side - or refused: the reason
+//!  up
+//!  READ:  reads the bytes, then the card
+//!  WRITE: Pull: token, runs, addresses --------------------> reads the bytes
+//!         <------------------------------ Done: tokens -----
+//!         Inline: token, runs, bytes ----------------------> places them
 //! ```
-//! The bytes of words, all little-endian:
+//! The wire format, all little-endian:
 //!
 //! ```text
 //!  offer:     | connection u64 | card u64 | pid u32 |            accepted: as the offer, with its connection
@@ -21,8 +23,13 @@
 //!  Inline:    | 2 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | the bytes |
 //!  Done:      | 3 u8 | 0 x 3 | count u32 | count outcomes |
 //! ```
-//! Runs and outcomes are those of [`crate::wire`]. A neighbour that was asked to read may do so whenever it goes on, however long
-//! it was stopped: such a WRITE is over when it has confirmed, or is gone, and not by time.
+//! [`crate::wire`] draws runs and outcomes.
+//!
+//! The [`card`] says which regions are registered. A READ fetches the card after the bytes, in the same call, so bytes
+//! of a region that was unregistered meanwhile are refused. For a WRITE the reading side checks its own regions.
+//!
+//! A neighbour that was asked to read may be stopped for any length of time and read when it resumes. A lease therefore
+//! cannot end such a WRITE: it ends when the neighbour confirms, or when its process is gone.
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
@@ -44,10 +51,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 pub(crate) use self::card::Card;
-use self::copies::{Begun, Copies, CopyId, CopyTurn, Generations, NewCopy};
+use self::copies::{Copies, CopyHandle, CopyId, CopyTurn, Generations, NewCopy};
 pub(crate) use self::neighbour::Neighbour;
 use self::neighbour::{PullError, PulledRange};
-use self::served::Serving;
+use self::served::ServedNeighbour;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};
@@ -65,14 +72,15 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Token};
 use crate::watch::{Interest, Watch};
 use crate::wire::WireRun;
 
-/// A post that reads has so many times the bytes of another: it is read in calls anyway, and nobody waits for a part of it.
-/// Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
+/// A READ's chunk is this many times as large as other posts, because the copy is cut into calls anyway. No other process
+/// waits for a part of it. With posts of 512 KiB, the work beside copying was a tenth of a READ of 1 MiB.
 const READ_CHUNKS: u64 = 4;
-/// Writes of fewer bytes, less than a page, go with the words that ask for them.
+/// WRITEs below this size, less than a page, travel inside the request.
 const PULLED_BYTES_MIN: u64 = 4096;
-/// What a descriptor says of a region the peer tells too, about as soon. If it has not after so long, it never will.
-const KEYS_PATIENCE: Duration = Duration::from_secs(1);
-/// The tag of the descriptor that tells that copies are over.
+/// The peer reports a region over the control connection at about the time at which its descriptor names it. A region that
+/// was not reported for this long never will be.
+const KEYS_TIMEOUT: Duration = Duration::from_secs(1);
+/// Watch tag of the eventfd that [`Copies`] writes when copies have ended.
 const WAKE: u64 = 0;
 
 #[derive(Debug)]
@@ -81,37 +89,37 @@ pub(crate) struct ProcessVm {
     copies: Copies,
     watch: Watch,
     read_bytes: u64,
-    /// The path to each peer, from its control connection's coming to its end.
+    /// One path per peer, from the time its control connection is up until that ends.
     paths: Numbered<PeerId, PathId>,
-    peers: Numbered<PeerId, Reader>,
-    posted: Numbered<Token, Posted>,
-    serving: Numbered<SessionId, Serving>,
-    copying: Numbered<CopyId, Copying>,
-    /// Cards to be read, and broken connections whose peer may be gone.
+    peers: Numbered<PeerId, ConnectedPeer>,
+    posted: Numbered<Token, CmaPost>,
+    serving: Numbered<SessionId, ServedNeighbour>,
+    copying: Numbered<CopyId, ActiveCopy>,
+    /// Cards to be probed, and broken connections whose peer may have exited. Each becomes a job.
     probes: Vec<Probe>,
-    probing: usize,
+    probes_running: usize,
     is_closed: bool,
-    /// Of broken connections that are fenced, by whom their writes were to be read.
+    /// WRITEs of broken, fenced connections, by connection. Kept to see whether the neighbour that was to read them is gone.
     pulling: HashMap<u64, Pulling>,
 }
 
-/// Writes of a broken connection that its peer may still read.
+/// WRITEs of a broken connection that its peer may still read.
 #[derive(Debug)]
 struct Pulling {
     neighbour: Arc<Neighbour>,
     tokens: Vec<Token>,
 }
 
-/// A peer that this process reads from, or is going to.
+/// A peer that this process has made an offer to, and reads from once its card was probed.
 #[derive(Debug)]
-struct Reader {
+struct ConnectedPeer {
     path: PathId,
     number: u32,
-    /// Drawn for each offer.
+    /// Random; drawn anew for each offer.
     connection: u64,
-    /// None: it has not accepted yet, or its card has not been read.
+    /// None until the peer has accepted and its card was probed.
     neighbour: Option<Arc<Neighbour>>,
-    /// Regions that the peer has not told of, for which posts were handed back.
+    /// Regions that the peer has not reported yet, and for which posts were answered `NotNow`.
     awaited: Vec<Awaited>,
 }
 
@@ -120,51 +128,51 @@ struct Awaited {
     region: u32,
     generation: u32,
     since: Duration,
-    /// For so long that posts for it are refused.
+    /// [`KEYS_TIMEOUT`] is over, so posts for it are refused.
     is_late: bool,
 }
 
 #[derive(Debug)]
-struct Posted {
+struct CmaPost {
     peer: PeerId,
-    what: Asked,
+    method: PostMethod,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Asked {
-    /// The peer reads.
+enum PostMethod {
+    /// The peer reads the bytes.
     Pull,
-    /// The bytes went with the words.
+    /// The bytes travelled inside the request.
     Inline,
-    /// This process reads.
+    /// This process reads the bytes.
     Read(CopyId),
 }
 
-/// A copy under way.
+/// A copy in flight.
 #[derive(Debug)]
-struct Copying {
-    begun: Begun,
-    whose: Whose,
+struct ActiveCopy {
+    handle: CopyHandle,
+    origin: CopyOrigin,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Whose {
-    /// A read of ours, over this connection.
+enum CopyOrigin {
+    /// A READ of this process, over this connection.
     Ours { token: Token, connection: u64 },
-    /// A write of a neighbour's, over this connection of its.
+    /// A neighbour's WRITE, over a connection that the neighbour made.
     Theirs { session: SessionId, owner: Owner, connection: u64, token: u64, weight: usize },
 }
 
-/// Whether a process can be read.
+/// A job: tries to read a neighbour's card, or looks whether a neighbour's process is gone.
 #[derive(Debug)]
 pub(crate) struct Probe {
-    what: Probed,
+    target: ProbeTarget,
     found: Option<Result<Arc<Neighbour>, ProbeError>>,
     is_gone: bool,
 }
 
 #[derive(Debug, Clone)]
-enum Probed {
+enum ProbeTarget {
     Peer {
         peer: PeerId,
         connection: u64,
@@ -186,11 +194,11 @@ enum Probed {
 
 impl Job for Probe {
     fn run(&mut self) {
-        match &self.what {
-            Probed::Peer { at, identity, .. } | Probed::Session { at, identity, .. } => {
+        match &self.target {
+            ProbeTarget::Peer { at, identity, .. } | ProbeTarget::Session { at, identity, .. } => {
                 self.found = Some(Neighbour::probe(at.pid, at.card, *identity).map(Arc::new));
             }
-            Probed::Broken { neighbour, .. } => self.is_gone = !neighbour.is_there(),
+            ProbeTarget::Broken { neighbour, .. } => self.is_gone = !neighbour.is_there(),
         }
     }
 
@@ -199,7 +207,7 @@ impl Job for Probe {
     }
 }
 
-/// Notes on the card what is registered.
+/// Marks regions and windows on the card while they are registered. A region's key is its base address, u64 little-endian.
 #[derive(Debug)]
 struct CardRegistrar(Arc<Card>);
 
@@ -229,15 +237,15 @@ impl Registrar for CardRegistrar {
     }
 }
 
-impl Reader {
-    /// When posts that wait for a region are to be refused.
-    fn patient_until(&self) -> Option<Duration> {
+impl ConnectedPeer {
+    /// When the oldest wait for a region runs out.
+    fn awaited_deadline(&self) -> Option<Duration> {
         let waiting = self.awaited.iter().filter(|awaited| !awaited.is_late);
-        waiting.map(|awaited| awaited.since + KEYS_PATIENCE).min()
+        waiting.map(|awaited| awaited.since + KEYS_TIMEOUT).min()
     }
 
-    /// A post needs a region that the peer has not told of. Whether it is to be refused.
-    fn is_late(&mut self, now: Duration, region: u32, generation: u32) -> bool {
+    /// Notes that a post waits for this region. True if it has waited for too long and the post is to be refused.
+    fn await_region(&mut self, now: Duration, region: u32, generation: u32) -> bool {
         let is_it = |awaited: &&Awaited| (awaited.region, awaited.generation) == (region, generation);
         if let Some(awaited) = self.awaited.iter().find(is_it) {
             return awaited.is_late;
@@ -248,7 +256,7 @@ impl Reader {
 }
 
 impl ProcessVm {
-    /// `threads`: copy at the most, whoever waits among them. `chunk_bytes`: of a usual post.
+    /// `threads`: how many copy at most, including one that waits in a call. `chunk_bytes`: size of a usual post.
     pub(crate) fn open(
         me: Identity,
         watch: Watch,
@@ -268,7 +276,7 @@ impl ProcessVm {
             serving: Numbered::default(),
             copying: Numbered::default(),
             probes: Vec::new(),
-            probing: 0,
+            probes_running: 0,
             is_closed: false,
             pulling: HashMap::new(),
         })
@@ -278,15 +286,15 @@ impl ProcessVm {
         Invitation { card: self.card.address(), pid: std::process::id() }
     }
 
-    fn probe(&mut self, what: Probed) {
-        self.probes.push(Probe { what, found: None, is_gone: false });
+    fn probe(&mut self, target: ProbeTarget) {
+        self.probes.push(Probe { target, found: None, is_gone: false });
     }
 
-    /// A card was read, or could not be.
-    fn probed(&mut self, cx: &mut Context<'_>, probe: Probe) {
-        let Probe { what, found, is_gone } = probe;
-        match (what, found) {
-            (Probed::Peer { peer, connection, .. }, Some(found)) => {
+    /// A probe is done: brings the path up, accepts or refuses the session, or reports that a neighbour is gone.
+    fn finish_probe(&mut self, cx: &mut Context<'_>, probe: Probe) {
+        let Probe { target, found, is_gone } = probe;
+        match (target, found) {
+            (ProbeTarget::Peer { peer, connection, .. }, Some(found)) => {
                 let Some(reader) = self.peers.get_mut(&peer).filter(|reader| reader.connection == connection)
                 else {
                     return;
@@ -299,45 +307,46 @@ impl ProcessVm {
                     Err(error) => self.give_up(cx, peer, trouble(&error)),
                 }
             }
-            (Probed::Session { session, connection, .. }, Some(Ok(neighbour))) => {
+            (ProbeTarget::Session { session, connection, .. }, Some(Ok(neighbour))) => {
                 let Some(owner) = cx.owner(session) else { return };
-                self.serving.insert(session, Serving::new(owner, connection, neighbour));
+                self.serving.insert(session, ServedNeighbour::new(owner, connection, neighbour));
                 let answer = Offer { connection, at: self.invitation() };
                 cx.accept(session, answer.encode());
             }
-            (Probed::Session { session, .. }, Some(Err(error))) => {
+            (ProbeTarget::Session { session, .. }, Some(Err(error))) => {
                 tracing::debug!(?session, %error, "a peer's memory cannot be read");
                 cx.refuse(session, &refusal(error.errno()));
             }
-            (Probed::Broken { connection, .. }, _) if is_gone => cx.fenced(connection),
+            (ProbeTarget::Broken { connection, .. }, _) if is_gone => cx.fenced(connection),
             _ => {}
         }
     }
 
-    /// There is no way to a peer until its next control connection.
+    /// Removes the path to a peer. Its next control connection starts anew.
     fn give_up(&mut self, cx: &mut Context<'_>, peer: PeerId, why: String) {
         self.end(cx, peer, &why);
         self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
         cx.cannot_reach(peer, why);
     }
 
-    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    /// Ends the connection to a peer. A post on it completes once nothing touches its memory any more.
     fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
-        let Some(Reader { path, number, connection, neighbour, .. }) = self.peers.remove(&peer) else {
+        let Some(ConnectedPeer { path, number, connection, neighbour, .. }) = self.peers.remove(&peer) else {
             return;
         };
         cx.broke(path, number, why);
         let of_peer = self.posted.iter().filter(|(_, posted)| posted.peer == peer);
-        let mut of_peer: Vec<(Token, Asked)> = of_peer.map(|(token, posted)| (*token, posted.what)).collect();
+        let mut of_peer: Vec<(Token, PostMethod)> =
+            of_peer.map(|(token, posted)| (*token, posted.method)).collect();
         of_peer.sort_unstable_by_key(|(token, _)| *token);
         let (mut pulled, mut inline) = (Vec::new(), Vec::new());
-        for (token, what) in of_peer {
-            match what {
-                Asked::Pull => pulled.push(token),
-                Asked::Inline => inline.push(token),
-                // Over when the copy is.
-                Asked::Read(copy) => {
-                    self.copying.get(&copy).iter().for_each(|copying| copying.begun.give_up());
+        for (token, method) in of_peer {
+            match method {
+                PostMethod::Pull => pulled.push(token),
+                PostMethod::Inline => inline.push(token),
+                // The post completes when the copy has ended.
+                PostMethod::Read(copy) => {
+                    self.copying.get(&copy).iter().for_each(|copying| copying.handle.give_up());
                     continue;
                 }
             }
@@ -353,14 +362,14 @@ impl ProcessVm {
         }
     }
 
-    /// A part of a transfer. Its runs are in the host's memory on both sides.
+    /// Posts a part of a transfer. Its runs are in host memory on both sides.
     fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
         let CarrierPost { peer, token, op, runs, .. } = *post;
         let reader = self.peers.get_mut(&peer).ok_or(NotNow)?;
         let connection = reader.connection;
         let neighbour = reader.neighbour.clone().ok_or(NotNow)?;
         let bytes: u64 = runs.iter().map(|run| run.len).sum();
-        let what = match op {
+        let method = match op {
             Op::Write => {
                 let wire = runs.iter().map(|run| WireRun {
                     region: run.region,
@@ -368,14 +377,14 @@ impl ProcessVm {
                     offset: run.offset,
                     len: run.len,
                 });
-                let (what, words) = if bytes < PULLED_BYTES_MIN {
+                let (method, words) = if bytes < PULLED_BYTES_MIN {
                     // SAFETY: the memory belongs to the post.
-                    (Asked::Inline, unsafe { Words::inline(token.number(), wire, runs) })
+                    (PostMethod::Inline, unsafe { Words::inline(token.number(), wire, runs) })
                 } else {
-                    (Asked::Pull, Words::pull(token.number(), bytes, wire, runs))
+                    (PostMethod::Pull, Words::pull(token.number(), bytes, wire, runs))
                 };
                 cx.send(Party::Peer(peer), words);
-                what
+                method
             }
             Op::Read => {
                 let mut regions = Vec::new();
@@ -384,7 +393,9 @@ impl ProcessVm {
                     let found = match cx.remote_memory(peer, run) {
                         RemoteMemory::Known(found) => pulled_ranges(run.local.piece, &found),
                         RemoteMemory::None => None,
-                        RemoteMemory::NotYet if reader.is_late(cx.now, run.region, run.generation) => None,
+                        RemoteMemory::NotYet if reader.await_region(cx.now, run.region, run.generation) => {
+                            None
+                        }
                         RemoteMemory::NotYet => return Err(NotNow),
                     };
                     let Some(found) = found else {
@@ -397,33 +408,35 @@ impl ProcessVm {
                     ranges.extend(found);
                 }
                 let regions: Option<Generations> = Some(regions.into());
-                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
-                let begun = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
-                let copy = begun.id();
-                self.copying.insert(copy, Copying { begun, whose: Whose::Ours { token, connection } });
-                Asked::Read(copy)
+                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is
+                // over.
+                let handle = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
+                let copy = handle.id();
+                self.copying
+                    .insert(copy, ActiveCopy { handle, origin: CopyOrigin::Ours { token, connection } });
+                PostMethod::Read(copy)
             }
         };
-        self.posted.insert(token, Posted { peer, what });
+        self.posted.insert(token, CmaPost { peer, method });
         Ok(())
     }
 
-    /// Copies that are over. Whether there were any.
+    /// Completes the posts and requests whose copies have ended. True if there were any.
     fn take_ended(&mut self, cx: &mut Context<'_>) -> bool {
         let ended = self.copies.take_ended();
         let any = !ended.is_empty();
         if self.is_closed && self.copying.len() == ended.len() {
-            // Whoever finds nobody here any more knows that nothing of its own is read.
+            // From here on a neighbour may assume that this process no longer reads its memory.
             self.card.clear();
         }
         for (copy, outcome) in ended {
-            let Some(Copying { whose, .. }) = self.copying.remove(&copy) else { continue };
-            cx.note_let_go();
-            match whose {
-                Whose::Ours { token, connection } => {
-                    let Some(Posted { peer, .. }) = self.posted.remove(&token) else { continue };
-                    // Of a connection that has ended nobody knows what else came of it.
-                    let is_of = |reader: &Reader| reader.connection == connection;
+            let Some(ActiveCopy { origin, .. }) = self.copying.remove(&copy) else { continue };
+            cx.note_released();
+            match origin {
+                CopyOrigin::Ours { token, connection } => {
+                    let Some(CmaPost { peer, .. }) = self.posted.remove(&token) else { continue };
+                    // If that connection is gone, the outcome of its other posts is unknown, so this one's is too.
+                    let is_of = |reader: &ConnectedPeer| reader.connection == connection;
                     let is_connected = self.peers.get(&peer).is_some_and(is_of);
                     match outcome {
                         _ if !is_connected => cx.completed(token, Completion::Unknown),
@@ -435,8 +448,8 @@ impl ProcessVm {
                         }
                     }
                 }
-                Whose::Theirs { session, connection, token, weight, .. } => {
-                    self.pull_is_over(cx, session, connection, token, weight, outcome);
+                CopyOrigin::Theirs { session, connection, token, weight, .. } => {
+                    self.finish_pull(cx, session, connection, token, weight, outcome);
                 }
             }
         }
@@ -464,7 +477,7 @@ impl Carrier for ProcessVm {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let reader = Reader { path, number, connection, neighbour: None, awaited: Vec::new() };
+        let reader = ConnectedPeer { path, number, connection, neighbour: None, awaited: Vec::new() };
         self.peers.insert(peer, reader);
         let offer = Offer { connection, at: self.invitation() };
         cx.offer(peer, offer.encode());
@@ -474,11 +487,11 @@ impl Carrier for ProcessVm {
         let Offer { connection, at } = Offer::decode(offer)?;
         let Some(Owner(identity)) = cx.owner(session) else { return Ok(()) };
         self.stop_serving(session);
-        // Of several offers of one session the last counts.
+        // A session's last offer replaces its earlier ones.
         let is_its =
-            |probe: &Probe| matches!(probe.what, Probed::Session { session: of, .. } if of == session);
+            |probe: &Probe| matches!(probe.target, ProbeTarget::Session { session: of, .. } if of == session);
         self.probes.retain(|probe| !is_its(probe));
-        self.probe(Probed::Session { session, connection, at, identity });
+        self.probe(ProbeTarget::Session { session, connection, at, identity });
         Ok(())
     }
 
@@ -486,9 +499,9 @@ impl Carrier for ProcessVm {
         let Offer { connection: offered, at } = Offer::decode(answer)?;
         let identity = cx.peers.get(&peer).and_then(|peer| peer.whom.identity);
         let connection = self.peers.get(&peer).map(|reader| reader.connection);
-        // An answer to an earlier offer says nothing of this one.
+        // An answer to an earlier offer says nothing about this one.
         if let (Some(identity), Some(connection)) = (identity, connection.filter(|it| *it == offered)) {
-            self.probe(Probed::Peer { peer, connection, at, identity });
+            self.probe(ProbeTarget::Peer { peer, connection, at, identity });
         }
         Ok(())
     }
@@ -516,7 +529,7 @@ impl Carrier for ProcessVm {
             return;
         };
         let is_awaited = |awaited: &Awaited| cx.is_awaited(peer, awaited.region, awaited.generation);
-        // Also of what nobody asks for again. The time of the others goes on.
+        // Drops reported regions, also those that no post asks for again. The others keep waiting from when they began.
         reader.awaited.retain(is_awaited);
         cx.ready(reader.path);
     }
@@ -532,8 +545,8 @@ impl Carrier for ProcessVm {
             (Party::Peer(peer), Words::Done(outcomes)) => {
                 for outcome in outcomes {
                     let token = Token::from_number(outcome.token);
-                    let is_asked = |posted: &&Posted| {
-                        posted.peer == peer && matches!(posted.what, Asked::Pull | Asked::Inline)
+                    let is_asked = |posted: &&CmaPost| {
+                        posted.peer == peer && matches!(posted.method, PostMethod::Pull | PostMethod::Inline)
                     };
                     if self.posted.get(&token).filter(is_asked).is_some() {
                         self.posted.remove(&token);
@@ -547,11 +560,11 @@ impl Carrier for ProcessVm {
     }
 
     fn answer(&mut self, cx: &mut Context<'_>) {
-        self.report_done(cx);
+        self.send_outcomes(cx);
     }
 
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
-        let is_it = |reader: &Reader| (reader.path, reader.number) == (path, connection);
+        let is_it = |reader: &ConnectedPeer| (reader.path, reader.number) == (path, connection);
         let peer = self.peers.iter().find(|(_, reader)| is_it(reader)).map(|(peer, _)| *peer);
         peer.into_iter()
             .for_each(|peer| self.end(cx, peer, "a part of a transfer took too long, or it is not wanted"));
@@ -564,16 +577,15 @@ impl Carrier for ProcessVm {
     fn descriptor_ready(&mut self, _: &mut Context<'_>, _: u64) {
         let mut count = [0; 8];
         let _ = rustix::io::read(self.copies.wake(), &mut count);
-        self.copies.was_told();
+        self.copies.rearm_wake();
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         let any = self.take_ended(cx);
-        self.report_done(cx);
+        self.send_outcomes(cx);
         for reader in self.peers.values_mut() {
-            if reader.patient_until().is_some_and(|until| until <= cx.now) {
-                let late =
-                    reader.awaited.iter_mut().filter(|awaited| awaited.since + KEYS_PATIENCE <= cx.now);
+            if reader.awaited_deadline().is_some_and(|until| until <= cx.now) {
+                let late = reader.awaited.iter_mut().filter(|awaited| awaited.since + KEYS_TIMEOUT <= cx.now);
                 late.for_each(|awaited| awaited.is_late = true);
                 cx.ready(reader.path);
             }
@@ -583,7 +595,7 @@ impl Carrier for ProcessVm {
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
         let now = (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO);
-        now.or_else(|| self.peers.values().filter_map(Reader::patient_until).min())
+        now.or_else(|| self.peers.values().filter_map(ConnectedPeer::awaited_deadline).min())
     }
 
     fn is_expecting(&self) -> bool {
@@ -592,7 +604,7 @@ impl Carrier for ProcessVm {
 
     fn take_job(&mut self) -> Option<Box<dyn Job>> {
         if let Some(probe) = self.probes.pop() {
-            self.probing += 1;
+            self.probes_running += 1;
             return Some(Box::new(probe));
         }
         self.copies.take_turn().map(|turn| Box::new(turn) as Box<dyn Job>)
@@ -601,14 +613,14 @@ impl Carrier for ProcessVm {
     fn put_back(&mut self, cx: &mut Context<'_>, job: Box<dyn Job>) {
         match job.into_any().downcast::<Probe>() {
             Ok(probe) => {
-                self.probing -= 1;
-                cx.note_let_go();
-                self.probed(cx, *probe);
+                self.probes_running -= 1;
+                cx.note_released();
+                self.finish_probe(cx, *probe);
             }
             Err(other) => {
                 debug_assert!(other.is::<CopyTurn>());
                 self.take_ended(cx);
-                self.report_done(cx);
+                self.send_outcomes(cx);
             }
         }
     }
@@ -622,15 +634,15 @@ impl Carrier for ProcessVm {
     }
 
     fn fence(&mut self, _: &mut Context<'_>, from: Owner, connection: u64) -> bool {
-        let is_it = |serving: &Serving| serving.owner == from && serving.connection == connection;
+        let is_it = |serving: &ServedNeighbour| serving.owner == from && serving.connection == connection;
         let sessions = self.serving.iter().filter(|(_, serving)| is_it(serving)).map(|(session, _)| *session);
         sessions.collect::<Vec<_>>().into_iter().for_each(|session| self.stop_serving(session));
-        let is_of_it = |whose: &Whose| matches!(whose, Whose::Theirs { owner, connection: c, .. } if (*owner, *c) == (from, connection));
-        !self.copying.values().any(|copying| is_of_it(&copying.whose))
+        let is_of_it = |origin: &CopyOrigin| matches!(origin, CopyOrigin::Theirs { owner, connection: c, .. } if (*owner, *c) == (from, connection));
+        !self.copying.values().any(|copying| is_of_it(&copying.origin))
     }
 
     fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
-        // Of the same connection, those whose bytes went with the words are over by time, and say nothing of the others.
+        // Inline WRITEs of the same connection end by the lease. That says nothing about the pulled ones, so these stay.
         if let Some(Pulling { tokens: left, .. }) = self.pulling.get_mut(&connection) {
             left.retain(|token| !tokens.contains(token));
             if left.is_empty() {
@@ -641,22 +653,22 @@ impl Carrier for ProcessVm {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+    fn probe_gone(&mut self, _: &mut Context<'_>, connection: u64) {
         if let Some(neighbour) = self.pulling.get(&connection).map(|pulling| Arc::clone(&pulling.neighbour)) {
-            self.probe(Probed::Broken { connection, neighbour });
+            self.probe(ProbeTarget::Broken { connection, neighbour });
         }
     }
 
     fn touches(&self, memory: Touched<'_>) -> bool {
-        // What a peer reads of this process's memory it reads itself.
+        // Neighbours read this process's memory by themselves: no copy here does it for them.
         let Touched { spots, reader: None } = memory else { return false };
-        self.copying.values().any(|copying| copying.begun.touches(spots))
+        self.copying.values().any(|copying| copying.handle.touches(spots))
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         let Touched { spots, reader: None } = memory else { return };
-        let touching = self.copying.values().filter(|copying| copying.begun.touches(spots));
-        touching.for_each(|copying| copying.begun.give_up());
+        let touching = self.copying.values().filter(|copying| copying.handle.touches(spots));
+        touching.for_each(|copying| copying.handle.give_up());
     }
 
     fn close_all(&mut self, cx: &mut Context<'_>) {
@@ -670,11 +682,11 @@ impl Carrier for ProcessVm {
     }
 
     fn is_busy(&self) -> bool {
-        !self.copying.is_empty() || self.probing > 0
+        !self.copying.is_empty() || self.probes_running > 0
     }
 }
 
-/// What is to be read into a piece, from the addresses that keys say. None: a key is none of this carrier's.
+/// Where to read the bytes of a piece from: each key is a region's base address. None: a key is not one of this carrier's.
 fn pulled_ranges(to: Piece, found: &[RemoteBytes<'_>]) -> Option<Vec<PulledRange>> {
     let mut left = to;
     let range = |bytes: &RemoteBytes<'_>| {
@@ -686,7 +698,7 @@ fn pulled_ranges(to: Piece, found: &[RemoteBytes<'_>]) -> Option<Vec<PulledRange
     found.iter().map(range).collect()
 }
 
-/// In words: why this process cannot read the peer.
+/// For this process's user: why it cannot read the peer.
 fn trouble(error: &ProbeError) -> String {
     match error {
         ProbeError::NotPermitted { errno, hint } => {
@@ -699,7 +711,7 @@ fn trouble(error: &ProbeError) -> String {
     }
 }
 
-/// In words, for the peer: why this process cannot read it.
+/// For the peer's user: why this process cannot read the peer.
 fn refusal(errno: Errno) -> String {
     match errno {
         Errno::PERM | Errno::ACCESS => {

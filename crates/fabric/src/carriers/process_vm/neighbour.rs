@@ -1,4 +1,4 @@
-//! A process of this host that lets its memory be read.
+//! Reads the memory of one process of this host with `process_vm_readv`, and checks its card in the same call.
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
@@ -10,7 +10,7 @@ use super::card::{IDENTITY_BYTES, identity_bytes, mark_of};
 use crate::identity::Identity;
 use crate::ranges::Piece;
 
-/// Bytes to be read from another process: to where, and from which address of its.
+/// Bytes to read from another process, from an address of that process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PulledRange {
     pub(crate) to: Piece,
@@ -18,34 +18,35 @@ pub(crate) struct PulledRange {
 }
 
 impl PulledRange {
-    /// The first bytes of it, and the others.
+    /// The first `len` bytes, and the rest.
     pub(crate) fn split_at(self, len: usize) -> (PulledRange, PulledRange) {
         let first = PulledRange { to: Piece { len, ..self.to }, from: self.from };
-        // A peer may name any address, the last of all too, behind which there is nothing to be read.
+        // A peer may name any address, even the very last one. The rest is empty there, so the wrapped address is never read.
         (first, PulledRange { to: self.to.after(len), from: self.from.wrapping_add(len as u64) })
     }
 }
 
-/// Most ranges of one call: each region of theirs may need a range of its own beside them.
+/// Most parts of one call. Each part may lie in another region, whose card word is one more iovec, and the kernel
+/// takes 1,024.
 pub(crate) const RANGES_MAX: usize = 500;
 
-/// Why nothing was read that counts.
+/// Why the bytes that were read do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(crate) enum PullError {
     #[error("the peer's process is gone")]
     Gone,
-    /// Memory that is not registered, or not there, or another generation.
+    /// The memory is not registered, not mapped, or of another generation.
     #[error("not the peer's registered memory")]
     Refused,
-    /// Nobody wanted the bytes any more before all were read.
+    /// The copy was cancelled before all bytes were read.
     #[error("the copy was given up")]
     GivenUp,
-    /// This says nothing of the memory: the process may not be read any more, or not now.
+    /// The process cannot be read any more, or not now. That says nothing about its memory.
     #[error("the peer's memory cannot be read any more: {0}")]
     Failed(Errno),
 }
 
-/// A process whose card was read.
+/// A process whose card was read and named the expected engine.
 #[derive(Debug)]
 pub(crate) struct Neighbour {
     process: RemoteProcess,
@@ -54,9 +55,9 @@ pub(crate) struct Neighbour {
 }
 
 impl Neighbour {
-    /// Reads the card at this address of the process with this pid, by the very call that transfers will use.
+    /// Reads the card at this address of this pid, by the very call that transfers will use.
     pub(crate) fn probe(pid: u32, card: u64, identity: Identity) -> Result<Neighbour, ProbeError> {
-        crate::audit::takes_time("a look into another process");
+        crate::audit::takes_time("a read of another process's card");
         let neighbour = Neighbour { process: RemoteProcess::open(pid)?, identity, card };
         let mut found = [0u8; IDENTITY_BYTES];
         let local = [range(found.as_mut_ptr(), IDENTITY_BYTES)];
@@ -70,14 +71,14 @@ impl Neighbour {
         }
     }
 
-    /// Whether its engine may still be there: then its card is, unless that cannot be read.
+    /// Whether its engine may still be there. A process that cannot be read counts as there, since its card may be too.
     pub(crate) fn is_there(&self) -> bool {
         // SAFETY: there is no destination.
         let card = unsafe { self.read(&[], &[]) };
         matches!(card, Ok(()) | Err(PullError::Failed(_)))
     }
 
-    /// Reads bytes of memory that the neighbour offered for this, at most [`RANGES_MAX`] parts.
+    /// Reads addresses that the neighbour itself named, at most [`RANGES_MAX`] parts.
     ///
     /// # Safety
     /// The destinations are valid for writes, and belong to this call.
@@ -86,8 +87,8 @@ impl Neighbour {
         unsafe { self.copy(parts, &mut [], &[]) }
     }
 
-    /// Reads bytes of regions, given by number and generation, at most [`RANGES_MAX`] parts. They count if all regions
-    /// were still registered after the last byte had been read.
+    /// Reads regions, named by (number, generation), at most [`RANGES_MAX`] parts. The bytes count only if all regions were
+    /// still registered after the last byte was read.
     ///
     /// # Safety
     /// As for [`Neighbour::pull`].
@@ -113,7 +114,7 @@ impl Neighbour {
         }
     }
 
-    /// One call: the parts, and after them what of the card is asked for.
+    /// One system call: the parts first, then the words of the card.
     ///
     /// # Safety
     /// As for [`Neighbour::pull`].
@@ -136,12 +137,12 @@ impl Neighbour {
         let bytes = parts.iter().map(|part| part.to.len).sum::<usize>() + found.len();
         // SAFETY: the destinations are the caller's, and `found` is ours alone.
         let read = unsafe { self.process.read(&local, &theirs) };
-        // Asked after the call: if it lives now, no other process had its pid meanwhile.
+        // Checked after the call: if the process lives now, no other process can have had its pid meanwhile.
         match read {
             _ if self.process.has_exited() => Err(PullError::Gone),
             Ok(read) if read == bytes as u64 => Ok(()),
             Ok(_) | Err(Errno::FAULT) => Err(PullError::Refused),
-            // Also where its first thread has ended and others go on.
+            // ESRCH too: the kernel says so if a process's first thread has ended while others go on.
             Err(errno) => Err(PullError::Failed(errno)),
         }
     }
@@ -178,7 +179,7 @@ mod tests {
         let neighbour = neighbour(&card);
         let from = piece(&mut theirs).address as u64;
         let (first, second) = mine.split_at_mut(5000);
-        // The halves change places.
+        // The halves swap.
         let parts =
             [PulledRange { to: piece(first), from: from + 5000 }, PulledRange { to: piece(second), from }];
         theirs[..5000].fill(4);

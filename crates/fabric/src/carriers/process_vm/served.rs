@@ -1,4 +1,4 @@
-//! What is known of a neighbour whose writes this process reads: its requests and their outcomes.
+//! A neighbour whose WRITEs this process carries out: how much it has queued, and outcomes to be sent.
 
 use std::sync::Arc;
 
@@ -6,20 +6,20 @@ use super::neighbour::Neighbour;
 use crate::carrier::Owner;
 use crate::wire::Outcome;
 
-/// A neighbour whose writes this process reads.
+/// State of one session, from its accepted offer until the session or the connection ends.
 #[derive(Debug)]
-pub(super) struct Serving {
+pub(super) struct ServedNeighbour {
     pub(super) owner: Owner,
-    /// As the neighbour has drawn it.
+    /// Drawn by the neighbour; unique among its connections.
     pub(super) connection: u64,
     pub(super) neighbour: Arc<Neighbour>,
-    /// What it has asked for counts so much until it is over.
+    /// Weight of its requests in flight, in ranges; bounded by `RANGES_QUEUED_MAX`.
     pub(super) queued: usize,
     pub(super) outcomes: Vec<Outcome>,
 }
 
-impl Serving {
-    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> Serving {
-        Serving { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
+impl ServedNeighbour {
+    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> ServedNeighbour {
+        ServedNeighbour { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
     }
 }

@@ -1,24 +1,24 @@
-//! What neighbours ask this process to read.
+//! Serves neighbours' WRITEs: reads the bytes that they ask for, or places those that came inside the request.
 
 use std::sync::Arc;
 
 use super::copies::NewCopy;
 use super::neighbour::{PullError, PulledRange};
 use super::words::Words;
-use super::{Copying, ProcessVm, Whose};
+use super::{ActiveCopy, CopyOrigin, ProcessVm};
 use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
 use crate::ranges::Piece;
 use crate::wire::{Fate, Outcome, WireRun};
 
-/// What a request takes beside its ranges, as a number of them.
+/// A request counts as this many ranges, beside its own.
 const REQUEST_RANGES: usize = 4;
-/// Ranges that a neighbour may have asked this process to read at a time, 24 bytes each.
+/// Ranges that one neighbour may have in flight here, 24 bytes each.
 const RANGES_QUEUED_MAX: usize = 1 << 20;
-/// Outcomes that are said at once.
+/// Outcomes of one Done.
 const OUTCOMES_AT_ONCE: usize = 1024;
 
 impl ProcessVm {
-    /// A neighbour's write is to be read from there.
+    /// A neighbour asks this process to read its WRITE from these addresses.
     pub(super) fn pull(
         &mut self,
         cx: &mut Context<'_>,
@@ -28,7 +28,7 @@ impl ProcessVm {
         addresses: &[u64],
     ) -> Result<(), BadWords> {
         let Some(serving) = self.serving.get_mut(&session) else {
-            return Err(BadWords("a request of a neighbour that is none"));
+            return Err(BadWords("a request of a session that is not served"));
         };
         crate::audit::serves(runs.len());
         let Some(pieces) = pieces(cx, serving.owner, runs) else {
@@ -44,14 +44,14 @@ impl ProcessVm {
         let copy =
             NewCopy { neighbour: Arc::clone(&serving.neighbour), ranges: ranges.collect(), regions: None };
         let (owner, connection) = (serving.owner, serving.connection);
-        // SAFETY: the destinations are registered memory: a region is not given back before no copy touches it.
-        let begun = unsafe { self.copies.begin(copy) };
-        let whose = Whose::Theirs { session, owner, connection, token, weight };
-        self.copying.insert(begun.id(), Copying { begun, whose });
+        // SAFETY: the destinations are registered memory, and a region is not given back before no copy touches it.
+        let handle = unsafe { self.copies.begin(copy) };
+        let origin = CopyOrigin::Theirs { session, owner, connection, token, weight };
+        self.copying.insert(handle.id(), ActiveCopy { handle, origin });
         Ok(())
     }
 
-    /// A neighbour's write that came with its bytes: less than a page.
+    /// Places a neighbour's WRITE of less than a page, whose bytes came inside the request.
     pub(super) fn place(
         &mut self,
         cx: &mut Context<'_>,
@@ -61,7 +61,7 @@ impl ProcessVm {
         mut bytes: &[u8],
     ) -> Result<(), BadWords> {
         let Some(serving) = self.serving.get_mut(&session) else {
-            return Err(BadWords("a request of a neighbour that is none"));
+            return Err(BadWords("a request of a session that is not served"));
         };
         crate::audit::serves(runs.len());
         crate::audit::copies_few(bytes.len());
@@ -70,12 +70,12 @@ impl ProcessVm {
         for Piece { address, len } in pieces.unwrap_or_default() {
             let Some((first, rest)) = bytes.split_at_checked(len) else { break };
             bytes = rest;
-            // The peer counts on this.
+            // The peer reuses its memory when the lease is over, so nothing may be placed after that.
             if !cx.may_place() {
-                return Err(BadWords("it has said back nothing new for too long to place its bytes"));
+                return Err(BadWords("its lease expired: it has not echoed a recent stamp"));
             }
-            // SAFETY: the piece lies in a registered region, which is valid for writes of `len` bytes until it is given back,
-            // for which the engine's lock is needed that this thread holds. Others write it only as such memory may be.
+            // SAFETY: the piece lies in a registered region, valid for writes of `len` bytes until the region is given back.
+            // Giving it back takes the engine's lock, which this thread holds. Other threads write such memory as they may.
             unsafe {
                 let to = std::ptr::with_exposed_provenance_mut(address);
                 std::ptr::copy_nonoverlapping(first.as_ptr(), to, len);
@@ -85,8 +85,8 @@ impl ProcessVm {
         Ok(())
     }
 
-    /// A copy for a neighbour is over.
-    pub(super) fn pull_is_over(
+    /// A copy for a neighbour has ended: queues the outcome of its WRITE.
+    pub(super) fn finish_pull(
         &mut self,
         cx: &mut Context<'_>,
         session: SessionId,
@@ -102,11 +102,11 @@ impl ProcessVm {
         serving.queued -= weight;
         match outcome {
             Ok(()) => serving.outcomes.push(Outcome { token, fate: Fate::Placed }),
-            // Given up where the memory is not registered any more.
+            // A copy is given up here if its memory was unregistered.
             Err(PullError::Refused | PullError::GivenUp) => {
                 serving.outcomes.push(Outcome { token, fate: Fate::Refused });
             }
-            // Nothing is known of this write. If the neighbour is still there, it takes another way.
+            // The outcome of this WRITE is unknown. If the neighbour is still there, it uses another carrier from now on.
             Err(error) => {
                 tracing::debug!(?session, %error, "a neighbour's memory cannot be read any more");
                 cx.refuse(session, &error.to_string());
@@ -115,8 +115,8 @@ impl ProcessVm {
         }
     }
 
-    /// Says what has become of neighbours' writes.
-    pub(super) fn report_done(&mut self, cx: &mut Context<'_>) {
+    /// Sends neighbours the outcomes of their WRITEs.
+    pub(super) fn send_outcomes(&mut self, cx: &mut Context<'_>) {
         for (session, serving) in &mut self.serving {
             for outcomes in std::mem::take(&mut serving.outcomes).chunks(OUTCOMES_AT_ONCE) {
                 cx.send(Party::Session(*session), Words::done(outcomes));
@@ -124,16 +124,17 @@ impl ProcessVm {
         }
     }
 
-    /// Nothing more is read for a session, but what is under way.
+    /// Serves nothing more for a session, and cancels its copies. Those in flight end by themselves.
     pub(super) fn stop_serving(&mut self, session: SessionId) {
         self.serving.remove(&session);
-        let is_of_it = |whose: &Whose| matches!(whose, Whose::Theirs { session: of, .. } if *of == session);
-        let of_session = self.copying.values().filter(|copying| is_of_it(&copying.whose));
-        of_session.for_each(|copying| copying.begun.give_up());
+        let is_of_it =
+            |origin: &CopyOrigin| matches!(origin, CopyOrigin::Theirs { session: of, .. } if *of == session);
+        let of_session = self.copying.values().filter(|copying| is_of_it(&copying.origin));
+        of_session.for_each(|copying| copying.handle.give_up());
     }
 }
 
-/// Where these bytes belong; None: they are refused.
+/// Where the runs lie in this process. None: the peer may not write there, or a run is on a GPU.
 fn pieces(cx: &Context<'_>, Owner(peer): Owner, runs: &[WireRun]) -> Option<Vec<Piece>> {
     let mut spots = Vec::with_capacity(runs.len());
     for run in runs {

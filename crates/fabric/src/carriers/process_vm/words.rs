@@ -1,4 +1,4 @@
-//! What the two sides say to each other; drawn at [`super`].
+//! The words of the two sides, as bytes. [`super`] draws them.
 
 #![allow(unsafe_code, reason = "registered memory is read")]
 
@@ -13,24 +13,24 @@ const INLINE: u8 = 2;
 const DONE: u8 = 3;
 const CUT: BadWords = BadWords("words that are cut off");
 
-/// Where a process lets its card be read.
+/// How another process finds this process's card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Invitation {
     pub(super) card: u64,
     pub(super) pid: u32,
 }
 
-/// What is offered to a peer.
+/// The offer, and the answer that accepts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Offer {
     pub(super) connection: u64,
     pub(super) at: Invitation,
 }
 
-/// What is said once a path is up.
+/// Everything that is sent once the path is up.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Words<'a> {
-    /// As many addresses as runs.
+    /// One address for each run, in the memory of the side that asks.
     Pull {
         token: u64,
         runs: Vec<WireRun>,
@@ -68,7 +68,7 @@ impl Offer {
 }
 
 impl<'a> Words<'a> {
-    /// The peer is to read these runs, from this process's memory.
+    /// Asks the peer to read these runs from this process's memory.
     pub(super) fn pull(
         token: u64,
         bytes: u64,
@@ -81,7 +81,7 @@ impl<'a> Words<'a> {
         words
     }
 
-    /// The peer is to place the bytes of these runs, which are few.
+    /// Asks the peer to place these few bytes, which travel with the request.
     ///
     /// # Safety
     /// The runs are valid for reads in this process's memory.
@@ -98,8 +98,8 @@ impl<'a> Words<'a> {
         for run in posted {
             let (from, len, at) = (run.local.piece.pointer(), run.local.piece.len, words.len());
             words.resize(at + len, 0);
-            // SAFETY: the caller's promise; the words are our own. Others may write the memory meanwhile, which only mixes
-            // its bytes.
+            // SAFETY: valid by the caller's promise, and the words are our own. A thread that writes the memory
+            // meanwhile only mixes the bytes.
             unsafe { std::ptr::copy_nonoverlapping(from, words[at..].as_mut_ptr(), len) };
         }
         words
@@ -112,7 +112,7 @@ impl<'a> Words<'a> {
         words
     }
 
-    /// From a peer that has proved the secret, and may say anything.
+    /// The sender has proved the secret, but may still send any bytes.
     pub(super) fn decode(words: &'a [u8]) -> Result<Words<'a>, BadWords> {
         let (head, rest) = words.split_first_chunk::<HEAD_BYTES>().ok_or(CUT)?;
         let count = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
@@ -155,7 +155,7 @@ fn begin_move(
     words
 }
 
-/// What has to hold for bytes of any origin.
+/// Invariants of the parsers, for the fuzz targets: any input may come.
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Ok(offer) = Offer::decode(bytes) {

@@ -1,4 +1,4 @@
-//! What passes through slots on one connection, in order.
+//! The queue of slots on one connection, in both directions and in order.
 
 use std::collections::VecDeque;
 
@@ -8,11 +8,11 @@ use crate::ranges::{Piece, Spot, bytes_of};
 use crate::transfers::Token;
 use crate::wire::Fate;
 
-/// Slots that one connection has at a time in each direction: bytes are copied to or from one while the socket has another,
-/// and a peer that is slow has no more than these.
+/// Slots that one connection holds at a time per direction. The driver copies one while the socket has another, and a slow
+/// peer holds no more than these.
 pub(super) const SLOTS_A_LINK: usize = 4;
 
-/// A part of a frame's bytes, no more of which are on GPUs than a slot holds, and its slot.
+/// A part of a frame's bytes with its slot, which holds those of the bytes that are on GPUs.
 #[derive(Debug)]
 pub(crate) struct SlotPart {
     pub(crate) slot: Slot,
@@ -20,7 +20,7 @@ pub(crate) struct SlotPart {
 }
 
 impl SlotPart {
-    /// For the socket.
+    /// Where the socket reads or writes the part: GPU bytes in the slot, host bytes in place.
     pub(crate) fn host_pieces(&self) -> Vec<Piece> {
         self.slot.host_pieces(&self.spots)
     }
@@ -30,48 +30,48 @@ impl SlotPart {
     }
 }
 
-/// Bytes that leave a GPU's memory.
+/// Bytes that leave a GPU's memory, as one WRITE or as the answer to one READ.
 #[derive(Debug)]
-pub(crate) struct Outgoing {
-    pub(crate) what: Frame,
-    /// Not copied yet.
+pub(crate) struct StagedSend {
+    pub(crate) frame: StagedFrame,
+    /// The driver has not begun to copy these.
     pub(crate) left: VecDeque<Spot>,
-    /// Being copied into their slots, in the order in which they go out.
+    /// Being copied into their slots, in sending order.
     pub(crate) copying: VecDeque<SlotPart>,
-    /// The driver could not copy some; nothing more goes out.
+    /// The driver failed to copy a part, so no further part is sent.
     pub(crate) has_failed: bool,
 }
 
-/// What goes ahead of the bytes.
+/// The head that is sent before each part.
 #[derive(Debug)]
-pub(crate) enum Frame {
-    /// A write of ours, with its runs as they go over the wire, and how many they are.
+pub(crate) enum StagedFrame {
+    /// A WRITE of this process. `entries`: its runs in wire format; `runs`: how many.
     Write { token: Token, entries: Vec<u8>, runs: usize },
-    /// An answer to the peer's read of this token; a frame for each part.
+    /// The answer to the peer's READ with this token. Each part goes in a frame of its own.
     Data { token: u64 },
 }
 
 /// Bytes of one frame that go to a GPU's memory.
 #[derive(Debug)]
-pub(crate) struct Incoming {
+pub(crate) struct StagedReceive {
     pub(crate) token: u64,
-    /// Still to come, beside those of the part that is filled.
+    /// Bytes still to come, without those of the part being filled.
     pub(crate) left: VecDeque<Spot>,
-    /// Being copied out of their slots.
+    /// Being copied from their slots to the GPU.
     pub(crate) copying: Vec<SlotPart>,
     pub(crate) has_failed: bool,
 }
 
-/// Of one connection. Bytes that come are those of the last frame in `incoming`.
+/// Both directions of one connection. The bytes that come next belong to the last frame in `incoming`.
 #[derive(Debug, Default)]
 pub(crate) struct Lane {
-    pub(crate) outgoing: VecDeque<Outgoing>,
-    /// Slots whose bytes the socket has not taken, and what the link has written when it has.
+    pub(crate) outgoing: VecDeque<StagedSend>,
+    /// Slots whose bytes the socket has not taken yet. The number is the link's `written` count at which it has.
     pub(crate) written: VecDeque<(u64, Slot)>,
-    pub(crate) incoming: VecDeque<Incoming>,
-    /// What the socket receives into.
+    pub(crate) incoming: VecDeque<StagedReceive>,
+    /// The part that the socket receives into.
     pub(crate) filling: Option<SlotPart>,
-    /// Of a peer that is served: who, and which connection of its.
+    /// The peer that is served, and its connection. None: this process made the connection.
     pub(crate) of: Option<(Identity, u64)>,
 }
 
@@ -80,40 +80,40 @@ impl Lane {
         self.outgoing.is_empty() && self.written.is_empty() && self.incoming.is_empty()
     }
 
-    /// Whether one more slot is for this connection.
+    /// Whether this connection may take one more slot for sending.
     pub(super) fn may_send_more(&self) -> bool {
         let copying: usize = self.outgoing.iter().map(|outgoing| outgoing.copying.len()).sum();
         copying + self.written.len() < SLOTS_A_LINK
     }
 
-    /// The same for what comes.
+    /// Whether this connection may take one more slot for receiving.
     pub(super) fn may_receive_more(&self) -> bool {
         let copying: usize = self.incoming.iter().map(|incoming| incoming.copying.len()).sum();
         copying + usize::from(self.filling.is_some()) < SLOTS_A_LINK
     }
 
-    /// Whether bytes are to come next for which there is no slot yet.
+    /// Whether the next bytes of the socket have no slot yet.
     pub(crate) fn awaits_slot(&self) -> bool {
         self.filling.is_none() && self.incoming.back().is_some_and(|incoming| !incoming.left.is_empty())
     }
 
-    /// Whether bytes are to be copied next for which there is no slot yet.
+    /// Whether bytes wait for a slot, to be copied from the GPU.
     pub(super) fn awaits_slot_to_send(&self) -> bool {
         self.may_send_more() && self.outgoing.iter().any(|outgoing| !outgoing.left.is_empty())
     }
 
-    /// Whether a driver copies something.
+    /// Whether a copy of the driver is in flight.
     pub(super) fn is_copying(&self) -> bool {
         self.outgoing.iter().any(|outgoing| !outgoing.copying.is_empty())
             || self.incoming.iter().any(|incoming| !incoming.copying.is_empty())
     }
 
-    /// Pieces that are to be sent for the peer or for us.
+    /// Pieces that wait to be sent, for the peer or for this process; each send counts as one more.
     pub(crate) fn queued(&self) -> usize {
         self.outgoing.iter().map(|outgoing| outgoing.left.len() + 1).sum()
     }
 
-    /// All memory that it is still to read or write.
+    /// All memory that is still to be read or written.
     pub(super) fn spots(&self) -> impl Iterator<Item = &Spot> {
         let out = self.outgoing.iter().flat_map(|outgoing| {
             outgoing.left.iter().chain(outgoing.copying.iter().flat_map(|part| &part.spots))
@@ -125,12 +125,12 @@ impl Lane {
     }
 }
 
-impl Outgoing {
-    pub(crate) fn new(what: Frame, spots: Vec<Spot>) -> Outgoing {
-        Outgoing { what, left: spots.into(), copying: VecDeque::new(), has_failed: false }
+impl StagedSend {
+    pub(crate) fn new(frame: StagedFrame, spots: Vec<Spot>) -> StagedSend {
+        StagedSend { frame, left: spots.into(), copying: VecDeque::new(), has_failed: false }
     }
 
-    /// The driver could not do it.
+    /// The driver failed: drops what was not copied.
     pub(crate) fn fail(&mut self) {
         self.has_failed = true;
         self.left.clear();
@@ -141,9 +141,9 @@ impl Outgoing {
     }
 }
 
-impl Incoming {
-    pub(crate) fn new(token: u64, spots: Vec<Spot>) -> Incoming {
-        Incoming { token, left: spots.into(), copying: Vec::new(), has_failed: false }
+impl StagedReceive {
+    pub(crate) fn new(token: u64, spots: Vec<Spot>) -> StagedReceive {
+        StagedReceive { token, left: spots.into(), copying: Vec::new(), has_failed: false }
     }
 
     pub(crate) fn fate(&self) -> Fate {
@@ -151,7 +151,7 @@ impl Incoming {
     }
 }
 
-/// The next part: as many of the bytes as have room where those on GPUs take so many.
+/// Takes the next part off `left`: as many bytes as fit while those on GPUs stay within one slot.
 pub(super) fn take_part(left: &mut VecDeque<Spot>, slot_bytes: u64) -> Vec<Spot> {
     let mut room = slot_bytes as usize;
     let mut part = Vec::new();

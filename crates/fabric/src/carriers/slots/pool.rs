@@ -1,44 +1,44 @@
-//! The slots of an engine, which its GPUs share.
+//! The pinned slots of an engine, which all its GPUs share.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvlane_gpu::{Gpu, GpuError};
 use parking_lot::Mutex;
 
-use super::slot::{Slot, Way};
+use super::slot::{Direction, Slot};
 use crate::registrar::{MemoryRegion, RegisterError, Registrar};
 
-/// Slots of one direction.
+/// Slots per direction.
 const SLOTS_MAX: usize = 32;
 
-/// Made as they are needed, and kept. Whoever makes one holds no lock meanwhile.
+/// Allocates slots as they are needed and keeps them. The lock is not held while one is allocated.
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     slot_bytes: u64,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     to_gpus: AtomicU64,
     from_gpus: AtomicU64,
     failed: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// GPUs whose memory passes through slots, with their numbers.
+struct PoolState {
+    /// GPUs whose memory passes through slots, with the engine's numbers for them.
     gpus: Vec<(u16, Gpu)>,
-    /// By way.
-    ways: [OneWay; 2],
+    /// Indexed by [`Direction`].
+    directions: [DirectionSlots; 2],
 }
 
 #[derive(Debug, Default)]
-struct OneWay {
+struct DirectionSlots {
     free: Vec<Slot>,
     made: usize,
-    /// Why the last one could not be made. Those that are there have to do.
+    /// Why the last allocation failed. No other is tried: the slots that exist have to do.
     trouble: Option<GpuError>,
 }
 
-/// What has passed through pinned host memory since the engine was made, since no way of the fabric's reaches a GPU's memory
-/// itself.
+/// Bytes that passed through pinned host memory since the engine was made, because no carrier reaches the GPU's memory
+/// directly.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Staged {
     /// Bytes copied into the memory of GPUs.
@@ -63,49 +63,49 @@ impl SlotPool {
         self.state.lock().gpus.clone()
     }
 
-    /// Whether one more can be made.
-    pub(super) fn may_make(&self, way: Way) -> bool {
+    /// Whether allocating one more slot is worth a try: none is free, and the limit is not reached.
+    pub(super) fn can_grow(&self, direction: Direction) -> bool {
         let state = self.state.lock();
-        let way = &state.ways[way as usize];
-        way.free.is_empty() && way.made < SLOTS_MAX && way.trouble.is_none() && !state.gpus.is_empty()
+        let slots = &state.directions[direction as usize];
+        slots.free.is_empty() && slots.made < SLOTS_MAX && slots.trouble.is_none() && !state.gpus.is_empty()
     }
 
-    /// One more slot. Takes its time.
-    pub(super) fn make(&self, way: Way) {
+    /// Allocates one more slot. Slow: the driver pins the memory.
+    pub(super) fn grow(&self, direction: Direction) {
         let made = Slot::new(&self.gpus(), self.slot_bytes);
         match made {
-            Ok(slot) => self.add(way, slot),
+            Ok(slot) => self.add(direction, slot),
             Err(error) => {
                 let mut state = self.state.lock();
-                let of_way = &mut state.ways[way as usize];
-                tracing::warn!(%error, slots = of_way.made, "no more pinned memory for GPUs' bytes");
-                of_way.trouble = Some(error);
+                let of_direction = &mut state.directions[direction as usize];
+                tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
+                of_direction.trouble = Some(error);
             }
         }
     }
 
-    fn add(&self, way: Way, slot: Option<Slot>) {
+    fn add(&self, direction: Direction, slot: Option<Slot>) {
         let mut state = self.state.lock();
-        let of_way = &mut state.ways[way as usize];
-        of_way.made += usize::from(slot.is_some());
-        of_way.free.extend(slot);
+        let of_direction = &mut state.directions[direction as usize];
+        of_direction.made += usize::from(slot.is_some());
+        of_direction.free.extend(slot);
     }
 
-    /// A slot, unless all are in use.
-    pub(super) fn take(&self, way: Way) -> Option<Slot> {
-        self.state.lock().ways[way as usize].free.pop()
+    /// A free slot, if there is one.
+    pub(super) fn take(&self, direction: Direction) -> Option<Slot> {
+        self.state.lock().directions[direction as usize].free.pop()
     }
 
-    /// One that nothing touches any more.
-    pub(super) fn give_back(&self, slot: Slot, way: Way) {
+    /// Gives back a slot that no copy touches any more.
+    pub(super) fn give_back(&self, slot: Slot, direction: Direction) {
         debug_assert!(slot.is_idle());
-        self.state.lock().ways[way as usize].free.push(slot);
+        self.state.lock().directions[direction as usize].free.push(slot);
     }
 
-    pub(super) fn count(&self, way: Way, bytes: u64) {
-        match way {
-            Way::Out => self.from_gpus.fetch_add(bytes, Ordering::Relaxed),
-            Way::In => self.to_gpus.fetch_add(bytes, Ordering::Relaxed),
+    pub(super) fn count(&self, direction: Direction, bytes: u64) {
+        match direction {
+            Direction::Out => self.from_gpus.fetch_add(bytes, Ordering::Relaxed),
+            Direction::In => self.to_gpus.fetch_add(bytes, Ordering::Relaxed),
         };
     }
 
@@ -113,7 +113,7 @@ impl SlotPool {
         self.failed.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What has passed since the engine was made.
+    /// Counts since the engine was made.
     pub(crate) fn staged(&self) -> Staged {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (to_gpus, from_gpus, failed) = (read(&self.to_gpus), read(&self.from_gpus), read(&self.failed));
@@ -122,11 +122,11 @@ impl SlotPool {
 }
 
 impl Registrar for SlotPool {
-    /// Makes the first slots, so that a transfer finds them.
+    /// Allocates the first slots, so that the first transfer finds them.
     fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
-        let is_known = |state: &State| state.gpus.iter().any(|(known, _)| *known == number);
+        let is_known = |state: &PoolState| state.gpus.iter().any(|(known, _)| *known == number);
         if !is_known(&self.state.lock()) {
-            // A GPU that refuses a slot must not stand in the list: each further slot gets a stream on every GPU there.
+            // A GPU that refuses a slot must not enter the list, because each later slot gets a stream on every GPU there.
             Slot::new(&[(number, gpu.clone())], self.slot_bytes)?;
             let mut state = self.state.lock();
             if !is_known(&state) {
@@ -134,16 +134,16 @@ impl Registrar for SlotPool {
             }
         }
         let gpus = self.gpus();
-        for way in [Way::Out, Way::In] {
-            if self.state.lock().ways[way as usize].made == 0 {
+        for direction in [Direction::Out, Direction::In] {
+            if self.state.lock().directions[direction as usize].made == 0 {
                 let slot = Slot::new(&gpus, self.slot_bytes)?;
-                self.add(way, slot);
+                self.add(direction, slot);
             }
         }
         Ok(())
     }
 
-    /// Peers need no key: they reach the memory through a socket.
+    /// Peers need no key, since they reach the memory through a socket.
     fn register(&self, _: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
         Ok(None)
     }

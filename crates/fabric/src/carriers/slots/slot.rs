@@ -1,4 +1,4 @@
-//! Pinned host memory that bytes of GPUs pass through, and the copies between the two.
+//! One slot: pinned host memory, and the copies between it and GPUs.
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
@@ -10,29 +10,29 @@ use kvlane_gpu::{Copy, Gpu, GpuError, HostBuffer, Priority, Stream};
 
 use crate::ranges::{Piece, Spot};
 
-/// Which way bytes pass.
+/// Which way bytes pass, seen from the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     /// From a GPU into a slot.
     Out,
     /// From a slot to a GPU.
     In,
 }
 
-/// A range of pinned memory. It has streams of its own, so that what fails there is known to be of this slot.
+/// A range of pinned memory. Its streams are its own, so an error on a stream is an error of this slot's copies.
 #[derive(Debug)]
 pub(crate) struct Slot {
-    /// By the number of their GPU; made as they are needed.
+    /// One per GPU number; created when first needed.
     streams: Vec<(u16, Arc<Stream>)>,
     /// GPUs whose streams have work.
     busy: Vec<u16>,
     failed: Option<GpuError>,
-    /// A stream of a failed copy is waited for; whether that is over.
+    /// The stream of a failed copy is being drained. True when that is over.
     drained: Option<Arc<AtomicBool>>,
     buffer: HostBuffer,
 }
 
-/// A stream in which a copy failed: what was enqueued behind may still run.
+/// A stream on which a copy failed. Copies that were enqueued behind it may still run.
 #[derive(Debug)]
 pub(crate) struct Drain {
     stream: Arc<Stream>,
@@ -40,17 +40,17 @@ pub(crate) struct Drain {
 }
 
 impl Drain {
-    /// Waits for all of it.
+    /// Blocks until the stream is idle.
     pub(super) fn wait(&self) {
         crate::audit::takes_time("a wait for a GPU");
-        // The error is known.
+        // The slot has reported this error already.
         let _ = self.stream.synchronize();
         self.is_over.store(true, Ordering::Release);
     }
 }
 
 impl Slot {
-    /// With a stream for each of these GPUs, which come with their numbers.
+    /// A slot with a stream on each of these GPUs. None if there is no GPU.
     pub(super) fn new(gpus: &[(u16, Gpu)], bytes: u64) -> Result<Option<Slot>, GpuError> {
         crate::audit::takes_time("the making of a slot");
         let Some((_, first)) = gpus.first() else { return Ok(None) };
@@ -62,7 +62,7 @@ impl Slot {
         Ok(Some(slot))
     }
 
-    /// Where each of these is to be sent from, or received: host memory as it is, a GPU's in the slot, one after the other.
+    /// Where the socket sends or receives each spot: host memory in place, GPU memory in the slot, packed in order.
     pub(crate) fn host_pieces(&self, spots: &[Spot]) -> Vec<Piece> {
         let mut free = self.buffer.address() as usize;
         let host = |spot: &Spot| match spot.gpu {
@@ -76,23 +76,22 @@ impl Slot {
         spots.iter().map(host).collect()
     }
 
-    /// Starts the copies between the slot and those of the spots that are on GPUs. What a driver refuses,
-    /// [`Slot::is_done`] tells.
+    /// Starts the copies between the slot and the spots that are on GPUs. [`Slot::poll`] reports what the driver refused.
     ///
     /// # Safety
-    /// The spots are valid, also for writes where the way is in, until [`Slot::is_done`] has answered, or the slot was dropped;
-    /// together those on GPUs have no more bytes than the slot.
-    pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], way: Way) {
+    /// The spots are valid for reads, and for writes if the bytes go in, until [`Slot::poll`] has returned a result.
+    /// Dropping the slot waits for them too. Those on GPUs have no more bytes together than the slot.
+    pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], direction: Direction) {
         debug_assert!(self.busy.is_empty() && self.failed.is_none());
-        let places = self.host_pieces(spots);
+        let host_pieces = self.host_pieces(spots);
         for (number, gpu) in gpus {
             let number = *number;
-            let of_gpu = spots.iter().zip(&places).filter(|(spot, _)| spot.gpu == Some(number));
-            let copies = merge(of_gpu.map(|(spot, place)| copy_of(spot.piece, *place, way)));
+            let of_gpu = spots.iter().zip(&host_pieces).filter(|(spot, _)| spot.gpu == Some(number));
+            let copies = merge(of_gpu.map(|(spot, host)| copy_of(spot.piece, *host, direction)));
             if copies.is_empty() {
                 continue;
             }
-            // SAFETY: the spots are valid by the caller's promise, and the places lie in the buffer.
+            // SAFETY: the spots are valid by the caller's promise, and the host pieces lie in the buffer.
             let begun = self.stream(gpu, number).and_then(|stream| unsafe { enqueue(stream, &copies) });
             self.busy.push(number);
             if let Err(error) = begun {
@@ -102,8 +101,9 @@ impl Slot {
         }
     }
 
-    /// How the copies ended that were started last; None while some run. Streams to be waited for are added to `drains`.
-    pub(crate) fn is_done(&mut self, drains: &mut Vec<Drain>) -> Option<Result<(), GpuError>> {
+    /// The result of the copies that were started last. None while some run. Streams that must be drained go to
+    /// `drains`.
+    pub(crate) fn poll(&mut self, drains: &mut Vec<Drain>) -> Option<Result<(), GpuError>> {
         while let Some(number) = self.busy.last() {
             if let Some(is_over) = &self.drained {
                 if !is_over.load(Ordering::Acquire) {
@@ -129,12 +129,12 @@ impl Slot {
         Some(self.failed.take().map_or(Ok(()), Err))
     }
 
-    /// Whether nothing is copied.
+    /// Whether no copy is in flight.
     pub(super) fn is_idle(&self) -> bool {
         self.busy.is_empty()
     }
 
-    /// The stream on a GPU, made if there is none.
+    /// The stream on this GPU, created if there is none.
     pub(super) fn stream(&mut self, gpu: &Gpu, number: u16) -> Result<&Stream, GpuError> {
         let index = match self.streams.iter().position(|(known, _)| *known == number) {
             Some(index) => index,
@@ -152,29 +152,29 @@ impl Drop for Slot {
         let busy = |number: &u16| self.busy.contains(number);
         for (_, stream) in self.streams.iter().filter(|(number, _)| busy(number)) {
             crate::audit::takes_time("a wait for a GPU");
-            // There is nobody left to tell of an error.
+            // The slot goes, so an error has nowhere to go.
             let _ = stream.synchronize();
         }
     }
 }
 
-fn copy_of(on_gpu: Piece, place: Piece, way: Way) -> Copy {
-    let (gpu, host, len) = (on_gpu.address as u64, place.address as u64, place.len as u64);
-    match way {
-        Way::Out => Copy { dst: host, src: gpu, len },
-        Way::In => Copy { dst: gpu, src: host, len },
+fn copy_of(on_gpu: Piece, host: Piece, direction: Direction) -> Copy {
+    let (gpu, host, len) = (on_gpu.address as u64, host.address as u64, host.len as u64);
+    match direction {
+        Direction::Out => Copy { dst: host, src: gpu, len },
+        Direction::In => Copy { dst: gpu, src: host, len },
     }
 }
 
 /// # Safety
-/// As for [`Stream::copy`], for each.
+/// As for [`Stream::copy`], for each copy.
 unsafe fn enqueue(stream: &Stream, copies: &[Copy]) -> Result<(), GpuError> {
     let gpu = stream.gpu();
     if copies.len() > 1 && gpu.methods().batch {
         let (driver, device) = gpu.raw();
-        // SAFETY: the stream lives, and the caller vouches for the ranges.
+        // SAFETY: the stream lives, and the ranges are valid by the caller's promise.
         match unsafe { driver.copy_batch_async(device, stream.raw(), copies) } {
-            // The device has none, as turns out only here.
+            // The device has no batch copies. That turns out only here.
             Err(GpuError::Unsupported { .. }) => {}
             outcome => return outcome,
         }

@@ -1,12 +1,12 @@
-//! Connections that end, and what was under way on them.
+//! Ends connections, and completes the posts that were in flight on them.
 
 use std::io;
 use std::time::Duration;
 
 use rustix::net::sockopt;
 
-use super::posted::{Asked, Posted};
-use super::{Role, SocketCarrier};
+use super::posted::{PostState, SocketPost};
+use super::{BytesRole, SocketCarrier};
 use crate::carrier::{Context, Touched};
 use crate::fences::LEASE;
 use crate::links::LinkId;
@@ -14,33 +14,33 @@ use crate::tcp::{Ended, Head};
 use crate::transfers::{Completion, Token};
 
 impl SocketCarrier {
-    /// A connection is over.
+    /// Ends a connection. If a job holds its link, the end waits until the job is back.
     pub(super) fn end(&mut self, cx: &mut Context<'_>, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
-        cx.note_let_go();
+        cx.note_released();
         let peer = link.socket().peer_addr().ok();
         cx.process.note_ended(peer, &why);
-        let is_ours = matches!(role, Role::Up { .. });
+        let is_ours = matches!(role, BytesRole::Up { .. });
         match role {
-            Role::Serving { .. } => {
+            BytesRole::Serving { .. } => {
                 tracing::debug!(?peer, %why, "a peer's connection ended");
                 drop(link);
-                self.slots.leave(id, |_| None);
+                self.slots.detach(id, |_| None);
             }
-            Role::Dialling { path, number, .. } => {
+            BytesRole::Dialling { path, number, .. } => {
                 tracing::debug!(?peer, %why, "a connection failed");
                 self.paths.remove(&path);
                 cx.broke(path, number, why);
             }
-            Role::Up { path, number, peer: whose, connection, .. } => {
+            BytesRole::Up { path, number, peer: whose, connection, .. } => {
                 tracing::info!(?peer, %why, "a path broke");
                 self.paths.remove(&path);
-                // Closed first: nothing of ours is read or written any more. What the kernel has not sent, it is not to send:
-                // without this it would go on behind our back for as long as the network takes.
+                // Closed first, so that nothing of ours is read or written any more. Linger 0 also discards what the
+                // kernel has not sent, which it would otherwise keep sending for as long as the network takes.
                 let _ = sockopt::set_socket_linger(&*link, Some(Duration::ZERO));
                 drop(link);
-                self.slots.leave(id, |token| is_ours.then(|| Token::from_number(token)));
-                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_));
+                self.slots.detach(id, |token| is_ours.then(|| Token::from_number(token)));
+                let is_write = |posted: &SocketPost| matches!(posted.state, PostState::Write(_));
                 let of_link = self.posted.iter().filter(|(_, posted)| posted.link == id);
                 let mut broken: Vec<(Token, bool)> =
                     of_link.map(|(token, posted)| (*token, is_write(posted))).collect();
@@ -49,7 +49,7 @@ impl SocketCarrier {
                 cx.broke(path, number, why);
                 let (writes, others): (Vec<_>, Vec<_>) =
                     broken.into_iter().partition(|(_, is_write)| *is_write);
-                self.give_back(cx, others.into_iter().map(|(token, _)| token).collect());
+                self.complete_unknown(cx, others.into_iter().map(|(token, _)| token).collect());
                 let writes: Vec<Token> = writes.into_iter().map(|(token, _)| token).collect();
                 if !writes.is_empty() {
                     cx.fence(whose, connection, writes, Some(LEASE));
@@ -58,21 +58,23 @@ impl SocketCarrier {
         }
     }
 
-    /// Nothing touches the memory of these posts any more, but a GPU that still copies: then that is told when it is done.
-    pub(super) fn give_back(&mut self, cx: &mut Context<'_>, tokens: Vec<Token>) {
-        for token in tokens.into_iter().filter(|token| !self.slots.holds(*token)) {
+    /// Completes posts whose memory is free again. A post that an orphan still copies completes with that copy.
+    pub(super) fn complete_unknown(&mut self, cx: &mut Context<'_>, tokens: Vec<Token>) {
+        for token in tokens.into_iter().filter(|token| !self.slots.has_orphan_of(*token)) {
             cx.completed(token, Completion::Unknown);
         }
     }
 
-    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
-    pub(super) fn look(&mut self, now: Duration, is_late: bool) {
+    /// Ends connections whose peer was silent for too long, unless this process was itself too late to hear it. Then pings on
+    /// all connections that this process made.
+    pub(super) fn check_liveness(&mut self, now: Duration, is_late: bool) {
         let silent = |heard: Duration| now.saturating_sub(heard);
         let dead = self.links.find(|entry| !is_late && silent(entry.heard) >= entry.progress().patience());
         for id in dead {
             self.links.fail(id, Ended::Io(io::ErrorKind::TimedOut.into()));
         }
-        let stamp = |role: &Role| if let Role::Up { stamp, .. } = role { Some(*stamp) } else { None };
+        let stamp =
+            |role: &BytesRole| if let BytesRole::Up { stamp, .. } = role { Some(*stamp) } else { None };
         let up: Vec<(LinkId, u64)> =
             self.links.iter().filter_map(|(id, entry)| Some((id, stamp(&entry.role)?))).collect();
         up.into_iter().for_each(|(id, stamp)| self.links.send_head(id, Head::Ping { stamp }));
@@ -82,7 +84,7 @@ impl SocketCarrier {
         let Touched { spots, reader } = memory;
         let mut busy = self.slots.links_that_touch(spots);
         busy.extend(self.links.touching(spots));
-        let counts = |role: &Role| reader.is_none_or(|reader| role.serves(reader));
+        let counts = |role: &BytesRole| reader.is_none_or(|reader| role.serves(reader));
         busy.retain(|id| self.links.get(*id).is_none_or(|entry| counts(&entry.role)));
         busy
     }

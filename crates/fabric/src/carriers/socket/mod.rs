@@ -1,19 +1,19 @@
-//! Bytes through sockets of their own, beside the control connection.
+//! The carriers over sockets: each path is a TCP or TLS connection of its own, beside the control connection.
 //!
-//! There are two of these: "tcp" between the memory of hosts, which sockets read and write in place; and "tcp-slots" where a
-//! GPU is on either side, whose bytes pass through slots of pinned memory ([`crate::carriers::slots`]).
+//! There are two, which share this code. "tcp" moves bytes between host memory, which the socket reads and writes in place.
+//! "tcp-slots" serves transfers with a GPU on either side, through slots of pinned memory ([`crate::carriers::slots`]).
 //!
 //! ```text
 //!  connecting side                                      listening side
-//!   connect: greeted with the purpose Bytes(code) ----> greeted: served
-//!   post:  Write, runs, bytes -------------------------> into the runs
-//!          <------------------------------ Ack ---------
-//!          Read, runs ---------------------------------> out of the runs
-//!          <------------------------------ Data, bytes -
+//!  connect: a greeting of purpose Bytes(code) --------> greeted: served
+//!  post:  Write, runs, bytes -------------------------> places them in the runs
+//!         <------------------------------ Ack ---------
+//!         Read, runs ---------------------------------> sends the bytes of the runs
+//!         <------------------------------ Data, bytes -
 //! ```
-//! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
-//! only when the peer has said that it reads the broken connection no more (a fence), or when its lease is over
-//! ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
+//! When a connection breaks that carried WRITEs, the peer may still have bytes of them to place. So the posts stay open until
+//! the peer has confirmed that it no longer reads that connection (a fence), or until its lease is over ([`crate::lease`]).
+//! Only then may the bytes be posted again elsewhere, or the memory be reused: a late byte cannot overwrite either.
 
 mod ending;
 mod posted;
@@ -26,10 +26,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::posted::Posted;
+use self::posted::SocketPost;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, SessionId, Touched};
 use crate::carriers::slots::{SlotJob, SlotPool, Slots};
-use crate::control::sockets::LOOK;
+use crate::control::sockets::LIVENESS_INTERVAL;
 use crate::greeted::Greeted;
 use crate::identity::Identity;
 use crate::lease::Lease;
@@ -42,12 +42,12 @@ use crate::transfers::{PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::Watch;
 use crate::wire::{BadFrame, Outcome};
 
-/// Addresses of one peer that are used.
+/// Addresses used of one peer.
 const ADDRESSES_MAX: usize = 16;
-/// How often a driver is asked whether it is done, by a thread that has nothing else to do.
-const LOOK_AT_COPIES: Duration = Duration::from_micros(50);
+/// How often a waiting thread asks the driver whether a copy is done. No event tells of that.
+const COPY_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// What makes the two of them different.
+/// Which of the two carriers this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Tcp,
@@ -58,67 +58,67 @@ enum Kind {
 pub(crate) struct SocketCarrier {
     kind: Kind,
     me: Identity,
-    /// With these all connections are encrypted.
+    /// If present, every connection is encrypted.
     credentials: Option<Arc<Credentials>>,
     wants_sums: bool,
-    /// Where this process is reached.
+    /// Where peers reach this process. Sent to peers that know an address only.
     addresses: Vec<SocketAddr>,
     /// Paths to each address of a peer.
     connections: usize,
-    links: Links<Role>,
-    peers: Numbered<PeerId, Known>,
+    links: Links<BytesRole>,
+    peers: Numbered<PeerId, AcceptedPeer>,
     paths: Numbered<PathId, LinkId>,
-    posted: Numbered<Token, Posted>,
-    /// What goes to and from the memory of GPUs; nothing of the kind that does not reach it.
+    posted: Numbered<Token, SocketPost>,
+    /// Transfers of GPU memory. Stays empty for `Kind::Tcp`.
     slots: Slots,
-    /// Whether it was said that a transfer goes through slots.
-    has_told_of_gpus: bool,
-    look_at: Duration,
+    /// The log has named the detour through pinned memory.
+    has_logged_gpus: bool,
+    check_at: Duration,
     is_closed: bool,
 }
 
 /// A peer that has accepted the offer.
 #[derive(Debug)]
-struct Known {
+struct AcceptedPeer {
     addresses: Vec<SocketAddr>,
     has_paths: bool,
 }
 
 #[derive(Debug)]
-enum Role {
-    /// Ours, on its way.
+enum BytesRole {
+    /// Made by this process; the handshake is under way.
     Dialling { path: PathId, number: u32, peer: PeerId, dialling: Dialling },
-    /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
+    /// Made by this process. `body`: the READ whose bytes are arriving; `stamp`: the peer's latest.
     Up { path: PathId, number: u32, peer: PeerId, connection: u64, body: Option<Token>, stamp: u64 },
-    /// Of a peer that is served; and the write whose bytes are coming, with whether it is refused.
+    /// Made by a peer, and served. `body`: the WRITE whose bytes are arriving, and whether it is refused.
     Serving { from: Identity, connection: u64, body: Option<(u64, bool)>, acks: Vec<Outcome> },
 }
 
-impl Role {
-    /// Whether a process's requests are served over it.
+impl BytesRole {
+    /// Whether it serves this process's requests.
     fn serves(&self, reader: Identity) -> bool {
-        matches!(self, Role::Serving { from, .. } if *from == reader)
+        matches!(self, BytesRole::Serving { from, .. } if *from == reader)
     }
 }
 
-/// What a [`SocketCarrier`] is opened with.
+/// Options of a [`SocketCarrier`].
 #[derive(Debug, Clone)]
 pub(crate) struct SocketOptions {
     pub(crate) me: Identity,
     pub(crate) credentials: Option<Arc<Credentials>>,
-    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    /// Whether bodies of frames get checksums on connections that are not encrypted.
     pub(crate) wants_sums: bool,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) connections: usize,
 }
 
 impl SocketCarrier {
-    /// Between the memory of hosts.
+    /// For transfers between host memory.
     pub(crate) fn tcp(watch: Watch, options: SocketOptions) -> SocketCarrier {
         SocketCarrier::new(Kind::Tcp, watch, options, Slots::default())
     }
 
-    /// Where a GPU is on either side.
+    /// For transfers with a GPU on either side.
     pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions, pool: Arc<SlotPool>) -> SocketCarrier {
         SocketCarrier::new(Kind::TcpSlots, watch, options, Slots::new(pool))
     }
@@ -137,13 +137,13 @@ impl SocketCarrier {
             paths: Numbered::default(),
             posted: Numbered::default(),
             slots,
-            has_told_of_gpus: false,
-            look_at: LOOK,
+            has_logged_gpus: false,
+            check_at: LIVENESS_INTERVAL,
             is_closed: false,
         }
     }
 
-    /// Adds the paths to a peer, where they are any use.
+    /// Adds the paths to a peer. "tcp-slots" waits until either side has registered a GPU's memory.
     fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         let spec = PathSpec::new(self.reach(), PathSpec::SOCKETS);
         let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
@@ -158,17 +158,18 @@ impl SocketCarrier {
             let address = known.addresses[name % known.addresses.len()];
             cx.add_path_to(peer, spec, name as u64, Some(address));
         }
-        if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_told_of_gpus, true) {
+        if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_logged_gpus, true) {
             tracing::info!(
-                "transfers of GPUs' memory go through pinned memory and sockets: nothing else here reaches it"
+                once = true,
+                "GPU transfers pass through pinned host memory and sockets: no carrier reaches GPU memory directly"
             );
         }
     }
 
-    /// A connection is greeted by its peer.
-    fn go_on(&mut self, cx: &mut Context<'_>, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
+    /// The peer has sent the next message of the greeting.
+    fn advance_handshake(&mut self, cx: &mut Context<'_>, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
-        let Role::Dialling { path, number, peer, dialling } = &mut entry.role else { return Ok(()) };
+        let BytesRole::Dialling { path, number, peer, dialling } = &mut entry.role else { return Ok(()) };
         let (path, number, peer, connection) = (*path, *number, *peer, dialling.connection);
         let Some(known) = cx.peers.get(&peer) else { return Err(Ended::Closed) };
         match dialling.take(greeting, self.me, &known.whom, self.wants_sums, || None)? {
@@ -177,7 +178,7 @@ impl SocketCarrier {
                 self.links.want(id, Wants::Greeting(next));
             }
             Dialled::Welcome(welcome) => {
-                entry.role = Role::Up { path, number, peer, connection, body: None, stamp: 0 };
+                entry.role = BytesRole::Up { path, number, peer, connection, body: None, stamp: 0 };
                 self.links.want(id, Wants::Frames);
                 if welcome.sums {
                     self.links.begin_sums(id);
@@ -194,17 +195,17 @@ impl SocketCarrier {
                 self.links.want(id, Wants::Greeting(Dialling::FIRST));
                 Ok(())
             }
-            Arrived::Greeting(bytes) => self.go_on(cx, id, &bytes),
+            Arrived::Greeting(bytes) => self.advance_handshake(cx, id, &bytes),
             Arrived::Frame(head, entries) => self.take_frame(cx, id, head, &entries),
             Arrived::Body => self.take_body(cx, id),
             Arrived::Whole(..) => Err(BadFrame("a frame of a control connection").into()),
         }
     }
 
-    fn link_is_back(&mut self, cx: &mut Context<'_>, job: LinkJob) {
+    fn finish_job(&mut self, cx: &mut Context<'_>, job: LinkJob) {
         let id = job.id;
         let Some(Back { arrived, outcome }) = self.links.put_back(cx.now, job) else { return };
-        cx.note_let_go();
+        cx.note_released();
         for arrived in arrived {
             if let Err(ended) = self.arrive(cx, id, arrived) {
                 return self.end(cx, id, ended);
@@ -241,7 +242,7 @@ impl Carrier for SocketCarrier {
         cx.offer(peer, Vec::new());
     }
 
-    /// Answers where this process is reached, one address a line.
+    /// Answers with the addresses of this process, one a line.
     fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, _: &[u8]) -> Result<(), BadWords> {
         let addresses: Vec<String> =
             self.addresses.iter().take(ADDRESSES_MAX).map(SocketAddr::to_string).collect();
@@ -249,29 +250,29 @@ impl Carrier for SocketCarrier {
         Ok(())
     }
 
-    /// Where the peer is reached its descriptor has said; of one that is known by an address only, this says it.
+    /// The descriptor names the peer's addresses. A peer that was connected by address only names them in its answer.
     fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
         let Some(known) = cx.peers.get(&peer) else { return Ok(()) };
         let mut addresses = known.whom.addresses.clone();
         if known.is_known_by_address {
             let text = std::str::from_utf8(answer).map_err(|_| BadWords("addresses that are no text"))?;
-            let told: Vec<SocketAddr> =
+            let listed: Vec<SocketAddr> =
                 text.lines().filter_map(|line| line.parse().ok()).take(ADDRESSES_MAX).collect();
-            // Else it is reached by way of something that it knows nothing of.
-            if addresses.iter().all(|address| told.contains(address)) {
-                addresses = told;
+            // Otherwise something leads there that the peer does not know of, such as NAT. Keep the address that worked.
+            if addresses.iter().all(|address| listed.contains(address)) {
+                addresses = listed;
             }
         }
         addresses.truncate(ADDRESSES_MAX);
-        self.peers.entry(peer).or_insert(Known { addresses, has_paths: false });
+        self.peers.entry(peer).or_insert(AcceptedPeer { addresses, has_paths: false });
         self.add_paths(cx, peer);
         Ok(())
     }
 
     fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.peers.remove(&peer);
-        // Links of paths that were still connecting.
-        let of_peer = |role: &Role| matches!(role, Role::Dialling { peer: of, .. } if *of == peer);
+        // Paths that were still connecting.
+        let of_peer = |role: &BytesRole| matches!(role, BytesRole::Dialling { peer: of, .. } if *of == peer);
         for id in self.links.find(|entry| of_peer(&entry.role)) {
             self.end(cx, id, Ended::Closed);
         }
@@ -285,12 +286,12 @@ impl Carrier for SocketCarrier {
         let Some(known) = self.peers.get(&peer) else { return cx.broke(path, number, "the peer is gone") };
         let address = known.addresses[name as usize % known.addresses.len()];
         let opened = Dialling::new(Purpose::Bytes(self.code())).and_then(|dialling| {
-            let role = Role::Dialling { path, number, peer, dialling };
+            let role = BytesRole::Dialling { path, number, peer, dialling };
             self.links.open(cx.now, address, self.credentials.as_deref(), role)
         });
         match opened {
             Ok(link) => {
-                self.look_at = self.look_at.min(cx.now + LOOK);
+                self.check_at = self.check_at.min(cx.now + LIVENESS_INTERVAL);
                 self.paths.insert(path, link);
             }
             Err(error) => {
@@ -303,7 +304,7 @@ impl Carrier for SocketCarrier {
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
         let Some(link) = self.paths.get(&path).copied() else { return };
         let is_it = match self.links.get(link).map(|entry| &entry.role) {
-            Some(Role::Up { number, .. } | Role::Dialling { number, .. }) => *number == connection,
+            Some(BytesRole::Up { number, .. } | BytesRole::Dialling { number, .. }) => *number == connection,
             _ => false,
         };
         if is_it {
@@ -320,21 +321,21 @@ impl Carrier for SocketCarrier {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
-        if cx.now >= self.look_at {
-            let is_late = cx.now >= self.look_at + LOOK;
-            self.look_at = cx.now + LOOK;
-            self.look(cx.now, is_late);
+        if cx.now >= self.check_at {
+            let is_late = cx.now >= self.check_at + LIVENESS_INTERVAL;
+            self.check_at = cx.now + LIVENESS_INTERVAL;
+            self.check_liveness(cx.now, is_late);
         }
-        self.see_to_slots(cx)
+        self.serve_slots(cx)
     }
 
     fn next_tick(&self, now: Duration) -> Option<Duration> {
         if self.links.has_due() || self.slots.has_job() {
             return Some(Duration::ZERO);
         }
-        let look = (!self.links.is_empty()).then_some(self.look_at);
-        let copies = self.is_expecting().then(|| now + LOOK_AT_COPIES);
-        [look, copies].into_iter().flatten().min()
+        let liveness = (!self.links.is_empty()).then_some(self.check_at);
+        let copies = self.is_expecting().then(|| now + COPY_POLL_INTERVAL);
+        [liveness, copies].into_iter().flatten().min()
     }
 
     fn is_expecting(&self) -> bool {
@@ -350,7 +351,7 @@ impl Carrier for SocketCarrier {
 
     fn put_back(&mut self, cx: &mut Context<'_>, job: Box<dyn Job>) {
         match job.into_any().downcast::<LinkJob>() {
-            Ok(job) => self.link_is_back(cx, *job),
+            Ok(job) => self.finish_job(cx, *job),
             Err(other) => {
                 if let Ok(job) = other.downcast::<SlotJob>() {
                     self.slots.put_back(*job);
@@ -360,30 +361,31 @@ impl Carrier for SocketCarrier {
     }
 
     fn fence(&mut self, cx: &mut Context<'_>, from: Owner, connection: u64) -> bool {
-        let is_it = |role: &Role| matches!(role, Role::Serving { from: f, connection: c, .. } if (*f, *c) == (from.0, connection));
+        let is_it = |role: &BytesRole| matches!(role, BytesRole::Serving { from: f, connection: c, .. } if (*f, *c) == (from.0, connection));
         for id in self.links.find(|entry| is_it(&entry.role)) {
             self.end(cx, id, Ended::Closed);
         }
-        // Of one that a job has the end waits.
-        self.links.iter().all(|(_, entry)| !is_it(&entry.role)) && !self.slots.places_for(from.0, connection)
+        // A connection that a job holds ends when the job is back, so the peer has to ask again.
+        self.links.iter().all(|(_, entry)| !is_it(&entry.role))
+            && !self.slots.is_placing_for(from.0, connection)
     }
 
     fn fence_over(&mut self, cx: &mut Context<'_>, _: u64, tokens: Vec<Token>) {
-        self.give_back(cx, tokens);
+        self.complete_unknown(cx, tokens);
     }
 
     fn touches(&self, memory: Touched<'_>) -> bool {
         let Touched { spots, reader } = memory;
-        let counts = |role: &Role| reader.is_none_or(|reader| role.serves(reader));
+        let counts = |role: &BytesRole| reader.is_none_or(|reader| role.serves(reader));
         let by_links = self.links.may_touch(spots, counts);
         let of_slots = self.slots.links_that_touch(spots);
         let by_slots =
             of_slots.into_iter().any(|id| self.links.get(id).is_none_or(|entry| counts(&entry.role)));
-        // What has lost its connection reaches no reader any more.
+        // An orphan has lost its connection, so its bytes reach no reader.
         by_links || by_slots || (reader.is_none() && self.slots.is_touched_by_orphans(spots))
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         for id in self.links_that_touch(memory) {
             self.end(cx, id, Ended::TooSlow);
         }
@@ -394,11 +396,11 @@ impl Carrier for SocketCarrier {
         if self.is_closed {
             return;
         }
-        let role = Role::Serving { from, connection, body: None, acks: Vec::new() };
+        let role = BytesRole::Serving { from, connection, body: None, acks: Vec::new() };
         if let Err(error) = self.links.adopt(cx.now, link, lease, role) {
             tracing::debug!(%error, "a peer's connection cannot be served");
         }
-        self.look_at = self.look_at.min(cx.now + LOOK);
+        self.check_at = self.check_at.min(cx.now + LIVENESS_INTERVAL);
     }
 
     fn close_all(&mut self, cx: &mut Context<'_>) {

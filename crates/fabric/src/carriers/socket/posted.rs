@@ -1,40 +1,40 @@
-//! Parts of this process's transfers that are under way, and how far each is.
+//! Posts of this process in flight on a socket carrier, and how far each is.
 
 use crate::links::LinkId;
 use crate::ranges::{Piece, Spot};
 use crate::transfers::Completion;
 
 #[derive(Debug)]
-pub(super) struct Posted {
+pub(super) struct SocketPost {
     pub(super) link: LinkId,
-    pub(super) what: Asked,
+    pub(super) state: PostState,
 }
 
 #[derive(Debug)]
-pub(super) enum Asked {
-    /// And what the link has written when its bytes have left.
+pub(super) enum PostState {
+    /// Handed to the link. The number is the link's `written` count at which its bytes have left.
     Write(u64),
-    /// A write of bytes that are being copied out of a GPU's memory: nothing was sent yet.
+    /// A WRITE whose bytes are still being copied out of a GPU: nothing was sent.
     Staged,
-    /// And where what has not begun to come belongs.
+    /// The destinations of the bytes that have not begun to arrive.
     Read(Vec<Piece>),
-    /// A read into a GPU's memory.
+    /// A READ into a GPU's memory.
     ReadStaged(Box<StagedRead>),
 }
 
-/// A read of ours into a GPU's memory.
+/// A READ of this process into a GPU's memory.
 #[derive(Debug)]
 pub(super) struct StagedRead {
-    /// What has not begun to come.
+    /// The destinations of the bytes that have not begun to arrive.
     pub(super) left: Vec<Spot>,
-    /// Frames whose bytes are not in place.
+    /// Frames whose bytes have begun to arrive and are not on the GPU yet.
     pub(super) coming: usize,
-    /// What was worst so far.
+    /// `Placed`, or the last failure.
     pub(super) completion: Completion,
 }
 
 impl StagedRead {
-    /// Nothing more is to come.
+    /// Whether all bytes have arrived and are in place.
     pub(super) fn is_over(&self) -> bool {
         self.left.is_empty() && self.coming == 0
     }

@@ -1,7 +1,7 @@
-//! Parts of transfers go out.
+//! Sends a post over its path's connection.
 
-use super::posted::{Asked, Posted};
-use super::{Role, SocketCarrier};
+use super::posted::{PostState, SocketPost};
+use super::{BytesRole, SocketCarrier};
 use crate::carrier::{CarrierPost, Context, PostedRun};
 use crate::provider::NotNow;
 use crate::tcp::{Head, Out};
@@ -12,7 +12,7 @@ impl SocketCarrier {
     pub(super) fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
         let CarrierPost { path, token, op, runs, .. } = post;
         let link = *self.paths.get(path).ok_or(NotNow)?;
-        let Some(Role::Up { stamp, .. }) = self.links.get(link).map(|entry| &entry.role) else {
+        let Some(BytesRole::Up { stamp, .. }) = self.links.get(link).map(|entry| &entry.role) else {
             return Err(NotNow);
         };
         let stamp = *stamp;
@@ -29,17 +29,17 @@ impl SocketCarrier {
         let mut entries = Vec::new();
         runs.iter().for_each(|run| wire_run(run).encode(&mut entries));
         let pieces = runs.iter().map(|run| run.local.piece);
-        let what = match op {
+        let state = match op {
             Op::Write => {
                 self.links.send_frame(link, head, &entries, pieces.map(Out::Memory));
-                Asked::Write(self.links.mark(link))
+                PostState::Write(self.links.mark(link))
             }
             Op::Read => {
                 self.links.send_frame(link, head, &entries, []);
-                Asked::Read(pieces.collect())
+                PostState::Read(pieces.collect())
             }
         };
-        self.posted.insert(*token, Posted { link, what });
+        self.posted.insert(*token, SocketPost { link, state });
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
-//! What peers ask for, and what they answer.
+//! Serves peers' requests, and takes the answers to this process's own.
 
-use super::posted::{Asked, Posted};
-use super::{Role, SocketCarrier};
+use super::posted::{PostState, SocketPost};
+use super::{BytesRole, SocketCarrier};
 use crate::carrier::Context;
 use crate::identity::Identity;
 use crate::lease;
@@ -9,12 +9,12 @@ use crate::links::LinkId;
 use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
 use crate::tcp::{ENTRIES_MAX, Ended, Head, Out};
-use crate::transfers::{Completion, Token};
+use crate::transfers::{Completion, Op, Token};
 use crate::window::WINDOW_RANGES_MAX;
 use crate::wire::{BadFrame, Fate, Outcome, WireRun};
 
-/// Places of one request's bytes: a peer may name the many small ranges of a window again and again, where a run has one place
-/// otherwise.
+/// Most spots of one request. A run of a region is one spot, but a run of a window may be all of its many small ranges.
+/// A peer may name that window again and again.
 const SPOTS_MAX: usize = 4 * WINDOW_RANGES_MAX;
 
 impl SocketCarrier {
@@ -27,20 +27,20 @@ impl SocketCarrier {
     ) -> Result<(), Ended> {
         let lease = self.lease(id);
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
-        let has_slots = self.slots.reach_gpus();
+        let gpus = if self.slots.reach_gpus() { GpuSpots::Served } else { GpuSpots::Refused };
         match (&mut entry.role, head) {
-            (Role::Serving { .. }, Head::Ping { stamp }) => {
+            (BytesRole::Serving { .. }, Head::Ping { stamp }) => {
                 if let Some(mut lease) = lease {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
                 self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
             }
-            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
-            (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
+            (BytesRole::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
+            (BytesRole::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
-                let spots = spots_for_peer(&cx.process.regions, *from, &runs, true, has_slots);
+                let spots = spots_for_peer(&cx.process.regions, *from, &runs, Op::Write, gpus);
                 let is_staged = spots.as_ref().is_some_and(|spots| any_on_gpu(spots));
                 if !is_staged {
                     *body = Some((token, spots.is_none()));
@@ -55,10 +55,10 @@ impl SocketCarrier {
                     None => self.links.expect(id, Vec::new(), bytes),
                 }
             }
-            (Role::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
+            (BytesRole::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
                 crate::audit::serves(runs.len());
-                match spots_for_peer(&cx.process.regions, *from, &runs, false, has_slots) {
+                match spots_for_peer(&cx.process.regions, *from, &runs, Op::Read, gpus) {
                     None => acks.push(Outcome { token, fate: Fate::Refused }),
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
                     Some(spots) => {
@@ -67,12 +67,12 @@ impl SocketCarrier {
                     }
                 }
             }
-            (Role::Up { body, .. }, Head::Data { token, bytes }) => {
+            (BytesRole::Up { body, .. }, Head::Data { token, bytes }) => {
                 let number = token;
                 let token = Token::from_number(token);
                 let found = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
-                    Some(Posted { what: Asked::Read(pieces), .. }) => take_pieces(pieces, bytes),
-                    Some(Posted { what: Asked::ReadStaged(_), .. }) => {
+                    Some(SocketPost { state: PostState::Read(pieces), .. }) => take_pieces(pieces, bytes),
+                    Some(SocketPost { state: PostState::ReadStaged(_), .. }) => {
                         return self.take_staged_data(id, number, bytes);
                     }
                     _ => return Err(BadFrame("an answer to nothing").into()),
@@ -80,7 +80,7 @@ impl SocketCarrier {
                 *body = Some(token);
                 self.links.expect(id, found.ok_or(BadFrame("an answer of other bytes"))?, 0);
             }
-            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+            (BytesRole::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
                 *stamp = new;
                 self.take_outcomes(cx, id, entries)?;
             }
@@ -95,15 +95,15 @@ impl SocketCarrier {
         for Outcome { token, fate } in Outcome::decode_all(entries) {
             let token = Token::from_number(token);
             let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else { continue };
-            let may_be = match &posted.what {
-                Asked::Write(mark) => entry.has_written(*mark),
-                Asked::Read(_) | Asked::ReadStaged(_) => fate != Fate::Placed,
-                Asked::Staged => false,
+            let may_be = match &posted.state {
+                PostState::Write(mark) => entry.has_written(*mark),
+                PostState::Read(_) | PostState::ReadStaged(_) => fate != Fate::Placed,
+                PostState::Staged => false,
             };
             if !may_be {
                 return Err(BadFrame("an answer before it can be known").into());
             }
-            if matches!(posted.what, Asked::ReadStaged(_)) {
+            if matches!(posted.state, PostState::ReadStaged(_)) {
                 staged.push((token, fate.into()));
                 continue;
             }
@@ -123,28 +123,30 @@ impl SocketCarrier {
         }
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         match &mut entry.role {
-            Role::Serving { body, acks, .. } => {
+            BytesRole::Serving { body, acks, .. } => {
                 if let Some((token, refused)) = body.take() {
                     acks.push(Outcome { token, fate: Fate::of(refused) });
                 }
             }
-            Role::Up { body, .. } => {
+            BytesRole::Up { body, .. } => {
                 let Some(token) = body.take() else { return Ok(()) };
-                // Memory of a GPU comes in parts.
-                let is_part = |posted: &Posted| matches!(&posted.what, Asked::Read(left) if !left.is_empty());
+                // The peer sends memory of a GPU in several Data frames.
+                let is_part =
+                    |posted: &SocketPost| matches!(&posted.state, PostState::Read(left) if !left.is_empty());
                 if !self.posted.get(&token).is_some_and(is_part) {
                     self.posted.remove(&token);
                     cx.completed(token, Completion::Placed);
                 }
             }
-            Role::Dialling { .. } => {}
+            BytesRole::Dialling { .. } => {}
         }
         Ok(())
     }
 
-    /// Sends what is known of a peer's requests by now.
+    /// Sends a peer the outcomes of its requests that have ended.
     pub(super) fn answer(&mut self, id: LinkId) {
-        let Some(Role::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role) else {
+        let Some(BytesRole::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role)
+        else {
             return;
         };
         if acks.is_empty() {
@@ -167,7 +169,7 @@ fn pieces(spots: Vec<Spot>) -> Vec<Piece> {
     spots.into_iter().map(|spot| spot.piece).collect()
 }
 
-/// The first of these, of so many bytes together; None if they have fewer.
+/// Takes the first `bytes` bytes off `pieces`. None if there are fewer.
 fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
     if pieces.iter().map(|piece| piece.len as u64).sum::<u64>() == bytes {
         return Some(std::mem::take(pieces));
@@ -178,22 +180,30 @@ fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
     Some(self::pieces(taken))
 }
 
-/// Where these bytes are that a peer asks for; None: it is refused.
+/// Whether a peer's request may name memory of GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GpuSpots {
+    /// The carrier has slots, which their bytes go through.
+    Served,
+    Refused,
+}
+
+/// Finds the bytes that a peer asks for. `op` is the peer's: a write places bytes here. None: the request is refused.
 fn spots_for_peer(
     regions: &Regions,
     peer: Identity,
     runs: &[WireRun],
-    is_write: bool,
-    has_slots: bool,
+    op: Op,
+    gpus: GpuSpots,
 ) -> Option<Vec<Spot>> {
     let mut spots = Vec::with_capacity(runs.len());
     for run in runs {
-        regions.for_peer(peer, run.wanted(is_write), &mut spots)?;
+        regions.for_peer(peer, run.wanted(op == Op::Write), &mut spots)?;
         if spots.len() > SPOTS_MAX {
             return None;
         }
     }
-    (has_slots || !any_on_gpu(&spots)).then_some(spots)
+    (gpus == GpuSpots::Served || !any_on_gpu(&spots)).then_some(spots)
 }
 
 #[cfg(test)]
@@ -206,7 +216,7 @@ mod tests {
     use crate::transfers::Memory;
     use crate::window::{Ranges, WindowRange};
 
-    /// A peer asked for the whole of a window of 65,536 ranges in each of 512 runs: 33 million places for one frame.
+    /// A peer named a whole window of 65,536 ranges in each of 512 runs: 33 million spots for one frame.
     #[test]
     fn a_request_of_more_places_than_a_few_windows_have_is_refused() {
         let peer = Identity { engine: 1, boot: 2 };
@@ -219,7 +229,8 @@ mod tests {
         let ranges = (0..len).map(|offset| WindowRange { region, offset, len: 1 }).collect();
         regions.open_window(window, peer, Ranges::new(ranges).unwrap()).unwrap();
         let all = WireRun { region: window, generation, offset: 0, len };
-        let asked = |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], false, false);
+        let asked =
+            |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], Op::Read, GpuSpots::Refused);
         assert_eq!(asked(4).map(|spots| spots.len()), Some(SPOTS_MAX));
         assert_eq!(asked(5), None);
         assert_eq!(asked(ENTRIES_MAX), None);

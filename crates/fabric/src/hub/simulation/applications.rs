@@ -1,8 +1,8 @@
-//! What applications do with their processes' hubs, and what befalls those.
+//! Carries out the plan: what applications ask of their hubs, and what befalls processes and connections.
 
 use std::time::Duration;
 
-use super::memory::{PieceAt, Region, SLICE, State};
+use super::memory::{PieceAt, Region, RegionState, SLICE};
 use super::network::{Network, Next};
 use super::operations::{Operation, What};
 use super::planned::Planned;
@@ -45,7 +45,7 @@ impl World {
     pub(super) fn add_plan(&mut self, at: u64, process: usize, planned: Planned) {
         self.plan.push(planned);
         self.still_planned += 1;
-        self.network.lock().at(at, process, Next::Asked(self.plan.len() - 1));
+        self.network.lock().at(at, process, Next::Planned(self.plan.len() - 1));
     }
 
     pub(super) fn do_planned(&mut self, process: usize, planned: Planned) {
@@ -96,12 +96,12 @@ impl World {
         }
     }
 
-    /// A peer that the application has: one by its address only when that has answered.
+    /// A random peer of the application. A peer connected by address counts only once it has answered.
     pub(super) fn any_peer(&self, process: usize) -> Option<(PeerId, usize)> {
         let Node { hub, peers, .. } = &self.nodes[process];
         let (peer, to) = *peers.get(self.below(peers.len().max(1) as u64) as usize)?;
         let known = hub.outside.peer(peer)?;
-        (known.has_told || !known.is_known_by_address).then_some((peer, to))
+        (known.has_announced || !known.is_known_by_address).then_some((peer, to))
     }
 
     pub(super) fn register(&mut self, process: usize) -> Option<usize> {
@@ -117,7 +117,7 @@ impl World {
         self.descriptors.push((process, descriptor));
     }
 
-    /// Another process is described to this one, as it is or as it once was.
+    /// Gives this process another one's descriptor, the current or an earlier one.
     pub(super) fn describe_to(&mut self, process: usize) {
         let Some((peer, to)) = self.any_peer(process) else { return };
         self.describe(to);
@@ -127,10 +127,10 @@ impl World {
         self.described_late.insert((process, peer));
         let outside = &mut self.nodes[process].hub.outside;
         outside.peer_mut(peer).map(|known| known.describe(descriptor));
-        outside.peer_has_changed(peer);
+        outside.notify_regions_changed(peer);
     }
 
-    /// A transfer begins of memory that a peer has just registered and described.
+    /// Begins a transfer of memory that a peer has only just registered and described.
     pub(super) fn use_fresh(&mut self, process: usize) {
         let Some((peer, to)) = self.any_peer(process) else { return };
         if self.nodes[to].is_dead || self.nodes[to].hub.is_closed || self.register(to).is_none() {
@@ -140,15 +140,15 @@ impl World {
         self.described_late.insert((process, peer));
         let outside = &mut self.nodes[process].hub.outside;
         outside.peer_mut(peer).map(|known| known.describe(&descriptor));
-        outside.peer_has_changed(peer);
+        outside.notify_regions_changed(peer);
         self.transfer(process, (peer, to));
     }
 
     pub(super) fn connect(&mut self, process: usize, to: usize) {
         let address = self.network.lock().hosts[to].address;
         if self.one_in(8) {
-            // Whoever listens there.
-            let listens = self.network.lock().who_listens(address);
+            // By address only: whichever process listens there.
+            let listens = self.network.lock().listener_at(address);
             let Some(to) = listens.filter(|to| *to != process) else { return };
             return self.nodes[process].connect(None, address, to);
         }
@@ -181,7 +181,7 @@ impl World {
             };
             let regions = &network.memory.regions;
             let remote = regions.iter().position(is_it);
-            let is_gone = remote.is_none_or(|remote| regions[remote].state == State::Gone);
+            let is_gone = remote.is_none_or(|remote| regions[remote].state == RegionState::Gone);
             let (first, second) = (network.dice.roll(), network.dice.roll());
             let Some(local) = network.memory.take_slice(local, first >> 8) else { continue };
             let remote = match remote.filter(|_| !is_gone) {
@@ -273,7 +273,7 @@ impl World {
         hub.transfers.cancel(now, operation.ticket);
     }
 
-    /// Somebody takes a message. Whether there was one.
+    /// Takes a message from the inbox. Whether there was one.
     pub(super) fn receive(&mut self, process: usize) -> bool {
         let message = self.nodes[process].hub.outside.process.inbox.take();
         let Some(message) = message else { return false };
@@ -282,7 +282,7 @@ impl World {
         let operation = index.and_then(|index| self.operations.get_mut(index));
         let Some(Operation { process: from, to, what: What::Message { bytes, received }, .. }) = operation
         else {
-            network.is_wrong("a message that nobody has sent");
+            network.report_wrong("a message that nobody has sent");
             return true;
         };
         let identity = network.hosts[*from].identity;
@@ -290,12 +290,12 @@ impl World {
         *received += 1;
         if *bytes != message.bytes || *to != process || !is_from || *received > 1 {
             let wrong = format!("message {index:?} was received {received} times, or is another");
-            network.is_wrong(wrong);
+            network.report_wrong(wrong);
         }
         true
     }
 
-    /// The use of a counter that a transfer names ends.
+    /// Retires the counters that transfers to this process name.
     pub(super) fn retire(&mut self, process: usize) {
         for (index, operation) in self.operations.iter_mut().enumerate() {
             let immediates = &mut self.nodes[process].hub.outside.process.immediates;
@@ -330,7 +330,7 @@ impl World {
         }
     }
 
-    /// Another process begins where one was.
+    /// Starts a new process at the same address.
     pub(super) fn restart(&mut self, process: usize) {
         let at = self.network.lock().hosts[process].identity.engine as usize;
         self.add_process(at);
@@ -347,7 +347,7 @@ impl World {
         }
     }
 
-    /// Nothing gets through to another process for a while.
+    /// Cuts off one process from another for a while.
     pub(super) fn part(&mut self, process: usize) {
         let network = &mut *self.network.lock();
         let other = network.dice.below(self.nodes.len() as u64) as usize;
@@ -362,7 +362,7 @@ impl World {
         let within = if network.dice.one_in(3) { 6_000_000 } else { 500_000 };
         let long = network.dice.below(within);
         network.hosts[process].stopped_until = network.now + long;
-        // Nothing is heard of it.
+        // The others notice that it is silent.
         if long > 1_500_000 {
             network.cut_all(process);
             network.break_links(Some(process));

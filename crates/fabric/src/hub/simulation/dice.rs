@@ -1,6 +1,6 @@
-//! Chance.
+//! Random numbers from a seed.
 
-/// Numbers that follow from a seed (splitmix64).
+/// A splitmix64 generator, by its state.
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {

@@ -1,26 +1,26 @@
-//! What a simulation does wrong on purpose, to show that it would be seen.
+//! Defects that a simulation makes on purpose, to show that it would find them.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     None,
-    /// Who is asked for a fence says at once that it is over, and goes on.
+    /// The side asked for a fence confirms it at once, and goes on placing bytes.
     FenceNotKept,
     /// The listening side places bytes of a broken connection for longer than its lease.
     LeaseNotKept,
-    /// A carrier says that bytes are in place before the last of them are.
+    /// A carrier reports bytes as placed before the last of them are.
     CompletesEarly,
-    /// A session has another number each time that it connects: what is sent again is new.
+    /// A session gets a new number with each connection, so messages that are sent again look new.
     ForgetsSessions,
-    /// The better carrier says that it is the worse one.
+    /// The better carrier claims to be the worse one.
     ClassesSwapped,
-    /// Whatever is registered under a region's number is served, of whichever generation.
+    /// A region's number is served in any generation.
     ServesAnyGeneration,
-    /// Nothing is said to touch memory that is being given back.
+    /// A carrier claims not to touch memory that is being given back.
     HidesTouches,
-    /// Who reads a neighbour's memory does not look at the card.
+    /// The reader of a neighbour's memory does not check the card.
     CardNotRead,
-    /// What was posted on a broken connection does not come back.
+    /// Posts of a broken connection never complete.
     LosesPosts,
-    /// News of regions get lost while their connection stays.
+    /// News of regions are lost although their connection stays.
     LosesNews,
 }

@@ -1,5 +1,5 @@
-//! The memory of all processes. Whatever is read or written there for a transfer is checked: a transfer that is over, or a
-//! region that has been given back, may not be touched any more.
+//! The memory of all processes, which checks every access. No transfer may touch memory after it has ended, and none may
+//! touch a region that was given back.
 
 use std::collections::HashMap;
 
@@ -7,26 +7,26 @@ use crate::carrier::Touched;
 use crate::ranges::{Piece, Spot};
 use crate::transfers::{Memory as Kind, Op, Ticket};
 
-/// Parts of a process's memory, each registered as one region at a time.
+/// Each process's memory has so many areas. An area is one region at a time.
 pub(super) const AREAS: usize = 5;
 pub(super) const SLICES: usize = 6;
-/// Bytes that one piece of a transfer has for itself, on each side.
+/// Bytes that one piece of a transfer has to itself, on each side.
 pub(super) const SLICE: usize = 64;
 pub(super) const AREA: usize = SLICES * SLICE;
 
-/// A transfer: who began it, and its number there.
-pub(super) type Whose = (usize, Ticket);
+/// Names a transfer: the process that began it, and the ticket there.
+pub(super) type TransferName = (usize, Ticket);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum RegionState {
     Registered,
-    /// Somebody waits until nothing touches it.
-    LettingGo,
-    /// Its memory is used otherwise.
+    /// Being given back: the owner waits until nothing touches it.
+    Releasing,
+    /// Given back; the memory is in other use.
     Gone,
 }
 
-/// What was registered, ever.
+/// Every region that was ever registered.
 #[derive(Debug)]
 pub(super) struct Region {
     pub(super) process: usize,
@@ -35,19 +35,19 @@ pub(super) struct Region {
     pub(super) generation: u32,
     pub(super) is_writable: bool,
     pub(super) kind: Kind,
-    pub(super) state: State,
-    /// Parts that belong to a transfer.
+    pub(super) state: RegionState,
+    /// Slices that belong to a transfer.
     pub(super) taken: [bool; SLICES],
 }
 
-/// A part of a region that belongs to one transfer.
+/// A slice of a region, which belongs to one transfer at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Slice {
     pub(super) region: usize,
     pub(super) slice: usize,
 }
 
-/// Bytes of a transfer that are contiguous on both sides. `remote`: None where the peer has given the region back.
+/// Bytes of a transfer that are contiguous on both sides. `remote` is None if the peer has given the region back.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PieceAt {
     pub(super) local: Slice,
@@ -57,21 +57,21 @@ pub(super) struct PieceAt {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct WorldMemory {
     bytes: Vec<Vec<u8>>,
-    /// The region of each area of each process; while it is being given back too.
+    /// The region of each area of each process, also while it is being given back.
     areas: Vec<[Option<usize>; AREAS]>,
     pub(super) regions: Vec<Region>,
-    /// Whether each transfer is over.
-    is_over: HashMap<Whose, bool>,
-    /// Processes whose engine is closed, or that were killed: what they had under way may still arrive at others.
+    /// Whether each transfer has ended.
+    is_over: HashMap<TransferName, bool>,
+    /// Processes that closed their engine or were killed. Their bytes in flight may still arrive at others.
     is_closed: Vec<bool>,
-    /// Of them, those whose own memory nobody looks at any more.
+    /// Closed processes whose own memory is not checked any more.
     is_unwatched: Vec<bool>,
     scribbles: u8,
 }
 
-impl Memory {
+impl WorldMemory {
     pub(super) fn add_process(&mut self) {
         self.bytes.push(vec![0; AREAS * AREA]);
         self.areas.push([None; AREAS]);
@@ -90,16 +90,16 @@ impl Memory {
         self.regions.len() - 1
     }
 
-    /// The region has been given back: its memory is used otherwise at once.
+    /// Gives a region back. Its memory is in other use at once.
     pub(super) fn give_back(&mut self, region: usize) {
         let Region { process, area, .. } = self.regions[region];
-        self.regions[region].state = State::Gone;
+        self.regions[region].state = RegionState::Gone;
         self.areas[process][area] = None;
         self.scribble(process, area * AREA, AREA);
     }
 
     pub(super) fn live_regions(&self, process: usize) -> Vec<usize> {
-        let is_live = |index: &usize| self.regions[*index].state == State::Registered;
+        let is_live = |index: &usize| self.regions[*index].state == RegionState::Registered;
         self.areas[process].iter().flatten().copied().filter(is_live).collect()
     }
 
@@ -110,8 +110,8 @@ impl Memory {
         Some(Slice { region, slice })
     }
 
-    /// A transfer begins: its source has what its destination is to have.
-    pub(super) fn begin(&mut self, whose: Whose, op: Op, pieces: &[PieceAt]) {
+    /// Begins a transfer: fills the source with the bytes that the destination must have at the end.
+    pub(super) fn begin(&mut self, whose: TransferName, op: Op, pieces: &[PieceAt]) {
         self.is_over.insert(whose, false);
         for (index, piece) in pieces.iter().enumerate() {
             let sides = [Some(piece.local), piece.remote];
@@ -128,8 +128,8 @@ impl Memory {
         }
     }
 
-    /// Whether all bytes of a transfer are where they belong. What has been given back meanwhile does not count.
-    pub(super) fn is_placed(&self, whose: Whose, op: Op, pieces: &[PieceAt]) -> bool {
+    /// Whether all bytes of a transfer are in place. Regions given back meanwhile do not count.
+    pub(super) fn is_placed(&self, whose: TransferName, op: Op, pieces: &[PieceAt]) -> bool {
         pieces.iter().enumerate().all(|(index, piece)| {
             let to = if op == Op::Write { piece.remote } else { Some(piece.local) };
             let Some((process, at)) = to.and_then(|slice| self.place(slice, piece.offset)) else {
@@ -139,9 +139,9 @@ impl Memory {
         })
     }
 
-    /// A transfer is over: its parts of both memories are used otherwise at once. Not the peer's for another transfer, where
-    /// who wrote them has closed its engine: what was under way may still arrive.
-    pub(super) fn end(&mut self, whose: Whose, pieces: &[PieceAt]) {
+    /// Ends a transfer: its slices on both sides are in other use at once. If the process that began it is closed, the peer's
+    /// slices get no new transfer, because bytes in flight may still arrive there.
+    pub(super) fn end(&mut self, whose: TransferName, pieces: &[PieceAt]) {
         self.is_over.insert(whose, true);
         for slice in pieces.iter().flat_map(|piece| [Some(piece.local), piece.remote]).flatten() {
             let may_arrive = self.is_closed[whose.0] && self.regions[slice.region].process != whose.0;
@@ -160,17 +160,17 @@ impl Memory {
     fn place(&self, slice: Slice, offset: usize) -> Option<(usize, usize)> {
         let region = &self.regions[slice.region];
         let at = region.area * AREA + slice.slice * SLICE + offset;
-        (region.state != State::Gone).then_some((region.process, at))
+        (region.state != RegionState::Gone).then_some((region.process, at))
     }
 
-    /// Somebody else's bytes.
+    /// Overwrites memory with bytes of another use.
     fn scribble(&mut self, process: usize, at: usize, len: usize) {
         self.scribbles = self.scribbles.wrapping_add(1);
         self.bytes[process][at..at + len].fill(self.scribbles);
     }
 
-    /// Of the process that began a transfer.
-    fn check_own(&self, whose: Whose) -> Result<(), String> {
+    /// Checks an access to the memory of the process that began a transfer.
+    fn check_own(&self, whose: TransferName) -> Result<(), String> {
         if self.is_unwatched[whose.0] || self.is_over.get(&whose) == Some(&false) {
             return Ok(());
         }
@@ -187,20 +187,20 @@ impl Memory {
         Err(format!("memory of process {process} was touched after its region {what:?} was given back"))
     }
 
-    /// What this transfer writes is read.
-    pub(super) fn read_own(&self, whose: Whose, at: usize, len: usize) -> Result<Vec<u8>, String> {
+    /// Reads bytes that this transfer writes to a peer.
+    pub(super) fn read_own(&self, whose: TransferName, at: usize, len: usize) -> Result<Vec<u8>, String> {
         self.check_own(whose)?;
         Ok(self.bytes[whose.0][at..at + len].to_vec())
     }
 
-    /// What this transfer reads is placed.
-    pub(super) fn write_own(&mut self, whose: Whose, at: usize, bytes: &[u8]) -> Result<(), String> {
+    /// Places bytes that this transfer reads from a peer.
+    pub(super) fn write_own(&mut self, whose: TransferName, at: usize, bytes: &[u8]) -> Result<(), String> {
         self.check_own(whose)?;
         self.bytes[whose.0][at..at + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
 
-    /// A process's region, by number and generation, is read for a peer.
+    /// Reads a region, named by (number, generation), for a peer.
     pub(super) fn read_region(
         &self,
         process: usize,
@@ -212,19 +212,19 @@ impl Memory {
         Ok(self.read_unasked(process, at, len))
     }
 
-    /// A peer reads on its own, whatever is there by now.
+    /// Reads as a neighbour does: without asking, whatever is there.
     pub(super) fn read_unasked(&self, process: usize, at: usize, len: usize) -> Vec<u8> {
         self.bytes[process][at..at + len].to_vec()
     }
 
-    /// A process's region is written for this transfer of a peer.
+    /// Writes a process's region for this transfer of a peer.
     pub(super) fn write_region(
         &mut self,
         process: usize,
         at: usize,
         bytes: &[u8],
         what: (u32, u32),
-        whose: Whose,
+        whose: TransferName,
     ) -> Result<(), String> {
         self.check_region(process, at, what)?;
         if self.is_over.get(&whose) != Some(&false) && !self.is_closed[whose.0] {
@@ -235,16 +235,16 @@ impl Memory {
     }
 }
 
-/// Whether bytes from there on are of this memory.
+/// Whether these bytes lie in this memory.
 pub(super) fn overlaps(memory: Touched<'_>, at: usize, len: usize) -> bool {
     let piece = Piece { address: at, len };
-    // What is said to be a GPU's is somewhere else than what is the host's.
+    // The simulated GPU has addresses of its own, so both kinds must be asked for.
     [None, Some(0)].into_iter().any(|gpu| memory.spots.overlap(Spot { piece, gpu }))
 }
 
-fn pattern(whose: Whose, piece: usize, byte: usize) -> u8 {
+fn pattern(whose: TransferName, piece: usize, byte: usize) -> u8 {
     let (process, ticket) = whose;
-    // Tickets are numbers that only their owner knows.
+    // A ticket's number is private, so its debug text has to do.
     let ticket = format!("{ticket:?}").bytes().fold(0u64, |sum, byte| sum.wrapping_mul(31) + u64::from(byte));
     (ticket.wrapping_mul(97) as usize + process * 59 + piece * 41 + byte * 7) as u8
 }

@@ -1,7 +1,10 @@
-//! Several processes, each with a real hub, in one thread and in simulated time: control connections are made late, refused
-//! and cut at any frame; of two carriers the better one vanishes and returns, and bytes on broken connections of both
-//! still land until they are fenced. `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first, which
-//! otherwise is another one each time.
+//! A simulation of several processes, each with a real hub, in one thread and in simulated time.
+//!
+//! Control connections are made late, refused, and cut at any frame. There are two carriers: the better one vanishes and
+//! returns, and on broken connections of both, bytes still land until they are fenced. [`CONTROLS`] lists the defects
+//! that the simulation must find.
+//!
+//! `KVLANE_TEST_SEEDS` sets how many seeds run. `KVLANE_TEST_SEED` sets the first one, which otherwise differs each time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 mod applications;
@@ -21,20 +24,20 @@ use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use self::faults::Fault;
-use self::network::Seen;
+use self::network::SeenCounts;
 use self::operations::What;
 use self::world::World;
 
 const SEEDS: u64 = 700;
-/// The rarest of what is done wrong on purpose is seen in one of 200 seeds.
+/// Seeds tried per defect. The rarest defect shows in one of 200.
 const CONTROL_SEEDS: u64 = 2000;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap())
 }
 
-/// Of one broken connection, writes whose bytes went with the words were over by time; then the neighbour that was to read others
-/// was killed, and nobody asked any more whether it was gone: those never ended.
+/// WRITEs of one broken connection went inside their requests, and ended by the lease. Others were to be read by a neighbour
+/// that was then killed. No one asked any more whether it was gone, so those never ended.
 #[test]
 fn what_a_killed_neighbour_was_to_read_ends_although_other_writes_ended_by_time() {
     if let Err(wrong) = World::new(628148721757, Fault::None).run() {
@@ -50,7 +53,7 @@ fn whatever_breaks_what_is_asked_of_a_hub_ends_once_and_nothing_is_touched_later
     });
     println!("seeds from {first} on");
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
-    let mut seen = Seen::default();
+    let mut seen = SeenCounts::default();
     for seed in first..first + number("KVLANE_TEST_SEEDS").unwrap_or(SEEDS) {
         let mut world = World::new(seed, Fault::None);
         if let Err(wrong) = world.run() {
@@ -65,7 +68,7 @@ fn whatever_breaks_what_is_asked_of_a_hub_ends_once_and_nothing_is_touched_later
         seen.add(&world.seen());
     }
     println!("{ends:?} {seen:?}");
-    // The seeds see every way to end, and what they are for.
+    // The seeds must see every way to end, and every event that they exist for.
     if number("KVLANE_TEST_SEEDS").is_none() {
         for end in [
             "transfer Ok(())",
@@ -84,7 +87,7 @@ fn whatever_breaks_what_is_asked_of_a_hub_ends_once_and_nothing_is_touched_later
     }
 }
 
-/// Each defect, and what is said of it.
+/// Each defect with words of the report that must follow.
 const CONTROLS: [(Fault, &[&str]); 10] = [
     (Fault::FenceNotKept, &["was over"]),
     (Fault::LeaseNotKept, &["was over"]),

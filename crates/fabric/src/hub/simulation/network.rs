@@ -1,4 +1,4 @@
-//! What all processes of a simulation share: time, chance, and what lies between them.
+//! The state that all processes of a simulation share: time, chance, memory, and everything between the processes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -10,50 +10,50 @@ use parking_lot::Mutex;
 use super::dice::Dice;
 use super::fast::neighbours::Neighbours;
 use super::faults::Fault;
-use super::memory::Memory;
-use super::slow::links::Links;
+use super::memory::WorldMemory;
+use super::slow::links::SlowLinks;
 use super::wires::wire::Wires;
 use crate::control::ControlEvent;
 use crate::identity::Identity;
 use crate::transfers::{PathId, PeerId};
 
-pub(super) type Shared = Arc<Mutex<Network>>;
+pub(super) type SharedNetwork = Arc<Mutex<Network>>;
 
-/// What is going to happen, to one process each.
+/// An event of one process.
 #[derive(Debug)]
 pub(super) enum Next {
-    /// Its application does what is planned.
-    Asked(usize),
-    /// Something of its carrier with this code.
+    /// The application carries out this entry of the plan.
+    Planned(usize),
+    /// An event with this number for the carrier with this code.
     Carrier(u8, u64),
-    /// Its control connections tell this.
-    Told(ControlEvent),
-    /// A control connection to it comes.
+    /// The control connections report this.
+    Control(ControlEvent),
+    /// A peer's control connection arrives.
     Dialled(u64),
-    /// The process that made a control connection hears that it is there.
+    /// The process that made a control connection learns that it is up.
     Welcomed(u64),
-    /// A frame comes over this control connection, to this end of it.
+    /// A frame arrives over this control connection, at this end.
     Frame(u64, usize),
-    /// This end of a control connection is over.
+    /// This end of a control connection has ended.
     Ended(u64, usize),
-    /// It is asked for a fence over a connection of its own.
+    /// A peer asks for a fence, over a connection made for it.
     FenceAsked(usize),
     /// Something is due.
     Tick,
 }
 
-/// A process.
+/// A process as the others see it.
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) identity: Identity,
     pub(super) address: SocketAddr,
-    /// It listens.
+    /// Accepts connections.
     pub(super) listens: bool,
-    /// It is stopped until then.
+    /// Handles no event before this time.
     pub(super) stopped_until: u64,
-    /// Whoever looks sees that nothing of its is read here any more.
+    /// A neighbour that probes it finds that it no longer reads anything.
     pub(super) is_gone: bool,
-    /// Regions that neighbours may rely on, with their generation.
+    /// The process's card: its registered regions, number to generation.
     pub(super) card: BTreeMap<u32, u32>,
 }
 
@@ -61,54 +61,54 @@ pub(super) struct Network {
     pub(super) dice: Dice,
     pub(super) now: u64,
     clock: Arc<AtomicU64>,
-    /// Nothing goes wrong any more.
+    /// Nothing goes wrong from now on.
     pub(super) is_calm: bool,
-    /// Copies and bytes take long once in so many times.
+    /// One in so many copies and bytes takes long.
     pub(super) long_once_in: u64,
     pub(super) fault: Fault,
-    pub(super) memory: Memory,
+    pub(super) memory: WorldMemory,
     pub(super) hosts: Vec<Host>,
     pub(super) wires: Wires,
-    pub(super) slow: Links,
+    pub(super) slow: SlowLinks,
     pub(super) fast: Neighbours,
-    /// Until when nothing new gets from one process to another, or back. The first of two has the lower number.
+    /// Until when two processes cannot reach each other. The lower number comes first.
     parted: BTreeMap<(usize, usize), u64>,
-    /// What each process's control connections tell.
-    pub(super) told: Vec<VecDeque<ControlEvent>>,
-    /// What is due at each process's carriers, by their codes.
+    /// Events of each process's control connections, not taken yet.
+    pub(super) control_events: Vec<VecDeque<ControlEvent>>,
+    /// Due events of each process's carriers: (code, number).
     pub(super) due: Vec<VecDeque<(u8, u64)>>,
-    /// Paths of the better class that carry something as their carrier knows, by process and peer.
+    /// Paths of the better carrier that are up as that carrier knows, by process and peer.
     pub(super) better: BTreeMap<(usize, PeerId), (PathId, u32)>,
-    /// Posts between hosts' memory over the other class.
+    /// Posts between host memory that went to the worse carrier.
     pub(super) lower: Vec<(usize, PeerId)>,
-    pub(super) seen: Seen,
-    /// The first thing that was not as it should be.
+    pub(super) seen: SeenCounts,
+    /// The first violation.
     pub(super) wrong: Option<String>,
     agenda: BTreeMap<(u64, u64), (usize, Next)>,
     made: u64,
 }
 
-/// How often something happened that is hard to get right.
+/// Counts of events that are hard to handle. Every one must have occurred.
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Seen {
+pub(super) struct SeenCounts {
     pub(super) cuts: u64,
     pub(super) fast_posts: u64,
     pub(super) slow_posts: u64,
-    /// Of the better carrier.
+    /// Paths of the better carrier that vanished.
     pub(super) vanished: u64,
     pub(super) fences: u64,
-    /// Over a connection of their own.
+    /// Fences asked for over a connection of their own.
     pub(super) insisted: u64,
     pub(super) fences_denied: u64,
-    /// Of connections that the other side had closed.
+    /// Bytes that landed after the other side had closed their connection.
     pub(super) late_landings: u64,
     pub(super) waited_for_keys: u64,
-    pub(super) let_go: u64,
+    pub(super) ended_by_release: u64,
     pub(super) waited_to_unregister: u64,
 }
 
-impl Seen {
-    pub(super) fn add(&mut self, other: &Seen) {
+impl SeenCounts {
+    pub(super) fn add(&mut self, other: &SeenCounts) {
         self.all().into_iter().zip(other.counts()).for_each(|(count, more)| *count += more);
     }
 
@@ -118,8 +118,15 @@ impl Seen {
     }
 
     fn all(&mut self) -> [&mut u64; 11] {
-        let Seen { cuts, fast_posts, slow_posts, vanished, fences, insisted, .. } = self;
-        let Seen { fences_denied, late_landings, waited_for_keys, let_go, waited_to_unregister, .. } = self;
+        let SeenCounts { cuts, fast_posts, slow_posts, vanished, fences, insisted, .. } = self;
+        let SeenCounts {
+            fences_denied,
+            late_landings,
+            waited_for_keys,
+            ended_by_release,
+            waited_to_unregister,
+            ..
+        } = self;
         [
             cuts,
             fast_posts,
@@ -130,7 +137,7 @@ impl Seen {
             fences_denied,
             late_landings,
             waited_for_keys,
-            let_go,
+            ended_by_release,
             waited_to_unregister,
         ]
     }
@@ -153,17 +160,17 @@ impl Network {
             is_calm: false,
             long_once_in,
             fault,
-            memory: Memory::default(),
+            memory: WorldMemory::default(),
             hosts: Vec::new(),
             wires: Wires::default(),
-            slow: Links::default(),
+            slow: SlowLinks::default(),
             fast: Neighbours::default(),
             parted: BTreeMap::new(),
-            told: Vec::new(),
+            control_events: Vec::new(),
             due: Vec::new(),
             better: BTreeMap::new(),
             lower: Vec::new(),
-            seen: Seen::default(),
+            seen: SeenCounts::default(),
             wrong: None,
             agenda: BTreeMap::new(),
             made: 0,
@@ -173,14 +180,14 @@ impl Network {
     pub(super) fn add_host(&mut self, identity: Identity, address: SocketAddr) -> usize {
         let (stopped_until, is_gone, card) = (0, false, BTreeMap::new());
         self.hosts.push(Host { identity, address, listens: true, stopped_until, is_gone, card });
-        self.told.push(VecDeque::new());
+        self.control_events.push(VecDeque::new());
         self.due.push(VecDeque::new());
         self.memory.add_process();
         self.hosts.len() - 1
     }
 
-    /// Who listens there.
-    pub(super) fn who_listens(&self, address: SocketAddr) -> Option<usize> {
+    /// The process that listens at this address.
+    pub(super) fn listener_at(&self, address: SocketAddr) -> Option<usize> {
         self.hosts.iter().position(|host| host.listens && host.address == address)
     }
 
@@ -197,7 +204,7 @@ impl Network {
         self.at(self.now + micros, process, next);
     }
 
-    /// In a while that is mostly short.
+    /// Schedules an event after [`Network::delay`].
     pub(super) fn soon(&mut self, process: usize, next: Next) {
         let delay = self.delay();
         self.after(delay, process, next);
@@ -213,23 +220,23 @@ impl Network {
         10 + self.dice.below(within)
     }
 
-    /// How long it takes to copy or place some bytes: whoever does may be stopped in the middle of it.
+    /// Time to copy or place bytes. The thread may be stopped in the middle of it.
     pub(super) fn long_delay(&mut self) -> u64 {
         if self.goes_wrong(self.long_once_in) { self.dice.below(4_000_000) } else { self.delay() }
     }
 
-    /// How long it takes until somebody notices that a connection is broken: at most as long as silence is borne.
+    /// Time until an end notices that its connection is broken: at most the longest silence that a connection survives.
     pub(super) fn notice(&mut self) -> u64 {
         let within = if self.dice.one_in(3) { 1_900_000 } else { 3000 };
         self.dice.below(within)
     }
 
-    /// Whether this goes wrong, which it does once in so many times.
+    /// True once in so many calls, until nothing goes wrong any more.
     pub(super) fn goes_wrong(&mut self, once_in: u64) -> bool {
         !self.is_calm && self.dice.one_in(once_in)
     }
 
-    /// What happens next, and to whom. A stopped process hears of it when it goes on, in the same order.
+    /// The next event and its process. A stopped process handles its events when it resumes, in the same order.
     pub(super) fn next(&mut self) -> Option<(usize, Next)> {
         loop {
             let ((at, made), (process, next)) = self.agenda.pop_first()?;
@@ -244,7 +251,7 @@ impl Network {
         }
     }
 
-    pub(super) fn is_wrong(&mut self, what: impl Into<String>) {
+    pub(super) fn report_wrong(&mut self, what: impl Into<String>) {
         self.wrong.get_or_insert(what.into());
     }
 
@@ -252,7 +259,7 @@ impl Network {
         self.parted.insert((one.min(other), one.max(other)), self.now + micros);
     }
 
-    /// Nothing goes wrong any more.
+    /// Nothing goes wrong from now on.
     pub(super) fn calm_down(&mut self) {
         self.is_calm = true;
         self.parted.clear();
@@ -263,8 +270,8 @@ impl Network {
         until.is_some_and(|until| self.now < *until)
     }
 
-    /// Takes note of what is wrong, if anything is.
+    /// Notes a violation, if the outcome is one.
     pub(super) fn checked<T>(&mut self, outcome: Result<T, String>) -> Option<T> {
-        outcome.map_err(|wrong| self.is_wrong(wrong)).ok()
+        outcome.map_err(|wrong| self.report_wrong(wrong)).ok()
     }
 }

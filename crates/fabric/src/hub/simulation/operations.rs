@@ -1,12 +1,12 @@
-//! What applications have asked for, and whether it ended as it should.
+//! Everything that applications asked for, and whether it ended rightly.
 
 use std::time::Duration;
 
 use super::faults::Fault;
-use super::memory::{Memory, PieceAt, State};
+use super::memory::{PieceAt, RegionState, WorldMemory};
 use crate::transfers::{Failure, Op, PeerId, Ticket};
 
-/// A transfer or a message.
+/// A transfer or a message of an application.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) process: usize,
@@ -16,7 +16,7 @@ pub(super) struct Operation {
     pub(super) what: What,
     pub(super) deadline: Option<Duration>,
     pub(super) is_cancelled: bool,
-    /// Nothing goes wrong any more.
+    /// Begun after the network was calmed down, so it must succeed.
     pub(super) is_calm: bool,
     pub(super) over: Option<Result<(), Failure>>,
 }
@@ -26,13 +26,13 @@ pub(super) enum What {
     Transfer {
         op: Op,
         pieces: Vec<PieceAt>,
-        /// Names a counter of its own.
+        /// The transfer names a counter, which no other one names.
         has_counter: bool,
         is_counted: bool,
-        /// The use of its counter that it names has ended.
+        /// The counter was retired.
         is_retired: bool,
     },
-    /// So often somebody took it.
+    /// `received`: how often the receiver took it.
     Message { bytes: Vec<u8>, received: u64 },
 }
 
@@ -48,10 +48,10 @@ impl Operation {
         }
     }
 
-    /// Whether it has ended with a cause, and what was asked for has happened if it is done.
-    pub(super) fn judge(
+    /// Checks that a failure has a cause, and that a success happened.
+    pub(super) fn check_outcome(
         &self,
-        memory: &Memory,
+        memory: &WorldMemory,
         now: Duration,
         outcome: Result<(), Failure>,
         is_peer_gone: bool,
@@ -74,18 +74,18 @@ impl Operation {
         Err(format!("{self:?} ended without a cause: {outcome:?}"))
     }
 
-    /// Whether its peer has not, or not to be written, what it is about.
-    pub(super) fn may_be_refused(&self, memory: &Memory) -> bool {
+    /// Whether the peer may refuse it: a region is not registered there, or is not writable.
+    pub(super) fn may_be_refused(&self, memory: &WorldMemory) -> bool {
         let What::Transfer { op, pieces, .. } = &self.what else { return false };
         pieces.iter().any(|piece| {
             piece.remote.is_none_or(|slice| {
                 let region = &memory.regions[slice.region];
-                region.state != State::Registered || (*op == Op::Write && !region.is_writable)
+                region.state != RegionState::Registered || (*op == Op::Write && !region.is_writable)
             })
         })
     }
 
-    fn is_done(&self, memory: &Memory) -> Result<(), String> {
+    fn is_done(&self, memory: &WorldMemory) -> Result<(), String> {
         let What::Transfer { op, pieces, has_counter, is_counted, is_retired } = &self.what else {
             return Ok(());
         };

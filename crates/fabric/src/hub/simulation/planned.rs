@@ -1,6 +1,6 @@
-//! What may happen in a world.
+//! The kinds of events that a world plans.
 
-/// What an application does, or what befalls its process.
+/// An action of an application, or a blow to its process.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Planned {
     Transfer,

@@ -1,4 +1,4 @@
-//! A process with a real hub: what its engine does with it, without threads.
+//! A process with a real hub. Does what its engine would do, without threads.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use super::fast::{FAST, Fast};
-use super::memory::{AREA, Region, State};
-use super::network::Shared;
+use super::memory::{AREA, Region, RegionState};
+use super::network::SharedNetwork;
 use super::slow::Slow;
 use super::wires::SimulatedControl;
 use crate::carriers::Named;
@@ -24,38 +24,43 @@ use crate::registrar::{MemoryRegion, Registrar};
 use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
 use crate::trust::{Key, Trust};
 
-/// As engines have it.
-const LET_GO: Duration = Duration::from_secs(1);
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// As in `engine.rs`.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
+const RELEASE_RETRY: Duration = Duration::from_millis(50);
 const DESCRIPTOR_ADDRESS: u8 = 1;
 
 pub(super) struct Node {
     pub(super) process: usize,
     pub(super) hub: Hub<SimulatedControl>,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
     registrars: Vec<(u8, Arc<dyn Registrar>)>,
-    /// Peers that were added and not removed, and which process each is.
+    /// Peers that were added and not removed, with their process.
     pub(super) peers: Vec<(PeerId, usize)>,
-    letting_go: Vec<LettingGo>,
-    /// Whoever closes it waits until then for neighbours that read.
+    releasing: Vec<Releasing>,
+    /// Closing waits until then for neighbours that may still read.
     closing: Option<Duration>,
     pub(super) is_closed: bool,
-    /// It was killed.
+    /// The process was killed.
     pub(super) is_dead: bool,
-    /// When it looks again by itself.
+    /// Time of its next scheduled tick.
     pub(super) tick_at: Option<u64>,
 }
 
-/// Memory that somebody waits for.
-struct LettingGo {
+/// A region that its owner waits for.
+struct Releasing {
     region: usize,
     seen: MemoryRegion,
-    /// When what touches it is ended.
+    /// From then on, whatever touches it is ended.
     at: Duration,
 }
 
 impl Node {
-    pub(super) fn new(process: usize, network: &Shared, clock: &Arc<AtomicU64>, options: Options) -> Node {
+    pub(super) fn new(
+        process: usize,
+        network: &SharedNetwork,
+        clock: &Arc<AtomicU64>,
+        options: Options,
+    ) -> Node {
         let identity = network.lock().hosts[process].identity;
         let fast = Fast::new(process, Arc::clone(network));
         let slow = Slow::new(process, Arc::clone(network));
@@ -73,7 +78,7 @@ impl Node {
             network: Arc::clone(network),
             registrars,
             peers: Vec::new(),
-            letting_go: Vec::new(),
+            releasing: Vec::new(),
             closing: None,
             is_closed: false,
             is_dead: false,
@@ -94,12 +99,12 @@ impl Node {
         }
         outside.process.regions.add(number, NewRegion { base, len, access, memory: kind }, keys);
         outside.announce_region(number);
-        let (process, state, taken) = (self.process, State::Registered, Default::default());
+        let (process, state, taken) = (self.process, RegionState::Registered, Default::default());
         let region = Region { process, area, number, generation, is_writable, kind, state, taken };
         Some(self.network.lock().memory.add_region(region))
     }
 
-    /// Begins to give memory back, unless a transfer of this process has it.
+    /// Begins to give a region back, unless a transfer of this process uses it.
     pub(super) fn unregister(&mut self, region: usize) {
         let number = self.network.lock().memory.regions[region].number;
         let outside = &mut self.hub.outside;
@@ -112,38 +117,38 @@ impl Node {
         }
         self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
         outside.announce_region(number);
-        outside.process.letting_go += 1;
-        self.network.lock().memory.regions[region].state = State::LettingGo;
-        let at = outside.now() + LET_GO;
-        self.letting_go.push(LettingGo { region, seen, at });
+        outside.process.releasing += 1;
+        self.network.lock().memory.regions[region].state = RegionState::Releasing;
+        let at = outside.now() + RELEASE_PATIENCE;
+        self.releasing.push(Releasing { region, seen, at });
     }
 
-    /// Whoever gives memory back looks whether something touches it still.
-    fn let_go(&mut self) {
+    /// Gives back regions that nothing touches any more, and ends what touches one for too long.
+    fn release_regions(&mut self) {
         let now = self.hub.now();
         let mut left = Vec::new();
-        for mut one in std::mem::take(&mut self.letting_go) {
+        for mut one in std::mem::take(&mut self.releasing) {
             let number = one.seen.number;
             if one.at <= now && self.hub.outside.is_touched(number) {
-                self.hub.outside.let_go(number);
+                self.hub.outside.release_region(number);
                 self.pump();
-                one.at = now + LOOK_AGAIN;
+                one.at = now + RELEASE_RETRY;
             }
             if self.hub.outside.is_touched(number) {
                 self.network.lock().seen.waited_to_unregister += 1;
                 left.push(one);
                 continue;
             }
-            self.hub.outside.process.letting_go -= 1;
+            self.hub.outside.process.releasing -= 1;
             self.registrars.iter().for_each(|(_, registrar)| registrar.unregister(&one.seen));
             self.hub.outside.process.regions.remove(number);
             self.network.lock().memory.give_back(one.region);
         }
-        self.letting_go.extend(left);
+        self.releasing.extend(left);
     }
 
-    pub(super) fn is_letting_go(&self) -> bool {
-        !self.letting_go.is_empty()
+    pub(super) fn is_releasing(&self) -> bool {
+        !self.releasing.is_empty()
     }
 
     pub(super) fn describe(&self) -> Descriptor {
@@ -158,7 +163,7 @@ impl Node {
         }
     }
 
-    /// Of a peer by its descriptor, or by its address only.
+    /// Adds a peer, by its descriptor or by its address only.
     pub(super) fn connect(&mut self, descriptor: Option<&Descriptor>, address: SocketAddr, to: usize) {
         let identity = |known: &Descriptor| Identity { engine: known.engine_id, boot: known.boot_nonce };
         let session = u128::from(self.network.lock().dice.roll());
@@ -182,10 +187,10 @@ impl Node {
         let ends = self.network.lock().cut_all(self.process);
         self.end_wires(ends);
         self.peers.clear();
-        self.closing = Some(self.hub.now() + LET_GO);
+        self.closing = Some(self.hub.now() + RELEASE_PATIENCE);
     }
 
-    /// Connections of this process end at this end.
+    /// Ends these ends of connections.
     pub(super) fn end_wires(&mut self, ends: Vec<(u64, usize)>) {
         for (wire, end) in ends {
             let served = self.network.lock().ended(wire, end);
@@ -197,8 +202,8 @@ impl Node {
         }
     }
 
-    /// Whoever closes goes on when nothing of this process's memory is touched any more.
-    fn go_on_closing(&mut self) {
+    /// Finishes closing once nothing touches this process's memory.
+    fn finish_closing(&mut self) {
         let Some(until) = self.closing else { return };
         let outside = &mut self.hub.outside;
         let is_pulled = outside.is_pulled() && outside.now() < until;
@@ -216,18 +221,18 @@ impl Node {
         while self.hub.pump() {}
     }
 
-    /// Takes what came, and does what is due.
+    /// Takes what arrived, and does what is due.
     pub(super) fn settle(&mut self) {
         for place in 0..self.hub.outside.carriers.len() as u8 {
             self.hub.outside.with(place, |carrier, cx| carrier.poll(cx));
         }
         self.pump();
-        self.let_go();
-        self.go_on_closing();
+        self.release_regions();
+        self.finish_closing();
         self.pump();
     }
 
-    /// When there is something to do if nothing comes, and what.
+    /// The next time at which something is due, and for which part.
     pub(super) fn next_tick(&self) -> Option<(Duration, &'static str)> {
         let outside = &self.hub.outside;
         let carriers = outside.carriers.iter().filter_map(|carrier| carrier.next_tick(outside.now())).min();
@@ -236,14 +241,14 @@ impl Node {
             (self.hub.transfers.next_tick(), "transfers"),
             (outside.fences.next_tick(), "fences"),
             (carriers, "carriers"),
-            (self.letting_go.iter().map(|one| one.at).min(), "memory that is given back"),
+            (self.releasing.iter().map(|one| one.at).min(), "memory that is given back"),
             (closing, "closing"),
         ];
         let ticks = ticks.into_iter().filter_map(|(at, what)| Some((at?, what)));
         ticks.filter(|(at, _)| *at < Duration::MAX).min()
     }
 
-    /// Peers to which transfers have a path of the better carrier that is up, and which connection of it.
+    /// Peers whose path of the better carrier is up, for transfers too, with its connection.
     pub(super) fn better_paths(&self) -> Vec<(PeerId, PathId, u32)> {
         let network = self.network.lock();
         let of_process = network.better.iter().filter(|((process, _), _)| *process == self.process);
@@ -253,11 +258,11 @@ impl Node {
             .collect()
     }
 
-    /// Whether each peer's control connection and both carriers' paths are up.
+    /// Whether the control connection and both carriers' paths are up for each peer.
     pub(super) fn is_all_up(&self) -> bool {
         self.peers.iter().all(|(peer, _)| {
             let paths = self.hub.transfers.paths(*peer);
-            let fast = self.hub.outside.place_of(FAST);
+            let fast = self.hub.outside.index_of(FAST);
             let carried = |path: &PathId| self.hub.outside.paths.get(path).and_then(|at| at.carrier);
             let has_fast = paths.iter().any(|path| carried(path) == fast);
             has_fast && paths.len() >= 3 && paths.iter().all(|path| self.hub.transfers.is_up(*path))
@@ -266,7 +271,7 @@ impl Node {
 }
 
 impl Node {
-    /// What a hub still has although nothing is under way with its peers, which are all connected.
+    /// Everything that a hub still keeps although all its peers are connected and nothing is in flight. Empty if it is right.
     pub(super) fn kept(&self) -> Vec<String> {
         let Hub { transfers, outside, .. } = &self.hub;
         let paths: usize = outside.peers.keys().map(|peer| transfers.paths(*peer).len()).sum();
@@ -287,7 +292,7 @@ impl Node {
         wrong.map(|(what, is, should_be)| format!("{is} {what}, not {should_be}")).collect()
     }
 
-    /// What a hub still has when all is over: it should be nothing.
+    /// Everything that a hub still keeps after the end. Empty if it is right.
     pub(super) fn left_over(&mut self, sessions_kept: Duration) -> Vec<String> {
         let now = self.hub.now() + sessions_kept;
         let Hub { transfers, outside, .. } = &mut self.hub;
@@ -297,7 +302,7 @@ impl Node {
         let counts = [
             ("sessions remembered", usize::from(!sessions.is_empty())),
             ("messages", inbox.held()),
-            ("memory that somebody waits for", self.letting_go.len()),
+            ("memory that somebody waits for", self.releasing.len()),
             ("regions", outside.process.regions.descriptors().len()),
             ("uses of memory", outside.process.uses()),
             ("peers", outside.peers.len()),

@@ -1,4 +1,4 @@
-//! One seed's world: what applications do and what goes wrong, whether all of it ends as it should, and what is left then.
+//! One seed's world. Runs the plan, checks every outcome, and checks at the end that nothing is left.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::faults::Fault;
-use super::network::{Network, Next, Seen, Shared};
+use super::network::{Network, Next, SeenCounts, SharedNetwork};
 use super::operations::{Operation, What};
 use super::planned::Planned;
 use super::process::Node;
@@ -17,27 +17,27 @@ use crate::descriptor::Descriptor;
 use crate::identity::Identity;
 use crate::transfers::{Options, PeerId};
 
-/// More events mean that something goes round and round.
+/// A run with more events is caught in a loop.
 const EVENTS_MAX: usize = 100_000;
-/// Longer than everything takes once nothing goes wrong any more.
+/// Longer than anything takes once nothing goes wrong.
 const CALM_US: u64 = 60_000_000;
-/// By then whatever broke before is known to be broken, and whoever was stopped goes on.
+/// By then, broken connections are noticed and stopped processes have resumed.
 const NOTICED_US: u64 = 8_000_000;
 /// Longer than a session is remembered.
 const SESSIONS_KEPT: Duration = Duration::from_secs(130);
 
 pub(super) struct World {
     pub(super) options: Options,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
     pub(super) clock: Arc<AtomicU64>,
     pub(super) nodes: Vec<Node>,
     pub(super) operations: Vec<Operation>,
     pub(super) plan: Vec<Planned>,
-    /// Of the plan, what has not come to pass.
+    /// Entries of the plan that have not happened yet.
     pub(super) still_planned: usize,
-    /// What processes have told of themselves at some time.
+    /// Every descriptor that a process ever made.
     pub(super) descriptors: Vec<(usize, Descriptor)>,
-    /// Peers that were described when they were known.
+    /// Peers that got another descriptor after they were added.
     pub(super) described_late: BTreeSet<(usize, PeerId)>,
     pub(super) fault: Fault,
 }
@@ -87,7 +87,7 @@ impl World {
         self.below(count) == 0
     }
 
-    /// A process begins, at an address that a former one may have had.
+    /// Starts a process, at an address that an earlier one may have had.
     pub(super) fn add_process(&mut self, at: usize) {
         let boot = self.nodes.len() as u64;
         let identity = Identity { engine: at as u128, boot };
@@ -102,16 +102,16 @@ impl World {
     }
 
     pub(super) fn run(&mut self) -> Result<(), String> {
-        self.go_on(u64::MAX, |world| world.still_planned == 0)?;
+        self.run_until(u64::MAX, |world| world.still_planned == 0)?;
         self.network.lock().calm_down();
-        self.go_on_calmly(|world| world.all_over())?;
+        self.run_calm_until(|world| world.all_over())?;
         if self.fault == Fault::None || self.fault == Fault::LosesNews {
             self.all_is_well()?;
         }
         self.end()
     }
 
-    pub(super) fn seen(&self) -> Seen {
+    pub(super) fn seen(&self) -> SeenCounts {
         std::mem::take(&mut self.network.lock().seen)
     }
 
@@ -119,15 +119,15 @@ impl World {
         self.network.lock().now
     }
 
-    pub(super) fn go_on_calmly(&mut self, done: impl Fn(&World) -> bool) -> Result<(), String> {
+    pub(super) fn run_calm_until(&mut self, done: impl Fn(&World) -> bool) -> Result<(), String> {
         if done(self) {
             return Ok(());
         }
         let until = self.now() + CALM_US;
-        self.go_on(until, done)
+        self.run_until(until, done)
     }
 
-    pub(super) fn go_on(&mut self, until: u64, done: impl Fn(&World) -> bool) -> Result<(), String> {
+    pub(super) fn run_until(&mut self, until: u64, done: impl Fn(&World) -> bool) -> Result<(), String> {
         for _ in 0..EVENTS_MAX {
             let next = self.network.lock().next();
             let Some((process, next)) = next else {
@@ -150,14 +150,14 @@ impl World {
     }
 
     pub(super) fn all_over(&self) -> bool {
-        let is_idle = |node: &Node| node.is_dead || !node.is_letting_go();
+        let is_idle = |node: &Node| node.is_dead || !node.is_releasing();
         self.not_over().is_empty() && self.nodes.iter().all(is_idle)
     }
 
     pub(super) fn step(&mut self, process: usize, next: Next) -> Result<(), String> {
-        self.still_planned -= usize::from(matches!(next, Next::Asked(_)));
+        self.still_planned -= usize::from(matches!(next, Next::Planned(_)));
         if self.nodes[process].is_dead {
-            // Whoever asks hears at least that nobody answers.
+            // The asking side must learn at least that it gets no answer.
             if let Next::FenceAsked(index) = next {
                 self.network.lock().fence_asked(index);
             }
@@ -165,9 +165,9 @@ impl World {
         }
         let before = self.nodes[process].better_paths();
         match next {
-            Next::Asked(index) => self.do_planned(process, self.plan[index]),
+            Next::Planned(index) => self.do_planned(process, self.plan[index]),
             Next::Carrier(code, number) => self.network.lock().due[process].push_back((code, number)),
-            Next::Told(event) => self.network.lock().told[process].push_back(event),
+            Next::Control(event) => self.network.lock().control_events[process].push_back(event),
             Next::Dialled(wire) => {
                 let served = self.network.lock().dialled(wire);
                 if let Some(served) = served {
@@ -209,7 +209,7 @@ impl World {
             return Err("a post over the worse class while a path of the better one is up".into());
         }
         self.count()?;
-        self.look_at_ends(process)?;
+        self.check_ends(process)?;
         let mut network = self.network.lock();
         if let Some(wrong) = network.wrong.take() {
             return Err(wrong);
@@ -228,7 +228,7 @@ impl World {
         Ok(())
     }
 
-    /// Of peers that are known by their address only, another process may have begun to listen there meanwhile.
+    /// At the address of a peer connected by address only, another process may listen by now.
     pub(super) fn note_who_answered(&mut self, process: usize) {
         let Node { hub, peers, .. } = &mut self.nodes[process];
         let network = self.network.lock();
@@ -238,7 +238,7 @@ impl World {
         }
     }
 
-    /// What counters have counted: once each, and after the bytes are in place.
+    /// Checks the counters: each transfer counts once, after its bytes are in place.
     pub(super) fn count(&mut self) -> Result<(), String> {
         for index in 0..self.operations.len() {
             let operation = &self.operations[index];
@@ -263,8 +263,8 @@ impl World {
         Ok(())
     }
 
-    /// Transfers of a process that are over: their memory is used otherwise at once.
-    pub(super) fn look_at_ends(&mut self, process: usize) -> Result<(), String> {
+    /// Checks the transfers of a process that have ended. Their memory is in other use at once.
+    pub(super) fn check_ends(&mut self, process: usize) -> Result<(), String> {
         for operation in self.operations.iter_mut().filter(|operation| operation.process == process) {
             let node = &self.nodes[process];
             let outcome = node.hub.outcomes.of(operation.ticket);
@@ -276,19 +276,19 @@ impl World {
             let now = Duration::from_micros(network.now);
             let is_removed = !node.peers.iter().any(|(peer, _)| *peer == operation.peer);
             let is_gone = is_removed || !network.hosts[operation.to].listens || node.hub.is_closed;
-            operation.judge(&network.memory, now, outcome, is_gone, self.fault)?;
+            operation.check_outcome(&network.memory, now, outcome, is_gone, self.fault)?;
             network.memory.end(operation.whose(), operation.pieces());
             operation.over = Some(outcome);
         }
         Ok(())
     }
 
-    /// Whatever went wrong before: each peer that is there is reached by all ways, and what is asked for is done.
+    /// Checks that the world recovers: every living peer is reached over all its paths, and new transfers succeed.
     pub(super) fn all_is_well(&mut self) -> Result<(), String> {
         let noticed = self.now() + NOTICED_US;
         let living = self.living();
         living.iter().for_each(|process| self.network.lock().at(noticed, *process, Next::Tick));
-        self.go_on_calmly(|world| living.is_empty() || world.now() >= noticed)?;
+        self.run_calm_until(|world| living.is_empty() || world.now() >= noticed)?;
         for process in living {
             let before = self.nodes[process].better_paths();
             for (peer, to) in self.nodes[process].peers.clone() {
@@ -304,10 +304,10 @@ impl World {
             while self.receive(process) {}
             self.settle(process, &before)?;
         }
-        self.go_on_calmly(|world| {
+        self.run_calm_until(|world| {
             world.living().into_iter().all(|process| world.nodes[process].is_all_up())
         })?;
-        let known = self.go_on_calmly(|world| world.each_knows_what_others_have().is_ok());
+        let known = self.run_calm_until(|world| world.each_knows_what_others_have().is_ok());
         self.each_knows_what_others_have()?;
         known?;
         let before = self.operations.len();
@@ -319,7 +319,7 @@ impl World {
             }
             self.settle(process, &better)?;
         }
-        self.go_on_calmly(World::all_over)?;
+        self.run_calm_until(World::all_over)?;
         for process in self.living() {
             let kept = self.nodes[process].kept();
             if !kept.is_empty() {
@@ -338,7 +338,7 @@ impl World {
             .collect()
     }
 
-    /// What is registered is known to all who are connected. An old descriptor may have brought back what is gone.
+    /// Each peer must know every region of a connected process. An old descriptor may have added one that is gone.
     pub(super) fn each_knows_what_others_have(&self) -> Result<(), String> {
         for process in self.living() {
             for (peer, to) in &self.nodes[process].peers {
@@ -348,7 +348,7 @@ impl World {
                 if self.described_late.contains(&(process, *peer)) {
                     taken.retain(|region| theirs.iter().any(|known| known.number == region.number));
                 }
-                if taken != theirs || !known.has_told {
+                if taken != theirs || !known.has_announced {
                     return Err(format!(
                         "process {process} takes {to} to have {taken:?}, and it has {theirs:?}"
                     ));
@@ -358,7 +358,7 @@ impl World {
         Ok(())
     }
 
-    /// All peers are removed and all memory is given back: then nothing is left.
+    /// Removes all peers and gives back all memory, then checks that nothing is left.
     pub(super) fn end(&mut self) -> Result<(), String> {
         for process in
             (0..self.nodes.len()).filter(|process| !self.nodes[*process].is_dead).collect::<Vec<_>>()
@@ -391,10 +391,10 @@ impl World {
         if let Some(left) = self.network.lock().slow.left_over(|process| self.nodes[process].is_dead) {
             return Err(format!("all is over, and a connection is left: {left}"));
         }
-        self.judge_messages()
+        self.check_messages()
     }
 
-    pub(super) fn judge_messages(&self) -> Result<(), String> {
+    pub(super) fn check_messages(&self) -> Result<(), String> {
         for operation in &self.operations {
             let What::Message { received, .. } = operation.what else { continue };
             let is_lost = self.nodes[operation.to].is_dead;

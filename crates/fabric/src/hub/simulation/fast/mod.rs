@@ -1,5 +1,5 @@
-//! A simulated carrier like process_vm: it reaches the hosts' memory only, is of the better class, vanishes and returns while
-//! peers live, and needs the control connection. Who the bytes are for reads them from the other process's memory.
+//! A simulated carrier like process_vm, of the better class: reaches host memory only, needs the control connection, and may
+//! vanish and return at any time. The side that wants the bytes reads them from the other process's memory.
 
 pub(super) mod neighbours;
 
@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::neighbours::{Happening, Range, Said};
+use self::neighbours::{FastEvent, Range, Said};
 use super::faults::Fault;
-use super::memory::{Whose, overlaps};
-use super::network::{Network, Next, Shared};
+use super::memory::{TransferName, overlaps};
+use super::network::{Network, Next, SharedNetwork};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::peers::RemoteMemory;
@@ -21,64 +21,64 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, 
 
 pub(super) const FAST: u8 = 201;
 pub(super) const CLASS: u8 = 0;
-/// Writes of fewer bytes go with the words that ask for them.
+/// WRITEs of fewer bytes travel inside the request.
 const PULLED_BYTES_MIN: usize = 48;
-/// Longer than any process is stopped, or any frame is under way.
-const KEYS_PATIENCE: Duration = Duration::from_secs(10);
-/// So long after the other side has lost the connection the bytes of its words may be placed.
+/// Longer than any process is stopped, and than any frame is in flight.
+const KEYS_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes inside a request may be placed for so long after the other side has lost the connection.
 const PLACES_US: u64 = 2_500_000;
-/// What is asked for over a connection that is fenced.
-pub(super) const NO_NEIGHBOUR: &str = "a request of a neighbour that is none";
+/// Answers requests of a connection that was fenced.
+pub(super) const NO_NEIGHBOUR: &str = "a request of a session that is not served";
 
-/// One process's.
+/// The carrier of one process.
 #[derive(Debug)]
 pub(super) struct Fast {
     me: usize,
-    network: Shared,
+    network: SharedNetwork,
     /// Peers whose control connection is up.
     controls: BTreeSet<PeerId>,
-    /// Of them, those to which there is a path.
+    /// Those of them that have a path.
     with_path: BTreeSet<PeerId>,
     paths: BTreeMap<PeerId, PathId>,
-    readers: BTreeMap<PeerId, Reader>,
-    posted: BTreeMap<Token, Posted>,
-    serving: BTreeMap<SessionId, Serving>,
-    copying: BTreeMap<u64, Copying>,
-    /// Of broken connections that are fenced, whose memory it was, and the writes that its process may still read.
+    readers: BTreeMap<PeerId, FastPeer>,
+    posted: BTreeMap<Token, FastPost>,
+    serving: BTreeMap<SessionId, FastSession>,
+    copying: BTreeMap<u64, FastCopy>,
+    /// Fenced connections: the process that may still read, and the WRITEs that it was to read.
     pulling: BTreeMap<u64, (usize, Vec<Token>)>,
     is_closed: bool,
 }
 
 /// A peer that this process reads from.
 #[derive(Debug)]
-struct Reader {
+struct FastPeer {
     path: PathId,
     number: u32,
     connection: u64,
     process: usize,
     is_up: bool,
-    /// A post was handed back, since the peer has not told of its region yet.
+    /// A post was answered `NotNow`, because the peer has not reported its region yet.
     awaits_keys_since: Option<Duration>,
-    /// For so long that the next such post is refused.
+    /// [`KEYS_TIMEOUT`] is over, so the next such post is refused.
     awaits_no_more: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Posted {
+struct FastPost {
     peer: PeerId,
-    /// This process reads, by this copy; else the peer does.
+    /// The copy by which this process reads. None: the peer reads.
     copy: Option<u64>,
     is_inline: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Serving {
+struct FastSession {
     owner: Owner,
     connection: u64,
 }
 
 #[derive(Debug)]
-struct Copying {
+struct FastCopy {
     whose: CopyOf,
     ranges: Vec<CopiedRange>,
     next: usize,
@@ -88,7 +88,7 @@ struct Copying {
 
 #[derive(Debug, Clone, Copy)]
 struct CopiedRange {
-    /// In this process, and in the other one.
+    /// Address in this process; `from`: in the other one.
     to: usize,
     from: usize,
     region: u32,
@@ -98,21 +98,21 @@ struct CopiedRange {
 
 #[derive(Debug, Clone, Copy)]
 enum CopyOf {
-    /// A read of ours, from that process.
-    Ours { token: Token, whose: Whose, connection: u64, process: usize },
-    /// A write of a neighbour's.
-    Theirs { token: Token, whose: Whose, session: SessionId, owner: Owner, connection: u64 },
+    /// A READ of this process, from that process.
+    Ours { token: Token, whose: TransferName, connection: u64, process: usize },
+    /// A neighbour's WRITE.
+    Theirs { token: Token, whose: TransferName, session: SessionId, owner: Owner, connection: u64 },
 }
 
 impl Network {
-    fn fast_later(&mut self, at: u64, process: usize, what: Happening) {
+    fn fast_later(&mut self, at: u64, process: usize, what: FastEvent) {
         self.fast.made += 1;
         let number = self.fast.made;
-        self.fast.happenings.insert(number, what);
+        self.fast.events.insert(number, what);
         self.at(at, process, Next::Carrier(FAST, number));
     }
 
-    fn fast_soon(&mut self, process: usize, what: Happening) {
+    fn fast_soon(&mut self, process: usize, what: FastEvent) {
         let at = self.now + self.delay();
         self.fast_later(at, process, what);
     }
@@ -123,14 +123,14 @@ impl Network {
     }
 }
 
-/// Notes on the card what is registered.
+/// Marks regions on the process's card.
 #[derive(Debug)]
-struct CardRegistrar {
+struct FastRegistrar {
     me: usize,
-    network: Shared,
+    network: SharedNetwork,
 }
 
-impl Registrar for CardRegistrar {
+impl Registrar for FastRegistrar {
     fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
         if matches!(region.memory, Memory::Gpu(_)) {
             return Ok(None);
@@ -146,7 +146,7 @@ impl Registrar for CardRegistrar {
 }
 
 impl Fast {
-    pub(super) fn new(me: usize, network: Shared) -> Fast {
+    pub(super) fn new(me: usize, network: SharedNetwork) -> Fast {
         Fast {
             me,
             network,
@@ -162,28 +162,28 @@ impl Fast {
         }
     }
 
-    fn take(&mut self, cx: &mut Context<'_>, what: Happening) {
+    fn take(&mut self, cx: &mut Context<'_>, what: FastEvent) {
         match what {
-            Happening::Probed(session, connection) => {
+            FastEvent::Probed(session, connection) => {
                 let Some(owner) = cx.owner(session) else { return };
                 if self.network.lock().goes_wrong(10) {
                     return cx.refuse(session, "it cannot be read");
                 }
-                self.serving.insert(session, Serving { owner, connection });
+                self.serving.insert(session, FastSession { owner, connection });
                 cx.accept(session, connection.to_le_bytes().to_vec());
             }
-            Happening::Reached(peer, connection) => self.reached(cx, peer, connection),
-            Happening::Copied(copy) => self.copied(cx, copy),
-            Happening::Looked(copy) => self.looked(cx, copy),
-            Happening::Returns(peer) => self.add_path(cx, peer),
-            Happening::Vanishes(peer) => {
+            FastEvent::Reached(peer, connection) => self.reached(cx, peer, connection),
+            FastEvent::Copied(copy) => self.copied(cx, copy),
+            FastEvent::CardRead(copy) => self.check_card(cx, copy),
+            FastEvent::Returns(peer) => self.add_path(cx, peer),
+            FastEvent::Vanishes(peer) => {
                 if self.with_path.contains(&peer) && !self.network.lock().is_calm {
                     self.network.lock().seen.vanished += 1;
                     self.vanish(cx, peer, "it vanished");
                 }
             }
-            Happening::Gone(connection) => cx.fenced(connection),
-            Happening::Ready(path) => cx.ready(path),
+            FastEvent::Gone(connection) => cx.fenced(connection),
+            FastEvent::Ready(path) => cx.ready(path),
         }
     }
 
@@ -195,19 +195,19 @@ impl Fast {
         }
     }
 
-    /// There is no way to a peer until it returns.
+    /// Removes the path to a peer until it returns.
     fn vanish(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         let ends_first = {
             let network = &mut *self.network.lock();
             let within = if network.dice.one_in(3) { 3_000_000 } else { 20_000 };
             let at = network.now + network.dice.below(within);
-            network.fast_later(at, self.me, Happening::Returns(peer));
+            network.fast_later(at, self.me, FastEvent::Returns(peer));
             network.dice.one_in(2)
         };
         if ends_first {
             self.end(cx, peer, why);
         }
-        // Else its connection is closed because of that.
+        // Otherwise the removed path's connection is closed later.
         self.with_path.remove(&peer);
         self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
     }
@@ -223,19 +223,19 @@ impl Fast {
         cx.up(reader.path, reader.number);
         if network.goes_wrong(2) {
             let at = network.now + network.dice.below(1_000_000);
-            network.fast_later(at, self.me, Happening::Vanishes(peer));
+            network.fast_later(at, self.me, FastEvent::Vanishes(peer));
         }
     }
 
-    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    /// Ends the connection to a peer. A post on it completes once nothing touches its memory any more.
     fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
         let Some(reader) = self.readers.remove(&peer) else { return };
-        let Reader { path, number, connection, process, .. } = reader;
+        let FastPeer { path, number, connection, process, .. } = reader;
         let network = &mut *self.network.lock();
         network.better.remove(&(self.me, peer));
         network.fast.ended.insert(connection, network.now);
         cx.broke(path, number, why);
-        let of_peer: Vec<(Token, Posted)> = self
+        let of_peer: Vec<(Token, FastPost)> = self
             .posted
             .iter()
             .filter(|(_, posted)| posted.peer == peer)
@@ -244,7 +244,7 @@ impl Fast {
         let (mut pulled, mut inline) = (Vec::new(), Vec::new());
         for (token, posted) in of_peer {
             match posted.copy {
-                // Over when the copy is.
+                // The post completes when the copy has ended.
                 Some(copy) => {
                     self.copying.get_mut(&copy).into_iter().for_each(|copy| copy.is_given_up = true);
                     continue;
@@ -267,18 +267,18 @@ impl Fast {
         }
     }
 
-    fn begin_copy(&mut self, copying: Copying) -> u64 {
+    fn begin_copy(&mut self, copying: FastCopy) -> u64 {
         let network = &mut *self.network.lock();
         network.fast.made += 1;
         let copy = network.fast.made;
         self.copying.insert(copy, copying);
-        // A thread may be stopped in the middle of a call.
+        // The thread may be stopped in the middle of a call.
         let delay = network.long_delay();
-        network.fast_later(network.now + delay, self.me, Happening::Copied(copy));
+        network.fast_later(network.now + delay, self.me, FastEvent::Copied(copy));
         copy
     }
 
-    /// A call copies, whatever has become of what it is for.
+    /// One call copies its bytes, even if its transfer has ended meanwhile.
     fn copied(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get_mut(&id) else { return };
         let range = copying.ranges[copying.next];
@@ -291,7 +291,7 @@ impl Fast {
                 let outcome = memory.write_own(whose, range.to, &bytes);
                 network.checked(outcome);
                 let at = network.now + network.long_delay();
-                network.fast_later(at, self.me, Happening::Looked(id));
+                network.fast_later(at, self.me, FastEvent::CardRead(id));
             }
             CopyOf::Theirs { whose, .. } => {
                 let outcome = memory
@@ -299,13 +299,13 @@ impl Fast {
                     .and_then(|bytes| memory.write_region(self.me, range.to, &bytes, what, whose));
                 network.checked(outcome);
                 drop(network);
-                self.go_on(cx, id);
+                self.next_call(cx, id);
             }
         }
     }
 
-    /// The card has been looked at after a call.
-    fn looked(&mut self, cx: &mut Context<'_>, id: u64) {
+    /// Checks the card after a call.
+    fn check_card(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get_mut(&id) else { return };
         let CopyOf::Ours { process, .. } = copying.whose else { return };
         let range = copying.ranges[copying.next - 1];
@@ -313,24 +313,24 @@ impl Fast {
         let is_there = network.hosts[process].card.get(&range.region) == Some(&range.generation);
         copying.is_refused |= !is_there && network.fault != Fault::CardNotRead;
         drop(network);
-        self.go_on(cx, id);
+        self.next_call(cx, id);
     }
 
-    /// The next call of a copy, or its end.
-    fn go_on(&mut self, cx: &mut Context<'_>, id: u64) {
+    /// Makes the next call of a copy, or ends it.
+    fn next_call(&mut self, cx: &mut Context<'_>, id: u64) {
         let Some(copying) = self.copying.get(&id) else { return };
         let is_over = copying.next == copying.ranges.len() || copying.is_given_up || copying.is_refused;
         if !is_over {
             let network = &mut *self.network.lock();
-            network.fast_soon(self.me, Happening::Copied(id));
+            network.fast_soon(self.me, FastEvent::Copied(id));
             return;
         }
         let Some(copying) = self.copying.remove(&id) else { return };
-        cx.note_let_go();
+        cx.note_released();
         let is_whole = copying.next == copying.ranges.len() && !copying.is_refused;
         match copying.whose {
             CopyOf::Ours { token, connection, .. } => {
-                let Some(Posted { peer, .. }) = self.posted.remove(&token) else { return };
+                let Some(FastPost { peer, .. }) = self.posted.remove(&token) else { return };
                 let is_connected =
                     self.readers.get(&peer).is_some_and(|reader| reader.connection == connection);
                 let completion = match is_connected {
@@ -373,9 +373,9 @@ impl Fast {
         }
     }
 
-    /// A neighbour's write.
+    /// Takes a neighbour's WRITE.
     fn serve(&mut self, cx: &mut Context<'_>, session: SessionId, said: Said) -> Result<(), BadWords> {
-        let Some(Serving { owner, connection }) = self.serving.get(&session).copied() else {
+        let Some(FastSession { owner, connection }) = self.serving.get(&session).copied() else {
             return Err(BadWords(NO_NEIGHBOUR));
         };
         let places = |runs: &[Range]| -> Option<Vec<CopiedRange>> {
@@ -396,7 +396,7 @@ impl Fast {
                 Some(ranges) => {
                     let whose = CopyOf::Theirs { token, whose, session, owner, connection };
                     let (next, is_given_up, is_refused) = (0, false, false);
-                    self.begin_copy(Copying { whose, ranges, next, is_given_up, is_refused });
+                    self.begin_copy(FastCopy { whose, ranges, next, is_given_up, is_refused });
                 }
                 None => self.done(cx, session, connection, token, Completion::Refused),
             },
@@ -460,8 +460,8 @@ impl Fast {
         let (connection, process) = (reader.connection, reader.process);
         let whose = CopyOf::Ours { token, whose: (self.me, post.ticket), connection, process };
         let (next, is_given_up, is_refused) = (0, false, false);
-        let copy = self.begin_copy(Copying { whose, ranges, next, is_given_up, is_refused });
-        self.posted.insert(token, Posted { peer, copy: Some(copy), is_inline: false });
+        let copy = self.begin_copy(FastCopy { whose, ranges, next, is_given_up, is_refused });
+        self.posted.insert(token, FastPost { peer, copy: Some(copy), is_inline: false });
         Ok(())
     }
 
@@ -488,7 +488,7 @@ impl Fast {
             Said::Pull { token, whose, runs }
         };
         let words = network.fast_says(said);
-        self.posted.insert(token, Posted { peer, copy: None, is_inline });
+        self.posted.insert(token, FastPost { peer, copy: None, is_inline });
         cx.send(Party::Peer(peer), words);
     }
 }
@@ -499,15 +499,15 @@ impl Carrier for Fast {
     }
 
     fn registrar(&self) -> Option<Arc<dyn Registrar>> {
-        Some(Arc::new(CardRegistrar { me: self.me, network: Arc::clone(&self.network) }))
+        Some(Arc::new(FastRegistrar { me: self.me, network: Arc::clone(&self.network) }))
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.controls.insert(peer);
-        // It may not be there when the peer comes.
+        // The carrier may not reach the peer at first.
         let is_away = self.network.lock().goes_wrong(5);
         if is_away {
-            self.network.lock().fast_soon(self.me, Happening::Returns(peer));
+            self.network.lock().fast_soon(self.me, FastEvent::Returns(peer));
         } else {
             self.add_path(cx, peer);
         }
@@ -521,12 +521,12 @@ impl Carrier for Fast {
             return cx.broke(path, number, "it is gone");
         };
         if self.readers.contains_key(&peer) {
-            network.is_wrong("a path is connected again before its former connection is over");
+            network.report_wrong("a path is connected again before its former connection is over");
         }
         let connection = network.dice.roll();
         self.paths.insert(peer, path);
         let (is_up, awaits_keys_since, awaits_no_more) = (false, None, false);
-        let reader = Reader { path, number, connection, process, is_up, awaits_keys_since, awaits_no_more };
+        let reader = FastPeer { path, number, connection, process, is_up, awaits_keys_since, awaits_no_more };
         self.readers.insert(peer, reader);
         cx.offer(peer, connection.to_le_bytes().to_vec());
     }
@@ -534,13 +534,13 @@ impl Carrier for Fast {
     fn consider(&mut self, _: &mut Context<'_>, session: SessionId, offer: &[u8]) -> Result<(), BadWords> {
         let connection = offer.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
         self.stop_serving(session);
-        self.network.lock().fast_soon(self.me, Happening::Probed(session, connection));
+        self.network.lock().fast_soon(self.me, FastEvent::Probed(session, connection));
         Ok(())
     }
 
     fn accepted(&mut self, _: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
         let connection = answer.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
-        self.network.lock().fast_soon(self.me, Happening::Reached(peer, connection));
+        self.network.lock().fast_soon(self.me, FastEvent::Reached(peer, connection));
         Ok(())
     }
 
@@ -579,7 +579,7 @@ impl Carrier for Fast {
         match (from, said) {
             (Party::Session(session), said) => self.serve(cx, session, said),
             (Party::Peer(peer), Said::Done { token, completion }) => {
-                let is_asked = |posted: &&Posted| posted.peer == peer && posted.copy.is_none();
+                let is_asked = |posted: &&FastPost| posted.peer == peer && posted.copy.is_none();
                 if self.posted.get(&token).filter(is_asked).is_some() {
                     self.posted.remove(&token);
                     cx.completed(token, completion);
@@ -591,7 +591,7 @@ impl Carrier for Fast {
     }
 
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
-        let is_it = |reader: &Reader| (reader.path, reader.number) == (path, connection);
+        let is_it = |reader: &FastPeer| (reader.path, reader.number) == (path, connection);
         let peer = self.readers.iter().find(|(_, reader)| is_it(reader)).map(|(peer, _)| *peer);
         peer.into_iter().for_each(|peer| self.end(cx, peer, "it is not wanted"));
     }
@@ -604,7 +604,7 @@ impl Carrier for Fast {
         {
             let network = &mut *self.network.lock();
             if network.goes_wrong(12) {
-                network.fast_soon(self.me, Happening::Ready(post.path));
+                network.fast_soon(self.me, FastEvent::Ready(post.path));
                 return Err(NotNow);
             }
             network.seen.fast_posts += 1;
@@ -621,7 +621,7 @@ impl Carrier for Fast {
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         let mut any = false;
         for reader in self.readers.values_mut() {
-            if reader.awaits_keys_since.is_some_and(|since| since + KEYS_PATIENCE <= cx.now()) {
+            if reader.awaits_keys_since.is_some_and(|since| since + KEYS_TIMEOUT <= cx.now()) {
                 (reader.awaits_keys_since, reader.awaits_no_more) = (None, true);
                 cx.ready(reader.path);
             }
@@ -632,7 +632,7 @@ impl Carrier for Fast {
                 let due = &mut network.due[self.me];
                 let index = due.iter().position(|(code, _)| *code == FAST);
                 let number = index.and_then(|index| due.remove(index)).map(|(_, number)| number);
-                number.and_then(|number| network.fast.happenings.remove(&number))
+                number.and_then(|number| network.fast.events.remove(&number))
             };
             let Some(what) = what else { return any };
             any = true;
@@ -642,15 +642,15 @@ impl Carrier for Fast {
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
         let since = self.readers.values().filter_map(|reader| reader.awaits_keys_since).min();
-        since.map(|since| since + KEYS_PATIENCE)
+        since.map(|since| since + KEYS_TIMEOUT)
     }
 
     fn fence(&mut self, _: &mut Context<'_>, from: Owner, connection: u64) -> bool {
-        let is_it = |serving: &Serving| serving.owner == from && serving.connection == connection;
+        let is_it = |serving: &FastSession| serving.owner == from && serving.connection == connection;
         let sessions: Vec<SessionId> =
             self.serving.iter().filter(|(_, serving)| is_it(serving)).map(|(session, _)| *session).collect();
         sessions.into_iter().for_each(|session| self.stop_serving(session));
-        let is_of_it = |copying: &Copying| {
+        let is_of_it = |copying: &FastCopy| {
             matches!(copying.whose, CopyOf::Theirs { owner, connection: of, .. }
                 if (owner, of) == (from, connection))
         };
@@ -669,11 +669,11 @@ impl Carrier for Fast {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+    fn probe_gone(&mut self, _: &mut Context<'_>, connection: u64) {
         if let Some((process, _)) = self.pulling.get(&connection) {
             let network = &mut *self.network.lock();
             if network.hosts[*process].is_gone {
-                network.fast_soon(self.me, Happening::Gone(connection));
+                network.fast_soon(self.me, FastEvent::Gone(connection));
             }
         }
     }
@@ -684,10 +684,10 @@ impl Carrier for Fast {
         is_touched && self.network.lock().fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         for copying in self.copying.values_mut() {
             if copying.ranges.iter().any(|range| overlaps(memory, range.to, range.len)) {
-                self.network.lock().seen.let_go += 1;
+                self.network.lock().seen.ended_by_release += 1;
                 copying.is_given_up = true;
             }
         }

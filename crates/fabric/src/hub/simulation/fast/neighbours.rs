@@ -1,33 +1,33 @@
-//! What the fast carriers of all processes have said, and what is going to happen to them.
+//! The words that fast carriers have sent, and their scheduled events.
 
 use std::collections::BTreeMap;
 
-use super::super::memory::Whose;
+use super::super::memory::TransferName;
 use crate::carrier::SessionId;
 use crate::transfers::{Completion, PathId, PeerId, Token};
 
 #[derive(Debug, Default)]
 pub(in super::super) struct Neighbours {
-    /// What was said, by its number in the words.
+    /// Words, by the number that is sent in their place.
     pub(super) said: Vec<Said>,
-    pub(super) happenings: BTreeMap<u64, Happening>,
-    /// Connections of whichever process, and when they ended at the side that made them.
+    pub(super) events: BTreeMap<u64, FastEvent>,
+    /// Ended connections of all processes, and when the connecting side ended them.
     pub(super) ended: BTreeMap<u64, u64>,
     pub(super) made: u64,
 }
 
 #[derive(Debug, Clone)]
 pub(super) enum Said {
-    /// Write this: its bytes are there to be read.
+    /// Asks the peer to read these bytes.
     Pull {
         token: Token,
-        whose: Whose,
+        whose: TransferName,
         runs: Vec<Range>,
     },
-    /// Its bytes are these.
+    /// Asks the peer to place these bytes.
     Inline {
         token: Token,
-        whose: Whose,
+        whose: TransferName,
         runs: Vec<Range>,
         bytes: Vec<Vec<u8>>,
         connection: u64,
@@ -38,7 +38,7 @@ pub(super) enum Said {
     },
 }
 
-/// Bytes of a peer's region, and where the others are.
+/// Bytes of a peer's region, and their address in this process.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range {
     pub(super) here: usize,
@@ -49,16 +49,16 @@ pub(super) struct Range {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Happening {
-    /// Whether a session's process can be read.
+pub(super) enum FastEvent {
+    /// A session's process was probed.
     Probed(SessionId, u64),
-    /// Whether a peer can.
+    /// A peer's process was probed.
     Reached(PeerId, u64),
-    /// A call of a copy is over.
+    /// A call has copied its bytes.
     Copied(u64),
-    /// The card has been looked at after it.
-    Looked(u64),
-    /// There is a way to a peer again, or no more.
+    /// The card was read after the call.
+    CardRead(u64),
+    /// The path to a peer returns, or vanishes.
     Returns(PeerId),
     Vanishes(PeerId),
     Gone(u64),

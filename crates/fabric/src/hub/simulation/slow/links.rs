@@ -1,33 +1,33 @@
-//! Connections of the slow carrier, and what is under way on them.
+//! The slow carrier's connections, and what is in flight on them.
 
 use std::collections::BTreeMap;
 
-use super::super::memory::{Whose, overlaps};
+use super::super::memory::{TransferName, overlaps};
 use crate::carrier::{SessionId, Touched};
 use crate::transfers::{Completion, Op, PathId, PeerId, Token};
 
-/// Connections and what is under way on them.
+/// Connections of all processes, by id, and what is in flight on them.
 #[derive(Debug, Default)]
-pub(in super::super) struct Links {
-    pub(super) links: BTreeMap<u64, Link>,
+pub(in super::super) struct SlowLinks {
+    pub(super) links: BTreeMap<u64, SlowLink>,
     pub(super) moves: BTreeMap<u64, Move>,
-    pub(super) happenings: BTreeMap<u64, Happening>,
+    pub(super) events: BTreeMap<u64, SlowEvent>,
     pub(super) made: u64,
 }
 
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct SlowLink {
     pub(super) from: usize,
     pub(super) to: usize,
     pub(super) peer: PeerId,
     pub(super) path: PathId,
     pub(super) number: u32,
     pub(super) is_up: bool,
-    /// The side that connected has not closed it.
+    /// The connecting side has not closed it.
     pub(super) ours: bool,
-    /// The other side places what comes.
+    /// The listening side places what arrives.
     pub(super) theirs: bool,
-    /// That side has some of it in hand until then.
+    /// The listening side has bytes of it in hand until then.
     pub(super) in_hand_until: u64,
     pub(super) is_broken: bool,
     /// Nothing is placed after that.
@@ -38,22 +38,22 @@ pub(super) struct Link {
 pub(super) struct Move {
     pub(super) link: u64,
     pub(super) token: Token,
-    pub(super) whose: Whose,
+    pub(super) whose: TransferName,
     pub(super) op: Op,
     pub(super) parts: Vec<Part>,
-    /// The other side has begun it.
+    /// The listening side has begun it.
     pub(super) is_served: bool,
     pub(super) left: usize,
 }
 
-/// Some bytes.
+/// Contiguous bytes of a move.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     pub(super) here: usize,
     pub(super) region: u32,
     pub(super) generation: u32,
     pub(super) offset: usize,
-    /// Where that is, once the other side has looked.
+    /// Address at the listening side, once that has looked it up.
     pub(super) there: usize,
     pub(super) len: usize,
     pub(super) bytes: Vec<u8>,
@@ -61,28 +61,28 @@ pub(super) struct Part {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Happening {
-    /// A connection is made, or not.
+pub(super) enum SlowEvent {
+    /// The attempt to connect succeeds or fails.
     Dialled(u64),
-    /// The side that connected notices that it is broken.
+    /// The connecting side notices the break.
     Broke(u64),
-    /// So does the other one.
+    /// The listening side notices the break.
     Left(u64),
-    /// The bytes of a write go out.
+    /// The bytes of a WRITE leave.
     Sent(u64),
-    /// What is asked for comes to the other side.
-    Came(u64),
-    /// Bytes of a write are placed there, or those of a read taken.
+    /// A request arrives at the listening side.
+    Requested(u64),
+    /// The listening side places bytes of a WRITE, or reads those for a READ.
     Served(u64, usize),
-    /// Bytes of a read are placed.
+    /// The connecting side places bytes of a READ.
     Landed(u64, usize),
     Answered(u64, Completion),
     Ready(PathId),
     Considered(SessionId),
 }
 
-impl Links {
-    /// A connection that whoever made it has not closed.
+impl SlowLinks {
+    /// A connection that its maker has not closed, if there is one.
     pub(in super::super) fn left_over(&self, is_dead: impl Fn(usize) -> bool) -> Option<String> {
         self.links.values().find(|link| link.ours && !is_dead(link.from)).map(|link| format!("{link:?}"))
     }

@@ -1,15 +1,15 @@
-//! A simulated carrier like sockets: it reaches all memory, and is of the worse class. Its connections are its own, and stay
-//! when a control connection breaks. Bytes of a broken connection still land, until a fence or the lease ends that.
+//! A simulated carrier like sockets, of the worse class: reaches all memory. Its connections are its own, and survive the end
+//! of a control connection. Bytes of a broken connection still land, until a fence or the lease ends that.
 
 pub(super) mod links;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use self::links::{Happening, Link, Move, Part};
+use self::links::{Move, Part, SlowEvent, SlowLink};
 use super::faults::Fault;
 use super::memory::overlaps;
-use super::network::{Network, Next, Shared};
+use super::network::{Network, Next, SharedNetwork};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::identity::Identity;
@@ -19,57 +19,57 @@ use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, 
 
 pub(super) const SLOW: u8 = 202;
 const CLASS: u8 = 1;
-/// So long after the other side has closed a connection its bytes may be placed.
+/// Bytes may be placed for so long after the connecting side has closed the connection.
 const PLACES_US: u64 = 2_500_000;
 
-/// One process's.
+/// The carrier of one process.
 #[derive(Debug)]
 pub(super) struct Slow {
     me: usize,
-    network: Shared,
-    /// Peers that have accepted, and whether their paths were added.
+    network: SharedNetwork,
+    /// Peers that accepted the offer, and whether their paths were added.
     peers: BTreeMap<PeerId, bool>,
     paths: BTreeMap<PathId, u64>,
     is_closed: bool,
 }
 
 impl Network {
-    fn slow_later(&mut self, at: u64, process: usize, what: Happening) {
+    fn slow_later(&mut self, at: u64, process: usize, what: SlowEvent) {
         self.slow.made += 1;
         let number = self.slow.made;
-        self.slow.happenings.insert(number, what);
+        self.slow.events.insert(number, what);
         self.at(at, process, Next::Carrier(SLOW, number));
     }
 
-    fn slow_soon(&mut self, process: usize, what: Happening) -> u64 {
+    fn slow_soon(&mut self, process: usize, what: SlowEvent) -> u64 {
         let at = self.now + self.delay();
         self.slow_later(at, process, what);
         at
     }
 
-    /// A connection breaks somewhere between its sides.
+    /// Breaks a connection between its ends.
     fn break_link(&mut self, id: u64) {
         let Some(link) = self.slow.links.get_mut(&id).filter(|link| !link.is_broken) else { return };
         link.is_broken = true;
         let (from, to) = (link.from, link.to);
         let notice = self.notice();
-        self.slow_later(self.now + notice, from, Happening::Broke(id));
-        // A side that has nothing to say may not notice for long.
+        self.slow_later(self.now + notice, from, SlowEvent::Broke(id));
+        // An end that sends nothing may not notice for long.
         let notice = if self.dice.one_in(2) { self.dice.below(7_000_000) } else { self.notice() };
-        self.slow_later(self.now + notice, to, Happening::Left(id));
+        self.slow_later(self.now + notice, to, SlowEvent::Left(id));
     }
 
-    /// All connections between two processes.
+    /// Breaks all connections between two processes.
     pub(super) fn part_links(&mut self, one: usize, other: usize) {
-        let is_between = |link: &Link| [(one, other), (other, one)].contains(&(link.from, link.to));
+        let is_between = |link: &SlowLink| [(one, other), (other, one)].contains(&(link.from, link.to));
         let links: Vec<u64> =
             self.slow.links.iter().filter(|(_, link)| is_between(link)).map(|(id, _)| *id).collect();
         links.into_iter().for_each(|id| self.break_link(id));
     }
 
-    /// All connections of a process, or any one.
+    /// Breaks all connections of a process, or a random one.
     pub(super) fn break_links(&mut self, process: Option<usize>) {
-        let is_one = |link: &Link| process.is_none_or(|process| [link.from, link.to].contains(&process));
+        let is_one = |link: &SlowLink| process.is_none_or(|process| [link.from, link.to].contains(&process));
         let links: Vec<u64> =
             self.slow.links.iter().filter(|(_, link)| is_one(link)).map(|(id, _)| *id).collect();
         match process {
@@ -84,22 +84,22 @@ impl Network {
 }
 
 impl Slow {
-    pub(super) fn new(me: usize, network: Shared) -> Slow {
+    pub(super) fn new(me: usize, network: SharedNetwork) -> Slow {
         Slow { me, network, peers: BTreeMap::new(), paths: BTreeMap::new(), is_closed: false }
     }
 
-    fn take(&mut self, cx: &mut Context<'_>, what: Happening) {
+    fn take(&mut self, cx: &mut Context<'_>, what: SlowEvent) {
         match what {
-            Happening::Dialled(link) => self.dialled(cx, link),
-            Happening::Broke(link) => self.end(cx, link, "it broke"),
-            Happening::Left(link) => self.leave(cx, link),
-            Happening::Sent(of) => self.send(of),
-            Happening::Came(of) => self.serve(cx, of),
-            Happening::Served(of, part) => self.serve_part(cx, of, part),
-            Happening::Landed(of, part) => self.land(of, part),
-            Happening::Answered(of, completion) => self.answered(cx, of, completion),
-            Happening::Ready(path) => cx.ready(path),
-            Happening::Considered(session) => cx.accept(session, Vec::new()),
+            SlowEvent::Dialled(link) => self.dialled(cx, link),
+            SlowEvent::Broke(link) => self.end(cx, link, "it broke"),
+            SlowEvent::Left(link) => self.leave(cx, link),
+            SlowEvent::Sent(of) => self.send(of),
+            SlowEvent::Requested(of) => self.serve(cx, of),
+            SlowEvent::Served(of, part) => self.serve_part(cx, of, part),
+            SlowEvent::Landed(of, part) => self.land(of, part),
+            SlowEvent::Answered(of, completion) => self.answered(cx, of, completion),
+            SlowEvent::Ready(path) => cx.ready(path),
+            SlowEvent::Considered(session) => cx.accept(session, Vec::new()),
         }
     }
 
@@ -120,11 +120,11 @@ impl Slow {
         if network.goes_wrong(2) {
             let at = network.now + network.dice.below(1_000_000);
             let from = self.me;
-            network.slow_later(at, from, Happening::Broke(id));
+            network.slow_later(at, from, SlowEvent::Broke(id));
         }
     }
 
-    /// A connection of ours is over: nothing of ours is read or written any more.
+    /// Ends a connection that this process made: nothing of its memory is read or written any more.
     fn end(&mut self, cx: &mut Context<'_>, id: u64, why: &str) {
         let network = &mut *self.network.lock();
         let lateness = match network.fault {
@@ -134,7 +134,7 @@ impl Slow {
         let until = network.now + lateness;
         let Some(link) = network.slow.links.get_mut(&id).filter(|link| link.ours) else { return };
         (link.ours, link.places_until) = (false, until);
-        let Link { path, number, peer, is_up, .. } = *link;
+        let SlowLink { path, number, peer, is_up, .. } = *link;
         self.paths.remove(&path);
         if !is_up {
             network.slow.links.remove(&id);
@@ -163,12 +163,12 @@ impl Slow {
         }
     }
 
-    /// Nothing more is placed of a peer's connection.
+    /// Stops placing bytes of a peer's connection.
     fn leave(&mut self, cx: &mut Context<'_>, id: u64) {
         let network = &mut *self.network.lock();
         if let Some(link) = network.slow.links.get_mut(&id) {
             link.theirs = false;
-            cx.note_let_go();
+            cx.note_released();
             network.break_link(id);
         }
     }
@@ -182,12 +182,12 @@ impl Slow {
         for part in &mut of.parts {
             match network.memory.read_own(of.whose, part.here, part.len) {
                 Ok(bytes) => part.bytes = bytes,
-                Err(wrong) => return network.is_wrong(wrong),
+                Err(wrong) => return network.report_wrong(wrong),
             }
         }
     }
 
-    /// A peer asks for something.
+    /// Takes a peer's request.
     fn serve(&mut self, cx: &mut Context<'_>, id: u64) {
         let network = &mut *self.network.lock();
         let Some(of) = network.slow.moves.get_mut(&id) else { return };
@@ -205,7 +205,7 @@ impl Slow {
             let (offset, len) = (part.offset as u64, part.len as u64);
             let wanted = Wanted { region: part.region, generation, offset, len, is_write };
             let mut spots = Vec::new();
-            // Regions are for all who are connected.
+            // Regions are open to all peers; windows are not simulated.
             let is_served = regions.for_peer(Identity::ANYBODY, wanted, &mut spots);
             match is_served.and_then(|()| spots.first()) {
                 Some(spot) => (part.there, part.generation) = (spot.piece.address, generation),
@@ -214,13 +214,13 @@ impl Slow {
         }
         let (parts, from) = (of.parts.len(), of.whose.0);
         if is_refused {
-            network.slow_soon(from, Happening::Answered(id, Completion::Refused));
+            network.slow_soon(from, SlowEvent::Answered(id, Completion::Refused));
             return;
         }
         of.is_served = true;
         for part in 0..parts {
             let delay = network.long_delay();
-            network.slow_later(network.now + delay, self.me, Happening::Served(id, part));
+            network.slow_later(network.now + delay, self.me, SlowEvent::Served(id, part));
         }
         if network.goes_wrong(40) {
             let link = network.slow.moves[&id].link;
@@ -249,11 +249,11 @@ impl Slow {
                 read.map(|bytes| part.bytes = bytes)
             }
         };
-        cx.note_let_go();
+        cx.note_released();
         if of.op == Op::Read {
             part.is_over = true;
             network.checked(outcome);
-            network.slow_soon(from, Happening::Landed(id, index));
+            network.slow_soon(from, SlowEvent::Landed(id, index));
             return;
         }
         of.left -= 1;
@@ -261,7 +261,7 @@ impl Slow {
         let is_over = of.left == 0 || is_early;
         network.checked(outcome);
         if is_over {
-            network.slow_soon(from, Happening::Answered(id, Completion::Placed));
+            network.slow_soon(from, SlowEvent::Answered(id, Completion::Placed));
         }
     }
 
@@ -278,7 +278,7 @@ impl Slow {
         let is_over = of.left == 0;
         network.checked(outcome);
         if is_over {
-            network.slow_soon(self.me, Happening::Answered(id, Completion::Placed));
+            network.slow_soon(self.me, SlowEvent::Answered(id, Completion::Placed));
         }
     }
 
@@ -317,7 +317,7 @@ impl Carrier for Slow {
     fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, _: &[u8]) -> Result<(), BadWords> {
         let network = &mut *self.network.lock();
         if network.dice.one_in(3) {
-            network.slow_soon(self.me, Happening::Considered(session));
+            network.slow_soon(self.me, SlowEvent::Considered(session));
         } else {
             cx.accept(session, Vec::new());
         }
@@ -333,12 +333,12 @@ impl Carrier for Slow {
     fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         self.peers.remove(&peer);
         let network = &mut *self.network.lock();
-        // Those that were still connecting.
-        let of_peer = |link: &Link| link.from == self.me && link.peer == peer && link.ours && !link.is_up;
+        // Paths that were still connecting.
+        let of_peer = |link: &SlowLink| link.from == self.me && link.peer == peer && link.ours && !link.is_up;
         let links: Vec<u64> =
             network.slow.links.iter().filter(|(_, link)| of_peer(link)).map(|(id, _)| *id).collect();
         for id in links {
-            let Some(Link { path, number, .. }) = network.slow.links.remove(&id) else { continue };
+            let Some(SlowLink { path, number, .. }) = network.slow.links.remove(&id) else { continue };
             self.paths.remove(&path);
             cx.broke(path, number, "the peer is gone");
         }
@@ -351,13 +351,13 @@ impl Carrier for Slow {
             return cx.broke(path, number, "the peer is gone");
         };
         if self.paths.contains_key(&path) {
-            network.is_wrong("a path is connected again before its former connection is over");
+            network.report_wrong("a path is connected again before its former connection is over");
         }
-        // As it is drawn by whoever connects.
+        // Random, as the real carrier draws it.
         let id = network.dice.roll();
         let (is_up, ours, theirs, is_broken) = (false, true, false, false);
         let (in_hand_until, places_until) = (0, u64::MAX);
-        let link = Link {
+        let link = SlowLink {
             from: self.me,
             to,
             peer,
@@ -372,7 +372,7 @@ impl Carrier for Slow {
         };
         network.slow.links.insert(id, link);
         self.paths.insert(path, id);
-        network.slow_soon(self.me, Happening::Dialled(id));
+        network.slow_soon(self.me, SlowEvent::Dialled(id));
     }
 
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
@@ -390,7 +390,7 @@ impl Carrier for Slow {
             return Err(NotNow);
         }
         if network.goes_wrong(12) {
-            network.slow_soon(self.me, Happening::Ready(post.path));
+            network.slow_soon(self.me, SlowEvent::Ready(post.path));
             return Err(NotNow);
         }
         network.seen.slow_posts += 1;
@@ -422,16 +422,16 @@ impl Carrier for Slow {
         let whose = (self.me, post.ticket);
         let (token, op, is_served) = (post.token, post.op, false);
         network.slow.moves.insert(id, Move { link, token, whose, op, parts, is_served, left });
-        // Some are never heard of again while their connection stays.
+        // One in a hundred posts is never answered, although its connection stays.
         if network.goes_wrong(100) {
             return Ok(());
         }
         let came = network.now + network.delay();
         if post.op == Op::Write {
             let sent = network.now + network.dice.below(came - network.now);
-            network.slow_later(sent, self.me, Happening::Sent(id));
+            network.slow_later(sent, self.me, SlowEvent::Sent(id));
         }
-        network.slow_later(came, to, Happening::Came(id));
+        network.slow_later(came, to, SlowEvent::Requested(id));
         if network.goes_wrong(40) {
             network.break_link(link);
         }
@@ -446,7 +446,7 @@ impl Carrier for Slow {
                 let due = &mut network.due[self.me];
                 let index = due.iter().position(|(code, _)| *code == SLOW);
                 let number = index.and_then(|index| due.remove(index)).map(|(_, number)| number);
-                number.and_then(|number| network.slow.happenings.remove(&number))
+                number.and_then(|number| network.slow.events.remove(&number))
             };
             let Some(what) = what else { return any };
             any = true;
@@ -464,7 +464,7 @@ impl Carrier for Slow {
         let has_in_hand = network.goes_wrong(4);
         let in_hand_until = network.now + network.dice.below(400_000);
         let (now, me) = (network.now, self.me);
-        let is_it = |link: &&mut Link| Some(link.from) == owner && link.to == me;
+        let is_it = |link: &&mut SlowLink| Some(link.from) == owner && link.to == me;
         let Some(link) = network.slow.links.get_mut(&connection).filter(is_it) else { return true };
         if !link.theirs {
             return true;
@@ -477,7 +477,7 @@ impl Carrier for Slow {
             return false;
         }
         link.theirs = false;
-        cx.note_let_go();
+        cx.note_released();
         true
     }
 
@@ -491,25 +491,25 @@ impl Carrier for Slow {
         is_touched && network.fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
+    fn release(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         let network = &mut *self.network.lock();
         let touching = |of: &&Move| of.parts.iter().any(|part| overlaps(memory, part.there, part.len));
         let of_me = |of: &&Move| network.slow.links[&of.link].to == self.me && of.is_served;
         let links: Vec<u64> =
             network.slow.moves.values().filter(of_me).filter(touching).map(|of| of.link).collect();
         for id in links {
-            network.seen.let_go += 1;
+            network.seen.ended_by_release += 1;
             if let Some(link) = network.slow.links.get_mut(&id) {
                 link.theirs = false;
             }
             network.break_link(id);
-            cx.note_let_go();
+            cx.note_released();
         }
     }
 
     fn close_all(&mut self, cx: &mut Context<'_>) {
         self.is_closed = true;
-        let ids = |is_one: fn(&Link, usize) -> bool| -> Vec<u64> {
+        let ids = |is_one: fn(&SlowLink, usize) -> bool| -> Vec<u64> {
             let network = self.network.lock();
             network.slow.links.iter().filter(|(_, link)| is_one(link, self.me)).map(|(id, _)| *id).collect()
         };

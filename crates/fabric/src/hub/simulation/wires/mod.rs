@@ -1,4 +1,4 @@
-//! Simulated control connections: frames come late, but in order, until a connection is cut at any of them.
+//! Simulated control connections: frames arrive late but in order, until a connection is cut at any of them.
 
 pub(super) mod wire;
 
@@ -8,21 +8,21 @@ use std::time::Duration;
 
 use self::wire::{CONNECTING, FenceAsked, LISTENING, Wire};
 use super::faults::Fault;
-use super::network::{Network, Next, Shared};
+use super::network::{Network, Next, SharedNetwork};
 use crate::control::{ChannelId, Control, ControlEvent};
 use crate::fences::{Question, Whom};
 use crate::frames::Frame;
 use crate::served::Served;
 use crate::transfers::PathId;
 
-/// One process's.
+/// The control connections of one process.
 #[derive(Debug)]
 pub(super) struct SimulatedControl {
     pub(super) process: usize,
-    pub(super) network: Shared,
+    pub(super) network: SharedNetwork,
 }
 
-/// Channels of wires are even or odd by their end; those of questions count down.
+/// A channel is even at the connecting end and odd at the listening end. Channels of fences count down from the maximum.
 fn channel(wire: u64, end: usize) -> ChannelId {
     wire * 2 + end as u64
 }
@@ -32,10 +32,10 @@ impl Control for SimulatedControl {
         let network = &mut *self.network.lock();
         let from = self.process;
         let address = whom.addresses[number as usize % whom.addresses.len()];
-        let to = network.who_listens(address).filter(|_| !network.goes_wrong(6));
+        let to = network.listener_at(address).filter(|_| !network.goes_wrong(6));
         let Some(to) = to else {
             let event = ControlEvent::Broke { path, number, channel: None };
-            return network.soon(from, Next::Told(event));
+            return network.soon(from, Next::Control(event));
         };
         network.wires.made += 1;
         let id = network.wires.made;
@@ -64,7 +64,7 @@ impl Control for SimulatedControl {
     fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
         let network = &mut *self.network.lock();
         let (id, end) = (channel / 2, channel as usize % 2);
-        // It may be cut at any frame.
+        // A connection may be cut at any frame.
         if network.goes_wrong(150) {
             network.cut(id);
         }
@@ -86,9 +86,9 @@ impl Control for SimulatedControl {
 
     fn end(&mut self, _: Duration, channel: ChannelId, why: &'static str) {
         let network = &mut *self.network.lock();
-        // Who was asked for a fence has forgotten what is asked for still.
+        // A side that confirmed a fence has forgotten that session, although its requests may still arrive.
         if why != super::fast::NO_NEIGHBOUR {
-            network.is_wrong(format!("process {} ends a connection: {why}", self.process));
+            network.report_wrong(format!("process {} ends a connection: {why}", self.process));
         }
         network.close_end(channel / 2, channel as usize % 2);
     }
@@ -97,7 +97,7 @@ impl Control for SimulatedControl {
         let network = &mut *self.network.lock();
         let broken = question.broken;
         network.seen.insisted += u64::from(question.is_insisted);
-        let to = network.who_listens(question.address).filter(|_| !network.goes_wrong(4));
+        let to = network.listener_at(question.address).filter(|_| !network.goes_wrong(4));
         let is_it = |to: &usize| whom.identity.is_none_or(|known| known == network.hosts[*to].identity);
         match to.filter(is_it) {
             Some(to) => {
@@ -108,7 +108,7 @@ impl Control for SimulatedControl {
             }
             None => {
                 let event = ControlEvent::FenceAnswered { broken, is_over: false };
-                network.soon(self.process, Next::Told(event));
+                network.soon(self.process, Next::Control(event));
             }
         }
     }
@@ -118,18 +118,18 @@ impl Control for SimulatedControl {
         let FenceAsked { from, broken, .. } = network.wires.fences[(u64::MAX - channel) as usize];
         let is_lost = network.goes_wrong(6) || network.is_parted(from, self.process);
         let is_over = is_over && !is_lost;
-        network.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over }));
+        network.soon(from, Next::Control(ControlEvent::FenceAnswered { broken, is_over }));
     }
 
     fn forget(&mut self, _: PathId) {}
 
     fn next_event(&mut self) -> Option<ControlEvent> {
-        self.network.lock().told[self.process].pop_front()
+        self.network.lock().control_events[self.process].pop_front()
     }
 }
 
 impl Network {
-    /// A control connection comes to the process that listens. None: it is refused.
+    /// A control connection arrives at the listening process. None: it is refused.
     pub(super) fn dialled(&mut self, id: u64) -> Option<Served> {
         let is_refused = self.goes_wrong(8);
         let wire = self.wires.all.get(&id)?;
@@ -145,10 +145,10 @@ impl Network {
         let wire = self.wires.all.get_mut(&id)?;
         wire.has[LISTENING] = true;
         let served = wire.served;
-        self.told[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
+        self.control_events[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
         let delay = self.delay();
         let at = self.now + delay;
-        // What is said to the other end comes behind its welcome.
+        // Frames to the connecting end arrive after its welcome.
         if let Some(wire) = self.wires.all.get_mut(&id) {
             wire.last[CONNECTING] = at;
         }
@@ -156,7 +156,7 @@ impl Network {
         Some(served)
     }
 
-    /// The process that made a control connection hears that it is there.
+    /// The connecting process learns that its control connection is up.
     pub(super) fn welcomed(&mut self, id: u64) {
         let Some(wire) = self.wires.all.get_mut(&id) else { return };
         if !wire.has[CONNECTING] || wire.is_cut {
@@ -166,10 +166,10 @@ impl Network {
         let ([from, to], path, number) = (wire.ends, wire.path, wire.number);
         let identity = self.hosts[to].identity;
         let channel = channel(id, CONNECTING);
-        self.told[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
+        self.control_events[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
     }
 
-    /// A frame comes, unless it was lost.
+    /// A frame arrives, unless the connection was cut before it.
     pub(super) fn frame(&mut self, id: u64, end: usize) {
         let Some(wire) = self.wires.all.get_mut(&id) else { return };
         let Some(frame) = wire.frames[end].pop_front() else { return };
@@ -178,17 +178,17 @@ impl Network {
         }
         let event = ControlEvent::Heard { channel: channel(id, end), frame, lease: None };
         let process = wire.ends[end];
-        // Who answers for the other end says whatever is asked for.
+        // The fault confirms every fence at once.
         if self.fault == Fault::FenceNotKept
             && let ControlEvent::Heard { frame: Frame::Fence { code, connection }, .. } = &event
         {
             let (broken, from) = ((*code, *connection), self.wires.all[&id].ends[CONNECTING]);
-            return self.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over: true }));
+            return self.soon(from, Next::Control(ControlEvent::FenceAnswered { broken, is_over: true }));
         }
-        self.told[process].push_back(event);
+        self.control_events[process].push_back(event);
     }
 
-    /// An end notices that its connection is over. Whose session ended, if that is served no more.
+    /// An end notices that its connection is over. Returns the session that this ends, at the listening end.
     pub(super) fn ended(&mut self, id: u64, end: usize) -> Option<Served> {
         let wire = self.wires.all.get_mut(&id)?;
         if !std::mem::replace(&mut wire.has[end], false) {
@@ -200,11 +200,11 @@ impl Network {
             self.wires.all.remove(&id);
         }
         if end == LISTENING {
-            self.told[process].push_back(ControlEvent::SessionEnded { channel: of_end });
+            self.control_events[process].push_back(ControlEvent::SessionEnded { channel: of_end });
             return Some(served);
         }
         let channel = is_up.then_some(of_end);
-        self.told[process].push_back(ControlEvent::Broke { path, number, channel });
+        self.control_events[process].push_back(ControlEvent::Broke { path, number, channel });
         None
     }
 
@@ -212,17 +212,17 @@ impl Network {
         let FenceAsked { from, to, broken } = self.wires.fences[index];
         if !self.hosts[to].listens || self.is_parted(from, to) {
             let event = ControlEvent::FenceAnswered { broken, is_over: false };
-            return self.soon(from, Next::Told(event));
+            return self.soon(from, Next::Control(event));
         }
         if self.fault == Fault::FenceNotKept {
             let event = ControlEvent::FenceAnswered { broken, is_over: true };
-            return self.soon(from, Next::Told(event));
+            return self.soon(from, Next::Control(event));
         }
         let (channel, from) = (u64::MAX - index as u64, self.hosts[from].identity);
-        self.told[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
+        self.control_events[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
     }
 
-    /// A connection breaks somewhere between its ends. What is under way comes or not, up to any frame.
+    /// Breaks a connection between its ends. A random number of the frames in flight still arrives.
     pub(super) fn cut(&mut self, id: u64) {
         let Some(wire) = self.wires.all.get_mut(&id).filter(|wire| !wire.is_cut) else { return };
         self.seen.cuts += 1;
@@ -238,7 +238,7 @@ impl Network {
         }
     }
 
-    /// One end wants it no more.
+    /// One end closes a connection.
     fn close_end(&mut self, id: u64, end: usize) {
         self.cut(id);
         let Some(process) = self.wires.all.get(&id).map(|wire| wire.ends[end]) else { return };
@@ -246,7 +246,7 @@ impl Network {
         self.after(shortly, process, Next::Ended(id, end));
     }
 
-    /// A process ends all of its connections at once, of both sides. Which ends are its.
+    /// A process ends all its connections at once. Returns its ends.
     pub(super) fn cut_all(&mut self, process: usize) -> Vec<(u64, usize)> {
         let of_process = |(_, wire): &(&u64, &Wire)| wire.ends.contains(&process);
         let wires: Vec<u64> = self.wires.all.iter().filter(of_process).map(|(id, _)| *id).collect();
@@ -255,7 +255,7 @@ impl Network {
         ends.filter(|(id, end)| self.wires.all[id].has[*end]).collect()
     }
 
-    /// Between two processes nothing gets through for a while.
+    /// Cuts all connections between two processes.
     pub(super) fn part_wires(&mut self, one: usize, other: usize) {
         let is_between = |wire: &Wire| wire.ends == [one, other] || wire.ends == [other, one];
         let wires: Vec<u64> =
@@ -263,7 +263,7 @@ impl Network {
         wires.into_iter().for_each(|id| self.cut(id));
     }
 
-    /// Cuts one of all connections.
+    /// Cuts a random connection.
     pub(super) fn cut_any(&mut self) {
         let up: Vec<u64> = self.wires.all.iter().filter(|(_, wire)| wire.is_up).map(|(id, _)| *id).collect();
         if !up.is_empty() {

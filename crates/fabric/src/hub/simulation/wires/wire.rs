@@ -1,4 +1,4 @@
-//! Control connections of all processes, and the frames on them.
+//! The control connections of all processes, and the frames in flight on them.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -8,7 +8,7 @@ use crate::identity::Identity;
 use crate::served::Served;
 use crate::transfers::PathId;
 
-/// The end of the side that connected, and the other one.
+/// Indexes of a connection's two ends.
 pub(super) const CONNECTING: usize = 0;
 pub(super) const LISTENING: usize = 1;
 
@@ -27,17 +27,17 @@ pub(super) struct Wire {
     pub(super) number: u32,
     pub(super) to: Option<Identity>,
     pub(super) served: Served,
-    /// Which ends have it still: from when it is made or comes to when it is over.
+    /// Whether each end has it: from when it is made or arrives, until it ends there.
     pub(super) has: [bool; 2],
     pub(super) is_up: bool,
-    /// Nothing more gets on it.
+    /// No further frame enters it.
     pub(super) is_cut: bool,
-    /// What is under way to each end, and when the last of it comes.
+    /// Frames in flight to each end, and when the last of them arrives.
     pub(super) frames: [VecDeque<Frame<Vec<u8>>>; 2],
     pub(super) last: [u64; 2],
 }
 
-/// A question over a connection of its own.
+/// A fence asked for over a connection of its own.
 #[derive(Debug)]
 pub(super) struct FenceAsked {
     pub(super) from: usize,
