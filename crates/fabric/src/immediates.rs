@@ -15,8 +15,8 @@ pub enum Arrival {
     Again,
     /// The generation of the counter that it names has been retired.
     Stale,
-    /// No honest peer sends this: a generation that has not begun, the last of all numbers, or a new counter when peers have
-    /// named [`COUNTERS_MAX`] already that this process does not know.
+    /// No honest peer sends this: a generation that has not begun, the last of all numbers, or one counter more than
+    /// [`COUNTERS_MAX`] that only peers have named.
     Refused,
 }
 
