@@ -24,7 +24,7 @@ pub enum Arrival {
 pub const COUNTERS_MAX: usize = 65_536;
 
 /// How far a sender's next number may be ahead of its oldest immediate whose outcome it does not know. The receiver remembers
-/// numbers this far back.
+/// at least as many.
 pub(crate) const IMMEDIATES_AHEAD: u64 = 65_536;
 
 /// The counters of one engine, by number, and the numbers that peers have sent.
