@@ -1,4 +1,4 @@
-//! The KV pages of a request go from one process to another, which hears when all of them are there.
+//! Moves the KV pages of a request from one process to another, which waits until all of them are in place.
 //!
 //!     cargo run -p kvlane-fabric --example move_pages
 use std::io::{BufRead, BufReader};

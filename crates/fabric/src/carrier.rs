@@ -23,7 +23,7 @@
 //!   post --- however it carries bytes --> ...
 //!   completed
 //! ```
-//! The engine calls a carrier under its lock. A call neither blocks nor copies bytes of transfers: a carrier does such work
+//! The engine calls a carrier under its lock, so a call neither blocks nor copies bytes of transfers. A carrier does such work
 //! in jobs ([`Carrier::take_job`]), which run without the lock, or on threads of its own.
 //!
 //! # When memory may be reused

@@ -303,8 +303,8 @@ impl Engine {
         Ok(WindowDescriptor { number, generation, len, kind })
     }
 
-    /// Closes a window. When this returns, the owner may reuse the memory: no byte that is written from now on is part of a
-    /// read that succeeds, even if the peer is stopped, cut off, or in the middle of a read. A read that was not over fails at
+    /// Closes a window. When this returns, the owner may reuse the memory. No byte that is written from now on is part of a
+    /// read that succeeds, even if the peer is stopped, cut off, or in the middle of one. A read that was not over fails at
     /// the peer as [`Refused`](crate::Failure::Refused). Takes at most a second, if the peer does not take bytes that are on
     /// their way.
     pub fn close_window(&self, window: &WindowDescriptor) -> Result<(), FabricError> {

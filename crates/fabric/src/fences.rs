@@ -23,8 +23,8 @@ pub(crate) const LEASE: Duration = Duration::from_millis(2900);
 const PAUSE: Duration = Duration::from_millis(20);
 /// The longest of these pauses.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
-/// After this long without an answer over the control connection, which may be dead although it is up, the fence asks over a
-/// connection of its own.
+/// A control connection that is up may still be dead. After this long without an answer, the fence asks over a connection of
+/// its own.
 const INSIST: Duration = Duration::from_millis(100);
 
 /// How to reach a peer, and what to prove to it.

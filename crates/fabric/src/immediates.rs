@@ -15,8 +15,8 @@ pub enum Arrival {
     Again,
     /// The generation of the counter that it names has been retired.
     Stale,
-    /// No honest peer sends this: a generation that has not begun, the last of all numbers, or a new counter when peers have
-    /// named [`COUNTERS_MAX`] already that this process does not know.
+    /// No honest peer sends this: a generation that has not begun, the last of all numbers, or one counter more than
+    /// [`COUNTERS_MAX`] that only peers have named.
     Refused,
 }
 
@@ -24,7 +24,7 @@ pub enum Arrival {
 pub const COUNTERS_MAX: usize = 65_536;
 
 /// How far a sender's next number may be ahead of its oldest immediate whose outcome it does not know. The receiver remembers
-/// numbers this far back.
+/// at least as many.
 pub(crate) const IMMEDIATES_AHEAD: u64 = 65_536;
 
 /// The counters of one engine, by number, and the numbers that peers have sent.

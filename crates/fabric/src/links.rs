@@ -51,9 +51,13 @@ const FRAMES_A_TURN: usize = 64;
 /// frame has at most this many, so a job brings less than twice as many.
 const ENTRY_BYTES_A_TURN: usize = crate::tcp::ENTRIES_MAX * crate::wire::RUN_BYTES;
 /// Send buffer of a socket to a process of the same host: small enough that the receiver finds the bytes in the processor's
-/// caches. Measured on two cores, GB/s in two runs: writes of 1 MiB reached 2.3 and 2.6 with this, 2.0 and 1.4 with half of
-/// it, 1.9 with twice as much; reads of 16 MiB 3.3 and 3.4, 2.9 and 2.2, 2.6. A network needs more: this would be the limit
-/// for each round trip.
+/// caches. Not for other hosts, because it bounds the bytes of a round trip. Measured on two cores, GB/s in two runs:
+///
+/// ```text
+///                    256 KiB     512 KiB     1 MiB (one run)
+///  writes of 1 MiB   2.0, 1.4    2.3, 2.6    1.9
+///  reads of 16 MiB   2.9, 2.2    3.3, 3.4    2.6
+/// ```
 const SAME_HOST_SEND_BYTES: usize = 512 << 10;
 
 /// The connections of one owner, each with the owner's `R`.
@@ -807,9 +811,9 @@ impl LinkJob {
         if self.lease.is_some_and(|lease| !lease.holds()) {
             return Err(Ended::Late);
         }
-        // SAFETY: queued memory belongs to a registered region (of a transfer in flight, or served to a peer), and a region is
-        // not given back while a link touches it. Or it belongs to a message, whose owner holds it until the link has written
-        // it or is gone. Or it belongs to a slot, which the link's lane holds as long.
+        // SAFETY: queued memory belongs to a registered region, of a transfer in flight or served to a peer. A region is not
+        // given back while a link touches it. Or the memory belongs to a message, whose owner holds it until the link has
+        // written it or is gone. Or it belongs to a slot, which the link's lane holds as long.
         unsafe { self.link.flush()? };
         if let Some(ends) = self.switch.take() {
             if !self.link.is_flushed() {

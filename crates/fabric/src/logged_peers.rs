@@ -1,4 +1,4 @@
-//! Limits log lines about strangers: each address is logged once for each reason, so that one which connects again and again
+//! Limits log lines about strangers: each address is logged once for each reason. So a stranger that connects again and again
 //! does not fill the log.
 
 use std::collections::BTreeSet;
@@ -12,8 +12,8 @@ const LINES_MAX: usize = 256;
 pub(crate) struct LoggedPeers(BTreeSet<(IpAddr, &'static str)>);
 
 impl LoggedPeers {
-    /// Records that a peer is logged for a reason. False: the caller does not log it, because the log has named this address
-    /// for this reason (the port does not count), or has named [`LINES_MAX`] already.
+    /// Records that a peer is logged for a reason. False: the caller must not log it. The log has named this address for this
+    /// reason, with whatever port, or has [`LINES_MAX`] such lines.
     pub(crate) fn insert(&mut self, peer: Option<SocketAddr>, reason: &'static str) -> bool {
         let Some(peer) = peer else { return false };
         self.0.len() < LINES_MAX && self.0.insert((peer.ip(), reason))

@@ -3,8 +3,8 @@
 //! Regions and windows of a peer become known in two ways, which may overtake each other:
 //! - A descriptor that the caller brings names numbers, generations and lengths. It may be older or newer than what the peer
 //!   has announced, and it has no keys.
-//! - The peer announces its regions and windows, with the carriers' keys, over the control connection: all of them when the
-//!   connection comes up, each change after that. An empty announcement ends the first list.
+//! - The peer announces its regions and windows, with the carriers' keys, over the control connection. It lists all of them
+//!   when the connection comes up, then announces each change. An empty announcement ends the list.
 //!
 //! A later generation wins over an earlier one, from either source. For the same generation the announcement wins. Transfers
 //! may name a described region at once; carriers wait for its announcement ([`RemoteMemory::NotYet`]).

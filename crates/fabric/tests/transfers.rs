@@ -1,4 +1,4 @@
-//! What the simulation cannot show, or only rarely: one story each.
+//! Cases that the simulation cannot produce, or only rarely: one test each.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What one peer may read, and nobody else: engines of one process.
+//! Windows between engines of one process: one peer may read them, and no other.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 #[path = "support/mod.rs"]

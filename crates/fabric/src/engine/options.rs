@@ -33,9 +33,9 @@ pub struct EngineOptions {
     /// Most threads that copy between this process and others of this host, 1 to 64. A thread that waits for a transfer is
     /// one of them. The engine makes the others when it first copies 256 KiB or more; they sleep while there is no copy.
     pub copy_threads: usize,
-    /// Whether bytes through sockets carry checksums (crc32c). If a checksum differs, because a network or a host on the way
-    /// has changed bytes, the connection ends, and what it had under way is sent again. If one side has this off, there are
-    /// no checksums. With TLS there are none either, because it finds every change itself.
+    /// Whether bytes through sockets carry checksums (crc32c), which find changes by a network or a host on the way. If one
+    /// differs, the connection ends, and what it had under way is sent again. If one side has this off, there are no
+    /// checksums. With TLS there are none either, because it finds every change itself.
     pub checksums: bool,
     /// Encrypts all connections. Bytes then go by TCP only, and nothing is sent to peers without TLS.
     pub tls: Option<Tls>,

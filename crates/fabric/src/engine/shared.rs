@@ -1,4 +1,4 @@
-//! Runs an engine's work: polls the hub and runs its jobs, on the threads that wait for something, or on the engine's own
+//! Runs an engine's work: polls the hub and runs its jobs. The threads that wait for something do that, or the engine's own
 //! thread if none waits.
 //!
 //! ```text

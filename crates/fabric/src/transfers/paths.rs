@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use super::{Action, ConnectionState, Path, PathId, PeerId, Reach, Route, Timer, Transfers};
 
-/// A path that gets nothing, because others are faster, is tried again after [`TRIED_SHARE`] times the duration of a chunk on
-/// it: at least this long after its last post.
+/// A path that gets nothing, because others are faster, is tried again after a pause. This is the shortest.
 const TRY_AGAIN: Duration = Duration::from_secs(1);
-/// So at most one 64th of the time is lost to a path that is still as slow as it was.
+/// The pause, in durations of a chunk on that path: one 64th of the time is lost to a path that is as slow as it was.
 const TRIED_SHARE: f64 = 64.0;
-/// And at most this long after its last post.
+/// The longest pause.
 const TRY_AGAIN_MAX: Duration = Duration::from_secs(10);
 
 impl Transfers {
@@ -61,9 +60,9 @@ impl Transfers {
         self.paths.get(&path).map_or(0, |path| path.under_way.len())
     }
 
-    /// The path for the next post on a route. Among the paths that are up, serve the route and take a post, it is the one of
-    /// the best class that would be done first with one more chunk. A path of that class that has had no post for long goes
-    /// first, because it may be faster by now.
+    /// The path for the next post on a route. Only paths of the best class count that is up and serves the route, even if all of
+    /// them are full. It is the path that takes a post and would be done first with one more chunk. A path that has had no post
+    /// for long goes first, because it may be faster by now.
     pub(super) fn best_path(&self, now: Duration, peer: PeerId, route: Route) -> Option<PathId> {
         let chunk_bytes = self.options.chunk_bytes;
         let paths = || self.peers.get(&peer).into_iter().flat_map(|peer| &peer.paths);

@@ -2,8 +2,8 @@
 
 use crate::runs::Run;
 
-/// A memory of one side. All bytes of one chunk lie in one memory here and in one at the peer, so that a path that is near to
-/// both can carry the whole chunk.
+/// A memory of one side. All bytes of one chunk lie in one memory here and in one at the peer. So one path, near to both, can
+/// carry the whole chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Memory {
     /// Memory of this NUMA node of the host; 0 if the node is not known or does not matter.

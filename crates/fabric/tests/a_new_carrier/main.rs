@@ -1,4 +1,4 @@
-//! How a carrier is added from outside: [`toy::Toy`] is one, and these tests are what one has to stand.
+//! A carrier from outside of the crate: [`toy::Toy`] is one, and a new carrier has to pass these tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod slow;

@@ -1,4 +1,4 @@
-//! A carrier that reaches nothing, and takes its time when a window is closed.
+//! A carrier that reaches nothing, and is slow to close a window.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};

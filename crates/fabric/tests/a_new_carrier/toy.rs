@@ -1,4 +1,4 @@
-//! A carrier in as few lines as it takes, over the public API only: bytes go from memory to memory over a [`Wire`].
+//! The smallest carrier, over the public API only: it copies bytes from memory to memory over a [`Wire`].
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};

@@ -1,4 +1,4 @@
-//! A carrier that reaches nothing, and hears of a descriptor.
+//! A carrier that reaches nothing, and watches a descriptor.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! What a network, or a driver, is to a real carrier.
+//! A wire: stands for the network or driver of a real carrier.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
-//! Transfers and messages over a simulated network that reorders, delays, breaks, refuses and repeats, with memory that tells
-//! a late or a missing write. `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first, which otherwise is
-//! another one each time.
+//! Transfers and messages over a simulated network that reorders, delays, breaks, refuses and repeats, with memory that
+//! detects late and missing writes. `KVLANE_TEST_SEEDS` sets the number of seeds, `KVLANE_TEST_SEED` the first one, which is
+//! random otherwise.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 #[path = "../../src/hub/simulation/dice.rs"]

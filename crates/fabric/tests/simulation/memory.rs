@@ -1,4 +1,4 @@
-//! The memory of both sides, which tells what is missing and what came late.
+//! The memory of both sides, which detects missing and late writes.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! One seed's world: what is asked for, and whether it ends as it should.
+//! The world of one seed: asks for transfers and messages, and checks how each of them ends.
 
 use std::collections::HashMap;
 use std::sync::Arc;
