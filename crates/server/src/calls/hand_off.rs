@@ -14,7 +14,7 @@ use std::{
 };
 
 use kvlane_proto::v1;
-use kvlane_store::{LookupGroup, OwnerId, Stir, Watch, Watching};
+use kvlane_store::{LookupGroup, OwnerId, Watch, WatchEvent, Watching};
 
 use super::outcome::Outcome;
 use crate::{
@@ -167,16 +167,16 @@ impl Wait {
         // Before the looks at the saver and at the daemon: what ends after them is told.
         let place = HandOffs::enter(&shared.hand_offs, &hand_off.engine_id, Arc::clone(signal));
         let saver = shared.engines.saver(&hand_off.engine_id);
-        let stirred = Arc::clone(signal);
-        let stirred = Box::new(move |stir: Stir| match stir {
-            Stir::Progress => stirred.progress(),
-            Stir::Complete => stirred.end(End::Complete),
-            Stir::Lost => stirred.end(End::Failed),
+        let watched = Arc::clone(signal);
+        let on_event = Box::new(move |event: WatchEvent| match event {
+            WatchEvent::Progress => watched.progress(),
+            WatchEvent::Complete => watched.end(End::Complete),
+            WatchEvent::Lost => watched.end(End::Failed),
         });
         // An engine that is not there saves nothing: no owner has this number.
         let saver_id = saver.as_ref().map_or(OwnerId(0), |saver| saver.owner);
         let tokens = hand_off.tokens.min(max_tokens);
-        let watch = match shared.store.watch((owner, saver_id), groups, tokens, now, stirred) {
+        let watch = match shared.store.watch((owner, saver_id), groups, tokens, now, on_event) {
             Watching::Complete => return Err(Outcome::Ready),
             Watching::TooMany => return Err(Outcome::TooMany),
             Watching::Waits(watch) => watch,

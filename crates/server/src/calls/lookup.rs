@@ -172,7 +172,7 @@ fn look_up_ready(
     let asked = asked_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&asked);
     for group in &groups {
-        shared.ceilings.record(shared.store.namespace(group.space), group.asked(lookup.max_tokens));
+        shared.ceilings.record(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
     }
     let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));

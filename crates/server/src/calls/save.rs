@@ -161,7 +161,7 @@ fn not_saved(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1
             if let (Some(of_engine), Ok(hashes)) =
                 (open.get(group.group as usize), parse_hashes(&group.hashes))
             {
-                shared.store.not_saved(
+                shared.store.save_refused(
                     worker.owner,
                     of_engine.space,
                     ShardNumber(worker.rank.0),

@@ -107,7 +107,7 @@ impl Saver<'_> {
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
                     let space = self.open[blocks.group].space;
-                    self.shared.store.not_saved(self.owner, space, self.shard(), hashes, Instant::now());
+                    self.shared.store.save_refused(self.owner, space, self.shard(), hashes, Instant::now());
                     result.failed += hashes.len() as u64;
                     continue;
                 }
