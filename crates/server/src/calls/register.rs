@@ -1,6 +1,6 @@
 //! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine comes, with its groups and its memory.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
 use kvlane_block::{LayoutDigest, Namespace, Rank, Region, ShardLayout, shard_bytes};
 use kvlane_engine_memory::{GpuMemory, Pace, PeerBlocks, ProcessVm, SharedChunks};
@@ -71,10 +71,10 @@ fn no_gpu() -> Refusal {
 /// Where a worker's blocks lie, and how the daemon reaches them.
 pub(crate) fn register_worker(
     context: &mut Context<'_>,
-    register: v1::RegisterWorker,
+    mut register: v1::RegisterWorker,
 ) -> Result<Answer, Refusal> {
-    let Context { shared, greeted, peer, replies, .. } = context;
-    let (shared, peer, replies) = (*shared, *peer, *replies);
+    let shared = context.shared;
+    let greeted = &mut *context.greeted;
     if greeted.worker.as_ref().is_some_and(|worker| !worker.granted.is_empty()) {
         return Err(Refusal::invalid("claims of this worker are open: commit them before it registers anew"));
     }
@@ -82,55 +82,94 @@ pub(crate) fn register_worker(
     // meet that one's groups.
     greeted.worker = None;
     let chunks = std::mem::take(&mut greeted.chunks);
-    let method = register.method();
-    let rank = Rank(register.rank);
-    let group = |group| worker_group(group, rank, register.workers);
-    let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
-    let pool_bytes = shared.arena.bytes();
-    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
-        return Err(Refusal::invalid(format!(
-            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
-        )));
-    }
+    let (rank, workers) = (Rank(register.rank), register.workers);
+    let groups = worker_groups(std::mem::take(&mut register.groups), rank, workers, shared.arena.bytes())?;
     let regions: Vec<Vec<Region>> = groups.iter().map(|group| group.regions.clone()).collect();
     let slices: Vec<Vec<Vec<Region>>> = groups.iter().map(|group| group.slices.clone()).collect();
-    let (memory, reason) = match (peer, method) {
-        (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
-            let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
-            let gpu =
-                register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
-            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
-            let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
-            let (engine, nonce) = (&greeted.info.engine_id, greeted.nonce);
-            let memory = wire_gpu::exported(gpu)
-                .and_then(|gpu| GpuMemory::import(gpus, engine, &gpu, chunks, &regions, nonce, pidfd));
-            let memory = memory.map_err(|error| {
-                Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
-            })?;
-            (Some(PeerBlocks::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
-        }
-        (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
-        (Peer::Local { credentials, pidfd }, _) => {
-            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
-            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
-                Ok(memory) => (Some(PeerBlocks::ProcessVm(memory)), "process_vm works".to_owned()),
-                Err(error) if method == Method::ProcessVm => {
-                    return Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")));
-                }
-                Err(error) => (None, error.to_string()),
-            }
-        }
-        (Peer::Remote, _) => return Err(Refusal::not_allowed("workers connect over the Unix socket")),
-    };
+    let (memory, reason) = open_memory(context, &register, chunks, &slices)?;
+    let greeted = &*context.greeted;
     let owner = shared
         .engines
-        .register(&greeted.info.engine_id, greeted.id, rank, register.workers, groups, &shared.store)
+        .register(&greeted.info.engine_id, greeted.id, rank, workers, groups, &shared.store)
         .map_err(Refusal::conflict)?;
     let method = match &memory {
         Some(PeerBlocks::Gpu(_)) => Method::Gpu,
         Some(PeerBlocks::ProcessVm(_)) => Method::ProcessVm,
         None => Method::Mapped,
     };
+    note_registered(context, rank, method, &reason);
+    let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
+    let saves = (method == Method::Gpu).then(|| start_saves(context, &registered)).transpose()?;
+    context.greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
+    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+/// Parses the groups of a worker. A block of each has to fit into the pool.
+fn worker_groups(
+    groups: Vec<v1::WorkerGroup>,
+    rank: Rank,
+    workers: u32,
+    pool_bytes: u64,
+) -> Result<Vec<WorkerGroup>, Refusal> {
+    let group = |group| worker_group(group, rank, workers);
+    let groups = groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
+    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
+        return Err(Refusal::invalid(format!(
+            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
+        )));
+    }
+    Ok(groups)
+}
+
+/// Opens the worker's memory for the daemon's copies, and says why in this way. None: the worker copies by itself.
+fn open_memory(
+    context: &Context<'_>,
+    register: &v1::RegisterWorker,
+    chunks: SharedChunks,
+    slices: &[Vec<Vec<Region>>],
+) -> Result<(Option<PeerBlocks>, String), Refusal> {
+    let method = register.method();
+    match context.peer {
+        Peer::Local { pidfd, .. } if register.gpu.is_some() || method == Method::Gpu => {
+            let memory = import_gpu_memory(context, register, chunks, slices, pidfd)?;
+            Ok((Some(PeerBlocks::Gpu(Arc::new(memory))), "the GPU copies".to_owned()))
+        }
+        _ if method == Method::Mapped => Ok((None, "the worker asked for it".to_owned())),
+        Peer::Local { credentials, pidfd } => {
+            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, context.greeted.nonce) {
+                Ok(memory) => Ok((Some(PeerBlocks::ProcessVm(memory)), "process_vm works".to_owned())),
+                Err(error) if method == Method::ProcessVm => {
+                    Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")))
+                }
+                Err(error) => Ok((None, error.to_string())),
+            }
+        }
+        Peer::Remote => Err(Refusal::not_allowed("workers connect over the Unix socket")),
+    }
+}
+
+/// Imports the GPU memory that a worker has exported, for the daemon's own driver.
+fn import_gpu_memory(
+    context: &Context<'_>,
+    register: &v1::RegisterWorker,
+    chunks: SharedChunks,
+    slices: &[Vec<Vec<Region>>],
+    pidfd: &OwnedFd,
+) -> Result<GpuMemory, Refusal> {
+    let gpus = context.shared.gpus.as_ref().ok_or_else(no_gpu)?;
+    let gpu = register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
+    let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+    let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
+    let (engine, nonce) = (&context.greeted.info.engine_id, context.greeted.nonce);
+    wire_gpu::exported(gpu)
+        .and_then(|gpu| GpuMemory::import(gpus, engine, &gpu, chunks, &regions, nonce, pidfd))
+        .map_err(|error| Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}")))
+}
+
+/// Reports a registration to the log, the status page and the metrics.
+fn note_registered(context: &Context<'_>, rank: Rank, method: Method, reason: &str) {
+    let Context { shared, greeted, .. } = context;
     let name = method_name(method);
     tracing::info!(
         session = greeted.id,
@@ -140,21 +179,19 @@ pub(crate) fn register_worker(
         reason,
         "worker registered"
     );
-    shared.sessions.set_method(greeted.id, name, &reason);
+    shared.sessions.set_method(greeted.id, name, reason);
     shared.metrics.worker_registered(method);
-    let on_gpu = matches!(memory, Some(PeerBlocks::Gpu(_)));
-    let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
-    let start = || {
-        let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));
-        let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
-        let save =
-            move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
-        SaveThread::start(Arc::clone(shared), Arc::clone(replies), of_engine, save)
-            .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
-    };
-    let saves = on_gpu.then(start).transpose()?;
-    greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
-    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+/// Starts the thread that carries out the saves of a worker on a GPU.
+fn start_saves(context: &Context<'_>, registered: &Arc<Registered>) -> Result<SaveThread, Refusal> {
+    let (shared, greeted) = (context.shared, &*context.greeted);
+    let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(registered));
+    let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
+    let save =
+        move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
+    SaveThread::start(Arc::clone(shared), Arc::clone(context.replies), of_engine, save)
+        .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
 }
 
 fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<WorkerGroup, Refusal> {
