@@ -175,8 +175,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Once scheduler and all workers are there, each group's space is known: its namespace and the cut that all
-    /// shards together make.
+    /// Opens the space of each group once the scheduler and all workers are there. The layouts of all shards together
+    /// are the space's cut. Does nothing while one is missing.
     fn open_spaces(
         &mut self,
         id: &str,
@@ -188,77 +188,124 @@ impl Engine {
         if self.scheduler.is_none() || self.workers.len() < self.workers_expected as usize {
             return Ok(());
         }
-        let mut ranks: Vec<_> = self.workers.iter().collect();
-        ranks.sort_by_key(|(rank, _)| **rank);
-        // Others may have told of equal digests since these workers registered.
-        for (rank, worker) in &ranks {
-            for (group, part) in worker.groups.iter().enumerate() {
-                if let Some(differences) = descriptions.contradiction(part.namespace, &part.shard) {
-                    return Err(EngineError::Described { rank: **rank, group, differences });
-                }
-            }
-        }
-        let mut found = Vec::new();
-        let mut described = Vec::new();
-        for (index, group) in self.groups.iter().enumerate() {
-            let mut layouts = Vec::new();
-            let mut shards = Vec::new();
-            let mut sizes = Vec::new();
-            for (rank, worker) in &ranks {
-                let Some(part) = worker.groups.get(index).filter(|part| part.namespace == group.namespace)
-                else {
-                    let found =
-                        worker.groups.iter().map(|g| g.namespace.to_string()).collect::<Vec<_>>().join(", ");
-                    return Err(EngineError::Mismatch(format!(
-                        "group {index} is {} for the scheduler, rank {rank} has [{found}]",
-                        group.namespace
-                    )));
-                };
-                self.check_slices(index, **rank, part)?;
-                layouts.push(part.shard.digest);
-                sizes.push(shard_bytes(&part.regions));
-                shards.push(part.shard.clone());
-            }
-            let cut = Cut::of(&layouts, &sizes);
-            found.push((group, cut, sizes));
-            described.push((group, cut, shards));
-        }
-        // Some of them may be there already; then a few more than needed are forgotten.
-        if store.count_spaces() + found.len() > SPACES_MAX {
-            store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
-            let left: HashSet<_> =
-                store.spaces().into_iter().map(|space| (space.namespace, space.cut)).collect();
-            descriptions.retain(|namespace, cut| left.contains(&(namespace, cut)));
-        }
-        let is_new = |(group, cut, sizes): &&(&GroupSpec, CutDigest, Vec<u64>)| {
-            !store.has_space(group.namespace, *cut, sizes)
-        };
-        let new = found.iter().filter(is_new).count();
-        if store.count_spaces() + new > SPACES_MAX {
-            return Err(EngineError::Spaces);
-        }
-        let open: Vec<OpenGroup> = found
-            .into_iter()
-            .map(|(group, cut, sizes)| OpenGroup {
-                space: store.space(group.namespace, &group.name, cut, &sizes),
-                tokens_per_block: group.tokens_per_block,
-                window_blocks: group.window_blocks,
-            })
-            .collect();
-        for (group, cut, shards) in described {
-            if let Some(differences) = descriptions.keep(group.namespace, cut, shards) {
-                tracing::info!(
-                    engine = id,
-                    namespace = %group.namespace,
-                    name = group.name,
-                    "the layout is not the one that came before with this namespace, and engines of different layouts share no blocks: {differences}"
-                );
-            }
-        }
+        self.check_against(descriptions)?;
+        let groups = self.cut_groups()?;
+        make_room(&groups, store, uses, descriptions)?;
+        let open = groups.iter().map(|group| group.open(store)).collect();
+        groups.into_iter().for_each(|group| group.describe(id, descriptions));
         self.open = Arc::new(open);
         uses.add(&self.open);
         Ok(())
     }
+
+    fn workers_by_rank(&self) -> Vec<(Rank, &WorkerSlot)> {
+        let mut ranks: Vec<_> = self.workers.iter().map(|(rank, worker)| (*rank, worker)).collect();
+        ranks.sort_by_key(|(rank, _)| *rank);
+        ranks
+    }
+
+    /// Compares all workers with the descriptions that came since they registered.
+    fn check_against(&self, descriptions: &Descriptions) -> Result<(), EngineError> {
+        for (rank, worker) in self.workers_by_rank() {
+            for (group, part) in worker.groups.iter().enumerate() {
+                if let Some(differences) = descriptions.contradiction(part.namespace, &part.shard) {
+                    return Err(EngineError::Described { rank, group, differences });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the cut of each group from the shards of all workers. These have to match the scheduler's groups.
+    fn cut_groups(&self) -> Result<Vec<CutGroup<'_>>, EngineError> {
+        let ranks = self.workers_by_rank();
+        let cut = |(index, spec)| self.cut_group(index, spec, &ranks);
+        self.groups.iter().enumerate().map(cut).collect()
+    }
+
+    fn cut_group<'a>(
+        &self,
+        index: usize,
+        spec: &'a GroupSpec,
+        ranks: &[(Rank, &WorkerSlot)],
+    ) -> Result<CutGroup<'a>, EngineError> {
+        let mut layouts = Vec::new();
+        let mut shards = Vec::new();
+        let mut sizes = Vec::new();
+        for (rank, worker) in ranks {
+            let Some(part) = worker.groups.get(index).filter(|part| part.namespace == spec.namespace) else {
+                let found =
+                    worker.groups.iter().map(|g| g.namespace.to_string()).collect::<Vec<_>>().join(", ");
+                return Err(EngineError::Mismatch(format!(
+                    "group {index} is {} for the scheduler, rank {rank} has [{found}]",
+                    spec.namespace
+                )));
+            };
+            self.check_slices(index, *rank, part)?;
+            layouts.push(part.shard.digest);
+            sizes.push(shard_bytes(&part.regions));
+            shards.push(part.shard.clone());
+        }
+        Ok(CutGroup { spec, cut: Cut::of(&layouts, &sizes), sizes, shards })
+    }
+}
+
+/// A group with its cut. It has no space yet.
+struct CutGroup<'a> {
+    spec: &'a GroupSpec,
+    cut: CutDigest,
+    /// Bytes of each rank's shard.
+    sizes: Vec<u64>,
+    /// In rank order.
+    shards: Vec<Shard>,
+}
+
+impl CutGroup<'_> {
+    fn has_space(&self, store: &Store) -> bool {
+        store.has_space(self.spec.namespace, self.cut, &self.sizes)
+    }
+
+    /// Finds or makes the group's space.
+    fn open(&self, store: &Store) -> OpenGroup {
+        OpenGroup {
+            space: store.space(self.spec.namespace, &self.spec.name, self.cut, &self.sizes),
+            tokens_per_block: self.spec.tokens_per_block,
+            window_blocks: self.spec.window_blocks,
+        }
+    }
+
+    /// Keeps the shards' descriptions. Logs how the layout differs from the namespace's last one.
+    fn describe(self, engine_id: &str, descriptions: &mut Descriptions) {
+        if let Some(differences) = descriptions.keep(self.spec.namespace, self.cut, self.shards) {
+            tracing::info!(
+                engine = engine_id,
+                namespace = %self.spec.namespace,
+                name = self.spec.name,
+                "the layout is not the one that came before with this namespace, and engines of different layouts share no blocks: {differences}"
+            );
+        }
+    }
+}
+
+/// Forgets unused spaces if these groups could be too many, and refuses the groups if they still are.
+fn make_room(
+    groups: &[CutGroup<'_>],
+    store: &Store,
+    uses: &Uses,
+    descriptions: &mut Descriptions,
+) -> Result<(), EngineError> {
+    // Some of the groups may have a space already. Then a few more than needed are forgotten.
+    if store.count_spaces() + groups.len() > SPACES_MAX {
+        store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
+        let left: HashSet<_> =
+            store.spaces().into_iter().map(|space| (space.namespace, space.cut)).collect();
+        descriptions.retain(|namespace, cut| left.contains(&(namespace, cut)));
+    }
+    let new = groups.iter().filter(|group| !group.has_space(store)).count();
+    if store.count_spaces() + new > SPACES_MAX {
+        return Err(EngineError::Spaces);
+    }
+    Ok(())
 }
 
 /// All engines.
