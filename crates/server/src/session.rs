@@ -241,8 +241,7 @@ impl Session {
         let Some(greeted) = &mut self.greeted else {
             return Err(Refusal::invalid("the first message of a connection must be Hello"));
         };
-        let over_tcp = matches!(self.peer, Peer::Remote);
-        admit(call.row(), greeted, over_tcp, self.shared.is_stopping())?;
+        admit(call.row(), greeted, &self.peer, self.shared.phase())?;
         let mut context = Context {
             shared: &self.shared,
             greeted,

@@ -48,8 +48,20 @@ pub(crate) struct Shared {
     pub(crate) stopping: AtomicBool,
 }
 
+/// Whether the daemon takes new work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Serving,
+    /// From the first moment of [`Daemon::stop`](crate::Daemon::stop) on.
+    Stopping,
+}
+
 impl Shared {
+    pub(crate) fn phase(&self) -> Phase {
+        if self.stopping.load(Ordering::Acquire) { Phase::Stopping } else { Phase::Serving }
+    }
+
     pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
+        self.phase() == Phase::Stopping
     }
 }

@@ -3,15 +3,15 @@
 use kvlane_proto::v1::hello::Role;
 
 use super::table::{Over, Row, WhileStopping, Who};
-use crate::{greeted::Greeted, refusal::Refusal};
+use crate::{greeted::Greeted, peer::Peer, refusal::Refusal, shared::Phase};
 
 /// Says no for the first of these reasons: the call comes over TCP, the daemon is stopping, the session is not one of those
 /// who may. What a call itself has to say against a request comes after.
-pub(crate) fn admit(row: &Row, greeted: &Greeted, over_tcp: bool, is_stopping: bool) -> Result<(), Refusal> {
-    if over_tcp && row.over == Over::UnixOnly {
+pub(crate) fn admit(row: &Row, greeted: &Greeted, peer: &Peer, phase: Phase) -> Result<(), Refusal> {
+    if matches!(peer, Peer::Remote) && row.over == Over::UnixOnly {
         return Err(Refusal::not_allowed("over TCP only status is served: use the Unix socket"));
     }
-    if is_stopping && row.stopping == WhileStopping::Refused {
+    if phase == Phase::Stopping && row.stopping == WhileStopping::Refused {
         return Err(Refusal::stopping("work"));
     }
     let may = match row.who {
