@@ -68,8 +68,10 @@ impl Store {
         done: impl FnOnce() + Send + 'static,
     ) {
         let Some(tier) = &self.tier else { return done() };
-        let waiter =
-            Arc::new(FetchWaiter { blocks_left: AtomicUsize::new(1), done: Mutex::new(Some(Box::new(done))) });
+        let waiter = Arc::new(FetchWaiter {
+            blocks_left: AtomicUsize::new(1),
+            done: Mutex::new(Some(Box::new(done))),
+        });
         let within = deadline.saturating_duration_since(now);
         let most_bytes = self.fetches.reads.lock().rate.bytes_within(within).min(self.pool_bytes());
         let reads = {

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
-    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WatchEvent, Store,
-    StoreOptions, Watch, Watching, WriterId,
+    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store, StoreOptions,
+    Watch, WatchEvent, Watching, WriterId,
 };
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -180,7 +180,8 @@ fn a_block_that_its_saver_loses_is_lost() {
         play.store.expire(play.now + TTL + Duration::from_secs(1));
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
+    let never_claimed: Way =
+        |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
     let dropped: Way = |play, all| {
         for shard in [0, 1] {
             play.commit(&play.claim(P, shard, Chain::Start, all));
@@ -273,7 +274,8 @@ fn a_block_that_its_saver_lost_before_the_wait_is_lost_at_once() {
         play.store.expire(play.now);
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
+    let never_claimed: Way =
+        |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
     for way in [aborted, worker_died, half_expired, refused, never_claimed] {
         let mut play = Play::new(64, 2);
         let all = hashes(2);
