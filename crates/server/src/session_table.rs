@@ -466,9 +466,7 @@ fn a_row_that_is_wrong_is_found() {
 fn only_tools_are_greeted_over_tcp() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = daemon(&folder);
-    for (phase, role) in
-        ALWAYS.iter().flat_map(|phase| [(*phase, Role::Scheduler), (*phase, Role::Worker)])
-    {
+    for (phase, role) in ALWAYS.iter().flat_map(|phase| [(*phase, Role::Scheduler), (*phase, Role::Worker)]) {
         let case = Case::new(NoHello, Transport::Tcp, phase, 1);
         let mut connection = Connection::open(&daemon, &case);
         set_phase(&daemon, phase);

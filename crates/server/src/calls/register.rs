@@ -1,4 +1,8 @@
-//! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine comes, with its groups and its memory.
+//! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine opens its groups, and its workers register
+//! their memory and map the pool.
+//!
+//! A worker's blocks travel in one of three ways. On a GPU the daemon's driver copies them. Else the worker loads from its
+//! mapping of the pool, and saves are read by the daemon with process_vm, or written by the worker through its mapping.
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
@@ -24,10 +28,10 @@ use crate::{
     wire_gpu,
 };
 
-/// The groups of an engine's blocks.
+/// Opens the groups of a scheduler's engine.
 pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> Result<Answer, Refusal> {
     let (shared, greeted) = (context.shared, &mut *context.greeted);
-    // Where it fails the engine may end, and its owner with it.
+    // Cleared first: if this fails, the engine may end, and its owner with it.
     greeted.opened = None;
     let groups = open
         .groups
@@ -49,7 +53,7 @@ pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> R
     Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
 }
 
-/// A part of the memory that a worker is about to register.
+/// Takes descriptors of GPU memory that the worker is about to register.
 pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -> Result<Answer, Refusal> {
     let descriptors = std::mem::take(&mut context.descriptors);
     let (shared, greeted) = (context.shared, &mut *context.greeted);
@@ -57,7 +61,7 @@ pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -
     let shared =
         wire_gpu::chunk_share(share).and_then(|share| greeted.chunks.push(gpus, &share, descriptors));
     shared.map_err(|error| {
-        // A part of a range is good for nothing.
+        // A range of which a part is missing cannot be used.
         greeted.chunks = SharedChunks::default();
         Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
     })?;
@@ -68,7 +72,7 @@ fn no_gpu() -> Refusal {
     Refusal::not_allowed("the worker's blocks lie on a GPU, and this daemon has none")
 }
 
-/// Where a worker's blocks lie, and how the daemon reaches them.
+/// Registers a worker: its groups, where its blocks lie, and how the daemon reaches them.
 pub(crate) fn register_worker(
     context: &mut Context<'_>,
     mut register: v1::RegisterWorker,
@@ -78,8 +82,8 @@ pub(crate) fn register_worker(
     if greeted.worker.as_ref().is_some_and(|worker| !worker.granted.is_empty()) {
         return Err(Refusal::invalid("claims of this worker are open: commit them before it registers anew"));
     }
-    // Where it fails the engine may end, and another shape come under its name: what was registered before must not
-    // meet that one's groups.
+    // Cleared first: if this fails, the engine may end, and another one with other groups may open under its name. The
+    // former registration must not be used with those.
     greeted.worker = None;
     let chunks = std::mem::take(&mut greeted.chunks);
     let (rank, workers) = (Rank(register.rank), register.workers);
@@ -121,7 +125,7 @@ fn worker_groups(
     Ok(groups)
 }
 
-/// Opens the worker's memory for the daemon's copies, and says why in this way. None: the worker copies by itself.
+/// Opens the worker's memory for the daemon's copies. None if the worker copies by itself. The text says why it is so.
 fn open_memory(
     context: &Context<'_>,
     register: &v1::RegisterWorker,
@@ -222,7 +226,8 @@ fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<Work
     })
 }
 
-/// What a worker tells of its shard; None if it tells nothing. It has to be of that rank, and of as many bytes as the slices.
+/// Parses a worker's description of its shard; None if it has none. It has to be of that rank, and of as many bytes as the
+/// slices.
 fn shard_layout(
     described: &[u8],
     rank: Rank,
@@ -267,7 +272,7 @@ fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
     regions.into_iter().map(region).collect()
 }
 
-/// The pool's memory, writable for who has to write it.
+/// Sends a descriptor of the pool. It is writable only for tools and for workers that save by mapping.
 pub(crate) fn map_pool(context: &Context<'_>, map: &v1::MapPool) -> Result<Answered, Refusal> {
     let (greeted, arena) = (&*context.greeted, &context.shared.arena);
     let writer = greeted.info.role == Role::Tool
@@ -282,7 +287,7 @@ pub(crate) fn map_pool(context: &Context<'_>, map: &v1::MapPool) -> Result<Answe
     Ok(Answered::Now(answer, Some(fd)))
 }
 
-/// A worker has the pool before it: its engine's promises can be kept.
+/// A worker has mapped the pool. Once all of an engine's have, its lookups may promise blocks.
 pub(crate) fn pool_mapped(context: &Context<'_>) -> Result<Answer, Refusal> {
     context.shared.engines.mapped(&context.greeted.info.engine_id, context.greeted.id);
     Ok(done())

@@ -1,4 +1,4 @@
-//! All metrics of the daemon, each named in one place: what it is called, what it tells, and where its value comes from.
+//! The table of the daemon's metrics, with one row each: name, kind, help, and where the value comes from.
 
 use kvlane_door::{
     MetricKind::{Counter, Gauge},
@@ -8,7 +8,7 @@ use kvlane_policy::PolicyKind;
 
 use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_ssd};
 
-/// All metrics of the daemon. A new one is a row here; `make docs` puts it onto the reference page.
+/// A new metric is a row here; `make docs` puts it onto the reference page.
 pub(crate) const METRICS: &[Row<Scrape>] = &[
     total("kvlane_pool_bytes", Gauge, "Bytes of the pool.", |s| s.stats.pool_bytes),
     total(
@@ -33,7 +33,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_connections_turned_away_total",
         Counter,
         "door",
-        "Connections over TCP and HTTP that were closed at once because as many as may be were open.",
+        "Connections over TCP and HTTP that were closed because the connection limit was reached.",
         |s| by_label(s.turned_away),
     ),
     each("kvlane_sessions", Gauge, "role", "Connected schedulers, workers and tools.", |s| {
@@ -297,7 +297,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         s.events.refused()
     }),
     total("kvlane_hand_offs_waiting", Gauge, "Lookups that wait for what another engine saves.", |s| {
-        s.hand_offs as u64
+        s.waiting_lookups as u64
     }),
     total(
         "kvlane_hand_off_blocks",
@@ -310,13 +310,13 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         Counter,
         "outcome",
         "Lookups of prompts that another engine was to save, by what became of the wait for it.",
-        |s| s.events.hand_offs(),
+        |s| s.events.awaited_saves(),
     ),
     distributions(
         "kvlane_hand_off_wait_seconds",
         "outcome",
         "How long lookups waited for what another engine saves.",
-        |s| s.events.hand_off_waits(),
+        |s| s.events.save_waits(),
     ),
     distributions("kvlane_request_duration_seconds", "call", "From reading a request to its answer.", |s| {
         s.events.durations()
