@@ -39,7 +39,7 @@ macro_rules! name {
         pub struct $name(pub [u8; NAME_BYTES]);
 
         impl $name {
-            /// The 16 bytes.
+            /// The bytes as they travel on the wire.
             pub fn as_bytes(&self) -> &[u8; NAME_BYTES] {
                 &self.0
             }

@@ -72,7 +72,7 @@ impl fmt::Display for LayoutDifference {
 pub struct LayoutDifferences(Vec<LayoutDifference>);
 
 impl LayoutDifferences {
-    /// At least one.
+    /// All differences, at least one.
     pub fn all(&self) -> &[LayoutDifference] {
         &self.0
     }

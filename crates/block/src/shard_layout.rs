@@ -290,7 +290,7 @@ fn is_name(
 }
 
 impl Axis {
-    /// Each axis once.
+    /// Each axis once, for `from_name`.
     pub const ALL: [Self; 8] = [
         Self::Untold,
         Self::KernelBlock,

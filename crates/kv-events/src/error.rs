@@ -8,7 +8,7 @@ use thiserror::Error;
 pub struct DecodeError {
     /// Start of the faulty value, in bytes from the message's start.
     pub offset: usize,
-    /// The fault.
+    /// The fault of that value.
     pub wrong: Wrong,
 }
 

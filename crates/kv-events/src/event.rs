@@ -54,7 +54,7 @@ pub struct BlockStored {
     pub group: Option<u32>,
 }
 
-/// Removed blocks.
+/// Removed blocks, all of one medium and group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockRemoved {
     /// The blocks, in no particular order.

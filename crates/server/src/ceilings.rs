@@ -29,7 +29,7 @@ pub(crate) struct Reading {
     pub(crate) namespace: Option<Namespace>,
     /// "15m", "1h" or "24h".
     pub(crate) window: &'static str,
-    /// From 0 to 1.
+    /// Share of the looked-up blocks, 0 to 1.
     pub(crate) ratio: f64,
 }
 

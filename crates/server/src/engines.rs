@@ -270,7 +270,7 @@ struct CutGroup<'a> {
     cut: CutDigest,
     /// Bytes of each rank's shard.
     sizes: Vec<u64>,
-    /// In rank order.
+    /// One for each rank, in rank order.
     shards: Vec<Shard>,
 }
 

@@ -33,7 +33,7 @@ pub(crate) struct Info {
     /// Empty for a tool.
     pub(crate) engine_id: String,
     pub(crate) role: Role,
-    /// 0 over TCP.
+    /// 0 for a session over TCP.
     pub(crate) pid: u32,
     /// Name and version of the client, in its own words.
     pub(crate) client: String,
@@ -58,7 +58,7 @@ struct Entry {
     nonce: [u8; 16],
     /// `None` in limbo.
     stream: Option<Stream>,
-    /// None over TCP.
+    /// None for a session over TCP.
     pidfd: Option<OwnedFd>,
     last_heard_ms: Arc<AtomicU64>,
 }

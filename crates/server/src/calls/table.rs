@@ -6,9 +6,9 @@ use kvlane_proto::v1::request::Body as Ask;
 /// The sessions that may use a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Allowed {
-    /// Any role.
+    /// Sessions of any role.
     Anybody,
-    /// Only tools.
+    /// Tools, which engines are not.
     Tool,
     /// An engine's scheduler.
     Scheduler,
@@ -25,7 +25,7 @@ pub(crate) enum Allowed {
 pub(crate) enum Transports {
     /// Only the Unix socket, because there the kernel names the peer.
     UnixOnly,
-    /// Over TCP too.
+    /// The Unix socket and TCP.
     Any,
 }
 

@@ -60,7 +60,7 @@ impl Default for Events {
     }
 }
 
-/// Counting.
+/// Called by the code that the events happen in.
 impl Events {
     pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
         self.durations[call as usize].observe(took);
@@ -86,7 +86,7 @@ impl Events {
     }
 }
 
-/// Reading. Labels with a count of 0 are left out, except among the durations of calls.
+/// Called by a scrape. Labels with a count of 0 are left out, except among the durations of calls.
 impl Events {
     pub(super) fn bad_frames(&self) -> u64 {
         self.bad_frames.load(Ordering::Relaxed)
