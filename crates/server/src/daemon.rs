@@ -189,8 +189,8 @@ impl Daemon {
         self.shared.arena.bytes()
     }
 
-    /// Stops in this order: takes no new work, waits up to `drain` for calls in progress, closes all sessions and removes
-    /// the sockets, and writes the blocks that are still queued for the SSD. Returns whether everything ended in time.
+    /// Takes no new work, removes the sockets, and waits up to `drain` for calls in progress. Then closes all sessions, and
+    /// writes the blocks that are still queued for the SSD. Returns whether everything ended in time.
     pub fn stop(mut self, drain: Duration) -> bool {
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.awaited_saves.stop();

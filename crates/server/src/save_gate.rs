@@ -6,8 +6,8 @@
 //!                                                                              again with its commit)
 //!   CancelSaves(m):       closed below m, then waits for those inside with n < m
 //! ```
-//! When that wait has ended, a job below m is complete, with bytes that were read before vLLM overwrites them, or it never
-//! becomes a block.
+//! When that wait has ended, each job below m is either complete or shut out. The bytes of a complete one were read before
+//! vLLM overwrites them.
 
 use std::{sync::Arc, time::Instant};
 

@@ -156,7 +156,7 @@ pub struct Hit {
     pub tokens: u64,
     /// Give it back with `release`.
     pub lease: LeaseId,
-    /// One for each group asked for, in order.
+    /// One for each group of the lookup, in order.
     pub groups: Vec<HitGroup>,
 }
 

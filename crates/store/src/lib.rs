@@ -7,10 +7,10 @@
 //! being taken), `Sealed` (visible), absent again. The core keeps four invariants, for any sequence of calls:
 //!
 //! - **A lookup finds only sealed blocks**, and a block is sealed only after every shard was committed.
-//! - **Memory that may still be read or written is not reused.** A block that dies under a lease, under a check or
-//!   under a writer leaves its extents in limbo. Each is freed when its last reader or its writer is done.
+//! - **Memory that may still be read or written is not reused.** If a block dies under a lease, a check or a
+//!   writer, its extents stay in limbo. Each is freed when its last reader or its writer is done.
 //! - **A child is evicted before its parent.** A chained block is stored only under a parent that is stored or
-//!   being stored, and eviction takes only blocks without children. A parent may also die because its claim is
+//!   being stored. Eviction takes only blocks without children. A parent may also die because its claim is
 //!   aborted or a scrub finds it damaged. If it then has children, its entry stays as a *gap*: no memory, not
 //!   visible. Lookups stop at a gap, so its descendants are never served. They age out, or a later save of the
 //!   parent fills the gap.

@@ -330,8 +330,8 @@ impl Store {
 
     #[allow(unsafe_code, reason = "the one place that reads the pool")]
     fn crc(&self, offset: PoolOffset, bytes: u64) -> u32 {
-        // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more, and
-        // their extents are not reused before the check is given back.
+        // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more. Their
+        // extents are not reused before the check is given back.
         crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
     }
 

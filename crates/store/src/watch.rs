@@ -1,5 +1,5 @@
-//! Watches: a lookup that awaits the saves of another engine is notified of each step in the life of its blocks, so that
-//! it need not poll.
+//! Watches: a lookup that awaits another engine's saves is notified of each step in the life of its blocks. It need not
+//! poll.
 //!
 //! ```text
 //!   requested, claimed --> committed, shard by shard --> visible       each step: Progress; the last block's: Complete

@@ -209,7 +209,7 @@ fn requested_blocks(
     let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
     for (index, group) in lookup.groups.iter().enumerate() {
         if group.group as usize != index {
-            return Err(Refusal::invalid(format!("group {} was named in place {index}", group.group)));
+            return Err(Refusal::invalid(format!("group {} was named at position {index}", group.group)));
         }
         let mut named = parse_hashes(&group.hashes).map_err(Refusal::invalid)?;
         named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));

@@ -2,7 +2,7 @@
 //! their memory and map the pool.
 //!
 //! A worker's blocks travel in one of three ways. On a GPU the daemon's driver copies them. Else the worker loads from its
-//! mapping of the pool, and saves are read by the daemon with process_vm, or written by the worker through its mapping.
+//! mapping of the pool. Its saves are read by the daemon with process_vm, or written by the worker through that mapping.
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
