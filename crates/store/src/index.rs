@@ -14,8 +14,8 @@
 //!   has a child   has children  not sealed     not sealed                       may be evicted
 //! ```
 //! - The claim comes first and room is made afterwards. So a save never evicts its own ancestors.
-//! - When C is sealed it is still the child of B, and goes before B. If its claim dies, its entry goes with it, and B
-//!   may be evicted once its other children have gone.
+//! - When C is sealed it is still the child of B, and goes before B. If its claim dies, its entry goes too, unless D
+//!   keeps it as a gap. B may be evicted once no entry is left below it.
 //! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`.
 //! - The blocks of a group with a window (`Chain::Unchained`) have no parents. A save of one protects no other.
 //! - A check of a sealed block (scrub, spill) does not protect it. Its memory stays in limbo until the check ends.
