@@ -4,8 +4,8 @@
 //!   connected --> greeted (Hello) --> requests and answers --> Bye, or the connection is lost --> end
 //!       '- no Hello in time, a stranger's long message: closed
 //! ```
-//! Ends in `Session::end`, whatever ends the thread. There the process's claims and leases are freed, unless it may still
-//! touch the pool (sessions.rs).
+//! However the thread ends, `Session::end` runs. It frees the process's claims and leases, unless the process may still touch
+//! the pool (sessions.rs).
 
 use std::{
     collections::VecDeque,
