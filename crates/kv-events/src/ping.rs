@@ -1,5 +1,5 @@
-//! The ping of a P2P NCCL engine, which tells a router the engine's addresses. kvlane's own heartbeat is a ping with more fields,
-//! for engines that send none.
+//! The ping of a P2P NCCL engine, which tells a router the engine's addresses. kvlane's own heartbeat is a ping with more
+//! fields, for engines that send none.
 
 use thiserror::Error;
 

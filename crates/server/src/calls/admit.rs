@@ -5,8 +5,8 @@ use kvlane_proto::v1::hello::Role;
 use super::table::{Allowed, Row, Transports, WhileStopping};
 use crate::{greeted::Greeted, peer::Peer, refusal::Refusal, shared::Phase};
 
-/// Refuses a call for the first of these reasons: it comes over TCP, the daemon is stopping, the session may not use it.
-/// The call's own checks come later.
+/// Refuses a call for the first of these reasons: TCP does not serve it, a stopping daemon does not, the session may not
+/// use it. The call's own checks come later.
 pub(crate) fn admit(row: &Row, greeted: &Greeted, peer: &Peer, phase: Phase) -> Result<(), Refusal> {
     if matches!(peer, Peer::Remote) && row.transports == Transports::UnixOnly {
         return Err(Refusal::not_allowed("over TCP only status is served: use the Unix socket"));

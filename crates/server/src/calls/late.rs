@@ -39,7 +39,7 @@ pub(crate) struct LateLookup {
     pub(crate) call: Call,
     /// When the request was read.
     pub(crate) since: Instant,
-    /// Deadline of the fetch from the SSD. None once that is over.
+    /// Deadline of the fetch from the SSD. None without a fetch, and once it is over.
     pub(crate) fetch_until: Option<Instant>,
     /// The wait for another engine's saves. Kept until the answer, because it leases the prefix that was visible before.
     pub(crate) save_wait: Option<Wait>,
