@@ -109,7 +109,7 @@ def test_a_socket_whose_folder_was_removed_is_made_again(in_folder: Daemon, make
     assert other.wait_connected()["boot"] == boot
     assert other.call("check", prompt="p", count=5)["blocks"] == 5
     until("health", lambda: _health(in_folder)[0] == 200)
-    in_folder.log.wait_for("the socket was gone")
+    in_folder.log.wait_for("socket was gone")
     # Once more, and then the end: the newest one is removed.
     in_folder.path.unlink()
     until("another new socket", lambda: in_folder.path.is_socket())

@@ -227,7 +227,7 @@ def test_a_drop_that_the_ssd_cannot_note_is_no_success(
     _limit_files(daemon, 4096)
     assert run_kvlane("drop", NAMESPACE.hex(), "--addr", daemon.address).returncode == 1
     _limit_files(daemon, resource.RLIM_INFINITY)
-    daemon.log.wait_for("the SSD has noted what was dropped")
+    daemon.log.wait_for("SSD has noted the dropped namespaces")
     assert daemon.status()["ssds"][0]["trouble"] == ""
     daemon.restart()
     engine.wait_connected(boot)

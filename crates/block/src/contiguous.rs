@@ -1,8 +1,8 @@
-//! Bytes that are contiguous on two sides, and the one rule by which neighbours become one.
+//! Runs of bytes that are contiguous on two sides, and the one rule by which neighbouring runs are merged.
 
-/// Where a byte is: an address, an offset, or a region with an offset in it.
+/// The position of a byte on one side: an address, an offset, or a region with an offset in it.
 pub trait Position: Copy + Eq {
-    /// The position so many bytes further on; None where there is none.
+    /// The position `bytes` further on; None if there is none.
     fn after(self, bytes: u64) -> Option<Self>;
 }
 
@@ -12,24 +12,24 @@ impl Position for u64 {
     }
 }
 
-/// Bytes that are contiguous on two sides, such as in an engine and in the pool. Each user has a type with names for the
-/// sides that say what they are there.
+/// A run of bytes that is contiguous on two sides, such as in an engine and in the pool. Each user has a type of its own,
+/// whose fields name the two sides.
 pub trait Contiguous: Copy {
-    /// How one side names a byte.
+    /// Position on one side.
     type One: Position;
-    /// How the other side does.
+    /// Position on the other side.
     type Other: Position;
 
-    /// Where the bytes begin on either side.
+    /// Start of the run on either side.
     fn begin(&self) -> (Self::One, Self::Other);
 
-    /// How many bytes these are.
+    /// Length in bytes.
     fn bytes(&self) -> u64;
 
-    /// As many bytes from the same beginning.
+    /// A run of this length from the same start.
     fn with_bytes(self, bytes: u64) -> Self;
 
-    /// Whether both sides go on with `next` where these bytes end, and the lengths of both together are a length.
+    /// Whether `next` starts where this run ends, on both sides, and the sum of both lengths fits.
     fn is_continued_by(&self, next: &Self) -> bool {
         let (one, other) = self.begin();
         let (next_one, next_other) = next.begin();
@@ -39,7 +39,7 @@ pub trait Contiguous: Copy {
     }
 }
 
-/// Appends a run; it becomes one with the last where it continues that on both sides. Empty ones are left out.
+/// Appends a run, or merges it into the last one if it continues that on both sides. Empty runs are left out.
 pub fn push_run<R: Contiguous>(runs: &mut Vec<R>, next: R) {
     if next.bytes() == 0 {
         return;
@@ -50,7 +50,7 @@ pub fn push_run<R: Contiguous>(runs: &mut Vec<R>, next: R) {
     }
 }
 
-/// The same bytes in the same order, where neighbours that continue each other on both sides are one.
+/// Merges neighbours that continue each other on both sides. The bytes and their order stay the same.
 pub fn merge<R: Contiguous>(runs: impl IntoIterator<Item = R>) -> Vec<R> {
     let runs = runs.into_iter();
     let mut merged = Vec::with_capacity(runs.size_hint().0);

@@ -1,13 +1,13 @@
-//! Names: block hashes, namespaces, and digests of how a block's content is cut.
+//! Names of blocks: the engine's hash, the namespace, and digests of how a block is cut.
 //!
-//! All are 16 opaque bytes. They are compared and hashed, never interpreted.
+//! All are 16 opaque bytes, which are compared and hashed, never interpreted.
 
 use std::fmt;
 
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes of every name in this module.
+/// Length of every name in this module.
 const NAME_BYTES: usize = 16;
 
 /// Why bytes are not a name.
@@ -39,7 +39,7 @@ macro_rules! name {
         pub struct $name(pub [u8; NAME_BYTES]);
 
         impl $name {
-            /// The 16 bytes.
+            /// The bytes as they travel on the wire.
             pub fn as_bytes(&self) -> &[u8; NAME_BYTES] {
                 &self.0
             }
@@ -60,11 +60,11 @@ macro_rules! name {
 }
 
 name! {
-    /// The engine's hash of a block: of its tokens and everything before them.
+    /// The engine's hash of a block. It covers the block's tokens and everything before them.
     BlockHash
 }
 name! {
-    /// Digest of what the content means: model, KV dtype, tokens a block, hash algorithm and seed, group.
+    /// Digest of everything that changes what the bytes mean: model, KV dtype, tokens a block, hash algorithm and seed, group.
     Namespace
 }
 name! {
@@ -81,21 +81,21 @@ fn exactly(what: &'static str, bytes: &[u8]) -> Result<[u8; NAME_BYTES], HashErr
 }
 
 impl BlockHash {
-    /// Takes the first 16 bytes of an engine's hash; longer ones (sha256) lose nothing that matters at 128 bits.
+    /// Takes the first 16 bytes of an engine's hash. The rest of a longer one (sha256) adds nothing that matters at 128 bits.
     pub fn from_engine(bytes: &[u8]) -> Result<Self, HashError> {
         bytes.first_chunk().copied().map(Self).ok_or(HashError::TooShort(bytes.len()))
     }
 }
 
 impl Namespace {
-    /// Exactly 16 bytes.
+    /// Requires exactly 16 bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, HashError> {
         exactly("namespace", bytes).map(Self)
     }
 }
 
 impl LayoutDigest {
-    /// Exactly 16 bytes.
+    /// Requires exactly 16 bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, HashError> {
         exactly("layout digest", bytes).map(Self)
     }

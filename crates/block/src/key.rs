@@ -1,17 +1,17 @@
-//! A block's name: the same in every run of the daemon, in the pool and in every tier below it.
+//! The key of a block: its name in the pool, in every tier below it, and in every run of the daemon.
 
 use crate::hash::{BlockHash, CutDigest, Namespace};
 
-/// Blocks that engines share: a namespace with one cut.
+/// A namespace with one cut. Engines of the same space share blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Space {
-    /// What the content means.
+    /// Digest of everything that changes what the blocks' bytes mean.
     pub namespace: Namespace,
-    /// How it is cut into shards.
+    /// Digest of how a block is cut into shards.
     pub cut: CutDigest,
 }
 
-/// A block.
+/// The name of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey {
     /// The namespace and cut that it belongs to.

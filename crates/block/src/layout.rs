@@ -1,4 +1,4 @@
-//! Where an engine's memory holds its part of each block.
+//! Regions: where an engine's memory holds its part of each block.
 //!
 //! A worker describes its shard as a list of regions, usually one a layer. The shard's bytes in the pool are the
 //! pieces one after the other, region after region:
@@ -34,14 +34,14 @@ pub struct Region {
     pub block_stride: u64,
     /// How many blocks it has, at most 2^32. Block ids are below this.
     pub blocks: u64,
-    /// Bytes of every piece.
+    /// Bytes of each piece. All pieces of a region are equally long.
     pub piece_bytes: u64,
     /// Bytes from the block's start to each piece, in the order in which the pieces lie in the pool.
     pub piece_offsets: Vec<u64>,
 }
 
 impl Region {
-    /// Bytes from the first block's start to the last piece's end; None where they exceed the address space.
+    /// Bytes from the first block's start to the last piece's end; None if they exceed the address space.
     pub fn span_bytes(&self) -> Option<u64> {
         let last_block = self.blocks.checked_sub(1)?.checked_mul(self.block_stride)?;
         let last_piece = self.piece_offsets.iter().copied().max().unwrap_or(0);
@@ -68,7 +68,7 @@ pub enum LayoutError {
     Overflow {
         /// Address of the tensor.
         base: u64,
-        /// How many blocks the region was said to have.
+        /// How many blocks the region claims to have.
         blocks: u64,
         /// Bytes from one block to the next.
         block_stride: u64,
@@ -88,7 +88,7 @@ pub enum LayoutError {
     /// A block id that a region does not have.
     #[error("block id {block_id} is out of range: the region has {blocks} blocks")]
     NoSuchBlock {
-        /// The id asked for.
+        /// The id that was requested.
         block_id: BlockId,
         /// Blocks of the smallest region.
         blocks: u64,
@@ -98,7 +98,7 @@ pub enum LayoutError {
     TooSmall {
         /// Bytes of the block.
         bytes: u64,
-        /// How many slices it was to be cut into: one for each rank that holds the block.
+        /// How many slices it should have: one for each rank that holds the block.
         slices: usize,
     },
     /// An extent would end beyond the pool's address space.
@@ -112,8 +112,8 @@ pub enum LayoutError {
 }
 
 impl Region {
-    /// Checks what [`crate::plan`] relies on: sizes are not zero, every piece of every block has a valid address,
-    /// and no two pieces overlap.
+    /// Checks what [`crate::plan`] relies on: no size is zero, every piece of every block has a valid address, and no
+    /// two pieces overlap.
     pub fn validate(&self) -> Result<(), LayoutError> {
         for (what, value) in [
             ("block stride", self.block_stride),
@@ -144,8 +144,8 @@ impl Region {
         self.check_overlap(last_block)
     }
 
-    /// Pieces come in rows. A row lies inside one block stride, so rows of neighbouring blocks do not meet; the next
-    /// row starts after the last block's part of the row before. That is every tensor with one block dimension.
+    /// Requires pieces to form rows, as in every tensor with one block dimension. A row lies inside one block stride, so
+    /// the rows of neighbouring blocks do not meet. The next row starts after the last block's part of the row before.
     fn check_overlap(&self, last_block: u64) -> Result<(), LayoutError> {
         let mut offsets = self.piece_offsets.clone();
         offsets.sort_unstable();

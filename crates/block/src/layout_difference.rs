@@ -1,4 +1,4 @@
-//! How two shards' layouts differ, in words.
+//! Compares the descriptions of two shards, and puts their differences into words.
 
 use std::{collections::HashMap, fmt};
 
@@ -6,10 +6,10 @@ use thiserror::Error;
 
 use crate::shard_layout::{Axis, Dimension, HeadPlace, Heads, LayerLayout, ShardLayout};
 
-/// So many differences are put in words; the others are counted.
+/// Differences that are put into words; the others are only counted.
 const NAMED: usize = 3;
 
-/// What of a layout differs.
+/// The aspect of a layout that differs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Aspect {
     /// Ranks that a layer is split over.
@@ -20,13 +20,13 @@ pub enum Aspect {
     Holders,
     /// Number of the shard.
     Shard,
-    /// One side does not have the layer.
+    /// Only one side has the layer.
     Presence,
-    /// The layer is stored at another place among the layers that both sides have.
+    /// The layer has another position among the layers that both sides have.
     Order,
-    /// Which heads, how many, of which size.
+    /// The layer's KV heads: which ones, how many, and their size.
     Heads,
-    /// Tokens of a block.
+    /// Tokens of one block.
     Tokens,
     /// Data type or its size.
     DataType,
@@ -36,18 +36,18 @@ pub enum Aspect {
     Backend,
 }
 
-/// One thing that differs between the layout here and the one there.
+/// One difference between the layout here and the one there.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LayoutDifference {
-    /// What.
+    /// The aspect in which they differ.
     pub aspect: Aspect,
-    /// The layer's name and part; None where the whole shard differs.
+    /// The layer's name and part; None if the whole shard differs.
     pub layer: Option<String>,
-    /// What it is here, for people.
+    /// The value here, in words.
     pub here: String,
-    /// What it is there.
+    /// The value there, in words.
     pub there: String,
-    /// False where one side only does not tell: then the bytes may be the same all the same.
+    /// False if only one side has a value. The bytes may be the same then.
     pub is_certain: bool,
 }
 
@@ -67,17 +67,17 @@ impl fmt::Display for LayoutDifference {
     }
 }
 
-/// All that differs, the shard as a whole before its layers. Never empty.
+/// All differences: first those of the shard as a whole, then those of its layers. Never empty.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub struct LayoutDifferences(Vec<LayoutDifference>);
 
 impl LayoutDifferences {
-    /// One by one.
+    /// All differences, at least one.
     pub fn all(&self) -> &[LayoutDifference] {
         &self.0
     }
 
-    /// Without those where one side only does not tell.
+    /// Leaves out the differences in which only one side has a value. None if no other is left.
     pub fn certain(self) -> Option<Self> {
         Self::of(self.0.into_iter().filter(|difference| difference.is_certain).collect())
     }
@@ -87,7 +87,7 @@ impl LayoutDifferences {
     }
 }
 
-/// The first three in words, and how many there are beyond them.
+/// Prints the first three in words, and the number of the others.
 impl fmt::Display for LayoutDifferences {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let named: Vec<String> = self.0.iter().take(NAMED).map(LayoutDifference::to_string).collect();
@@ -100,10 +100,10 @@ impl fmt::Display for LayoutDifferences {
 }
 
 impl ShardLayout {
-    /// Whether `other` describes the same bytes in the same words.
+    /// Checks that `other` describes the same bytes in the same words.
     ///
     /// # Errors
-    /// All that differs; `self` is here, `other` is there.
+    /// All differences; `self` is here, `other` is there.
     pub fn compare(&self, other: &Self) -> Result<(), LayoutDifferences> {
         let mut found = Vec::new();
         let (here, there) = (self.place, other.place);
@@ -123,33 +123,33 @@ impl ShardLayout {
     }
 }
 
-/// A layer's place on either side.
+/// A layer with its position, on either side.
 type Sides<'a> = (Option<(usize, &'a LayerLayout)>, Option<(usize, &'a LayerLayout)>);
 
 fn compare_layers(here: &[LayerLayout], there: &[LayerLayout], found: &mut Vec<LayoutDifference>) {
     let mut layers: HashMap<(&str, u32), Sides<'_>> = HashMap::with_capacity(here.len());
-    for (place, layer) in here.iter().enumerate() {
-        layers.entry((&layer.name, layer.part)).or_default().0 = Some((place, layer));
+    for (position, layer) in here.iter().enumerate() {
+        layers.entry((&layer.name, layer.part)).or_default().0 = Some((position, layer));
     }
-    for (place, layer) in there.iter().enumerate() {
-        layers.entry((&layer.name, layer.part)).or_default().1 = Some((place, layer));
+    for (position, layer) in there.iter().enumerate() {
+        layers.entry((&layer.name, layer.part)).or_default().1 = Some((position, layer));
     }
-    // In the order in which they are stored, whichever side is asked.
+    // Sorted by the lower of both positions, so that the order does not depend on which side compares.
     let mut layers: Vec<_> = layers.into_iter().collect();
     layers.sort_by_key(|(name, (here, there))| {
-        let (here, there) = (here.map(|(place, _)| place), there.map(|(place, _)| place));
+        let (here, there) = (here.map(|(position, _)| position), there.map(|(position, _)| position));
         (here.into_iter().chain(there).min(), *name)
     });
-    // Numbers among the layers of both sides, so that one that is missing does not move those behind it.
+    // Layers are numbered among those that both sides have, so that a missing one does not move those behind it.
     let both = layers.iter().filter_map(|(_, (here, there))| Some((here.as_ref()?.0, there.as_ref()?.0)));
-    let (mut places_here, mut places_there): (Vec<_>, Vec<_>) = both.unzip();
-    places_here.sort_unstable();
-    places_there.sort_unstable();
-    let number = |places: &[usize], place| places.partition_point(|each| *each < place);
-    for (_, places) in layers {
-        match places {
-            (Some((place_here, here)), Some((place_there, there))) => {
-                let (first, second) = (number(&places_here, place_here), number(&places_there, place_there));
+    let (mut all_here, mut all_there): (Vec<_>, Vec<_>) = both.unzip();
+    all_here.sort_unstable();
+    all_there.sort_unstable();
+    let number = |positions: &[usize], position| positions.partition_point(|each| *each < position);
+    for (_, sides) in layers {
+        match sides {
+            (Some((position_here, here)), Some((position_there, there))) => {
+                let (first, second) = (number(&all_here, position_here), number(&all_there, position_there));
                 if first != second {
                     let (first, second) = (format!("number {first}"), format!("number {second}"));
                     push(found, Aspect::Order, here, (first, second), true);

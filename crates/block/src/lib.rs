@@ -1,7 +1,11 @@
-//! What a KV block is: its name (hash, namespace and cut: key), where its bytes lie in an engine (regions) and in the pool
-//! (sealed), how workers that hold it alike share it (slices), which copies move it into the pool (runs), when two runs of
-//! bytes are one (contiguous), and what its bytes are (shard_layout), so that two sides can compare it (layout_difference).
-//! Pure: no I/O, no clock, no unsafe.
+//! A KV block: its name, its bytes, and the copies that move it. Pure: no I/O, no clock, no unsafe.
+//!
+//! - `hash`, `key`: the name of a block is its hash, namespace and cut.
+//! - `layout`: the regions of an engine's memory that hold it. `sealed`: its extents in the pool.
+//! - `runs`: the copies between both. `contiguous`: when two of them become one.
+//! - `slices`: how workers that hold the same block share it, so that each saves a part.
+//! - `shard_layout`: a description of its bytes. `layout_difference`: compares two descriptions.
+//! - `numbers`: ids, ranks and offsets, each with a type of its own.
 #![forbid(unsafe_code)]
 
 pub mod contiguous;

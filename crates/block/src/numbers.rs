@@ -1,5 +1,5 @@
-//! Numbers that travel together, each with a type of its own: one that is passed for another does not compile. They are plain
-//! integers at run time, and on the wire.
+//! Ids, ranks and offsets, each with a type of its own, so that one cannot be passed for another. They are plain integers at
+//! run time and on the wire.
 
 use std::fmt;
 
@@ -21,7 +21,7 @@ macro_rules! number {
 }
 
 number! {
-    /// A block of an engine's KV cache, by the engine's own number: which of the strided blocks of a region. Below
+    /// The engine's own number of a block in its KV cache: the index of the block in each region. Below
     /// [`Region::blocks`](crate::Region::blocks).
     BlockId(u32)
 }
@@ -31,7 +31,7 @@ number! {
 }
 
 number! {
-    /// A worker of an engine, by the place that vLLM gives it among all of them: below their number, not twice in one engine.
+    /// vLLM's number of a worker in its engine: below the number of workers, and unique in the engine.
     Rank(u32)
 }
 
@@ -60,7 +60,7 @@ impl Position for PoolOffset {
 }
 
 impl PoolOffset {
-    /// Where so many bytes from here end, if that is inside a pool of this size.
+    /// The end of `bytes` bytes from here, if it is inside a pool of `pool_bytes`.
     pub fn end_inside(self, bytes: u64, pool_bytes: u64) -> Option<PoolOffset> {
         self.after(bytes).filter(|end| end.0 <= pool_bytes)
     }

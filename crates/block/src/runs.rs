@@ -9,9 +9,9 @@ use crate::numbers::{BlockId, PoolOffset};
 pub struct Run {
     /// Address in the engine's process.
     pub engine_addr: u64,
-    /// Where the bytes begin in the pool.
+    /// Start of the bytes in the pool.
     pub pool_offset: PoolOffset,
-    /// Bytes; never 0.
+    /// Length in bytes; never 0.
     pub len: u64,
 }
 
@@ -34,9 +34,9 @@ impl Contiguous for Run {
 
 /// The copies that move `blocks` between the engine and their extents in the pool, in order.
 ///
-/// Neighbours that are adjacent on both sides are one run: a whole block where the engine holds it contiguously, and
-/// several blocks where neighbouring ids also lie in neighbouring extents. The regions must be valid
-/// ([`Region::validate`]); an unknown block id is an error and nothing is planned.
+/// Copies that are adjacent on both sides become one run: a whole block if the engine holds it contiguously, and several
+/// blocks if neighbouring ids also lie in neighbouring extents. The regions must be valid ([`Region::validate`]). An
+/// unknown block id is an error, and nothing is planned.
 pub fn plan(regions: &[Region], blocks: &[(BlockId, PoolOffset)]) -> Result<Vec<Run>, LayoutError> {
     let shard_bytes = shard_bytes(regions);
     let known_blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);

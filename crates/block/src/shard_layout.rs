@@ -1,6 +1,6 @@
-//! What a worker's part of a block consists of, told so that two sides can compare it.
+//! The description of a shard: the layers, dimensions and heads that its bytes consist of. Two sides can compare theirs.
 //!
-//! A [`LayoutDigest`](crate::LayoutDigest) says whether two shards have the same bytes; this says which bytes they are:
+//! A [`LayoutDigest`](crate::LayoutDigest) says whether two shards have the same bytes. The description says which bytes:
 //!
 //! ```text
 //!  the shard's bytes of one block, as they lie in the pool
@@ -10,14 +10,14 @@
 //!    token 16, head 4, content 256                                its dimensions, the outermost in memory first
 //! ```
 //!
-//! Where an engine keeps them, and in how many pieces, is no part of it: that is a [`Region`](crate::Region), and engines
-//! that differ in it share blocks.
+//! The addresses of the bytes in an engine, and their pieces, are not described. They are a [`Region`](crate::Region), and
+//! engines whose regions differ share blocks.
 
 use std::{collections::HashSet, fmt};
 
 use thiserror::Error;
 
-/// Most layers that a shard is described with; each part of a layer's state counts as one.
+/// Most layers of a description. Each part of a layer's state counts as one.
 pub const LAYERS_MAX: usize = 4096;
 /// Most dimensions of a layer.
 pub const DIMENSIONS_MAX: usize = 8;
@@ -29,13 +29,13 @@ pub const SHORT_NAME_MAX: usize = 64;
 /// A shard: the part of a block that one worker stores, or that several hold alike and share.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ShardLayout {
-    /// Which part of the model it is of.
+    /// The shard's number, and how the model is split.
     pub place: ShardPlace,
-    /// In the order in which they are stored.
+    /// In the order in which they lie in the pool.
     pub layers: Vec<LayerLayout>,
 }
 
-/// Which of the shards of an engine's blocks this is.
+/// The position of a shard among those of its engine's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ShardPlace {
     /// Number of the shard: the rank, divided by `holders`.
@@ -51,50 +51,50 @@ pub struct ShardPlace {
 /// A layer's cache, or one of several states that it consists of.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LayerLayout {
-    /// The engine's name of it. A cache that layers share is stored once, under the first one's name.
+    /// The engine's name for the layer. A cache that layers share is stored once, under the first one's name.
     pub name: String,
     /// Position among the layer's states; 0 for attention.
     pub part: u32,
-    /// As torch calls it: "torch.bfloat16".
+    /// In torch's words: "torch.bfloat16".
     pub dtype: String,
     /// Bytes of one number.
     pub element_bytes: u32,
-    /// Name of the attention backend, since two may order the bytes of one shape differently. May be empty.
+    /// Name of the attention backend, because two may order the bytes of one shape differently. May be empty.
     pub backend: String,
-    /// The outermost in memory first; those of size 1 are left out.
+    /// The outermost in memory first. Dimensions of size 1 are left out.
     pub dimensions: Vec<Dimension>,
-    /// None where there are no heads, or nobody tells.
+    /// None if the layer has no heads, or the engine does not say.
     pub heads: Option<Heads>,
-    /// Tokens of a block; None where nobody tells.
+    /// Tokens of a block; None if the engine does not say.
     pub tokens: Option<u32>,
 }
 
 /// One dimension of a layer's part of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dimension {
-    /// What it counts.
+    /// The unit that the dimension counts.
     pub axis: Axis,
-    /// Its number among the dimensions of the engine's tensor, that of the blocks not counted. None for kernel blocks, which
+    /// Its number among the dimensions of the engine's tensor, not counting that of the blocks. None for kernel blocks, which
     /// are a part of the blocks' dimension.
     pub index: Option<u32>,
-    /// How many.
+    /// Its length, in units of `axis`.
     pub size: u32,
 }
 
-/// What a dimension counts.
+/// The unit of a dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Axis {
-    /// Nobody tells.
+    /// The engine does not say.
     Untold,
     /// Blocks of the attention kernel, several of which make one block.
     KernelBlock,
-    /// Layers that lie between each other's heads, so that they are one cache.
+    /// Layers whose heads are interleaved, so that they are one cache.
     Layer,
-    /// Keys and values.
+    /// Keys and values: size 2.
     Half,
     /// KV heads of this worker.
     Head,
-    /// Tokens.
+    /// Tokens of one block.
     Token,
     /// Numbers of a token in a head: keys, values, both, or a latent vector.
     Content,
@@ -105,15 +105,15 @@ pub enum Axis {
 /// The KV heads of a layer in this worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Heads {
-    /// How many.
+    /// Heads of this worker.
     pub count: u32,
     /// Numbers of a key.
     pub size: u32,
-    /// Which of the model's heads they are; None where nobody tells.
+    /// Their position among the model's heads; None if the engine does not say.
     pub place: Option<HeadPlace>,
 }
 
-/// Where a worker's KV heads stand among all of a layer.
+/// The position of a worker's KV heads among all of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadPlace {
     /// The first of them.
@@ -135,9 +135,9 @@ pub enum DescriptionError {
     Name {
         /// "a layer's name", "a data type".
         what: &'static str,
-        /// Its length.
+        /// Length of the text.
         bytes: usize,
-        /// The longest.
+        /// Longest length that is possible.
         most: usize,
     },
     /// A number that must not be zero.
@@ -151,7 +151,7 @@ pub enum DescriptionError {
     DimensionCount {
         /// Name of the layer.
         layer: String,
-        /// Its dimensions.
+        /// Dimensions of the layer.
         count: usize,
     },
     /// The same layer again.
@@ -177,9 +177,9 @@ pub enum DescriptionError {
     Place {
         /// Number of the shard.
         index: u32,
-        /// Ranks that hold it.
+        /// Ranks that hold the shard.
         holders: u32,
-        /// All ranks.
+        /// Ranks of the engine.
         ranks: u64,
     },
     /// More bytes than can be counted.
@@ -188,10 +188,10 @@ pub enum DescriptionError {
 }
 
 impl ShardLayout {
-    /// Checks that it describes bytes of a block: within the bounds, and each layer once.
+    /// Checks that the description is within the bounds, and names each layer once.
     ///
     /// # Errors
-    /// [`DescriptionError`] names the first thing that cannot be.
+    /// [`DescriptionError`] names the first fault.
     pub fn check(&self) -> Result<(), DescriptionError> {
         self.place.check()?;
         if self.layers.is_empty() || self.layers.len() > LAYERS_MAX {
@@ -207,7 +207,7 @@ impl ShardLayout {
         self.checked_bytes().ok_or(DescriptionError::Size).map(drop)
     }
 
-    /// Bytes of the shard in one block; of ranks that hold it alike, of all slices. Saturates instead of wrapping.
+    /// Bytes of the shard in one block. For ranks that hold it alike: of all their slices. Saturates instead of wrapping.
     pub fn block_bytes(&self) -> u64 {
         self.checked_bytes().unwrap_or(u64::MAX)
     }
@@ -216,7 +216,7 @@ impl ShardLayout {
         self.layers.iter().try_fold(0u64, |sum, layer| sum.checked_add(layer.checked_bytes()?))
     }
 
-    /// Memory that the description takes in this process, about.
+    /// Estimate of the memory that the description takes in this process.
     pub fn memory_bytes(&self) -> usize {
         let layer = |layer: &LayerLayout| {
             let texts = layer.name.capacity() + layer.dtype.capacity() + layer.backend.capacity();
@@ -268,7 +268,7 @@ impl LayerLayout {
         sizes.try_fold(u64::from(self.element_bytes), u64::checked_mul)
     }
 
-    /// Its dimensions' letters, the outermost in memory first: "NHC" has tokens outside of heads.
+    /// The letters of its dimensions, the outermost in memory first: in "NHC" tokens are outside of heads.
     fn order(&self) -> String {
         self.dimensions.iter().map(|dimension| dimension.axis.letter()).collect()
     }
@@ -290,7 +290,7 @@ fn is_name(
 }
 
 impl Axis {
-    /// All of them.
+    /// Each axis once, for `from_name`.
     pub const ALL: [Self; 8] = [
         Self::Untold,
         Self::KernelBlock,
@@ -321,7 +321,7 @@ impl Axis {
         Self::ALL.into_iter().find(|axis| axis.name() == name)
     }
 
-    /// As in vLLM's names of layouts, such as BLNHC.
+    /// Its letter in vLLM's names of layouts, such as BLNHC.
     fn letter(self) -> char {
         match self {
             Self::Untold => '?',
@@ -336,7 +336,7 @@ impl Axis {
     }
 }
 
-/// The layer's name, with its part where it is not the first.
+/// Prints the layer's name, and its part unless that is 0.
 impl fmt::Display for LayerLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.part {
@@ -357,8 +357,8 @@ impl fmt::Display for Heads {
     }
 }
 
-/// In short: "32 layers, 8 KV heads x 128, bfloat16, 16 tokens, HNC". What differs among the layers is named with all its
-/// values, up to three.
+/// Prints a summary: "32 layers, 8 KV heads x 128, bfloat16, 16 tokens, HNC". A value that differs among the layers is listed,
+/// up to three of them.
 impl fmt::Display for ShardLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: HashSet<&str> = self.layers.iter().map(|layer| layer.name.as_str()).collect();
@@ -374,7 +374,7 @@ impl fmt::Display for ShardLayout {
     }
 }
 
-/// The different ones, in the order of their first appearance; of many only some.
+/// Lists the distinct texts in the order of their first appearance, up to `NAMED`.
 fn different(texts: impl Iterator<Item = String>) -> String {
     const NAMED: usize = 3;
     let mut found: Vec<String> = Vec::new();

@@ -1,4 +1,4 @@
-//! Blocks that several workers hold alike, cut so that each of them keeps a part.
+//! Slices: a block that several workers hold alike is cut, so that each of them saves only a part.
 //!
 //! ```text
 //!  one block, the same bytes in every worker: its regions one after the other
@@ -10,17 +10,17 @@
 
 use crate::layout::{LayoutError, Region, shard_bytes};
 
-/// Slices end at piece borders and at multiples of so many bytes inside a piece.
+/// Slices end at the borders of pieces, and inside a piece at multiples of this many bytes.
 pub const SLICE_STEP: u64 = 512;
 
-/// Cuts a block into `count` slices of about equal size: their regions, one slice after the other, are the block's bytes
-/// in their order. Slices of valid regions are valid.
+/// Cuts a block into `count` slices of about equal size. The regions of all slices, one after the other, are the block's
+/// bytes in their order. Slices of valid regions are valid.
 ///
 /// # Errors
 /// [`LayoutError::TooSmall`] if there are not [`SLICE_STEP`] bytes for each slice.
 pub fn slice(regions: &[Region], count: usize) -> Result<Vec<Vec<Region>>, LayoutError> {
     let bytes = shard_bytes(regions);
-    // A sum that did not fit is no size to cut.
+    // `u64::MAX` means that the sum has saturated.
     if count == 0 || bytes / SLICE_STEP < count as u64 || bytes == u64::MAX {
         return Err(LayoutError::TooSmall { bytes, slices: count });
     }
@@ -35,7 +35,8 @@ pub fn slice(regions: &[Region], count: usize) -> Result<Vec<Vec<Region>>, Layou
     Ok(slices.collect())
 }
 
-/// The last place up to `wanted`, in bytes of the block, where a slice may end. Two are never more than a step apart.
+/// The last byte offset in the block, up to `wanted`, where a slice may end. Two such offsets are at most `SLICE_STEP`
+/// apart.
 fn border(regions: &[Region], wanted: u64) -> u64 {
     let mut start = 0;
     for region in regions {

@@ -1,4 +1,4 @@
-//! Neighbours that become one run, against a model that lists each byte's places on both sides.
+//! Merged runs against a model that lists each byte's positions on both sides.
 
 use kvlane_block::{Contiguous, Position, merge};
 use proptest::collection::vec;

@@ -1,4 +1,4 @@
-//! Descriptions of shards: what is refused, and how two of them are compared.
+//! Descriptions of shards: which are refused, and how two of them are compared.
 #![allow(clippy::unwrap_used)]
 
 use kvlane_block::{

@@ -1,8 +1,8 @@
-//! Under which names a program may be asked over HTTP. Pure.
+//! Checks the host name of HTTP requests, against DNS rebinding. Pure.
 //!
-//! A web page that a user of this host has open may send requests to 127.0.0.1, and read the answers if its own name
-//! resolves to that address for the moment (DNS rebinding). The browser then names the page's host, which is never an
-//! address. Prometheus and probes use addresses, and whoever uses a name can tell it to the program.
+//! A web page that a user of this host has open may send requests to 127.0.0.1. It can read the answers if its own name
+//! resolves to that address for the moment (DNS rebinding). The browser then sends the page's host name, which is never
+//! an address. Prometheus and probes use addresses, and other names can be given to the program with a flag.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -11,25 +11,25 @@ use axum::http::{HeaderMap, StatusCode, Uri, Version, header::HOST, uri::Authori
 /// Why a request is not answered: the status, and a sentence.
 pub type Misdirected = (StatusCode, String);
 
-/// The names that are a program's own, besides addresses and `localhost`.
+/// The names of a program besides addresses and `localhost`.
 #[derive(Debug, Clone)]
 pub struct Names {
-    /// What the sentence calls the program: "daemon".
+    /// The program's word in the sentence of a refusal: "daemon".
     pub program: &'static str,
-    /// The flag that takes a further name.
+    /// The flag that adds a name.
     pub flag: &'static str,
-    /// Names that were given by it.
+    /// Names that the flag has added.
     pub given: Vec<String>,
 }
 
 impl Names {
-    /// Whether a request is meant for this program.
+    /// Checks that a request is meant for this program.
     ///
     /// # Errors
-    /// 400 where the host is missing, is named twice or is no host; 421 where it is somebody else's name.
+    /// 400 if the host is missing, stands there twice or is no host; 421 if it is another name.
     pub fn check(&self, version: Version, uri: &Uri, headers: &HeaderMap) -> Result<(), Misdirected> {
         let bad = |sentence: &str| (StatusCode::BAD_REQUEST, sentence.to_owned());
-        // Where the request's line names a host too, both have to be right.
+        // If the request line names a host too, both have to be right.
         if let Some(authority) = uri.authority() {
             self.check_authority(authority)?;
         }

@@ -1,14 +1,14 @@
-//! Pages over HTTP for whoever reaches the port: health, metrics and the like of a program. They are read only, and strangers get
-//! little of the program's time and descriptors.
+//! HTTP pages of a program, such as health and metrics, for any peer that reaches the port. They are read only, and strangers
+//! get little of the program's time and descriptors.
 //!
-//! - [`Pages`]: serves them, in one thread.
-//! - [`Names`]: under which names they may be asked for.
-//! - [`Row`]: a metric in a program's table; [`write_metrics`] writes the table as Prometheus reads it.
-//! - [`Histogram`]: durations by their length, counted without a lock.
-//! - [`Process`]: what the program tells of its own process.
+//! - [`Pages`]: serves them in one thread.
+//! - [`Names`]: the host names that a request may use.
+//! - [`Row`]: a metric in a program's table; [`write_metrics`] writes the table for Prometheus.
+//! - [`Histogram`]: counts durations without a lock.
+//! - [`Process`]: figures of the program's own process.
 //! - [`RuntimeThread`]: a thread with a runtime of its own, which another thread can stop.
-//! - [`Slots`]: how many connections are open.
-//! - [`Waiting`]: chooses the connection that gives up its slot when there is none left.
+//! - [`Slots`]: bounds how many connections are open.
+//! - [`Waiting`]: the connections whose request has not come yet; the oldest gives up its slot when none is left.
 #![forbid(unsafe_code)]
 
 mod host;

@@ -1,4 +1,4 @@
-//! The serving thread.
+//! Serves pages over HTTP/1 in one thread: one request a connection, few connections, each with deadlines.
 
 use std::{io, net::TcpListener, sync::Arc, time::Duration};
 
@@ -27,21 +27,21 @@ use crate::{
 
 /// Connections at the same time. Prometheus and probes need one each, for milliseconds.
 pub const CONNECTIONS_MAX: usize = 64;
-/// A request's headers have to come within this time.
+/// Time for the headers of a request to come.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
-/// And the answer has to be taken within this time, counted from the connection's start.
+/// Time for the client to take the answer, counted from the connection's start.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest headers.
+/// Most bytes of a request's headers.
 const HEADER_BYTES_MAX: usize = 16 << 10;
-/// After the kernel could not give a connection.
+/// Pause after the kernel could not give a connection.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Serves pages until it is stopped.
+/// The serving thread.
 #[derive(Debug)]
 pub struct Pages(RuntimeThread);
 
 impl Pages {
-    /// Serves these pages, under the host's addresses, `localhost` and `names`, to as many at a time as there are `slots`.
+    /// Serves these pages under the host's addresses, `localhost` and `names`. Each connection takes one of `slots`.
     ///
     /// # Errors
     /// The kernel gives no thread or no descriptor.
@@ -51,13 +51,13 @@ impl Pages {
         let serve = move || async move {
             match tokio::net::TcpListener::from_std(listener) {
                 Ok(listener) => accept(&listener, &slots, &pages).await,
-                Err(error) => tracing::error!(%error, "HTTP ended"),
+                Err(error) => tracing::error!(%error, "HTTP server ended: its socket cannot be used"),
             }
         };
         Ok(Self(RuntimeThread::start("kvlane-http", serve)?))
     }
 
-    /// Ends it.
+    /// Ends the thread, and all connections with it.
     pub fn stop(self) {
         self.0.stop();
     }
@@ -68,7 +68,7 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                // Without room it is closed, unless another one has not said yet what it wants.
+                // Without a slot it is closed, unless another connection has not sent its request yet.
                 let Some(slot) = slots.take().or_else(|| waiting.close_oldest()) else {
                     continue;
                 };
@@ -76,12 +76,12 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
                 let answer = answer_one(stream, pages.clone(), Arc::clone(&waiting), number);
                 let (held, all) = (Arc::clone(&place), Arc::clone(&waiting));
                 let task = tokio::spawn(async move {
-                    // Whoever does not take the answer in time is cut off as well.
+                    // A client that does not take the answer in time is cut off, too.
                     let _ = tokio::time::timeout(CONNECTION_TIMEOUT, answer).await;
                     all.remove(number);
                     drop(held);
                 });
-                // Tasks run in this thread: it has not begun yet.
+                // The task has not begun yet, because it runs in this thread.
                 waiting.add(number, place, task.abort_handle());
             }
             Err(error) => {
@@ -92,11 +92,11 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
     }
 }
 
-/// One request a connection: nobody is idle on one.
+/// Answers the one request of a connection, which closes it. So no connection is idle.
 async fn answer_one(stream: tokio::net::TcpStream, pages: Router, waiting: Arc<Waiting>, number: u64) {
     let pages = TowerToHyperService::new(pages);
     let service = service_fn(move |request| {
-        // It is called once all headers are there.
+        // Called once all headers are there.
         waiting.remove(number);
         pages.call(request)
     });
@@ -107,7 +107,7 @@ async fn answer_one(stream: tokio::net::TcpStream, pages: Router, waiting: Arc<W
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
     if let Err(error) = served.await {
-        tracing::debug!(%error, "an HTTP connection ended");
+        tracing::debug!(%error, "HTTP connection ended");
     }
 }
 

@@ -15,7 +15,7 @@ pub struct RuntimeThread {
     thread: JoinHandle<()>,
 }
 
-/// Tells a thread's work that it is to end.
+/// Completes when the thread is to end.
 #[derive(Debug)]
 pub struct Stopped(watch::Receiver<bool>);
 
@@ -44,7 +44,7 @@ impl RuntimeThread {
         })
     }
 
-    /// Runs `work` until it ends, which it does soon after it was told to.
+    /// Runs `work` until it ends. It has to end soon after its [`Stopped`] completes.
     ///
     /// # Errors
     /// The kernel gives no thread, or no descriptors for the runtime.
@@ -61,7 +61,7 @@ impl RuntimeThread {
             };
             let _ = started.send(Ok(runtime.handle().clone()));
             runtime.block_on(async { work(Stopped(stopped)).await });
-            // A look-up of a name may hang, so the end does not wait for blocking calls.
+            // A DNS lookup may hang, so the end does not wait for blocking calls.
             runtime.shutdown_background();
         };
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(run)?;
@@ -75,15 +75,15 @@ impl RuntimeThread {
         &self.runtime
     }
 
-    /// Tells the work to end, and waits for its end.
+    /// Stops the work, and waits for its end.
     pub fn stop(self) {
         let _ = self.stop.send(true);
-        // After a panic there is nothing left to wait for.
+        // A panic of the work is no error here: the thread has ended.
         let _ = self.thread.join();
     }
 }
 
-/// A runtime whose tasks stay in this thread. A `LocalSet` within another runtime would cost a system call for each wake-up.
+/// A runtime whose tasks stay in this thread. A `LocalSet` in another runtime would cost a system call for each wake-up.
 fn runtime() -> io::Result<LocalRuntime> {
     Builder::new_current_thread().enable_all().build_local(LocalOptions::default())
 }

@@ -1,15 +1,15 @@
-//! How many connections a door of a program has open at most, so that those who come over TCP or HTTP, who prove nothing,
-//! leave memory, threads and descriptors to engines.
+//! Bounds the open connections of one door (TCP or HTTP) of a program. Its peers prove nothing, so they must leave memory,
+//! threads and descriptors to engines.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-/// Of the descriptors that the process may have, what one of these doors takes at most: one part of so many.
+/// A door takes at most this fraction of the process's descriptors: one sixteenth.
 const DESCRIPTORS_PART: u64 = 16;
 
-/// The connections of one door.
+/// The connection limit of one door, and a count of the connections beyond it.
 #[derive(Debug)]
 pub struct Slots {
     taken: AtomicUsize,
@@ -17,19 +17,19 @@ pub struct Slots {
     turned_away: AtomicU64,
 }
 
-/// A connection that is open.
+/// Counts an open connection until it is dropped.
 #[derive(Debug)]
 pub struct Slot(Arc<Slots>);
 
 impl Slots {
-    /// For a door that wants `most` connections, in a process that may have so many descriptors (None: any number).
+    /// At most `most` slots. Fewer if the process may have few `descriptors` (None: any number).
     pub fn new(most: usize, descriptors: Option<u64>) -> Arc<Self> {
         let part = descriptors.map_or(u64::MAX, |all| (all / DESCRIPTORS_PART).max(1));
         let most = most.min(usize::try_from(part).unwrap_or(usize::MAX));
         Arc::new(Self { taken: AtomicUsize::new(0), most, turned_away: AtomicU64::new(0) })
     }
 
-    /// Counts a connection in, until what this answers is dropped. None where there is no room: then it is to be closed.
+    /// Takes a slot for a new connection. None if all are taken: the caller closes the connection.
     pub fn take(self: &Arc<Self>) -> Option<Slot> {
         let one_more = |taken: usize| (taken < self.most).then_some(taken + 1);
         let taken = self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
@@ -39,7 +39,7 @@ impl Slots {
         taken.ok().map(|_| Slot(Arc::clone(self)))
     }
 
-    /// Connections that found no room so far.
+    /// Connections that found no slot so far.
     pub fn turned_away(&self) -> u64 {
         self.turned_away.load(Ordering::Relaxed)
     }

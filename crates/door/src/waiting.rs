@@ -1,5 +1,5 @@
-//! HTTP connections whose request has not come completely. Where all places are taken the oldest of these gives up its own:
-//! whoever has something to ask does so at once.
+//! HTTP connections whose request has not come completely. If all slots are taken, the oldest of them gives up its own,
+//! because a client with a request sends it at once.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -25,12 +25,12 @@ struct Entry<S> {
     task: AbortHandle,
 }
 
-/// Where a connection is counted, until this is dropped or the place is taken away.
+/// Holds the slot of a connection until it is dropped, or [`close_oldest`](Waiting::close_oldest) takes the slot away.
 #[derive(Debug)]
 pub struct Place<S = Slot>(Mutex<Option<S>>);
 
 impl<S> Place<S> {
-    /// Counts a connection by this slot.
+    /// Shared by the connection's task and its entry in [`Waiting`].
     pub fn new(slot: S) -> Arc<Self> {
         Arc::new(Self(Mutex::new(Some(slot))))
     }
@@ -43,19 +43,19 @@ impl<S> Default for Waiting<S> {
 }
 
 impl<S> Waiting<S> {
-    /// The number of a connection that is about to begin.
+    /// Numbers a connection that is about to begin.
     pub fn number(&self) -> u64 {
         let mut inner = self.0.lock();
         inner.next += 1;
         inner.next
     }
 
-    /// A connection that has begun waits for its request from now on.
+    /// Adds a connection whose task has begun. Its wait for the request counts from now on.
     pub fn add(&self, number: u64, place: Arc<Place<S>>, task: AbortHandle) {
         self.0.lock().waiting.insert(number, Entry { since: Instant::now(), place, task });
     }
 
-    /// Its request has come, or it has ended.
+    /// Removes a connection whose request has come, or that has ended.
     pub fn remove(&self, number: u64) {
         self.0.lock().waiting.remove(&number);
     }
@@ -65,7 +65,7 @@ impl<S> Waiting<S> {
         self.0.lock().waiting.values().next().map(|entry| entry.since)
     }
 
-    /// Closes the oldest, and answers the place that it had. None where none waits.
+    /// Closes the oldest connection, and returns its slot. None if no connection waits.
     pub fn close_oldest(&self) -> Option<S> {
         let (_, Entry { place, task, .. }) = self.0.lock().waiting.pop_first()?;
         task.abort();

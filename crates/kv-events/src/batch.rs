@@ -5,26 +5,26 @@ use crate::fields::{Fields, order};
 use crate::reader::Reader;
 use crate::{DecodeError, Limits, Wrong};
 
-/// What one message of an engine's publisher says.
+/// The content of one message of an engine's publisher.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
-    /// When the engine made it, in seconds of Unix time, by the engine's clock: any number, even none.
+    /// When the engine made it, in seconds of Unix time, by the engine's clock. Not checked: may be any number, NaN too.
     pub time: f64,
     /// The events, in the order in which they happened.
     pub events: Vec<Event>,
-    /// Events of kinds that are not known here, and not in `events`.
+    /// Number of events of unknown classes. They are not in `events`.
     pub unknown: usize,
     /// The engine's rank among data-parallel ones.
     pub data_parallel_rank: Option<u32>,
 }
 
-/// Reads the payload of a message that vLLM's event publisher sent.
+/// Decodes the payload of a message that vLLM's event publisher sent.
 ///
-/// An event is an array with its class's name first, or, from vLLM 0.26 on, a map with its class's name under "type". Fields
-/// that are missing at an array's end, or in a map, have their defaults; fields that are not known are passed over.
+/// An event is an array with its class's name first, or, from vLLM 0.26 on, a map with its class's name under "type". A field
+/// that is missing at an array's end or in a map has its default. Unknown fields are skipped.
 ///
 /// # Errors
-/// [`DecodeError`] where the payload has another shape, or more of something than `limits` allow.
+/// [`DecodeError`] if the payload has another shape, or exceeds `limits`.
 pub fn decode_batch(payload: &[u8], limits: &Limits) -> Result<Batch, DecodeError> {
     let wrong = |wrong| Err(DecodeError { offset: 0, wrong });
     if payload.len() > limits.batch_bytes {
@@ -49,7 +49,7 @@ pub fn decode_batch(payload: &[u8], limits: &Limits) -> Result<Batch, DecodeErro
     Ok(Batch { time, events, unknown, data_parallel_rank })
 }
 
-/// One event. `None` if its class is not known.
+/// Reads one event. `None` if its class is unknown.
 fn event(reader: &mut Reader<'_>, limits: &Limits) -> Result<Option<Event>, DecodeError> {
     if reader.is_map() { from_map(reader, limits) } else { from_array(reader, limits) }
 }
@@ -76,7 +76,7 @@ fn from_array(reader: &mut Reader<'_>, limits: &Limits) -> Result<Option<Event>,
 fn from_map(reader: &mut Reader<'_>, limits: &Limits) -> Result<Option<Event>, DecodeError> {
     let start = reader.offset();
     let pairs = reader.map("an event")?;
-    // vLLM writes the class first. Others need not: it is looked for before any field is read.
+    // vLLM writes the class first, but others may not. So it is searched before any field is read.
     let class = class_of(reader.clone(), pairs, start, limits)?;
     let Some(order) = order(class) else {
         reader.skip_all(pairs.saturating_mul(2), limits.depth)?;
@@ -84,10 +84,10 @@ fn from_map(reader: &mut Reader<'_>, limits: &Limits) -> Result<Option<Event>, D
     };
     let mut fields = Fields::default();
     for _ in 0..pairs {
-        let known =
+        let name =
             if reader.is_text() { reader.text("a field's name")? } else { skipped_key(reader, limits)? };
-        if order.contains(&known) {
-            fields.read(known, reader, limits)?;
+        if order.contains(&name) {
+            fields.read(name, reader, limits)?;
         } else {
             reader.skip(limits.depth)?;
         }
@@ -112,7 +112,7 @@ fn class_of<'a>(
     Err(DecodeError { offset: start, wrong: Wrong::Missing { field: "type" } })
 }
 
-/// A key that is no text names no field of ours.
+/// Skips a key that is no text, and returns a name that no field has.
 fn skipped_key<'a>(reader: &mut Reader<'a>, limits: &Limits) -> Result<&'a str, DecodeError> {
     reader.skip(limits.depth)?;
     Ok("")

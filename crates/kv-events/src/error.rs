@@ -1,4 +1,4 @@
-//! What can be wrong with bytes that should be MessagePack of a known shape.
+//! Errors of bytes that should be MessagePack of a known shape.
 
 use thiserror::Error;
 
@@ -6,13 +6,13 @@ use thiserror::Error;
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[error("at byte {offset}: {wrong}")]
 pub struct DecodeError {
-    /// Where the value begins that is wrong, in bytes from the message's start.
+    /// Start of the faulty value, in bytes from the message's start.
     pub offset: usize,
-    /// What is wrong with it.
+    /// The fault of that value.
     pub wrong: Wrong,
 }
 
-/// What is wrong with a value.
+/// A fault of a value.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum Wrong {
     /// The message ends within a value.
@@ -21,7 +21,7 @@ pub enum Wrong {
     /// Bytes follow the message's one value.
     #[error("{bytes} bytes follow the message")]
     Surplus {
-        /// Bytes behind the value.
+        /// Bytes after the value.
         bytes: usize,
     },
     /// A value is of another type.
@@ -44,15 +44,15 @@ pub enum Wrong {
     /// A hash is neither 16 nor 32 bytes long.
     #[error("a block's hash has {bytes} bytes, not 16 or 32")]
     HashLength {
-        /// Bytes that the hash has.
+        /// Length of the hash.
         bytes: usize,
     },
-    /// There is more of something than allowed.
+    /// A limit is exceeded.
     #[error("{count} {what}, and {most} are allowed")]
     TooMany {
-        /// What there is too much of.
+        /// The limited things, such as "events".
         what: &'static str,
-        /// How many there are, or are announced.
+        /// How many there are, or how many a length announces.
         count: usize,
         /// How many are allowed.
         most: usize,
@@ -60,7 +60,7 @@ pub enum Wrong {
     /// A field that has no default is not there.
     #[error("the field {field} is missing")]
     Missing {
-        /// By its name in the events.
+        /// Its name in vLLM's events.
         field: &'static str,
     },
 }

@@ -1,4 +1,4 @@
-//! The fields of an event, whichever way it is written.
+//! The fields of an event, whether it is written as an array or as a map.
 
 use crate::event::{BlockRemoved, BlockStored, Event, ExternalHash, ExtraKey};
 use crate::reader::Reader;
@@ -8,7 +8,7 @@ const STORED: &str = "BlockStored";
 const REMOVED: &str = "BlockRemoved";
 const CLEARED: &str = "AllBlocksCleared";
 
-/// The order of an array's fields, after the class's name. Newer fields follow, and are passed over.
+/// The order of an array's fields, after the class's name. Newer fields follow them, and are skipped.
 const STORED_ORDER: &[&str] = &[
     "block_hashes",
     "parent_block_hash",
@@ -32,7 +32,7 @@ pub(crate) fn order(class: &str) -> Option<&'static [&'static str]> {
     }
 }
 
-/// What has been read of an event.
+/// The fields of an event that have been read so far.
 #[derive(Debug, Default)]
 pub(crate) struct Fields {
     hashes: Option<Vec<ExternalHash>>,
@@ -47,7 +47,7 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Reads the value of one field; of a field that is not kept, passes over it.
+    /// Reads the value of one field, or skips it if the field is not kept.
     pub(crate) fn read(
         &mut self,
         name: &str,
@@ -71,7 +71,7 @@ impl Fields {
         Ok(())
     }
 
-    /// The event of a known class, which began at `offset`.
+    /// Makes the event, of a known class, from its fields. It began at `offset`.
     pub(crate) fn event(self, class: &str, offset: usize) -> Result<Event, DecodeError> {
         let missing = |field| DecodeError { offset, wrong: Wrong::Missing { field } };
         if class == CLEARED {
@@ -117,7 +117,8 @@ fn hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
     }
 }
 
-/// Room for hashes grows with those that were read: one takes 33 bytes, and a single byte on the wire.
+/// The vector grows with the hashes that were read, and not at once: a hash takes 33 bytes here, and one on the wire may be a
+/// single byte.
 fn hashes(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<ExternalHash>, DecodeError> {
     let count = reader.array_of("hashes of blocks", limits.hashes)?;
     (0..count).map(|_| hash(reader)).collect()
@@ -128,7 +129,7 @@ fn tokens(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<u32>, DecodeEr
     (0..count).map(|_| reader.unsigned_32("a token")).collect()
 }
 
-/// Those of each block. vLLM names nil for each block that has none.
+/// The extra keys of each block. vLLM writes nil for a block that has none.
 fn extra_keys(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<Vec<ExtraKey>>, DecodeError> {
     if reader.nil() {
         return Ok(Vec::new());

@@ -1,5 +1,5 @@
-//! What vLLM's engines tell a router, read from bytes that a stranger may have sent: batches of KV events, the numbers that
-//! they are published under, and the pings of P2P NCCL engines. Pure: no I/O, no clock.
+//! Decodes the messages that vLLM's engines send to a router: batches of KV events, their sequence numbers, and the pings of
+//! P2P NCCL engines. A stranger may have sent the bytes, so everything is bounded. Pure: no I/O, no clock.
 #![forbid(unsafe_code)]
 
 mod batch;

@@ -1,18 +1,18 @@
-//! How much one batch may hold.
+//! The limits of one batch.
 
-/// What [`crate::decode_batch`] accepts. What it answers takes at most some 70 bytes for each byte of the batch: a hash of one
-/// byte on the wire takes 33, in a vector that may have twice the room.
+/// Limits of [`crate::decode_batch`]. Its result takes at most some 70 bytes for each byte of the batch: a hash of one byte on
+/// the wire takes 33, in a vector that may have twice the room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of a batch.
+    /// Most bytes of a batch.
     pub batch_bytes: usize,
-    /// Events of a batch, unknown ones included.
+    /// Most events of a batch, unknown ones included.
     pub events: usize,
-    /// Hashes of one event.
+    /// Most hashes of one event.
     pub hashes: usize,
-    /// Tokens of one event.
+    /// Most tokens of one event.
     pub tokens: usize,
-    /// Arrays and maps within each other, in values that are passed over.
+    /// Deepest nesting of arrays and maps in values that are skipped.
     pub depth: usize,
 }
 

@@ -1,27 +1,29 @@
-//! The ping of a P2P NCCL engine, which tells a router where the engine is; and kvlane's own heartbeat, which is one with more in
-//! it, for engines that send none.
+//! The ping of a P2P NCCL engine, which tells a router the engine's addresses. kvlane's own heartbeat is a ping with more
+//! fields, for engines that send none.
 
 use thiserror::Error;
 
 use crate::DecodeError;
 use crate::reader::Reader;
 
-/// The most bytes of a ping.
+/// Longest ping, in bytes.
 pub const MOST_PING_BYTES: usize = 1000;
 
+/// Deepest nesting in values that are skipped.
 const MOST_DEPTH: usize = 4;
+/// Characters of a faulty text that an error quotes.
 const MOST_SHOWN: usize = 32;
-/// Of a group's or a connector's name.
+/// Longest name of a group or a connector, in bytes.
 const MOST_WORD_BYTES: usize = 64;
 
-/// What an engine does.
+/// The work that an engine does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// It computes prompts: type "P".
+    /// Type "P": the engine computes prompts.
     Prefill,
-    /// It computes answers: type "D".
+    /// Type "D": the engine computes answers.
     Decode,
-    /// It serves whole requests: type "W", in kvlane's heartbeats only.
+    /// Type "W": the engine serves whole requests. Only in kvlane's heartbeats.
     Worker,
 }
 
@@ -35,20 +37,20 @@ impl Role {
     }
 }
 
-/// Where an engine is, by its own account.
+/// An engine's role and addresses, in its own words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ping {
-    /// What the engine does.
+    /// vLLM's key for it is "type".
     pub role: Role,
-    /// Where it serves HTTP, `host:port`.
+    /// The address at which it serves HTTP, `host:port`.
     pub http_address: String,
-    /// Where other engines reach it for KV, `host:port`. vLLM's pings always have it.
+    /// The address at which other engines reach it for KV, `host:port`. vLLM's pings always have it.
     pub zmq_address: Option<String>,
-    /// In kvlane's heartbeats: which engines it can hand over to.
+    /// In kvlane's heartbeats: it can hand over to engines of the same group.
     pub group: Option<String>,
-    /// In kvlane's heartbeats: how it does that.
+    /// In kvlane's heartbeats: the connector with which it hands over.
     pub connector: Option<String>,
-    /// In kvlane's heartbeats: it goes, and this is its last one.
+    /// In kvlane's heartbeats: the engine goes, and this is its last one.
     pub bye: bool,
 }
 
@@ -64,16 +66,16 @@ pub enum PingError {
     /// The message is no MessagePack map of texts.
     #[error("a ping cannot be read: {0}")]
     Malformed(#[from] DecodeError),
-    /// A key is not there.
+    /// A key is missing.
     #[error("a ping has no {key}")]
     Missing {
-        /// By the name that the ping's sender would use.
+        /// Its name in a ping.
         key: &'static str,
     },
     /// A key is there twice.
     #[error("a ping has {key} twice")]
     Twice {
-        /// By the name that the ping's sender uses.
+        /// Its name in a ping.
         key: &'static str,
     },
     /// The type is unknown.
@@ -85,21 +87,21 @@ pub enum PingError {
     /// A text is too long.
     #[error("a ping's {key} has more than {MOST_WORD_BYTES} bytes")]
     LongWord {
-        /// Under which the text stands.
+        /// The key of the text.
         key: &'static str,
     },
     /// An address is not `host:port`.
     #[error("a ping has the {key} {found:?}, which is no host:port")]
     Address {
-        /// Under which the address stands.
+        /// The key of the address.
         key: &'static str,
         /// The address, at most 32 characters of it.
         found: String,
     },
 }
 
-/// Reads `{"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}`; of kvlane's heartbeats also the type
-/// "W", no `zmq_address`, and the texts `group`, `connector` and `bye`. Other keys are passed over.
+/// Decodes `{"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}`. A heartbeat of kvlane may also have
+/// the type "W", no `zmq_address`, and the texts `group`, `connector` and `bye`. Other keys are skipped.
 ///
 /// # Errors
 /// [`PingError`].
@@ -111,7 +113,7 @@ pub fn decode_ping(message: &[u8]) -> Result<Ping, PingError> {
     let (mut role, mut http, mut zmq) = (None, None, None);
     let (mut group, mut connector, mut bye) = (None, None, None);
     for _ in 0..reader.map("a ping")? {
-        let (key, place) = match reader.text("a ping's key")? {
+        let (key, field) = match reader.text("a ping's key")? {
             "type" => ("type", &mut role),
             "http_address" => ("http_address", &mut http),
             "zmq_address" => ("zmq_address", &mut zmq),
@@ -123,7 +125,7 @@ pub fn decode_ping(message: &[u8]) -> Result<Ping, PingError> {
                 continue;
             }
         };
-        if place.replace(reader.text(key)?).is_some() {
+        if field.replace(reader.text(key)?).is_some() {
             return Err(PingError::Twice { key });
         }
     }
@@ -144,7 +146,7 @@ pub fn decode_ping(message: &[u8]) -> Result<Ping, PingError> {
     })
 }
 
-/// Writes what [`decode_ping`] reads. Texts of more than 255 bytes are cut, which makes the ping one that is refused.
+/// Encodes a ping for [`decode_ping`]. Texts of more than 255 bytes are cut, and the ping is then refused there.
 pub fn encode_ping(ping: &Ping) -> Vec<u8> {
     let bye = ping.bye.then_some("1");
     let given = [
@@ -156,7 +158,7 @@ pub fn encode_ping(ping: &Ping) -> Vec<u8> {
         ("bye", bye),
     ];
     let given: Vec<_> = given.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
-    // A map of fewer than 16 members: MessagePack's fixmap; then texts of fewer than 256 bytes: its str 8.
+    // MessagePack's fixmap, for fewer than 16 members, then its str 8, for texts of fewer than 256 bytes.
     let mut message = vec![0x80 | given.len() as u8];
     for text in given.into_iter().flat_map(|(key, value)| [key, value]) {
         let bytes = &text.as_bytes()[..text.len().min(255)];
@@ -182,7 +184,7 @@ fn address(key: &'static str, address: &str) -> Result<String, PingError> {
     }
 }
 
-/// A name, an IPv4 address or an IPv6 address in brackets, then a port from 1 on.
+/// Whether a text is a name, an IPv4 address or an IPv6 address in brackets, and a port from 1 on.
 fn is_host_and_port(address: &str) -> bool {
     let Some((host, port)) = address.rsplit_once(':') else { return false };
     let digits = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());

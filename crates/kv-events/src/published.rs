@@ -1,15 +1,15 @@
-//! The frames that events travel in, and how old ones are asked for.
+//! The frames of a message with events, and the request for messages that were published before.
 
 use thiserror::Error;
 
 /// A message of an engine's publisher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Published<'a> {
-    /// The topic, as the engine's options name it.
+    /// The topic from the engine's options.
     pub topic: &'a [u8],
-    /// The message's number, which grows by one with each, from 0 at the engine's start.
+    /// The message's number: 0 at the engine's start, and one more with each message.
     pub sequence: u64,
-    /// What [`crate::decode_batch`] reads.
+    /// For [`crate::decode_batch`].
     pub payload: &'a [u8],
 }
 
@@ -18,40 +18,40 @@ pub struct Published<'a> {
 pub enum Replayed<'a> {
     /// A message that was published before.
     Batch {
-        /// As it was when the message was published.
+        /// The number under which it was published.
         sequence: u64,
-        /// What [`crate::decode_batch`] reads.
+        /// For [`crate::decode_batch`].
         payload: &'a [u8],
     },
-    /// There are no more.
+    /// The replay is complete.
     End,
 }
 
-/// The frames of a message are not those of KV events.
+/// Why a message's frames are not those of KV events.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum FramesError {
     /// There are more frames, or fewer.
     #[error("a message has {found} frames, not 3")]
     Count {
-        /// The frames that came.
+        /// Frames of the message.
         found: usize,
     },
     /// The number does not have eight bytes.
     #[error("a message's number has {bytes} bytes, not 8")]
     Sequence {
-        /// The bytes that it has.
+        /// Length of the number's frame.
         bytes: usize,
     },
     /// The number is negative, and not -1.
     #[error("a message's number is {value}")]
     Negative {
-        /// As eight bytes of two's complement say it.
+        /// The eight bytes as two's complement.
         value: i64,
     },
     /// An answer does not begin with an empty frame.
     #[error("an answer's first frame has {bytes} bytes, not 0")]
     Delimiter {
-        /// The bytes that it has.
+        /// Length of the first frame.
         bytes: usize,
     },
 }
@@ -70,7 +70,7 @@ impl<'a> Published<'a> {
 }
 
 impl<'a> Replayed<'a> {
-    /// Reads `[empty, number, payload]`, of which the last has the number -1.
+    /// Reads `[empty, number, payload]`. The last answer of a replay has the number -1.
     ///
     /// # Errors
     /// [`FramesError`].
@@ -89,7 +89,7 @@ impl<'a> Replayed<'a> {
     }
 }
 
-/// The frames that ask a replay socket for all it still has from the number `from` on.
+/// The frames of a request to a replay socket, for all messages that it still has from the number `from` on.
 pub fn replay_request(from: u64) -> [Vec<u8>; 2] {
     [Vec::new(), from.to_be_bytes().to_vec()]
 }

@@ -1,10 +1,10 @@
-//! MessagePack, read value by value from a slice. Nothing is allocated for what is only announced.
+//! A MessagePack reader over a slice, value by value. It allocates nothing for lengths that are only announced.
 //!
 //! Source of the format: <https://github.com/msgpack/msgpack/blob/master/spec.md>.
 
 use crate::{DecodeError, Wrong};
 
-/// A value's first byte, with the number or length that belongs to it.
+/// The first bytes of a value: its type, and its number or length.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Head {
     Nil,
@@ -16,11 +16,11 @@ pub(crate) enum Head {
     Bytes(usize),
     Array(usize),
     Map(usize),
-    /// A type of the sender's own, with so many bytes.
+    /// An extension type, and its length with the type byte.
     Extension(usize),
 }
 
-/// Where reading stands.
+/// A position in the message.
 #[derive(Debug, Clone)]
 pub(crate) struct Reader<'a> {
     bytes: &'a [u8],
@@ -56,7 +56,7 @@ impl<'a> Reader<'a> {
         Ok(self.number(bytes)? as usize)
     }
 
-    /// A signed number of so many bytes.
+    /// Reads a signed number of `bytes` bytes.
     fn signed(&mut self, bytes: usize) -> Result<Head, DecodeError> {
         let unused = 64 - 8 * bytes as u32;
         let value = ((self.number(bytes)? << unused) as i64) >> unused;
@@ -89,7 +89,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The next value's head, if `pick` takes it.
+    /// Reads the next value's head. An error if `pick` does not take it.
     fn expect<T>(
         &mut self,
         expected: &'static str,
@@ -102,7 +102,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Passes over a nil, and says whether it was one.
+    /// Skips a nil, and returns whether there was one.
     pub(crate) fn nil(&mut self) -> bool {
         let nil = self.bytes.get(self.offset) == Some(&0xc0);
         self.offset += usize::from(nil);
@@ -138,7 +138,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A float, or an integer in its place.
+    /// Reads a float, or an integer in its stead.
     pub(crate) fn float(&mut self, expected: &'static str) -> Result<f64, DecodeError> {
         let pick = |head| match head {
             Head::Float(value) => Some(value),
@@ -162,7 +162,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An unsigned number, or bytes.
+    /// Reads an unsigned number (Ok), or bytes (Err).
     pub(crate) fn number_or_bytes(
         &mut self,
         expected: &'static str,
@@ -178,7 +178,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The length of an array whose values follow.
+    /// Reads the length of an array, whose values follow.
     pub(crate) fn array(&mut self, expected: &'static str) -> Result<usize, DecodeError> {
         let pick = |head| match head {
             Head::Array(length) => Some(length),
@@ -187,21 +187,21 @@ impl<'a> Reader<'a> {
         self.expect(expected, pick)
     }
 
-    /// The length of an array that may have `most` values, all of which could be there.
+    /// Reads the length of an array of at most `most` values. An error if the message is too short for so many.
     pub(crate) fn array_of(&mut self, what: &'static str, most: usize) -> Result<usize, DecodeError> {
         let start = self.offset;
         let count = self.array(what)?;
         if count > most {
             return self.wrong(start, Wrong::TooMany { what, count, most });
         }
-        // A value has at least one byte: no room is made for values that cannot be there.
+        // A value has at least one byte. So the caller makes no room for values that cannot be there.
         if count > self.bytes.len() - self.offset {
             return self.wrong(start, Wrong::Truncated);
         }
         Ok(count)
     }
 
-    /// The number of a map's pairs, which follow.
+    /// Reads the number of a map's pairs, which follow.
     pub(crate) fn map(&mut self, expected: &'static str) -> Result<usize, DecodeError> {
         let pick = |head| match head {
             Head::Map(length) => Some(length),
@@ -222,9 +222,9 @@ impl<'a> Reader<'a> {
         matches!(self.bytes.get(self.offset), Some(0xa0..=0xbf | 0xd9..=0xdb))
     }
 
-    /// Passes over a value, with arrays and maps of at most `depth` within each other.
+    /// Skips a value whose arrays and maps are nested at most `depth` deep.
     pub(crate) fn skip(&mut self, depth: usize) -> Result<(), DecodeError> {
-        // How many values are left at each level; a stack of our own, so that no depth exhausts the thread's.
+        // How many values are left at each level. Not recursive, so that no depth exhausts the thread's stack.
         let mut left: Vec<usize> = vec![1];
         while let Some(values) = left.last_mut() {
             if *values == 0 {
@@ -251,12 +251,12 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Passes over so many values.
+    /// Skips `values` values.
     pub(crate) fn skip_all(&mut self, values: usize, depth: usize) -> Result<(), DecodeError> {
         (0..values).try_for_each(|_| self.skip(depth))
     }
 
-    /// The message has to end here.
+    /// An error unless the message ends here.
     pub(crate) fn end(&self) -> Result<(), DecodeError> {
         match self.bytes.len() - self.offset {
             0 => Ok(()),

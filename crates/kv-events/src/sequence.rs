@@ -1,31 +1,31 @@
-//! Which of an engine's messages came, by their numbers.
+//! Finds lost messages of an engine by their sequence numbers.
 
-/// What a number says about the messages before it.
+/// The meaning of a number, given the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// The number that was due, or the first of all.
+    /// The expected number, or the first of all.
     InOrder,
-    /// Messages are missing, the first and the last of them included.
+    /// Messages `from..=to` are missing.
     Gap {
-        /// The first that is missing.
+        /// The first missing one.
         from: u64,
-        /// The last that is missing.
+        /// The last missing one.
         to: u64,
     },
-    /// The number fell: the engine began anew, and what it said before no longer holds.
+    /// The number fell: the engine restarted, and its former messages no longer hold.
     Restarted,
     /// The number came a second time.
     Duplicate,
 }
 
-/// The last number of one engine. After each step the number that came is the last.
+/// Tracks the last number of one engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tracker {
     last: Option<u64>,
 }
 
 impl Tracker {
-    /// Takes the number of a message that came.
+    /// Takes the number of the next message. It becomes the last one, whatever the step.
     pub fn take(&mut self, number: u64) -> Step {
         let Some(last) = self.last.replace(number) else { return Step::InOrder };
         match number.cmp(&last) {

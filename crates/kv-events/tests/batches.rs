@@ -1,4 +1,4 @@
-//! Batches as msgspec and rmpv write them, whole and damaged.
+//! Decodes batches that msgspec and rmpv have written, whole and damaged.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use kvlane_kv_events::{

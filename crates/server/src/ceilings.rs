@@ -1,7 +1,7 @@
-//! The hit-rate ceiling of what engines look up: what a cache without limit could have hit.
+//! The hit-rate ceiling: the share of looked-up blocks that a cache without limit could have hit.
 //!
-//! Counted in a thread of its own: a lookup hands its block hashes over and goes on, and who reads the figures, some
-//! milliseconds of work for each namespace, keeps no lookup waiting.
+//! A thread of its own counts. A lookup only queues its block hashes, and a reader of the figures, which takes some
+//! milliseconds for each namespace, keeps no lookup waiting.
 
 use std::{
     collections::HashMap,
@@ -17,49 +17,51 @@ use std::{
 use kvlane_block::{BlockHash, Namespace};
 use kvlane_policy::{Ceiling, Ceilings};
 
-/// Lookups that wait to be counted, of some kilobytes each; of more, each is left out and counted as such.
+/// Most lookups in the queue, some kilobytes each. A lookup beyond that is left out, and counted as such.
 const WAITING_MAX: usize = 1024;
 /// How long a reader waits for the thread.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A ceiling as it is read.
+/// A ceiling at one moment.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Reading {
-    /// None: of all together.
+    /// None for all namespaces together.
     pub(crate) namespace: Option<Namespace>,
-    /// "15m", "1h", "24h".
+    /// "15m", "1h" or "24h".
     pub(crate) window: &'static str,
-    /// 0 to 1.
+    /// Share of the looked-up blocks, 0 to 1.
     pub(crate) ratio: f64,
 }
 
-enum Event {
-    Asked(Namespace, Vec<u64>),
+enum CeilingEvent {
+    LookedUp(Namespace, Vec<u64>),
     Read(mpsc::Sender<Vec<Reading>>),
     Stop,
 }
 
-/// Counts what is looked up.
+/// The counting thread, and its queue.
 pub(crate) struct HitCeilings {
-    events: mpsc::SyncSender<Event>,
+    events: mpsc::SyncSender<CeilingEvent>,
+    /// Lookups that found the queue full.
     left_out: AtomicU64,
     thread: Option<JoinHandle<()>>,
 }
 
 impl HitCeilings {
     pub(crate) fn start() -> io::Result<Self> {
-        let (events, come) = mpsc::sync_channel(WAITING_MAX);
-        let thread = std::thread::Builder::new().name("kvlane-ceiling".into()).spawn(move || count(&come))?;
+        let (events, receiver) = mpsc::sync_channel(WAITING_MAX);
+        let thread =
+            std::thread::Builder::new().name("kvlane-ceiling".into()).spawn(move || count(&receiver))?;
         Ok(Self { events, left_out: AtomicU64::new(0), thread: Some(thread) })
     }
 
-    /// A prompt's blocks were looked up.
+    /// Queues the blocks of a looked-up prompt.
     pub(crate) fn record(&self, namespace: Namespace, hashes: &[BlockHash]) {
         if hashes.is_empty() {
             return;
         }
         let keys = hashes.iter().map(|hash| number(&hash.0)).collect();
-        if self.events.try_send(Event::Asked(namespace, keys)).is_err() {
+        if self.events.try_send(CeilingEvent::LookedUp(namespace, keys)).is_err() {
             self.left_out.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -69,10 +71,10 @@ impl HitCeilings {
         self.left_out.load(Ordering::Relaxed)
     }
 
-    /// All ceilings of which there was a reference in their window.
+    /// All ceilings whose window has a block reference. Empty if the thread is too busy to answer in time.
     pub(crate) fn read(&self) -> Vec<Reading> {
         let (answer, answered) = mpsc::channel();
-        if self.events.try_send(Event::Read(answer)).is_err() {
+        if self.events.try_send(CeilingEvent::Read(answer)).is_err() {
             return Vec::new();
         }
         answered.recv_timeout(PATIENCE).unwrap_or_default()
@@ -81,43 +83,43 @@ impl HitCeilings {
 
 impl Drop for HitCeilings {
     fn drop(&mut self) {
-        // The thread takes what waits and comes to it.
-        let _ = self.events.send(Event::Stop);
+        // Waits for room in the queue. The thread counts what is queued before it stops.
+        let _ = self.events.send(CeilingEvent::Stop);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that counts lookups had panicked");
+            tracing::error!("thread kvlane-ceiling panicked");
         }
     }
 }
 
-fn count(events: &mpsc::Receiver<Event>) {
+fn count(events: &mpsc::Receiver<CeilingEvent>) {
     let mut ceilings = Ceilings::new();
     let mut names: HashMap<u64, Namespace> = HashMap::new();
     while let Ok(event) = events.recv() {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         match event {
-            Event::Asked(namespace, keys) => {
+            CeilingEvent::LookedUp(namespace, keys) => {
                 let number = number(&namespace.0);
                 ceilings.record(number, &keys, now);
                 if !names.contains_key(&number) {
-                    // Only those that are counted apart: a bounded number.
-                    let counted: Vec<u64> = ceilings.namespaces().map(|(known, _)| known).collect();
-                    names.retain(|known, _| counted.contains(known));
+                    // Names are kept only for namespaces that are counted apart, which bounds them.
+                    let counted: Vec<u64> = ceilings.namespaces().map(|(number, _)| number).collect();
+                    names.retain(|number, _| counted.contains(number));
                     if counted.contains(&number) {
                         names.insert(number, namespace);
                     }
                 }
             }
-            Event::Read(answer) => {
+            CeilingEvent::Read(answer) => {
                 let of_all = readings(None, ceilings.total(), now);
                 let apart = ceilings.namespaces().filter_map(|(number, ceiling)| {
                     names.get(&number).map(|namespace| readings(Some(*namespace), ceiling, now))
                 });
-                // Fails where nobody waits any more.
+                // Fails if the reader has given up.
                 let _ = answer.send(of_all.into_iter().chain(apart.flatten()).collect());
             }
-            Event::Stop => return,
+            CeilingEvent::Stop => return,
         }
     }
 }
@@ -130,7 +132,8 @@ fn readings(namespace: Option<Namespace>, ceiling: &Ceiling, now: Duration) -> V
     windows.filter_map(reading).collect()
 }
 
-/// Block hashes and namespaces are digests: half of their bytes tell them apart as well as this estimate needs.
+/// Half of a digest. Block hashes and namespaces are digests, and half of their bytes tells them apart well enough for this
+/// estimate.
 fn number(digest: &[u8; 16]) -> u64 {
     u128::from_le_bytes(*digest) as u64
 }

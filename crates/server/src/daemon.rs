@@ -1,4 +1,4 @@
-//! The daemon as a whole: what it is started with, how it starts, and how it stops.
+//! The daemon as a whole: its options, and the order in which it starts and stops.
 
 use std::{
     collections::BTreeMap,
@@ -36,10 +36,10 @@ use crate::{
     unreachable::Unreachable,
 };
 
-/// What the SSD tier gets at least to write its last blocks and its index.
+/// Least time for the SSD tier to write its last blocks and its index at the end.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// What a daemon needs to know.
+/// Options of a daemon. `kvlane serve` makes them from its flags.
 #[derive(Debug, Clone)]
 pub struct ServeOptions {
     /// Size and placement of the pool.
@@ -48,9 +48,9 @@ pub struct ServeOptions {
     pub listen: Vec<Address>,
     /// Health and metrics; `None` serves none.
     pub http: Option<SocketAddr>,
-    /// Names under which they may be asked for, beside `localhost` and addresses.
+    /// Host names that requests for them may name, beside `localhost` and addresses.
     pub http_hosts: Vec<String>,
-    /// Threads that take the checksums of what was saved, which nobody else sees before.
+    /// Threads that take the checksums of saved blocks. Other engines do not find a block before.
     pub seal_threads: usize,
     /// How fast the background check of checksums reads the pool, in bytes a second; 0 turns it off.
     pub scrub_bytes_per_s: u64,
@@ -60,29 +60,29 @@ pub struct ServeOptions {
     pub policy: Choice,
     /// Connections at the same time.
     pub sessions_max: usize,
-    /// What copies for engines on GPUs; None serves engines in host memory only.
+    /// Driver that copies for engines on GPUs; None serves engines in host memory only.
     pub gpu_driver: Option<Arc<dyn Driver>>,
     /// How a load for one GPU uses the links of others.
     pub rails: RailOptions,
-    /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1
-    /// for all.
+    /// Share of a GPU's link, up to 1, that a save takes while it is not urgent: no other save is queued behind it, and no
+    /// lookup awaits its engine's saves.
     pub save_link_share: f64,
-    /// What keeps blocks that the pool may lose; None for nothing.
+    /// The SSD tier below the pool; None for none.
     pub ssd: Option<SsdOptions>,
-    /// Whether to measure at start which way of copying is the fastest on this host's GPUs; else the usual is taken.
+    /// Whether to measure at start which way of copying is the fastest on this host's GPUs. Else defaults are taken.
     pub calibrate: bool,
 }
 
 /// Why a daemon does not start. Each names the offending value.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// The pool cannot be made as it was asked for.
+    /// The pool cannot be made with these options.
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    /// A socket or port.
+    /// A socket or port cannot be bound.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// A thread or descriptor.
+    /// The system gives no thread or descriptor.
     #[error("cannot start: {0}")]
     Io(#[from] std::io::Error),
     /// The SSD tier cannot be opened.
@@ -104,12 +104,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Binds, then pre-faults the pool (calling `progress` with the bytes done), then serves.
+    /// Binds the sockets, then pre-faults the pool (calling `progress` with the bytes done), then serves.
     ///
     /// # Errors
     /// [`StartError`], in one sentence that says what to do.
     pub fn start(options: &ServeOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<Self, StartError> {
-        // Binding first: a second daemon on the same socket must fail before it takes memory.
+        // Binding comes first, because a second daemon on the same socket must fail before it takes memory.
         let bound = listen::bind(&options.listen)?;
         let http_bound = options.http.map(http::bind).transpose()?;
         let arena = Arc::new(Arena::create(&options.arena, progress)?);
@@ -138,7 +138,7 @@ impl Daemon {
             engines: Engines::default(),
             sessions: Arc::new(Sessions::new(options.sessions_max)?),
             refusals: Arc::default(),
-            hand_offs: Arc::default(),
+            awaited_saves: Arc::default(),
             metrics: Arc::new(Events::default()),
             ceilings: HitCeilings::start()?,
             gpus,
@@ -159,12 +159,12 @@ impl Daemon {
         Ok(Self { shared, listeners, http, reaper: Some(reaper), ssd_notes, _background: background })
     }
 
-    /// "4 kB", "2 MB (hugetlb)", ...
+    /// Page size of the pool: "4 kB", "2 MB (hugetlb)", ...
     pub fn page_size(&self) -> &'static str {
         self.shared.arena.page_size()
     }
 
-    /// What copies for engines on GPUs, or None without one.
+    /// Describes the driver that copies for engines on GPUs. None without one.
     pub fn gpus(&self) -> Option<String> {
         self.shared.gpus.as_ref().map(Gpus::describe)
     }
@@ -174,7 +174,7 @@ impl Daemon {
         self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
     }
 
-    /// Bytes that loads moved through a ring on the GPU that they were for so far.
+    /// Bytes that loads moved through the GPU ring of their own GPU so far.
     pub fn staged_bytes(&self) -> u64 {
         self.shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)
     }
@@ -189,11 +189,11 @@ impl Daemon {
         self.shared.arena.bytes()
     }
 
-    /// Takes no new work, waits up to `drain` for what is under way, closes all sessions and removes the sockets; what is on
-    /// its way to the SSD arrives there. Returns whether everything under way ended in time.
+    /// Takes no new work, removes the sockets, and waits up to `drain` for calls in progress. Then closes all sessions, and
+    /// writes the blocks that are still queued for the SSD. Returns whether everything ended in time.
     pub fn stop(mut self, drain: Duration) -> bool {
         self.shared.stopping.store(true, Ordering::Release);
-        self.shared.hand_offs.stop();
+        self.shared.awaited_saves.stop();
         self.listeners.stop();
         let deadline = Instant::now() + drain;
         let mut drained = self.shared.sessions.drain(drain);
@@ -201,7 +201,7 @@ impl Daemon {
         if let Some(reaper) = self.reaper.take()
             && reaper.join().is_err()
         {
-            tracing::error!("the reaper had panicked");
+            tracing::error!("thread kvlane-reaper panicked");
         }
         if let Some(http) = self.http.take() {
             http.stop();

@@ -1,12 +1,12 @@
-//! What the shards of each space consist of, as their workers told. It proves that equal digests mean equal bytes, and
-//! says why two engines of one namespace share no blocks.
+//! Descriptions: what the shards of each space consist of, in their workers' words. They show that equal layout digests
+//! mean equal bytes, and explain why two engines of one namespace share no blocks.
 
 use std::{collections::VecDeque, sync::Arc};
 
 use kvlane_block::{CutDigest, LayoutDifferences, LayoutDigest, Namespace, ShardLayout};
 
-/// Memory of all descriptions together. With more, those of the spaces that came first are forgotten; nothing but the
-/// check and the explanation is lost with them.
+/// Most memory of all descriptions. Beyond that those of the oldest spaces are forgotten. Only the check and the
+/// explanation are lost with them.
 const MEMORY_MAX: usize = 64 << 20;
 
 /// A shard as its worker registered it.
@@ -16,38 +16,39 @@ pub(crate) struct Shard {
     pub(crate) layout: Option<Arc<ShardLayout>>,
 }
 
-/// A space of which at least one shard is described.
+/// A space with at least one described shard.
 #[derive(Debug)]
-struct Known {
+struct DescribedSpace {
     namespace: Namespace,
     cut: CutDigest,
-    /// In rank order.
+    /// One a rank, in rank order.
     shards: Vec<Shard>,
 }
 
-impl Known {
+impl DescribedSpace {
     fn memory_bytes(&self) -> usize {
         let layouts = self.shards.iter().filter_map(|shard| shard.layout.as_ref());
         self.shards.len() * size_of::<Shard>() + layouts.map(|layout| layout.memory_bytes()).sum::<usize>()
     }
 }
 
-/// All that is described. The space that came last stands at the end.
+/// The descriptions of all spaces.
 #[derive(Debug, Default)]
 pub(crate) struct Descriptions {
-    known: VecDeque<Known>,
+    /// In the order in which they came.
+    spaces: VecDeque<DescribedSpace>,
 }
 
 impl Descriptions {
-    /// Whether a shard of the same namespace and digest is known to consist of something else. What only one of them tells
-    /// is no contradiction.
+    /// How a shard differs from one of the same namespace and digest that is described otherwise. A field that only one of
+    /// them has is no contradiction.
     pub(crate) fn contradiction(&self, namespace: Namespace, shard: &Shard) -> Option<LayoutDifferences> {
-        let mut of_namespace = self.known.iter().filter(|known| known.namespace == namespace);
-        of_namespace.find_map(|known| contradiction(shard, &known.shards))
+        let mut of_namespace = self.spaces.iter().filter(|space| space.namespace == namespace);
+        of_namespace.find_map(|space| contradiction(shard, &space.shards))
     }
 
-    /// Keeps a space's shards. Answers how they differ from those of the namespace's last space before it, once: the first
-    /// time that this one comes.
+    /// Keeps the shards of a space. When the space comes for the first time, returns how they differ from those of the
+    /// namespace's last space before it.
     pub(crate) fn keep(
         &mut self,
         namespace: Namespace,
@@ -57,32 +58,32 @@ impl Descriptions {
         if shards.iter().all(|shard| shard.layout.is_none()) {
             return None;
         }
-        if let Some(known) =
-            self.known.iter_mut().find(|known| (known.namespace, known.cut) == (namespace, cut))
+        if let Some(space) =
+            self.spaces.iter_mut().find(|space| (space.namespace, space.cut) == (namespace, cut))
         {
-            // Workers of an earlier version may have opened it, which tell nothing.
-            for (known, shard) in known.shards.iter_mut().zip(shards) {
-                known.layout = known.layout.take().or(shard.layout);
+            // Workers of an earlier version, which describe nothing, may have opened it.
+            for (kept, shard) in space.shards.iter_mut().zip(shards) {
+                kept.layout = kept.layout.take().or(shard.layout);
             }
             self.forget_the_oldest();
             return None;
         }
-        let before = self.known.iter().rfind(|known| known.namespace == namespace);
+        let before = self.spaces.iter().rfind(|space| space.namespace == namespace);
         let difference = before.and_then(|before| first_difference(&shards, &before.shards));
-        self.known.push_back(Known { namespace, cut, shards });
+        self.spaces.push_back(DescribedSpace { namespace, cut, shards });
         self.forget_the_oldest();
         difference
     }
 
     /// Forgets the spaces that the daemon has forgotten.
     pub(crate) fn retain(&mut self, is_alive: impl Fn(Namespace, CutDigest) -> bool) {
-        self.known.retain(|known| is_alive(known.namespace, known.cut));
+        self.spaces.retain(|space| is_alive(space.namespace, space.cut));
     }
 
-    /// A space's layout in short; empty where nobody has told it.
+    /// A space's layout in short; empty if no worker has described it.
     pub(crate) fn in_short(&self, namespace: Namespace, cut: CutDigest) -> String {
-        let known = self.known.iter().find(|known| (known.namespace, known.cut) == (namespace, cut));
-        let layouts = known.iter().flat_map(|known| &known.shards).filter_map(|shard| shard.layout.as_ref());
+        let space = self.spaces.iter().find(|space| (space.namespace, space.cut) == (namespace, cut));
+        let layouts = space.iter().flat_map(|space| &space.shards).filter_map(|shard| shard.layout.as_ref());
         let mut texts = layouts.map(|layout| layout.to_string());
         let Some(first) = texts.next() else { return String::new() };
         if texts.all(|text| text == first) { first } else { format!("{first} in the first shard") }
@@ -91,29 +92,30 @@ impl Descriptions {
     fn forget_the_oldest(&mut self) {
         let mut total = self.memory_bytes();
         while total > MEMORY_MAX
-            && let Some(oldest) = self.known.pop_front()
+            && let Some(oldest) = self.spaces.pop_front()
         {
             total -= oldest.memory_bytes();
         }
     }
 
     fn memory_bytes(&self) -> usize {
-        self.known.iter().map(Known::memory_bytes).sum()
+        self.spaces.iter().map(DescribedSpace::memory_bytes).sum()
     }
 }
 
-/// What a shard and one of the same digest among these say that cannot both be. These agree with each other.
+/// The certain differences between a shard and the first of `others` with the same digest and a description. The others
+/// agree with each other, so one comparison is enough.
 pub(crate) fn contradiction<'a>(
     shard: &Shard,
-    known: impl IntoIterator<Item = &'a Shard>,
+    others: impl IntoIterator<Item = &'a Shard>,
 ) -> Option<LayoutDifferences> {
     let here = shard.layout.as_ref()?;
-    let same = known.into_iter().filter(|known| known.digest == shard.digest);
-    let there = same.filter_map(|known| known.layout.as_ref()).next()?;
+    let same = others.into_iter().filter(|other| other.digest == shard.digest);
+    let there = same.filter_map(|other| other.layout.as_ref()).next()?;
     here.compare(there).err()?.certain()
 }
 
-/// Of the first rank whose layouts differ; a rank that only one side has says nothing that rank 0 does not.
+/// The differences of the first rank whose layouts differ. A rank that only one side has adds nothing to those of rank 0.
 fn first_difference(here: &[Shard], there: &[Shard]) -> Option<LayoutDifferences> {
     let differ =
         |(here, there): (&Shard, &Shard)| here.layout.as_ref()?.compare(there.layout.as_ref()?).err();
@@ -150,7 +152,7 @@ mod tests {
         ShardLayout { place, layers: vec![layer] }
     }
 
-    fn untold(digest: u8) -> Shard {
+    fn undescribed(digest: u8) -> Shard {
         Shard { layout: None, ..shard(digest, 2) }
     }
 
@@ -164,7 +166,7 @@ mod tests {
         assert_eq!(descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2)]), None);
         let found = descriptions.contradiction(NAMESPACE, &shard(1, 4)).unwrap().to_string();
         assert_eq!(found, "layer l.0: torch.bfloat16 of 4 bytes here, torch.bfloat16 of 2 bytes there");
-        for fine in [shard(1, 2), shard(2, 4), untold(1)] {
+        for fine in [shard(1, 2), shard(2, 4), undescribed(1)] {
             assert_eq!(descriptions.contradiction(NAMESPACE, &fine), None);
         }
         assert_eq!(descriptions.contradiction(Namespace([4; 16]), &shard(1, 4)), None);
@@ -181,7 +183,7 @@ mod tests {
         for (number, shards) in [(1, vec![shard(1, 2)]), (2, vec![shard(2, 4), shard(3, 4)])] {
             assert_eq!(descriptions.keep(NAMESPACE, cut(number), shards), None);
         }
-        // Nothing is compared with spaces that the daemon has forgotten.
+        // A space that the daemon has forgotten is compared with nothing.
         descriptions.retain(|namespace, known| namespace == NAMESPACE && known == cut(1));
         assert_eq!(descriptions.contradiction(NAMESPACE, &shard(2, 2)), None);
         descriptions.retain(|_, _| false);
@@ -191,10 +193,10 @@ mod tests {
     #[test]
     fn what_an_earlier_version_did_not_tell_a_later_one_may() {
         let mut descriptions = Descriptions::default();
-        assert_eq!(descriptions.keep(NAMESPACE, cut(1), vec![untold(1), untold(2)]), None);
-        assert!(descriptions.known.is_empty());
-        descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2), untold(2)]);
-        descriptions.keep(NAMESPACE, cut(1), vec![untold(1), shard(2, 4)]);
+        assert_eq!(descriptions.keep(NAMESPACE, cut(1), vec![undescribed(1), undescribed(2)]), None);
+        assert!(descriptions.spaces.is_empty());
+        descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2), undescribed(2)]);
+        descriptions.keep(NAMESPACE, cut(1), vec![undescribed(1), shard(2, 4)]);
         assert!(descriptions.contradiction(NAMESPACE, &shard(1, 4)).is_some());
         assert!(descriptions.contradiction(NAMESPACE, &shard(2, 2)).is_some());
     }
@@ -213,7 +215,7 @@ mod tests {
             descriptions.keep(Namespace([number; 16]), cut(number), vec![large(number)]);
             assert!(descriptions.memory_bytes() <= MEMORY_MAX);
         }
-        assert!((20..60).contains(&descriptions.known.len()), "{}", descriptions.known.len());
+        assert!((20..60).contains(&descriptions.spaces.len()), "{}", descriptions.spaces.len());
         assert_eq!(descriptions.in_short(Namespace([0; 16]), cut(0)), "", "the oldest is forgotten");
         assert_ne!(descriptions.in_short(Namespace([59; 16]), cut(59)), "");
     }

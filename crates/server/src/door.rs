@@ -1,4 +1,4 @@
-//! A socket that the daemon listens on, and its file.
+//! A door: an address that the daemon listens at, with its socket and the socket's file.
 
 use std::{
     io,
@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use crate::peer::Stream;
 
-/// A place where the daemon cannot listen.
+/// Why the daemon cannot listen at an address.
 #[derive(Debug, Error)]
 pub enum ListenError {
     /// Another daemon answers there.
@@ -42,19 +42,19 @@ pub enum ListenError {
     Refused {
         /// The address as the user named it.
         address: String,
-        /// What the kernel said to socket, bind or listen.
+        /// The kernel's error from socket, bind or listen.
         error: io::Error,
     },
 }
 
-/// What listens at an address.
+/// A listening socket. A Unix socket's file is removed with it.
 #[derive(Debug)]
 pub(crate) enum Listener {
     Unix(UnixListener, #[allow(dead_code, reason = "kept for its end")] SocketFile),
     Tcp(TcpListener),
 }
 
-/// An address, and what listens there now.
+/// An address, and the socket that listens there now.
 #[derive(Debug)]
 pub(crate) struct Door {
     address: Address,
@@ -62,23 +62,22 @@ pub(crate) struct Door {
 }
 
 impl Door {
-    /// A stale socket file, which nobody answers, is replaced.
+    /// Binds an address. A stale socket file, behind which no daemon answers, is replaced.
     pub(crate) fn bind(address: &Address) -> Result<Self, ListenError> {
         let listener = Mutex::new(Arc::new(bind_one(address)?));
         Ok(Self { address: address.clone(), listener })
     }
 
-    /// Where engines and tools find it.
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// What listens now.
+    /// The present socket. [`bind_again`](Self::bind_again) replaces it.
     pub(crate) fn listener(&self) -> Arc<Listener> {
         Arc::clone(&self.listener.lock())
     }
 
-    /// Of a socket with a file.
+    /// The path of a socket with a file.
     pub(crate) fn path(&self) -> Option<&Path> {
         match &self.address {
             Address::Unix(path) => Some(path),
@@ -86,7 +85,7 @@ impl Door {
         }
     }
 
-    /// The file that belongs to what listens.
+    /// The file of the present socket.
     pub(crate) fn identity(&self) -> Option<Identity> {
         match &**self.listener.lock() {
             Listener::Unix(_, file) => Some(file.identity()),
@@ -94,8 +93,8 @@ impl Door {
         }
     }
 
-    /// Listens at the address anew, by the same rules as at the start; connections that are there go on. On an error what
-    /// listened before still does.
+    /// Binds the address again, by the same rules as at the start. Open connections go on. On an error the former socket
+    /// still listens.
     pub(crate) fn bind_again(&self) -> Result<(), ListenError> {
         let new = Arc::new(bind_one(&self.address)?);
         let former = std::mem::replace(&mut *self.listener.lock(), new);
@@ -138,7 +137,8 @@ impl Listener {
         }
     }
 
-    /// Wakes the accepting thread, whose accept fails from now on. Connecting would not do: the file may have been removed.
+    /// Wakes the accepting thread: its accept fails from now on. A connection would not wake it, because the file may have
+    /// been removed.
     pub(crate) fn wake(&self) {
         let _ = match self {
             Self::Unix(listener, _) => shutdown(listener, Shutdown::Both),

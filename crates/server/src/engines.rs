@@ -1,4 +1,15 @@
-//! Engines: which sessions belong together, and which spaces their groups use.
+//! Engines: which sessions belong to one engine, and which space each of its groups uses.
+//!
+//! ```text
+//!   OpenEngine (scheduler) ---+
+//!   RegisterWorker (rank 0) --+--> all are there: spaces opened --> all workers have mapped the pool: ready
+//!   RegisterWorker (rank n) --+         ^                                     |
+//!                                       '------- a session leaves <-----------'
+//! ```
+//! - Only a ready engine is served: its lookups may promise blocks, and its saves make blocks.
+//! - Workers must match the scheduler's groups, and ranks that share blocks must cut and describe them alike. A session
+//!   that does not match is refused, and those that came before go on.
+//! - A space is not forgotten while an [`Opened`] with it is held, by its engine or by a call that is being served.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -15,18 +26,18 @@ use crate::{
     save_gate::SaveGate,
 };
 
-/// One connection, unique in a run of the daemon.
+/// Number of a session; unique in a run of the daemon.
 pub(crate) type SessionId = u64;
 
-/// Groups of one engine; vLLM has rarely more than five.
+/// Most groups of one engine. vLLM rarely has more than five.
 const GROUPS_MAX: usize = 64;
-/// Workers of one engine.
+/// Most workers of one engine.
 const WORKERS_MAX: u32 = 1024;
 
-/// Spaces that are alive: of engines that are connected, or with blocks in the pool.
+/// Most spaces: those of connected engines, and those with blocks in the pool.
 const SPACES_MAX: usize = 4096;
 
-/// When one more would be too many, so many are forgotten at once, if they can be.
+/// How many spaces are forgotten at once when one more would be too many.
 const FORGOTTEN_AT_ONCE: usize = 256;
 
 /// Why an engine's request is refused.
@@ -72,13 +83,13 @@ pub(crate) struct GroupSpec {
 pub(crate) struct WorkerGroup {
     pub(crate) namespace: Namespace,
     pub(crate) shard: Shard,
-    /// Of the worker's shard.
+    /// The regions of the worker's shard.
     pub(crate) regions: Vec<Region>,
-    /// What a load brings: the shard alone, or the slices of all ranks that hold the same block.
+    /// The regions of each slice that a load brings: the shard alone, or the slices of all ranks that hold the same block.
     pub(crate) slices: Vec<Vec<Region>>,
 }
 
-/// What a session needs to know to serve lookups and saves of a group.
+/// A group whose space is open: all that lookups and saves of it need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OpenGroup {
     pub(crate) space: SpaceId,
@@ -99,24 +110,26 @@ struct Engine {
     saves: Arc<SaveGate>,
     workers_expected: u32,
     scheduler: Option<SessionId>,
+    /// As the scheduler opened them.
     groups: Vec<GroupSpec>,
     workers: HashMap<Rank, WorkerSlot>,
+    /// Empty while the scheduler or a worker is missing.
     open: Opened,
 }
 
-/// An engine that is ready to save.
+/// A ready engine, whose saves a lookup may await.
 #[derive(Debug)]
-pub(crate) struct Saver {
+pub(crate) struct SavingEngine {
     pub(crate) owner: OwnerId,
     pub(crate) scheduler: SessionId,
     pub(crate) workers: Vec<SessionId>,
     pub(crate) open: Arc<Vec<OpenGroup>>,
 }
 
-/// The groups of an engine whose spaces are known. While one of these is held, its spaces are not forgotten.
+/// The open groups of an engine. While one of these is held, its spaces are not forgotten.
 type Opened = Arc<Vec<OpenGroup>>;
 
-/// The groups that were opened, as long as anybody holds them: an engine, or a session that serves it at the moment.
+/// Every [`Opened`] that is still held, by an engine or by a session that serves a call.
 #[derive(Debug, Default)]
 struct Uses(Vec<Weak<Vec<OpenGroup>>>);
 
@@ -137,7 +150,7 @@ impl Engine {
         !self.open.is_empty() && self.workers.values().all(|worker| worker.mapped)
     }
 
-    /// Ranks that share their blocks must cut them alike: each reads what the others saved.
+    /// Ranks that share blocks must cut them alike, because each reads the slices that the others saved.
     fn check_slices(&self, index: usize, rank: Rank, part: &WorkerGroup) -> Result<(), EngineError> {
         if part.slices.len() < 2 {
             return Ok(());
@@ -159,24 +172,25 @@ impl Engine {
         Ok(())
     }
 
-    /// Equal digests mean equal bytes only if the descriptions agree: with those of other engines, and of this one's
-    /// other ranks.
-    fn check_descriptions(&self, rank: Rank, known: &Descriptions) -> Result<(), EngineError> {
+    /// Compares a worker's descriptions with those of other engines and of this one's other ranks. Equal layout digests
+    /// mean equal bytes only if the descriptions agree.
+    fn check_descriptions(&self, rank: Rank, descriptions: &Descriptions) -> Result<(), EngineError> {
         let groups = self.workers.get(&rank).map_or(&[][..], |worker| &worker.groups);
         for (group, part) in groups.iter().enumerate() {
             let ranks = self.workers.iter().filter(|(other, _)| **other != rank);
             let parts = ranks.filter_map(|(_, worker)| worker.groups.get(group));
             let parts = parts.filter(|other| other.namespace == part.namespace);
             let among_ranks = contradiction(&part.shard, parts.map(|other| &other.shard));
-            if let Some(differences) = known.contradiction(part.namespace, &part.shard).or(among_ranks) {
+            let among_spaces = descriptions.contradiction(part.namespace, &part.shard);
+            if let Some(differences) = among_spaces.or(among_ranks) {
                 return Err(EngineError::Described { rank, group, differences });
             }
         }
         Ok(())
     }
 
-    /// Once scheduler and all workers are there, each group's space is known: its namespace and the cut that all
-    /// shards together make.
+    /// Opens the space of each group once the scheduler and all workers are there. The layouts of all shards together
+    /// are the space's cut. Does nothing while one is missing.
     fn open_spaces(
         &mut self,
         id: &str,
@@ -188,80 +202,125 @@ impl Engine {
         if self.scheduler.is_none() || self.workers.len() < self.workers_expected as usize {
             return Ok(());
         }
-        let mut ranks: Vec<_> = self.workers.iter().collect();
-        ranks.sort_by_key(|(rank, _)| **rank);
-        // Others may have told of equal digests since these workers registered.
-        for (rank, worker) in &ranks {
-            for (group, part) in worker.groups.iter().enumerate() {
-                if let Some(differences) = descriptions.contradiction(part.namespace, &part.shard) {
-                    return Err(EngineError::Described { rank: **rank, group, differences });
-                }
-            }
-        }
-        let mut found = Vec::new();
-        let mut described = Vec::new();
-        for (index, group) in self.groups.iter().enumerate() {
-            let mut layouts = Vec::new();
-            let mut shards = Vec::new();
-            let mut sizes = Vec::new();
-            for (rank, worker) in &ranks {
-                let Some(part) = worker.groups.get(index).filter(|part| part.namespace == group.namespace)
-                else {
-                    let found =
-                        worker.groups.iter().map(|g| g.namespace.to_string()).collect::<Vec<_>>().join(", ");
-                    return Err(EngineError::Mismatch(format!(
-                        "group {index} is {} for the scheduler, rank {rank} has [{found}]",
-                        group.namespace
-                    )));
-                };
-                self.check_slices(index, **rank, part)?;
-                layouts.push(part.shard.digest);
-                sizes.push(shard_bytes(&part.regions));
-                shards.push(part.shard.clone());
-            }
-            let cut = Cut::of(&layouts, &sizes);
-            found.push((group, cut, sizes));
-            described.push((group, cut, shards));
-        }
-        // Some of them may be there already; then a few more than needed are forgotten.
-        if store.count_spaces() + found.len() > SPACES_MAX {
-            store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
-            let left: HashSet<_> =
-                store.spaces().into_iter().map(|space| (space.namespace, space.cut)).collect();
-            descriptions.retain(|namespace, cut| left.contains(&(namespace, cut)));
-        }
-        let is_new = |(group, cut, sizes): &&(&GroupSpec, CutDigest, Vec<u64>)| {
-            !store.has_space(group.namespace, *cut, sizes)
-        };
-        let new = found.iter().filter(is_new).count();
-        if store.count_spaces() + new > SPACES_MAX {
-            return Err(EngineError::Spaces);
-        }
-        let open: Vec<OpenGroup> = found
-            .into_iter()
-            .map(|(group, cut, sizes)| OpenGroup {
-                space: store.space(group.namespace, &group.name, cut, &sizes),
-                tokens_per_block: group.tokens_per_block,
-                window_blocks: group.window_blocks,
-            })
-            .collect();
-        for (group, cut, shards) in described {
-            if let Some(differences) = descriptions.keep(group.namespace, cut, shards) {
-                tracing::info!(
-                    engine = id,
-                    namespace = %group.namespace,
-                    name = group.name,
-                    "the layout is not the one that came before with this namespace, and engines of different layouts share no blocks: {differences}"
-                );
-            }
-        }
+        self.check_against(descriptions)?;
+        let groups = self.cut_groups()?;
+        make_room(&groups, store, uses, descriptions)?;
+        let open = groups.iter().map(|group| group.open(store)).collect();
+        groups.into_iter().for_each(|group| group.describe(id, descriptions));
         self.open = Arc::new(open);
         uses.add(&self.open);
         Ok(())
     }
+
+    fn workers_by_rank(&self) -> Vec<(Rank, &WorkerSlot)> {
+        let mut ranks: Vec<_> = self.workers.iter().map(|(rank, worker)| (*rank, worker)).collect();
+        ranks.sort_by_key(|(rank, _)| *rank);
+        ranks
+    }
+
+    /// Compares all workers with the descriptions that came since they registered.
+    fn check_against(&self, descriptions: &Descriptions) -> Result<(), EngineError> {
+        for (rank, worker) in self.workers_by_rank() {
+            for (group, part) in worker.groups.iter().enumerate() {
+                if let Some(differences) = descriptions.contradiction(part.namespace, &part.shard) {
+                    return Err(EngineError::Described { rank, group, differences });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the cut of each group from the shards of all workers. These have to match the scheduler's groups.
+    fn cut_groups(&self) -> Result<Vec<CutGroup<'_>>, EngineError> {
+        let ranks = self.workers_by_rank();
+        let cut = |(index, spec)| self.cut_group(index, spec, &ranks);
+        self.groups.iter().enumerate().map(cut).collect()
+    }
+
+    fn cut_group<'a>(
+        &self,
+        index: usize,
+        spec: &'a GroupSpec,
+        ranks: &[(Rank, &WorkerSlot)],
+    ) -> Result<CutGroup<'a>, EngineError> {
+        let mut layouts = Vec::new();
+        let mut shards = Vec::new();
+        let mut sizes = Vec::new();
+        for (rank, worker) in ranks {
+            let Some(part) = worker.groups.get(index).filter(|part| part.namespace == spec.namespace) else {
+                let found =
+                    worker.groups.iter().map(|g| g.namespace.to_string()).collect::<Vec<_>>().join(", ");
+                return Err(EngineError::Mismatch(format!(
+                    "group {index} is {} for the scheduler, rank {rank} has [{found}]",
+                    spec.namespace
+                )));
+            };
+            self.check_slices(index, *rank, part)?;
+            layouts.push(part.shard.digest);
+            sizes.push(shard_bytes(&part.regions));
+            shards.push(part.shard.clone());
+        }
+        Ok(CutGroup { spec, cut: Cut::of(&layouts, &sizes), sizes, shards })
+    }
 }
 
-/// All engines.
+/// A group with its cut. It has no space yet.
+struct CutGroup<'a> {
+    spec: &'a GroupSpec,
+    cut: CutDigest,
+    /// Bytes of each rank's shard.
+    sizes: Vec<u64>,
+    /// One for each rank, in rank order.
+    shards: Vec<Shard>,
+}
+
+impl CutGroup<'_> {
+    fn has_space(&self, store: &Store) -> bool {
+        store.has_space(self.spec.namespace, self.cut, &self.sizes)
+    }
+
+    /// Finds or makes the group's space.
+    fn open(&self, store: &Store) -> OpenGroup {
+        OpenGroup {
+            space: store.space(self.spec.namespace, &self.spec.name, self.cut, &self.sizes),
+            tokens_per_block: self.spec.tokens_per_block,
+            window_blocks: self.spec.window_blocks,
+        }
+    }
+
+    /// Keeps the shards' descriptions. Logs how the layout differs from the namespace's last one.
+    fn describe(self, engine_id: &str, descriptions: &mut Descriptions) {
+        if let Some(differences) = descriptions.keep(self.spec.namespace, self.cut, self.shards) {
+            tracing::info!(
+                engine = engine_id,
+                namespace = %self.spec.namespace,
+                name = self.spec.name,
+                "engine's layout differs from the namespace's previous one, and engines of different layouts share no blocks: {differences}"
+            );
+        }
+    }
+}
+
+/// Forgets unused spaces if these groups could be too many, and refuses the groups if they still are.
+fn make_room(
+    groups: &[CutGroup<'_>],
+    store: &Store,
+    uses: &Uses,
+    descriptions: &mut Descriptions,
+) -> Result<(), EngineError> {
+    // Some of the groups may have a space already. Then a few more than needed are forgotten.
+    if store.count_spaces() + groups.len() > SPACES_MAX {
+        store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
+        let left: HashSet<_> = store.spaces().into_iter().map(|space| (space.namespace, space.cut)).collect();
+        descriptions.retain(|namespace, cut| left.contains(&(namespace, cut)));
+    }
+    let new = groups.iter().filter(|group| !group.has_space(store)).count();
+    if store.count_spaces() + new > SPACES_MAX {
+        return Err(EngineError::Spaces);
+    }
+    Ok(())
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Engines {
     inner: Mutex<Inner>,
@@ -307,7 +366,7 @@ impl Inner {
 }
 
 impl Engines {
-    /// The scheduler opens its groups. Answers the engine's owner and whether it is ready.
+    /// A scheduler opens its groups. Returns the engine's owner, and whether the engine is ready.
     pub(crate) fn open(
         &self,
         id: &str,
@@ -345,7 +404,7 @@ impl Engines {
         Ok((engine.owner, engine.ready()))
     }
 
-    /// A worker describes its memory.
+    /// A worker registers its memory. Returns the engine's owner.
     pub(crate) fn register(
         &self,
         id: &str,
@@ -384,8 +443,8 @@ impl Engines {
         slots.filter(|slot| slot.session == session).for_each(|slot| slot.mapped = true);
     }
 
-    /// The open groups and the number of shards, when the engine is ready. As long as the groups are held, their spaces stay,
-    /// also when the engine goes.
+    /// The open groups and the number of shards of a ready engine. The spaces stay while the groups are held, even if the
+    /// engine goes.
     pub(crate) fn ready(&self, id: &str) -> Option<(Arc<Vec<OpenGroup>>, u32)> {
         let inner = self.inner.lock();
         let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
@@ -401,11 +460,11 @@ impl Engines {
         })
     }
 
-    /// Who saves an engine's blocks, when it is ready.
-    pub(crate) fn saver(&self, id: &str) -> Option<Saver> {
+    /// The sessions that save an engine's blocks. None if the engine is not ready.
+    pub(crate) fn saver(&self, id: &str) -> Option<SavingEngine> {
         let inner = self.inner.lock();
         let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
-        Some(Saver {
+        Some(SavingEngine {
             owner: engine.owner,
             scheduler: engine.scheduler?,
             workers: engine.workers.values().map(|worker| worker.session).collect(),
@@ -413,23 +472,24 @@ impl Engines {
         })
     }
 
-    /// The open groups, also while workers have yet to map the pool; none while one is missing. See [`ready`](Self::ready).
+    /// The open groups, even while workers have yet to map the pool. Empty while one is missing. See [`ready`](Self::ready).
     pub(crate) fn opened(&self, id: &str) -> Arc<Vec<OpenGroup>> {
         self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.open)).unwrap_or_default()
     }
 
-    /// Runs `serve` with these. What it answers must not hold the id of a space.
+    /// Runs `serve` with the open groups and the number of shards of a ready engine. Its result must not hold the id of a
+    /// space.
     pub(crate) fn with_ready<T>(&self, id: &str, serve: impl FnOnce(&[OpenGroup], u32) -> T) -> Option<T> {
         let (open, workers) = self.ready(id)?;
         Some(serve(&open, workers))
     }
 
-    /// Which saves of an engine may become blocks.
+    /// The gate that decides which saves of an engine may become blocks.
     pub(crate) fn save_gate(&self, id: &str) -> Option<Arc<SaveGate>> {
         self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.saves))
     }
 
-    /// A space's layout in short; empty where nobody has told it.
+    /// A space's layout in short; empty if no worker has described it.
     pub(crate) fn layout_in_short(&self, namespace: Namespace, cut: CutDigest) -> String {
         self.inner.lock().descriptions.in_short(namespace, cut)
     }
@@ -440,7 +500,7 @@ impl Engines {
         inner.engines.values().flat_map(|engine| &engine.groups).map(|group| group.namespace).collect()
     }
 
-    /// The same process came back over a new connection: it takes its former place, without its mapping.
+    /// Puts a process's new session in the place of its former one. Its mapping of the pool does not count any more.
     pub(crate) fn replace(&self, id: &str, former: SessionId, session: SessionId) -> Option<OwnerId> {
         let mut inner = self.inner.lock();
         let engine = inner.engines.get_mut(id)?;
@@ -454,7 +514,7 @@ impl Engines {
         Some(engine.owner)
     }
 
-    /// A session's process can no longer touch anything. Answers the owner when it was the engine's last one.
+    /// Removes a session whose process can no longer touch anything. Returns the owner if it was the engine's last session.
     pub(crate) fn leave(&self, id: &str, session: SessionId) -> Option<OwnerId> {
         let mut inner = self.inner.lock();
         let engine = inner.engines.get_mut(id)?;
@@ -605,7 +665,7 @@ mod tests {
         let difference =
             "layer model.layers.0.attn: torch.float16 of 2 bytes here, torch.bfloat16 of 2 bytes there";
         assert!(sentence.contains(difference) && sentence.contains("kvlane.namespace"), "{sentence}");
-        // Whoever says the same, or nothing, shares.
+        // Workers that describe the same, or nothing, share.
         start("same", 5, described(2, 1, "torch.bfloat16")).unwrap();
         start("silent", 7, worker_group(4096)).unwrap();
         engines.mapped("first", 1);
@@ -683,11 +743,11 @@ mod tests {
             start("other", 5, described(3, 1, "torch.float16"));
             start("first", 1, described(2, 1, "torch.bfloat16"));
         });
-        let told = log.0.lock();
-        assert_eq!(told.len(), 1, "{told:?}");
+        let logged = log.0.lock();
+        assert_eq!(logged.len(), 1, "{logged:?}");
         let difference =
             "layer model.layers.0.attn: torch.float16 of 2 bytes here, torch.bfloat16 of 2 bytes there";
-        assert!(told[0].contains("share no blocks") && told[0].ends_with(difference), "{told:?}");
+        assert!(logged[0].contains("share no blocks") && logged[0].ends_with(difference), "{logged:?}");
     }
 
     fn named(number: u64) -> Namespace {

@@ -1,4 +1,4 @@
-//! What the daemon knows of a session that has said Hello.
+//! The state of a session that has said Hello.
 
 use std::{
     collections::HashMap,
@@ -15,39 +15,42 @@ use crate::{
     sessions::Info,
 };
 
-/// What is known after the greeting.
+/// Made by the Hello, dropped by the Bye or the end of the connection.
 pub(crate) struct Greeted {
     pub(crate) id: SessionId,
     pub(crate) info: Info,
+    /// Drawn by the process; the same over all its connections.
     pub(crate) nonce: [u8; 16],
-    pub(crate) heard: Arc<AtomicU64>,
+    /// See [`Sessions::now_ms`](crate::sessions::Sessions::now_ms).
+    pub(crate) last_heard_ms: Arc<AtomicU64>,
     pub(crate) said_bye: bool,
-    /// A scheduler that has opened its engine.
+    /// The engine that a scheduler has opened.
     pub(crate) opened: Option<OwnerId>,
-    /// A scheduler some of whose lookups had to wait.
+    /// The thread of a scheduler's late lookups. It starts with the first one.
     pub(crate) late: Option<LateLookups>,
-    /// Of a worker that is about to register.
+    /// GPU memory that a worker has shared and not yet registered.
     pub(crate) chunks: SharedChunks,
-    /// A worker that has registered.
+    /// Set while a worker is registered.
     pub(crate) worker: Option<WorkerState>,
 }
 
 pub(crate) struct WorkerState {
     pub(crate) registered: Arc<Registered>,
-    /// For a worker on a GPU.
+    /// Carries out the saves of a worker on a GPU. None for others.
     pub(crate) saves: Option<SaveThread>,
+    /// Claims that a mapped worker has not committed yet, by claim number.
     pub(crate) granted: HashMap<u64, Granted>,
     pub(crate) next_claim: u64,
 }
 
-/// What a worker registered.
+/// The memory that a worker registered.
 pub(crate) struct Registered {
     pub(crate) owner: OwnerId,
     pub(crate) rank: Rank,
-    /// Of its shards, group by group.
+    /// The regions of its shard, group by group.
     pub(crate) regions: Vec<Vec<Region>>,
-    /// What a load brings, group by group.
+    /// The regions of each slice that a load brings, group by group. One slice, the shard, if no other rank holds the block.
     pub(crate) slices: Vec<Vec<Vec<Region>>>,
-    /// None where the worker copies by itself.
+    /// None if the worker copies by itself.
     pub(crate) memory: Option<PeerBlocks>,
 }

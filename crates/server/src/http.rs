@@ -1,4 +1,4 @@
-//! Health and metrics over HTTP. Anybody who reaches the port may read them, and nothing can be changed there.
+//! Health and metrics over HTTP. Any peer that reaches the port may read them, and can change nothing.
 
 use std::{
     io,
@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 
 use crate::{door::ListenError, metrics::page::page, shared::Shared};
 
-/// What is said of a socket that engines cannot reach.
+/// The reason at /health for a socket that engines cannot reach.
 const UNREACHABLE: &str = "socket unreachable: see the daemon's log";
 
-/// Binds the port.
+/// Binds the port, without serving it yet.
 pub(crate) fn bind(at: SocketAddr) -> Result<TcpListener, ListenError> {
     TcpListener::bind(at).map_err(|error| match error.kind() {
         io::ErrorKind::AddrInUse => ListenError::PortInUse { flag: "--http", at },
@@ -32,7 +32,7 @@ pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Share
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
-    // Whoever asks here may be a stranger: the sentences have paths and users, and are in the log.
+    // The peer may be a stranger, so the sentences with paths and users stand only in the log.
     let reasons: &[&str] = if shared.unreachable.is_empty() { &[] } else { &[UNREACHABLE] };
     let (code, status) = if shared.is_stopping() {
         (StatusCode::SERVICE_UNAVAILABLE, "stopping")

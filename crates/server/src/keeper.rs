@@ -1,5 +1,5 @@
-//! Looks every second whether the daemon's socket is still there: the folder that it lies in may be removed while the
-//! daemon runs, for example `/run/user/UID` when its user logs out.
+//! Checks every second that the daemon's socket files are still there, and makes them again if they are gone. Their folder
+//! may be removed while the daemon runs, for example `/run/user/UID` when its user logs out.
 
 use std::{
     io,
@@ -17,22 +17,22 @@ use crate::{
     unreachable::Unreachable,
 };
 
-/// How often the keeper looks. It is also the longest that an engine finds no socket where one can be made.
+/// Time between two checks. An engine finds no socket for so long at most, if one can be made.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a look at the socket's path leads to.
+/// The decision after a check of the socket's path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// It is this daemon's.
+    /// The file is this daemon's.
     Keep,
-    /// Bind anew.
+    /// The file is gone, or another one stays there: bind again.
     Bind,
-    /// Something else lies there; the next look decides.
+    /// Another file has come; the next check decides.
     Wait,
 }
 
-/// Whoever starts at this path binds its socket a moment before it serves it. So what another process put there is judged only
-/// when it was there at the look before as well.
+/// Another daemon binds its socket a moment before it serves it. So a foreign file is judged only if it was there at the
+/// check before, too.
 fn decide(own: Option<Identity>, before: Option<Identity>, now: Option<Identity>) -> Step {
     match now {
         Some(_) if now == own => Step::Keep,
@@ -41,7 +41,7 @@ fn decide(own: Option<Identity>, before: Option<Identity>, now: Option<Identity>
     }
 }
 
-/// The thread that looks; it ends with this.
+/// The thread that checks the sockets.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     stop: mpsc::Sender<()>,
@@ -49,45 +49,47 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// Looks after these doors until it is stopped.
+    /// Starts to check these doors.
     pub(crate) fn start(doors: Vec<Arc<Door>>, shared: Arc<Shared>) -> io::Result<Self> {
         let (stop, stopped) = mpsc::channel();
         let thread = std::thread::Builder::new().name("kvlane-keeper".into()).spawn(move || {
             let mut before = vec![None; doors.len()];
             while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 for (door, before) in doors.iter().zip(&mut before) {
-                    look(door, before, &shared.unreachable);
+                    check(door, before, &shared.unreachable);
                 }
             }
         })?;
         Ok(Self { stop, thread })
     }
 
-    /// Returns when it does not touch any socket any more.
+    /// Ends the thread. Afterwards it touches no socket any more.
     pub(crate) fn stop(self) {
         drop(self.stop);
         if self.thread.join().is_err() {
-            tracing::error!("the thread that looks after the sockets had panicked");
+            tracing::error!("thread kvlane-keeper panicked");
         }
     }
 }
 
-fn look(door: &Door, before: &mut Option<Identity>, unreachable: &Unreachable) {
+fn check(door: &Door, before: &mut Option<Identity>, unreachable: &Unreachable) {
     let Some(path) = door.path() else { return };
-    // What cannot be looked at cannot be connected to either: binding tells why.
+    // A path that cannot be read cannot be connected to either. Binding then returns the reason.
     let now = Identity::of(path).ok();
     let step = decide(door.identity(), *before, now);
     *before = now;
-    let place = door.address().to_string();
+    let address = door.address().to_string();
     match step {
-        Step::Keep => unreachable.set(&place, None),
+        Step::Keep => unreachable.set(&address, None),
         Step::Wait => {}
         Step::Bind => match door.bind_again() {
             Ok(()) => {
-                tracing::warn!(place, "the socket was gone; the daemon made it again");
-                unreachable.set(&place, None);
+                tracing::warn!(address, "socket was gone; the daemon made it again");
+                unreachable.set(&address, None);
             }
-            Err(error) => unreachable.set(&place, Some(format!("the daemon's socket is gone, and {error}"))),
+            Err(error) => {
+                unreachable.set(&address, Some(format!("the daemon's socket is gone, and {error}")));
+            }
         },
     }
 }

@@ -1,6 +1,17 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
+//!
+//! ```text
+//!   listen (accepts) --> session (one thread a connection: reads requests, sends answers)
+//!                           |  calls/table, calls/admit: may this session make this call now?
+//!                           v
+//!                        calls/* --> store (lookups, claims, leases), engine-memory (copies)
+//!   sessions: who is connected, or may still touch the pool     engines: the sessions of one engine, and its spaces
+//!   reaper: frees what exited processes held                    http, metrics, status: for people and tools
+//! ```
+//! [`Daemon::start`] builds all of it around one `Shared`, and [`Daemon::stop`] takes it down.
 #![forbid(unsafe_code)]
 
+mod awaited_saves;
 mod calls;
 mod ceilings;
 mod daemon;
@@ -8,7 +19,6 @@ mod descriptions;
 mod door;
 mod engines;
 mod greeted;
-mod hand_offs;
 mod http;
 mod keeper;
 mod listen;

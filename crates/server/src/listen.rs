@@ -1,4 +1,4 @@
-//! The daemon's sockets.
+//! Binds and serves the daemon's sockets, with an accepting thread for each.
 
 use std::{io, sync::Arc, thread::JoinHandle};
 
@@ -23,12 +23,12 @@ pub(crate) struct Listeners {
     keeper: Option<Keeper>,
 }
 
-/// Binds all addresses. A stale socket file, which nobody answers, is replaced.
+/// Binds all addresses. A stale socket file, behind which no daemon answers, is replaced.
 pub(crate) fn bind(addresses: &[Address]) -> Result<Bound, ListenError> {
     addresses.iter().map(Door::bind).collect::<Result<_, _>>().map(Bound)
 }
 
-/// Accepts on all sockets, one thread each, and keeps them where they are.
+/// Accepts on all sockets, with one thread each. A keeper makes socket files again that are removed.
 pub(crate) fn serve(bound: Bound, shared: &Arc<Shared>) -> io::Result<Listeners> {
     let doors: Vec<Arc<Door>> = bound.0.into_iter().map(Arc::new).collect();
     let mut threads = Vec::new();
@@ -51,10 +51,10 @@ fn accept(door: &Door, shared: &Arc<Shared>) {
         }
         match accepted {
             Ok(stream) => session::start(stream, Arc::clone(shared)),
-            // It was woken to go on with the new one.
+            // The socket was bound again: accept on the new one.
             Err(_) if !Arc::ptr_eq(&listener, &door.listener()) => {}
             Err(error) => {
-                // Out of descriptors, for example: sessions that end will free some.
+                // The process may be out of descriptors; sessions that end free some.
                 tracing::warn!(%error, "cannot accept a connection");
                 std::thread::park_timeout(std::time::Duration::from_millis(100));
             }

@@ -1,5 +1,5 @@
-//! The thread of a worker's saves, of which one asks for saves without end: apart from the code, since it takes a daemon, which
-//! has that code in it.
+//! Tests of a worker's thread of saves: its bounded queue, and which saves are urgent. They need a running daemon, so they
+//! stand apart from calls/save_thread.rs.
 
 use std::{
     io::Read,
@@ -15,18 +15,18 @@ use kvlane_proto::{
 };
 
 use crate::{
+    awaited_saves::{AwaitedSaves, Signal},
     calls::{
         save_thread::{SaveThread, WAITING_MAX},
         table::Call,
     },
     daemon::Daemon,
-    hand_offs::{HandOffs, Signal},
     peer::Stream,
     replies::Replies,
     session_table,
 };
 
-/// The numbers of the next `count` answers.
+/// Reads the request numbers of the next `count` answers.
 fn answered(stream: &mut UnixStream, reader: &mut FrameReader, count: usize) -> Vec<u64> {
     let (mut numbers, mut scratch) = (Vec::new(), [0; 4096]);
     while numbers.len() < count {
@@ -42,7 +42,7 @@ fn answered(stream: &mut UnixStream, reader: &mut FrameReader, count: usize) -> 
     numbers
 }
 
-/// To a worker, and the worker's end.
+/// A connection to a worker: the daemon's end and the worker's.
 fn connection(daemon: &Daemon) -> (Arc<Replies>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let refusals = Arc::clone(&daemon.shared.refusals);
@@ -78,7 +78,7 @@ fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
     assert!(numbers.into_iter().eq(0..=WAITING_MAX as u64), "all that were taken are answered, in order");
     ask(9).unwrap();
     assert_eq!(answered(&mut theirs, reader, 1), [9]);
-    // The counts of its sessions are back at rest, or the daemon would wait for them.
+    // No call is left in progress, or the daemon would wait for it.
     drop(saves);
     assert!(daemon.stop(Duration::from_secs(60)));
 }
@@ -106,12 +106,12 @@ fn a_save_is_urgent_while_another_engine_waits_for_its_engine_and_while_another_
     };
     ask(1);
     assert!(!is_urgent());
-    let wait = |engine: &str| HandOffs::enter(&shared.hand_offs, engine, Signal::new(|| {}));
+    let wait = |engine: &str| AwaitedSaves::enter(&shared.awaited_saves, engine, Signal::new(|| {}));
     let for_another = wait("q");
     assert!(!is_urgent());
-    let places = [wait("p"), wait("p")];
+    let listed = [wait("p"), wait("p")];
     assert!(is_urgent());
-    drop(places);
+    drop(listed);
     assert!(!is_urgent());
     ask(2);
     assert!(is_urgent());

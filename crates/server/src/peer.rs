@@ -1,15 +1,15 @@
-//! Who is at the other end of a connection, and what it may do.
+//! The peer of a connection, and whether its user may use the daemon.
 
 use std::{io, net::TcpStream, os::fd::OwnedFd, os::unix::net::UnixStream, time::Duration};
 
 use kvlane_memory::{PeerCredentials, peer_pidfd};
 
-/// The other end.
+/// The process at the other end of a connection.
 #[derive(Debug)]
 pub(crate) enum Peer {
-    /// A process of this host, known by the kernel.
+    /// A process of this host, as the kernel names it.
     Local { credentials: PeerCredentials, pidfd: OwnedFd },
-    /// Over TCP: only tools, and nothing that changes anything.
+    /// A peer over TCP. Only tools may connect so, and only read.
     Remote,
 }
 
@@ -33,14 +33,14 @@ impl Stream {
 
     /// Ends the connection for both sides; a thread that reads from it sees the end.
     pub(crate) fn shutdown(&self) {
-        // Fails when the peer is gone already, which is what is wanted.
+        // Fails only if the peer is gone already.
         let _ = match self {
             Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
             Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
         };
     }
 
-    /// How long reading (without bound if `None`) and writing may take.
+    /// Sets how long a read (None: without bound) and a write may take.
     pub(crate) fn set_timeouts(&self, read: Option<Duration>, write: Duration) -> io::Result<()> {
         match self {
             Self::Unix(stream) => {
@@ -63,7 +63,7 @@ impl Stream {
 }
 
 /// Why a user may not connect, or `None`: the daemon serves its own user and root.
-/// `own_is_unclear`: every user without a number looks like this one.
+/// `own_is_unclear`: in the daemon's user namespace, every user without a number looks like its own.
 pub(crate) fn refuse_user(peer_uid: u32, own_uid: u32, own_is_unclear: bool) -> Option<String> {
     if peer_uid == own_uid && own_is_unclear {
         return Some(format!(

@@ -1,4 +1,5 @@
-//! Frees what sessions held whose process can no longer touch it, also of those that ended without a word.
+//! The reaper: a thread that notices when processes exit, and frees their claims and leases. Also those of processes that
+//! ended without a Bye.
 
 use std::{io, sync::Arc, thread::JoinHandle, time::Instant};
 
@@ -6,7 +7,7 @@ use kvlane_store::WriterId;
 
 use crate::{engines::SessionId, shared::Shared};
 
-/// Frees what a session held, now that its process can no longer touch it.
+/// Frees the claims of a session whose process can no longer touch the pool, and the leases of its engine if it was the last.
 pub(crate) fn settle_session(shared: &Shared, id: SessionId, engine_id: &str) {
     shared.store.writer_gone(WriterId(id), Instant::now());
     if let Some(owner) = shared.engines.leave(engine_id, id) {
@@ -24,7 +25,7 @@ pub(crate) fn start(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
                         session = id,
                         engine = info.engine_id,
                         pid = info.pid,
-                        "process exited; freeing what it held"
+                        "process exited; its claims and leases are freed"
                     );
                     settle_session(&shared, id, &info.engine_id);
                 }

@@ -3,7 +3,7 @@
 use kvlane_proto::v1::{self, refused::Reason, reply::Body as Answer};
 use thiserror::Error;
 
-/// A request is refused: the reason that the peer acts upon, and a sentence for people.
+/// A refused request: a reason that the peer acts upon, and a sentence for people.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{sentence}")]
 pub(crate) struct Refusal {
@@ -51,7 +51,7 @@ impl Refusal {
         Self::new(Reason::NotDurable, sentence)
     }
 
-    /// The daemon is about to end. `what` it takes no more of: "work", "sessions".
+    /// The daemon is about to end. `what`: "work" or "sessions".
     pub(crate) fn stopping(what: &str) -> Self {
         Self::new(Reason::Stopping, format!("the daemon is stopping and takes no new {what}"))
     }

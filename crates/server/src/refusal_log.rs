@@ -1,4 +1,4 @@
-//! The daemon's log of refusals: each new kind of them once a peer, since a peer that is refused asks again and again.
+//! Logs refusals: each reason once a peer, because a peer that is refused asks again and again.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -7,45 +7,47 @@ use parking_lot::Mutex;
 
 use crate::peer::Peer;
 
-/// Kinds that are remembered; the oldest is forgotten first, and told again.
+/// Pairs of peer and reason that are remembered. The oldest is forgotten first, and may be logged again.
 const REMEMBERED: usize = 4096;
 
-/// Whom the daemon refused what.
+/// The refusals that were logged.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
-    told: Mutex<Told>,
+    logged: Mutex<Logged>,
 }
 
+/// Peers and reasons, the same ones in both.
 #[derive(Debug, Default)]
-struct Told {
-    known: HashSet<(String, Reason)>,
+struct Logged {
+    pairs: HashSet<(String, Reason)>,
     order: VecDeque<(String, Reason)>,
 }
 
 impl Refusals {
-    /// The daemon answers `peer` with a refusal.
+    /// Logs a refusal, if it is the first one for this peer and reason.
     pub(crate) fn note(&self, peer: &str, refused: &Refused) {
-        // Nothing went wrong.
+        // A cancelled save is no fault.
         if refused.reason() == Reason::Cancelled {
             return;
         }
-        if self.is_new(peer, refused.reason()) {
+        if self.remember(peer, refused.reason()) {
             let (reason, sentence) = (refused.reason().as_str_name(), &refused.sentence);
-            tracing::warn!(peer, reason, "refused, and not told again for this peer and reason: {sentence}");
+            tracing::warn!(once = true, peer, reason, "request refused: {sentence}");
         }
     }
 
-    fn is_new(&self, peer: &str, reason: Reason) -> bool {
-        let mut told = self.told.lock();
-        let kind = (peer.to_owned(), reason);
-        if !told.known.insert(kind.clone()) {
+    /// True if the pair is new.
+    fn remember(&self, peer: &str, reason: Reason) -> bool {
+        let mut logged = self.logged.lock();
+        let pair = (peer.to_owned(), reason);
+        if !logged.pairs.insert(pair.clone()) {
             return false;
         }
-        told.order.push_back(kind);
-        if told.order.len() > REMEMBERED
-            && let Some(oldest) = told.order.pop_front()
+        logged.order.push_back(pair);
+        if logged.order.len() > REMEMBERED
+            && let Some(oldest) = logged.order.pop_front()
         {
-            told.known.remove(&oldest);
+            logged.pairs.remove(&oldest);
         }
         true
     }
@@ -66,14 +68,14 @@ mod tests {
     #[test]
     fn a_kind_is_told_once_a_peer_and_few_are_remembered() {
         let refusals = Refusals::default();
-        assert!(refusals.is_new("process 7", Reason::Conflict));
-        assert!(!refusals.is_new("process 7", Reason::Conflict));
-        assert!(refusals.is_new("process 7", Reason::Limit));
-        assert!(refusals.is_new("process 8", Reason::Conflict));
+        assert!(refusals.remember("process 7", Reason::Conflict));
+        assert!(!refusals.remember("process 7", Reason::Conflict));
+        assert!(refusals.remember("process 7", Reason::Limit));
+        assert!(refusals.remember("process 8", Reason::Conflict));
         for pid in 0..REMEMBERED {
-            refusals.is_new(&format!("process {}", pid + 9), Reason::Limit);
+            refusals.remember(&format!("process {}", pid + 9), Reason::Limit);
         }
-        assert_eq!(refusals.told.lock().known.len(), REMEMBERED);
-        assert!(refusals.is_new("process 7", Reason::Conflict), "the oldest is forgotten");
+        assert_eq!(refusals.logged.lock().pairs.len(), REMEMBERED);
+        assert!(refusals.remember("process 7", Reason::Conflict), "the oldest is forgotten");
     }
 }

@@ -1,4 +1,4 @@
-//! The answering side of a connection, which more than one thread may use.
+//! Sends the answers of a connection, from its session's thread and from those of its late lookups and saves.
 
 use std::{
     io::{self, Write},
@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use crate::{peer::Stream, refusal_log::Refusals};
 
-/// Sends whole frames, one after the other.
+/// Sends whole frames, one after the other, from any thread.
 pub(crate) struct Replies {
     stream: Mutex<Stream>,
     boot: [u8; 16],
@@ -26,7 +26,7 @@ pub(crate) struct Replies {
 }
 
 impl Replies {
-    /// Answers of this run of the daemon.
+    /// `boot` goes into every answer.
     pub(crate) fn new(stream: Stream, boot: [u8; 16], refusals: Arc<Refusals>, peer: String) -> Self {
         Self { stream: Mutex::new(stream), boot, refusals, peer }
     }
@@ -47,7 +47,7 @@ impl Replies {
         let stream = self.stream.lock();
         let sent = match (&*stream, descriptor) {
             (Stream::Unix(stream), Some(fd)) => {
-                // The descriptor rides on the first byte that is taken.
+                // The descriptor travels with the first byte that the kernel takes.
                 send_with_fds(stream, &frame, &[fd.as_fd()])
                     .and_then(|sent| (&mut &*stream).write_all(&frame[sent..]))
             }
@@ -55,7 +55,7 @@ impl Replies {
             (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
         };
         if sent.is_err() {
-            // A part of it may be on its way: what another thread sends next would be read as its rest.
+            // A part of the frame may have been sent. The peer would read the next frame as its rest.
             stream.shutdown();
         }
         sent

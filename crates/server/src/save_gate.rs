@@ -1,13 +1,13 @@
-//! Which saves of an engine may still become blocks. Its scheduler closes the gate behind saves whose blocks vLLM is about
-//! to overwrite (a reset of its cache, sleep).
+//! A gate that decides which saves of an engine may still become blocks. The scheduler closes it to saves whose blocks vLLM
+//! is about to overwrite (a reset of its cache, sleep).
 //!
 //! ```text
 //!   save of job n:  enter(n) ----- claims, copies, commits ----- leaves       (a mapped worker copies outside, and enters
 //!                                                                              again with its commit)
 //!   CancelSaves(m):       closed below m, then waits for those inside with n < m
 //! ```
-//! So when the wait has ended, a job below m is complete, with bytes that were read while its blocks were as they should
-//! be, or will never be.
+//! When that wait has ended, each job below m is either complete or shut out. The bytes of a complete one were read before
+//! vLLM overwrites them.
 
 use std::{sync::Arc, time::Instant};
 
@@ -22,13 +22,13 @@ pub(crate) struct SaveGate {
 
 #[derive(Debug, Default)]
 struct State {
-    /// No job below this one comes in.
+    /// Jobs below this one may not enter.
     closed_below: u64,
-    /// Jobs that are being worked for, each as often as it is.
+    /// One entry for each [`Inside`].
     inside: Vec<u64>,
 }
 
-/// Somebody works for a save. Ends the work when dropped.
+/// Held while a thread works on a save.
 #[derive(Debug)]
 pub(crate) struct Inside {
     gate: Arc<SaveGate>,
@@ -36,7 +36,7 @@ pub(crate) struct Inside {
 }
 
 impl SaveGate {
-    /// Work for a save begins; None if it was cancelled.
+    /// Begins work on a save. None if it was cancelled.
     pub(crate) fn enter(self: &Arc<Self>, job: u64) -> Option<Inside> {
         let mut state = self.state.lock();
         if job < state.closed_below {
@@ -46,7 +46,7 @@ impl SaveGate {
         Some(Inside { gate: Arc::clone(self), job })
     }
 
-    /// No save below this job comes in any more. True when none is inside, which is waited for until the deadline.
+    /// Closes the gate to jobs below `below`, and waits until the deadline for those inside to leave. True if they have.
     pub(crate) fn close(&self, below: u64, deadline: Instant) -> bool {
         let mut state = self.state.lock();
         state.closed_below = state.closed_below.max(below);
@@ -58,14 +58,15 @@ impl SaveGate {
         true
     }
 
-    /// A scheduler begins, or comes back: it says what it has cancelled.
+    /// Sets the gate to what a scheduler says when it opens its engine. That may open it, because the jobs of a new
+    /// scheduler begin at 1.
     pub(crate) fn set(&self, closed_below: u64) {
         self.state.lock().closed_below = closed_below;
     }
 }
 
 impl Inside {
-    /// Whether what is left of the save is not worth doing.
+    /// Whether the save was cancelled since it entered. Its remaining blocks need not be copied.
     pub(crate) fn is_cancelled(&self) -> bool {
         self.job < self.gate.state.lock().closed_below
     }

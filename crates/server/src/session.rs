@@ -1,4 +1,11 @@
-//! One connection: reads requests, answers each, and cleans up after itself.
+//! A session: one connection and its thread, which reads requests and answers each.
+//!
+//! ```text
+//!   connected --> greeted (Hello) --> requests and answers --> Bye, or the connection is lost --> end
+//!       '- no Hello in time, a stranger's long message: closed
+//! ```
+//! However the thread ends, `Session::end` runs. It frees the process's claims and leases, unless the process may still touch
+//! the pool (sessions.rs).
 
 use std::{
     collections::VecDeque,
@@ -20,6 +27,7 @@ use kvlane_proto::{
 use kvlane_store::{LeaseId, WriterId};
 
 use crate::{
+    awaited_saves::End,
     calls::{
         admit::admit,
         carry_out,
@@ -28,7 +36,6 @@ use crate::{
     },
     engines::SessionId,
     greeted::Greeted,
-    hand_offs::End,
     peer::{Peer, Stream, refuse_user},
     reaper::settle_session,
     refusal::Refusal,
@@ -40,48 +47,48 @@ use crate::{
 use kvlane_door::Slot;
 
 const READ_BYTES: usize = 64 << 10;
-/// A process of the daemon's user that does not say Hello for so long is cut off.
+/// Time for a process of the daemon's user to say Hello. Then it is cut off.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same for who has proven nothing: whoever comes over TCP, and other users.
+/// The same for strangers: peers over TCP, and processes of other users.
 const STRANGER_TIMEOUT: Duration = Duration::from_secs(2);
-/// Over TCP the next request has to be there so long after the last answer.
+/// Longest pause over TCP between an answer and the whole next request.
 const TCP_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest message of who has proven nothing.
+/// Longest message of a stranger.
 const STRANGER_FRAME_BYTES: usize = 4096;
 /// Connections over TCP at the same time, apart from --max-sessions.
 pub(crate) const TCP_CONNECTIONS_MAX: usize = 16;
 /// Longest engine id and client name, in bytes.
 const NAME_BYTES_MAX: usize = 512;
-/// A peer that does not take its answers for so long is cut off.
+/// Time for a peer to take an answer. Then it is cut off.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// Descriptors that may have come before their requests are handled: those of a request and of the next.
+/// Most descriptors that wait for their requests: those of one request and of the next.
 const DESCRIPTORS_PENDING_MAX: usize = 2 * DESCRIPTORS_MAX;
 
 /// Serves a connection in a thread of its own.
 pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
     let connected = match &stream {
-        // Without room it is closed.
+        // Without a slot the connection is closed.
         Stream::Tcp(_) => match shared.tcp_slots.take() {
-            Some(slot) => Place::Tcp(slot),
+            Some(slot) => ConnectionSlot::Tcp(slot),
             None => return,
         },
         Stream::Unix(_) => match Connected::new(&shared.sessions) {
-            Ok(connected) => Place::Unix(connected),
-            Err(sentence) => return tracing::warn!("a connection was closed: {sentence}"),
+            Ok(connected) => ConnectionSlot::Unix(connected),
+            Err(error) => return tracing::warn!(%error, "connection closed"),
         },
     };
     let spawned =
         std::thread::Builder::new().name("kvlane-session".into()).stack_size(512 << 10).spawn(move || {
             let peer = match stream.peer() {
                 Ok(peer) => peer,
-                Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
+                Err(error) => return tracing::warn!(%error, "connection closed: its peer has no credentials"),
             };
             let replies = match stream.try_clone() {
                 Ok(clone) => {
                     let (refusals, name) = (Arc::clone(&shared.refusals), refusal_log::name_of(&peer));
                     Arc::new(Replies::new(clone, shared.boot, refusals, name))
                 }
-                Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
+                Err(error) => return tracing::warn!(%error, "connection closed: no descriptor left"),
             };
             let mut session = Session {
                 stream,
@@ -98,13 +105,13 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
             }
         });
     if let Err(error) = spawned {
-        tracing::warn!(%error, "no thread for another session");
+        tracing::warn!(%error, "connection closed: no thread for it");
     }
 }
 
-/// Where the connection is counted, until it ends.
+/// Counts the connection until it ends.
 #[allow(dead_code, reason = "kept for its end")]
-enum Place {
+enum ConnectionSlot {
     Unix(Connected),
     Tcp(Slot),
 }
@@ -115,12 +122,12 @@ struct Session {
     peer: Peer,
     shared: Arc<Shared>,
     greeted: Option<Greeted>,
-    /// Received, of requests that were not handled yet.
+    /// Received, but not yet taken by their requests.
     descriptors: VecDeque<OwnedFd>,
-    _connected: Place,
+    _connected: ConnectionSlot,
 }
 
-/// Whatever ends the thread: the session leaves.
+/// Ends the session, also if its thread panics.
 impl Drop for Session {
     fn drop(&mut self) {
         self.stream.shutdown();
@@ -129,7 +136,7 @@ impl Drop for Session {
 }
 
 impl Session {
-    /// Whether the kernel says that the peer is of a user who may use the daemon.
+    /// Whether the peer is a process of a user who may use the daemon, by the kernel's word. Else it is a stranger.
     fn is_proven(&self) -> bool {
         match &self.peer {
             Peer::Local { credentials, .. } => {
@@ -154,7 +161,7 @@ impl Session {
         let mut reader = FrameReader::with_max(most);
         let mut scratch = vec![0; scratch_bytes];
         let mut descriptors = Vec::new();
-        // Until then the next request has to be there, however slowly its bytes come.
+        // For the whole next request, so that a peer cannot stay by sending slowly.
         let mut deadline = Instant::now() + within;
         loop {
             if self.greeted.is_none() || !is_proven {
@@ -184,7 +191,7 @@ impl Session {
                         if !self.handle(request)? {
                             return Ok(());
                         }
-                        // What comes before the greeting gains no time.
+                        // A request before the greeting gains no time.
                         if self.greeted.is_some() {
                             deadline = Instant::now() + TCP_IDLE_TIMEOUT;
                         }
@@ -210,9 +217,9 @@ impl Session {
         };
         let call = Call::of(&ask);
         if let Some(greeted) = &self.greeted {
-            greeted.heard.store(self.shared.sessions.now_ms(), Ordering::Relaxed);
+            greeted.last_heard_ms.store(self.shared.sessions.now_ms(), Ordering::Relaxed);
         }
-        // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
+        // Busy until the answer is sent, so that a stopping daemon waits for it.
         let _busy = Busy::new(&self.shared.sessions);
         let answered = match self.answer(request.id, call, ask, since) {
             Ok(Answered::Later) => return Ok(true),
@@ -221,7 +228,7 @@ impl Session {
             Err(refusal) => Err(refusal),
         };
         if call == Call::Bye {
-            // Before the answer: who has it can rely on being gone.
+            // Ended before the answer: a process that has it can rely on holding nothing.
             self.end();
         }
         let was_refused = answered.is_err();
@@ -232,7 +239,7 @@ impl Session {
     }
 
     fn answer(&mut self, id: u64, call: Call, ask: Ask, since: Instant) -> Result<Answered, Refusal> {
-        // Before anybody says no: the next call must not find those of this one.
+        // Taken before any refusal, because the next call must not find the descriptors of this one.
         let count = descriptors_of(&ask).min(self.descriptors.len());
         let descriptors = self.descriptors.drain(..count).collect();
         if let Ask::Hello(hello) = ask {
@@ -241,8 +248,7 @@ impl Session {
         let Some(greeted) = &mut self.greeted else {
             return Err(Refusal::invalid("the first message of a connection must be Hello"));
         };
-        let over_tcp = matches!(self.peer, Peer::Remote);
-        admit(call.row(), greeted, over_tcp, self.shared.is_stopping())?;
+        admit(call.row(), greeted, &self.peer, self.shared.phase())?;
         let mut context = Context {
             shared: &self.shared,
             greeted,
@@ -305,19 +311,19 @@ impl Session {
             method: String::new(),
             reason: String::new(),
         };
-        let heard = Arc::new(AtomicU64::new(self.shared.sessions.now_ms()));
+        let last_heard_ms = Arc::new(AtomicU64::new(self.shared.sessions.now_ms()));
         let stream = self.stream.try_clone().map_err(Refusal::no_descriptor)?;
         let id = self
             .shared
             .sessions
-            .add(info.clone(), nonce, stream, pidfd, Arc::clone(&heard))
+            .add(info.clone(), nonce, stream, pidfd, Arc::clone(&last_heard_ms))
             .map_err(Refusal::limit)?;
-        tracing::info!(session = id, engine = info.engine_id, role = ?role, pid, client = info.client, "connected");
+        tracing::info!(session = id, engine = info.engine_id, role = ?role, pid, client = info.client, "session greeted");
         self.greeted = Some(Greeted {
             id,
             info: info.clone(),
             nonce,
-            heard,
+            last_heard_ms,
             said_bye: false,
             opened: None,
             late: None,
@@ -327,7 +333,7 @@ impl Session {
         if role != Role::Tool {
             self.take_over(id, &nonce, &info, &hello.live_leases);
         }
-        // From here on a silent peer is an idle one; over TCP it may be that for a while only.
+        // From here on a silent peer is idle. Over TCP it may be that only for a while.
         self.stream.set_timeouts(None, SEND_TIMEOUT).map_err(Refusal::limit)?;
         Ok(Answer::Welcome(v1::Welcome {
             wire,
@@ -337,7 +343,8 @@ impl Session {
         }))
     }
 
-    /// The process may have been here before, over a connection that was lost.
+    /// Takes over from the sessions that the same process had over lost connections: frees their claims, and keeps the
+    /// leases that the process still names.
     fn take_over(&self, id: SessionId, nonce: &[u8; 16], info: &Info, live_leases: &[u64]) {
         let live: Vec<_> = live_leases.iter().map(|lease| LeaseId(*lease)).collect();
         for (former, engine_id) in self.shared.sessions.take_former(nonce, info.role, id) {
@@ -355,17 +362,17 @@ impl Session {
     }
     fn end(&mut self) {
         let Some(mut greeted) = self.greeted.take() else { return };
-        // Its saves are over before its claims are settled.
+        // Joins the thread of saves, because the saves must be over before the claims are settled.
         greeted.worker = None;
-        // And no lookup takes a lease for it any more.
+        // Joins the thread of late lookups, so that none takes a lease afterwards.
         greeted.late = None;
-        // Others may greet with its id, too: a session that was refused or replaced ends no wait for the engine.
+        // A session that was refused or replaced also names the engine, but must not end the waits for it.
         let was_of_engine = greeted.info.role != Role::Tool
             && self.shared.engines.has_session(&greeted.info.engine_id, greeted.id);
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
         if was_of_engine {
-            // Complete blocks that wait for their checksum would come yet, within milliseconds. An engine that goes is rare.
-            self.shared.hand_offs.end_of(&greeted.info.engine_id, End::Gone);
+            // Ends also waits whose blocks are complete and only wait for their checksums, some milliseconds. That is rare.
+            self.shared.awaited_saves.end_all_of(&greeted.info.engine_id, End::Gone);
         }
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
@@ -374,7 +381,7 @@ impl Session {
     }
 }
 
-/// How many descriptors ride on a request.
+/// How many descriptors belong to a request.
 fn descriptors_of(ask: &Ask) -> usize {
     match ask {
         Ask::ShareChunks(share) => share.chunk_bytes.len(),

@@ -1,5 +1,5 @@
-//! Walks every call in every kind of session, over both transports, of a daemon that serves and of one that is stopping.
-//! What each has to answer is written out here once more, apart from the code that decides it.
+//! A test that walks every call in every kind of session, over both transports, of a daemon that serves and of one that is
+//! stopping. The expected answers are written out here a second time, apart from the code that decides them.
 
 use std::{
     io::{Read, Write},
@@ -16,14 +16,14 @@ use kvlane_proto::{
     v1::{self, hello::Role, register_worker::Method, reply::Body as Answer, request::Body as Ask},
 };
 
-use crate::{Daemon, ServeOptions, calls::table::CALLS, peer::Stream, session};
+use crate::{Daemon, ServeOptions, calls::table::CALLS, peer::Stream, session, shared::Phase};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How far a connection has come.
+/// The state of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// It has said nothing yet.
+    /// Connected, but without a Hello.
     NoHello,
     Tool,
     /// A scheduler that has not opened its engine.
@@ -39,25 +39,31 @@ use Kind::{Mapped, NoHello, Opened, ProcessVm, Scheduler, Tool, Worker};
 
 const KINDS: [Kind; 7] = [NoHello, Tool, Scheduler, Opened, Worker, Mapped, ProcessVm];
 
-/// What is expected of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Transport {
+    Unix,
+    Tcp,
+}
+
+/// Expected answers of a call.
 #[derive(Debug, Clone)]
 struct Expected {
     call: &'static str,
-    /// Who may use it.
-    who: &'static [Kind],
-    /// What the others hear.
+    /// The sessions that may use it.
+    kinds: &'static [Kind],
+    /// The sentence that all other sessions get.
     sentence: &'static str,
-    over_tcp: bool,
-    while_stopping: bool,
+    transports: &'static [Transport],
+    phases: &'static [Phase],
 }
 
 const fn expected(
     call: &'static str,
-    (who, sentence): (&'static [Kind], &'static str),
-    over_tcp: bool,
-    while_stopping: bool,
+    (kinds, sentence): (&'static [Kind], &'static str),
+    transports: &'static [Transport],
+    phases: &'static [Phase],
 ) -> Expected {
-    Expected { call, who, sentence, over_tcp, while_stopping }
+    Expected { call, kinds, sentence, transports, phases }
 }
 
 const ANY: (&[Kind], &str) = (&[Tool, Scheduler, Opened, Worker, Mapped, ProcessVm], "");
@@ -69,31 +75,36 @@ const SHARING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only workers sh
 const REGISTERING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only workers register memory");
 const REGISTERED: (&[Kind], &str) = (&[Mapped, ProcessVm], "register the worker's memory first");
 
-/// Call, who, over TCP, while stopping. In the order of the .proto file.
+const UNIX: &[Transport] = &[Transport::Unix];
+const BOTH: &[Transport] = &[Transport::Unix, Transport::Tcp];
+const SERVING: &[Phase] = &[Phase::Serving];
+const ALWAYS: &[Phase] = &[Phase::Serving, Phase::Stopping];
+
+/// Call, sessions, transports, phases. In the order of the .proto file.
 const EXPECTED: [Expected; 19] = [
-    expected("Hello", GREETING, true, false),
-    expected("OpenEngine", SCHEDULERS, false, false),
-    expected("RegisterWorker", REGISTERING, false, false),
-    expected("MapPool", ANY, false, true),
-    expected("PoolMapped", ANY, false, false),
-    expected("Lookup", OPENED, false, false),
-    expected("Release", OPENED, false, true),
-    expected("Save", REGISTERED, false, false),
-    expected("Claim", REGISTERED, false, false),
-    expected("Commit", REGISTERED, false, true),
-    expected("Heartbeat", OPENED, false, true),
-    expected("Settle", ANY, false, true),
-    expected("DropNamespaces", TOOLS, false, true),
-    expected("GetStatus", ANY, true, true),
-    expected("Bye", ANY, true, true),
-    expected("Load", REGISTERED, false, true),
-    expected("ShareChunks", SHARING, false, false),
-    expected("CancelSaves", OPENED, false, true),
-    expected("ReadJournal", OPENED, false, true),
+    expected("Hello", GREETING, BOTH, SERVING),
+    expected("OpenEngine", SCHEDULERS, UNIX, SERVING),
+    expected("RegisterWorker", REGISTERING, UNIX, SERVING),
+    expected("MapPool", ANY, UNIX, ALWAYS),
+    expected("PoolMapped", ANY, UNIX, SERVING),
+    expected("Lookup", OPENED, UNIX, SERVING),
+    expected("Release", OPENED, UNIX, ALWAYS),
+    expected("Save", REGISTERED, UNIX, SERVING),
+    expected("Claim", REGISTERED, UNIX, SERVING),
+    expected("Commit", REGISTERED, UNIX, ALWAYS),
+    expected("Heartbeat", OPENED, UNIX, ALWAYS),
+    expected("Settle", ANY, UNIX, ALWAYS),
+    expected("DropNamespaces", TOOLS, UNIX, ALWAYS),
+    expected("GetStatus", ANY, BOTH, ALWAYS),
+    expected("Bye", ANY, BOTH, ALWAYS),
+    expected("Load", REGISTERED, UNIX, ALWAYS),
+    expected("ShareChunks", SHARING, UNIX, SERVING),
+    expected("CancelSaves", OPENED, UNIX, ALWAYS),
+    expected("ReadJournal", OPENED, UNIX, ALWAYS),
 ];
 
-/// A call that can be carried out, or is refused only for what the session holds.
-fn ask(call: &str, at: &Place) -> Ask {
+/// A request of this call that can be carried out, or is refused only because of what the session holds.
+fn ask(call: &str, at: &Case) -> Ask {
     match call {
         "Hello" => hello(Role::Tool, at),
         "OpenEngine" => open_engine(),
@@ -121,8 +132,8 @@ fn ask(call: &str, at: &Place) -> Ask {
     }
 }
 
-/// What is answered to a call that nothing about the session forbids: the answer's name, or a refusal of the call's own.
-fn served(call: &str, kind: Kind, over_tcp: bool) -> &'static str {
+/// The answer to a call that the table admits: its name, or a refusal of the call's own.
+fn served(call: &str, kind: Kind, transport: Transport) -> &'static str {
     match (call, kind) {
         ("Hello", _) => "Welcome",
         ("OpenEngine", _) => "EngineOpened",
@@ -135,7 +146,7 @@ fn served(call: &str, kind: Kind, over_tcp: bool) -> &'static str {
             "UNKNOWN: engine 'the engine' is not ready: its scheduler or other workers are missing"
         }
         ("Commit", _) => "UNKNOWN: claim 7 is not open",
-        ("GetStatus", _) if over_tcp => "a part of Status",
+        ("GetStatus", _) if transport == Transport::Tcp => "a part of Status",
         ("GetStatus", _) => "Status",
         ("Load", _) => "NOT_ALLOWED: this worker loads by itself, from its mapping of the pool",
         ("ShareChunks", _) => "NOT_ALLOWED: the worker's blocks lie on a GPU, and this daemon has none",
@@ -143,8 +154,8 @@ fn served(call: &str, kind: Kind, over_tcp: bool) -> &'static str {
     }
 }
 
-/// By these rows, in the order in which a session asks them.
-fn verdict(row: &Expected, at: &Place) -> String {
+/// The answer that a row expects, by its columns in the order in which a session checks them.
+fn verdict(row: &Expected, at: &Case) -> String {
     let is_greeting = row.call == "Hello";
     if is_greeting && at.kind != NoHello {
         return format!("INVALID: {}", row.sentence);
@@ -152,47 +163,47 @@ fn verdict(row: &Expected, at: &Place) -> String {
     if !is_greeting && at.kind == NoHello {
         return "INVALID: the first message of a connection must be Hello".into();
     }
-    if at.over_tcp && !row.over_tcp {
+    if !row.transports.contains(&at.transport) {
         return "NOT_ALLOWED: over TCP only status is served: use the Unix socket".into();
     }
-    if at.is_stopping && !row.while_stopping {
+    if !row.phases.contains(&at.phase) {
         let what = if is_greeting { "sessions" } else { "work" };
         return format!("STOPPING: the daemon is stopping and takes no new {what}");
     }
-    if !row.who.contains(&at.kind) {
+    if !row.kinds.contains(&at.kind) {
         return format!("NOT_ALLOWED: {}", row.sentence);
     }
-    served(row.call, at.kind, at.over_tcp).into()
+    served(row.call, at.kind, at.transport).into()
 }
 
-/// What a daemon answered, in one place of the walk.
+/// A daemon's answer to one call in one case.
 #[derive(Debug)]
 struct Cell {
     call: &'static str,
-    place: Place,
+    case: Case,
     answered: String,
-    /// Whether the connection was closed behind the answer.
+    /// Whether the daemon closed the connection after the answer.
     is_closed: bool,
 }
 
-/// In which session, of which daemon.
+/// A session, its transport, and the phase of the daemon.
 #[derive(Debug)]
-struct Place {
+struct Case {
     kind: Kind,
-    over_tcp: bool,
-    is_stopping: bool,
-    /// Different for each.
+    transport: Transport,
+    phase: Phase,
+    /// Unique; names the engine and the process.
     number: u32,
     /// A worker's fence: its nonce and epoch 1.
     fence: Box<[u8; 24]>,
 }
 
-impl Place {
-    fn new(kind: Kind, over_tcp: bool, is_stopping: bool, number: u32) -> Self {
+impl Case {
+    fn new(kind: Kind, transport: Transport, phase: Phase, number: u32) -> Self {
         let mut fence = Box::new([0; 24]);
         fence[..4].copy_from_slice(&number.to_le_bytes());
         fence[16] = 1;
-        Self { kind, over_tcp, is_stopping, number, fence }
+        Self { kind, transport, phase, number, fence }
     }
 
     fn engine_id(&self) -> String {
@@ -200,7 +211,7 @@ impl Place {
     }
 }
 
-fn hello(role: Role, at: &Place) -> Ask {
+fn hello(role: Role, at: &Case) -> Ask {
     let engine_id = if role == Role::Tool { String::new() } else { at.engine_id() };
     Ask::Hello(v1::Hello {
         wire_min: WIRE_MAX,
@@ -223,7 +234,7 @@ fn open_engine() -> Ask {
     Ask::OpenEngine(v1::OpenEngine { groups: vec![group], workers: 1, cancelled_below: 0 })
 }
 
-fn register(method: Method, at: &Place) -> Ask {
+fn register(method: Method, at: &Case) -> Ask {
     let region =
         v1::Region { base: 4096, block_stride: 4096, blocks: 4, piece_bytes: 4096, piece_offsets: vec![0] };
     let group = v1::WorkerGroup {
@@ -249,18 +260,21 @@ struct Connection {
 }
 
 impl Connection {
-    fn open(daemon: &Daemon, at: &Place) -> Self {
-        let (ours, theirs) = if at.over_tcp {
-            // Places of connections that have ended are given back by their threads, in a moment.
-            while daemon.shared.tcp_slots.take().is_none() {
-                std::thread::yield_now();
+    fn open(daemon: &Daemon, at: &Case) -> Self {
+        let (ours, theirs) = match at.transport {
+            Transport::Tcp => {
+                // The threads of ended connections give their slots back in a moment.
+                while daemon.shared.tcp_slots.take().is_none() {
+                    std::thread::yield_now();
+                }
+                let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+                let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+                (Stream::Tcp(ours), Stream::Tcp(listener.accept().unwrap().0))
             }
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            (Stream::Tcp(ours), Stream::Tcp(listener.accept().unwrap().0))
-        } else {
-            let (ours, theirs) = UnixStream::pair().unwrap();
-            (Stream::Unix(ours), Stream::Unix(theirs))
+            Transport::Unix => {
+                let (ours, theirs) = UnixStream::pair().unwrap();
+                (Stream::Unix(ours), Stream::Unix(theirs))
+            }
         };
         ours.set_timeouts(Some(PATIENCE), PATIENCE).unwrap();
         session::start(theirs, std::sync::Arc::clone(&daemon.shared));
@@ -328,7 +342,7 @@ fn name(answer: &Answer) -> String {
     }
 }
 
-/// One that serves nobody yet, for tests of this crate.
+/// A daemon without sessions, for tests of this crate.
 pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
     let options = ServeOptions {
         arena: ArenaOptions { bytes: 1 << 20, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 },
@@ -349,18 +363,18 @@ pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
     Daemon::start(&options, &|_| {}).unwrap()
 }
 
-/// All that a daemon answers: the walk is made once for all tests.
+/// The answers of a daemon to every call in every case. The walk is made once for all tests.
 static WALKED: LazyLock<Vec<Cell>> = LazyLock::new(|| {
     let folder = tempfile::tempdir().unwrap();
     let daemon = daemon(&folder);
     let mut cells = Vec::new();
-    for over_tcp in [false, true] {
-        // Engines do not come over TCP.
-        let kinds = if over_tcp { &KINDS[..2] } else { &KINDS };
-        for (kind, is_stopping) in kinds.iter().flat_map(|kind| [(*kind, false), (*kind, true)]) {
+    // Engines do not connect over TCP.
+    for (transport, kinds) in [(Transport::Unix, &KINDS[..]), (Transport::Tcp, &KINDS[..2])] {
+        for (kind, phase) in kinds.iter().flat_map(|kind| [(*kind, Phase::Serving), (*kind, Phase::Stopping)])
+        {
             for row in &EXPECTED {
-                let place = Place::new(kind, over_tcp, is_stopping, cells.len() as u32 + 1);
-                cells.push(step(&daemon, row.call, place));
+                let case = Case::new(kind, transport, phase, cells.len() as u32 + 1);
+                cells.push(step(&daemon, row.call, case));
             }
         }
     }
@@ -368,25 +382,29 @@ static WALKED: LazyLock<Vec<Cell>> = LazyLock::new(|| {
     cells
 });
 
-fn step(daemon: &Daemon, call: &'static str, place: Place) -> Cell {
-    let mut connection = Connection::open(daemon, &place);
-    daemon.shared.stopping.store(place.is_stopping, Ordering::Release);
-    let answered = name(&connection.ask(ask(call, &place)).expect("every call is answered"));
-    let answered = answered.replace(&place.engine_id(), "the engine");
-    // Who is still connected is answered, also without a Hello; and who said Bye holds nothing any more.
-    let is_closed = connection.ask(Ask::Bye(v1::Bye {})).is_none();
-    daemon.shared.stopping.store(false, Ordering::Release);
-    Cell { call, place, answered, is_closed }
+fn set_phase(daemon: &Daemon, phase: Phase) {
+    daemon.shared.stopping.store(phase == Phase::Stopping, Ordering::Release);
 }
 
-/// Where the daemon does not do what the rows say.
+fn step(daemon: &Daemon, call: &'static str, case: Case) -> Cell {
+    let mut connection = Connection::open(daemon, &case);
+    set_phase(daemon, case.phase);
+    let answered = name(&connection.ask(ask(call, &case)).expect("every call is answered"));
+    let answered = answered.replace(&case.engine_id(), "the engine");
+    // A session that is still connected gets an answer, also without a Hello. After a Bye it holds nothing.
+    let is_closed = connection.ask(Ask::Bye(v1::Bye {})).is_none();
+    set_phase(daemon, Phase::Serving);
+    Cell { call, case, answered, is_closed }
+}
+
+/// The cells that the rows do not expect.
 fn differences(rows: &[Expected], cells: &[Cell]) -> Vec<String> {
     let differs = |cell: &&Cell| {
         let row = rows.iter().find(|row| row.call == cell.call);
-        row.is_none_or(|row| verdict(row, &cell.place) != cell.answered)
+        row.is_none_or(|row| verdict(row, &cell.case) != cell.answered)
     };
-    let told = |cell: &Cell| format!("{cell:?}");
-    cells.iter().filter(differs).map(told).collect()
+    let text = |cell: &Cell| format!("{cell:?}");
+    cells.iter().filter(differs).map(text).collect()
 }
 
 #[test]
@@ -420,18 +438,18 @@ fn a_row_that_is_wrong_is_found() {
             change(&mut rows[at]);
             changed.push(rows);
         };
-        with(&|row| row.while_stopping = !row.while_stopping);
-        with(&|row| row.over_tcp = !row.over_tcp);
+        with(&|row| row.phases = if row.phases.contains(&Phase::Stopping) { SERVING } else { ALWAYS });
+        with(&|row| row.transports = if row.transports.contains(&Transport::Tcp) { UNIX } else { BOTH });
         if call != "Hello" {
-            // Every other role: who alone may use the call may not, or who may not may.
+            // Each kind of session once: taken from those that may use the call, or added to them.
             for kind in &KINDS[1..] {
                 with(&|row| {
-                    let mut who = row.who.to_vec();
-                    match who.iter().position(|other| other == kind) {
-                        Some(place) => drop(who.remove(place)),
-                        None => who.push(*kind),
+                    let mut kinds = row.kinds.to_vec();
+                    match kinds.iter().position(|other| other == kind) {
+                        Some(position) => drop(kinds.remove(position)),
+                        None => kinds.push(*kind),
                     }
-                    row.who = who.leak();
+                    row.kinds = kinds.leak();
                 });
             }
         }
@@ -443,35 +461,33 @@ fn a_row_that_is_wrong_is_found() {
     }
 }
 
-/// Over TCP nobody but a tool is greeted, and that is said before the daemon says that it is stopping.
+/// Over TCP only tools are greeted. The daemon refuses the others with that reason even while it is stopping.
 #[test]
 fn only_tools_are_greeted_over_tcp() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = daemon(&folder);
-    for (is_stopping, role) in
-        [false, true].into_iter().flat_map(|stopping| [(stopping, Role::Scheduler), (stopping, Role::Worker)])
-    {
-        let place = Place::new(NoHello, true, is_stopping, 1);
-        let mut connection = Connection::open(&daemon, &place);
-        daemon.shared.stopping.store(is_stopping, Ordering::Release);
-        let answered = name(&connection.ask(hello(role, &place)).unwrap());
+    for (phase, role) in ALWAYS.iter().flat_map(|phase| [(*phase, Role::Scheduler), (*phase, Role::Worker)]) {
+        let case = Case::new(NoHello, Transport::Tcp, phase, 1);
+        let mut connection = Connection::open(&daemon, &case);
+        set_phase(&daemon, phase);
+        let answered = name(&connection.ask(hello(role, &case)).unwrap());
         assert_eq!(
             answered,
             "NOT_ALLOWED: engines connect over the Unix socket: TCP carries neither the pool nor credentials"
         );
-        daemon.shared.stopping.store(false, Ordering::Release);
+        set_phase(&daemon, Phase::Serving);
     }
     assert!(daemon.stop(PATIENCE));
 }
 
-/// Only who has to write the pool gets it writable: tools, and workers that save by mapping.
+/// Only sessions that write the pool get it writable: tools, and workers that save by mapping.
 #[test]
 fn the_pool_is_writable_for_who_writes_it() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = daemon(&folder);
     for (number, kind) in (1..).zip(&KINDS[1..]) {
-        let place = Place::new(*kind, false, false, number);
-        let mut connection = Connection::open(&daemon, &place);
+        let case = Case::new(*kind, Transport::Unix, Phase::Serving, number);
+        let mut connection = Connection::open(&daemon, &case);
         let answered = name(&connection.ask(Ask::MapPool(v1::MapPool { writable: true })).unwrap());
         let wanted = match kind {
             Tool | Mapped => "PoolDescriptor",

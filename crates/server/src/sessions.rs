@@ -1,12 +1,12 @@
-//! Who is connected, and what is left of those who were.
+//! All sessions: those that are connected, and those in limbo, whose connection was lost and whose process lives.
 //!
 //! ```text
-//!   Live --- Bye, process exited, or a tool ---------------------------> gone: claims and leases freed
+//!   live ---- Bye, process exited, or a tool --------------------------> gone: claims and leases freed
 //!     |                                                                   ^
-//!     +--- connection lost, process alive --> Limbo -- process exited ----+
-//!                                               +---- same nonce greets again: the new session takes its place
+//!     +--- connection lost, process alive --> limbo -- process exited ----+
+//!                                               '---- same nonce greets again: the new session replaces it
 //! ```
-//! A process in limbo may still copy from or into the mapped pool, so what it holds stays as it is.
+//! A process in limbo may still copy from or into the mapped pool, so its claims and leases stay as they are.
 
 use std::{
     collections::HashMap,
@@ -27,18 +27,23 @@ use thiserror::Error;
 
 use crate::{engines::SessionId, peer::Stream};
 
-/// What is known of a session.
+/// Describes a session, for the log and the status page.
 #[derive(Debug, Clone)]
 pub(crate) struct Info {
+    /// Empty for a tool.
     pub(crate) engine_id: String,
     pub(crate) role: Role,
+    /// 0 for a session over TCP.
     pub(crate) pid: u32,
+    /// Name and version of the client, in its own words.
     pub(crate) client: String,
+    /// How a worker's saves travel. Empty before it registers.
     pub(crate) method: String,
+    /// Why they travel so.
     pub(crate) reason: String,
 }
 
-/// A role, as it is printed.
+/// The role's name in logs, metrics and status.
 pub(crate) fn role_name(role: Role) -> &'static str {
     match role {
         Role::Tool => "tool",
@@ -53,36 +58,42 @@ struct Entry {
     nonce: [u8; 16],
     /// `None` in limbo.
     stream: Option<Stream>,
+    /// None for a session over TCP.
     pidfd: Option<OwnedFd>,
-    heard: Arc<AtomicU64>,
+    last_heard_ms: Arc<AtomicU64>,
 }
 
-/// All sessions.
 #[derive(Debug)]
 pub(crate) struct Sessions {
     entries: Mutex<HashMap<SessionId, Entry>>,
+    /// Notified when a session ends or goes into limbo.
     changed: Condvar,
     next: AtomicU64,
+    /// Most sessions over the Unix socket, limbo included.
     max: usize,
     /// Connections with a thread, greeted or not.
     connections: AtomicUsize,
+    /// How many [`Busy`] there are.
     busy: Mutex<usize>,
+    /// Notified when `busy` falls to 0.
     idle: Condvar,
+    /// An epoll descriptor over the pidfds of all sessions, and `wake`.
     exits: OwnedFd,
+    /// An eventfd that ends `wait_for_exits`.
     wake: OwnedFd,
     started: Instant,
 }
 
-/// Epoll's mark for the wake-up descriptor; sessions count from 1.
+/// Epoll data of `wake`. Session ids count from 1.
 const WAKE: u64 = 0;
-/// The longest wait for exits. In between, the caller looks after what expires by itself.
+/// The longest wait for exits. Between two waits the reaper expires claims.
 const EXITS_WAIT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// Connections beyond the sessions, for those that have not said Hello yet and those that are being refused.
 const NOT_GREETED_MAX: usize = 64;
 
 /// Why there is no room for another connection or session.
 #[derive(Debug, Error)]
-pub(crate) enum NoPlace {
+pub(crate) enum NoCapacity {
     #[error("{0} connections are open, the most that --max-sessions allows")]
     Connections(usize),
     #[error("{0} sessions are open, the most that --max-sessions allows")]
@@ -95,13 +106,13 @@ pub(crate) enum NoPlace {
 pub(crate) struct Connected(Arc<Sessions>);
 
 impl Connected {
-    /// Counts the connection in, or says why there is no room.
-    pub(crate) fn new(sessions: &Arc<Sessions>) -> Result<Self, NoPlace> {
+    /// Counts a connection, or returns why there is no room.
+    pub(crate) fn new(sessions: &Arc<Sessions>) -> Result<Self, NoCapacity> {
         let (open, most) = (&sessions.connections, sessions.max + NOT_GREETED_MAX);
-        // Counted first: `Drop` takes it back when there is no room.
+        // Counted first. `Drop` takes it back if there is no room.
         let (before, connected) = (open.fetch_add(1, Ordering::Relaxed), Self(Arc::clone(sessions)));
         if before >= most {
-            return Err(NoPlace::Connections(before));
+            return Err(NoCapacity::Connections(before));
         }
         Ok(connected)
     }
@@ -113,11 +124,10 @@ impl Drop for Connected {
     }
 }
 
-/// Work under way, which a stopping daemon waits for.
+/// A call in progress, which a stopping daemon waits for.
 pub(crate) struct Busy(Arc<Sessions>);
 
 impl Busy {
-    /// Marks work under way.
     pub(crate) fn new(sessions: &Arc<Sessions>) -> Self {
         *sessions.busy.lock() += 1;
         Self(Arc::clone(sessions))
@@ -153,35 +163,35 @@ impl Sessions {
         })
     }
 
-    /// Adds a session, or says why there is no room.
+    /// Adds a session, or returns why there is no room.
     pub(crate) fn add(
         &self,
         info: Info,
         nonce: [u8; 16],
         stream: Stream,
         pidfd: Option<OwnedFd>,
-        heard: Arc<AtomicU64>,
-    ) -> Result<SessionId, NoPlace> {
+        last_heard_ms: Arc<AtomicU64>,
+    ) -> Result<SessionId, NoCapacity> {
         let mut entries = self.entries.lock();
-        // Drawn under the lock: a higher id connected later, which `take_former` relies on.
+        // Drawn under the lock: a session with a higher id greeted later, which `take_former` relies on.
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        // Whom this session is going to replace takes no room. Those over TCP, which have no process, are counted apart.
+        // Sessions that this one is going to replace do not count, nor do those over TCP, which have slots of their own.
         let is_other = |e: &&Entry| e.pidfd.is_some() && !(e.nonce == nonce && e.info.role == info.role);
         let others = entries.values().filter(is_other).count();
         if pidfd.is_some() && others >= self.max {
-            return Err(NoPlace::Sessions(others));
+            return Err(NoCapacity::Sessions(others));
         }
         if let Some(pidfd) = &pidfd {
             let event = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             epoll::add(&self.exits, pidfd, epoll::EventData::new_u64(id), event)
-                .map_err(|error| NoPlace::Watch { pid: info.pid, error: error.into() })?;
+                .map_err(|error| NoCapacity::Watch { pid: info.pid, error: error.into() })?;
         }
-        entries.insert(id, Entry { info, nonce, stream: Some(stream), pidfd, heard });
+        entries.insert(id, Entry { info, nonce, stream: Some(stream), pidfd, last_heard_ms });
         Ok(id)
     }
 
-    /// Sessions of the same process and role that are older than `newer`: cut off, waited for, and taken out. Their
-    /// ids and engines are answered. Of two new sessions only the newer waits for the other, never both.
+    /// Cuts off the sessions of the same process and role that are older than `newer`, waits for their threads, and removes
+    /// them. Returns their ids and engines. If two sessions call it at once, only the newer one waits for the other.
     pub(crate) fn take_former(
         &self,
         nonce: &[u8; 16],
@@ -196,7 +206,7 @@ impl Sessions {
             .filter(|(id, e)| same(id, e))
             .filter_map(|(_, e)| e.stream.as_ref())
             .for_each(Stream::shutdown);
-        // Their threads end with what they are doing, copies included, and then leave the entry in limbo.
+        // Their threads finish their calls, copies included, and then leave the entry in limbo.
         while entries.iter().any(|(id, e)| same(id, e) && e.stream.is_some()) {
             self.changed.wait(&mut entries);
         }
@@ -220,7 +230,7 @@ impl Sessions {
             && workers.iter().all(is_connected)
     }
 
-    /// How saves of this session travel.
+    /// Records how a worker's saves travel, for the status page.
     pub(crate) fn set_method(&self, id: SessionId, method: &str, reason: &str) {
         if let Some(entry) = self.entries.lock().get_mut(&id) {
             entry.info.method = method.into();
@@ -228,7 +238,8 @@ impl Sessions {
         }
     }
 
-    /// The session's thread ends. True when its process can no longer touch the pool; otherwise it is in limbo.
+    /// Called when the session's thread ends. True if its process can no longer touch the pool; else the session is in
+    /// limbo.
     pub(crate) fn end(&self, id: SessionId, said_bye: bool) -> bool {
         let mut entries = self.entries.lock();
         self.changed.notify_all();
@@ -242,14 +253,14 @@ impl Sessions {
         false
     }
 
-    /// All sessions with the milliseconds since they were last heard; limbo ones are marked in their role.
+    /// All sessions: id, description, milliseconds since the last request, and whether it is in limbo.
     pub(crate) fn list(&self) -> Vec<(SessionId, Info, u64, bool)> {
         let now = self.now_ms();
         let entries = self.entries.lock();
         let mut all: Vec<_> = entries
             .iter()
             .map(|(id, e)| {
-                let silent = now.saturating_sub(e.heard.load(Ordering::Relaxed));
+                let silent = now.saturating_sub(e.last_heard_ms.load(Ordering::Relaxed));
                 (*id, e.info.clone(), silent, e.stream.is_none())
             })
             .collect();
@@ -257,12 +268,12 @@ impl Sessions {
         all
     }
 
-    /// Milliseconds since the daemon started, for `heard`.
+    /// Milliseconds since the daemon started, for `last_heard_ms`.
     pub(crate) fn now_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
 
-    /// Waits until no work is under way. False at the timeout.
+    /// Waits until no call is in progress. False at the timeout.
     pub(crate) fn drain(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut busy = self.busy.lock();
@@ -274,14 +285,15 @@ impl Sessions {
         true
     }
 
-    /// Cuts all connections and ends the reaper.
+    /// Cuts all connections, and wakes the reaper so that it ends.
     pub(crate) fn close_all(&self) {
         self.entries.lock().values().filter_map(|entry| entry.stream.as_ref()).for_each(Stream::shutdown);
         // A full counter means that the reaper is awake already.
         let _ = rustix::io::write(self.wake.as_fd(), &1u64.to_ne_bytes());
     }
 
-    /// The process of this session exited. True when the session was in limbo and is now gone.
+    /// Called when the session's process has exited. Returns a session that was in limbo and is gone now; one that is
+    /// connected is cut off and ends by its thread.
     pub(crate) fn process_exited(&self, id: SessionId) -> Option<Info> {
         let mut entries = self.entries.lock();
         let entry = entries.get(&id)?;
@@ -293,7 +305,8 @@ impl Sessions {
         entries.remove(&id).map(|entry| entry.info)
     }
 
-    /// Waits until processes of sessions have exited, up to `EXITS_WAIT`, or until all connections are cut. Answers the sessions.
+    /// Waits until processes of sessions have exited, up to `EXITS_WAIT`, or until all connections are cut. Returns the
+    /// sessions of those processes.
     pub(crate) fn wait_for_exits(&self) -> Vec<SessionId> {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];

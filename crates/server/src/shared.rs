@@ -1,4 +1,4 @@
-//! What all sessions share.
+//! [`Shared`]: the state of a running daemon, which all sessions and threads share.
 
 use std::{
     sync::{
@@ -14,12 +14,13 @@ use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::events::Events,
+    awaited_saves::AwaitedSaves, ceilings::HitCeilings, engines::Engines, metrics::events::Events,
     refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
-/// What all sessions share.
+/// One for each run of the daemon.
 pub(crate) struct Shared {
+    /// The boot id of this run, drawn at random.
     pub(crate) boot: [u8; 16],
     pub(crate) started: Instant,
     pub(crate) arena: Arc<Arena>,
@@ -27,29 +28,40 @@ pub(crate) struct Shared {
     pub(crate) engines: Engines,
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) refusals: Arc<Refusals>,
-    /// Lookups that wait for what other engines save.
-    pub(crate) hand_offs: Arc<HandOffs>,
+    pub(crate) awaited_saves: Arc<AwaitedSaves>,
     pub(crate) metrics: Arc<Events>,
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
-    /// Loads into GPUs of ranks that hold the same blocks.
+    /// Joins the loads of ranks that hold the same blocks.
     pub(crate) meetings: Meetings,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
-    /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1
-    /// for all.
+    /// See [`ServeOptions::save_link_share`](crate::ServeOptions::save_link_share).
     pub(crate) save_link_share: f64,
     pub(crate) unreachable: Unreachable,
-    /// Connections over TCP.
+    /// One slot a connection over TCP.
     pub(crate) tcp_slots: Arc<Slots>,
-    /// Connections over HTTP.
+    /// One slot a connection over HTTP.
     pub(crate) http_slots: Arc<Slots>,
+    /// Read it with [`phase`](Self::phase).
     pub(crate) stopping: AtomicBool,
 }
 
+/// Whether the daemon takes new work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Serving,
+    /// From the first moment of [`Daemon::stop`](crate::Daemon::stop) on.
+    Stopping,
+}
+
 impl Shared {
+    pub(crate) fn phase(&self) -> Phase {
+        if self.stopping.load(Ordering::Acquire) { Phase::Stopping } else { Phase::Serving }
+    }
+
     pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
+        self.phase() == Phase::Stopping
     }
 }

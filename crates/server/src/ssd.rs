@@ -10,7 +10,7 @@ use kvlane_store::Store;
 
 use crate::ssd_notes::SsdNotes;
 
-/// Which files keep blocks that the pool may lose.
+/// Options of the SSD tier, which keeps blocks that the pool may lose.
 #[derive(Debug, Clone)]
 pub struct SsdOptions {
     /// Files or directories, on as many devices; at least one.
@@ -29,31 +29,31 @@ pub(crate) struct Ssd {
 }
 
 impl Ssd {
-    /// Reads the index back; that takes a moment where there are many blocks.
+    /// Opens the files and rebuilds the index, which takes a moment if there are many blocks.
     pub(crate) fn open(options: &SsdOptions, arena: &Arc<Arena>) -> Result<Self, OpenError> {
         let of_tier = Options { write_rate: options.write_rate, ..Options::new(options.devices.clone()) };
         let tier = SsdTier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
         Ok(Self { tier: Arc::new(tier), wait: options.wait })
     }
 
-    /// Whether a file has blocks of the namespace, or was to note that it was dropped and could not.
+    /// Whether a file has blocks of the namespace, or has yet to note that it was dropped.
     pub(crate) fn knows(&self, namespace: &Namespace) -> bool {
         self.tier.spaces().iter().any(|found| found.space.namespace == *namespace)
             || self.tier.missing_notes().contains(namespace)
     }
 
-    /// Starts the thread that tries again to note which namespaces were dropped.
+    /// Starts the thread that retries to note which namespaces were dropped.
     pub(crate) fn start_notes(&self) -> std::io::Result<SsdNotes> {
         let tier = Arc::clone(&self.tier);
         SsdNotes::start(move || {
             let before = tier.missing_notes();
             if !before.is_empty() && tier.note_missing().is_empty() {
-                tracing::info!(namespaces = before.len(), "the SSD has noted what was dropped");
+                tracing::info!(namespaces = before.len(), "SSD has noted the dropped namespaces");
             }
         })
     }
 
-    /// Each file.
+    /// One entry for each file.
     pub(crate) fn status(&self) -> Vec<v1::SsdStatus> {
         let status = |device: kvlane_ssd::DeviceStatus| {
             let cache = if device.direct { "direct" } else { "through the page cache" };
@@ -76,7 +76,7 @@ impl Ssd {
         self.tier.status().into_iter().map(status).collect()
     }
 
-    /// From now on the policy of `store` says which blocks deserve to be written again.
+    /// Makes the tier ask the policy of `store` which blocks are worth writing again.
     pub(crate) fn ask_policy_of(&self, store: &Arc<Store>) {
         self.tier.set_judge(Arc::new(Arc::downgrade(store)));
     }

@@ -1,4 +1,4 @@
-//! Tries again to note on the SSD which namespaces were dropped, in a thread of its own: a device that hangs holds up
+//! A thread that retries to note on the SSD which namespaces were dropped. On its own, so that a device that hangs blocks
 //! nothing else.
 
 use std::{
@@ -7,14 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two tries.
+/// Time between two tries.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The thread; it ends with this.
+/// The running thread. [`stop`](Self::stop) ends it.
 #[derive(Debug)]
 pub(crate) struct SsdNotes {
     stop: mpsc::Sender<()>,
-    /// Nothing is sent: that its other end is gone tells that the thread has ended.
+    /// Nothing is sent over it. It disconnects when the thread ends.
     ended: mpsc::Receiver<()>,
 }
 
@@ -33,8 +33,8 @@ impl SsdNotes {
         Ok(Self { stop, ended })
     }
 
-    /// Waits for the last try, but not longer than until then. False: the device has not answered, and the thread is left
-    /// alone with it.
+    /// Waits for the last try until the deadline `until`. False if the device has not answered by then; the thread is left
+    /// behind.
     pub(crate) fn stop(self, until: Instant) -> bool {
         drop(self.stop);
         let left = until.saturating_duration_since(Instant::now());

@@ -1,4 +1,4 @@
-//! What the daemon holds and who uses it, for people and tools.
+//! The status of the daemon, for people and tools: pool, sessions, namespaces, SSD and policy.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use kvlane_store::SpaceStats;
 
 use crate::{sessions::role_name, shared::Shared, ssd::Ssd};
 
-/// A snapshot.
+/// Everything, for peers of the Unix socket.
 pub(crate) fn collect(shared: &Shared) -> v1::Status {
     let stats = shared.store.stats();
     let policy = shared.store.policy();
@@ -54,14 +54,13 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
     }
 }
 
-/// The same without what tells of others: their sessions, processes and namespaces, and what was learnt of their blocks. For
-/// those who have proven nothing.
+/// The part that a stranger may read: without sessions, namespaces, and the classes learnt from blocks.
 pub(crate) fn for_anybody(shared: &Shared) -> v1::Status {
     let all = collect(shared);
     v1::Status { sessions: Vec::new(), namespaces: Vec::new(), learnt: Vec::new(), is_partial: true, ..all }
 }
 
-/// Those that the pool knows, then those of which only the SSD has blocks.
+/// The spaces of the pool, then those of which only the SSD has blocks.
 fn namespaces(shared: &Shared) -> Vec<v1::NamespaceStatus> {
     let on_ssd = shared.ssd.iter().flat_map(|ssd| ssd.tier.spaces());
     let mut on_ssd: BTreeMap<_, _> =

@@ -13,18 +13,18 @@ impl Unreachable {
         self.0.lock().is_empty()
     }
 
-    /// Says so when that changes; None: it can be reached.
-    pub(crate) fn set(&self, place: &str, reason: Option<String>) {
+    /// Records whether an address can be reached (None), and logs a change.
+    pub(crate) fn set(&self, address: &str, reason: Option<String>) {
         let mut all = self.0.lock();
-        let before = all.get(place);
+        let before = all.get(address);
         match reason {
             None if before.is_some() => {
-                tracing::info!(place, "engines can connect again");
-                all.remove(place);
+                tracing::info!(address, "engines can connect again");
+                all.remove(address);
             }
             Some(reason) if before != Some(&reason) => {
-                tracing::error!(place, "engines cannot connect: {reason}");
-                all.insert(place.to_owned(), reason);
+                tracing::error!(address, "engines cannot connect: {reason}");
+                all.insert(address.to_owned(), reason);
             }
             _ => {}
         }

@@ -1,14 +1,14 @@
-//! What a worker says of its GPU memory, out of its messages.
+//! Parses a worker's messages about its GPU memory.
 
 use kvlane_engine_memory::{Allocation, ChunkShare, Exported};
 use kvlane_gpu::GpuError;
 use kvlane_proto::v1;
 
-/// Of RegisterWorker.
+/// Parses the part of RegisterWorker.
 pub(crate) fn exported(worker: &v1::WorkerGpu) -> Result<Exported, GpuError> {
     let device_uuid = uuid(&worker.device_uuid)?;
     let fence = worker.fence.as_ref().ok_or_else(|| GpuError::Invalid("the fence is missing".into()))?;
-    // Unlike the regions, it comes with a handle always.
+    // The fence always comes with a handle; the regions may be shared as chunks instead.
     let fence = Allocation { handle: Some(handle(&fence.handle)?), ..whole(fence) };
     let allocation = |allocation: &v1::GpuAllocation| match allocation.handle.is_empty() {
         true => Ok(whole(allocation)),
@@ -26,7 +26,7 @@ pub(crate) fn exported(worker: &v1::WorkerGpu) -> Result<Exported, GpuError> {
     })
 }
 
-/// Of ShareChunks.
+/// Parses ShareChunks.
 pub(crate) fn chunk_share(share: &v1::ShareChunks) -> Result<ChunkShare, GpuError> {
     Ok(ChunkShare {
         device_uuid: uuid(&share.device_uuid)?,

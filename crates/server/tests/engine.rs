@@ -1,4 +1,4 @@
-//! What an engine sees: saves, hits, loads, restarts.
+//! The daemon as an engine sees it: saves, hits, loads, restarts.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail here")]
 

@@ -1,4 +1,4 @@
-//! A lookup of one engine that waits for what another one saves, over real sockets, and every way in which that ends.
+//! Lookups that await the saves of another engine, over real sockets, and every way in which the wait ends.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail here")]
 

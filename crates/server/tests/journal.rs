@@ -1,4 +1,4 @@
-//! What an engine hears of blocks that come and go, over the wire, against what lookups find.
+//! The journal over the wire, compared with the blocks that lookups find.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail here")]
 

@@ -1,4 +1,4 @@
-//! What workers tell of their shards, over real sockets: what is refused, and what status shows.
+//! Workers describe their shards over real sockets: which descriptions are refused, and what the status shows.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail here")]
 

@@ -1,6 +1,6 @@
-//! The model of the daemon that the simulation of the client's links asks answers as the daemon does: the same requests, to
-//! both, give the same kinds of answers with the same numbers. Else the simulation would hold the links to a daemon that is
-//! not there.
+//! The simulation of the client's links has a model of the daemon. Here the model and a daemon get the same requests, and must
+//! give the same kinds of answers with the same numbers. Else the simulation would test the links against a daemon that does
+//! not exist.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 #[path = "../../client/tests/simulation/daemon.rs"]

@@ -1,4 +1,4 @@
-//! Who proves nothing, over TCP and HTTP, keeps nobody else out.
+//! Strangers over TCP and HTTP do not keep other peers out.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail here")]
 

@@ -1,4 +1,4 @@
-//! Requests that parse and make no sense, thrown at a live daemon: it answers or closes, and goes on serving.
+//! Sends a live daemon requests that parse and make no sense: it answers or closes the connection, and goes on serving.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail here")]
 

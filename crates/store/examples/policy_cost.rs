@@ -1,10 +1,10 @@
-//! What each replacement policy costs the store, beside lru: a claim that evicts, by evicted block, and a lookup that hits, by
-//! block.
+//! Cost of each replacement policy in the store, compared with lru: of a claim that evicts, for each evicted block, and of a
+//! lookup that hits, for each block.
 //!
 //! `cargo run --release -p kvlane-store --example policy_cost`
 //!
-//! A pool of 100,000 blocks. Conversations grow by 16 blocks a turn, beside prompts of 64 blocks that come once; what is missing
-//! is saved. The policies take turns, a thousand prompts each; medians of the turns in which the pool was full.
+//! A pool of 100,000 blocks. Conversations grow by 16 blocks a turn, beside prompts of 64 blocks that come once. Missing blocks
+//! are saved. The policies take turns, a thousand prompts each. Prints medians over the turns in which the pool was full.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a program for developers")]
 
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ struct Engine {
     now: Instant,
 }
 
-/// Of a turn.
+/// Times of one turn.
 #[derive(Default)]
 struct Spent {
     claims: Duration,
@@ -56,7 +56,7 @@ impl Engine {
         let hit = self.index.lookup(ENGINE, &[group], u64::MAX, self.now);
         let took = begun.elapsed();
         let found = hit.as_ref().map_or(0, |hit| hit.tokens as usize);
-        // Of a prompt of which all is there: what is missed costs other work.
+        // Only prompts that hit as a whole: a miss costs other work.
         if found == prompt.len() {
             spent.lookups += took;
             spent.hits += found as u64;
@@ -83,7 +83,7 @@ impl Engine {
         );
         let took = begun.elapsed();
         let evicted = self.index.stats().counters.evicted_blocks - before;
-        // As many as come in: what a gate keeps out costs no eviction.
+        // Only claims of which each block evicted another one: a refused block costs no eviction.
         if evicted as usize == rest.len() {
             spent.claims += took;
             spent.evicted += evicted;

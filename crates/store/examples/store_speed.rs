@@ -20,7 +20,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-/// Claims, commits and seals one prompt; answers what the claim took.
+/// Claims, commits and seals one prompt. Returns how long the claim took.
 fn save(index: &mut Index, space: kvlane_store::SpaceId, hashes: &[BlockHash]) -> Duration {
     let now = Instant::now();
     let mut outcomes = Vec::new();

@@ -1,4 +1,4 @@
-//! The words of the store's interface.
+//! The types of the store's interface: who saves which blocks, and what a lookup returns.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -7,14 +7,14 @@ use kvlane_block::BlockHash;
 use kvlane_memory::PoolPage;
 use kvlane_policy::Choice;
 
-/// How long what was promised is kept, and what goes when room is needed.
+/// How long leases and claims live, and the replacement policy.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// A lease that its owner's heartbeat does not name is given back at this age.
     pub lease_ttl: Duration,
     /// A claim without progress and without a shard being written dies at this age.
     pub claim_ttl: Duration,
-    /// Which blocks are evicted, and which are taken in.
+    /// Which blocks are evicted, and which are admitted.
     pub policy: Choice,
 }
 
@@ -28,21 +28,21 @@ impl Default for StoreOptions {
     }
 }
 
-/// An engine. Holds leases; its workers together save a block.
+/// An engine. It holds leases, and its workers together save a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OwnerId(pub u64);
 
 impl OwnerId {
-    /// The store itself, as it claims what it fetches: no engine has this id.
+    /// The store itself, while it fetches. No engine has this id.
     pub(crate) const FETCHER: Self = Self(u64::MAX);
 }
 
-/// A worker's session. Writes shards; its unfinished ones die with it.
+/// A worker's session. It writes shards, and its unfinished ones die with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WriterId(pub u64);
 
 impl WriterId {
-    /// The store itself, as it writes what it fetches: no worker has this id.
+    /// The store itself, while it fetches. No worker has this id.
     pub(crate) const FETCHER: Self = Self(u64::MAX);
 }
 
@@ -50,11 +50,11 @@ impl WriterId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// A namespace with one cut. Valid for the store that gave it.
+/// A namespace with one cut. Valid in the store that made it, until that store forgets the space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SpaceId(pub(crate) u32);
 
-/// Which shard of a block; below the number of shards that the space's blocks have.
+/// Index of a shard in its block; below the number of shards that the space's blocks have.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ShardNumber(pub u32);
@@ -64,7 +64,7 @@ impl ShardNumber {
         self.0 as usize
     }
 
-    /// All of a block that has so many, in order.
+    /// All shards of a block that has `count`, in order.
     pub(crate) fn all(count: usize) -> impl Iterator<Item = ShardNumber> {
         (0..count as u32).map(ShardNumber)
     }
@@ -76,16 +76,16 @@ impl fmt::Display for ShardNumber {
     }
 }
 
-/// A block in the store, from its claim to its end. What names one that has ended is known to be stale.
+/// A block in the store, from its claim to its death. The generation tells a stale reference from a current one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StoredBlock {
-    /// Where the store keeps it, and what the policy calls it. Used again when the block has ended.
+    /// Index of the block's entry, by which the policy knows it too. Reused after the block's death.
     pub slot: u32,
-    /// How many blocks had ended in this slot before.
+    /// How many blocks died in this slot before.
     pub generation: u32,
 }
 
-/// Who claims which shard: what is the same for all blocks of a call.
+/// The worker that claims, and which shard. The same for all blocks of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {
     /// The engine that saves the blocks.
@@ -94,16 +94,16 @@ pub struct Caller {
     pub writer: WriterId,
     /// The space that the blocks belong to.
     pub space: SpaceId,
-    /// Which shard of each block.
+    /// The shard that it writes of each block.
     pub shard: ShardNumber,
-    /// When it claims.
+    /// The time of the call, from which `claim_ttl` counts.
     pub now: Instant,
 }
 
-/// What comes before the first block of a claim.
+/// The parent of the first block of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chain {
-    /// Nothing: the first block starts a prompt. Each further block is the child of the one before it.
+    /// None: the first block starts a prompt. Each further block is the child of the one before it.
     Start,
     /// This block, in the same space. Each further block is the child of the one before it.
     After(BlockHash),
@@ -114,15 +114,15 @@ pub enum Chain {
 /// One shard of a block to write: `shard_bytes` bytes from `page` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardClaim {
-    /// The block, or what was to become one.
+    /// The claimed block. Stale once the claim has died.
     pub block: StoredBlock,
-    /// Which shard of it.
+    /// The shard that the caller writes.
     pub shard: ShardNumber,
     /// First page of the shard's extent.
     pub page: PoolPage,
 }
 
-/// What became of one block of a claim.
+/// The answer for one block of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimOutcome {
     /// Write this shard, then commit or abort it.
@@ -149,14 +149,14 @@ pub struct LookupGroup<'a> {
     pub hashes: &'a [BlockHash],
 }
 
-/// The answer of a lookup. The blocks stay where they are until the lease is released.
+/// The result of a lookup. The blocks stay where they are until the lease is released.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hit {
     /// Length of the reusable prefix; above 0.
     pub tokens: u64,
     /// Give it back with `release`.
     pub lease: LeaseId,
-    /// One for each group asked for, in order.
+    /// One for each group of the lookup, in order.
     pub groups: Vec<HitGroup>,
 }
 
@@ -165,8 +165,8 @@ pub struct Hit {
 pub struct HitGroup {
     /// First block that the hit includes: 0, or the start of the window.
     pub first_block: u64,
-    /// Blocks from the prompt's first one that need no saving: the hit's, and those after it that are stored too. No
-    /// lease is on the latter.
+    /// Blocks from the prompt's first one that need no saving: those of the hit, and those after it that are stored
+    /// too. The lease covers only those of the hit.
     pub stored_blocks: u64,
     /// First pool page of each extent, block-major: `pages[block * shards + shard]`.
     pub pages: Vec<PoolPage>,

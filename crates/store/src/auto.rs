@@ -1,7 +1,8 @@
-//! `auto`: lookups feed shadow caches, and what those find best takes over.
+//! The policy `auto`: lookups feed shadow caches, one for each policy, and the policy that would hit the most takes
+//! over.
 //!
-//! A lookup hands a sampled prompt's fingerprints over and goes on; a thread of its own runs the shadows, some microseconds
-//! a block.
+//! A lookup only queues the fingerprints of a sampled prompt. The thread `kvlane-policy` runs the shadow caches, which
+//! takes some microseconds a block.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,46 +13,49 @@ use parking_lot::{Condvar, Mutex};
 use crate::api::LookupGroup;
 use crate::entries::fingerprint;
 
-/// Blocks of prompts that wait for the shadows, 8 bytes each; a prompt beyond that is left out and counted.
-const WAITING_BLOCKS_MAX: usize = 1 << 17;
+/// Blocks of all queued prompts, 8 bytes each. A prompt beyond that is left out and counted.
+const QUEUED_BLOCKS_MAX: usize = 1 << 17;
 
-/// Which policy is at work, and what `auto` knows of all of them.
+/// Which policy decides, and how `auto` rates all of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PolicyReport {
-    /// What was asked for.
+    /// The operator's choice, which may be `auto`.
     pub choice: Choice,
     /// The policy that decides now.
     pub active: PolicyKind,
     /// With `auto`, the recent prefix hit rate of each policy's shadow cache, 0 to 1; empty before the first lookup.
     pub shadow_hit_rates: Vec<(PolicyKind, f64)>,
-    /// What the policy at work has learnt, if it learns.
+    /// Classes of blocks that the active policy has learnt; empty if it does not learn.
     pub learnt: Vec<LearntClass>,
-    /// Times that another policy took over.
+    /// How often another policy took over.
     pub switches: u64,
-    /// Sampled lookups that the shadows did not get, since too many came at once.
+    /// Sampled lookups that the shadow caches did not get, because the queue was full.
     pub left_out: u64,
 }
 
 #[derive(Default)]
 pub(crate) struct AutoPolicy {
-    pub(crate) waiting: Mutex<Waiting>,
+    pub(crate) queue: Mutex<PromptQueue>,
+    /// Notified when a prompt was queued, and when the background is to stop.
     pub(crate) changed: Condvar,
-    /// One prompt in so many is handed over; 0 before anything is known.
+    /// One prompt in `sample` is queued. 0 until the shadow caches exist: every prompt is.
     sample: AtomicU32,
-    /// And the capacity that they were made for.
+    /// The shadow caches, and the capacity in blocks that they were made for. None before the first prompt.
     pub(crate) shadows: Mutex<Option<(Auto, usize)>>,
     pub(crate) switches: AtomicU64,
     pub(crate) left_out: AtomicU64,
 }
 
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct PromptQueue {
     pub(crate) prompts: VecDeque<Box<[u64]>>,
+    /// Sum over `prompts`.
     blocks: usize,
 }
 
 impl AutoPolicy {
-    /// A prompt was looked up. Groups with a window are left out: their blocks are no prefixes.
+    /// Queues the prompt of a lookup if it is sampled. Groups with a window are left out, because their blocks are no
+    /// prefixes.
     pub(crate) fn note(&self, groups: &[LookupGroup<'_>]) {
         let sample = self.sample.load(Ordering::Relaxed).max(1);
         for group in groups.iter().filter(|group| group.window_blocks == 0) {
@@ -61,35 +65,35 @@ impl AutoPolicy {
                 continue;
             }
             let prompt: Box<[u64]> = group.hashes.iter().map(key).collect();
-            let mut waiting = self.waiting.lock();
-            if waiting.blocks + prompt.len() > WAITING_BLOCKS_MAX {
+            let mut queue = self.queue.lock();
+            if queue.blocks + prompt.len() > QUEUED_BLOCKS_MAX {
                 self.left_out.fetch_add(1, Ordering::Relaxed);
                 continue;
             }
-            waiting.blocks += prompt.len();
-            waiting.prompts.push_back(prompt);
+            queue.blocks += prompt.len();
+            queue.prompts.push_back(prompt);
             self.changed.notify_one();
         }
     }
 
     /// Wakes the thread that waits for prompts.
     pub(crate) fn wake(&self) {
-        let _waiting = self.waiting.lock();
+        let _queue = self.queue.lock();
         self.changed.notify_all();
     }
 
     pub(crate) fn next(&self) -> Option<Box<[u64]>> {
-        let mut waiting = self.waiting.lock();
-        let prompt = waiting.prompts.pop_front()?;
-        waiting.blocks -= prompt.len();
+        let mut queue = self.queue.lock();
+        let prompt = queue.prompts.pop_front()?;
+        queue.blocks -= prompt.len();
         Some(prompt)
     }
 
-    /// Shows a prompt to the shadows, which are made anew when the pool turned out to hold another number of blocks.
+    /// Runs a prompt through the shadow caches. They are made anew when the pool's capacity has been corrected.
     pub(crate) fn observe(&self, prompt: &[u64], active: PolicyKind, capacity: usize) -> Option<Switch> {
         let mut shadows = self.shadows.lock();
         if shadows.as_ref().is_none_or(|(_, made_for)| *made_for != capacity) {
-            tracing::info!(capacity, policy = %active, "shadow caches are made for a pool of so many blocks");
+            tracing::info!(capacity_blocks = capacity, policy = %active, "shadow caches created for the pool's capacity");
             *shadows = Some((Auto::new(active, capacity), capacity));
         }
         let (auto, _) = shadows.as_mut()?;

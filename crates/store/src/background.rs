@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use crate::auto::AutoPolicy;
 use crate::store::Store;
 
-/// How often the scrub works; in between it sleeps.
+/// Shortest sleep of the scrub between two bursts of reads.
 const SCRUB_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The running threads. Dropping it stops and joins them; what is not sealed by then stays invisible.
+/// The running threads. Dropping it stops and joins them; blocks that are not sealed by then stay invisible.
 pub struct Background {
     store: Arc<Store>,
     stop: Arc<AtomicBool>,
@@ -20,8 +20,9 @@ pub struct Background {
 }
 
 impl Store {
-    /// Starts to seal what is committed, on `seal_threads` threads, one at least, and to compare what is visible with its
-    /// checksums at `scrub_bytes_per_s`, 0 for not at all. Fails if the system gives no thread.
+    /// Starts the threads of the store. `seal_threads` of them (one at least) seal committed blocks. One compares visible
+    /// blocks with their checksums at `scrub_bytes_per_s`, unless that is 0. A tier and the policy `auto` add one each.
+    /// Fails if the system gives no thread.
     pub fn start_background(
         self: &Arc<Self>,
         seal_threads: usize,
@@ -62,7 +63,7 @@ impl Background {
 impl Drop for Background {
     fn drop(&mut self) {
         {
-            // Set under the lock that the threads hold when they decide to wait: no wake-up is lost.
+            // Set under the lock that the threads hold when they decide to wait, so that no wake-up is lost.
             let _index = self.store.index.lock();
             self.stop.store(true, Ordering::Relaxed);
             self.store.committed.notify_all();
@@ -93,7 +94,7 @@ fn seal(store: &Arc<Store>, stop: &AtomicBool) {
     }
 }
 
-/// Reads at most `bytes_per_s` over time: what a block is larger than an interval's share is slept off.
+/// Reads at most `bytes_per_s` on average: after a block that is larger than an interval's share it sleeps longer.
 fn scrub(store: &Arc<Store>, stop: &AtomicBool, bytes_per_s: u64) {
     let mut wake = Instant::now();
     loop {

@@ -8,7 +8,7 @@ use crate::api::{OwnerId, ShardNumber, WriterId};
 pub(crate) struct Claim {
     /// The engine that saves it.
     pub(crate) owner: OwnerId,
-    /// Of the claim or its last commit.
+    /// Time of the claim, or of its last commit.
     pub(crate) since: Instant,
     pub(crate) shards: Box<[ShardState]>,
 }
@@ -21,7 +21,7 @@ pub(crate) enum ShardState {
 }
 
 impl Claim {
-    /// Who may be writing this shard.
+    /// The worker that may be writing this shard.
     pub(crate) fn writer(&self, shard: ShardNumber) -> Option<WriterId> {
         match self.shards.get(shard.index()) {
             Some(&ShardState::Writing(writer)) => Some(writer),
@@ -29,8 +29,8 @@ impl Claim {
         }
     }
 
-    /// Its worker has claimed this shard.
-    pub(crate) fn is_asked(&self, shard: ShardNumber) -> bool {
+    /// Whether a worker has claimed this shard.
+    pub(crate) fn is_granted(&self, shard: ShardNumber) -> bool {
         self.shards.get(shard.index()).is_some_and(|&shard| shard != ShardState::Waiting)
     }
 

@@ -1,4 +1,5 @@
-//! Saving: claim, write, commit.
+//! Saves: a worker claims one shard of each block, writes it, and commits or aborts it. A fetch does the same for all
+//! shards of a block at once ([`Index::restore`]).
 
 use std::time::Instant;
 
@@ -15,7 +16,7 @@ use crate::journal::Change;
 /// Ancestors that one claim call renews.
 const RENEW_LIMIT: usize = 4096;
 
-/// Slot of a block that is stored or being stored: since this very call, or before it.
+/// Slot of a block that is stored or being stored: newly claimed by this call, or old.
 #[derive(Clone, Copy)]
 enum Found {
     New(u32),
@@ -30,12 +31,12 @@ impl Found {
     }
 }
 
-/// Where the next block hangs.
+/// The parent of the next block of the run.
 #[derive(Clone, Copy)]
 enum Parent {
     None,
     At(u32),
-    /// Not in the store: the block would be unreachable.
+    /// Not in the store: the block would be unreachable, and is refused.
     Missing,
 }
 
@@ -45,8 +46,8 @@ impl Index {
     ///
     /// The first worker of an engine (the caller's `owner`) to claim a key creates the claim with room for all shards; the
     /// engine's other workers join with theirs. A chained block whose parent is neither stored nor being stored
-    /// (by anyone) is answered `NoRoom`. Making room evicts, within a bound of work for each call; where the policy finds
-    /// the blocks not worth that, only those come in that find room.
+    /// (by any engine) is answered `NoRoom`. Making room evicts, within a bound of work for each call. If the policy finds
+    /// the blocks not worth their victims, only those that find free room come in.
     pub fn claim(
         &mut self,
         caller: &Caller,
@@ -54,11 +55,11 @@ impl Index {
         hashes: &[BlockHash],
         out: &mut Vec<ClaimOutcome>,
     ) {
-        let is_worth_victims = self.are_worth_victims(caller, chain, hashes);
+        let is_worth_victims = self.judge_run(caller, chain, hashes);
         self.claim_part(caller, chain, hashes, is_worth_victims, out);
     }
 
-    /// `claim` for some of the blocks of a call that was judged as one.
+    /// Like `claim`, for some of the blocks of a run that [`judge_run`](Self::judge_run) has judged.
     pub(crate) fn claim_part(
         &mut self,
         caller: &Caller,
@@ -91,7 +92,7 @@ impl Index {
                 ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
-            self.asked(caller.owner, (space, *hash), shard, &outcome, caller.now);
+            self.save_requested(caller.owner, (space, *hash), shard, &outcome, caller.now);
             out.push(outcome);
             match block {
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
@@ -115,7 +116,7 @@ impl Index {
         }
     }
 
-    /// The policy gets new blocks by runs of which each continues the one before.
+    /// Collects new blocks for the policy, which gets them in runs: each block continues the one before.
     fn add_to_run(&mut self, slot: u32, is_chained: bool) {
         if is_chained && self.run.last().is_some_and(|&last| self.entries.at(slot).parent != last) {
             self.end_run(is_chained);
@@ -126,7 +127,7 @@ impl Index {
     fn end_run(&mut self, is_chained: bool) {
         let Some(&head) = self.run.first() else { return };
         if !is_chained {
-            // Nothing continues anything: the last one, nearest to where the prompt goes on, stays the longest.
+            // No block continues another. The last one, nearest to where the prompt continues, is to stay the longest.
             self.run.reverse();
         }
         let parent = self.entries.at(head).parent;
@@ -134,7 +135,7 @@ impl Index {
         self.run.clear();
     }
 
-    /// The outcome, and the block's slot if it is stored or being stored.
+    /// Returns the outcome, and the block's slot if it is stored or being stored.
     fn claim_block(
         &mut self,
         caller: &Caller,
@@ -154,12 +155,12 @@ impl Index {
                 Parent::At(parent) => self.entries.insert(caller.space, hash, parent),
             },
         };
-        // A gap hangs where it was first put; that parent counts.
+        // A gap keeps the parent that it was inserted with, and that parent counts.
         let parent = self.entries.at(slot).parent;
         if parent != NONE && self.entries.at(parent).state == State::Gap {
             return (ClaimOutcome::NoRoom, None);
         }
-        // Claimed before room is made: so neither it nor its ancestors, which now have a child, can be evicted.
+        // Claimed before room is made, so that neither it nor its ancestors, which now have a child, can be evicted.
         self.entries.at_mut(slot).state = State::Claimed;
         let Some(pages) = self.allocate_block(caller.space, effort) else {
             self.entries.at_mut(slot).state = State::Gap;
@@ -172,7 +173,7 @@ impl Index {
         (self.join(caller, slot), Some(Found::New(slot)))
     }
 
-    /// Starts to write a shard of a claim.
+    /// Grants the caller's shard of a claimed block, if the claim is its own engine's and the shard is not granted yet.
     fn join(&mut self, caller: &Caller, slot: u32) -> ClaimOutcome {
         let Some(claim) = self.claims.get_mut(&slot) else { return ClaimOutcome::InFlight };
         if claim.owner != caller.owner {
@@ -191,8 +192,8 @@ impl Index {
         })
     }
 
-    /// These shards are written. A block whose last shard this was is queued for sealing. Dead or unknown claims
-    /// are counted; their memory is free from here on.
+    /// Commits shards that are written. A block whose last shard this was is queued for sealing. If the claim is dead or
+    /// unknown, the commit is counted as stale and the shard's memory is freed.
     pub fn commit(&mut self, claims: &[ShardClaim], now: Instant) {
         for shard in claims {
             let Some(claim) = self.writing(shard) else {
@@ -209,13 +210,13 @@ impl Index {
                 self.claims.remove(&shard.block.slot);
                 self.entries.at_mut(shard.block.slot).state = State::Committed;
                 self.seal_queue.push_back(shard.block);
-                self.seals_asked += 1;
+                self.seals_queued += 1;
             }
         }
     }
 
-    /// All shards of one block are written, by whoever claimed all of them, with bytes that were compared with these
-    /// crc32c: it becomes visible at once. A dead claim is counted; its memory is free from here on.
+    /// Makes a fetched block visible at once. Its caller has claimed and written all shards, and has compared the bytes
+    /// with these crc32c. If the claim is dead, the commits are counted as stale and the memory is freed.
     pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32]) {
         assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
         let Some(&ShardClaim { block, .. }) = claims.first() else { return };
@@ -238,7 +239,7 @@ impl Index {
         self.note_change(Change::Visible, number, hash);
     }
 
-    /// The tier below has kept this of a block that was claimed to come back from there.
+    /// Gives the policy the memo that the tier below kept of a block that is being fetched.
     pub(crate) fn remember(&mut self, block: StoredBlock, memo: Memo) {
         if self.entries.current(block).is_some()
             && let Some(learning) = self.policy.learning_mut()
@@ -251,8 +252,8 @@ impl Index {
         self.counters.failed_fetches += 1;
     }
 
-    /// These shards will not be written: their blocks' claims die. Shards that other workers write meanwhile keep
-    /// their memory until they commit or abort.
+    /// Gives shards up, so that the claims of their blocks die. Shards that other workers are writing keep their memory
+    /// until those commit or abort.
     pub fn abort(&mut self, claims: &[ShardClaim], now: Instant) {
         for shard in claims {
             if let Some(claim) = self.writing(shard) {
@@ -264,7 +265,7 @@ impl Index {
         }
     }
 
-    /// The process behind `writer` can write no more: its unfinished shards abort.
+    /// Aborts the unfinished shards of a writer whose process can no longer write.
     pub fn writer_gone(&mut self, writer: WriterId, now: Instant) {
         let mut dying = Vec::new();
         for (&slot, claim) in &mut self.claims {
@@ -284,7 +285,8 @@ impl Index {
         self.free(unused);
     }
 
-    /// Claims die that are older than `claim_ttl` and of which no shard is being written: a worker never came.
+    /// Ends claims older than `claim_ttl` of which no shard is being written, because a worker never came. Forgets old
+    /// notes of failed saves, too.
     pub fn expire(&mut self, now: Instant) {
         let claim_ttl = self.options.claim_ttl;
         let expired = |claim: &Claim| {
@@ -295,13 +297,14 @@ impl Index {
             self.claims.iter().filter(|(_, claim)| expired(claim)).map(shards).collect();
         self.counters.expired_claims += dying.len() as u64;
         for (slot, shards) in dying {
-            // Those that never came may come late; those that were written do not come again.
+            // Noted for all shards. One that was never claimed may still be, and loses its note; one that was written is
+            // not saved again.
             self.drop_claimed(slot, ShardNumber::all(shards), now);
         }
         self.not_saved.expire(now);
     }
 
-    /// A claim dies, for want of these shards: whoever was saving the block has no reason to do so again.
+    /// Ends a claim because these shards were not written, and notes that: their workers have no reason to save them again.
     fn drop_claimed(&mut self, slot: u32, shards: impl IntoIterator<Item = ShardNumber>, now: Instant) {
         let entry = self.entries.at(slot);
         let key = (entry.space, entry.hash);
@@ -311,7 +314,7 @@ impl Index {
         self.drop_block(slot);
     }
 
-    /// A shard of a dead claim is written no more.
+    /// The writer of a dead claim's shard is done with it.
     fn writer_done(&mut self, shard: &ShardClaim) {
         let unused = self.limbo.writer_done(shard.block, shard.shard);
         self.free(unused);

@@ -6,12 +6,13 @@ use kvlane_block::BlockHash;
 use crate::api::{SpaceId, StoredBlock};
 use crate::rows::Row;
 
-/// "No slot".
+/// Marks the absence of a slot.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Entries a chunk holds.
 const CHUNK: usize = 1024;
-/// A table that grows rehashes at once; with this many, a million blocks rehash in steps of a few thousand.
+/// A table that grows rehashes all of its entries. With this many tables, a million blocks rehash in steps of a few
+/// thousand.
 const TABLES: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub(crate) enum State {
     Claimed,
     /// Written, in the seal queue.
     Committed,
-    /// Visible.
+    /// Visible to lookups.
     Sealed,
 }
 
@@ -36,14 +37,14 @@ pub(crate) struct Entry {
     pub(crate) parent: u32,
     /// Entries whose parent this is, gaps included.
     pub(crate) children: u32,
-    /// Leases that name this block.
+    /// How many leases name this block.
     pub(crate) leases: u32,
-    /// Raised when the slot's block dies, so that what refers to it is known to be stale.
+    /// Raised when the slot's block dies: a reference with another generation is stale.
     pub(crate) generation: u32,
-    /// Where its space keeps its extents; [`Row::NONE`] in a gap.
+    /// The row of its space with its extents; [`Row::NONE`] in a gap.
     pub(crate) row: Row,
     pub(crate) state: State,
-    /// Background threads that read its bytes outside the lock.
+    /// How many background threads read its bytes outside the lock.
     pub(crate) checks: u8,
 }
 
@@ -65,8 +66,8 @@ impl Entry {
     }
 }
 
-/// All entries. Slots are handed out last-freed first, so the blocks of a chain get slots in a row, in the slots of a
-/// chain that was evicted too; lookups guess by that.
+/// All entries. Slots are handed out last-freed first. So the blocks of a chain get consecutive slots, also where they
+/// reuse those of an evicted chain, and lookups guess by that.
 pub(crate) struct Entries {
     chunks: Vec<Box<[Entry]>>,
     tables: Box<[HashTable<u32>]>,
@@ -109,7 +110,7 @@ impl Entries {
         table.find(key, |&slot| at(&self.chunks, slot).is(space, hash)).copied()
     }
 
-    /// Like `find`, after looking at `guess`.
+    /// Like `find`, but tries the slot `guess` first.
     pub(crate) fn find_near(&self, guess: u32, space: SpaceId, hash: &BlockHash) -> Option<u32> {
         let guessed = self.chunks.get(guess as usize / CHUNK).map(|chunk| &chunk[guess as usize % CHUNK]);
         match guessed {
@@ -141,7 +142,7 @@ impl Entries {
         slot
     }
 
-    /// Removes gaps that lost their reason: this one if it is a gap without children, then its parent likewise.
+    /// Removes this entry if it is a gap without children, then its parent likewise.
     pub(crate) fn prune(&mut self, mut slot: u32) {
         while slot != NONE {
             let Entry { space, hash, parent, children, state, .. } = *self.at(slot);

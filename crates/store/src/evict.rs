@@ -1,4 +1,4 @@
-//! Making room: extents for a block, at the cost of others that the policy gives up first.
+//! Makes room: allocates the extents of a block, and evicts the policy's victims until they fit.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -12,21 +12,22 @@ use crate::limbo::Extent;
 
 /// Victims that one block may cost before the pool counts as too fragmented for it.
 const VICTIMS: usize = 64;
-/// Blocks that cannot be evicted now, beside those in use, passed over in search of one victim: a policy that goes by when
-/// blocks came meets those before what a decode added. It moves them, so that the next search does not meet them again.
+/// Blocks that a search for one victim may pass over, beside those in use. A policy that orders by age meets the blocks of
+/// a prompt, which have children, before those that a decode added. It moves what it passed, so that the next search does
+/// not meet them again.
 const REFUSALS: usize = 4096;
 /// Slabs cut for another size that one call considers.
 const SLABS: usize = 4;
 
-/// What a claim call may still do to make room. The first block that finds no room ends it, so that a call's work
-/// is bounded.
+/// The means that a claim call still has to make room. The first block that finds no room uses them up, which bounds the
+/// work of a call.
 pub(crate) struct Effort {
     may_evict: bool,
     may_clear_slab: bool,
 }
 
 impl Effort {
-    /// With all means if the blocks are worth victims, else with what is free.
+    /// All means if the blocks are worth victims, else only free memory.
     pub(crate) fn new(is_worth_victims: bool) -> Self {
         Self { may_evict: is_worth_victims, may_clear_slab: is_worth_victims }
     }
@@ -62,7 +63,7 @@ impl Index {
     }
 
     fn evict_next(&mut self) -> bool {
-        // The policy has what is in use among the rest: a search must be able to pass over all of that, wherever it lies.
+        // The policy's order contains blocks in use. A search must be able to pass over all of them, wherever they stand.
         let victim = self.policy.take_victim(REFUSALS + 4 * self.blocks_in_use(), &self.entries);
         if let Some(slot) = victim {
             self.evict(slot);
@@ -78,8 +79,8 @@ impl Index {
         self.drop_block(slot);
     }
 
-    /// Hands one slab over to extents of `bytes`: of the emptiest ones that can be emptied, the one that costs the fewest
-    /// blocks.
+    /// Empties a slab, so that it can hold extents of `bytes`. Takes the one that costs the fewest blocks among the `SLABS`
+    /// cheapest, if any of these can be emptied.
     fn clear_slab(&mut self, bytes: u64) {
         let slabs = self.extents.cheapest_slabs(bytes);
         let sacrifices = slabs.into_iter().take(SLABS).filter_map(|slab| self.blocks_in_and_below(slab));
@@ -87,7 +88,7 @@ impl Index {
         let mut ready: Vec<u32> =
             doomed.iter().copied().filter(|&slot| self.entries.at(slot).children == 0).collect();
         while let Some(slot) = ready.pop() {
-            // With its last child a gap goes by itself, and the block above it may be next.
+            // A gap goes with its last child, and then the block above it may be next.
             let parent = self.nearest_block(self.entries.at(slot).parent);
             self.evict(slot);
             if doomed.contains(&parent) && self.entries.at(parent).children == 0 {
@@ -96,8 +97,8 @@ impl Index {
         }
     }
 
-    /// All blocks that have an extent in these pages, and what continues them wherever it lies. None if one of them
-    /// cannot be evicted now.
+    /// All blocks with an extent in these pages, and their descendants wherever those lie. None if one of them cannot be
+    /// evicted now.
     fn blocks_in_and_below(&self, slab: Range<PoolPage>) -> Option<HashSet<u32>> {
         if self.limbo.iter().any(|Extent { page, .. }| slab.contains(&page)) {
             return None;
@@ -119,8 +120,7 @@ impl Index {
         found.iter().all(can_go).then_some(found)
     }
 
-    /// Adds every entry that hangs, over whatever number of parents, on one of `slots`. Walks all entries, but only
-    /// where some of `slots` have children elsewhere.
+    /// Adds all descendants of `slots`. Walks all entries, unless every child of `slots` is one of them.
     fn add_descendants(&self, slots: &mut HashSet<u32>) {
         let children: u32 = slots.iter().map(|&slot| self.entries.at(slot).children).sum();
         let inside = slots.iter().filter(|&&slot| slots.contains(&self.entries.at(slot).parent)).count();

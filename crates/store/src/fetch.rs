@@ -1,4 +1,11 @@
-//! Fetching: blocks of a prompt that only the tier below has come back into the pool, as if an engine had saved them.
+//! Brings blocks of a prompt from the tier below back into the pool, as if an engine had saved them.
+//!
+//! ```text
+//!   plan_fetch: would the tier make the hit longer? --> fetch: claim each block --> queue its read --> submit_reads
+//!                                                                                                          |
+//!   done() when the fetch's last block has come or failed  <-- end_read: visible, or the claim is aborted <'
+//! ```
+//! A block that another fetch brings already is not read twice: the fetch only waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,35 +18,35 @@ use parking_lot::Mutex;
 use crate::api::{
     Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId,
 };
-use crate::fetches::{Read, Waiters, Waiting};
+use crate::fetches::{FetchWaiter, FetchWaiters, Read};
 use crate::needs::needs;
 use crate::store::Store;
 use crate::tier::Tier;
 
-/// Blocks that may be on their way at the same time, of all fetches; of a longer prompt the first ones come.
+/// Blocks in flight over all fetches. A prompt with more gets its first ones.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
-/// Reads that the tier has at the same time; others wait here.
+/// Reads in flight in the tier. Further ones wait in [`Reads::queued`](crate::fetches::Reads::queued).
 const READS_MAX: usize = 1024;
-/// Blocks that are looked at under one hold of the lock.
+/// Blocks that one hold of the lock looks up.
 const BLOCKS_A_HOLD: usize = 4096;
 
-/// Blocks of one prompt and space that are missing and follow each other.
+/// Missing blocks of one prompt and space that follow each other.
 struct Stretch {
     space: SpaceId,
     chain: Chain,
     hashes: Vec<BlockHash>,
 }
 
-/// What a fetch would bring.
+/// The blocks that a fetch would bring. Void once a namespace was dropped.
 pub struct FetchPlan {
     stretches: Vec<Stretch>,
-    /// [`Store::drops`] when it was made.
+    /// [`Store::drops`] when the plan was made.
     drops: u64,
 }
 
 impl Store {
-    /// What the tier has of a prompt beyond the pool, if the hit grows by it. None too while the tier is late with what
-    /// others wait for: waiting for it would only be longer than computing.
+    /// Plans to bring the blocks of a prompt that only the tier has. None if they would not make the hit longer. None
+    /// also while the tier is late with another read, because waiting would then take longer than computing.
     pub fn plan_fetch(&self, groups: &[LookupGroup<'_>], max_tokens: u64, now: Instant) -> Option<FetchPlan> {
         let tier = self.tier.as_ref()?;
         let drops = *self.drops.read();
@@ -50,9 +57,9 @@ impl Store {
         (!stretches.is_empty()).then_some(FetchPlan { stretches, drops })
     }
 
-    /// Starts to bring it back. `done` is called once, when every block has come or failed; a lookup then tells what is
-    /// there. What cannot come by `deadline`, by the tier's rate, is left away; what has not come by then may come all the
-    /// same.
+    /// Starts a planned fetch. `done` is called exactly once, when every block has come or failed; a lookup then finds
+    /// what is there. Blocks that would miss `deadline` at the tier's rate are left out. A block that misses it all the
+    /// same may still come later.
     pub fn fetch(
         self: &Arc<Self>,
         plan: FetchPlan,
@@ -61,23 +68,27 @@ impl Store {
         done: impl FnOnce() + Send + 'static,
     ) {
         let Some(tier) = &self.tier else { return done() };
-        let waiting = Arc::new(Waiting { left: AtomicUsize::new(1), done: Mutex::new(Some(Box::new(done))) });
+        let waiter = Arc::new(FetchWaiter {
+            blocks_left: AtomicUsize::new(1),
+            done: Mutex::new(Some(Box::new(done))),
+        });
         let within = deadline.saturating_duration_since(now);
-        let most_bytes = self.fetches.reads.lock().rate.within(within).min(self.pool_bytes());
+        let most_bytes = self.fetches.reads.lock().rate.bytes_within(within).min(self.pool_bytes());
         let reads = {
             let drops = self.drops.read();
             if *drops == plan.drops {
-                self.claim_missing(plan.stretches, &waiting, most_bytes, now)
+                self.claim_missing(plan.stretches, &waiter, most_bytes, now)
             } else {
                 Vec::new()
             }
         };
-        self.fetches.reads.lock().waiting.extend(reads.into_iter().map(|read| (read, deadline)));
-        self.feed(tier.as_ref());
-        waiting.one_less();
+        self.fetches.reads.lock().queued.extend(reads.into_iter().map(|read| (read, deadline)));
+        self.submit_reads(tier.as_ref());
+        waiter.block_done();
     }
 
-    /// What of a longer hit is not visible. Empty if the tier cannot make the hit longer.
+    /// The blocks of the longest hit out of pool and tier that are not visible. Empty if the tier makes the hit no
+    /// longer.
     fn missing(&self, tier: &dyn Tier, groups: &[LookupGroup<'_>], max_tokens: u64) -> Vec<Stretch> {
         let Some(needs) = needs(groups, max_tokens) else { return Vec::new() };
         let mut is_visible: Vec<Vec<bool>> = Vec::with_capacity(groups.len());
@@ -122,41 +133,41 @@ impl Store {
         stretches
     }
 
-    /// Claims what is not on its way already, and lets `waiting` wait for both.
+    /// Claims the blocks that are not in flight yet. `waiter` waits for those, and for the ones in flight.
     fn claim_missing(
         &self,
         stretches: Vec<Stretch>,
-        waiting: &Arc<Waiting>,
+        waiter: &Arc<FetchWaiter>,
         mut most_bytes: u64,
         now: Instant,
     ) -> Vec<Read> {
         let mut reads = Vec::new();
-        let mut coming = self.fetches.coming.lock();
-        let wait_for = |waiters: &mut Waiters| {
-            waiting.left.fetch_add(1, Ordering::Relaxed);
-            waiters.push(Arc::clone(waiting));
+        let mut in_flight = self.fetches.in_flight.lock();
+        let wait_for = |waiters: &mut FetchWaiters| {
+            waiter.blocks_left.fetch_add(1, Ordering::Relaxed);
+            waiters.push(Arc::clone(waiter));
         };
         for Stretch { space, chain, mut hashes } in stretches {
             let block_bytes: u64 = self.index.lock().shard_bytes(space).iter().sum();
             let most_blocks = usize::try_from(most_bytes / block_bytes).unwrap_or(usize::MAX);
-            hashes.truncate(most_blocks.min(IN_FLIGHT_BLOCKS.saturating_sub(coming.len())));
+            hashes.truncate(most_blocks.min(IN_FLIGHT_BLOCKS.saturating_sub(in_flight.len())));
             most_bytes -= hashes.len() as u64 * block_bytes;
             for hash in &hashes {
-                if let Some(waiters) = coming.get_mut(&(space, *hash)) {
+                if let Some(waiters) = in_flight.get_mut(&(space, *hash)) {
                     wait_for(waiters);
                 }
             }
             let claimed = self.claim_whole(space, chain, &hashes, now);
             self.remember(space, &claimed);
             for (hash, claims) in claimed {
-                wait_for(coming.entry((space, hash)).or_default());
+                wait_for(in_flight.entry((space, hash)).or_default());
                 reads.push(Read { space, hash, claims });
             }
         }
         reads
     }
 
-    /// Claims all shards of blocks. Those of which only some could be had are given back.
+    /// Claims all shards of each block. A block of which only some shards were granted is aborted.
     fn claim_whole(
         &self,
         space: SpaceId,
@@ -170,7 +181,7 @@ impl Store {
         for shard in ShardNumber::all(shards) {
             outcomes.clear();
             let fetcher = Caller { owner: OwnerId::FETCHER, writer: WriterId::FETCHER, space, shard, now };
-            // Not judged: somebody waits for these, and the tier gives them only by way of the pool.
+            // Not judged, because a lookup waits for these, and they can come only by way of the pool.
             self.claim_in_parts(&fetcher, chain, hashes, false, &mut outcomes);
             for (of_block, outcome) in claims.iter_mut().zip(&outcomes) {
                 if let ClaimOutcome::Claimed(claim) = outcome {
@@ -180,7 +191,7 @@ impl Store {
         }
         let mut whole = Vec::with_capacity(hashes.len());
         for (hash, of_block) in hashes.iter().zip(claims) {
-            // One of another life was claimed after the first had died.
+            // If the block died between two of these claims, the later ones are of its next generation.
             let is_one = |pair: &[ShardClaim]| pair[0].block == pair[1].block;
             if of_block.len() == shards && of_block.windows(2).all(is_one) {
                 whole.push((*hash, of_block));
@@ -191,7 +202,7 @@ impl Store {
         whole
     }
 
-    /// The policy hears what the tier has kept of its knowledge of blocks that come back.
+    /// Gives the policy the memos that the tier kept of these blocks.
     fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
         let (Some(tier), Some((_, first))) = (&self.tier, claimed.first()) else { return };
         let space = {
@@ -214,25 +225,25 @@ impl Store {
         }
     }
 
-    /// Hands reads to the tier, as many as it may have. A tier may end a read within the call that starts it: who comes here
-    /// from there leaves the next one to the loop that it came from.
-    fn feed(self: &Arc<Self>, tier: &dyn Tier) {
+    /// Submits queued reads to the tier, up to `READS_MAX` in flight. A tier may complete a read within the call that
+    /// starts it, and the completion calls this again. The inner call then leaves the next read to the outer loop.
+    fn submit_reads(self: &Arc<Self>, tier: &dyn Tier) {
         loop {
             let (read, deadline, number) = {
                 let mut reads = self.fetches.reads.lock();
-                if reads.is_fed || reads.under_way.len() >= READS_MAX {
+                if reads.is_submitting || reads.in_flight.len() >= READS_MAX {
                     return;
                 }
-                let Some((read, deadline)) = reads.waiting.pop_front() else { return };
-                let number = reads.begun;
-                reads.begun += 1;
-                reads.under_way.insert(number, deadline);
+                let Some((read, deadline)) = reads.queued.pop_front() else { return };
+                let number = reads.submitted;
+                reads.submitted += 1;
+                reads.in_flight.insert(number, deadline);
                 reads.rate.begin(Instant::now());
-                reads.is_fed = true;
+                reads.is_submitting = true;
                 (read, deadline, number)
             };
             self.start_read(tier, read, deadline, number);
-            self.fetches.reads.lock().is_fed = false;
+            self.fetches.reads.lock().is_submitting = false;
         }
     }
 
@@ -248,23 +259,23 @@ impl Store {
         let store = Arc::clone(self);
         let bytes: u64 = extents.iter().map(|extent| extent.bytes).sum();
         let done = move |crcs: Option<Vec<u32>>| {
-            let came = if crcs.is_some() { bytes } else { 0 };
+            let read_bytes = if crcs.is_some() { bytes } else { 0 };
             store.end_read(&read, crcs);
             {
                 let mut reads = store.fetches.reads.lock();
-                reads.under_way.remove(&number);
-                let is_idle = reads.under_way.is_empty() && reads.waiting.is_empty();
-                reads.rate.came(came, is_idle, Instant::now());
+                reads.in_flight.remove(&number);
+                let is_idle = reads.in_flight.is_empty() && reads.queued.is_empty();
+                reads.rate.completed(read_bytes, is_idle, Instant::now());
             }
-            store.tier.iter().for_each(|tier| store.feed(tier.as_ref()));
+            store.tier.iter().for_each(|tier| store.submit_reads(tier.as_ref()));
         };
         tier.read(key, extents, deadline, Box::new(done));
     }
 
     fn end_read(&self, read: &Read, crcs: Option<Vec<u32>>) {
         let waiters = {
-            // Together: who looks for the block finds it on its way, or come, or can claim it anew.
-            let mut coming = self.fetches.coming.lock();
+            // Under both locks: another fetch finds the block in flight, or visible, or free to be claimed.
+            let mut in_flight = self.fetches.in_flight.lock();
             let mut index = self.index.lock();
             match crcs {
                 Some(crcs) => index.restore(&read.claims, &crcs),
@@ -273,8 +284,8 @@ impl Store {
                     index.note_failed_fetch();
                 }
             }
-            coming.remove(&(read.space, read.hash)).unwrap_or_default()
+            in_flight.remove(&(read.space, read.hash)).unwrap_or_default()
         };
-        waiters.iter().for_each(|waiting| waiting.one_less());
+        waiters.iter().for_each(|waiter| waiter.block_done());
     }
 }

@@ -1,4 +1,5 @@
-//! Fetches under way: who waits for which block, which reads the tier has, and how fast it answers.
+//! The fetches in flight: which fetch waits for which block, which reads the tier has, and at what rate it completes
+//! them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -13,39 +14,40 @@ use crate::api::{ShardClaim, SpaceId};
 /// Bytes that a fetch may claim whatever the tier's rate is.
 const LEAST_BYTES: u64 = 64 << 20;
 
-/// Blocks on their way, and who waits for each.
 #[derive(Default)]
 pub(crate) struct Fetches {
-    pub(crate) coming: Mutex<HashMap<(SpaceId, BlockHash), Waiters>>,
+    /// The fetches that wait for each block. Locked before the index.
+    pub(crate) in_flight: Mutex<HashMap<(SpaceId, BlockHash), FetchWaiters>>,
     pub(crate) reads: Mutex<Reads>,
 }
 
-/// Reads in the order of their prompts.
 #[derive(Default)]
 pub(crate) struct Reads {
-    pub(crate) waiting: VecDeque<(Read, Instant)>,
-    /// When nobody waits any more for those that the tier has, by their numbers.
-    pub(crate) under_way: BTreeMap<u64, Instant>,
-    pub(crate) begun: u64,
+    /// Not yet submitted, each with its deadline; in the order of their prompts.
+    pub(crate) queued: VecDeque<(Read, Instant)>,
+    /// The deadlines of submitted reads, by number. After it no lookup waits for the read.
+    pub(crate) in_flight: BTreeMap<u64, Instant>,
+    /// How many reads were ever submitted.
+    pub(crate) submitted: u64,
     pub(crate) rate: Rate,
-    /// Somebody hands reads to the tier, and goes on until there is nothing to hand over.
-    pub(crate) is_fed: bool,
+    /// A thread is in the loop of `submit_reads`, and goes on until the queue is empty or the tier is full.
+    pub(crate) is_submitting: bool,
 }
 
-pub(crate) type Waiters = Vec<Arc<Waiting>>;
+pub(crate) type FetchWaiters = Vec<Arc<FetchWaiter>>;
 
 impl Reads {
-    /// The tier still has a read that nobody waits for any more: it does not answer, or much too slowly.
+    /// Whether the tier still has a read whose deadline has passed: it hangs, or is much too slow.
     pub(crate) fn is_late(&self, now: Instant) -> bool {
-        self.under_way.values().any(|deadline| *deadline < now)
+        self.in_flight.values().any(|deadline| *deadline < now)
     }
 }
 
-/// How fast bytes come while any are on their way.
+/// Throughput of the tier while reads are in flight.
 #[derive(Default)]
 pub(crate) struct Rate {
     bytes_per_s: Option<f64>,
-    /// Since when, and the bytes that came since.
+    /// When the present measurement began, and the bytes since then. None while no read is in flight.
     busy: Option<(Instant, u64)>,
 }
 
@@ -54,44 +56,46 @@ impl Rate {
         self.busy.get_or_insert((now, 0));
     }
 
-    pub(crate) fn came(&mut self, bytes: u64, is_idle: bool, now: Instant) {
+    /// A read has completed with so many bytes. `is_idle`: nothing is in flight or queued any more.
+    pub(crate) fn completed(&mut self, bytes: u64, is_idle: bool, now: Instant) {
         let Some((since, sum)) = &mut self.busy else { return };
         *sum += bytes;
-        // Of fewer bytes the time says more of the machine than of the tier.
+        // With fewer bytes the time measures the machine rather than the tier.
         if is_idle || *sum >= LEAST_BYTES {
             let seconds = now.saturating_duration_since(*since).as_secs_f64();
             if *sum >= LEAST_BYTES / 4 && seconds > 0.0 {
-                let seen = *sum as f64 / seconds;
-                self.bytes_per_s = Some(self.bytes_per_s.map_or(seen, |known| 0.5 * known + 0.5 * seen));
+                let measured = *sum as f64 / seconds;
+                self.bytes_per_s = Some(self.bytes_per_s.map_or(measured, |old| 0.5 * old + 0.5 * measured));
             }
             self.busy = (!is_idle).then_some((now, 0));
         }
     }
 
-    /// Bytes that come in this time, or somewhat more; without experience any number.
-    pub(crate) fn within(&self, time: Duration) -> u64 {
+    /// Bytes that the tier reads in this time, estimated high: 1.5 times the rate, `LEAST_BYTES` at least. Unbounded
+    /// before the first measurement.
+    pub(crate) fn bytes_within(&self, time: Duration) -> u64 {
         let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * time.as_secs_f64());
         (bytes as u64).max(LEAST_BYTES)
     }
 }
 
-/// Somebody who waits for a number of blocks.
-pub(crate) struct Waiting {
-    pub(crate) left: AtomicUsize,
+/// A fetch that waits for its blocks.
+pub(crate) struct FetchWaiter {
+    pub(crate) blocks_left: AtomicUsize,
     pub(crate) done: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Waiting {
-    /// One block less to wait for.
-    pub(crate) fn one_less(&self) {
-        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+impl FetchWaiter {
+    /// A block has come or failed. The last one calls `done`.
+    pub(crate) fn block_done(&self) {
+        if self.blocks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
             let done = self.done.lock().take();
             done.into_iter().for_each(|done| done());
         }
     }
 }
 
-/// A block that was claimed to be read.
+/// The read of one block, all of whose shards are claimed.
 pub(crate) struct Read {
     pub(crate) space: SpaceId,
     pub(crate) hash: BlockHash,
@@ -108,29 +112,29 @@ mod tests {
     fn a_rate_is_learnt_from_much_and_bounds_what_is_asked_for() {
         let start = Instant::now();
         let mut rate = Rate::default();
-        assert!(rate.within(SECOND) > 1 << 60);
+        assert!(rate.bytes_within(SECOND) > 1 << 60);
         rate.begin(start);
-        rate.came(1 << 20, true, start + SECOND);
-        assert!(rate.within(SECOND) > 1 << 60, "a mebibyte says nothing");
+        rate.completed(1 << 20, true, start + SECOND);
+        assert!(rate.bytes_within(SECOND) > 1 << 60, "a mebibyte says nothing");
         rate.begin(start);
-        rate.came(1 << 30, true, start + SECOND);
-        assert_eq!(rate.within(SECOND), 3 << 29);
-        assert_eq!(rate.within(Duration::from_millis(1)), LEAST_BYTES);
-        // What comes while more is on its way counts from where the last look ended.
+        rate.completed(1 << 30, true, start + SECOND);
+        assert_eq!(rate.bytes_within(SECOND), 3 << 29);
+        assert_eq!(rate.bytes_within(Duration::from_millis(1)), LEAST_BYTES);
+        // While more is in flight, the next measurement begins where this one ends.
         rate.begin(start + SECOND);
-        rate.came(3 << 30, false, start + 2 * SECOND);
-        rate.came(3 << 30, true, start + 3 * SECOND);
-        assert_eq!(rate.within(SECOND), 3 * (5 << 29) / 2);
+        rate.completed(3 << 30, false, start + 2 * SECOND);
+        rate.completed(3 << 30, true, start + 3 * SECOND);
+        assert_eq!(rate.bytes_within(SECOND), 3 * (5 << 29) / 2);
     }
 
     #[test]
     fn a_read_that_nobody_waits_for_any_more_is_late_until_it_ends() {
         let start = Instant::now();
         let mut reads = Reads::default();
-        reads.under_way.insert(0, start + SECOND);
+        reads.in_flight.insert(0, start + SECOND);
         assert!(!reads.is_late(start));
         assert!(reads.is_late(start + 2 * SECOND));
-        reads.under_way.remove(&0);
+        reads.in_flight.remove(&0);
         assert!(!reads.is_late(start + 2 * SECOND));
     }
 }

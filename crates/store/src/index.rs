@@ -1,4 +1,27 @@
-//! The core under the store's lock: which blocks there are, and what happens when one dies.
+//! The index under the store's lock: an entry for each block, the spaces that blocks belong to, and what happens when
+//! a block dies. Pure: no threads, no clock (time is an argument), no bytes.
+//!
+//! Other files add the operations as `impl Index`: lookup.rs and leasing.rs (hits), claiming.rs (saves), evict.rs and
+//! replacement.rs (room), seal.rs (checksums), spill.rs (the tier below), watching.rs (awaited saves).
+//!
+//! # Which blocks may be evicted while a save of their continuation is in flight
+//!
+//! None of those that it continues. A block may be evicted only if it is sealed, no lease names it, and no other
+//! entry is its child. A claim makes the block that it saves a child of the block before it:
+//!
+//! ```text
+//!   A sealed <--- B sealed <--- C claimed <--- D claimed          B sealed <--- E sealed
+//!   has a child   has children  not sealed     not sealed                       may be evicted
+//! ```
+//! - The claim comes first and room is made afterwards. So a save never evicts its own ancestors.
+//! - When C is sealed it is still the child of B, and goes before B. If its claim dies, its entry goes too, unless D
+//!   keeps it as a gap. B may be evicted once no entry is left below it.
+//! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`.
+//! - The blocks of a group with a window (`Chain::Unchained`) have no parents. A save of one protects no other.
+//! - A check of a sealed block (scrub, spill) does not protect it. Its memory stays in limbo until the check ends.
+//!   Only a slab that is cleared as a whole must be free of checks too, because its memory is needed at once.
+//! - Eviction is not the only death: a dropped namespace or a failed scrub also takes blocks with children. Such a
+//!   block leaves a gap. The memory of a claim below it stays with its writer until the writer is done.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -27,48 +50,50 @@ pub struct Index {
     pub(crate) extents: ExtentAllocator,
     pub(crate) entries: Entries,
     pub(crate) spaces: Spaces,
-    /// Mostly one: others have shards of other sizes.
+    /// Usually one id a key; a cut whose shards come in other sizes adds one.
     space_ids: HashMap<(Namespace, CutDigest), Vec<SpaceId>>,
-    /// What goes next, and what comes in. Has all blocks, also those that are leased or being saved; no gaps.
+    /// Picks the victims and judges newcomers. Contains every block, leased and claimed ones too, but no gaps.
     pub(crate) policy: Box<dyn ReplacementPolicy>,
-    /// Blocks that the pool holds when it is full, about.
+    /// Estimate: how many blocks a full pool holds.
     pub(crate) capacity: usize,
-    /// What was not admitted of one worker, for the others.
+    /// Runs that were not admitted from one worker. The engine's other workers get the same answer.
     pub(crate) refusals: Refusals,
-    /// The new blocks of the present call that follow each other. Here so that its memory is used again.
+    /// Scratch of `claim_part`: its new blocks that follow each other. A field because its memory is reused.
     pub(crate) run: Vec<u32>,
     pub(crate) leases: Leases,
-    /// By slot; exactly the claimed blocks.
+    /// By slot. Holds exactly the blocks that are `Claimed`.
     pub(crate) claims: HashMap<u32, Claim>,
     pub(crate) limbo: Limbo,
     /// Committed blocks, in order of commit. May name blocks that died since.
     pub(crate) seal_queue: VecDeque<StoredBlock>,
-    pub(crate) seals_asked: u64,
-    /// Seals that were begun and are not over, by their number: several threads seal.
+    /// How many blocks have ever entered `seal_queue`.
+    pub(crate) seals_queued: u64,
+    /// Numbers of the seals in progress; several threads seal at once.
     pub(crate) sealing: BTreeSet<u64>,
-    /// Blocks that became visible and that the tier below is to get, in that order. May name blocks
-    /// that died since.
+    /// Visible blocks that wait for the tier below, in the order in which they became visible. May name blocks that
+    /// died since.
     pub(crate) spill_queue: VecDeque<StoredBlock>,
-    /// Blocks that may be in it.
+    /// Longest that `spill_queue` may get; 0 without a tier.
     pub(crate) spill_limit: usize,
-    /// Blocks that have left it, and the numbers of those that the tier below reads now.
+    /// How many blocks have ever left `spill_queue`.
     pub(crate) spills_taken: u64,
+    /// Numbers of the spills whose memory the tier below may be reading.
     pub(crate) spilling: BTreeSet<u64>,
-    /// Their bytes.
+    /// Bytes of those spills.
     pub(crate) spilling_bytes: u64,
-    /// Blocks that were evicted, and what the policy knew of them, until the tier below is told.
+    /// Evicted blocks and the policy's memo of each, until the tier below gets them.
     pub(crate) lost: Vec<(BlockKey, Memo)>,
-    /// How dense is what the tier below gives up; None without one.
-    pub(crate) below: Option<f32>,
-    /// Blocks in a row that the tier below did not keep.
+    /// Hit density of the blocks that the tier below gives up; None without a tier.
+    pub(crate) tier_density: Option<f32>,
+    /// Spills in a row that the tier below did not keep.
     pub(crate) refused_spills: u32,
-    /// Block references so far, as the policy counts its time.
+    /// Block references so far: the policy's clock.
     pub(crate) references: u64,
     journal: Journal,
     pub(crate) counters: Counters,
-    /// Hears of every step in a block's life.
+    /// Lookups that await saves. They are notified of every step in a block's life.
     pub(crate) watches: Watches,
-    /// For those who begin to watch after a save has failed.
+    /// Saves that failed of late, for watches that begin afterwards.
     pub(crate) not_saved: NotSaved,
 }
 
@@ -90,7 +115,7 @@ impl Index {
             claims: HashMap::new(),
             limbo: Limbo::default(),
             seal_queue: VecDeque::new(),
-            seals_asked: 0,
+            seals_queued: 0,
             sealing: BTreeSet::new(),
             spill_queue: VecDeque::new(),
             spill_limit: 0,
@@ -98,7 +123,7 @@ impl Index {
             spilling: BTreeSet::new(),
             spilling_bytes: 0,
             lost: Vec::new(),
-            below: None,
+            tier_density: None,
             refused_spills: 0,
             references: 0,
             journal: Journal::default(),
@@ -108,8 +133,8 @@ impl Index {
         }
     }
 
-    /// The space of this namespace and cut; the same one each time. `shard_bytes` (each above 0) belongs to the
-    /// cut: the same cut with other sizes is another space. `name` is for people; the first one stays.
+    /// Finds or makes the space of this namespace, cut and `shard_bytes` (each above 0). The same three give the same
+    /// space. `name` is for people; the first one stays.
     pub fn space(
         &mut self,
         namespace: Namespace,
@@ -161,14 +186,14 @@ impl Index {
         self.spaces.len()
     }
 
-    /// The spaces that are in nobody's use, those that were made first before others.
+    /// The spaces that `in_use` does not name, oldest first.
     pub fn unused_spaces(&self, in_use: &HashSet<SpaceId>) -> Vec<SpaceId> {
         let all = self.spaces.with_ids().map(|(id, _)| id);
         all.filter(|space| !in_use.contains(space)).collect()
     }
 
-    /// Forgets a space that nobody uses, if it has no block, not even one that is being saved. Its id means nothing from
-    /// then on; the same namespace and cut get another one. False if there is a block.
+    /// Forgets a space that is not in use. False, and nothing happens, if it has blocks, claimed ones included. The id
+    /// is invalid afterwards, and the same namespace and cut get a new one.
     pub fn forget_space(&mut self, space: SpaceId) -> bool {
         if !self.spaces[space].rows.is_empty() {
             return false;
@@ -190,7 +215,7 @@ impl Index {
         rows.map(|(slot, _)| self.entries.block(slot)).collect()
     }
 
-    /// Whether nobody needs these blocks now: they are complete, and neither leased nor being checked.
+    /// Whether these blocks can be dropped and their memory freed at once: all are sealed, unleased and unchecked.
     pub fn can_lose(&self, blocks: &[StoredBlock]) -> bool {
         blocks.iter().all(|block| {
             let entry = self.entries.at(block.slot);
@@ -198,13 +223,13 @@ impl Index {
         })
     }
 
-    /// Namespace and cut of a space, by which other processes and tiers know it.
+    /// Namespace and cut of a space: its identity in other processes and in tiers.
     pub(crate) fn space_name(&self, space: SpaceId) -> kvlane_block::Space {
         let Space { namespace, cut, .. } = self.spaces[space];
         kvlane_block::Space { namespace, cut }
     }
 
-    /// Shards that a block of a space has.
+    /// How many shards a block of a space has.
     pub(crate) fn shards_of(&self, space: SpaceId) -> usize {
         self.spaces[space].shards()
     }
@@ -226,8 +251,8 @@ impl Index {
         slots.map(|(slot, _)| self.entries.block(slot)).collect()
     }
 
-    /// Drops blocks: invisible at once, freed when their leases and writers are done. Answers how many of them were
-    /// still there.
+    /// Drops blocks: invisible at once, freed when their leases and writers are done. Returns how many were still
+    /// there.
     pub fn drop_blocks(&mut self, blocks: &[StoredBlock]) -> u64 {
         let mut dropped = 0;
         for &block in blocks {
@@ -239,7 +264,7 @@ impl Index {
         dropped
     }
 
-    /// What became of the blocks of some spaces since `cursor`: the space's place in `spaces`, the block's hash, and what. See
+    /// Appends the changes in `spaces` since `cursor` to `out`, each with the position of its space in `spaces`. See
     /// [`Journal::read`].
     pub fn read_journal(
         &mut self,
@@ -249,15 +274,15 @@ impl Index {
         out: &mut Vec<(usize, JournalEntry)>,
     ) -> JournalRead {
         let read = self.journal.read(cursor, most, out, |entry, out| {
-            let places = spaces.iter().enumerate().filter(|(_, space)| **space == entry.space);
-            out.extend(places.map(|(place, _)| (place, *entry)));
+            let positions = spaces.iter().enumerate().filter(|(_, space)| **space == entry.space);
+            out.extend(positions.map(|(position, _)| (position, *entry)));
         });
-        // A new reader has missed nothing.
+        // A cursor of 0 is a new reader's, which has missed nothing.
         self.counters.journal_restarts += u64::from(read.start_again && cursor != 0);
         read
     }
 
-    /// Tells the journal's readers what became of a block in the pool. The one place that writes it.
+    /// Appends a change to the journal. No other code writes to it.
     pub(crate) fn note_change(&mut self, change: Change, space: SpaceId, hash: BlockHash) {
         let entry = JournalEntry { change, space, hash };
         self.counters.journal_entries += u64::from(self.journal.note(entry));
@@ -295,8 +320,8 @@ impl Index {
         self.spaces.iter().map(stats).collect()
     }
 
-    /// Ends the life of a claimed, committed or sealed block: it is not found any more. Its extents are freed, or
-    /// go to limbo for as long as leases, checks and writers use them. With children it leaves a gap.
+    /// Ends the life of a claimed, committed or sealed block: lookups no longer find it. Its extents are freed, or stay
+    /// in limbo until leases, checks and writers are done with them. A block with children leaves a gap.
     pub(crate) fn drop_block(&mut self, slot: u32) {
         let entry = self.entries.at_mut(slot);
         let before = *entry;
@@ -309,7 +334,7 @@ impl Index {
 
         self.policy.remove(slot);
         if before.leases > 0 {
-            self.leases.block_left();
+            self.leases.block_died();
         }
         let claim = self.claims.remove(&slot);
         if claim.is_some() {

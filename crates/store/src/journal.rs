@@ -1,16 +1,17 @@
-//! The journal: which blocks became visible and which went, the last ones of all spaces, for readers that keep an account of
-//! their own.
+//! The journal: the latest changes of all spaces (a block became visible, a block died), for readers that keep a list of
+//! the pool's blocks.
 //!
 //! ```text
 //!   cursor of a reader          newest
 //!        v                        v
-//!  ...|  7 |  8 |  9 | 10 | 11 | 12 |      a ring of `ENTRIES`; nothing is kept before the first reader comes
-//!           <-- what it has not read -->
+//!  ...|  7 |  8 |  9 | 10 | 11 | 12 |      a circular buffer of `ENTRIES`; nothing is kept before the first read
+//!           <---- not read yet ---->
 //! ```
-//! A cursor is the number of the last entry that its reader has seen. A reader whose next entry was overwritten, a new one, and
-//! one that brings another journal's cursor are told to start again: they forget all they know of and read on from now.
-//! "Gone" is told of every block that ends, also of one that never became visible: who was told that a block is saved hears so
-//! that it is not.
+//! A cursor is the number of the last entry that its reader has seen. A reader must start again if it is new, if its next
+//! entry was overwritten, or if its cursor is another journal's. It then forgets all blocks, and reads on from now.
+//!
+//! `Gone` is written for every block that dies, also for one that never became visible. So a reader that counted on a
+//! save learns that its block will not come.
 
 use std::ops::Range;
 
@@ -18,79 +19,79 @@ use kvlane_block::BlockHash;
 
 use crate::api::SpaceId;
 
-/// Entries that are kept: of a pool that is filled anew at 10 GB/s by blocks of 2 MiB, those of the last six seconds.
+/// Entries that are kept: the last six seconds of a pool that is refilled at 10 GB/s with blocks of 2 MiB.
 const ENTRIES: usize = 1 << 16;
-/// Entries that one read looks at, so that it is over in some microseconds whatever it looks for.
-const LOOKED_AT_ONCE: u64 = 1 << 13;
+/// Most entries that one read scans, so that it takes microseconds whatever its reader wants.
+const SCANNED_A_READ: u64 = 1 << 13;
 
-/// What became of a block in the pool. The tier below forgets whole segments and tells nobody.
+/// A change of a block in the pool. The tier below is not covered, because it forgets whole segments without a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Lookups find it from now on.
     Visible,
-    /// They do not.
+    /// Lookups do not find it, or no longer.
     Gone,
 }
 
 /// One line of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalEntry {
-    /// What became of the block.
+    /// The new state of the block.
     pub change: Change,
-    /// Which space it is of.
+    /// The block's space.
     pub space: SpaceId,
-    /// Which block it is.
+    /// The engine's hash of the block.
     pub hash: BlockHash,
 }
 
-/// What a reader is told beside its entries.
+/// The result of a read, beside its entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalRead {
-    /// To be given at the next read.
+    /// Pass it to the next read.
     pub cursor: u64,
-    /// The reader has missed entries, and has none of this read: it forgets all it knows of.
+    /// The reader has missed entries and must forget all blocks. This read gave it no entry.
     pub start_again: bool,
-    /// There is more to read already.
+    /// The next read will find entries already.
     pub has_more: bool,
 }
 
 /// The last entries, by number.
 #[derive(Debug)]
 pub struct Journal {
-    /// Entry `n` at `n % capacity`. Empty before there is a reader; it grows up to the capacity.
-    ring: Vec<JournalEntry>,
+    /// Entry `n` at `n % capacity`. Empty before the first read; grows up to the capacity.
+    entries: Vec<JournalEntry>,
     capacity: usize,
-    /// Somebody has read.
+    /// Set by the first read. Nothing is kept before.
     is_open: bool,
     /// Number of the newest entry. It is never 0, the cursor of new readers.
     newest: u64,
 }
 
 impl Journal {
-    /// One that keeps so many entries, once there is a reader.
+    /// A journal that keeps `capacity` entries, from its first read on.
     pub fn new(capacity: usize) -> Self {
         assert!(capacity > 0, "a journal without entries");
-        // The first entry has the ring's first place.
-        Self { ring: Vec::new(), capacity, is_open: false, newest: capacity as u64 * 2 - 1 }
+        // The first entry gets index 0.
+        Self { entries: Vec::new(), capacity, is_open: false, newest: capacity as u64 * 2 - 1 }
     }
 
-    /// Writes, if anybody reads. True if it did.
+    /// Appends an entry if the journal has been read. True if it did.
     pub fn note(&mut self, entry: JournalEntry) -> bool {
         if !self.is_open {
             return false;
         }
         self.newest += 1;
         let at = (self.newest % self.capacity as u64) as usize;
-        if at < self.ring.len() {
-            self.ring[at] = entry;
+        if at < self.entries.len() {
+            self.entries[at] = entry;
         } else {
-            self.ring.push(entry);
+            self.entries.push(entry);
         }
         true
     }
 
-    /// Adds what `wanted` takes of the entries after `cursor` to `out`, `most` or a few more, in their order. `wanted` may add
-    /// several for one entry.
+    /// Calls `wanted` with each entry after `cursor`, in order, until `most` items are in `out` or `SCANNED_A_READ` entries
+    /// were scanned. `wanted` adds its items to `out`. Since it may add several for one entry, `out` may get a few more.
     pub fn read<T>(
         &mut self,
         cursor: u64,
@@ -100,8 +101,8 @@ impl Journal {
     ) -> JournalRead {
         if !self.is_open {
             self.is_open = true;
-            // All at once: it does not grow under the lock of whoever writes.
-            self.ring.reserve_exact(self.capacity);
+            // Reserved at once, so that no writer grows it under the store's lock.
+            self.entries.reserve_exact(self.capacity);
         }
         let Range { start: oldest, end } = self.kept();
         if cursor > self.newest || cursor + 1 < oldest {
@@ -109,19 +110,19 @@ impl Journal {
         }
         let enough = out.len().saturating_add(most);
         let mut at = cursor;
-        for number in (cursor + 1..end).take(LOOKED_AT_ONCE as usize) {
+        for number in (cursor + 1..end).take(SCANNED_A_READ as usize) {
             if out.len() >= enough {
                 break;
             }
             at = number;
-            wanted(&self.ring[(number % self.capacity as u64) as usize], out);
+            wanted(&self.entries[(number % self.capacity as u64) as usize], out);
         }
         JournalRead { cursor: at, start_again: false, has_more: at < self.newest }
     }
 
-    /// Numbers of the entries that are there.
+    /// Numbers of the entries that are kept.
     fn kept(&self) -> Range<u64> {
-        self.newest + 1 - self.ring.len() as u64..self.newest + 1
+        self.newest + 1 - self.entries.len() as u64..self.newest + 1
     }
 }
 

@@ -1,4 +1,4 @@
-//! Leases: blocks that stay because they were promised.
+//! Leases: blocks that stay in the pool because a lookup promised them to an engine.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -32,8 +32,8 @@ impl Leases {
         self.by_id.values()
     }
 
-    /// A leased block died.
-    pub(crate) fn block_left(&mut self) {
+    /// A leased block died. Its leases go on, but it no longer counts.
+    pub(crate) fn block_died(&mut self) {
         self.blocks -= 1;
     }
 

@@ -1,4 +1,4 @@
-//! Blocks are leased, and leases are renewed and given back.
+//! An engine's leases: taken by a lookup, renewed by heartbeats, released, or adopted after a reconnect.
 
 use std::time::Instant;
 
@@ -10,8 +10,8 @@ use crate::index::Index;
 use crate::lease::Lease;
 
 impl Index {
-    /// Leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
-    /// was leased is added to `leased`, for [`Leases::insert`].
+    /// Leases sealed blocks of one space, given in the prompt's order. Returns the pool pages of their shards, and adds
+    /// the blocks to `leased`, for [`Leases::insert`](crate::lease::Leases::insert).
     pub(crate) fn lease_blocks(
         &mut self,
         space: SpaceId,
@@ -32,7 +32,7 @@ impl Index {
         pages
     }
 
-    /// Gives a lease back. One that the owner does not hold is already gone: nothing happens.
+    /// Releases a lease. Does nothing if the owner does not hold it, because it has ended already.
     pub fn release(&mut self, owner: OwnerId, lease: LeaseId) {
         let Some(lease) = self.leases.remove(owner, lease) else { return };
         self.counters.ended_leases += 1;
@@ -50,8 +50,8 @@ impl Index {
         }
     }
 
-    /// The owner lives and needs the leases in `live`: they are renewed. Its others are freed once they are older
-    /// than `lease_ttl` (younger ones may be answers that have not reached it yet).
+    /// Renews the leases in `live`, which the owner still needs. Its other leases are released once they are older than
+    /// `lease_ttl`; a younger one may be an answer that has not reached the owner yet.
     pub fn heartbeat(&mut self, owner: OwnerId, live: &[LeaseId], now: Instant) {
         let live = sorted(live);
         for id in self.leases.of(owner).to_vec() {
@@ -65,7 +65,7 @@ impl Index {
         }
     }
 
-    /// A process that reconnected keeps the leases in `live` as `new_owner`; the old owner's others are freed.
+    /// Moves the leases in `live` to `new_owner`, for a process that reconnected. Releases the old owner's others.
     pub fn adopt(&mut self, owner: OwnerId, new_owner: OwnerId, live: &[LeaseId]) {
         let live = sorted(live);
         for id in self.leases.of(owner).to_vec() {
@@ -80,7 +80,7 @@ impl Index {
         }
     }
 
-    /// Frees all leases of an owner.
+    /// Releases all leases of an owner.
     pub fn release_owner(&mut self, owner: OwnerId) {
         for id in self.leases.of(owner).to_vec() {
             self.release(owner, id);

@@ -4,16 +4,19 @@
 //! its lock is an [`Index`], the pure core: no threads, no clock (time is an argument), no arena.
 //!
 //! A block's life: absent, `Claimed` (workers write its shards), `Committed` (all are written; the checksums are
-//! being taken), `Sealed` (visible), absent again. What the core keeps true, whatever is called in whatever order:
+//! being taken), `Sealed` (visible), absent again. The core keeps four invariants, for any sequence of calls:
 //!
-//! - **Only sealed blocks are ever answered**, and a block is sealed only when every shard was committed.
-//! - **Memory that may still be read or written is not reused.** A block that dies under a lease, under a check or
-//!   under a writer leaves its extents in limbo; each is freed when its last reader or its writer is done.
-//! - **A child is not evicted after its parent.** A chained block is stored only under a parent that is stored or
-//!   being stored; eviction takes blocks without children. When a parent dies otherwise (its claim is aborted, a
-//!   scrub finds it damaged) while it has children, its entry stays as a *gap*: no memory, not visible. Lookups
-//!   stop there, so its descendants are never served; they age out, or a later save of the parent fills the gap.
-//! - **One claim a key.** The engine that claims first copies; others are told "in flight".
+//! - **A lookup finds only sealed blocks**, and a block is sealed only after every shard was committed.
+//! - **Memory that may still be read or written is not reused.** If a block dies under a lease, a check or a
+//!   writer, its extents stay in limbo. Each is freed when its last reader or its writer is done.
+//! - **A child is evicted before its parent.** A chained block is stored only under a parent that is stored or
+//!   being stored. Eviction takes only blocks without children. A parent may also die because its claim is
+//!   aborted or a scrub finds it damaged. If it then has children, its entry stays as a *gap*: no memory, not
+//!   visible. Lookups stop at a gap, so its descendants are never served. They age out, or a later save of the
+//!   parent fills the gap.
+//! - **One claim a key.** The engine that claims first copies; other engines get the answer "in flight".
+//!
+//! index.rs says which blocks may be evicted while a save is in flight.
 #![deny(unsafe_code)]
 
 mod api;
@@ -61,5 +64,5 @@ pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
 pub use tier::{Dropped, Judge, NotForGood, ReadDone, Tier, WriteDone};
-pub use watch::{Stir, Stirred};
+pub use watch::{OnWatchEvent, WatchEvent};
 pub use watching::{Watch, Watching};

@@ -25,8 +25,7 @@ struct Remnant {
     writer: Option<WriterId>,
 }
 
-/// What remains of dead blocks. The functions answer the extents that nobody
-/// uses any more.
+/// The extents of dead blocks. Each function returns the ones that became free by it.
 #[derive(Default)]
 pub(crate) struct Limbo {
     blocks: HashMap<StoredBlock, Remains>,
@@ -38,12 +37,12 @@ impl Limbo {
         self.bytes
     }
 
-    /// Extents held.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Extent> + '_ {
         self.blocks.values().flat_map(|remains| remains.extents.iter().map(|remnant| remnant.extent))
     }
 
-    /// Takes over a dead block: shard number, extent and writer of each shard. Answers what can be freed at once.
+    /// Takes over a dead block, with extent and writer of each shard. A shard that is still being written keeps its extent
+    /// until its writer is done, and all do until the last reader is.
     pub(crate) fn insert(
         &mut self,
         block: StoredBlock,

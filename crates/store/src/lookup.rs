@@ -1,4 +1,4 @@
-//! Lookup: how much of a prompt is visible, and the lease on it.
+//! Lookup: finds the longest visible prefix of a prompt, and leases its blocks.
 
 use std::time::Instant;
 
@@ -23,8 +23,8 @@ impl Index {
         // The slot of each block that was found, by group and block.
         let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
         let entries = &self.entries;
-        // Blocks saved one after the other mostly lie at slots in a row, upwards or downwards: go on as the last two
-        // did, whatever group they were of.
+        // Blocks saved one after the other usually have consecutive slots, upwards or downwards. So the guess repeats the
+        // step between the last two, whichever group they were of.
         let (mut last, mut guess) = (NONE, NONE);
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
             let LookupGroup { space, hashes, .. } = groups[group];
@@ -69,7 +69,7 @@ impl Index {
         Some(Hit { tokens, lease, groups: hit_groups })
     }
 
-    /// Tells the policy which blocks were asked for beyond a hit of `tokens`.
+    /// Reports the requested blocks beyond a hit of `tokens` to the policy.
     fn note_missed(&mut self, groups: &[LookupGroup<'_>], needs: &[PrefixGroup], tokens: u64) {
         for (group, need) in groups.iter().zip(needs) {
             let end = (tokens / u64::from(need.tokens_per_block)) as usize;

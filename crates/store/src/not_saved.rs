@@ -1,10 +1,11 @@
-//! Blocks that an engine was to save and that did not come, for those who ask for them soon after. Pure.
+//! Saves that failed within the last seconds. A lookup that begins to await such a block learns at once that it will not
+//! come. Pure.
 //!
 //! ```text
-//!   a shard's save is refused, aborted, cancelled --> noted --> that shard is claimed after all, 5 s are over: forgotten
+//!   a shard's save is refused, aborted or cancelled --> noted --> forgotten: the shard is claimed after all, or after 5 s
 //! ```
-//! By shards, since each is saved by a worker of its own, in its own time: that another one claims its shard afterwards does not
-//! bring this one.
+//! Notes are by shard, because each shard is saved by a worker of its own, at its own time. If another worker claims its
+//! shard afterwards, this one is still missing.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -16,15 +17,17 @@ use crate::api::{OwnerId, ShardNumber};
 use crate::entries::fingerprint;
 use crate::watch::Key;
 
-/// How long it is known of a block. Who asks for what an engine saves does so when that engine has answered, some
-/// milliseconds after the last of its saves began; that request may then stand in a queue. The shorter the better: an engine
-/// that gets the same prompt again may save it this time, and who asks after its answer and before its claim is told that
-/// the block does not come. That is one prompt computed again, and takes room that came within these seconds.
+/// How long a note counts.
+///
+/// Long enough for the lookup: it begins when the saving engine has answered, some milliseconds after its last save began,
+/// and may then wait in a queue. Not longer, because an engine that gets the same prompt again may save it this time. A
+/// lookup after that answer and before the new claim is told wrongly that the block will not come. The cost is one prompt
+/// computed again, and only if room has come within these seconds.
 const KEPT: Duration = Duration::from_secs(5);
-/// Most shards that are known, each as often as it was noted: some 70 bytes each. All are looked at when the table grows, under
-/// the store's lock.
+/// Most notes, some 70 bytes each; a shard that was noted twice has two. When the table grows, all of them are visited
+/// under the store's lock.
 const MOST: usize = 1 << 15;
-/// Of what is too old, how many are forgotten at once.
+/// Most expired notes that one call forgets.
 const EXPIRED_A_CALL: usize = 1024;
 
 struct Note {
@@ -34,14 +37,15 @@ struct Note {
     at: Instant,
 }
 
-/// What engines did not save of late.
+/// The notes of failed saves, `most` at most: beyond that the oldest are forgotten.
 pub(crate) struct NotSaved {
     most: usize,
-    /// In the order in which they came.
+    /// In order of time. Note number `n` lies at index `n - first`.
     notes: VecDeque<Note>,
-    /// The number of the first of them; each has the number after the one before it.
+    /// Number of the oldest note. Numbers are consecutive.
     first: u64,
-    /// For each shard of a block and engine the number of the note that counts. The others were forgotten, or came again later.
+    /// For each block, engine and shard the number of its latest note. A note that is not in here was superseded, or its
+    /// shard was claimed after all.
     counts: HashTable<u64>,
 }
 
@@ -56,7 +60,8 @@ impl NotSaved {
         Self { most, notes: VecDeque::new(), first: 0, counts: HashTable::new() }
     }
 
-    /// `owner` does not save this shard of a block, although it has asked to. Of what was fetched nobody waits for a saver.
+    /// `owner` has requested to save this shard of a block, and does not. The store's own fetches are not noted, because no
+    /// lookup awaits a save of theirs.
     pub(crate) fn note(&mut self, key: Key, owner: OwnerId, shard: ShardNumber, now: Instant) {
         if owner == OwnerId::FETCHER {
             return;
@@ -71,11 +76,11 @@ impl NotSaved {
         let rehash = |number: &u64| note(number).hash();
         match self.counts.entry(hash(key, owner, shard), is_it, rehash) {
             Entry::Occupied(mut former) => *former.get_mut() = number,
-            Entry::Vacant(place) => drop(place.insert(number)),
+            Entry::Vacant(vacant) => drop(vacant.insert(number)),
         }
     }
 
-    /// `owner` saves that shard now.
+    /// `owner` has claimed that shard after all.
     pub(crate) fn forget(&mut self, key: Key, owner: OwnerId, shard: ShardNumber) {
         if self.counts.is_empty() {
             return;
@@ -86,7 +91,7 @@ impl NotSaved {
         }
     }
 
-    /// Whether `owner` has tried to save any of the block's `shards` a short while ago, in vain.
+    /// Whether a save of any of the block's `shards` by `owner` failed within [`KEPT`].
     pub(crate) fn has(&self, key: Key, owner: OwnerId, shards: usize, now: Instant) -> bool {
         if self.counts.is_empty() {
             return false;
@@ -99,7 +104,7 @@ impl NotSaved {
         })
     }
 
-    /// Forgets what is too old, some of it if it is much.
+    /// Forgets notes older than [`KEPT`], at most [`EXPIRED_A_CALL`] of them.
     pub(crate) fn expire(&mut self, now: Instant) {
         for _ in 0..EXPIRED_A_CALL {
             if self.notes.front().is_none_or(|note| note.is_fresh(now)) {
@@ -149,7 +154,7 @@ mod tests {
 
     const P: OwnerId = OwnerId(1);
     const X: OwnerId = OwnerId(2);
-    /// Who asks for what the tests do not look at.
+    /// An engine whose notes only fill the table.
     const OTHER: OwnerId = OwnerId(3);
 
     fn key(block: u32) -> Key {
@@ -167,7 +172,7 @@ mod tests {
         assert!(all.has(key(1), P, 2, start) && all.has(key(1), P, 2, start + KEPT));
         assert!(!all.has(key(1), P, 2, start + KEPT + Duration::from_nanos(1)));
         assert!(!all.has(key(0), P, 2, start) && !all.has(key(1), X, 2, start));
-        // Once more: from then on.
+        // A second note counts from its own time.
         all.note(key(1), P, ShardNumber(1), start + KEPT);
         assert!(all.has(key(1), P, 2, start + 2 * KEPT));
         all.forget(key(1), X, ShardNumber(1));
@@ -215,7 +220,7 @@ mod tests {
         }
     }
 
-    /// Most that the model's is to know.
+    /// Most notes in the model test.
     const FEW: u32 = 16;
 
     #[derive(Clone, Debug)]

@@ -1,4 +1,4 @@
-//! The shadow caches of `auto` see what was looked up, and the policy that they find best takes over.
+//! Runs the queued prompts of `auto` through its shadow caches, and switches the policy when another one hits more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,8 +8,8 @@ use crate::auto::PolicyReport;
 use crate::store::Store;
 
 impl Store {
-    /// Shows the shadow caches the prompts that were looked up, and goes on with another policy when they find one better.
-    /// False if there was none. The background does it; without one, who calls this.
+    /// Runs the queued prompts through the shadow caches, and switches to the policy that hits more. False if no prompt
+    /// was queued. The background calls it; a store without background needs a caller.
     pub fn observe_pending(&self) -> bool {
         let Some(auto) = &self.auto else { return false };
         let mut any = false;
@@ -27,7 +27,7 @@ impl Store {
             let percent = |rate: f64| (1000.0 * rate).round() / 10.0;
             tracing::info!(
                 %from, %to, from_hit_percent = percent(hit_rates.0), to_hit_percent = percent(hit_rates.1),
-                "another replacement policy takes over: its shadow cache hits more"
+                "replacement policy switched: the shadow cache of the new one hits more"
             );
         }
         any
@@ -38,12 +38,12 @@ impl Store {
         let Some(auto) = &self.auto else { return };
         loop {
             self.observe_pending();
-            let mut waiting = auto.waiting.lock();
-            while waiting.prompts.is_empty() {
+            let mut queue = auto.queue.lock();
+            while queue.prompts.is_empty() {
                 if stop.load(Ordering::Relaxed) {
                     return;
                 }
-                auto.changed.wait(&mut waiting);
+                auto.changed.wait(&mut queue);
             }
             if stop.load(Ordering::Relaxed) {
                 return;
@@ -51,7 +51,7 @@ impl Store {
         }
     }
 
-    /// Which policy is at work, and why.
+    /// The policy that decides now, and the figures behind the choice.
     pub fn policy(&self) -> PolicyReport {
         let (choice, active, learnt) = {
             let index = self.index.lock();

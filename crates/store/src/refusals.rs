@@ -1,4 +1,4 @@
-//! Runs that the policy kept out, for the other workers of their engine.
+//! Runs of blocks that the policy refused, remembered for the other workers of their engine.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -6,11 +6,11 @@ use kvlane_block::BlockHash;
 
 use crate::api::{OwnerId, ShardNumber, SpaceId};
 
-/// Refused runs that are remembered for the other workers of their engine.
+/// Most runs that are remembered. Beyond that the oldest is forgotten.
 const REFUSALS_KEPT: usize = 64;
 
-/// Runs that were not admitted when the first worker of an engine claimed them. Its other workers are told the same: a block
-/// of which only some shards were saved would never become visible.
+/// Runs that were refused when the first worker of an engine claimed them. The other workers get the same answer, because
+/// a block of which only some shards are saved never becomes visible.
 #[derive(Default)]
 pub(crate) struct Refusals(VecDeque<Refusal>);
 
@@ -18,14 +18,14 @@ struct Refusal {
     owner: OwnerId,
     space: SpaceId,
     first: BlockHash,
-    /// Whose workers were told.
+    /// The shards whose workers got the refusal.
     shards: BTreeSet<ShardNumber>,
 }
 
 impl Refusals {
-    /// Whether the run that begins so was refused to another worker. A worker that asks again, or the last one, ends it:
-    /// what comes then is judged anew.
-    pub(crate) fn includes(
+    /// True if the run that begins with `first` was refused to another worker, so that this one is refused too. A worker
+    /// that claims the run a second time, and the last worker, end the refusal: the next claim is judged anew.
+    pub(crate) fn repeat(
         &mut self,
         owner: OwnerId,
         space: SpaceId,

@@ -1,7 +1,8 @@
-//! The replacement policy at work: what it may know of the blocks, how large it takes the pool to be, what it keeps out.
+//! Between the index and its replacement policy: which blocks the policy may evict, how many it believes the pool
+//! holds, and which claims it refuses.
 //!
-//! One policy has all blocks, of all spaces and sizes, each counting as one. Room for a large block may so cost several
-//! small ones; that a large one holds more bytes is not weighed.
+//! One policy orders all blocks of all spaces and sizes, and each block counts as one. So room for a large block may
+//! cost several small ones, and the policy does not weigh bytes.
 
 use std::sync::Weak;
 
@@ -16,8 +17,9 @@ use crate::index::Index;
 use crate::store::Store;
 use crate::tier::Judge;
 
-/// Of so many blocks in a row the tier below has kept none: it does not work.
-const REFUSED_SPILLS: u32 = 64;
+/// After so many refused spills in a row the tier below counts as broken.
+pub(crate) const REFUSED_SPILLS: u32 = 64;
+
 impl Blocks for Entries {
     fn key(&self, slot: u32) -> u64 {
         let entry = self.at(slot);
@@ -29,8 +31,8 @@ impl Blocks for Entries {
         (parent != NONE).then_some(parent)
     }
 
-    /// Also while it is being checked, though its memory is free only after that: to pass it over would be to pass over all
-    /// its ancestors too, and to find no victim at all below a long prefix.
+    /// A block that is being checked may go too, although its memory is free only after the check. To pass it over would
+    /// mean to pass over all its ancestors, and a long prefix would then offer no victim at all.
     fn may_evict(&self, slot: u32) -> bool {
         self.at(slot).children == 0 && !self.in_use(slot)
     }
@@ -42,94 +44,96 @@ impl Blocks for Entries {
 }
 
 impl Index {
-    /// Blocks that the pool holds when it is full: what the first space says, until the pool is full of something else.
+    /// How many blocks a full pool holds: estimated from the first space's blocks, corrected once the pool is full.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// A block as the policy sees it.
+    /// The key by which the policy knows a block.
     pub fn fingerprint(space: SpaceId, hash: &BlockHash) -> u64 {
         fingerprint(space, hash)
     }
 
-    /// Goes on with another policy, which takes over what is resident, in order.
+    /// Switches to another policy, which takes over the resident blocks in their order.
     pub fn switch_policy(&mut self, kind: PolicyKind) {
         if kind != self.policy.kind() {
             let (capacity, references) = (self.capacity, self.references);
-            // How dense the tier below is, is for the new one to say.
-            self.below = self.below.map(|_| 0.0);
+            // The old policy measured the tier's density; the new one starts from 0.
+            self.tier_density = self.tier_density.map(|_| 0.0);
             self.set_policy(kind.take_over(self.policy.as_ref(), capacity, references, &self.entries));
         }
     }
 
     fn set_policy(&mut self, policy: Box<dyn ReplacementPolicy>) {
         self.policy = policy;
-        self.tell_of_below(!self.is_spilling_in_vain());
+        self.report_tier_density(!self.is_tier_broken());
     }
 
-    /// Tells a policy that learns how dense the blocks are that the tier below gives up, or that there is no tier.
-    fn tell_of_below(&mut self, is_useful: bool) {
+    /// Reports the density of the blocks that the tier below gives up to a policy that learns. A tier that is not useful
+    /// is reported as none.
+    fn report_tier_density(&mut self, is_useful: bool) {
         if let Some(learning) = self.policy.learning_mut() {
-            learning.set_below(self.below.filter(|_| is_useful));
+            learning.set_below(self.tier_density.filter(|_| is_useful));
         }
     }
 
-    /// The tier below has given up blocks of this density lately; 0 before it had to.
-    pub(crate) fn set_below(&mut self, density: f32) {
-        self.below = Some(density);
-        self.tell_of_below(!self.is_spilling_in_vain());
+    /// Sets the density of the blocks that the tier below gave up lately; 0 as long as it had to give up none.
+    pub(crate) fn set_tier_density(&mut self, density: f32) {
+        self.tier_density = Some(density);
+        self.report_tier_density(!self.is_tier_broken());
     }
 
-    /// The tier below has kept a block, or refused it. One that keeps nothing is as good as none: what is let into the pool for
-    /// its sake would be lost. Says whether it is worth something, where that has changed.
-    pub(crate) fn spill_ended(&mut self, is_kept: bool) -> Option<bool> {
-        let was_in_vain = self.is_spilling_in_vain();
+    /// Records whether the tier below kept a block. A tier that keeps nothing counts as none, because blocks that the
+    /// pool admits for its sake would be lost. Returns whether the tier works, if that has changed.
+    pub(crate) fn record_spill(&mut self, is_kept: bool) -> Option<bool> {
+        let was_broken = self.is_tier_broken();
         self.refused_spills = if is_kept { 0 } else { self.refused_spills.saturating_add(1) };
-        let has_changed = self.is_spilling_in_vain() != was_in_vain;
+        let has_changed = self.is_tier_broken() != was_broken;
         if has_changed {
-            self.tell_of_below(was_in_vain);
+            self.report_tier_density(was_broken);
         }
-        has_changed.then_some(was_in_vain)
+        has_changed.then_some(was_broken)
     }
 
-    fn is_spilling_in_vain(&self) -> bool {
+    fn is_tier_broken(&self) -> bool {
         self.refused_spills >= REFUSED_SPILLS
     }
 
-    /// A block is evicted: the tier below is to hear what is known of it.
+    /// Queues the policy's memo of a block that is being evicted, for the tier below.
     pub(crate) fn note_lost(&mut self, slot: u32) {
-        if self.below.is_some()
+        if self.tier_density.is_some()
             && let Some(memo) = self.policy_memo(slot)
         {
             self.lost.push((self.tier_key(slot), memo));
         }
     }
 
-    /// What the policy knows of a slot, for the tier below; None from a policy that does not learn.
+    /// The policy's memo of a slot, for the tier below; None from a policy that does not learn.
     pub(crate) fn policy_memo(&self, slot: u32) -> Option<Memo> {
         self.policy.learning()?.memo(slot)
     }
 
-    /// What a block is called in the tier below.
+    /// The block's key in the tier below.
     fn tier_key(&self, slot: u32) -> BlockKey {
         let entry = self.entries.at(slot);
         BlockKey { space: self.space_name(entry.space), hash: entry.hash }
     }
 
-    /// For each block of the tier below how dense it is: by what the policy knows of it, if the pool has it too, else by what it
-    /// knew. None if it does not tell.
+    /// Hit density of each of these blocks of the tier below: by the policy's present memo if the pool has the block too,
+    /// else by the memo that the tier kept. None from a policy that does not learn.
     fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
         let learning = self.policy.learning()?;
         let density = |(key, memo): &(BlockKey, Memo)| {
             let spaces = self.spaces_of(key.space.namespace, key.space.cut);
             let found = spaces.filter_map(|space| self.entries.find(space, &key.hash));
-            let known = found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| learning.memo(slot));
-            learning.density(known.unwrap_or(*memo))
+            let resident =
+                found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| learning.memo(slot));
+            learning.density(resident.unwrap_or(*memo))
         };
         blocks.iter().map(density).collect()
     }
 
-    /// Leased or being saved, at most.
+    /// Upper bound of the blocks that are leased or being saved.
     pub(crate) fn blocks_in_use(&self) -> usize {
         let unsealed = self.claims.len() + self.seal_queue.len() + self.sealing.len();
         usize::try_from(self.leases.blocks).unwrap_or(usize::MAX / 8) + unsealed
@@ -146,7 +150,7 @@ impl Index {
         self.set_policy(policy);
     }
 
-    /// The pool is full: corrects what it was taken to hold, if that is off by more than a factor of two.
+    /// Called when the pool is full. Corrects the capacity if its estimate is off by more than a factor of two.
     pub(crate) fn correct_capacity(&mut self) {
         let blocks = self.policy.len().max(1);
         if blocks > 2 * self.capacity || blocks < self.capacity / 2 {
@@ -155,9 +159,9 @@ impl Index {
         }
     }
 
-    /// Whether these consecutive blocks, which a worker claims, are worth the victims that they cost: those of them that are
-    /// missing are judged as one.
-    pub(crate) fn are_worth_victims(&mut self, caller: &Caller, chain: Chain, hashes: &[BlockHash]) -> bool {
+    /// Asks the policy whether the consecutive blocks of a claim are worth the victims that they would cost. The missing
+    /// ones are judged as one run. A refusal is remembered for the engine's other workers.
+    pub(crate) fn judge_run(&mut self, caller: &Caller, chain: Chain, hashes: &[BlockHash]) -> bool {
         let Caller { owner, space, shard, .. } = *caller;
         let Some(&first) = hashes.first() else { return true };
         if !self.policy.has_gate() {
@@ -170,7 +174,7 @@ impl Index {
         if hashes.len() as u64 * block_bytes <= free_bytes {
             return true;
         }
-        if self.refusals.includes(owner, space, shard, shards, first) {
+        if self.refusals.repeat(owner, space, shard, shards, first) {
             return false;
         }
         let is_missing = |hash: &&BlockHash| {
@@ -181,7 +185,7 @@ impl Index {
             Chain::After(hash) => Some(hash),
             Chain::Start | Chain::Unchained => None,
         };
-        // Behind what of them is stored already.
+        // The missing ones continue the last of them that is stored.
         let stored = hashes.iter().take_while(|hash| !is_missing(hash)).last().copied();
         let parent = stored.or(before).and_then(|hash| found(&hash));
         let missing: Vec<u64> =
@@ -206,12 +210,13 @@ impl Index {
     }
 }
 
-/// Blocks that are judged under one hold of the lock.
+/// Blocks whose density is taken under one hold of the lock.
 const BLOCKS_A_HOLD: usize = 256;
 
 impl Store {
-    /// For each block that the tier below has, and what it keeps of the policy's knowledge of it, the hits that it is expected to
-    /// bring for each reference that it is kept. None if the policy does not tell. See [`Memo`].
+    /// Hit density of each of these blocks of the tier below, given the memos that the tier kept: the hits that a block is
+    /// expected to bring for each block reference that passes while it is kept. None if the policy does not learn. See
+    /// [`Memo`].
     pub fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
         let mut densities = Vec::with_capacity(blocks.len());
         for part in blocks.chunks(BLOCKS_A_HOLD) {
@@ -223,9 +228,10 @@ impl Store {
         Some(densities)
     }
 
-    /// The tier below has given up blocks of this density lately: what is as dense is let into the pool, by which it gets there.
-    fn set_given_up_below(&self, density: f32) {
-        self.index.lock().set_below(density);
+    /// Sets the density of the blocks that the tier below gave up lately. The pool then admits blocks that are as dense,
+    /// because they can reach the tier only by way of the pool.
+    fn set_tier_density(&self, density: f32) {
+        self.index.lock().set_tier_density(density);
     }
 }
 
@@ -237,7 +243,7 @@ impl Judge for Weak<Store> {
 
     fn given_up(&self, density: f32) {
         if let Some(store) = self.upgrade() {
-            store.set_given_up_below(density);
+            store.set_tier_density(density);
         }
     }
 }

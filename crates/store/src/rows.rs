@@ -4,18 +4,18 @@ use kvlane_memory::PoolPage;
 
 use crate::api::ShardNumber;
 
-/// "No slot" and "no row".
+/// Marks the absence of a slot or row.
 const NONE: u32 = u32::MAX;
 
 /// Rows a chunk holds.
 const CHUNK: usize = 256;
 
-/// Which of the rows of a space.
+/// Index of a row among those of its space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Row(u32);
 
 impl Row {
-    /// Of what has no extents.
+    /// The row of a gap, which has no extents.
     pub(crate) const NONE: Row = Row(NONE);
 }
 

@@ -14,7 +14,7 @@ use crate::limbo::Extent;
 #[derive(Debug)]
 pub struct Check {
     pub(crate) block: StoredBlock,
-    /// Of a seal: the how many-th to be asked for, from 0 on.
+    /// The number of a seal, from 0 on in the order of commits. None for a scrub or a spill.
     seal: Option<u64>,
     /// Extent and checksum of each shard.
     shards: Vec<(Extent, u32)>,
@@ -26,7 +26,7 @@ impl Check {
         self.shards.iter().map(|&(extent, crc)| (extent.page, extent.bytes, crc))
     }
 
-    /// Bytes to read.
+    /// Sum over the shards.
     pub fn bytes(&self) -> u64 {
         self.shards.iter().map(|(extent, _)| extent.bytes).sum()
     }
@@ -57,7 +57,7 @@ impl Index {
             && let Some(block) = self.seal_queue.pop_front()
         {
             if self.entries.current(block).is_some() {
-                let number = self.seals_asked - self.seal_queue.len() as u64 - 1;
+                let number = self.seals_queued - self.seal_queue.len() as u64 - 1;
                 self.sealing.insert(number);
                 let check = Check { seal: Some(number), ..self.start_check(block.slot) };
                 bytes += check.bytes();
@@ -67,9 +67,9 @@ impl Index {
         checks
     }
 
-    /// So many of the first seals that were asked for are over: their blocks are visible, or died.
+    /// All seals with a lower number than this are over: their blocks are visible, or died.
     pub fn sealed_through(&self) -> u64 {
-        let queued = self.seals_asked - self.seal_queue.len() as u64;
+        let queued = self.seals_queued - self.seal_queue.len() as u64;
         self.sealing.first().map_or(queued, |first| queued.min(*first))
     }
 

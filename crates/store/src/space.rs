@@ -15,7 +15,7 @@ pub(crate) struct Space {
     pub(crate) cut: CutDigest,
     pub(crate) shard_bytes: Box<[u64]>,
     pub(crate) rows: Rows,
-    /// Visible blocks.
+    /// How many of its blocks are visible.
     pub(crate) sealed: u64,
     pub(crate) hit_blocks: u64,
     pub(crate) missed_blocks: u64,
@@ -39,7 +39,6 @@ pub(crate) struct Spaces {
 }
 
 impl Spaces {
-    /// Adds a space.
     pub(crate) fn add(&mut self, space: Space) -> SpaceId {
         let id = SpaceId(self.next);
         self.next = self.next.checked_add(1).unwrap_or_else(|| unreachable!("four billion spaces"));
@@ -51,7 +50,6 @@ impl Spaces {
         self.living.remove(&id)
     }
 
-    /// How many are alive.
     pub(crate) fn len(&self) -> usize {
         self.living.len()
     }
@@ -67,7 +65,8 @@ impl Spaces {
     }
 }
 
-/// Of a space that is alive; who holds the id of one sees to that it stays so.
+/// Panics if the space was forgotten. A caller that keeps an id must keep its space alive:
+/// [`forget_spaces`](crate::Store::forget_spaces) spares those that are in use.
 impl Index<SpaceId> for Spaces {
     type Output = Space;
 

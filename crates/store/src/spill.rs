@@ -1,4 +1,9 @@
-//! Spilling: what has become visible in the pool goes to the tier below, behind the back of who saved it.
+//! Spills: writes blocks that became visible in the pool to the tier below, in a thread of its own. No save waits for it.
+//!
+//! ```text
+//!   visible --> spill_queue --> take_spill: its memory is kept --> Tier::write --> done --> finish_spill
+//!                  '- died, or the queue is full: counted as unspilled
+//! ```
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,31 +16,31 @@ use kvlane_policy::Memo;
 use crate::api::StoredBlock;
 use crate::entries::{Entry, State};
 use crate::index::Index;
+use crate::replacement::REFUSED_SPILLS;
 use crate::seal::Check;
 use crate::store::Store;
 
-/// Bytes that the tier reads at the same time. The memory of those blocks is not free before it is done, whoever needs
-/// room.
+/// Bytes of the spills in flight. Their memory cannot be freed before the tier is done, even if a claim needs room.
 const IN_FLIGHT_BYTES: u64 = 64 << 20;
 
-/// A visible block on its way to the tier. Give it back with [`Index::finish_spill`]; its memory is not reused before.
+/// A visible block that the tier is to write. Its memory is not reused before [`Index::finish_spill`] gets it back.
 #[derive(Debug)]
 pub struct Spill {
-    /// What it is called there.
+    /// The block's key in the tier.
     pub key: BlockKey,
-    /// What the policy knows of it.
+    /// The policy's memo of the block, which the tier keeps with it.
     pub memo: Memo,
     check: Check,
     number: u64,
 }
 
 impl Spill {
-    /// Bytes of the block.
+    /// Sum over the shards.
     pub fn bytes(&self) -> u64 {
         self.check.bytes()
     }
 
-    /// Where its shards are, and their checksums.
+    /// Extent and checksum of each shard.
     pub fn shards(&self) -> Vec<SealedShard> {
         let shard = |(page, bytes, crc32c): (PoolPage, u64, u32)| SealedShard {
             extent: PoolExtent { offset: page.offset(), bytes },
@@ -46,8 +51,7 @@ impl Spill {
 }
 
 impl Index {
-    /// From now on at most so many blocks that became visible wait for [`take_spill`](Self::take_spill); 0, as it is at
-    /// first, for none.
+    /// Sets how many visible blocks may wait for [`take_spill`](Self::take_spill). 0, the initial limit, queues none.
     pub fn set_spill_limit(&mut self, blocks: usize) {
         self.spill_limit = blocks;
         assert!(self.spill_queue.len() <= blocks, "the limit is set before blocks are queued");
@@ -58,7 +62,7 @@ impl Index {
         !self.spill_queue.is_empty()
     }
 
-    /// The block that has waited the longest for the tier, if it is still there.
+    /// Takes the oldest queued block that is still visible.
     pub fn take_spill(&mut self) -> Option<Spill> {
         while let Some(block) = self.spill_queue.pop_front() {
             let number = self.spills_taken;
@@ -75,7 +79,7 @@ impl Index {
         None
     }
 
-    /// The tier does not read this block any more, and has it or not.
+    /// Ends a spill whose memory the tier no longer reads. `is_kept`: the tier has the block.
     pub fn finish_spill(&mut self, spill: &Spill, is_kept: bool) {
         self.end_check(&spill.check);
         self.spilling.remove(&spill.number);
@@ -85,12 +89,12 @@ impl Index {
         }
     }
 
-    /// Whether the block is still what it was when it was taken.
+    /// Whether the block still lives.
     pub fn is_current(&self, spill: &Spill) -> bool {
         self.entries.current(spill.check.block).is_some()
     }
 
-    /// How many blocks were queued for the tier so far.
+    /// How many blocks were ever queued for the tier.
     fn spills_queued(&self) -> u64 {
         self.spills_taken + self.spill_queue.len() as u64
     }
@@ -114,7 +118,7 @@ impl Index {
 }
 
 impl Store {
-    /// Hands blocks to the tier as they become visible, until `stop`.
+    /// Writes blocks to the tier as they become visible, until `stop`.
     pub(crate) fn spill_until(self: &Arc<Self>, stop: &AtomicBool) {
         let Some(tier) = &self.tier else { return };
         loop {
@@ -129,14 +133,14 @@ impl Store {
                             index.spilling_bytes += spill.bytes();
                             break spill;
                         }
-                        // All that waited had died: nothing is left of it.
+                        // All queued blocks had died and the queue is empty: `settle_spill` may end.
                         self.spill_changed.notify_all();
                     }
                     self.spill_changed.wait(&mut index);
                 }
             };
             let store = Arc::clone(self);
-            // What a namespace is dropped of must not reach the tier after the drop did.
+            // A block must not reach the tier after the drop of its namespace did.
             let _no_drop = self.drops.read();
             if !self.index.lock().is_current(&spill) {
                 store.end_spill(&spill, false);
@@ -148,13 +152,14 @@ impl Store {
             }
             let (key, memo, shards) = (spill.key, spill.memo, spill.shards());
             let done = move |is_kept| {
-                let keeps_again = store.index.lock().spill_ended(is_kept);
-                match keeps_again {
-                    Some(true) => tracing::info!(
-                        "the SSD keeps blocks again: the pool takes in what is worth a place there"
-                    ),
+                let tier_works = store.index.lock().record_spill(is_kept);
+                match tier_works {
+                    Some(true) => {
+                        tracing::info!("SSD keeps blocks again: the pool admits blocks for its sake again");
+                    }
                     Some(false) => tracing::warn!(
-                        "the SSD has kept none of the last blocks: the pool takes in what it would without an SSD"
+                        refused_blocks = REFUSED_SPILLS,
+                        "SSD has kept none of the last blocks: the pool admits blocks as if there were no SSD"
                     ),
                     None => {}
                 }
@@ -171,7 +176,7 @@ impl Store {
         self.spill_changed.notify_all();
     }
 
-    /// Waits until the tier is done with all that was visible before this call, or until `deadline`: false.
+    /// Waits until the tier is done with all blocks that were visible before this call. False at the deadline.
     pub fn settle_spill(&self, deadline: Instant) -> bool {
         let mut index = self.index.lock();
         let goal = index.spills_queued();

@@ -1,4 +1,4 @@
-//! Figures about the store, for metrics and people.
+//! State and counters of the store, for metrics and `kvlane status`.
 
 use kvlane_block::{CutDigest, Namespace};
 use kvlane_policy::PolicyKind;
@@ -22,20 +22,20 @@ pub struct StoreStats {
     pub seal_queue: u64,
     /// Visible blocks that wait for the tier below.
     pub spill_queue: u64,
-    /// Leases that nobody has given back.
+    /// Leases that were neither released nor freed.
     pub leases: u64,
-    /// What decides which blocks are evicted now.
+    /// The policy that decides now which blocks are evicted.
     pub policy: PolicyKind,
-    /// Counter: see its fields.
+    /// Totals since the store was made.
     pub counters: Counters,
 }
 
-/// What happened since the store was made.
+/// Totals since the store was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counters {
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
-    /// Bytes of the evicted blocks, without what rounds them up to pages.
+    /// Bytes of the evicted blocks, not rounded up to pages.
     pub evicted_bytes: u64,
     /// Blocks that became visible.
     pub sealed_blocks: u64,
@@ -45,11 +45,11 @@ pub struct Counters {
     pub unspilled_blocks: u64,
     /// Blocks that came back from the tier below.
     pub fetched_blocks: u64,
-    /// Bytes of those blocks, without what rounds them up to pages.
+    /// Bytes of those blocks, not rounded up to pages.
     pub fetched_bytes: u64,
-    /// Blocks that were to come back and did not: the tier had lost them, or could not read them in time.
+    /// Fetched blocks that did not come: the tier had lost them, or could not read them in time.
     pub failed_fetches: u64,
-    /// Claims answered "present": the block was there, or this shard of it was being written or was.
+    /// Claims answered "present": the block was stored, or the same engine was writing this shard or had written it.
     pub dedup_present: u64,
     /// Claims answered "in flight".
     pub dedup_in_flight: u64,
@@ -71,16 +71,16 @@ pub struct Counters {
     pub expired_leases: u64,
     /// Leases that ended, expired ones included.
     pub ended_leases: u64,
-    /// Blocks that became visible or went, as far as somebody reads the journal.
+    /// Blocks that became visible or died, counted from the journal's first read on.
     pub journal_entries: u64,
-    /// Readers that came too late for what the journal had, or with the cursor of another one.
+    /// Reads with a cursor whose next entry was overwritten, or of another journal: the reader must start again.
     pub journal_restarts: u64,
 }
 
 /// State and counters of one space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpaceStats {
-    /// What the content means.
+    /// Digest of everything that changes what the blocks' bytes mean.
     pub namespace: Namespace,
     /// As the first engine of the space named it; not unique.
     pub name: String,

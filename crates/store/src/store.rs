@@ -1,4 +1,6 @@
-//! The index under a lock, over a pool.
+//! [`Store`]: the index under one lock, over a pool and maybe a tier below. Sessions call it from many threads.
+//!
+//! Long calls take the lock in parts, so that lookups get in between. Checksums and copies run outside it.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,13 +23,13 @@ use crate::seal::Check;
 use crate::stats::{SpaceStats, StoreStats};
 use crate::tier::{Dropped, Tier};
 
-/// Bytes that are sealed before others get to see them.
+/// Bytes of one batch of seals. Its blocks become visible together.
 const SEAL_BATCH_BYTES: u64 = 16 << 20;
-/// Blocks that one hold of the lock claims, seals or drops. Others, lookups first of all, come in between.
+/// Blocks that one hold of the lock claims, seals or drops. Lookups get their turn between two holds.
 const BLOCKS_A_HOLD: usize = 64;
-/// So many of those are judged as one where the policy admits only what is worth its victims.
+/// Parts of that size that are judged as one run, if the policy admits only blocks that are worth their victims.
 const PARTS_A_JUDGEMENT: usize = 64;
-/// Blocks that may wait for the tier, 8 bytes each; of more, those that wait the longest are left out.
+/// Blocks that may wait for the tier, 8 bytes each. Beyond that the oldest are left out.
 const SPILL_QUEUE_BLOCKS: usize = 1 << 18;
 /// Slots that a scrub looks at under one hold of the lock.
 const SCRUB_STEPS: u32 = 4096;
@@ -38,21 +40,21 @@ pub struct Store {
     arena: Arc<Arena>,
     pub(crate) tier: Option<Arc<dyn Tier>>,
     pub(crate) fetches: Fetches,
-    /// None with a policy that is fixed.
+    /// None if the policy is fixed.
     pub(crate) auto: Option<AutoPolicy>,
     pub(crate) index: Mutex<Index>,
-    /// A block was committed, or the background shall stop.
+    /// Notified when a block was committed, and when the background is to stop.
     pub(crate) committed: Condvar,
-    /// Blocks were sealed.
+    /// Notified when blocks were sealed.
     sealed: Condvar,
-    /// A block waits for the tier, the tier is done with one, or the background shall stop.
+    /// Notified when a block waits for the tier, when the tier is done with one, and when the background is to stop.
     pub(crate) spill_changed: Condvar,
-    /// The scrub thread shall stop.
+    /// Notified when the scrub thread is to stop.
     pub(crate) scrub_stop: Condvar,
-    /// How often a namespace was dropped. Held for reading while a block is handed to the tier, or claimed to come from it:
-    /// so either the drop sees it, or it sees the drop.
+    /// How many namespaces were dropped. Spills and fetches hold it for reading while they hand a block to the tier or
+    /// claim one. So the drop sees their block, or they see the drop.
     pub(crate) drops: RwLock<u64>,
-    /// Held while a block is scrubbed; the slot where the next one starts.
+    /// The slot where the next scrub starts. Locked while a block is scrubbed.
     scrub_turn: Mutex<u32>,
 }
 
@@ -63,7 +65,8 @@ impl Store {
         Self::with_tier(arena, options, None)
     }
 
-    /// The same, over a tier that gets what becomes visible and gives it back with [`fetch`](Self::fetch).
+    /// Like [`new`](Self::new), over a tier: blocks are written to it when they become visible, and
+    /// [`fetch`](Self::fetch) brings them back.
     pub fn with_tier(arena: Arc<Arena>, options: StoreOptions, tier: Option<Arc<dyn Tier>>) -> Arc<Self> {
         let page = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
         let nodes: Vec<_> = arena.nodes().iter().map(|node| page(node.start)..page(node.end)).collect();
@@ -71,7 +74,7 @@ impl Store {
         let mut index = Index::new(extents, arena.bytes(), options);
         if tier.is_some() {
             index.set_spill_limit(SPILL_QUEUE_BLOCKS);
-            index.set_below(0.0);
+            index.set_tier_density(0.0);
         }
         Arc::new(Self {
             arena,
@@ -103,14 +106,16 @@ impl Store {
         self.index.lock().count_spaces()
     }
 
-    /// Forgets spaces until at most `most` are left, or none can be forgotten: first those without blocks, then, the oldest
-    /// first, those with blocks, which leave the pool (the tier below keeps what it has). Spaces of which somebody holds the
-    /// id or plans a fetch have to be named in `in_use`; those of which blocks are leased, being saved or fetched stay.
+    /// Forgets spaces until at most `most` are left, or none can be forgotten. Spaces without blocks go first. Then
+    /// those with blocks go, oldest first: the blocks leave the pool, and the tier below keeps what it has.
+    ///
+    /// `in_use` must name each space whose id is held by a session or named by a planned fetch. Spaces with blocks that
+    /// are leased, being saved or being fetched stay.
     pub fn forget_spaces(&self, most: usize, in_use: &HashSet<SpaceId>) {
-        // Held, so that no fetch begins meanwhile: it names its blocks by their space before it claims them.
-        let coming = self.fetches.coming.lock();
+        // Locked until the end: a fetch names its blocks by their space before it claims them, so none may begin meanwhile.
+        let in_flight = self.fetches.in_flight.lock();
         let mut in_use = in_use.clone();
-        in_use.extend(coming.keys().map(|(space, _)| *space));
+        in_use.extend(in_flight.keys().map(|(space, _)| *space));
         let mut index = self.index.lock();
         let unused = index.unused_spaces(&in_use);
         let mut left = Vec::new();
@@ -180,7 +185,8 @@ impl Store {
         self.claim_in_parts(caller, chain, hashes, true, out);
     }
 
-    /// `is_judged` false: whether the blocks are worth what they displace is not asked.
+    /// Like [`claim`](Self::claim). With `is_judged` false the policy is not asked whether the blocks are worth their
+    /// victims.
     pub(crate) fn claim_in_parts(
         &self,
         caller: &Caller,
@@ -195,7 +201,7 @@ impl Store {
             if is_judged && number % PARTS_A_JUDGEMENT == 0 {
                 let run = &hashes[number * BLOCKS_A_HOLD..];
                 let run = &run[..run.len().min(PARTS_A_JUDGEMENT * BLOCKS_A_HOLD)];
-                is_worth_victims = index.are_worth_victims(caller, chain, run);
+                is_worth_victims = index.judge_run(caller, chain, run);
             }
             index.claim_part(caller, chain, part, is_worth_victims, out);
             let lost = std::mem::take(&mut index.lost);
@@ -209,7 +215,7 @@ impl Store {
         }
     }
 
-    /// See [`Index::commit`]. Nobody writes the shards from here on.
+    /// See [`Index::commit`]. The caller must no longer write the shards.
     pub fn commit(&self, claims: &[ShardClaim], now: Instant) {
         let mut index = self.index.lock();
         index.commit(claims, now);
@@ -233,8 +239,8 @@ impl Store {
         self.index.lock().expire(now);
     }
 
-    /// Drops all blocks that a namespace has now: when this returns they are invisible; they are freed when their
-    /// leases and writers are done. The tier below forgets them too; whether for good is answered.
+    /// Drops all blocks that a namespace has now. When this returns they are invisible; their memory is freed when
+    /// their leases and writers are done. The tier below forgets them too: [`Dropped::below`] says whether for good.
     pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
         let blocks = {
             let mut drops = self.drops.write();
@@ -252,7 +258,7 @@ impl Store {
             }
             blocks
         };
-        // A device may take its time, or hang: nobody who plans a fetch or spills waits for it.
+        // Without `drops`: a device may be slow or hang, and fetches and spills must not wait for it.
         let below = self.tier.as_ref().map_or(Ok(()), |tier| tier.note_forgotten(namespace));
         Dropped { blocks, below }
     }
@@ -261,7 +267,7 @@ impl Store {
     pub fn settle(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut index = self.index.lock();
-        let goal = index.seals_asked;
+        let goal = index.seals_queued;
         while index.sealed_through() < goal {
             if self.sealed.wait_until(&mut index, deadline).timed_out() {
                 return index.sealed_through() >= goal;
@@ -271,7 +277,7 @@ impl Store {
     }
 
     /// Takes the checksums of a batch of committed blocks and makes them visible. False when there was none. Several
-    /// threads may do so at once, each with a batch of its own.
+    /// threads may call it at once; each gets a batch of its own.
     pub fn seal_pending(&self) -> bool {
         let mut index = self.index.lock();
         let any = index.has_unsealed();
@@ -292,8 +298,8 @@ impl Store {
         any
     }
 
-    /// Compares the next visible block with its checksums; one that differs is dropped. Answers the bytes read, 0
-    /// at the end of a pass, and whether the block was intact.
+    /// Compares the next visible block with its checksums, and drops it if they differ. Returns the bytes read, 0 at
+    /// the end of a pass, and whether the block was intact.
     pub fn scrub_next(&self) -> (u64, bool) {
         let mut cursor = self.scrub_turn.lock();
         let check = loop {
@@ -311,7 +317,7 @@ impl Store {
             tracing::warn!(
                 namespace = %damaged.namespace,
                 hash = %damaged.hash,
-                "a block's bytes differ from its checksum; it is dropped"
+                "block dropped: its bytes differ from its checksum"
             );
         }
         (bytes, intact)
@@ -324,12 +330,11 @@ impl Store {
 
     #[allow(unsafe_code, reason = "the one place that reads the pool")]
     fn crc(&self, offset: PoolOffset, bytes: u64) -> u32 {
-        // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more, and
-        // their extents are not reused before the check is given back.
+        // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more. Their
+        // extents are not reused before the check is given back.
         crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
     }
 
-    /// Bytes of the pool.
     pub(crate) fn pool_bytes(&self) -> u64 {
         self.arena.bytes()
     }

@@ -1,4 +1,4 @@
-//! What a tier below the pool has to do: keep blocks that the pool may lose, and bring them back.
+//! The seam to a tier below the pool, which keeps blocks that the pool may lose and brings them back. crates/ssd is one.
 
 use std::fmt;
 use std::time::Instant;
@@ -6,52 +6,54 @@ use std::time::Instant;
 use kvlane_block::{BlockKey, Namespace, PoolExtent, SealedShard};
 use kvlane_policy::Memo;
 
-/// Called when a tier does not read a block's bytes any more: whether it keeps the block.
+/// Called once the tier no longer reads the block's bytes, with whether it keeps the block.
 pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
 
-/// Called when a tier does not write to the extents any more: the crc32c of each shard, if all bytes are there and were
-/// compared with what was written once.
+/// Called once the tier no longer writes to the extents. With the crc32c of each shard if all bytes are there and match
+/// what was written once, else with None.
 pub type ReadDone = Box<dyn FnOnce(Option<Vec<u32>>) + Send>;
 
-/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device. `done` is called exactly
-/// once, whatever happens, on any thread and maybe before the call returns; until then the memory belongs to the tier.
+/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device.
+///
+/// `done` is called exactly once, whatever happens, on any thread, and maybe before the call returns. Until then the memory
+/// belongs to the tier.
 pub trait Tier: Send + Sync {
-    /// Whether it has the block, as far as it knows.
+    /// Whether the tier's index has the block. Reading it may still fail.
     fn contains(&self, key: &BlockKey) -> bool;
 
-    /// Starts to keep a block, and with it what the pool's policy knows of it.
+    /// Starts to write a block, with the policy's memo of it.
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone);
 
-    /// What the policy knew of a block when it was written, or when [`remember`](Self::remember) was called; None if it is not
-    /// kept.
+    /// The memo of a block, from its write or from [`remember`](Self::remember), whichever was later. None if the tier does
+    /// not have the block.
     fn memo(&self, key: &BlockKey) -> Option<Memo>;
 
-    /// The pool has lost these blocks, of which its policy knows this: what of them is kept is kept with that.
+    /// The pool has evicted these blocks. The tier replaces its memos of those that it has.
     fn remember(&self, lost: &[(BlockKey, Memo)]);
 
-    /// Starts to bring a block back, into one extent for each of its shards. After `deadline` nobody waits for it.
+    /// Starts to read a block into one extent for each of its shards. After `deadline` no lookup waits for it.
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);
 
     /// Forgets all blocks of a namespace, also those being written now, until a restart.
     fn forget_namespace(&self, namespace: Namespace);
 
-    /// Makes sure that a restart does not bring back what was forgotten. The one call that waits for the devices, which note
-    /// it.
+    /// Writes to the devices that the namespace was forgotten, so that a restart does not bring its blocks back. The only
+    /// call that waits for the devices.
     ///
     /// # Errors
     /// [`NotForGood`]: a restart would bring it back.
     fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood>;
 }
 
-/// The pool's policy, as a tier asks it which blocks deserve to be written again when room is needed. Called by the tier's
-/// threads, without a lock of the tier.
+/// The pool's policy, which a tier asks when it needs room: is a block worth writing again? Called by the tier's threads,
+/// without a lock of the tier.
 pub trait Judge: Send + Sync {
-    /// For each block, of which the policy knew this when it was written or left the pool, the hits that it will bring for each
-    /// reference that it is kept. None if the policy does not tell.
+    /// Hit density of each block, given the memo from its write or its eviction: the hits expected for each block reference
+    /// that passes while it is kept. None from a policy that does not learn.
     fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>>;
 
-    /// The mean density of what the tier gave up lately, of that device of which it is the least: 0 as long as one had to give
-    /// up nothing, and where [`densities`](Self::densities) does not tell.
+    /// Reports the mean density of the blocks that the tier gave up lately, on the device where it is lowest. 0 as long as
+    /// one device had to give up none, and if [`densities`](Self::densities) returns None.
     fn given_up(&self, density: f32);
 }
 
@@ -67,7 +69,7 @@ impl fmt::Display for NotForGood {
 
 impl std::error::Error for NotForGood {}
 
-/// What became of a namespace that was dropped.
+/// The result of dropping a namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dropped {
     /// Blocks that the pool had, those being saved included.

@@ -1,10 +1,11 @@
-//! Blocks that somebody waits for: what becomes of them is told as it happens, so that nobody has to look again and again.
+//! Watches: a lookup that awaits another engine's saves is notified of each step in the life of its blocks. It need not
+//! poll.
 //!
 //! ```text
-//!   asked for, claimed --> committed, shard by shard --> visible       each is progress; with the last block: complete
+//!   requested, claimed --> committed, shard by shard --> visible       each step: Progress; the last block's: Complete
 //!        |                      |                           |
-//!        '-- refused            '--------- died ------------'          lost, if its saver had asked for it: it has no reason
-//!                                                                      to do so again
+//!        '-- refused            '--------- died ------------'          Lost, if its saver had requested the save, because
+//!                                                                      the saver has no reason to request it again
 //! ```
 
 use std::collections::HashMap;
@@ -13,74 +14,75 @@ use kvlane_block::BlockHash;
 
 use crate::api::{ClaimOutcome, OwnerId, SpaceId};
 
-/// Blocks that are watched, over all watches: some 100 bytes each.
+/// Watched blocks over all watches, some 100 bytes each.
 const BLOCKS_MAX: usize = 1 << 18;
 
-/// What became of watched blocks.
+/// A step of a watched block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stir {
-    /// One was claimed, a shard of it was written, or it became visible.
+pub enum WatchEvent {
+    /// A block was claimed, one of its shards was written, or it became visible.
     Progress,
-    /// All are visible.
+    /// All blocks are visible.
     Complete,
-    /// One will not come: its saver was refused room for it, or it died after its saver had asked to save it. Also where that
-    /// was a short while before the watch began.
+    /// A block will not come: its saver was refused room for it, or it died after its saver had requested to save it. Also
+    /// if that happened within some seconds before the watch began.
     Lost,
 }
 
-/// Hears of it. Called under the store's lock: it must be quick, and must not call the store.
-pub type Stirred = Box<dyn Fn(Stir) + Send>;
+/// The callback of a watch. Called under the store's lock: it must be quick, and must not call the store.
+pub type OnWatchEvent = Box<dyn Fn(WatchEvent) + Send>;
 
-/// Names a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct WatchId(u64);
 
 /// A block's space and hash.
 pub(crate) type Key = (SpaceId, BlockHash);
 
-/// How far a block is when it begins to be watched.
+/// The state of a block when it is added to a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct InitialState {
     pub(crate) is_visible: bool,
-    /// The watch's saver has asked to save it.
-    pub(crate) is_asked: bool,
-    /// And nothing came of it.
+    /// The watch's saver has requested to save it.
+    pub(crate) is_requested: bool,
+    /// That save has failed.
     pub(crate) is_lost: bool,
 }
 
 struct Watched {
     saver: OwnerId,
     blocks: Vec<Key>,
-    /// Of these, how many are not visible.
+    /// How many of `blocks` are not visible.
     missing: usize,
     /// All blocks were added.
     is_whole: bool,
-    stirred: Stirred,
+    on_event: OnWatchEvent,
 }
 
-/// One of those who watch a block.
+/// A watch, as one of its blocks lists it.
 #[derive(Clone, Copy)]
 struct Watcher {
     watch: WatchId,
-    is_asked: bool,
+    /// The watch's saver has requested to save the block.
+    is_requested: bool,
 }
 
-/// All that is watched.
+/// All watches, by id and by block.
 #[derive(Default)]
 pub(crate) struct Watches {
     all: HashMap<WatchId, Watched>,
-    /// Ascending by watch: that is how they come.
+    /// Each list ascends by watch id.
     by_block: HashMap<Key, Vec<Watcher>>,
+    /// Sum over all watches.
     blocks: usize,
     last: u64,
 }
 
 impl Watches {
-    /// A watch without blocks yet, for what `saver` is expected to save.
-    pub(crate) fn begin(&mut self, saver: OwnerId, stirred: Stirred) -> WatchId {
+    /// Starts a watch without blocks, for saves that are expected of `saver`.
+    pub(crate) fn begin(&mut self, saver: OwnerId, on_event: OnWatchEvent) -> WatchId {
         self.last += 1;
         let id = WatchId(self.last);
-        self.all.insert(id, Watched { saver, blocks: Vec::new(), missing: 0, is_whole: false, stirred });
+        self.all.insert(id, Watched { saver, blocks: Vec::new(), missing: 0, is_whole: false, on_event });
         id
     }
 
@@ -88,25 +90,27 @@ impl Watches {
         self.all.get(&watch).map(|watched| watched.saver)
     }
 
-    /// Adds a block; one that the watch has already changes nothing. One that is lost is told. False if no more can be watched.
-    pub(crate) fn add(&mut self, watch: WatchId, key: Key, standing: Standing) -> bool {
+    /// Adds a block, unless the watch has it. Reports a lost one at once. False if no more blocks can be watched.
+    pub(crate) fn add(&mut self, watch: WatchId, key: Key, initial: InitialState) -> bool {
         let Some(watched) = self.all.get_mut(&watch) else { return false };
         if self.blocks >= BLOCKS_MAX {
             return false;
         }
         let watchers = self.by_block.entry(key).or_default();
-        let Err(place) = watchers.binary_search_by_key(&watch, |watcher| watcher.watch) else { return true };
-        watchers.insert(place, Watcher { watch, is_asked: standing.is_asked });
+        let Err(position) = watchers.binary_search_by_key(&watch, |watcher| watcher.watch) else {
+            return true;
+        };
+        watchers.insert(position, Watcher { watch, is_requested: initial.is_requested });
         watched.blocks.push(key);
-        watched.missing += usize::from(!standing.is_visible);
+        watched.missing += usize::from(!initial.is_visible);
         self.blocks += 1;
-        if standing.is_lost {
-            (watched.stirred)(Stir::Lost);
+        if initial.is_lost {
+            (watched.on_event)(WatchEvent::Lost);
         }
         true
     }
 
-    /// All blocks were added. True if none is missing: that is not told any more.
+    /// Call it after the last `add`. True if no block is missing; `Complete` is not reported then.
     pub(crate) fn finish(&mut self, watch: WatchId) -> bool {
         self.all.get_mut(&watch).is_some_and(|watched| {
             watched.is_whole = true;
@@ -114,15 +118,15 @@ impl Watches {
         })
     }
 
-    /// Forgets up to so many blocks of a watch, and the watch with the last one; true then.
+    /// Removes up to `most` blocks of a watch, and with the last one the watch itself. True when it is gone.
     pub(crate) fn forget(&mut self, watch: WatchId, most: usize) -> bool {
         let Some(watched) = self.all.get_mut(&watch) else { return true };
         let rest = watched.blocks.len().saturating_sub(most);
         for key in watched.blocks.drain(rest..) {
             self.blocks -= 1;
             let Some(watchers) = self.by_block.get_mut(&key) else { continue };
-            if let Ok(place) = watchers.binary_search_by_key(&watch, |watcher| watcher.watch) {
-                watchers.remove(place);
+            if let Ok(position) = watchers.binary_search_by_key(&watch, |watcher| watcher.watch) {
+                watchers.remove(position);
             }
             if watchers.is_empty() {
                 self.by_block.remove(&key);
@@ -134,14 +138,14 @@ impl Watches {
         rest == 0
     }
 
-    /// An engine has asked to save a block.
-    pub(crate) fn asked(&mut self, owner: OwnerId, key: Key, outcome: &ClaimOutcome) {
+    /// An engine has requested to save a shard of a block.
+    pub(crate) fn save_requested(&mut self, owner: OwnerId, key: Key, outcome: &ClaimOutcome) {
         self.for_each(key, |watcher, watched| {
             let is_saver = watched.saver == owner;
-            watcher.is_asked |= is_saver;
+            watcher.is_requested |= is_saver;
             match outcome {
-                ClaimOutcome::Claimed(_) => (watched.stirred)(Stir::Progress),
-                ClaimOutcome::NoRoom if is_saver => (watched.stirred)(Stir::Lost),
+                ClaimOutcome::Claimed(_) => (watched.on_event)(WatchEvent::Progress),
+                ClaimOutcome::NoRoom if is_saver => (watched.on_event)(WatchEvent::Lost),
                 ClaimOutcome::Present | ClaimOutcome::InFlight | ClaimOutcome::NoRoom => {}
             }
         });
@@ -149,7 +153,7 @@ impl Watches {
 
     /// A shard of a block was written.
     pub(crate) fn committed(&mut self, key: Key) {
-        self.for_each(key, |_, watched| (watched.stirred)(Stir::Progress));
+        self.for_each(key, |_, watched| (watched.on_event)(WatchEvent::Progress));
     }
 
     /// A block became visible.
@@ -157,33 +161,33 @@ impl Watches {
         self.for_each(key, |_, watched| {
             watched.missing = watched.missing.saturating_sub(1);
             let is_complete = watched.is_whole && watched.missing == 0;
-            (watched.stirred)(if is_complete { Stir::Complete } else { Stir::Progress });
+            (watched.on_event)(if is_complete { WatchEvent::Complete } else { WatchEvent::Progress });
         });
     }
 
-    /// A block is not there any more, nor on its way. `claimed_by` says who was saving it, if it was still claimed.
+    /// A block has died. `claimed_by`: the engine that was saving it, if it was still claimed.
     pub(crate) fn died(&mut self, key: Key, was_visible: bool, claimed_by: Option<OwnerId>) {
         self.for_each(key, |watcher, watched| {
             watched.missing += usize::from(was_visible);
-            if watcher.is_asked || claimed_by == Some(watched.saver) {
-                (watched.stirred)(Stir::Lost);
+            if watcher.is_requested || claimed_by == Some(watched.saver) {
+                (watched.on_event)(WatchEvent::Lost);
             }
         });
     }
 
-    /// Blocks that are watched, each as often as it is.
+    /// Watched blocks; one that two lookups await counts twice.
     pub(crate) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Mostly nobody watches any.
-    fn for_each(&mut self, key: Key, mut tell: impl FnMut(&mut Watcher, &mut Watched)) {
+    fn for_each(&mut self, key: Key, mut notify: impl FnMut(&mut Watcher, &mut Watched)) {
+        // The usual case: no lookup awaits a save.
         if self.by_block.is_empty() {
             return;
         }
         for watcher in self.by_block.get_mut(&key).into_iter().flatten() {
             if let Some(watched) = self.all.get_mut(&watcher.watch) {
-                tell(watcher, watched);
+                notify(watcher, watched);
             }
         }
     }

@@ -1,4 +1,5 @@
-//! Waiting for blocks that an engine is expected to save: what is there is leased, the rest is watched.
+//! Awaited saves: a lookup waits for blocks that another engine is expected to save. The blocks that are visible already
+//! are leased meanwhile, and the others are watched ([`Watches`](crate::watch::Watches)).
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,22 +13,22 @@ use crate::entries::{NONE, State};
 use crate::index::Index;
 use crate::needs::needs;
 use crate::store::Store;
-use crate::watch::{Key, Standing, Stirred, WatchId};
+use crate::watch::{InitialState, Key, OnWatchEvent, WatchId};
 
-/// Blocks that are added to a watch, or taken from it, under one hold of the lock.
+/// Blocks that one hold of the lock adds to a watch, or removes.
 const BLOCKS_A_HOLD: usize = 512;
 
-/// Whether there is something to wait for.
+/// The result of [`Store::watch`].
 pub enum Watching {
-    /// No: everything is visible.
+    /// There is nothing to wait for, because every block is visible.
     Complete,
-    /// No: as many blocks are watched as may be.
+    /// The store watches as many blocks already as it may.
     TooMany,
-    /// Yes, until this is dropped.
+    /// Blocks are missing. They are watched until this is dropped.
     Waits(Watch),
 }
 
-/// Blocks that are watched, and a lease on those of the prompt that were there. Dropped, both are gone.
+/// A watch on missing blocks, with a lease on the visible prefix. Dropping it ends both.
 pub struct Watch {
     store: Arc<Store>,
     id: WatchId,
@@ -51,29 +52,32 @@ impl Drop for Watch {
     }
 }
 
-/// What is there of a prompt, and leased.
+/// The visible prefix of a prompt, leased.
 struct Held {
     tokens: u64,
-    /// The longest hit that there could be.
+    /// Tokens of the longest possible hit.
     most: u64,
     lease: Option<LeaseId>,
 }
 
 impl Store {
-    /// Watches what `owner` needs for a hit of `tokens` and is not visible yet. `saver` is expected to save it; whoever does,
-    /// `stirred` hears of it. What is visible is leased for `owner` meanwhile. It does not count as a lookup: that follows.
+    /// Watches the blocks that `owner` needs for a hit of `tokens` and that are not visible yet. `saver` is expected to
+    /// save them, but `on_event` hears of other engines' saves too. The visible prefix is leased for `owner` meanwhile.
+    /// This does not count as a lookup; the lookup follows.
     pub fn watch(
         self: &Arc<Self>,
         (owner, saver): (OwnerId, OwnerId),
         groups: &[LookupGroup<'_>],
         tokens: u64,
         now: Instant,
-        stirred: Stirred,
+        on_event: OnWatchEvent,
     ) -> Watching {
         let (watch, held) = {
             let mut index = self.index.lock();
-            let Some(held) = index.hold(owner, groups, tokens, now) else { return Watching::Complete };
-            let id = index.watches.begin(saver, stirred);
+            let Some(held) = index.lease_visible(owner, groups, tokens, now) else {
+                return Watching::Complete;
+            };
+            let id = index.watches.begin(saver, on_event);
             (Watch { store: Arc::clone(self), id, owner, lease: held.lease }, held)
         };
         for (group, need) in groups.iter().zip(needs(groups, held.most).iter().flatten()) {
@@ -94,9 +98,9 @@ impl Store {
         if is_complete { Watching::Complete } else { Watching::Waits(watch) }
     }
 
-    /// A worker of an engine has asked to save its shard of these blocks, and was refused before any of them was claimed. Who
-    /// waits for them is told, and who comes to wait for them within some seconds.
-    pub fn not_saved(
+    /// A worker's request to save its shard of these blocks was refused before any of them was claimed. Lookups that await
+    /// them are notified, and those that begin to await them within the next seconds.
+    pub fn save_refused(
         &self,
         owner: OwnerId,
         space: SpaceId,
@@ -106,20 +110,20 @@ impl Store {
     ) {
         for part in hashes.chunks(BLOCKS_A_HOLD) {
             let mut index = self.index.lock();
-            part.iter().for_each(|hash| index.not_saved(owner, space, shard, hash, now));
+            part.iter().for_each(|hash| index.save_refused(owner, space, shard, hash, now));
             MutexGuard::unlock_fair(index);
         }
     }
 
-    /// Blocks that are watched, each as often as it is.
+    /// Blocks that are watched; one that two lookups await counts twice.
     pub fn watched_blocks(&self) -> usize {
         self.index.lock().watches.blocks()
     }
 }
 
 impl Index {
-    /// Leases the longest prefix that is visible. None if it is as long as it can be.
-    fn hold(
+    /// Leases the longest visible prefix. None if it is the longest possible hit already.
+    fn lease_visible(
         &mut self,
         owner: OwnerId,
         groups: &[LookupGroup<'_>],
@@ -131,7 +135,7 @@ impl Index {
         let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
             let LookupGroup { space, hashes, .. } = groups[group];
-            let slot = self.visible(space, &hashes[block as usize]);
+            let slot = self.find_visible(space, &hashes[block as usize]);
             found[group][block as usize] = slot.unwrap_or(NONE);
             slot.is_some()
         });
@@ -147,7 +151,7 @@ impl Index {
         Some(Held { tokens, most, lease })
     }
 
-    fn visible(&self, space: SpaceId, hash: &BlockHash) -> Option<u32> {
+    fn find_visible(&self, space: SpaceId, hash: &BlockHash) -> Option<u32> {
         self.entries.find(space, hash).filter(|slot| self.entries.at(*slot).state == State::Sealed)
     }
 
@@ -160,19 +164,19 @@ impl Index {
         let shards = self.shards_of(space);
         let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, shards, now));
         let is_claimed_by_saver = claimed_by.is_some() && claimed_by == saver;
-        let is_asked = match state {
+        let is_requested = match state {
             Some(State::Committed) => true,
             _ => was_refused || is_claimed_by_saver,
         };
         let is_absent = matches!(state, None | Some(State::Gap));
         let is_visible = state == Some(State::Sealed);
-        // What its saver has claimed lacks the shard that was refused: the worker of that one does not ask again.
+        // A block that the saver has claimed still lacks the refused shard, whose worker does not request it again.
         let is_lost = was_refused && (is_absent || is_claimed_by_saver);
-        self.watches.add(watch, key, Standing { is_visible, is_asked, is_lost })
+        self.watches.add(watch, key, InitialState { is_visible, is_requested, is_lost })
     }
 
-    /// An engine has asked to save a shard of a block.
-    pub(crate) fn asked(
+    /// Records an engine's request to save a shard of a block, and its outcome. Notifies the watches of the block.
+    pub(crate) fn save_requested(
         &mut self,
         owner: OwnerId,
         key: Key,
@@ -185,10 +189,10 @@ impl Index {
             ClaimOutcome::NoRoom => self.not_saved.note(key, owner, shard, now),
             ClaimOutcome::Present | ClaimOutcome::InFlight => {}
         }
-        self.watches.asked(owner, key, outcome);
+        self.watches.save_requested(owner, key, outcome);
     }
 
-    fn not_saved(
+    fn save_refused(
         &mut self,
         owner: OwnerId,
         space: SpaceId,
@@ -200,10 +204,10 @@ impl Index {
         let is_stored = |slot| matches!(self.entries.at(slot).state, State::Committed | State::Sealed);
         let outcome = match slot.map(|slot| (slot, self.claims.get(&slot))) {
             Some((_, Some(claim))) if claim.owner != owner => ClaimOutcome::InFlight,
-            Some((_, Some(claim))) if claim.is_asked(shard) => ClaimOutcome::Present,
+            Some((_, Some(claim))) if claim.is_granted(shard) => ClaimOutcome::Present,
             Some((slot, None)) if is_stored(slot) => ClaimOutcome::Present,
             _ => ClaimOutcome::NoRoom,
         };
-        self.asked(owner, (space, *hash), shard, &outcome, now);
+        self.save_requested(owner, (space, *hash), shard, &outcome, now);
     }
 }

@@ -1,4 +1,4 @@
-//! The journal against a plain list: exactly the last entries are there, and a reader misses none without being told.
+//! The journal against a plain list: it has exactly the last entries, and a reader that misses one must start again.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::VecDeque;

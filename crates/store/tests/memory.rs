@@ -1,4 +1,4 @@
-//! What blocks cost in the daemon's own memory. Alone in its file, since it counts all allocations.
+//! How much of the daemon's own memory a block costs. Alone in its file, because it counts all allocations.
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! Random operations of several engines on an index, against a simple account of who holds what.
+//! Random operations of several engines on an index, against a simple model of who holds which blocks.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::{BTreeMap, BTreeSet};

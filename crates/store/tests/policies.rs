@@ -1,4 +1,4 @@
-//! What the store makes of the replacement policies.
+//! The replacement policies in the store: victims, refused claims, and `auto`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::BTreeSet;

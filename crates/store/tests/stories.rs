@@ -1,4 +1,4 @@
-//! What engines and the daemon do with a store, one story a test, over a small pool.
+//! Engines and the daemon use a store over a small pool, one story a test.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::HashSet;

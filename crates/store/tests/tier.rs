@@ -1,4 +1,4 @@
-//! A store over a tier: what becomes visible goes down, what a prompt misses comes back, and nothing waits for ever.
+//! A store over a tier: visible blocks are spilled, missing ones are fetched, and no call waits for ever.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::{BTreeMap, BTreeSet};

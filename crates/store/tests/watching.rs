@@ -1,4 +1,4 @@
-//! Who waits for blocks hears of each step that they take, and of those that will not come.
+//! A watch is notified of each step of its blocks, and of blocks that will not come.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
-    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Stir, Store,
-    StoreOptions, Watch, Watching, WriterId,
+    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store, StoreOptions,
+    Watch, WatchEvent, Watching, WriterId,
 };
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -23,13 +23,13 @@ const SECOND: Duration = Duration::from_secs(1);
 /// Of the model's block.
 const SHARDS: usize = 2;
 
-use Stir::{Complete, Lost, Progress};
+use WatchEvent::{Complete, Lost, Progress};
 
 struct Play {
     store: Arc<Store>,
     space: SpaceId,
     now: Instant,
-    heard: Arc<Mutex<Vec<Stir>>>,
+    heard: Arc<Mutex<Vec<WatchEvent>>>,
 }
 
 fn hashes(count: u32) -> Vec<BlockHash> {
@@ -67,7 +67,7 @@ impl Play {
         watch
     }
 
-    fn heard(&self) -> Vec<Stir> {
+    fn heard(&self) -> Vec<WatchEvent> {
         std::mem::take(&mut *self.heard.lock())
     }
 
@@ -180,7 +180,8 @@ fn a_block_that_its_saver_loses_is_lost() {
         play.store.expire(play.now + TTL + Duration::from_secs(1));
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, ShardNumber(0), all, play.now);
+    let never_claimed: Way =
+        |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
     let dropped: Way = |play, all| {
         for shard in [0, 1] {
             play.commit(&play.claim(P, shard, Chain::Start, all));
@@ -210,7 +211,7 @@ fn what_others_lose_may_still_come() {
     let watch = play.waits(&[play.group(0, &all)], 32);
     play.abort(&play.claim(X, 0, Chain::Start, &all));
     play.claim(X, 0, Chain::After(BlockHash([9; 16])), &all);
-    play.store.not_saved(X, play.space, ShardNumber(0), &all, play.now);
+    play.store.save_refused(X, play.space, ShardNumber(0), &all, play.now);
     assert!(!play.heard().contains(&Lost));
     // It was visible, and goes before its saver has asked: it is missing again.
     play.save(X, Chain::Start, &all[..1]);
@@ -220,7 +221,7 @@ fn what_others_lose_may_still_come() {
     play.save(P, Chain::Start, &all);
     assert_eq!(play.heard().last(), Some(&Complete));
     // What another engine has stored is no loss for a saver that came too late.
-    play.store.not_saved(P, play.space, ShardNumber(0), &all, play.now);
+    play.store.save_refused(P, play.space, ShardNumber(0), &all, play.now);
     assert_eq!(play.heard(), []);
     drop(watch);
     play.rests();
@@ -273,7 +274,8 @@ fn a_block_that_its_saver_lost_before_the_wait_is_lost_at_once() {
         play.store.expire(play.now);
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, ShardNumber(0), all, play.now);
+    let never_claimed: Way =
+        |play, all| play.store.save_refused(P, play.space, ShardNumber(0), all, play.now);
     for way in [aborted, worker_died, half_expired, refused, never_claimed] {
         let mut play = Play::new(64, 2);
         let all = hashes(2);
@@ -296,7 +298,7 @@ fn what_its_saver_does_not_save_may_come_by_others() {
     let play = Play::new(64, 1);
     let all = hashes(1);
     let group = [play.group(0, &all)];
-    play.store.not_saved(P, play.space, ShardNumber(0), &all, play.now);
+    play.store.save_refused(P, play.space, ShardNumber(0), &all, play.now);
     let of_other = play.claim(X, 0, Chain::Start, &all);
     let watch = play.waits(&group, 16);
     assert_eq!(play.heard(), [], "another one is saving it");
@@ -339,10 +341,10 @@ fn a_shard_that_is_on_its_way_is_not_lost_by_a_save_that_repeats_it() {
     let all = hashes(1);
     play.commit(&play.claim(P, 0, Chain::Start, &all));
     let watch = play.waits(&[play.group(0, &all)], 16);
-    play.store.not_saved(P, play.space, ShardNumber(0), &all, play.now);
+    play.store.save_refused(P, play.space, ShardNumber(0), &all, play.now);
     drop(play.waits(&[play.group(0, &all)], 16));
     assert!(!play.heard().contains(&Lost));
-    play.store.not_saved(P, play.space, ShardNumber(1), &all, play.now);
+    play.store.save_refused(P, play.space, ShardNumber(1), &all, play.now);
     assert_eq!(play.heard(), [Lost]);
     drop(watch);
     play.rests();
@@ -456,7 +458,7 @@ proptest! {
                     model.asked(owner, shard, outcome, play.now);
                 }
                 Op::NotSaved(owner, shard) => {
-                    play.store.not_saved(owner, play.space, ShardNumber(shard as u32), &all, play.now);
+                    play.store.save_refused(owner, play.space, ShardNumber(shard as u32), &all, play.now);
                     if model.is_free(owner, shard) {
                         model.asked(owner, shard, ClaimOutcome::NoRoom, play.now);
                     }

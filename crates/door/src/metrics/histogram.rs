@@ -5,7 +5,8 @@ use std::{
     time::Duration,
 };
 
-/// Durations by upper bounds, in microseconds. `BUCKETS` is the number of bounds and one more, for durations above all of them.
+/// Counts durations in buckets with upper bounds in microseconds. `BUCKETS` is the number of bounds plus one, for durations
+/// above all of them.
 #[derive(Debug)]
 pub struct Histogram<const BUCKETS: usize> {
     bounds_us: &'static [u64],
@@ -30,7 +31,7 @@ pub struct Distribution {
 }
 
 impl<const BUCKETS: usize> Histogram<BUCKETS> {
-    /// Counts nothing yet.
+    /// An empty histogram.
     pub fn new(bounds_us: &'static [u64]) -> Self {
         assert_eq!(bounds_us.len() + 1, BUCKETS, "a bucket for each bound, and one more");
         Self { bounds_us, counts: std::array::from_fn(|_| AtomicU64::new(0)), sum_ns: AtomicU64::new(0) }
@@ -53,7 +54,7 @@ impl<const BUCKETS: usize> Histogram<BUCKETS> {
         pending.total = 0;
     }
 
-    /// The counts at this moment.
+    /// Reads each counter on its own: an observation in progress may be in the counts and not yet in the sum.
     pub fn read(&self) -> Distribution {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
         Distribution { bounds_us: self.bounds_us, counts, sum_ns: self.sum_ns.load(Ordering::Relaxed) }
@@ -75,7 +76,7 @@ impl<const BUCKETS: usize> Pending<BUCKETS> {
         self.total = self.total.saturating_add(times);
     }
 
-    /// Durations that are not added yet.
+    /// How many durations are not added yet.
     pub fn total(&self) -> u32 {
         self.total
     }
@@ -87,7 +88,7 @@ impl Distribution {
         self.counts.iter().all(|count| *count == 0)
     }
 
-    /// Each bucket's upper bound in seconds, None for the last, and its count.
+    /// Upper bound in seconds (None for the last) and count of each bucket.
     pub(super) fn buckets(&self) -> impl Iterator<Item = (Option<f64>, u64)> {
         let bounds = self.bounds_us.iter().map(|us| Some(*us as f64 / 1e6)).chain([None]);
         bounds.zip(self.counts.iter().copied())

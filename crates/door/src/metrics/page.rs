@@ -1,4 +1,4 @@
-//! The page that Prometheus reads (its text format, version 0.0.4).
+//! Writes the page that Prometheus scrapes, in its text format, version 0.0.4.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use super::{
     table::{Labels, Metric, Row, Source},
 };
 
-/// The page's content type.
+/// HTTP content type of the page.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4";
 
 /// Appends the metrics of a table, read from the program's state. A metric without values is left out.
@@ -81,7 +81,7 @@ fn write_name(page: &mut String, metric: &Metric, suffix: &str, labels: &[String
     }
 }
 
-/// Writes a label's value, which others may have chosen, so that it stays inside its quotes.
+/// Writes a label's value so that it stays inside its quotes. A client may have chosen it.
 fn write_escaped(page: &mut String, value: &str) {
     for character in value.chars() {
         match character {

@@ -1,4 +1,4 @@
-//! What each program of kvlane tells of its own process, under the names that Prometheus' clients use.
+//! Metrics of a program's own process, under the names that Prometheus' client libraries use.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use rustix::{
 
 use super::table::{MetricKind, Row, each};
 
-/// The figures of this process at one moment. A figure that the kernel does not tell is None.
+/// The figures of this process at one moment. None if the kernel does not give a figure.
 #[derive(Debug)]
 pub struct Process {
     started: Option<f64>,
@@ -24,7 +24,7 @@ pub struct Process {
     max_fds: Option<u64>,
 }
 
-/// The metrics of a process.
+/// The table of these metrics, which the daemon and the router append to their own.
 pub const PROCESS_METRICS: &[Row<Process>] = &[
     each("kvlane_build_info", MetricKind::Gauge, "version", "1 for the version of this program.", |_| {
         vec![(vec![env!("CARGO_PKG_VERSION").to_owned()], 1.0)]
@@ -63,9 +63,9 @@ fn one(value: Option<f64>) -> Vec<(Vec<String>, f64)> {
 }
 
 impl Process {
-    /// Asks the kernel.
+    /// Reads all figures from the kernel.
     pub fn read() -> Self {
-        // Once: a step of the clock must not look like a restart.
+        // Read once, because a step of the clock must not look like a restart.
         static STARTED: OnceLock<Option<f64>> = OnceLock::new();
         Self {
             started: *STARTED.get_or_init(started),
@@ -99,7 +99,7 @@ fn resident_bytes() -> Option<u64> {
 }
 
 fn open_fds() -> Option<u64> {
-    // One of them lists the folder.
+    // One of the descriptors is that of this listing.
     Some((fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1))
 }
 

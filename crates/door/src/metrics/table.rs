@@ -1,20 +1,20 @@
-//! The table of a program's metrics. A row names a metric and says how its values are read.
+//! The format of a program's table of metrics: a row names a metric, and has a function that reads its values.
 
 use super::histogram::Distribution;
 
-/// What a metric is.
+/// Prometheus' type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Only grows.
+    /// A total that only grows.
     Counter,
     /// A present value.
     Gauge,
-    /// A distribution.
+    /// A distribution of durations, in seconds.
     Histogram,
 }
 
 impl MetricKind {
-    /// As Prometheus calls it.
+    /// The type's word on the page.
     pub fn name(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -24,12 +24,12 @@ impl MetricKind {
     }
 }
 
-/// What the reference page says of a metric.
+/// The description of a metric, for the metrics page and the reference page.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// Name as scraped.
+    /// Name on the metrics page.
     pub name: &'static str,
-    /// Kind of the metric.
+    /// A counter's name ends with `_total`.
     pub kind: MetricKind,
     /// Label names, separated by a comma and a space; empty without labels.
     pub labels: &'static str,
@@ -43,9 +43,9 @@ pub type Labels = Vec<String>;
 /// A metric, and how its values are read from `S`, the program's state.
 #[derive(Debug)]
 pub struct Row<S: 'static> {
-    /// The metric.
+    /// Its description.
     pub metric: Metric,
-    /// Where its values come from.
+    /// Reads its values.
     pub source: Source<S>,
 }
 

@@ -1,4 +1,4 @@
-//! GetStatus, Settle, DropNamespaces and Bye: what people and tools ask for, and the end of a session.
+//! GetStatus, Settle, DropNamespaces and Bye: the calls of people and tools, and the end of a session.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use kvlane_proto::v1::{self, reply::Body as Answer};
 use super::context::{Context, done};
 use crate::{peer::Peer, refusal::Refusal, status};
 
-/// What the daemon holds; over TCP without what tells of others.
+/// Reports what the daemon holds and who uses it. Over TCP it leaves out everything about others.
 pub(crate) fn status(context: &Context<'_>) -> Result<Answer, Refusal> {
     let status = match context.peer {
         Peer::Local { .. } => status::collect(context.shared),
@@ -17,13 +17,13 @@ pub(crate) fn status(context: &Context<'_>) -> Result<Answer, Refusal> {
     Ok(Answer::Status(Box::new(status)))
 }
 
-/// The session's process holds nothing any more.
+/// Ends the session: its process holds nothing any more.
 pub(crate) fn bye(context: &mut Context<'_>) -> Result<Answer, Refusal> {
     context.greeted.said_bye = true;
     Ok(done())
 }
 
-/// Waits until what was saved is sealed, and on the SSD if there is one.
+/// Waits until all saved blocks are sealed, and on the SSD if there is one.
 pub(crate) fn settle(context: &Context<'_>, settle: &v1::Settle) -> Result<Answer, Refusal> {
     let (store, timeout) = (&context.shared.store, settle.timeout_ms);
     let deadline = Instant::now() + Duration::from_millis(timeout.into());
@@ -48,7 +48,7 @@ pub(crate) fn drop_namespaces(context: &Context<'_>, drop: &v1::DropNamespaces) 
         .collect::<Result<Vec<_>, _>>()
         .map_err(Refusal::invalid)?;
     for namespace in &named {
-        // The SSD may have blocks of engines that have not come back yet.
+        // The SSD may have blocks of engines that have not reconnected yet.
         if !known.contains(namespace) && !shared.ssd.as_ref().is_some_and(|ssd| ssd.knows(namespace)) {
             return Err(Refusal::unknown(format!("namespace {namespace} does not exist here")));
         }

@@ -1,26 +1,26 @@
-//! Whether a session may use a call at all, by the call's row. Pure; one place for all calls.
+//! Admits or refuses a call by its row in the table, before the call itself is looked at. Pure.
 
 use kvlane_proto::v1::hello::Role;
 
-use super::table::{Over, Row, WhileStopping, Who};
-use crate::{greeted::Greeted, refusal::Refusal};
+use super::table::{Allowed, Row, Transports, WhileStopping};
+use crate::{greeted::Greeted, peer::Peer, refusal::Refusal, shared::Phase};
 
-/// Says no for the first of these reasons: the call comes over TCP, the daemon is stopping, the session is not one of those
-/// who may. What a call itself has to say against a request comes after.
-pub(crate) fn admit(row: &Row, greeted: &Greeted, over_tcp: bool, is_stopping: bool) -> Result<(), Refusal> {
-    if over_tcp && row.over == Over::UnixOnly {
+/// Refuses a call for the first of these reasons: TCP does not serve it, a stopping daemon does not, the session may not
+/// use it. The call's own checks come later.
+pub(crate) fn admit(row: &Row, greeted: &Greeted, peer: &Peer, phase: Phase) -> Result<(), Refusal> {
+    if matches!(peer, Peer::Remote) && row.transports == Transports::UnixOnly {
         return Err(Refusal::not_allowed("over TCP only status is served: use the Unix socket"));
     }
-    if is_stopping && row.stopping == WhileStopping::Refused {
+    if phase == Phase::Stopping && row.stopping == WhileStopping::Refused {
         return Err(Refusal::stopping("work"));
     }
-    let may = match row.who {
-        Who::Anybody => true,
-        Who::Tool => greeted.info.role == Role::Tool,
-        Who::Scheduler => greeted.info.role == Role::Scheduler,
-        Who::OpenedEngine => greeted.opened.is_some(),
-        Who::Worker => greeted.info.role == Role::Worker,
-        Who::RegisteredWorker => greeted.worker.is_some(),
+    let is_allowed = match row.allowed {
+        Allowed::Anybody => true,
+        Allowed::Tool => greeted.info.role == Role::Tool,
+        Allowed::Scheduler => greeted.info.role == Role::Scheduler,
+        Allowed::OpenedEngine => greeted.opened.is_some(),
+        Allowed::Worker => greeted.info.role == Role::Worker,
+        Allowed::RegisteredWorker => greeted.worker.is_some(),
     };
-    if may { Ok(()) } else { Err(Refusal::not_allowed(row.others_hear)) }
+    if is_allowed { Ok(()) } else { Err(Refusal::not_allowed(row.refusal)) }
 }

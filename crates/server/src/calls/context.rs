@@ -1,4 +1,4 @@
-//! What a call knows beside what it asks, and what becomes of it.
+//! [`Context`]: everything that a call gets beside its request. [`Answered`]: its result.
 
 use std::{io, os::fd::OwnedFd, sync::Arc, time::Instant};
 
@@ -13,20 +13,20 @@ pub(crate) struct Context<'a> {
     pub(crate) shared: &'a Arc<Shared>,
     pub(crate) greeted: &'a mut Greeted,
     pub(crate) peer: &'a Peer,
-    /// For answers that come from another thread.
+    /// For answers that another thread sends.
     pub(crate) replies: &'a Arc<Replies>,
     /// The request's number.
     pub(crate) id: u64,
     pub(crate) call: Call,
     /// When the request was read.
     pub(crate) since: Instant,
-    /// That came with the request.
+    /// They came with the request.
     pub(crate) descriptors: Vec<OwnedFd>,
 }
 
-/// What became of a call that is not refused.
+/// The result of a call that is not refused.
 pub(crate) enum Answered {
-    /// The answer, and a descriptor that goes with it.
+    /// The answer, and a descriptor to send with it.
     Now(Answer, Option<OwnedFd>),
     /// A thread of the session answers, and counts the call.
     Later,
@@ -41,18 +41,18 @@ impl From<Answer> for Answered {
 }
 
 impl Context<'_> {
-    /// The engine that the session has opened. Calls whose row asks for it were admitted with one.
+    /// The engine that the session has opened. A call whose row requires one always has it.
     pub(crate) fn owner(&self) -> Result<OwnerId, Refusal> {
         self.greeted.opened.ok_or_else(|| not_admitted(self.call))
     }
 }
 
-/// What a session hears that is not one of those who may use the call.
+/// The refusal for a session that may not use the call.
 pub(crate) fn not_admitted(call: Call) -> Refusal {
-    Refusal::not_allowed(call.row().others_hear)
+    Refusal::not_allowed(call.row().refusal)
 }
 
-/// An answer that has nothing to tell.
+/// The answer of a call that has no result.
 pub(crate) fn done() -> Answer {
     Answer::Done(v1::Done {})
 }

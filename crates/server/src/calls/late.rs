@@ -1,12 +1,12 @@
-//! Lookups that wait, in a thread of their session: what RAM has is answered meanwhile. They wait for blocks of the SSD tier,
-//! for blocks that another engine saves, or for both.
+//! Late lookups: those that wait for blocks of the SSD tier, for blocks that another engine saves, or for both. A thread of
+//! the session answers them, so that other lookups are answered meanwhile.
 //!
 //! ```text
-//!  Lookup --> the tier has more of it? another engine saves more of it? --no--> LookupResult
+//!  Lookup --> does the tier have more? does another engine save more? --no--> LookupResult
 //!                 | yes: fetch             | yes: watch                              ^
-//!                 '------------------------+--> LookupPending --> (all came, it      |
-//!                                                    ^             failed, or time --'
-//!                                                    '- longer? -- is up: look again)
+//!                 '------------------------+--> LookupPending --> all came, one      |
+//!                                                    ^            failed, or the ----'
+//!                                                    '- longer? - deadline passed: look up now
 //! ```
 
 use std::{
@@ -21,54 +21,56 @@ use kvlane_proto::v1;
 use kvlane_store::OwnerId;
 
 use super::{
-    hand_off::{Turn, Wait},
-    outcome::Outcome,
+    awaited_save::{Polled, Wait},
+    outcome::WaitOutcome,
     table::Call,
 };
 use crate::sessions::Busy;
 
-/// Lookups of a session that may wait at the same time; of more, each is answered with what RAM has.
+/// Most lookups of a session that wait at the same time. Beyond that, each is answered at once with what RAM has.
 const WAITING_MAX: usize = 4096;
 
 /// A lookup that waits.
-pub(crate) struct Late {
+pub(crate) struct LateLookup {
+    /// The request's number.
     pub(crate) id: u64,
     pub(crate) lookup: v1::Lookup,
     pub(crate) owner: OwnerId,
     pub(crate) call: Call,
+    /// When the request was read.
     pub(crate) since: Instant,
-    /// While blocks come from the SSD: when it waits for them no more.
+    /// Deadline of the fetch from the SSD. None without a fetch, and once it is over.
     pub(crate) fetch_until: Option<Instant>,
-    /// While it waits for another engine. Kept until the answer, with its lease on what was there before.
-    pub(crate) hand_off: Option<Wait>,
+    /// The wait for another engine's saves. Kept until the answer, because it leases the prefix that was visible before.
+    pub(crate) save_wait: Option<Wait>,
     /// That wait is over.
-    pub(crate) is_handed_over: bool,
+    pub(crate) is_save_wait_over: bool,
     pub(crate) _busy: Busy,
 }
 
-impl Late {
+impl LateLookup {
     fn is_over(&self) -> bool {
-        self.fetch_until.is_none() && (self.hand_off.is_none() || self.is_handed_over)
+        self.fetch_until.is_none() && (self.save_wait.is_none() || self.is_save_wait_over)
     }
 
-    /// When there is something to do, if nothing happens.
+    /// When to poll it if no event comes.
     fn wake_at(&self) -> Option<Instant> {
-        let hand_off = self.hand_off.as_ref().filter(|_| !self.is_handed_over);
-        self.fetch_until.into_iter().chain(hand_off.map(|wait| wait.clock.wake_at())).min()
+        let save_wait = self.save_wait.as_ref().filter(|_| !self.is_save_wait_over);
+        self.fetch_until.into_iter().chain(save_wait.map(|wait| wait.clock.wake_at())).min()
     }
 
-    /// Looks at the time and at what has happened. Answers what the engine is to be told of the time that it takes, in ms.
-    fn turn(&mut self, now: Instant) -> Option<u32> {
+    /// Takes events and checks deadlines. Returns the time left, in ms, if the engine is to be sent a later deadline.
+    fn poll(&mut self, now: Instant) -> Option<u32> {
         self.fetch_until.take_if(|until| *until <= now);
-        let wait = self.hand_off.as_mut().filter(|_| !self.is_handed_over)?;
-        match wait.turn(now) {
-            Turn::Waits(longer) => {
+        let wait = self.save_wait.as_mut().filter(|_| !self.is_save_wait_over)?;
+        match wait.poll(now) {
+            Polled::Waits(longer) => {
                 let fetch = self.fetch_until.map(|until| until.saturating_duration_since(now));
                 let longest = longer.map(|longer| fetch.map_or(longer, |fetch| fetch.max(longer)))?;
                 Some(wait_ms(longest))
             }
-            Turn::Over => {
-                self.is_handed_over = true;
+            Polled::Over => {
+                self.is_save_wait_over = true;
                 None
             }
         }
@@ -80,93 +82,95 @@ pub(crate) fn wait_ms(wait: Duration) -> u32 {
     u32::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u32::MAX)
 }
 
-/// Numbers a lookup that waits; the peer's own numbers may repeat.
+/// Identifies a late lookup of a session. The request's number would not do, because the peer may repeat it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Number(u64);
+pub(crate) struct LateNumber(u64);
 
-enum Event {
-    Asked(Number, Box<Late>),
-    /// All blocks that the SSD has of it have come, or failed.
-    Fetched(Number),
-    /// Something happened to what another engine saves.
-    Stirred(Number),
+enum LateEvent {
+    Added(LateNumber, Box<LateLookup>),
+    /// All blocks of its fetch have come or failed.
+    Fetched(LateNumber),
+    /// The signal of its wait for another engine's saves.
+    Signalled(LateNumber),
     Stop,
 }
 
-/// Whom late lookups are answered to.
+/// Sends the answers of late lookups to their engine.
 pub(crate) trait Answering: Send + 'static {
     /// Looks up what RAM has now, and sends it.
-    fn answer(&self, late: Late);
-    /// Says that an answer takes longer.
+    fn answer(&self, late: LateLookup);
+    /// Sends a later deadline: the answer may take so long from now.
     fn send_pending(&self, id: u64, wait_ms: u32);
 }
 
 /// Answers the late lookups of one session.
 pub(crate) struct LateLookups {
-    events: mpsc::Sender<Event>,
+    events: mpsc::Sender<LateEvent>,
+    /// Lookups that have been numbered.
     lookups: u64,
     thread: Option<JoinHandle<()>>,
 }
 
 impl LateLookups {
-    /// For the session of one scheduler.
+    /// Starts the thread, for the session of one scheduler.
     pub(crate) fn start(answering: impl Answering) -> io::Result<Self> {
-        let (events, come) = mpsc::channel();
-        let run = move || serve(&come, &answering);
+        let (events, receiver) = mpsc::channel();
+        let run = move || serve(&receiver, &answering);
         let thread = std::thread::Builder::new().name("kvlane-late".into()).spawn(run)?;
         Ok(Self { events, lookups: 0, thread: Some(thread) })
     }
 
-    /// A number for a lookup that is about to wait.
-    pub(crate) fn number(&mut self) -> Number {
+    /// Numbers a lookup that is about to wait.
+    pub(crate) fn number(&mut self) -> LateNumber {
         self.lookups += 1;
-        Number(self.lookups)
+        LateNumber(self.lookups)
     }
 
-    /// To be called when the blocks of the SSD have come. Calls for a lookup that has been answered do nothing.
-    pub(crate) fn fetched(&self, number: Number) -> impl FnOnce() + Send + use<> + 'static {
+    /// The callback for a lookup's fetch. Does nothing once the lookup is answered.
+    pub(crate) fn on_fetched(&self, number: LateNumber) -> impl FnOnce() + Send + use<> + 'static {
         let events = self.events.clone();
         // Fails only after the session's end.
-        move || drop(events.send(Event::Fetched(number)))
+        move || drop(events.send(LateEvent::Fetched(number)))
     }
 
-    /// To be called when the lookup's wait for another engine has to be looked at.
-    pub(crate) fn stirred(&self, number: Number) -> impl Fn() + Send + Sync + use<> + 'static {
+    /// The wake-up for a lookup's wait for another engine's saves. Does nothing once the lookup is answered.
+    pub(crate) fn on_signal(&self, number: LateNumber) -> impl Fn() + Send + Sync + use<> + 'static {
         let events = self.events.clone();
-        move || drop(events.send(Event::Stirred(number)))
+        move || drop(events.send(LateEvent::Signalled(number)))
     }
 
-    /// Answers it when it has nothing more to wait for.
+    /// Hands a lookup to the thread, which answers it once it has nothing more to wait for.
     ///
     /// # Errors
-    /// The thread has ended: nobody answers it.
-    pub(crate) fn push(&self, number: Number, late: Late) -> io::Result<()> {
-        let asked = self.events.send(Event::Asked(number, Box::new(late)));
-        asked.map_err(|_| io::Error::other("the thread that answers late lookups has ended"))
+    /// The thread has ended, so the lookup is not answered.
+    pub(crate) fn push(&self, number: LateNumber, late: LateLookup) -> io::Result<()> {
+        let sent = self.events.send(LateEvent::Added(number, Box::new(late)));
+        sent.map_err(|_| io::Error::other("the thread that answers late lookups has ended"))
     }
 }
 
 impl Drop for LateLookups {
     fn drop(&mut self) {
-        // The channel itself stays open as long as something is being fetched.
-        let _ = self.events.send(Event::Stop);
+        // Fetches hold senders, so the channel does not close by itself.
+        let _ = self.events.send(LateEvent::Stop);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("a thread of late lookups had panicked");
+            tracing::error!("thread kvlane-late panicked");
         }
     }
 }
 
-/// Those that wait, and when each is to be looked at if nothing happens.
+/// The lookups that wait.
 #[derive(Default)]
-struct Waiting {
-    lookups: HashMap<Number, Late>,
-    wakes: BTreeSet<(Instant, Number)>,
+struct WaitingLookups {
+    lookups: HashMap<LateNumber, LateLookup>,
+    /// When to poll each if no event comes.
+    wakes: BTreeSet<(Instant, LateNumber)>,
 }
 
-impl Waiting {
-    fn add(&mut self, number: Number, late: Late) {
+impl WaitingLookups {
+    fn add(&mut self, number: LateNumber, late: LateLookup) {
         self.wakes.extend(late.wake_at().map(|at| (at, number)));
         self.lookups.insert(number, late);
     }
@@ -175,18 +179,18 @@ impl Waiting {
         self.wakes.first().map(|(at, _)| *at)
     }
 
-    fn due(&self, now: Instant) -> Vec<Number> {
+    fn due(&self, now: Instant) -> Vec<LateNumber> {
         self.wakes.iter().take_while(|(at, _)| *at <= now).map(|(_, number)| *number).collect()
     }
 
-    /// Looks at one. It may have been answered already.
-    fn look_at(&mut self, number: Number, is_fetched: bool, now: Instant, answering: &impl Answering) {
+    /// Polls a lookup, and answers it if it is over. Does nothing if it has been answered already.
+    fn poll(&mut self, number: LateNumber, is_fetched: bool, now: Instant, answering: &impl Answering) {
         let Some(late) = self.lookups.get_mut(&number) else { return };
         if let Some(at) = late.wake_at() {
             self.wakes.remove(&(at, number));
         }
         late.fetch_until.take_if(|_| is_fetched);
-        if let Some(wait_ms) = late.turn(now) {
+        if let Some(wait_ms) = late.poll(now) {
             answering.send_pending(late.id, wait_ms);
         }
         if !late.is_over() {
@@ -197,8 +201,8 @@ impl Waiting {
     }
 }
 
-fn serve(events: &mpsc::Receiver<Event>, answering: &impl Answering) {
-    let mut waiting = Waiting::default();
+fn serve(events: &mpsc::Receiver<LateEvent>, answering: &impl Answering) {
+    let mut waiting = WaitingLookups::default();
     loop {
         let event = match waiting.next() {
             Some(next) => events.recv_timeout(next.saturating_duration_since(Instant::now())),
@@ -206,25 +210,25 @@ fn serve(events: &mpsc::Receiver<Event>, answering: &impl Answering) {
         };
         let now = Instant::now();
         match event {
-            Ok(Event::Asked(_, mut late)) if waiting.lookups.len() >= WAITING_MAX => {
-                if let Some(wait) = &mut late.hand_off {
-                    wait.over(Outcome::TooMany, now);
+            Ok(LateEvent::Added(_, mut late)) if waiting.lookups.len() >= WAITING_MAX => {
+                if let Some(wait) = &mut late.save_wait {
+                    wait.end(WaitOutcome::TooMany, now);
                 }
                 answering.answer(*late);
             }
-            Ok(Event::Asked(number, late)) => {
+            Ok(LateEvent::Added(number, late)) => {
                 waiting.add(number, *late);
-                // What happened before woke nobody.
-                waiting.look_at(number, false, now, answering);
+                // Signals that came before it was added were dropped.
+                waiting.poll(number, false, now, answering);
             }
-            Ok(Event::Fetched(number)) => waiting.look_at(number, true, now, answering),
-            Ok(Event::Stirred(number)) => waiting.look_at(number, false, now, answering),
+            Ok(LateEvent::Fetched(number)) => waiting.poll(number, true, now, answering),
+            Ok(LateEvent::Signalled(number)) => waiting.poll(number, false, now, answering),
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 for number in waiting.due(now) {
-                    waiting.look_at(number, false, now, answering);
+                    waiting.poll(number, false, now, answering);
                 }
             }
-            Ok(Event::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            Ok(LateEvent::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Load: the daemon copies from the pool into a worker's GPU.
+//! Load: the daemon copies leased blocks from the pool into a worker's GPU.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use thiserror::Error;
 use super::context::{Context, not_admitted};
 use crate::{refusal::Refusal, shared::Shared};
 
-/// What was promised to a worker on a GPU.
+/// Loads blocks for a worker on a GPU. Other workers copy from their own mapping of the pool.
 pub(crate) fn load(context: &Context<'_>, load: &v1::Load) -> Result<Answer, Refusal> {
     let worker = context.greeted.worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
     let worker = &worker.registered;
@@ -25,7 +25,7 @@ pub(crate) fn load(context: &Context<'_>, load: &v1::Load) -> Result<Answer, Ref
     Ok(Answer::LoadResult(result))
 }
 
-/// What cannot be loaded, or was not.
+/// Why a load is malformed, or its copy failed.
 #[derive(Debug, Error)]
 enum LoadError {
     #[error("a load with flags has one group, not {0}")]
@@ -42,7 +42,7 @@ enum LoadError {
     Copy(#[from] GpuCopyError),
 }
 
-/// Also of a copy that failed, though the request was right: workers act upon all refusals of a load alike.
+/// A copy that failed is refused as invalid too, although its request was right: workers treat all refused loads alike.
 impl From<LoadError> for Refusal {
     fn from(error: LoadError) -> Self {
         Self::invalid(error)
@@ -76,7 +76,7 @@ fn copy_in(
             let (pages, slices) = (group.pages.len(), slices.len());
             return Err(LoadError::Pages { blocks, slices, pages });
         }
-        let mut places: Vec<BlockOffsets> = Vec::with_capacity(slices.len());
+        let mut offsets: Vec<BlockOffsets> = Vec::with_capacity(slices.len());
         for (index, slice) in slices.iter().enumerate() {
             let slice_bytes = shard_bytes(slice);
             let is_outside =
@@ -86,10 +86,10 @@ fn copy_in(
                 return Err(LoadError::OutsidePool { page });
             }
             let ids = group.block_ids.iter().map(|id| BlockId(*id));
-            places.push(ids.zip(pages.map(PoolPage::offset)).collect());
+            offsets.push(ids.zip(pages.map(PoolPage::offset)).collect());
             result.bytes += blocks as u64 * slice_bytes;
         }
-        parts.extend(parts_of(slices, &places, flags.as_ref(), &shared.arena)?);
+        parts.extend(parts_of(slices, &offsets, flags.as_ref(), &shared.arena)?);
         result.blocks += blocks as u64;
     }
     let ranks = ranks_that_share(slices, &load.groups);
@@ -109,14 +109,14 @@ fn copy_in(
     Ok(result)
 }
 
-/// How many ranks hold all these groups' blocks alike; 1 for blocks of its own.
+/// How many ranks hold the same blocks in all of these groups; 1 if they differ, or if the rank's blocks are its own.
 fn ranks_that_share(slices: &[Vec<Vec<Region>>], groups: &[v1::LoadGroup]) -> usize {
     let mut counts = groups.iter().map(|group| slices.get(group.group as usize).map_or(1, Vec::len));
     let first = counts.next().unwrap_or(1);
     if counts.all(|count| count == first) { first } else { 1 }
 }
 
-/// With the other ranks that have a seat, or alone.
+/// Copies together with the other ranks that load the same blocks now, or alone.
 fn carry_out(
     shared: &Shared,
     member: &Arc<Member>,

@@ -1,4 +1,4 @@
-//! Lookup, Release and Heartbeat: what a scheduler may count on, and for how long.
+//! Lookup, Release and Heartbeat: the blocks that a scheduler may promise to its engine, and how long they stay.
 
 use std::{io, sync::Arc, time::Instant};
 
@@ -10,24 +10,25 @@ use kvlane_proto::{
 use kvlane_store::{LeaseId, LookupGroup, OwnerId};
 
 use super::{
+    awaited_save::{AwaitedSave, Wait},
     context::{Answered, Context, done},
-    hand_off::{HandOff, Wait},
-    late::{Answering, Late, LateLookups, wait_ms},
+    late::{Answering, LateLookup, LateLookups, wait_ms},
 };
 use crate::{
-    engines::OpenGroup, greeted::Greeted, hand_offs::Signal, refusal::Refusal, replies::Replies,
+    awaited_saves::Signal, engines::OpenGroup, greeted::Greeted, refusal::Refusal, replies::Replies,
     sessions::Busy, shared::Shared,
 };
 
-/// Bytes of pages in one answer; a longer prefix is answered in part.
+/// Most bytes of page numbers in one answer. The answer for a longer prefix has only its beginning.
 const PAGES_BYTES_MAX: usize = 32 << 20;
 
-/// At once, or later where the SSD has more of the prompt, or another engine saves more of it, and the engine waits for that.
+/// Answers a lookup. The answer comes later if the engine waits, and the SSD has more of the prompt or another engine saves
+/// more of it.
 pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Result<Answered, Refusal> {
     let owner = context.owner()?;
-    let hand_off = lookup.hand_off.take().map(HandOff::parse).transpose()?;
+    let awaited = lookup.hand_off.take().map(AwaitedSave::parse).transpose()?;
     let lookup = if lookup.may_wait {
-        match look_up_later(context, owner, lookup, hand_off) {
+        match look_up_later(context, owner, lookup, awaited) {
             Ok(Some(lookup)) => lookup,
             Ok(None) => return Ok(Answered::Later),
             Err(error) => return Ok(Answered::Broken(error)),
@@ -38,61 +39,61 @@ pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Resu
     look_up_now(context.shared, &context.greeted.info.engine_id, owner, &lookup).map(Answered::from)
 }
 
-/// Starts to bring what the tier has of the prompt, if its hit grows by it, and to wait for what another engine saves of it;
-/// the answer comes later then. Gives the lookup back where there is nothing to wait for.
+/// Starts a fetch if the tier makes the hit longer, and a wait if another engine's saves do. Gives the lookup back if there
+/// is nothing to wait for; else its answer comes later.
 fn look_up_later(
     context: &mut Context<'_>,
     owner: OwnerId,
     lookup: v1::Lookup,
-    hand_off: Option<HandOff>,
+    awaited: Option<AwaitedSave>,
 ) -> io::Result<Option<v1::Lookup>> {
     let Context { shared, greeted, replies, id, call, since, .. } = context;
     let (shared, id, call, since) = (*shared, *id, *call, *since);
-    if shared.ssd.is_none() && hand_off.is_none() {
+    if shared.ssd.is_none() && awaited.is_none() {
         return Ok(Some(lookup));
     }
     let engine_id = &greeted.info.engine_id;
-    // Held until the fetch has begun: the plan names spaces.
+    // Held until the fetch has begun, because the plan names spaces, which must not be forgotten.
     let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
-    let Ok(asked) = asked_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
-    let groups = lookup_groups(&asked);
+    let Ok(blocks) = requested_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
+    let groups = lookup_groups(&blocks);
     let fetch = shared.ssd.as_ref().and_then(|ssd| {
         let plan = shared.store.plan_fetch(&groups, lookup.max_tokens, since)?;
         Some((plan, ssd.wait))
     });
-    if fetch.is_none() && hand_off.is_none() {
+    if fetch.is_none() && awaited.is_none() {
         return Ok(Some(lookup));
     }
     let Some(late) = late_lookups(shared, greeted, replies) else { return Ok(Some(lookup)) };
     let number = late.number();
-    let hand_off = hand_off.and_then(|hand_off| {
-        let signal = Signal::new(late.stirred(number));
-        Wait::begin(shared, hand_off, owner, (&open, &groups, lookup.max_tokens), signal, since)
+    let save_wait = awaited.and_then(|awaited| {
+        let signal = Signal::new(late.on_signal(number));
+        Wait::begin(shared, awaited, owner, (&open, &groups, lookup.max_tokens), signal, since)
     });
-    let waits = [fetch.as_ref().map(|(_, wait)| *wait), hand_off.as_ref().map(Wait::first)];
+    let waits = [fetch.as_ref().map(|(_, wait)| *wait), save_wait.as_ref().map(Wait::first_wait)];
     let Some(longest) = waits.into_iter().flatten().max() else { return Ok(Some(lookup)) };
     let pending = v1::LookupPending { wait_ms: wait_ms(longest) };
     replies.send(id, Answer::LookupPending(pending), None)?;
     let fetch_until = fetch.as_ref().map(|(_, wait)| since + *wait);
-    let late_lookup = Late {
+    let late_lookup = LateLookup {
         id,
         lookup,
         owner,
         call,
         since,
         fetch_until,
-        hand_off,
-        is_handed_over: false,
+        save_wait,
+        is_save_wait_over: false,
         _busy: Busy::new(&shared.sessions),
     };
     late.push(number, late_lookup)?;
     if let Some((plan, wait)) = fetch {
-        shared.store.fetch(plan, since, since + wait, late.fetched(number));
+        shared.store.fetch(plan, since, since + wait, late.on_fetched(number));
     }
     Ok(None)
 }
 
-/// The session's lookups that wait; None where there is no thread for them, which is told.
+/// The session's late lookups, whose thread starts with the first one. None, with a warning, if it does not start.
 fn late_lookups<'a>(
     shared: &Arc<Shared>,
     greeted: &'a mut Greeted,
@@ -105,13 +106,13 @@ fn late_lookups<'a>(
             engine_id: greeted.info.engine_id.clone(),
         };
         let started = LateLookups::start(answering);
-        let tell = |error: &io::Error| tracing::warn!(%error, "no thread for lookups that wait");
-        greeted.late = started.inspect_err(tell).ok();
+        let warn = |error: &io::Error| tracing::warn!(%error, "cannot start thread kvlane-late for lookups that wait");
+        greeted.late = started.inspect_err(warn).ok();
     }
     greeted.late.as_mut()
 }
 
-/// Answers over the connection that asked.
+/// Answers over the lookup's own connection.
 struct LateAnswers {
     shared: Arc<Shared>,
     replies: Arc<Replies>,
@@ -119,36 +120,36 @@ struct LateAnswers {
 }
 
 impl Answering for LateAnswers {
-    fn answer(&self, late: Late) {
+    fn answer(&self, late: LateLookup) {
         let answer = look_up_now(&self.shared, &self.engine_id, late.owner, &late.lookup);
         let was_refused = answer.is_err();
-        // Without a peer that takes it, the session ends and gives the lease back.
+        // If the peer does not take it, the session ends and releases the lease.
         if self.replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
             self.shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
         }
     }
 
     fn send_pending(&self, id: u64, wait_ms: u32) {
-        // As above.
+        // If the peer does not take it, the session ends.
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
     }
 }
 
-/// Gives leases back.
+/// Releases leases of the session's engine.
 pub(crate) fn release(context: &Context<'_>, release: &v1::Release) -> Result<Answer, Refusal> {
     let owner = context.owner()?;
     release.leases.iter().for_each(|lease| context.shared.store.release(owner, LeaseId(*lease)));
     Ok(done())
 }
 
-/// Keeps the leases that are named.
+/// Renews the leases that the message names; the engine's others may expire.
 pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Result<Answer, Refusal> {
     let live: Vec<_> = heartbeat.live_leases.iter().copied().map(LeaseId).collect();
     context.shared.store.heartbeat(context.owner()?, &live, Instant::now());
     Ok(done())
 }
 
-/// What RAM has of a prompt.
+/// Looks up what RAM has of a prompt.
 fn look_up_now(
     shared: &Shared,
     engine_id: &str,
@@ -158,7 +159,7 @@ fn look_up_now(
     shared
         .engines
         .with_ready(engine_id, |open, workers| look_up_ready(shared, open, workers, owner, lookup))
-        // Workers are missing: nothing can be promised.
+        // Workers are missing, so nothing can be promised.
         .unwrap_or_else(|| Ok(Answer::LookupResult(v1::LookupResult::default())))
 }
 
@@ -169,10 +170,10 @@ fn look_up_ready(
     owner: OwnerId,
     lookup: &v1::Lookup,
 ) -> Result<Answer, Refusal> {
-    let asked = asked_blocks(open, workers, lookup)?;
-    let groups = lookup_groups(&asked);
+    let blocks = requested_blocks(open, workers, lookup)?;
+    let groups = lookup_groups(&blocks);
     for group in &groups {
-        shared.ceilings.record(shared.store.namespace(group.space), group.asked(lookup.max_tokens));
+        shared.ceilings.record(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
     }
     let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
@@ -192,8 +193,8 @@ fn look_up_ready(
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
 }
 
-/// The blocks that a lookup names, group by group.
-fn asked_blocks(
+/// The blocks that a lookup names, group by group. A list whose answer would be too long is cut off.
+fn requested_blocks(
     open: &[OpenGroup],
     workers: u32,
     lookup: &v1::Lookup,
@@ -208,7 +209,7 @@ fn asked_blocks(
     let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
     for (index, group) in lookup.groups.iter().enumerate() {
         if group.group as usize != index {
-            return Err(Refusal::invalid(format!("group {} was named in place {index}", group.group)));
+            return Err(Refusal::invalid(format!("group {} was named at position {index}", group.group)));
         }
         let mut named = parse_hashes(&group.hashes).map_err(Refusal::invalid)?;
         named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));
@@ -217,8 +218,8 @@ fn asked_blocks(
     Ok(hashes)
 }
 
-fn lookup_groups(asked: &[(OpenGroup, Vec<BlockHash>)]) -> Vec<LookupGroup<'_>> {
-    asked
+fn lookup_groups(blocks: &[(OpenGroup, Vec<BlockHash>)]) -> Vec<LookupGroup<'_>> {
+    blocks
         .iter()
         .map(|(group, hashes)| LookupGroup {
             space: group.space,

@@ -1,11 +1,11 @@
-//! What the calls of engines and tools do, a file for each group of them.
+//! Carries out the calls of engines and tools, with a file for each group of them.
 //!
 //! A new call is a message in kvlane.proto, a variant and its row in `table.rs`, and a function in its group's file.
 
 pub(crate) mod admin;
 pub(crate) mod admit;
+pub(crate) mod awaited_save;
 pub(crate) mod context;
-pub(crate) mod hand_off;
 pub(crate) mod journal;
 pub(crate) mod late;
 pub(crate) mod load;

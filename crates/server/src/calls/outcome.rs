@@ -1,24 +1,34 @@
-//! How a lookup that waits for another engine ends.
+//! The outcomes of lookups that await another engine's saves.
 
-use crate::hand_offs::End;
+use crate::awaited_saves::End;
 
-/// What became of a hand-off.
+/// The outcome of one lookup's wait. Its number is its index in metrics and its bit in the log's mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum WaitOutcome {
+    /// All blocks were visible already: there was no wait.
     Ready,
+    /// All blocks became visible.
     Complete,
+    /// No progress within the wait that the engine allows.
     Stalled,
+    /// There was progress until the longest wait was over.
     TooLong,
+    /// A block will not come.
     Failed,
+    /// The saver is not connected, or went meanwhile.
     Gone,
+    /// The saver does not save blocks of these groups.
     OtherBlocks,
+    /// Too many lookups wait already, or too many blocks are watched.
     TooMany,
+    /// The daemon stops.
     Stopping,
+    /// The session of the lookup ended first.
     Abandoned,
 }
 
-impl Outcome {
-    /// All of them, in their order.
+impl WaitOutcome {
+    /// In the order of their numbers.
     pub(crate) const ALL: [Self; 10] = [
         Self::Ready,
         Self::Complete,
@@ -32,7 +42,7 @@ impl Outcome {
         Self::Abandoned,
     ];
 
-    /// As metrics have it.
+    /// The label in the metrics.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Ready => "ready",
@@ -48,7 +58,7 @@ impl Outcome {
         }
     }
 
-    /// Why the prompt has to be computed, or a part of it; None where that is nobody's fault.
+    /// Why at least a part of the prompt has to be computed. None if that is no fault.
     pub(super) fn complaint(self) -> Option<&'static str> {
         match self {
             Self::Ready | Self::Complete | Self::Stopping | Self::Abandoned => None,
@@ -64,7 +74,7 @@ impl Outcome {
     }
 }
 
-impl From<End> for Outcome {
+impl From<End> for WaitOutcome {
     fn from(end: End) -> Self {
         match end {
             End::Complete => Self::Complete,

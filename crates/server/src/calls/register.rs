@@ -1,6 +1,10 @@
-//! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine comes, with its groups and its memory.
+//! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine opens its groups, and its workers register
+//! their memory and map the pool.
+//!
+//! A worker's blocks travel in one of three ways. On a GPU the daemon's driver copies them. Else the worker loads from its
+//! mapping of the pool. Its saves are read by the daemon with process_vm, or written by the worker through that mapping.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
 use kvlane_block::{LayoutDigest, Namespace, Rank, Region, ShardLayout, shard_bytes};
 use kvlane_engine_memory::{GpuMemory, Pace, PeerBlocks, ProcessVm, SharedChunks};
@@ -24,10 +28,10 @@ use crate::{
     wire_gpu,
 };
 
-/// The groups of an engine's blocks.
+/// Opens the groups of a scheduler's engine.
 pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> Result<Answer, Refusal> {
     let (shared, greeted) = (context.shared, &mut *context.greeted);
-    // Where it fails the engine may end, and its owner with it.
+    // Cleared first: if this fails, the engine may end, and its owner with it.
     greeted.opened = None;
     let groups = open
         .groups
@@ -49,7 +53,7 @@ pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> R
     Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
 }
 
-/// A part of the memory that a worker is about to register.
+/// Takes descriptors of GPU memory that the worker is about to register.
 pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -> Result<Answer, Refusal> {
     let descriptors = std::mem::take(&mut context.descriptors);
     let (shared, greeted) = (context.shared, &mut *context.greeted);
@@ -57,7 +61,7 @@ pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -
     let shared =
         wire_gpu::chunk_share(share).and_then(|share| greeted.chunks.push(gpus, &share, descriptors));
     shared.map_err(|error| {
-        // A part of a range is good for nothing.
+        // A range of which a part is missing cannot be used.
         greeted.chunks = SharedChunks::default();
         Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
     })?;
@@ -68,69 +72,108 @@ fn no_gpu() -> Refusal {
     Refusal::not_allowed("the worker's blocks lie on a GPU, and this daemon has none")
 }
 
-/// Where a worker's blocks lie, and how the daemon reaches them.
+/// Registers a worker: its groups, where its blocks lie, and how the daemon reaches them.
 pub(crate) fn register_worker(
     context: &mut Context<'_>,
-    register: v1::RegisterWorker,
+    mut register: v1::RegisterWorker,
 ) -> Result<Answer, Refusal> {
-    let Context { shared, greeted, peer, replies, .. } = context;
-    let (shared, peer, replies) = (*shared, *peer, *replies);
+    let shared = context.shared;
+    let greeted = &mut *context.greeted;
     if greeted.worker.as_ref().is_some_and(|worker| !worker.granted.is_empty()) {
         return Err(Refusal::invalid("claims of this worker are open: commit them before it registers anew"));
     }
-    // Where it fails the engine may end, and another shape come under its name: what was registered before must not
-    // meet that one's groups.
+    // Cleared first: if this fails, the engine may end, and another one with other groups may open under its name. The
+    // former registration must not be used with those.
     greeted.worker = None;
     let chunks = std::mem::take(&mut greeted.chunks);
-    let method = register.method();
-    let rank = Rank(register.rank);
-    let group = |group| worker_group(group, rank, register.workers);
-    let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
-    let pool_bytes = shared.arena.bytes();
-    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
-        return Err(Refusal::invalid(format!(
-            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
-        )));
-    }
+    let (rank, workers) = (Rank(register.rank), register.workers);
+    let groups = worker_groups(std::mem::take(&mut register.groups), rank, workers, shared.arena.bytes())?;
     let regions: Vec<Vec<Region>> = groups.iter().map(|group| group.regions.clone()).collect();
     let slices: Vec<Vec<Vec<Region>>> = groups.iter().map(|group| group.slices.clone()).collect();
-    let (memory, reason) = match (peer, method) {
-        (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
-            let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
-            let gpu =
-                register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
-            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
-            let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
-            let (engine, nonce) = (&greeted.info.engine_id, greeted.nonce);
-            let memory = wire_gpu::exported(gpu)
-                .and_then(|gpu| GpuMemory::import(gpus, engine, &gpu, chunks, &regions, nonce, pidfd));
-            let memory = memory.map_err(|error| {
-                Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
-            })?;
-            (Some(PeerBlocks::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
-        }
-        (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
-        (Peer::Local { credentials, pidfd }, _) => {
-            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
-            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
-                Ok(memory) => (Some(PeerBlocks::ProcessVm(memory)), "process_vm works".to_owned()),
-                Err(error) if method == Method::ProcessVm => {
-                    return Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")));
-                }
-                Err(error) => (None, error.to_string()),
-            }
-        }
-        (Peer::Remote, _) => return Err(Refusal::not_allowed("workers connect over the Unix socket")),
-    };
+    let (memory, reason) = open_memory(context, &register, chunks, &slices)?;
+    let greeted = &*context.greeted;
     let owner = shared
         .engines
-        .register(&greeted.info.engine_id, greeted.id, rank, register.workers, groups, &shared.store)
+        .register(&greeted.info.engine_id, greeted.id, rank, workers, groups, &shared.store)
         .map_err(Refusal::conflict)?;
     let method = match &memory {
         Some(PeerBlocks::Gpu(_)) => Method::Gpu,
         Some(PeerBlocks::ProcessVm(_)) => Method::ProcessVm,
         None => Method::Mapped,
     };
+    note_registered(context, rank, method, &reason);
+    let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
+    let saves = (method == Method::Gpu).then(|| start_saves(context, &registered)).transpose()?;
+    context.greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
+    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+/// Parses the groups of a worker. A block of each has to fit into the pool.
+fn worker_groups(
+    groups: Vec<v1::WorkerGroup>,
+    rank: Rank,
+    workers: u32,
+    pool_bytes: u64,
+) -> Result<Vec<WorkerGroup>, Refusal> {
+    let group = |group| worker_group(group, rank, workers);
+    let groups = groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
+    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
+        return Err(Refusal::invalid(format!(
+            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
+        )));
+    }
+    Ok(groups)
+}
+
+/// Opens the worker's memory for the daemon's copies. None if the worker copies by itself. The text says why it is so.
+fn open_memory(
+    context: &Context<'_>,
+    register: &v1::RegisterWorker,
+    chunks: SharedChunks,
+    slices: &[Vec<Vec<Region>>],
+) -> Result<(Option<PeerBlocks>, String), Refusal> {
+    let method = register.method();
+    match context.peer {
+        Peer::Local { pidfd, .. } if register.gpu.is_some() || method == Method::Gpu => {
+            let memory = import_gpu_memory(context, register, chunks, slices, pidfd)?;
+            Ok((Some(PeerBlocks::Gpu(Arc::new(memory))), "the GPU copies".to_owned()))
+        }
+        _ if method == Method::Mapped => Ok((None, "the worker asked for it".to_owned())),
+        Peer::Local { credentials, pidfd } => {
+            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, context.greeted.nonce) {
+                Ok(memory) => Ok((Some(PeerBlocks::ProcessVm(memory)), "process_vm works".to_owned())),
+                Err(error) if method == Method::ProcessVm => {
+                    Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")))
+                }
+                Err(error) => Ok((None, error.to_string())),
+            }
+        }
+        Peer::Remote => Err(Refusal::not_allowed("workers connect over the Unix socket")),
+    }
+}
+
+/// Imports the GPU memory that a worker has exported, for the daemon's own driver.
+fn import_gpu_memory(
+    context: &Context<'_>,
+    register: &v1::RegisterWorker,
+    chunks: SharedChunks,
+    slices: &[Vec<Vec<Region>>],
+    pidfd: &OwnedFd,
+) -> Result<GpuMemory, Refusal> {
+    let gpus = context.shared.gpus.as_ref().ok_or_else(no_gpu)?;
+    let gpu = register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
+    let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+    let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
+    let (engine, nonce) = (&context.greeted.info.engine_id, context.greeted.nonce);
+    wire_gpu::exported(gpu)
+        .and_then(|gpu| GpuMemory::import(gpus, engine, &gpu, chunks, &regions, nonce, pidfd))
+        .map_err(|error| Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}")))
+}
+
+/// Reports a registration to the log, the status page and the metrics.
+fn note_registered(context: &Context<'_>, rank: Rank, method: Method, reason: &str) {
+    let Context { shared, greeted, .. } = context;
     let name = method_name(method);
     tracing::info!(
         session = greeted.id,
@@ -140,21 +183,19 @@ pub(crate) fn register_worker(
         reason,
         "worker registered"
     );
-    shared.sessions.set_method(greeted.id, name, &reason);
+    shared.sessions.set_method(greeted.id, name, reason);
     shared.metrics.worker_registered(method);
-    let on_gpu = matches!(memory, Some(PeerBlocks::Gpu(_)));
-    let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
-    let start = || {
-        let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));
-        let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
-        let save =
-            move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
-        SaveThread::start(Arc::clone(shared), Arc::clone(replies), of_engine, save)
-            .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
-    };
-    let saves = on_gpu.then(start).transpose()?;
-    greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
-    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+/// Starts the thread that carries out the saves of a worker on a GPU.
+fn start_saves(context: &Context<'_>, registered: &Arc<Registered>) -> Result<SaveThread, Refusal> {
+    let (shared, greeted) = (context.shared, &*context.greeted);
+    let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(registered));
+    let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
+    let save =
+        move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
+    SaveThread::start(Arc::clone(shared), Arc::clone(context.replies), of_engine, save)
+        .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
 }
 
 fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<WorkerGroup, Refusal> {
@@ -185,7 +226,8 @@ fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<Work
     })
 }
 
-/// What a worker tells of its shard; None if it tells nothing. It has to be of that rank, and of as many bytes as the slices.
+/// Parses a worker's description of its shard; None if it has none. It has to be of that rank, and of as many bytes as the
+/// slices.
 fn shard_layout(
     described: &[u8],
     rank: Rank,
@@ -230,7 +272,7 @@ fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
     regions.into_iter().map(region).collect()
 }
 
-/// The pool's memory, writable for who has to write it.
+/// Sends a descriptor of the pool. It is writable only for tools and for workers that save by mapping.
 pub(crate) fn map_pool(context: &Context<'_>, map: &v1::MapPool) -> Result<Answered, Refusal> {
     let (greeted, arena) = (&*context.greeted, &context.shared.arena);
     let writer = greeted.info.role == Role::Tool
@@ -245,7 +287,7 @@ pub(crate) fn map_pool(context: &Context<'_>, map: &v1::MapPool) -> Result<Answe
     Ok(Answered::Now(answer, Some(fd)))
 }
 
-/// A worker has the pool before it: its engine's promises can be kept.
+/// A worker has mapped the pool. Once all of an engine's have, its lookups may promise blocks.
 pub(crate) fn pool_mapped(context: &Context<'_>) -> Result<Answer, Refusal> {
     context.shared.engines.mapped(&context.greeted.info.engine_id, context.greeted.id);
     Ok(done())

@@ -1,4 +1,7 @@
 //! Save, Claim, Commit and CancelSaves: how blocks of a worker become blocks of the pool.
+//!
+//! With Save the daemon copies them out of the worker's memory. A mapped worker copies by itself: Claim grants it pages, it
+//! writes them, and Commit ends that. CancelSaves shuts out saves whose blocks vLLM is about to overwrite (save_gate.rs).
 
 use std::time::{Duration, Instant};
 
@@ -12,26 +15,26 @@ use super::{
     saver::{Granted, SaveRequestError, Saver},
 };
 use crate::{
+    awaited_saves::End,
     engines::SessionId,
     greeted::{Greeted, Registered},
-    hand_offs::End,
     refusal::Refusal,
     shared::Shared,
 };
 
-/// Longest time that an engine may wait for its saves to be given up.
+/// Longest time that CancelSaves waits for saves that are being copied.
 const CANCEL_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// Claims that a mapped worker may hold without committing them.
 const CLAIMS_MAX: usize = 4096;
 
-/// Of a worker on a GPU in its thread, of another at once.
+/// Saves blocks: of a worker on a GPU in its thread of saves, of another worker at once.
 pub(crate) fn save(context: &mut Context<'_>, save: v1::Save) -> Result<Answered, Refusal> {
     let Greeted { id, info, worker, .. } = &*context.greeted;
     let worker = worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
     if let Some(saves) = &worker.saves {
-        saves
-            .room()
-            .inspect_err(|_| not_saved(context.shared, &info.engine_id, &worker.registered, &save.groups))?;
+        saves.room().inspect_err(|_| {
+            note_refused(context.shared, &info.engine_id, &worker.registered, &save.groups)
+        })?;
         saves.push(context.shared, context.id, save, context.call, context.since);
         return Ok(Answered::Later);
     }
@@ -39,7 +42,7 @@ pub(crate) fn save(context: &mut Context<'_>, save: v1::Save) -> Result<Answered
         .map(Answered::from)
 }
 
-/// Grants places in the pool, which a mapped worker writes by itself.
+/// Grants pages of the pool, which a mapped worker writes by itself.
 pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answer, Refusal> {
     let (call, Greeted { id, info, worker, .. }) = (context.call, &mut *context.greeted);
     let worker = worker.as_mut().ok_or_else(|| not_admitted(call))?;
@@ -61,7 +64,7 @@ pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answ
     Ok(Answer::ClaimResult(result))
 }
 
-/// What was claimed is written, or is given back.
+/// Ends a claim of a mapped worker: its pages are written, or given up.
 pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<Answer, Refusal> {
     let (shared, call, Greeted { info, worker, .. }) = (context.shared, context.call, &mut *context.greeted);
     let worker = worker.as_mut().ok_or_else(|| not_admitted(call))?;
@@ -82,15 +85,14 @@ pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<A
     Ok(done())
 }
 
-/// No save below a number becomes blocks any more; waits for those that are being copied.
+/// Shuts out all saves below a number, and waits for those that are being copied.
 pub(crate) fn cancel(context: &Context<'_>, cancel: &v1::CancelSaves) -> Result<Answer, Refusal> {
     let timeout = Duration::from_millis(cancel.timeout_ms.into()).min(CANCEL_TIMEOUT_MAX);
     let engine_id = &context.greeted.info.engine_id;
-    // What it has promised to save before does not come, unless it is complete. Complete blocks that wait for their checksum,
-    // and what another engine is saving, would come yet, within milliseconds; a wait does not know which of its blocks are of
-    // saves that are cancelled now, and whether the worker will still ask for those. So all waits end: a reset of vLLM's cache
-    // is rare, and costs the prompts that are being handed over just then.
-    context.shared.hand_offs.end_of(engine_id, End::Failed);
+    // All waits for this engine's saves end, because a wait does not know which of its blocks belong to cancelled saves. Some
+    // would still come within milliseconds: complete blocks that wait for their checksums, and blocks that another engine is
+    // saving. A reset of vLLM's cache is rare, and costs only the prompts that are being handed over at that moment.
+    context.shared.awaited_saves.end_all_of(engine_id, End::Failed);
     let gate = context.shared.engines.save_gate(engine_id);
     let is_closed = gate.is_some_and(|gate| gate.close(cancel.below_job, Instant::now() + timeout));
     if is_closed {
@@ -119,7 +121,7 @@ pub(crate) fn copy_out(
     })
 }
 
-/// `groups` are what is to be saved: who waits for those blocks is told where nothing comes of it.
+/// Runs `save` inside the engine's gate. If the save is cancelled, lookups that await the blocks of `groups` are notified.
 fn with_saver<T>(
     shared: &Shared,
     id: SessionId,
@@ -130,7 +132,7 @@ fn with_saver<T>(
 ) -> Result<T, Refusal> {
     let gate = shared.engines.save_gate(engine_id);
     let Some(inside) = gate.and_then(|gate| gate.enter(job)) else {
-        not_saved(shared, engine_id, worker, groups);
+        note_refused(shared, engine_id, worker, groups);
         return Err(Refusal::cancelled());
     };
     shared
@@ -154,14 +156,15 @@ fn with_saver<T>(
         })
 }
 
-/// A save came too late, or one too many. What it names wrongly nobody waits for.
-fn not_saved(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1::SaveGroup]) {
+/// Notifies lookups that await the blocks of a save that was refused: it was cancelled, or one too many. Blocks that it
+/// names wrongly are skipped, because no lookup awaits them.
+fn note_refused(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1::SaveGroup]) {
     shared.engines.with_ready(engine_id, |open, _| {
         for group in groups {
             if let (Some(of_engine), Ok(hashes)) =
                 (open.get(group.group as usize), parse_hashes(&group.hashes))
             {
-                shared.store.not_saved(
+                shared.store.save_refused(
                     worker.owner,
                     of_engine.space,
                     ShardNumber(worker.rank.0),

@@ -1,5 +1,5 @@
-//! Saves of a worker on a GPU, in a thread of their own: a save waits for what the engine still computes, and loads must
-//! not wait with it.
+//! The thread that carries out the saves of a worker on a GPU. A save waits for the engine to compute its blocks, and loads
+//! of the same session must not wait with it.
 
 use std::{
     io,
@@ -18,20 +18,20 @@ use kvlane_proto::v1::{self, reply::Body as Answer};
 use super::table::Call;
 use crate::{refusal::Refusal, replies::Replies, sessions::Busy, shared::Shared};
 
-/// Saves of a worker that may wait. As many as its own end queues (`JOBS_MAX` in crates/client/src/worker.rs): who asks for
-/// more is no worker of ours.
+/// Most saves of a worker in the queue. The worker's own end queues as many (`JOBS_MAX` in crates/client/src/worker.rs), so
+/// only a peer that is no worker of ours sends more.
 pub(crate) const WAITING_MAX: usize = 16384;
 
-/// Carries saves out in the order in which they were asked for, and answers them.
+/// Carries saves out in the order of their requests, and answers them.
 pub(crate) struct SaveThread {
-    /// None while it ends.
-    queue: Option<mpsc::Sender<Asked>>,
-    /// How many are in the queue.
+    /// None once it is being dropped, which ends the thread.
+    queue: Option<mpsc::Sender<QueuedSave>>,
+    /// Length of the queue.
     waiting: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Asked {
+struct QueuedSave {
     id: u64,
     save: v1::Save,
     call: Call,
@@ -40,31 +40,32 @@ struct Asked {
 }
 
 impl SaveThread {
-    /// For the session of one worker of an engine; `save` copies its blocks out, at a pace.
+    /// Starts the thread for the session of one worker. `save` copies the blocks of a request out, at a pace.
     pub(crate) fn start(
         shared: Arc<Shared>,
         replies: Arc<Replies>,
         engine_id: String,
         save: impl Fn(&v1::Save, &Pace<'_>) -> Result<Answer, Refusal> + Send + 'static,
     ) -> io::Result<Self> {
-        let (queue, asked) = mpsc::channel::<Asked>();
+        let (queue, queued) = mpsc::channel::<QueuedSave>();
         let waiting = Arc::new(AtomicUsize::new(0));
         let behind = Arc::clone(&waiting);
         let run = move || {
-            for Asked { id, save: asked, call, since, _busy } in asked {
+            for QueuedSave { id, save: request, call, since, _busy } in queued {
                 behind.fetch_sub(1, Ordering::Relaxed);
-                // A stopping daemon takes no new ones, and has little time for this one. Which blocks of the engine another one
-                // waits for is not asked: at worst a save is fast without need, for `wait_ms`.
+                // Urgent while a save is queued behind it, while the daemon stops and has little time, and while any lookup
+                // awaits saves of this engine. The lookup's blocks are not compared: at worst a save is fast without need,
+                // for `wait_ms`.
                 let is_urgent = || {
                     behind.load(Ordering::Relaxed) > 0
                         || shared.is_stopping()
-                        || shared.hand_offs.is_waited_for(&engine_id)
+                        || shared.awaited_saves.has_waits_for(&engine_id)
                 };
                 let pace = Pace { link_share: shared.save_link_share, is_urgent: &is_urgent };
-                let answer = save(&asked, &pace);
+                let answer = save(&request, &pace);
                 let was_refused = answer.is_err();
                 if replies.send(id, answer.unwrap_or_else(Answer::from), None).is_err() {
-                    // The connection is over: nobody wants the rest.
+                    // The connection is over, so the rest of the queue is not saved.
                     return;
                 }
                 shared.metrics.answered(call, since.elapsed(), was_refused);
@@ -74,7 +75,7 @@ impl SaveThread {
         Ok(Self { queue: Some(queue), waiting, thread: Some(thread) })
     }
 
-    /// Whether one more may wait.
+    /// Checks that the queue has room for one more save.
     ///
     /// # Errors
     /// [`WAITING_MAX`] saves wait already.
@@ -87,11 +88,11 @@ impl SaveThread {
 
     /// Queues a save, for which there is room. Its answer comes when it is done.
     pub(crate) fn push(&self, shared: &Arc<Shared>, id: u64, save: v1::Save, call: Call, since: Instant) {
-        let asked = Asked { id, save, call, since, _busy: Busy::new(&shared.sessions) };
+        let queued = QueuedSave { id, save, call, since, _busy: Busy::new(&shared.sessions) };
         if let Some(queue) = &self.queue {
             self.waiting.fetch_add(1, Ordering::Relaxed);
-            // Fails only where the thread has seen the connection's end.
-            let _ = queue.send(asked);
+            // Fails only if the thread has seen the connection's end.
+            let _ = queue.send(queued);
         }
     }
 }
@@ -102,7 +103,7 @@ impl Drop for SaveThread {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("a thread of saves had panicked");
+            tracing::error!("thread kvlane-saves panicked");
         }
     }
 }

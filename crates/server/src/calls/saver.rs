@@ -1,4 +1,4 @@
-//! Saves: claim, copy, commit.
+//! Carries out a save, batch by batch: claims the blocks, copies them out of the worker, and commits or aborts the claims.
 
 use std::time::Instant;
 
@@ -23,11 +23,11 @@ pub(crate) struct Saver<'a> {
     pub(crate) regions: &'a [Vec<Region>],
     /// The engine's groups.
     pub(crate) open: &'a [OpenGroup],
-    /// Kept while anything is done for the save.
+    /// Held while the save is worked on, so that CancelSaves waits for it.
     pub(crate) inside: &'a Inside,
 }
 
-/// A group of a save, parsed and checked.
+/// The blocks of one group of a save, parsed and checked.
 pub(crate) struct Blocks {
     group: usize,
     chain: Chain,
@@ -42,7 +42,7 @@ pub(crate) struct Granted {
     pub(crate) claims: Vec<ShardClaim>,
 }
 
-/// What cannot be saved as it was asked for.
+/// Why a request to save is malformed.
 #[derive(Debug, Error)]
 pub(crate) enum SaveRequestError {
     #[error("group {group} does not exist: the engine has {groups}")]
@@ -107,7 +107,7 @@ impl Saver<'_> {
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
                     let space = self.open[blocks.group].space;
-                    self.shared.store.not_saved(self.owner, space, self.shard(), hashes, Instant::now());
+                    self.shared.store.save_refused(self.owner, space, self.shard(), hashes, Instant::now());
                     result.failed += hashes.len() as u64;
                     continue;
                 }
@@ -133,12 +133,12 @@ impl Saver<'_> {
     ) {
         let outcomes = self.claim_shards(group, chain, hashes);
         let mut claims = Vec::new();
-        let mut places = Vec::new();
+        let mut copies = Vec::new();
         for (outcome, id) in outcomes.iter().zip(ids) {
             match outcome {
                 ClaimOutcome::Claimed(claim) => {
                     claims.push(*claim);
-                    places.push((*id, claim.page.offset()));
+                    copies.push((*id, claim.page.offset()));
                 }
                 ClaimOutcome::Present => result.present += 1,
                 ClaimOutcome::InFlight => result.in_flight += 1,
@@ -148,10 +148,10 @@ impl Saver<'_> {
         if claims.is_empty() {
             return;
         }
-        // The claimed extents belong to these claims alone until they are committed or aborted below, and nobody looks at
-        // their bytes before they are sealed.
+        // The claimed extents belong to these claims alone until they are committed or aborted below, and their bytes are
+        // not read before they are sealed.
         let arena = &self.shared.arena;
-        let copied = memory.copy_out(&self.regions[group], &places, arena, asked, pace);
+        let copied = memory.copy_out(&self.regions[group], &copies, arena, asked, pace);
         match copied {
             Ok(()) => {
                 self.shared.store.commit(&claims, Instant::now());
@@ -159,7 +159,7 @@ impl Saver<'_> {
                 result.bytes += claims.len() as u64 * shard_bytes(&self.regions[group]);
             }
             Err(error) => {
-                tracing::info!(%error, blocks = claims.len(), "a save was not carried out");
+                tracing::info!(%error, blocks = claims.len(), "save aborted");
                 self.shared.store.abort(&claims, Instant::now());
                 result.failed += claims.len() as u64;
             }

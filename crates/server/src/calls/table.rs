@@ -1,14 +1,14 @@
-//! Every call, in one row each: who may use it, over what, and whether a daemon that is stopping still serves it. Who
-//! admits calls, the metrics, and the test that walks all calls read it here.
+//! The table of calls, with one row each: which sessions may use it, over which transports, and whether a daemon that is
+//! stopping still serves it. Read by `admit`, by the metrics, and by the test that walks all calls (session_table.rs).
 
 use kvlane_proto::v1::request::Body as Ask;
 
-/// Who may use a call.
+/// The sessions that may use a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Who {
-    /// Any role.
+pub(crate) enum Allowed {
+    /// Sessions of any role.
     Anybody,
-    /// Only tools.
+    /// Tools, which engines are not.
     Tool,
     /// An engine's scheduler.
     Scheduler,
@@ -20,21 +20,21 @@ pub(crate) enum Who {
     RegisteredWorker,
 }
 
-/// Over which connections a call is served.
+/// The transports over which a call is served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Over {
-    /// Only where the kernel says who the peer is.
+pub(crate) enum Transports {
+    /// Only the Unix socket, because there the kernel names the peer.
     UnixOnly,
-    /// Over TCP too.
+    /// The Unix socket and TCP.
     Any,
 }
 
-/// What becomes of a call while the daemon is stopping.
+/// Whether a call is served while the daemon is stopping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WhileStopping {
-    /// It ends what was begun, or brings what was promised.
+    /// It ends work, or keeps a promise.
     Served,
-    /// It would begin something.
+    /// It would begin new work.
     Refused,
 }
 
@@ -63,41 +63,41 @@ pub(crate) enum Call {
     ReadJournal,
 }
 
-/// What holds for a call, whatever it asks.
+/// The rules of one call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
     pub(crate) call: Call,
     /// As in the .proto file.
     pub(crate) name: &'static str,
-    pub(crate) who: Who,
-    /// What those hear who may not use it.
-    pub(crate) others_hear: &'static str,
-    pub(crate) over: Over,
+    pub(crate) allowed: Allowed,
+    /// The sentence for sessions that are not allowed.
+    pub(crate) refusal: &'static str,
+    pub(crate) transports: Transports,
     pub(crate) stopping: WhileStopping,
 }
 
 const fn row(
     call: Call,
     name: &'static str,
-    (who, others_hear): (Who, &'static str),
-    over: Over,
+    (allowed, refusal): (Allowed, &'static str),
+    transports: Transports,
     stopping: WhileStopping,
 ) -> Row {
-    Row { call, name, who, others_hear, over, stopping }
+    Row { call, name, allowed, refusal, transports, stopping }
 }
 
-use Over::{Any, UnixOnly};
+use Transports::{Any, UnixOnly};
 use WhileStopping::{Refused, Served};
 
-const ANYBODY: (Who, &str) = (Who::Anybody, "");
-const TOOL: (Who, &str) = (Who::Tool, "engines drop nothing that others may share: use a tool");
-const SCHEDULER: (Who, &str) = (Who::Scheduler, "only the scheduler opens an engine");
-const OPENED: (Who, &str) = (Who::OpenedEngine, "open the engine's groups first");
-const SHARING: (Who, &str) = (Who::Worker, "only workers share memory");
-const REGISTERING: (Who, &str) = (Who::Worker, "only workers register memory");
-const REGISTERED: (Who, &str) = (Who::RegisteredWorker, "register the worker's memory first");
+const ANYBODY: (Allowed, &str) = (Allowed::Anybody, "");
+const TOOL: (Allowed, &str) = (Allowed::Tool, "engines drop nothing that others may share: use a tool");
+const SCHEDULER: (Allowed, &str) = (Allowed::Scheduler, "only the scheduler opens an engine");
+const OPENED: (Allowed, &str) = (Allowed::OpenedEngine, "open the engine's groups first");
+const SHARING: (Allowed, &str) = (Allowed::Worker, "only workers share memory");
+const REGISTERING: (Allowed, &str) = (Allowed::Worker, "only workers register memory");
+const REGISTERED: (Allowed, &str) = (Allowed::RegisteredWorker, "register the worker's memory first");
 
-/// The table. Hello is admitted by the session itself, which knows nobody before.
+/// The rows, in the order of [`Call`]. The session admits Hello itself, because it has no role before.
 pub(crate) const CALLS: [Row; 19] = [
     row(Call::Hello, "Hello", ANYBODY, Any, Refused),
     row(Call::OpenEngine, "OpenEngine", SCHEDULER, UnixOnly, Refused),
@@ -114,7 +114,7 @@ pub(crate) const CALLS: [Row; 19] = [
     row(Call::DropNamespaces, "DropNamespaces", TOOL, UnixOnly, Served),
     row(Call::GetStatus, "GetStatus", ANYBODY, Any, Served),
     row(Call::Bye, "Bye", ANYBODY, Any, Served),
-    // Also while stopping: it was promised.
+    // Served while stopping, because its blocks were promised.
     row(Call::Load, "Load", REGISTERED, UnixOnly, Served),
     row(Call::ShareChunks, "ShareChunks", SHARING, UnixOnly, Refused),
     row(Call::CancelSaves, "CancelSaves", OPENED, UnixOnly, Served),
@@ -124,18 +124,18 @@ pub(crate) const CALLS: [Row; 19] = [
 const _: () = {
     let mut at = 0;
     while at < CALLS.len() {
-        assert!(CALLS[at].call as usize == at, "each call's row stands in the call's place");
+        assert!(CALLS[at].call as usize == at, "each call's row stands at the call's index");
         at += 1;
     }
 };
 
 impl Call {
-    /// What holds for it.
+    /// Panics if the table has no row for it.
     pub(crate) const fn row(self) -> &'static Row {
         &CALLS[self as usize]
     }
 
-    /// Of a request.
+    /// The call that a request makes.
     pub(crate) const fn of(ask: &Ask) -> Self {
         match ask {
             Ask::Hello(_) => Self::Hello,

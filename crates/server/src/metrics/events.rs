@@ -1,4 +1,4 @@
-//! What is counted when it happens, without a lock.
+//! Counters and histograms of events, updated without a lock as the events happen.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -9,14 +9,14 @@ use kvlane_door::{Distribution, Histogram, Labels};
 use kvlane_proto::v1::register_worker::Method;
 
 use crate::calls::{
-    outcome::Outcome,
+    outcome::WaitOutcome,
     table::{CALLS, Call},
 };
 
-/// Upper bounds of the histogram of requests, in microseconds.
+/// Upper bounds of the histogram of request durations, in microseconds.
 const REQUEST_BOUNDS_US: &[u64] =
     &[10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 50_000, 250_000, 1_000_000, 5_000_000];
-/// The same for waits for another engine.
+/// The same for waits for another engine's saves.
 const WAIT_BOUNDS_US: &[u64] =
     &[1000, 5000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000, 5_000_000, 30_000_000];
 
@@ -24,14 +24,14 @@ const WAIT_BOUNDS_US: &[u64] =
 #[derive(Debug)]
 pub(crate) struct Events {
     bad_frames: AtomicU64,
-    /// By the way that saves travel.
+    /// Workers, indexed by [`Method`].
     registered: [AtomicU64; METHODS],
-    /// By call.
+    /// Requests, indexed by [`Call`].
     refused: [AtomicU64; CALLS.len()],
     durations: [Histogram<15>; CALLS.len()],
-    /// By outcome.
-    hand_offs: [AtomicU64; Outcome::ALL.len()],
-    hand_off_waits: [Histogram<11>; Outcome::ALL.len()],
+    /// Lookups that named another engine's saves, indexed by [`WaitOutcome`].
+    awaited_saves: [AtomicU64; WaitOutcome::ALL.len()],
+    save_waits: [Histogram<11>; WaitOutcome::ALL.len()],
 }
 
 /// Values of [`Method`].
@@ -54,13 +54,13 @@ impl Default for Events {
             registered: std::array::from_fn(|_| AtomicU64::new(0)),
             refused: std::array::from_fn(|_| AtomicU64::new(0)),
             durations: std::array::from_fn(|_| Histogram::new(REQUEST_BOUNDS_US)),
-            hand_offs: std::array::from_fn(|_| AtomicU64::new(0)),
-            hand_off_waits: std::array::from_fn(|_| Histogram::new(WAIT_BOUNDS_US)),
+            awaited_saves: std::array::from_fn(|_| AtomicU64::new(0)),
+            save_waits: std::array::from_fn(|_| Histogram::new(WAIT_BOUNDS_US)),
         }
     }
 }
 
-/// Counts what happens.
+/// Called by the code that the events happen in.
 impl Events {
     pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
         self.durations[call as usize].observe(took);
@@ -77,16 +77,16 @@ impl Events {
         count(&self.registered[method as usize]);
     }
 
-    /// A hand-off is over; `waited` is 0 where nothing was waited for.
-    pub(crate) fn hand_off(&self, outcome: Outcome, waited: Duration) {
-        count(&self.hand_offs[outcome as usize]);
+    /// A lookup's wait for saves has ended. `waited` is 0 if it did not wait.
+    pub(crate) fn save_wait_ended(&self, outcome: WaitOutcome, waited: Duration) {
+        count(&self.awaited_saves[outcome as usize]);
         if waited > Duration::ZERO {
-            self.hand_off_waits[outcome as usize].observe(waited);
+            self.save_waits[outcome as usize].observe(waited);
         }
     }
 }
 
-/// Reads what was counted. Labels that nothing was counted for are left out, but for the calls' durations.
+/// Called by a scrape. Labels with a count of 0 are left out, except among the durations of calls.
 impl Events {
     pub(super) fn bad_frames(&self) -> u64 {
         self.bad_frames.load(Ordering::Relaxed)
@@ -106,16 +106,16 @@ impl Events {
         CALLS.iter().map(|call| call.name).zip(&self.durations).map(read).collect()
     }
 
-    pub(super) fn hand_offs(&self) -> Vec<(Labels, f64)> {
-        counted(Outcome::ALL.map(Outcome::name).into_iter().zip(&self.hand_offs))
+    pub(super) fn awaited_saves(&self) -> Vec<(Labels, f64)> {
+        counted(WaitOutcome::ALL.map(WaitOutcome::name).into_iter().zip(&self.awaited_saves))
     }
 
-    pub(super) fn hand_off_waits(&self) -> Vec<(Labels, Distribution)> {
-        let read = |(outcome, waits): (Outcome, &Histogram<11>)| {
+    pub(super) fn save_waits(&self) -> Vec<(Labels, Distribution)> {
+        let read = |(outcome, waits): (WaitOutcome, &Histogram<11>)| {
             let waits = waits.read();
             (!waits.is_empty()).then(|| (vec![outcome.name().to_owned()], waits))
         };
-        Outcome::ALL.into_iter().zip(&self.hand_off_waits).filter_map(read).collect()
+        WaitOutcome::ALL.into_iter().zip(&self.save_waits).filter_map(read).collect()
     }
 }
 
@@ -137,24 +137,26 @@ mod tests {
 
     #[test]
     fn each_outcome_has_the_place_of_its_number() {
-        assert!(Outcome::ALL.iter().enumerate().all(|(at, outcome)| *outcome as usize == at));
+        assert!(WaitOutcome::ALL.iter().enumerate().all(|(at, outcome)| *outcome as usize == at));
     }
 
     #[test]
     fn what_never_happened_is_left_out() {
         let events = Events::default();
         assert!(
-            events.registered().is_empty() && events.refused().is_empty() && events.hand_offs().is_empty()
+            events.registered().is_empty()
+                && events.refused().is_empty()
+                && events.awaited_saves().is_empty()
         );
         events.worker_registered(Method::Gpu);
         events.answered(Call::Lookup, Duration::from_micros(7), true);
-        events.hand_off(Outcome::Ready, Duration::ZERO);
-        events.hand_off(Outcome::Stalled, Duration::from_millis(2));
+        events.save_wait_ended(WaitOutcome::Ready, Duration::ZERO);
+        events.save_wait_ended(WaitOutcome::Stalled, Duration::from_millis(2));
         let one = |label: &str| (vec![label.to_owned()], 1.0);
         assert_eq!(events.registered(), [one("gpu")]);
         assert_eq!(events.refused(), [one("Lookup")]);
-        assert_eq!(events.hand_offs(), [one("ready"), one("stalled")]);
-        let waits: Vec<_> = events.hand_off_waits().into_iter().map(|(labels, _)| labels).collect();
+        assert_eq!(events.awaited_saves(), [one("ready"), one("stalled")]);
+        let waits: Vec<_> = events.save_waits().into_iter().map(|(labels, _)| labels).collect();
         assert_eq!(waits, [["stalled"]]);
         assert_eq!(events.durations().iter().filter(|(_, took)| !took.is_empty()).count(), 1);
     }

@@ -1,4 +1,4 @@
-//! Prometheus metrics. `table.rs` names them all, and the reference page is made from it.
+//! The daemon's Prometheus metrics. `table.rs` lists all of them, and the reference page is generated from it.
 
 pub(crate) mod events;
 pub(crate) mod page;

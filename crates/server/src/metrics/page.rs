@@ -1,4 +1,4 @@
-//! The page that Prometheus reads.
+//! The metrics page that Prometheus scrapes.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     METRICS.iter().map(|row| &row.metric).chain(PROCESS_METRICS.iter().map(|row| &row.metric))
 }
 
-/// Asks everything once, and writes it down.
+/// Takes a snapshot, and writes the page from it.
 pub(crate) fn page(shared: &Shared) -> String {
     write(&scrape(shared))
 }
@@ -48,7 +48,7 @@ fn scrape(shared: &Shared) -> Scrape {
         spaces: shared.store.spaces(),
         sessions: shared.sessions.list().into_iter().map(session).collect(),
         turned_away: [("tcp", shared.tcp_slots.turned_away()), ("http", shared.http_slots.turned_away())],
-        hand_offs: shared.hand_offs.len(),
+        waiting_lookups: shared.awaited_saves.len(),
         watched_blocks: shared.store.watched_blocks(),
         ceilings: shared.ceilings.read(),
         ceilings_left_out: shared.ceilings.left_out(),
@@ -82,7 +82,7 @@ mod tests {
             spaces,
             sessions: Vec::new(),
             turned_away: [("tcp", 0), ("http", 0)],
-            hand_offs: 0,
+            waiting_lookups: 0,
             watched_blocks: 0,
             ceilings,
             ceilings_left_out: 0,

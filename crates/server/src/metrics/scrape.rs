@@ -1,4 +1,4 @@
-//! What the daemon says of itself at one moment, and how a metric picks its values from it.
+//! A snapshot of all figures that the metrics read, and helpers that pick a metric's values from it.
 
 use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
@@ -10,22 +10,23 @@ use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 use super::events::Events;
 use crate::ceilings::Reading;
 
-/// Roles of sessions, as they are printed.
+/// Values of the label `role`.
 pub(crate) const ROLES: [&str; 3] = ["scheduler", "worker", "tool"];
 
-/// All that metrics read, asked for once a scrape.
+/// Taken once a scrape, for all metrics.
 #[derive(Debug)]
 pub(crate) struct Scrape {
     pub(crate) stats: StoreStats,
     pub(crate) policy: PolicyReport,
-    /// Namespaces in their cuts.
+    /// A namespace has one for each of its cuts.
     pub(crate) spaces: Vec<SpaceStats>,
     /// The role of each session, and whether its connection was lost.
     pub(crate) sessions: Vec<(&'static str, bool)>,
     /// Connections turned away, by door.
     pub(crate) turned_away: [(&'static str, u64); 2],
-    /// Lookups that wait for other engines, and the blocks that they wait for.
-    pub(crate) hand_offs: usize,
+    /// Lookups that await another engine's saves.
+    pub(crate) waiting_lookups: usize,
+    /// The blocks that they await; one that two lookups await counts twice.
     pub(crate) watched_blocks: usize,
     pub(crate) ceilings: Vec<Reading>,
     pub(crate) ceilings_left_out: u64,
@@ -33,11 +34,11 @@ pub(crate) struct Scrape {
     pub(crate) gpus: GpuScrape,
     /// None without an SSD.
     pub(crate) ssd: Option<SsdScrape>,
-    /// What was counted when it happened.
+    /// Counted as they happen; the only part that is not a snapshot.
     pub(crate) events: Arc<Events>,
 }
 
-/// Of the GPUs.
+/// Figures of the daemon's GPUs.
 #[derive(Debug, Default)]
 pub(crate) struct GpuScrape {
     pub(crate) relayed_bytes: u64,
@@ -45,11 +46,11 @@ pub(crate) struct GpuScrape {
     pub(crate) unstaged_loads: u64,
     /// By the GPU's ordinal.
     pub(crate) bytes_by_link: BTreeMap<u32, u64>,
-    /// By direction.
+    /// Thresholds from which copy engines are used, by direction.
     pub(crate) engine_bytes: Vec<(&'static str, u64)>,
 }
 
-/// Of the SSD tier.
+/// Figures of the SSD tier.
 #[derive(Debug)]
 pub(crate) struct SsdScrape {
     pub(crate) tier: kvlane_ssd::Stats,
@@ -67,7 +68,7 @@ impl Scrape {
         self.sessions.iter().filter(|(_, is_lost)| *is_lost).count() as u64
     }
 
-    /// What the policy says of itself, where it chooses by itself.
+    /// The report of the policy `auto`; None under a fixed policy.
     pub(crate) fn auto(&self) -> Option<&PolicyReport> {
         Some(&self.policy).filter(|report| report.choice == Choice::Auto)
     }
@@ -95,7 +96,7 @@ impl Scrape {
     }
 }
 
-/// Values of a metric, each with those of its labels.
+/// The values of a metric, each with its label values.
 pub(crate) type Samples = Vec<(Labels, f64)>;
 
 /// A value for each value of the metric's only label.
@@ -120,12 +121,12 @@ pub(crate) fn of_ssd(scrape: &Scrape, value: impl Fn(&SsdScrape) -> u64) -> Samp
     scrape.ssd.iter().map(|ssd| (Labels::new(), value(ssd) as f64)).collect()
 }
 
-/// A value of the policy that chooses by itself; none where another one was asked for.
+/// A value of the policy `auto`; none under a fixed policy.
 pub(crate) fn of_auto(scrape: &Scrape, value: impl Fn(&PolicyReport) -> u64) -> Samples {
     scrape.auto().map(|report| (Labels::new(), value(report) as f64)).into_iter().collect()
 }
 
-/// What Prometheus keeps as a floating-point number.
+/// A type that becomes a metric's value: Prometheus keeps only floating-point numbers.
 pub(crate) trait Number {
     fn number(self) -> f64;
 }

@@ -1,4 +1,4 @@
-//! All metrics of the daemon, each named in one place: what it is called, what it tells, and where its value comes from.
+//! The table of the daemon's metrics, with one row each: name, kind, help, and where the value comes from.
 
 use kvlane_door::{
     MetricKind::{Counter, Gauge},
@@ -8,7 +8,7 @@ use kvlane_policy::PolicyKind;
 
 use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_ssd};
 
-/// All metrics of the daemon. A new one is a row here; `make docs` puts it onto the reference page.
+/// A new metric is a row here; `make docs` puts it onto the reference page.
 pub(crate) const METRICS: &[Row<Scrape>] = &[
     total("kvlane_pool_bytes", Gauge, "Bytes of the pool.", |s| s.stats.pool_bytes),
     total(
@@ -33,7 +33,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_connections_turned_away_total",
         Counter,
         "door",
-        "Connections over TCP and HTTP that were closed at once because as many as may be were open.",
+        "Connections over TCP and HTTP that were closed because the connection limit was reached.",
         |s| by_label(s.turned_away),
     ),
     each("kvlane_sessions", Gauge, "role", "Connected schedulers, workers and tools.", |s| {
@@ -93,7 +93,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_policy_left_out_total",
         Counter,
         "",
-        "With --policy auto, sampled lookups that the shadow caches did not get, since too many came at once.",
+        "With --policy auto, sampled lookups that the shadow caches did not get, because too many came at once.",
         |s| of_auto(s, |auto| auto.left_out),
     ),
     each("kvlane_hit_blocks_total", Counter, "namespace, name", "Blocks that lookups found.", |s| {
@@ -117,13 +117,13 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_namespace_hit_ceiling_ratio",
         Gauge,
         "namespace, name, window",
-        "The same for each of the 16 namespaces first heard of, until one of them is silent for an hour.",
+        "The same for each of the first 16 namespaces, until one of them is silent for an hour.",
         Scrape::namespace_ceilings,
     ),
     total(
         "kvlane_hit_ceiling_left_out_total",
         Counter,
-        "Lookups that the ceilings do not count, since too many came at once.",
+        "Lookups that the ceilings do not count, because too many came at once.",
         |s| s.ceilings_left_out,
     ),
     each("kvlane_namespace_blocks", Gauge, "namespace, name", "Blocks of a namespace.", |s| {
@@ -197,7 +197,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_ssd_kept_blocks_total",
         Counter,
         "",
-        "Blocks of the SSD tier written again when their place was needed: what was read since it was written, or what --policy learned expects the most hits of.",
+        "Blocks of the SSD tier written again when their space was needed: those read since they were written, or those of which --policy learned expects the most hits.",
         |s| of_ssd(s, |ssd| ssd.tier.blocks_kept),
     ),
     total(
@@ -239,13 +239,13 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     total(
         "kvlane_loaded_staged_bytes_total",
         Counter,
-        "Bytes of short pieces that loads brought in long runs to a ring on their GPU, and scattered there.",
+        "Bytes of short pieces that loads brought in long runs to the GPU ring of their GPU, and scattered there.",
         |s| s.gpus.staged_bytes,
     ),
     total(
         "kvlane_loads_unstaged_total",
         Counter,
-        "Loads of short pieces that came piece by piece, since the ring on their GPU was in use or had failed.",
+        "Loads of short pieces that came piece by piece, because the GPU ring was in use or had failed.",
         |s| s.gpus.unstaged_loads,
     ),
     each(
@@ -271,13 +271,13 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     total(
         "kvlane_journal_entries_total",
         Counter,
-        "Blocks that became visible or went, since an engine first asked to be told.",
+        "Blocks that became visible or died, since an engine first read the journal.",
         |s| s.stats.counters.journal_entries,
     ),
     total(
         "kvlane_journal_restarts_total",
         Counter,
-        "Times that an engine asked too late for all that had happened: it took back all it had told of.",
+        "Times that an engine read the journal too late to get all changes, and took back all blocks that it had reported.",
         |s| s.stats.counters.journal_restarts,
     ),
     each(
@@ -296,27 +296,27 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     each("kvlane_requests_refused_total", Counter, "call", "Requests that were refused.", |s| {
         s.events.refused()
     }),
-    total("kvlane_hand_offs_waiting", Gauge, "Lookups that wait for what another engine saves.", |s| {
-        s.hand_offs as u64
+    total("kvlane_hand_offs_waiting", Gauge, "Lookups that await another engine's saves.", |s| {
+        s.waiting_lookups as u64
     }),
     total(
         "kvlane_hand_off_blocks",
         Gauge,
-        "Blocks that these lookups wait for, each as often as it is waited for.",
+        "Blocks that these lookups await. A block that two lookups await counts twice.",
         |s| s.watched_blocks as u64,
     ),
     each(
         "kvlane_hand_offs_total",
         Counter,
         "outcome",
-        "Lookups of prompts that another engine was to save, by what became of the wait for it.",
-        |s| s.events.hand_offs(),
+        "Lookups of prompts that another engine was to save, by the outcome of their wait.",
+        |s| s.events.awaited_saves(),
     ),
     distributions(
         "kvlane_hand_off_wait_seconds",
         "outcome",
-        "How long lookups waited for what another engine saves.",
-        |s| s.events.hand_off_waits(),
+        "How long lookups waited for another engine's saves.",
+        |s| s.events.save_waits(),
     ),
     distributions("kvlane_request_duration_seconds", "call", "From reading a request to its answer.", |s| {
         s.events.durations()

@@ -1,5 +1,5 @@
-//! Rounds of loads and saves while the daemon is stopped and killed at random: once a load has ended, nobody writes its
-//! blocks, and once a save has ended, nothing that is written into its blocks is ever loaded as what was saved.
+//! Rounds of loads and saves while the daemon is stopped and killed at random. Once a load has ended, its blocks are not
+//! written any more. Once a save has ended, later writes to its blocks are never loaded as the saved bytes.
 
 use std::{
     thread::sleep,

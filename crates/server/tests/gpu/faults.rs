@@ -1,4 +1,4 @@
-//! What a GPU and its driver refuse: whom it concerns gets a sentence or goes on without, and others notice nothing.
+//! Refusals of a GPU and its driver: the engine concerned gets a sentence or goes on without, and the others are not affected.
 
 use std::{
     io::{Read, Write},

@@ -1,4 +1,4 @@
-//! Engines and daemons that are killed or stopped in the middle of something.
+//! Engines and daemons that are killed or stopped in the middle of saves and loads.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,6 @@
 //! Engines on a GPU: the daemon, in a process of its own, copies out of and into memory that it imported.
 //!
-//! They run on the fake driver, and where there is a GPU on that too:
+//! The tests run on the fake driver, and on a real GPU with:
 //!
 //!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-server --test gpu -- --nocapture --test-threads=1
 #![allow(unreachable_pub, reason = "a test binary has no other crates")]

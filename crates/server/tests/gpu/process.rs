@@ -1,5 +1,5 @@
-//! This binary, started again as a daemon or an engine: a driver imports only what another process exported, and only a
-//! process can be killed.
+//! Starts this binary again as a daemon or an engine, because a driver imports only memory that another process exported, and
+//! because only a process can be killed.
 
 use std::{
     io::{BufRead, BufReader, Write},

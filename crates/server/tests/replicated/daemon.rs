@@ -1,4 +1,4 @@
-//! A daemon in a process of its own, since a driver imports only what another process exported.
+//! A daemon in a process of its own, because a driver imports only memory that another process exported.
 
 use std::{
     collections::BTreeMap,

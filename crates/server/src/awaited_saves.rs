@@ -1,4 +1,5 @@
-//! Lookups that wait for what an engine saves, by that engine: its end, and the daemon's, are told to them.
+//! Lookups that await another engine's saves, listed by that engine. All of them end when the engine goes or the daemon
+//! stops. calls/awaited_save.rs says how a single wait goes on.
 
 use std::{
     collections::HashMap,
@@ -10,10 +11,10 @@ use std::{
 
 use parking_lot::Mutex;
 
-/// How a wait ends by what happens elsewhere.
+/// How an event ends a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// Everything is there.
+    /// All blocks are visible.
     Complete,
     /// A block will not come.
     Failed,
@@ -23,56 +24,57 @@ pub(crate) enum End {
     Stopping,
 }
 
-/// What has happened to one wait since its last look. Wakes who waits once for all of it.
+/// Events of one wait since its last poll. Wakes the waiting thread once for all of them.
 pub(crate) struct Signal {
-    news: Mutex<News>,
+    pending: Mutex<Pending>,
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
 #[derive(Default)]
-struct News {
+struct Pending {
     has_progressed: bool,
     end: Option<End>,
+    /// `wake` was called since the last `take`.
     is_awake: bool,
 }
 
 impl Signal {
     /// `wake` is called under other locks: it must be quick.
     pub(crate) fn new(wake: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { news: Mutex::default(), wake: Box::new(wake) })
+        Arc::new(Self { pending: Mutex::default(), wake: Box::new(wake) })
     }
 
-    /// The saves go on.
+    /// The saves make progress.
     pub(crate) fn progress(&self) {
-        self.note(|news| news.has_progressed = true);
+        self.update(|pending| pending.has_progressed = true);
     }
 
-    /// It is over. The first end counts.
+    /// Ends the wait. The first end counts.
     pub(crate) fn end(&self, end: End) {
-        self.note(|news| news.end = news.end.or(Some(end)));
+        self.update(|pending| pending.end = pending.end.or(Some(end)));
     }
 
-    /// Whether there was progress, and how it ended if it has. What comes after wakes anew.
+    /// Returns whether there was progress since the last call, and the end if there is one. A later event wakes again.
     pub(crate) fn take(&self) -> (bool, Option<End>) {
-        let mut news = self.news.lock();
-        news.is_awake = false;
-        (std::mem::take(&mut news.has_progressed), news.end)
+        let mut pending = self.pending.lock();
+        pending.is_awake = false;
+        (std::mem::take(&mut pending.has_progressed), pending.end)
     }
 
-    fn note(&self, what: impl FnOnce(&mut News)) {
-        let mut news = self.news.lock();
-        what(&mut news);
-        if !std::mem::replace(&mut news.is_awake, true) {
+    fn update(&self, change: impl FnOnce(&mut Pending)) {
+        let mut pending = self.pending.lock();
+        change(&mut pending);
+        if !std::mem::replace(&mut pending.is_awake, true) {
             (self.wake)();
         }
     }
 }
 
-/// All waits.
+/// The waits of all lookups that await saves.
 #[derive(Default)]
-pub(crate) struct HandOffs {
+pub(crate) struct AwaitedSaves {
     waits: Mutex<Waits>,
-    /// A bit for each outcome that was complained of.
+    /// A bit for each outcome that the log has complained of.
     complained: AtomicU32,
 }
 
@@ -82,14 +84,14 @@ struct Waits {
     last: u64,
 }
 
-/// The place of a wait among all, until it is over.
-pub(crate) struct Place {
-    of: Arc<HandOffs>,
+/// Keeps a wait listed until it is dropped.
+pub(crate) struct Listed {
+    of: Arc<AwaitedSaves>,
     engine_id: String,
     number: u64,
 }
 
-impl Drop for Place {
+impl Drop for Listed {
     fn drop(&mut self) {
         let mut waits = self.of.waits.lock();
         if let Some(of_engine) = waits.by_engine.get_mut(&self.engine_id) {
@@ -101,40 +103,40 @@ impl Drop for Place {
     }
 }
 
-impl HandOffs {
-    /// From now on this wait hears when the engine goes, or the daemon.
-    pub(crate) fn enter(all: &Arc<Self>, engine_id: &str, signal: Arc<Signal>) -> Place {
+impl AwaitedSaves {
+    /// Lists a wait, so that it ends when the engine goes or the daemon stops.
+    pub(crate) fn enter(all: &Arc<Self>, engine_id: &str, signal: Arc<Signal>) -> Listed {
         let mut waits = all.waits.lock();
         waits.last += 1;
         let number = waits.last;
         waits.by_engine.entry(engine_id.to_owned()).or_default().insert(number, signal);
-        Place { of: Arc::clone(all), engine_id: engine_id.to_owned(), number }
+        Listed { of: Arc::clone(all), engine_id: engine_id.to_owned(), number }
     }
 
-    /// Ends all waits for an engine.
-    pub(crate) fn end_of(&self, engine_id: &str, end: End) {
+    /// Ends all waits for an engine's saves.
+    pub(crate) fn end_all_of(&self, engine_id: &str, end: End) {
         let waits = self.waits.lock();
         waits.by_engine.get(engine_id).into_iter().flat_map(HashMap::values).for_each(|wait| wait.end(end));
     }
 
-    /// The daemon stops.
+    /// Ends all waits, because the daemon stops.
     pub(crate) fn stop(&self) {
         let waits = self.waits.lock();
         waits.by_engine.values().flat_map(HashMap::values).for_each(|wait| wait.end(End::Stopping));
     }
 
-    /// True once for each number below 32.
-    pub(crate) fn is_first_complaint(&self, of: u32) -> bool {
-        let bit = 1 << (of % u32::BITS);
+    /// Marks an outcome, by its number below 32, as complained of. True the first time.
+    pub(crate) fn mark_complained(&self, outcome: u32) -> bool {
+        let bit = 1 << (outcome % u32::BITS);
         self.complained.fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
-    /// Whether somebody waits for what an engine saves. Takes as long as a lock and a look into a map.
-    pub(crate) fn is_waited_for(&self, engine_id: &str) -> bool {
+    /// Whether a lookup awaits an engine's saves. Costs a lock and a search of a map.
+    pub(crate) fn has_waits_for(&self, engine_id: &str) -> bool {
         self.waits.lock().by_engine.contains_key(engine_id)
     }
 
-    /// Waits that there are.
+    /// How many lookups wait.
     pub(crate) fn len(&self) -> usize {
         self.waits.lock().by_engine.values().map(HashMap::len).sum()
     }
@@ -171,26 +173,26 @@ mod tests {
 
     #[test]
     fn an_end_reaches_those_who_wait_for_that_engine() {
-        let all = Arc::new(HandOffs::default());
+        let all = Arc::new(AwaitedSaves::default());
         let signals: Vec<_> = (0..3).map(|_| counted().0).collect();
         let names = ["p", "p", "q"];
-        let mut places: Vec<_> = names
+        let mut listed: Vec<_> = names
             .iter()
             .zip(&signals)
-            .map(|(name, signal)| HandOffs::enter(&all, name, Arc::clone(signal)))
+            .map(|(name, signal)| AwaitedSaves::enter(&all, name, Arc::clone(signal)))
             .collect();
         assert_eq!(all.len(), 3);
-        all.end_of("p", End::Gone);
-        all.end_of("nobody", End::Gone);
+        all.end_all_of("p", End::Gone);
+        all.end_all_of("nobody", End::Gone);
         let ends = |signals: &[Arc<Signal>]| signals.iter().map(|signal| signal.take().1).collect::<Vec<_>>();
         assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), None]);
-        places.remove(0);
-        assert!(all.is_waited_for("p") && all.is_waited_for("q") && !all.is_waited_for("nobody"));
+        listed.remove(0);
+        assert!(all.has_waits_for("p") && all.has_waits_for("q") && !all.has_waits_for("nobody"));
         all.stop();
         assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), Some(End::Stopping)]);
-        places.clear();
+        listed.clear();
         assert_eq!(all.len(), 0);
-        assert!(!all.is_waited_for("p") && !all.is_waited_for("q"));
-        assert!(all.is_first_complaint(1) && !all.is_first_complaint(1) && all.is_first_complaint(2));
+        assert!(!all.has_waits_for("p") && !all.has_waits_for("q"));
+        assert!(all.mark_complained(1) && !all.mark_complained(1) && all.mark_complained(2));
     }
 }
