@@ -1,4 +1,4 @@
-//! Why a tier does not open.
+//! [`OpenError`]: why a tier does not open, and what the user can do.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use bytesize::ByteSize;
 use thiserror::Error;
 
-/// A size that can be written into a flag: "64mib", "2gb", or plain bytes where it is not a whole number of these.
+/// A size as a flag takes it: "64mib", "2gb", or plain bytes if it is not a whole number of any unit.
 fn exact(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (1 << 40, "tib"),
@@ -25,12 +25,12 @@ fn exact(bytes: u64) -> String {
         .map_or_else(|| bytes.to_string(), |(unit, name)| format!("{}{name}", bytes / unit))
 }
 
-/// "24.5 GB"
+/// A rounded size for people, such as "24.5 GB".
 fn people(bytes: u64) -> impl std::fmt::Display {
     ByteSize::b(bytes).display().si()
 }
 
-/// Why a tier does not open. Nothing that was in a file is lost by any of them.
+/// Why a tier does not open. No variant loses a stored block.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// No device was named, or too many were.
@@ -49,7 +49,7 @@ pub enum OpenError {
         /// Bytes of the smallest that works.
         least: u64,
     },
-    /// A segment size that cannot be.
+    /// The segment size is not a multiple of 4096 from 16384 bytes to 1 GiB.
     #[error("segments of {0} bytes are not possible: they are a multiple of 4096, 16384 to 1 GiB")]
     SegmentBytes(u64),
     /// The file system has not enough room for the capacity.
@@ -65,7 +65,7 @@ pub enum OpenError {
         /// Bytes that are free.
         free: u64,
     },
-    /// The file is something else's. It is left as it is.
+    /// The file belongs to something else, and is left as it is.
     #[error(
         "{path} is not a file of kvlane's SSD tier and is left alone; name another path, or remove it if nobody needs it"
     )]
@@ -76,7 +76,7 @@ pub enum OpenError {
     /// The path is neither a file nor a directory.
     #[error("{path} is neither a file nor a directory; name one of these")]
     NotAFile {
-        /// What was named as a device of the tier.
+        /// The path that the options name.
         path: PathBuf,
     },
     /// Both copies of the superblock are damaged.
@@ -138,25 +138,25 @@ pub enum OpenError {
     NotWritable {
         /// The file that was to be opened or made.
         path: PathBuf,
-        /// Who runs this process.
+        /// Effective user id of this process.
         uid: u32,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("{path}: {what}: {source}")]
     Io {
         /// The file that the step was for.
         path: PathBuf,
         /// The step that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl OpenError {
-    /// What the system refused, by its reason.
+    /// Maps a system error: a missing permission or a read-only file system becomes [`OpenError::NotWritable`].
     pub(crate) fn of_system(path: PathBuf, what: &'static str, source: io::Error) -> OpenError {
         match source.kind() {
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {

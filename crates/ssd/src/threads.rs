@@ -1,4 +1,4 @@
-//! Operations by a few threads with preadv and pwritev, where io_uring is refused.
+//! [`Threads`]: the I/O interface where io_uring is refused. A few threads call preadv, pwritev and fdatasync.
 #![expect(unsafe_code, reason = "operations carry addresses")]
 
 use std::fs::File;
@@ -12,9 +12,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 
 use crate::io::{Ended, Io, Op, OpKind, Waker};
 
-/// Enough to keep a device busy with transfers of some 100 KiB.
+/// Enough to keep a device busy with transfers of about 100 KiB.
 const THREADS: usize = 4;
-/// Operations taken and not ended.
+/// Limit of operations that are posted and not completed.
 const IN_FLIGHT: usize = 64;
 
 enum Event {
@@ -22,9 +22,9 @@ enum Event {
     Woken,
 }
 
-/// Threads on one file.
+/// A pool of threads for one file.
 pub(crate) struct Threads {
-    /// None once it is being dropped.
+    /// None once the pool is being dropped.
     work: Option<Sender<Op>>,
     events: Receiver<Event>,
     wake: Sender<Event>,
@@ -68,8 +68,8 @@ fn carry_out(file: &File, op: &Op) -> io::Result<usize> {
         .map(|piece| libc::iovec { iov_base: piece.address.cast(), iov_len: piece.bytes })
         .collect();
     let (fd, count, offset) = (file.as_raw_fd(), vectors.len() as libc::c_int, op.offset as libc::off_t);
-    // SAFETY: the vectors live during the call, and the memory they name is valid until the operation is handed out, by
-    // the contract of `Io::post`.
+    // SAFETY: the vectors live during the call. By the contract of `Io::post`, the memory that they name is valid until
+    // the operation is handed out.
     let moved = unsafe {
         match op.kind {
             OpKind::Read => libc::preadv(fd, vectors.as_ptr(), count, offset),
@@ -86,7 +86,7 @@ impl Io for Threads {
         let (id, work) = (op.id, self.work.as_ref());
         if work.is_none_or(|work| work.send(op).is_err()) {
             let gone = Err(io::Error::other("the threads of a device have ended"));
-            // It cannot fail: the receiver is a field of this value.
+            // This cannot fail, because the receiver is a field of this value.
             let _ = self.wake.send(Event::Ended(Ended { id, result: gone }));
         }
     }
@@ -109,7 +109,7 @@ impl Io for Threads {
     fn waker(&self) -> Waker {
         let wake = self.wake.clone();
         Arc::new(move || {
-            // Nobody listens once the device is closed.
+            // This fails once the device is closed, when no wait needs to end.
             let _ = wake.send(Event::Woken);
         })
     }
@@ -117,7 +117,7 @@ impl Io for Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        // They finish what was posted, whose memory they use, and end.
+        // The threads finish the posted operations, whose memory they use, and end when the channel is closed.
         self.work = None;
         for thread in self.threads.drain(..) {
             let _ = thread.join();

@@ -1,4 +1,7 @@
-//! The tier: opened, asked, closed.
+//! [`SsdTier`]: opens the files, queues reads and writes for the devices' threads, drops namespaces, and closes.
+//!
+//! A write takes its key into `pending` under the index's lock, so that no second write of the key starts. A read pins
+//! its segment under the same lock, so that the segment is not reused before the read has ended.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
@@ -29,24 +32,25 @@ use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
 use crate::uring::UringQueue;
 
-/// Reads that each device accepts beyond those it has ended.
+/// Reads of one device, queued and in flight together.
 const READS: u64 = 8192;
-/// How long a tier that is dropped waits for its devices.
+/// How long `drop` waits for the devices' threads.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Keys that are collected under one lock.
+/// Index slots that are visited under one hold of the lock, because callers wait for it.
 const KEYS: u32 = 4096;
 
-/// Blocks on SSDs. Thread-safe; no call but [`SsdTier::open`] and [`SsdTier::close`] waits for a device.
+/// Blocks on SSDs. Thread-safe. Only [`open`](Self::open), [`close`](Self::close), `drop`,
+/// [`note_forgotten`](Self::note_forgotten) and [`note_missing`](Self::note_missing) wait for a device.
 pub struct SsdTier {
     memory: Arc<dyn Memory>,
     shared: Arc<Shared>,
     devices: Vec<Arc<DeviceShared>>,
-    /// Of each device.
+    /// One for each of `devices`, in the same order.
     drops: Vec<DropTable>,
     backlog_bytes: u64,
 }
 
-/// What a device's thread found when it opened its interface.
+/// How a device's thread opened its I/O interface; the thread reports it to [`SsdTier::open`].
 struct Opened {
     io: &'static str,
     registration: Registration,
@@ -55,10 +59,11 @@ struct Opened {
 }
 
 impl SsdTier {
-    /// Opens the files, makes those that are missing, and reads their index back. Blocks go from and to `memory`.
+    /// Opens the files, makes those that are missing, and rebuilds the index from them. Blocks are written from and
+    /// read into `memory`.
     ///
     /// # Errors
-    /// [`OpenError`] says what is wrong with a file and what to do. No file is changed then.
+    /// [`OpenError`] says what is wrong with a file and what to do. No stored block is lost then.
     pub fn open(options: Options, memory: Arc<dyn Memory>) -> Result<SsdTier, OpenError> {
         if options.devices.is_empty() || options.devices.len() > usize::from(u8::MAX) {
             return Err(OpenError::DeviceCount(options.devices.len()));
@@ -95,7 +100,7 @@ impl SsdTier {
             drops: Vec::new(),
             backlog_bytes: options.backlog_bytes.max(1),
         };
-        // From here on an error drops the tier, which ends the threads that were started.
+        // From here on an error drops the tier, and its `drop` ends the threads that were started.
         for (number, file) in files.into_iter().enumerate() {
             let (device, drops) = tier.start_device(number as u8, file, &options)?;
             tier.devices.push(device);
@@ -212,11 +217,12 @@ impl SsdTier {
         Ok((device, drops))
     }
 
-    /// Writes a block, soon. `done` is called exactly once, by a device's thread, when the block's memory is not read any
-    /// more; it must return at once and may call the tier. If the call is refused, `done` is dropped without a call.
+    /// Queues a block to be written. A device's thread calls `done` exactly once, after the kernel's last read of the
+    /// block's memory. `done` must return at once, and may call the tier. If the call is refused, `done` is dropped
+    /// without being called.
     ///
     /// # Errors
-    /// [`Refused`]: nothing was started, and the block is not stored by it.
+    /// [`Refused`]: nothing was queued.
     pub fn write(&self, record: Record, done: impl FnOnce(WriteEnd) + Send + 'static) -> Result<(), Refused> {
         self.check(record.shards.iter().map(|shard| &shard.extent))?;
         let lengths = record.shards.iter().map(|shard| shard.extent.bytes);
@@ -245,19 +251,19 @@ impl SsdTier {
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
         if !device.order(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
-            // A device that panicked has lost its keys already; by now this one may go to another device.
+            // A device's thread that panicked has removed its pending keys; another device may have this key by now.
             self.shared.index.lock().no_longer_pending(&key, accepted);
             return Err(Refused::Closed);
         }
         Ok(())
     }
 
-    /// Reads a block into memory that belongs to the tier, and to the kernel, until `done` is called: exactly once, by a
-    /// device's thread, whatever happens. `done` must return at once and may call the tier. What keeps the memory from
-    /// being used otherwise belongs into `done`. If the call is refused, `done` is dropped without a call.
+    /// Queues a block to be read. Until `done` is called its memory belongs to the tier and the kernel, so let `done`
+    /// own the guard of that memory. A device's thread calls `done` exactly once, whatever happens. `done` must return
+    /// at once, and may call the tier. If the call is refused, `done` is dropped without being called.
     ///
     /// # Errors
-    /// [`Refused`]: nothing was started.
+    /// [`Refused`]: nothing was queued.
     pub fn read(&self, read: Read, done: impl FnOnce(ReadEnd) + Send + 'static) -> Result<(), Refused> {
         self.check(read.into.iter())?;
         let pages = record_pages(read.into.iter().map(|extent| extent.bytes));
@@ -273,7 +279,8 @@ impl SsdTier {
             return Err(Refused::Full);
         }
         stored.index.touch(&key);
-        // Under the lock: a segment is emptied by taking its blocks out of the index first.
+        // Pin under the index's lock, because cleaning first takes a segment's blocks out of the index and then looks
+        // at its pins.
         let pin = &device.pins[location.segment.index()];
         pin.fetch_add(1, Ordering::Acquire);
         drop(stored);
@@ -287,18 +294,18 @@ impl SsdTier {
         Ok(())
     }
 
-    /// From now on `judge` says which blocks deserve to be written again when room is needed. Before, and where it does not
-    /// tell, those do that were read since they were written. The first one stays.
+    /// Sets the judge, which from now on says which blocks cleaning writes again. Without a judge, or without its answer,
+    /// cleaning keeps blocks that were read since they were written. The first call wins.
     pub fn set_judge(&self, judge: Arc<dyn Judge>) {
         let _ = self.shared.judge.set(judge);
     }
 
-    /// What the pool's policy knew of a block when it was written or left the pool, if it is stored.
+    /// The policy's memo of a stored block, from when the block was written or left the pool.
     pub fn memo(&self, key: &BlockKey) -> Option<Memo> {
         self.shared.index.lock().index.memo(key)
     }
 
-    /// Blocks leave the pool, of which its policy knows this. Those that are stored keep it.
+    /// Keeps the policy's memos of blocks that leave the pool, for those blocks that are stored here.
     pub fn remember(&self, blocks: impl IntoIterator<Item = (BlockKey, Memo)>) {
         let mut stored = self.shared.index.lock();
         blocks.into_iter().for_each(|(key, memo)| stored.index.remember(&key, memo));
@@ -309,28 +316,28 @@ impl SsdTier {
         self.shared.index.lock().index.find(key).is_some()
     }
 
-    /// Takes a block out of the index; false if it was not in. Reads under way end as they would have. It may be found
-    /// again after a restart, and is then as right as any other.
+    /// Removes a block from the index; false if it was not there. Reads in flight are not affected. A restart may find
+    /// the block again; a read then verifies it like any other.
     pub fn remove(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.remove(key).is_some()
     }
 
-    /// Takes all blocks of a namespace out, those being written too; answers how many there were. A restart may bring them
-    /// back before [`note_forgotten`](Self::note_forgotten) has been called.
+    /// Removes all blocks of a namespace from the index, and lets its writes in flight fail. Returns how many blocks were
+    /// removed. Until [`note_forgotten`](Self::note_forgotten) has returned, a restart may bring them back.
     pub fn forget_namespace(&self, namespace: Namespace) -> u64 {
         {
             let mut stored = self.shared.index.lock();
             if stored.writing.keys().any(|(_, written)| *written == namespace) {
                 *stored.drops.entry(namespace).or_default() += 1;
             } else {
-                // Nobody is left who could compare.
+                // No accepted write is left that compares the count when it ends.
                 stored.drops.remove(&namespace);
             }
             stored.pending.retain(|key, _| key.space.namespace != namespace);
         }
         let (mut blocks, mut next) = (0, 0);
         loop {
-            // In pieces: others ask meanwhile.
+            // Release the lock between pieces, because lookups wait for it.
             let mut stored = self.shared.index.lock();
             let end = stored.index.slots().min(next + KEYS);
             let keys: Vec<BlockKey> = (next..end)
@@ -347,10 +354,10 @@ impl SsdTier {
         }
     }
 
-    /// Writes into each file that nothing written of the namespace so far counts any more; answers the files that could not
-    /// note it, of which a restart or a crash would bring the blocks back. What is written of the namespace from now on is
-    /// found until the tier is closed, and not after that: of blocks of one run the file does not tell which are newer than
-    /// the drop. Waits for the devices, for a small write to each.
+    /// Writes the dropped namespace into the drop table of each file, so that its records do not count after a restart.
+    /// Returns the files that failed: a restart or a crash would bring their blocks back. Blocks of the namespace that
+    /// are written from now on are found until the tier closes, but not after a restart, because the file does not say
+    /// which blocks of one run are newer than the drop. Waits for a small write to each device.
     pub fn note_forgotten(&self, namespace: Namespace) -> Vec<NotNoted> {
         let note = |(number, drops): (usize, &DropTable)| {
             let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);
@@ -360,15 +367,15 @@ impl SsdTier {
         self.drops.iter().enumerate().filter_map(note).collect()
     }
 
-    /// Whether there may be a record of the namespace in a segment of a device, up to a generation.
+    /// Whether a segment of the device, of generation `up_to` or lower, may have a record of the namespace.
     fn may_hold(&self, device: usize, namespace: &Namespace, up_to: u64) -> bool {
-        // In this order: what ends being written is in a segment before.
+        // Look at `writing` first: a write enters the holdings before it leaves `writing`, so one of the two has it.
         let is_written = self.shared.index.lock().writing.contains_key(&(device as u8, *namespace));
         is_written || self.devices[device].holdings.lock().may_hold(namespace, up_to)
     }
 
-    /// Tries again to note what was dropped and could not be noted. Answers what is still missing; waits for the devices, if
-    /// there is anything to note.
+    /// Retries the drops that failed to reach the files. Returns the files that failed again. Waits for a device only if
+    /// its file lacks a drop.
     pub fn note_missing(&self) -> Vec<NotNoted> {
         let note = |(number, drops): (usize, &DropTable)| {
             if drops.missing().is_empty() {
@@ -381,19 +388,20 @@ impl SsdTier {
         self.drops.iter().enumerate().filter_map(note).collect()
     }
 
-    /// Namespaces that were dropped and could not be noted: a restart would bring them back.
+    /// Dropped namespaces that are missing in the drop table of a file: a restart would bring them back.
     pub fn missing_notes(&self) -> BTreeSet<Namespace> {
         self.drops.iter().flat_map(DropTable::missing).collect()
     }
 
-    /// Of which namespaces and cuts something is stored.
+    /// The namespaces and cuts that have stored blocks.
     pub fn spaces(&self) -> Vec<SpaceUse> {
         let stored = self.shared.index.lock();
         let of = |(space, blocks, pages)| SpaceUse { space, blocks, bytes: pages * PAGE_BYTES };
         stored.index.spaces().map(of).collect()
     }
 
-    /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.
+    /// Calls `see` with the key of every stored block, in no order. Blocks that are added or removed meanwhile may be
+    /// included or not.
     pub fn for_each_key(&self, mut see: impl FnMut(BlockKey)) {
         let mut next = 0;
         loop {
@@ -410,7 +418,7 @@ impl SsdTier {
         }
     }
 
-    /// What was counted, and what is stored.
+    /// The counters since the tier was opened, and the index's size now.
     pub fn stats(&self) -> Stats {
         let stored = self.shared.index.lock();
         Stats {
@@ -421,7 +429,7 @@ impl SsdTier {
         }
     }
 
-    /// How each device is, in the order of the options.
+    /// The status of each device, in the order of [`Options::devices`].
     pub fn status(&self) -> Vec<DeviceStatus> {
         let status = |(device, drops): (&Arc<DeviceShared>, &DropTable)| DeviceStatus {
             drops_not_noted: drops.missing().len(),
@@ -430,9 +438,9 @@ impl SsdTier {
         self.devices.iter().zip(&self.drops).map(status).collect()
     }
 
-    /// Accepts nothing more, writes what is waiting, then the tables from which the next start reads its index, and ends
-    /// the threads. False: a device did not end in time; its thread and the memory of what it does stay until it has.
-    /// Called by `done`, it does not wait for the thread that it is on, and is false.
+    /// Accepts nothing more, writes the backlog, then the tables from which the next start rebuilds its index, and ends
+    /// the threads. Returns false if a device does not end in time: its thread, and the memory of its operations, then
+    /// stay until it does. A call from inside `done` does not wait for its own thread, and returns false.
     pub fn close(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         for device in &self.devices {
@@ -447,7 +455,8 @@ impl SsdTier {
         self.devices.iter().map(pages).max().unwrap_or(0)
     }
 
-    /// The device with the least in it that takes a record of so many pages.
+    /// Chooses a device for a record of `pages`: of those that accept it, the one with the fewest bytes assigned for its
+    /// capacity.
     fn device_for(&self, pages: u32) -> Result<(u8, &DeviceShared), Refused> {
         let now = Instant::now();
         let mut refused =
@@ -463,7 +472,7 @@ impl SsdTier {
                 continue;
             }
             let backlog = device.backlog.load(Ordering::Relaxed);
-            // One block is always accepted, however large.
+            // An empty backlog takes one block of any size.
             if backlog > 0 && backlog + u64::from(pages) * PAGE_BYTES > self.backlog_bytes {
                 refused = Refused::Full;
                 continue;
@@ -498,15 +507,15 @@ impl SsdTier {
 
 impl Drop for SsdTier {
     fn drop(&mut self) {
-        // Who dropped it last may be a `done`: then its thread ends a moment later.
+        // The last owner may be a `done` on a device's thread; that thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
         if !self.close(PATIENCE) && !on_own_thread {
-            tracing::warn!("a device of the SSD tier does not answer and is left alone");
+            tracing::warn!(waited_s = PATIENCE.as_secs(), "SSD device did not end; leaving its thread behind");
         }
     }
 }
 
-/// Tells that a thread has ended, however it does.
+/// Reports the end of a device's thread, by return or by panic.
 struct Ended(Arc<DeviceShared>);
 
 impl Drop for Ended {
