@@ -25,7 +25,7 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     /// Scores blocks for cleaning; set at most once.
     pub(crate) judge: OnceLock<Arc<dyn Judge>>,
-    /// Hit density of the records that each device gave up lately. None before the device gave up any, or without a judge.
+    /// Hit density of the records that each device gave up lately. None before it gave up any, or without a judge.
     pub(crate) given_up: Mutex<Vec<Option<f32>>>,
 }
 

@@ -1,4 +1,10 @@
-//! Segments are emptied, and what deserves it goes to the log's end.
+//! Cleaning: empties a segment to free it. Records that deserve it are copied to the log's end, the others are dropped.
+//!
+//! ```text
+//!  few segments free -> choose a sealed one -> drop its other records from the index -> copy the kept ones, one by one
+//!                                                                                           |
+//!                                 no reads pin it any more -> free <------------------------'
+//! ```
 
 use std::sync::atomic::Ordering;
 
@@ -34,7 +40,8 @@ impl Device {
         self.copy_next();
     }
 
-    /// A block comes to whichever device has room: what the least dense of them gives up is what the tier gives up.
+    /// Reports to the judge at which hit density the tier gives up records. That is the lowest of the devices', because
+    /// a block goes to whichever device has room.
     fn tell_what_was_given_up(&self) {
         let Some(judge) = self.shared.judge.get() else { return };
         let least = {
@@ -45,12 +52,12 @@ impl Device {
         judge.given_up(least);
     }
 
-    /// The records of a segment that count.
+    /// The records of a segment that the index has.
     fn live(&self, segment: SegmentNumber) -> Vec<Live> {
         self.shared.index.lock().index.live(self.number, segment)
     }
 
-    /// What speaks for some records.
+    /// The worth of each record to the cleaner: its size, its reads, and its hit density if the judge can tell.
     fn worths(&self, live: &[Live]) -> Vec<Worth> {
         let known: Vec<(BlockKey, Memo)> = live.iter().map(|live| (live.key, live.memo)).collect();
         let densities = self.shared.judge.get().and_then(|judge| judge.densities(&known));
@@ -60,7 +67,7 @@ impl Device {
         live.iter().enumerate().map(worth).collect()
     }
 
-    /// Begins to empty a segment: of its records those that are not kept leave at once.
+    /// Begins to empty a segment: removes the records that are not kept from the index, and lists the others for copying.
     fn empty(&mut self, segment: SegmentNumber, live: &[Live], kept: &[bool]) {
         let (mut left, mut dropped) = (Vec::new(), 0);
         let mut stored = self.shared.index.lock();
@@ -68,7 +75,7 @@ impl Device {
             if kept {
                 left.push(*live);
             } else {
-                // Since they were looked at, one may have been removed and stored anew elsewhere.
+                // The block may have been removed and stored elsewhere since the records were listed.
                 let from = location(self.number, segment, live);
                 dropped += u64::from(stored.index.remove_at(&live.key, from));
             }
@@ -78,7 +85,8 @@ impl Device {
         self.log.clean(segment, left);
     }
 
-    /// Copies the next record of the segment being emptied, or ends its cleaning.
+    /// Starts to copy the next record of the segment being emptied. After the last one, frees the segment if no read
+    /// pins it.
     pub(super) fn copy_next(&mut self) {
         let Some(cleaning) = self.log.cleaning.as_mut() else { return };
         if cleaning.copying {
@@ -110,7 +118,8 @@ impl Device {
         }
     }
 
-    /// A record that was read to be written again goes to the log's end if it is whole and there is room.
+    /// Writes a record that was read for copying to the log's end. If the record is damaged or there is no room, it is
+    /// dropped instead.
     pub(super) fn copy_out(&mut self, live: Live, from: Location, mut buffer: Pages, failed: bool) {
         let generation = self.log.generation(from.segment);
         let header = identify(&self.superblock, generation, &from, &live.key, buffer.bytes());
@@ -138,7 +147,7 @@ impl Device {
         self.start(id, What::CopyOut { live, from, to, buffer }, offset, &[piece]);
     }
 
-    /// A record was copied to the log's end, or could not be.
+    /// Ends a copy: moves the block's index entry to the copy, or drops the block if the copy failed.
     pub(super) fn copy_ended(&mut self, live: &Live, from: Location, to: Location, stored: bool) {
         self.log.record_ended(to.segment, to.page, stored);
         let mut stored_now = self.shared.index.lock();

@@ -1,4 +1,4 @@
-//! Transfers as operations: what goes when, and what came of it.
+//! Transfers become operations here: cut, queued, posted in turn, continued if cut short, and completed.
 #![expect(unsafe_code, reason = "operations go from and to the pool")]
 
 use std::io;
@@ -9,7 +9,7 @@ use crate::io::{Ended, Op, OpKind, Piece};
 use crate::job::{Transfer, UnfinishedOp, What, cut};
 use crate::stats::Counters;
 
-/// Attempts of an operation that moves nothing.
+/// Attempts in a row that may move nothing before an operation fails.
 const STALLS: u32 = 16;
 
 impl Device {
@@ -25,7 +25,7 @@ impl Device {
     }
 
     pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<UnfinishedOp>) {
-        // Copies stand behind writes, though they read.
+        // Reads for cleaning queue with the writes, because no engine waits for them.
         let is_read = matches!(what, What::Read { .. });
         self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
         if is_read {
@@ -36,7 +36,8 @@ impl Device {
         }
     }
 
-    /// Posts what may go now, reads first. Returns when to look again, if that is not at the end of an operation.
+    /// Posts the operations that may go now, reads first. Returns how long writes have to wait, unless only a completion
+    /// can make room for them.
     pub(super) fn post(&mut self, now: Instant) -> Option<Duration> {
         while self.io.room() > 0
             && let Some(part) = self.ready_reads.pop_front()
@@ -71,9 +72,9 @@ impl Device {
         let id = self.id();
         let op = Op { id, kind: part.kind, offset: part.offset, pieces: part.pieces.clone() };
         self.parts.insert(id, part);
-        // SAFETY: the transfer owns the tier's own pages, its job the pool's extents by the contract of read and write,
-        // and `memory` keeps the pool mapped. A transfer leaves `transfers` when its last operation has ended, and
-        // `io` is dropped before all of them.
+        // SAFETY: the transfer owns the tier's own pages. Its job owns the pool's extents by the contract of read and
+        // write, and `memory` keeps the pool mapped. A transfer leaves `transfers` when its last operation has ended,
+        // and `io` is dropped before all transfers.
         unsafe { self.io.post(op) };
         self.unsubmitted = true;
     }
@@ -153,7 +154,7 @@ impl Device {
                 if health.reason().is_none() {
                     tracing::warn!(
                         path = %self.device.facts.path.display(), %error,
-                        "the device does not accept writes; blocks are not stored on it for a while"
+                        "SSD write failed; pausing writes to this device"
                     );
                 }
                 health.failed(error.to_string(), now);

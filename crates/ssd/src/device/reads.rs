@@ -1,4 +1,4 @@
-//! Reads: waiting, under way, late, checked.
+//! Reads of a device: queued, expired at their deadline, started, and verified before their `done`.
 #![expect(unsafe_code, reason = "operations go from and to the pool")]
 
 use std::cmp::Reverse;
@@ -17,7 +17,7 @@ use crate::read::verify;
 use crate::request::{Miss, ReadEnd};
 use crate::stats::Counters;
 
-/// Bytes of reads that are asked of the device at once.
+/// Limit of bytes in reads that have started and not ended.
 const READS_IN_FLIGHT: u64 = 32 << 20;
 
 impl Device {
@@ -39,7 +39,7 @@ impl Device {
         while self.reads_in_flight < READS_IN_FLIGHT
             && let Some(id) = self.read_order.pop_front()
         {
-            // Those whose deadline has passed have ended.
+            // An expired read has left `queued_reads` but not `read_order`.
             let Some(job) = self.queued_reads.remove(&id) else { continue };
             let header = self.headers.take(header_pages(job.into.len()) * PAGE_BYTES);
             let shards: Vec<Piece> = job.into.iter().map(|extent| self.pool_piece(extent)).collect();
@@ -61,12 +61,12 @@ impl Device {
         let counters = &self.shared.counters;
         let end = if let Some(error) = error {
             Counters::add(&counters.reads_failed, 1);
-            tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "a block cannot be read");
+            tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "SSD read failed");
             ReadEnd::Miss(Miss::Failed)
         } else {
             let generation = self.log.generation(job.location.segment);
-            // SAFETY: the tier checked the extents; they are this read's until `done` is called, and its operations
-            // have ended.
+            // SAFETY: the tier checked that the extents are in the pool. They belong to this read until `done` is
+            // called, and its operations have ended.
             unsafe {
                 verify(
                     &self.superblock,
@@ -91,7 +91,7 @@ impl Device {
                 tracing::warn!(
                     path = %self.device.facts.path.display(), hash = %job.key.hash,
                     segment = job.location.segment.0, page = job.location.page,
-                    "a block is damaged and was dropped"
+                    "SSD block damaged: its header or checksum is wrong; dropped from the index"
                 );
             }
             ReadEnd::Miss(Miss::Lengths) => Counters::add(&counters.reads_lengths, 1),

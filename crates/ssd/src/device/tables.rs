@@ -1,4 +1,7 @@
-//! Tables of full segments, checkpoints, and the end of all writing.
+//! Tables: written behind the records of a full segment, and of the open one at every checkpoint and at the end.
+//!
+//! A table is written first, then the segment's foot, which points to it. Then one sync covers both. Until the foot is
+//! there, the next start finds the segment's records by their headers.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -40,7 +43,7 @@ impl Device {
                     Some(page) => {
                         if let Some(open) = self.log.open.as_mut() {
                             (open.changed, open.table) = (false, true);
-                            // What is in flight may lie before what is not.
+                            // Scan from the first record in flight: later ones may have been written before it.
                             let scan_from = open.in_flight.first().copied().unwrap_or(open.tail);
                             let (segment, generation) = (open.segment, open.generation);
                             self.write_table(segment, generation, page, scan_from);
@@ -81,7 +84,8 @@ impl Device {
                 TableRecord { hash: live.key.hash, space, page: live.page, pages: live.pages }
             })
             .collect();
-        // Who opens the file learns here of which other namespaces records are left, all of them dropped or elsewhere by now.
+        // Also name the namespaces whose records in this segment no longer count, because they were dropped or written
+        // again elsewhere. The next start needs the names to know which drops the file may forget.
         for namespace in held {
             if spaces.iter().all(|space| space.namespace != namespace) {
                 spaces.push(Space { namespace, cut: CutDigest([0; 16]) });
@@ -97,7 +101,7 @@ impl Device {
         let last_page = self.superblock.segment_pages() - 1;
         let (id, piece) = (self.id(), pages.piece(pages.len()));
         if u64::from(table_page) + pages.len() as u64 / PAGE_BYTES > u64::from(last_page) {
-            // Only in a segment found by its headers: those stand for it again.
+            // Only a segment that was recovered by its headers can lack room for a table. The next start scans it again.
             self.log.table_ended(segment);
             return;
         }

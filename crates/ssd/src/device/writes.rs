@@ -1,4 +1,7 @@
-//! Records on their way to the log.
+//! Writes of a device: records are appended to the log, written in batches, and enter the index when they count.
+//!
+//! A write ends as [`WriteEnd::Stored`] when the record and its segment's head are both on the device, unless its
+//! namespace was dropped after the write was accepted.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -16,7 +19,7 @@ use crate::pages::Pages;
 use crate::request::WriteEnd;
 use crate::stats::Counters;
 
-/// Bytes of writes that are cut into operations ahead.
+/// Limit of bytes in writes that are cut into operations and not posted yet.
 const WRITES_AHEAD: u64 = 16 << 20;
 
 impl Device {
@@ -67,12 +70,13 @@ impl Device {
         self.start(id, What::Write { records }, offset, &pieces);
     }
 
-    /// Room at the log's end, in the next segment if there is not enough in this one.
+    /// Allocates room at the log's end, and opens the next segment if the open one has too little. None if no segment
+    /// is free for this source.
     pub(super) fn place(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
         if let Some(found) = self.append(pages, space, whom) {
             return Some(found);
         }
-        // Closing what cannot be followed would only waste it.
+        // Keep the open segment if no other can follow it, because closing it would waste the room that is left in it.
         let kept = if whom == For::Writes { 1 } else { 0 };
         if self.log.free_segments() <= kept {
             return None;
@@ -94,7 +98,8 @@ impl Device {
         Some((segment, page))
     }
 
-    /// Records, written whole, count from here on; unless their segment's head is not there, or will never be.
+    /// Ends the records of a completed transfer. They are held back while the write of their segment's head is in
+    /// flight, and fail if that write failed.
     pub(super) fn finish_records(&mut self, transfer: Transfer) {
         let segment = match &transfer.what {
             What::Write { records } => records.first().map(|record| record.location.segment),
@@ -123,7 +128,7 @@ impl Device {
         self.log.record_ended(location.segment, location.page, stored);
         let key = job.record.key;
         let mut shared = self.shared.index.lock();
-        // If the namespace was dropped meanwhile, the record stays where it is and is nobody's.
+        // If the namespace was dropped after the write was accepted, the record stays on the device but out of the index.
         let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
         if stored {
             shared.index.insert(&key, location);
