@@ -1,4 +1,16 @@
-//! Which segment is written, filled up, emptied: the bookkeeping of a device's log. Pure.
+//! [`Log`]: the segments of one device, and which of them is free, open, sealed or being emptied. Pure.
+//!
+//! ```text
+//!         open_segment            full, or close_open        nothing in flight, table written
+//!  Free ---------------> open --------------------> finishing ------------------------------> Sealed
+//!   ^                                                   |                                        |
+//!   +--- the head failed, nothing in flight ------------'                                  clean |
+//!   '--- cleaned: kept records were copied, no read pins it -------------------- Cleaned <-------'
+//! ```
+//!
+//! - Every opened segment gets a higher generation than all before it, so that its former structures do not count.
+//! - Callers' writes never take the last free segment. Copies need it, and without them no segment could be emptied.
+//! - `append` always leaves room for the segment's table and foot.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -7,65 +19,68 @@ use kvlane_block::Space;
 use crate::index::Live;
 use crate::layout::{PAGE_BYTES, SegmentNumber, table_bytes};
 
-/// Cleaning begins when only so many segments are free; fewer in a small file.
+/// Cleaning begins when this many segments, or fewer, are free. Half as many in a file below `SMALL_FILE` segments.
 const FREE_SEGMENTS: usize = 2;
 const SMALL_FILE: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Free,
-    /// Written, or complete but for its table.
+    /// Open, or full and waiting for its table.
     Busy,
+    /// Its table is written, or failed: then its headers stand in for it.
     Sealed,
+    /// Being emptied.
     Cleaned,
-    /// Nothing is known of it, and nothing is written to it in this run.
+    /// Its generation could not be read, so this run never writes to it.
     Unread,
 }
 
-/// Whether the head of a segment is on the device.
+/// Whether the head of an open segment is on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Head {
     Awaited,
     Written,
-    /// Nothing in the segment counts.
+    /// No record in the segment counts.
     Failed,
 }
 
-/// A segment that is written.
+/// A segment that is open, or full and waiting for its table.
 #[derive(Debug)]
 pub(crate) struct Open {
     pub(crate) segment: SegmentNumber,
     pub(crate) generation: u64,
     pub(crate) head: Head,
-    /// First page that is not given to anybody.
+    /// First page that is not allocated.
     pub(crate) tail: u32,
-    /// First pages of records that are being written.
+    /// First pages of the records whose writes are in flight.
     pub(crate) in_flight: BTreeSet<u32>,
     records: usize,
     spaces: Vec<Space>,
-    /// Something was stored since the last checkpoint.
+    /// A record was stored since the last checkpoint.
     pub(crate) changed: bool,
-    /// Its table is being written.
+    /// A table of the segment is being written.
     pub(crate) table: bool,
-    /// That table is its last.
+    /// The table that is being written is the segment's last.
     sealing: bool,
 }
 
-/// A segment that is emptied.
+/// The segment that is being emptied.
 #[derive(Debug)]
 pub(crate) struct Cleaning {
     pub(crate) segment: SegmentNumber,
-    /// Records to copy on.
+    /// Records that are still to be copied to the log's end.
     pub(crate) left: VecDeque<Live>,
-    /// One is being copied.
+    /// A copy is in flight; there is at most one.
     pub(crate) copying: bool,
 }
 
-/// Who asks for room.
+/// Where a record that is appended comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum For {
+    /// Callers' writes.
     Writes,
-    /// What is copied on, which makes room by it.
+    /// Records that cleaning copies, which frees their segment.
     Copies,
 }
 
@@ -75,14 +90,14 @@ pub(crate) struct Log {
     states: Vec<(State, u64)>,
     free: VecDeque<SegmentNumber>,
     pub(crate) open: Option<Open>,
-    /// Full; wait for what is in flight, then for their tables.
+    /// Full segments, which wait for their writes in flight, then for their tables.
     pub(crate) finishing: Vec<Open>,
     pub(crate) cleaning: Option<Cleaning>,
     next_generation: u64,
 }
 
 impl Log {
-    /// A log whose segments are all free, but for those that [`Log::found`] names afterwards.
+    /// A log of free segments. Recovery then reports the used ones with [`Log::found`] and [`Log::unread`].
     pub(crate) fn new(segments: u32, segment_pages: u32) -> Log {
         Log {
             segment_pages,
@@ -95,7 +110,8 @@ impl Log {
         }
     }
 
-    /// A segment that holds records from before. With `tail`, the end of them, its table is missing and will be written.
+    /// Adds a recovered segment that holds records. With `tail`, the end of its records, its table is missing and will be
+    /// written.
     pub(crate) fn found(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
         self.free.retain(|free| *free != segment);
         self.states[segment.index()] = (if tail.is_some() { State::Busy } else { State::Sealed }, generation);
@@ -116,25 +132,25 @@ impl Log {
         }
     }
 
-    /// Of a segment it could not be read which generation it has. A new head might get the same one, and would make its old
-    /// records count again: so it is left alone until a start can read it.
+    /// Excludes a segment whose generation could not be read. A new head might get the same generation, which would make
+    /// the segment's old records count again. So the segment stays unused until a start can read it.
     pub(crate) fn unread(&mut self, segment: SegmentNumber) {
         self.free.retain(|free| *free != segment);
         self.states[segment.index()] = (State::Unread, 0);
     }
 
-    /// Later segments get higher generations.
+    /// Makes all later segments get higher generations than this one.
     pub(crate) fn generation_seen(&mut self, generation: u64) {
         self.next_generation = self.next_generation.max(generation.saturating_add(1));
     }
 
-    /// A generation for a segment that stays free.
+    /// Takes the next generation, for a segment that is erased and stays free.
     pub(crate) fn take_generation(&mut self) -> u64 {
         self.next_generation += 1;
         self.next_generation - 1
     }
 
-    /// The highest generation so far.
+    /// The highest generation that was seen or taken.
     pub(crate) fn last_generation(&self) -> u64 {
         self.next_generation - 1
     }
@@ -147,9 +163,9 @@ impl Log {
         self.free.len() as u32
     }
 
-    /// Opens a segment; its head is to be written. None if there is no room for that.
+    /// Opens a free segment, whose head the caller has to write. None if a segment is open, or none is free for `whom`.
     pub(crate) fn open_segment(&mut self, whom: For) -> Option<(SegmentNumber, u64)> {
-        // The last free segment is kept for copies: without it nothing could be emptied any more.
+        // Keep the last free segment for copies, because without it no segment could be emptied any more.
         let kept = match whom {
             For::Writes => 1,
             For::Copies => 0,
@@ -176,9 +192,10 @@ impl Log {
         Some((segment, generation))
     }
 
-    /// Room for a record in the open segment: its segment and first page. None if it does not fit in there.
+    /// Allocates room for a record in the open segment: returns the segment and the record's first page. None if the
+    /// record does not fit, or no segment is open.
     pub(crate) fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
-        // What is copied from the last segment that can be emptied must find its room.
+        // While a segment is emptied and none is free, the open segment's room belongs to the copies.
         if whom == For::Writes && self.cleaning.is_some() && self.free.is_empty() {
             return None;
         }
@@ -199,17 +216,17 @@ impl Log {
         Some((open.segment, page))
     }
 
-    /// No more is appended to the open segment.
+    /// Ends the open segment: no more records are appended to it.
     pub(crate) fn close_open(&mut self) {
         self.finishing.extend(self.open.take());
     }
 
-    /// A segment that is written or waits for its table.
+    /// The segment, if it is open or waits for its table.
     pub(crate) fn written(&mut self, segment: SegmentNumber) -> Option<&mut Open> {
         self.open.iter_mut().chain(&mut self.finishing).find(|open| open.segment == segment)
     }
 
-    /// The head of a segment was written, or could not be.
+    /// Called when the write of a segment's head has ended. A failed head closes the open segment.
     pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: Head) {
         if let Some(open) = self.written(segment) {
             open.head = head;
@@ -219,7 +236,7 @@ impl Log {
         }
     }
 
-    /// A record is not in flight any more.
+    /// Called when the write of a record has ended.
     pub(crate) fn record_ended(&mut self, segment: SegmentNumber, page: u32, stored: bool) {
         if let Some(open) = self.written(segment) {
             open.in_flight.remove(&page);
@@ -227,8 +244,8 @@ impl Log {
         }
     }
 
-    /// Room for the table of the open segment at a checkpoint, with what must follow it; None if the segment is to be
-    /// closed instead.
+    /// Allocates room for the open segment's table at a checkpoint; returns its first page. None if no record and final
+    /// table would fit behind it: then the segment is to be closed instead.
     pub(crate) fn checkpoint_room(&mut self) -> Option<u32> {
         let last_page = self.segment_pages - 1;
         let open = self.open.as_mut()?;
@@ -242,8 +259,8 @@ impl Log {
         Some(page)
     }
 
-    /// Full segments in which nothing is in flight any more. Those whose head failed are free at once; the others, given
-    /// out once, need their tables.
+    /// Takes a full segment that has no write in flight and needs its last table. Each is returned once. Also frees the
+    /// full segments whose head failed.
     pub(crate) fn finished(&mut self) -> Option<SegmentNumber> {
         while let Some(index) =
             self.finishing.iter().position(|open| open.head == Head::Failed && open.in_flight.is_empty())
@@ -258,7 +275,7 @@ impl Log {
         Some(open.segment)
     }
 
-    /// The table of a segment was written, or could not be; then the segment's headers stand for it.
+    /// Called when a segment's foot was written, or its table or foot failed: then the segment's headers stand in for it.
     pub(crate) fn table_ended(&mut self, segment: SegmentNumber) {
         if let Some(index) = self.finishing.iter().position(|open| open.segment == segment && open.sealing) {
             self.finishing.swap_remove(index);
@@ -268,7 +285,7 @@ impl Log {
         }
     }
 
-    /// Generations and numbers of the segments that may be emptied, if one should be.
+    /// The generations and numbers of all sealed segments, if few segments are free and none is being emptied.
     pub(crate) fn to_clean(&self) -> Option<Vec<(u64, SegmentNumber)>> {
         let enough = if self.states.len() >= SMALL_FILE { FREE_SEGMENTS } else { FREE_SEGMENTS / 2 };
         if self.cleaning.is_some() || self.free.len() > enough {
@@ -280,13 +297,13 @@ impl Log {
         (!sealed.is_empty()).then_some(sealed)
     }
 
-    /// A segment is emptied from now on.
+    /// Starts to empty a segment; `kept` lists the records to copy.
     pub(crate) fn clean(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
         self.states[segment.index()].0 = State::Cleaned;
         self.cleaning = Some(Cleaning { segment, left: kept.into(), copying: false });
     }
 
-    /// The segment being emptied is empty.
+    /// Frees the segment that was being emptied.
     pub(crate) fn cleaned(&mut self) {
         if let Some(cleaning) = self.cleaning.take() {
             self.states[cleaning.segment.index()].0 = State::Free;
@@ -294,20 +311,20 @@ impl Log {
         }
     }
 
-    /// Whether copies have any room to go to.
+    /// Whether a copy could be appended: a segment is open or free.
     pub(crate) fn has_room_for_copies(&self) -> bool {
         self.open.is_some() || !self.free.is_empty()
     }
 }
 
-/// Largest record, in pages, that fits into an empty segment.
+/// The largest record, in pages, that fits into an empty segment.
 pub(crate) fn largest_record(segment_pages: u32) -> u32 {
-    // Head, foot, and the table of one record.
+    // One page each for the head, the foot, and the table of one record.
     segment_pages.saturating_sub(3)
 }
 
 fn table_pages(records: usize, spaces: usize) -> u64 {
-    // And the mark that the table names all spaces.
+    // One more space for the mark `Table::NAMES_ALL`.
     table_bytes(records, spaces + 1).div_ceil(PAGE_BYTES)
 }
 
