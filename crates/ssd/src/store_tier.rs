@@ -1,4 +1,4 @@
-//! The SSD tier as the store knows it.
+//! The SSD tier behind the store's [`Tier`] trait.
 
 use std::time::Instant;
 
@@ -9,7 +9,8 @@ use kvlane_store::{NotForGood, ReadDone, Tier, WriteDone};
 use crate::request::{Read, ReadEnd, Record, WriteEnd};
 use crate::tier::SsdTier;
 
-/// Calls `done` with what stands for a failure if nobody else calls it: the tier drops what it refuses.
+/// Calls `done` exactly once: with the outcome, or with the default, which means failure, when it is dropped uncalled.
+/// The tier drops the `done` of a call that it refuses.
 struct Once<T: Default> {
     done: Option<Box<dyn FnOnce(T) + Send>>,
 }
@@ -44,7 +45,7 @@ impl Tier for SsdTier {
         let written =
             Self::write(self, Record { key, shards, memo }, |end| once.call(end == WriteEnd::Stored));
         if let Err(reason) = written {
-            tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
+            tracing::debug!(%reason, hash = %key.hash, "SSD write refused");
         }
     }
 
@@ -65,13 +66,13 @@ impl Tier for SsdTier {
             });
         };
         if let Err(reason) = Self::read(self, Read { key, into, deadline: Some(deadline) }, ended) {
-            tracing::debug!(%reason, hash = %key.hash, "a block does not come from the SSD");
+            tracing::debug!(%reason, hash = %key.hash, "SSD read refused");
         }
     }
 
     fn forget_namespace(&self, namespace: Namespace) {
         let blocks = Self::forget_namespace(self, namespace);
-        tracing::info!(%namespace, blocks, "dropped on the SSD");
+        tracing::info!(%namespace, blocks, "namespace dropped from the SSD index");
     }
 
     fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood> {
@@ -80,7 +81,10 @@ impl Tier for SsdTier {
             return Ok(());
         }
         let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-        tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
+        tracing::error!(
+            %namespace, failed_files = not_noted.len(),
+            "dropped namespace not written to SSD; a restart would bring it back: {sentence}"
+        );
         Err(NotForGood(sentence))
     }
 }
