@@ -30,7 +30,7 @@ enum State {
     Busy,
     /// Its table is written, or failed: then its headers stand in for it.
     Sealed,
-    /// Being emptied.
+    /// Being emptied; copies of its records may be in flight.
     Cleaned,
     /// Its generation could not be read, so this run never writes to it.
     Unread,

@@ -222,7 +222,7 @@ impl Io for UringQueue {
         self.reap(ended);
         match entered {
             Ok(_) => Ok(()),
-            // The time is over; a signal; or completions had to be reaped first.
+            // The timeout, a signal, or a full completion queue ended the wait.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -238,7 +238,7 @@ impl Io for UringQueue {
     fn waker(&self) -> Waker {
         let fd = Arc::clone(&self.wake_fd);
         Arc::new(move || {
-            // The counter can only be full if 2^64 wakes were not read; then a wake is due anyway.
+            // This fails only if the counter is full, after 2^64 wakes that were not read; then a wake is due anyway.
             let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
         })
     }
@@ -246,7 +246,7 @@ impl Io for UringQueue {
 
 impl Drop for UringQueue {
     fn drop(&mut self) {
-        // The kernel uses the memory of what is in flight; and the wake-up writes into this value.
+        // Reap every operation, because the kernel uses its memory, and the wake-up's read writes into this value.
         (self.waker())();
         let mut ended = Vec::new();
         while self.free.len() < ENTRIES as usize || self.wake_posted {
