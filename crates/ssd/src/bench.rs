@@ -26,9 +26,9 @@ use crate::tier::SsdTier;
 
 const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
 /// Timeout of every wait; only a hanging device takes longer.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes of a block in [`restart`].
-const SMALL: u64 = PAGE_BYTES;
+const RESTART_BLOCK_BYTES: u64 = PAGE_BYTES;
 
 /// Why a measurement failed.
 #[derive(Debug, Error)]
@@ -197,7 +197,7 @@ impl Bench {
     /// Closes the tier and removes its files.
     pub fn close(&mut self) {
         if let Some(tier) = self.tier.take() {
-            tier.close(PATIENCE);
+            tier.close(TIMEOUT);
         }
         // `open` made these files, so nothing else needs them.
         for path in std::mem::take(&mut self.paths) {
@@ -209,16 +209,16 @@ impl Bench {
         self.tier.as_ref().ok_or_else(|| BenchError::Answer("the benchmark is closed".into()))
     }
 
-    fn writer(&self) -> Result<Writer, BenchError> {
+    fn writer(&self) -> Result<WriteLoop, BenchError> {
         let shard = SealedShard { extent: self.slot(0), crc32c: self.crc };
-        Ok(Writer { tier: Arc::clone(self.tier()?), shard })
+        Ok(WriteLoop { tier: Arc::clone(self.tier()?), shard })
     }
 
     fn slot(&self, number: u64) -> PoolExtent {
         PoolExtent { offset: PoolOffset(number * self.block_bytes), bytes: self.block_bytes }
     }
 
-    fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<Reader>, BenchError> {
+    fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<ReadChains>, BenchError> {
         let among = among.min(self.written);
         // Slot 0 holds the bytes that are written.
         let slots = (self.arena.bytes() / self.block_bytes).saturating_sub(1);
@@ -237,7 +237,7 @@ impl Bench {
             failed: None,
             end: Some(end),
         };
-        Ok(Arc::new(Reader {
+        Ok(Arc::new(ReadChains {
             tier: Arc::clone(self.tier()?),
             first: self.written - among,
             among,
@@ -261,12 +261,12 @@ impl Drop for Bench {
 /// Those of [`Bench::open`] and [`Bench::write`].
 pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Option<f64>), BenchError> {
     let segment_pages = LARGEST_SEGMENT / PAGE_BYTES;
-    let pages = blocks * (header_pages(1) + shard_pages(SMALL));
+    let pages = blocks * (header_pages(1) + shard_pages(RESTART_BLOCK_BYTES));
     let capacity = Superblock::SEGMENTS_START + (pages.div_ceil(segment_pages) + 8) * LARGEST_SEGMENT;
-    let mut bench = Bench::open(vec![path.clone()], capacity, SMALL, 1 << 20, false)?;
+    let mut bench = Bench::open(vec![path.clone()], capacity, RESTART_BLOCK_BYTES, 1 << 20, false)?;
     bench.write(blocks)?;
     let tier = bench.tier.take();
-    if !tier.is_some_and(|tier| tier.close(PATIENCE)) {
+    if !tier.is_some_and(|tier| tier.close(TIMEOUT)) {
         return Err(BenchError::Answer("the tier does not end".into()));
     }
     let arena = Arc::clone(&bench.arena);
@@ -287,7 +287,7 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
     let mut from_headers = None;
     if headers_too {
         if let Some(tier) = bench.tier.take() {
-            tier.close(PATIENCE);
+            tier.close(TIMEOUT);
         }
         drop_tables(&path, capacity)?;
         from_headers = Some(open(&mut bench)?);
@@ -338,12 +338,12 @@ fn key(number: u64) -> BlockKey {
 }
 
 /// Writes the same bytes under new keys.
-struct Writer {
+struct WriteLoop {
     tier: Arc<SsdTier>,
     shard: SealedShard,
 }
 
-impl Writer {
+impl WriteLoop {
     /// Writes `count` blocks from number `first` on, or fewer if `keep` returns false. Returns their latencies in
     /// microseconds.
     fn run(&self, first: u64, count: u64, keep: &mut dyn FnMut() -> bool) -> Result<Vec<u64>, BenchError> {
@@ -370,7 +370,7 @@ impl Writer {
                 return Ok(latencies);
             }
             // Take all outcomes that have come before writing more, so that this thread seldom wakes up.
-            let first = ends.recv_timeout(PATIENCE).map_err(|_| hangs())?;
+            let first = ends.recv_timeout(TIMEOUT).map_err(|_| hangs())?;
             for (how, took) in std::iter::once(first).chain(ends.try_iter()) {
                 if how != WriteEnd::Stored {
                     return Err(BenchError::Answer("a block was not stored".into()));
@@ -382,7 +382,7 @@ impl Writer {
 }
 
 /// Reads that each start the next one from their `done`, one chain per slot.
-struct Reader {
+struct ReadChains {
     tier: Arc<SsdTier>,
     /// Number of the first block to choose from; `among` is how many there are.
     first: u64,
@@ -399,18 +399,18 @@ struct Progress {
     in_flight: usize,
     latencies_us: Vec<u64>,
     failed: Option<String>,
-    /// Dropped when all reads have ended, which wakes [`Reader::run`].
+    /// Dropped when all reads have ended, which wakes [`ReadChains::run`].
     end: Option<Sender<()>>,
 }
 
-impl Reader {
-    fn run(self: Arc<Reader>) -> Result<Vec<u64>, BenchError> {
+impl ReadChains {
+    fn run(self: Arc<ReadChains>) -> Result<Vec<u64>, BenchError> {
         for slot in &self.slots {
-            Reader::next(&self, *slot);
+            ReadChains::next(&self, *slot);
         }
         // With nothing to read, no `done` ends the phase.
         self.step_end();
-        if self.ends.lock().recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+        if self.ends.lock().recv_timeout(TIMEOUT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             return Err(hangs());
         }
         let mut progress = self.progress.lock();
@@ -427,7 +427,7 @@ impl Reader {
         }
     }
 
-    fn next(reader: &Arc<Reader>, slot: PoolExtent) {
+    fn next(reader: &Arc<ReadChains>, slot: PoolExtent) {
         let number = {
             let mut progress = reader.progress.lock();
             if progress.left == 0 || progress.failed.is_some() {
@@ -452,7 +452,7 @@ impl Reader {
                     progress.failed = Some(format!("block {number} was not found: {how:?}"));
                 }
             }
-            Reader::next(&again, slot);
+            ReadChains::next(&again, slot);
             again.step_end();
         });
         if let Err(refused) = started {
@@ -464,7 +464,7 @@ impl Reader {
 }
 
 fn hangs() -> BenchError {
-    BenchError::Answer(format!("a device does not answer for {} s", PATIENCE.as_secs()))
+    BenchError::Answer(format!("a device does not answer for {} s", TIMEOUT.as_secs()))
 }
 
 struct Meter {

@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use thiserror::Error;
 
 /// A size as a flag takes it: "64mib", "2gb", or plain bytes if it is not a whole number of any unit.
-fn exact(bytes: u64) -> String {
+fn flag_size(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (1 << 40, "tib"),
         (1_000_000_000_000, "tb"),
@@ -26,7 +26,7 @@ fn exact(bytes: u64) -> String {
 }
 
 /// A rounded size for people, such as "24.5 GB".
-fn people(bytes: u64) -> impl std::fmt::Display {
+fn human_size(bytes: u64) -> impl std::fmt::Display {
     ByteSize::b(bytes).display().si()
 }
 
@@ -39,7 +39,7 @@ pub enum OpenError {
     /// The capacity does not hold a few segments.
     #[error(
         "{path}: a capacity of {} is too small, the smallest is {}; name a larger one or free space",
-        exact(*capacity), exact(*least)
+        flag_size(*capacity), flag_size(*least)
     )]
     TooSmall {
         /// The file that was to be made.
@@ -55,7 +55,7 @@ pub enum OpenError {
     /// The file system has not enough room for the capacity.
     #[error(
         "{path}: there is no room for {}, {} are free; name a smaller capacity or free space",
-        exact(*capacity), people(*free)
+        flag_size(*capacity), human_size(*free)
     )]
     NoSpace {
         /// The file that was to be made, or to grow.
@@ -100,7 +100,7 @@ pub enum OpenError {
     /// The file was made with another capacity or segment size.
     #[error(
         "{path} was made with {} {of}, not {}; ask for that, leave it out, or remove the file to start with an empty tier",
-        exact(*found), exact(*asked)
+        flag_size(*found), flag_size(*asked)
     )]
     OtherGeometry {
         /// The file as it was named.
@@ -182,7 +182,7 @@ mod tests {
             (0, "0"),
             (3000, "3kb"),
         ] {
-            assert_eq!(exact(bytes), text);
+            assert_eq!(flag_size(bytes), text);
         }
     }
 }

@@ -21,8 +21,8 @@ use crate::pages::Pages;
 /// Name of the file if the option names a directory.
 const FILE_NAME: &str = "kvlane-ssd.data";
 /// A killed daemon holds the lock until the kernel has ended its transfers, so wait this long for it.
-const LOCK_PATIENCE: Duration = Duration::from_secs(2);
-const LOCK_LOOK: Duration = Duration::from_millis(10);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Segment sizes of new files in bytes. Between the two, a file has `SEGMENTS` to twice as many.
 const LARGEST_SEGMENT: u64 = 64 << 20;
 const SMALLEST_SEGMENT: u64 = 1 << 20;
@@ -250,12 +250,12 @@ fn open_file(path: &Path, create: bool, buffered: bool) -> io::Result<(File, boo
 }
 
 fn lock(file: &File, path: &Path) -> Result<(), OpenError> {
-    let until = Instant::now() + LOCK_PATIENCE;
+    let until = Instant::now() + LOCK_TIMEOUT;
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),
             Err(Errno::INTR) => {}
-            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_LOOK),
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_POLL_INTERVAL),
             Err(Errno::WOULDBLOCK) => return Err(OpenError::InUse { path: path.to_path_buf() }),
             Err(errno) => {
                 return Err(OpenError::of_system(path.to_path_buf(), "cannot lock it", errno.into()));

@@ -16,7 +16,7 @@ use crate::layout::{
     Drops, FORMAT_VERSION, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
     Superblock, Table, TableRecord, header_pages, table_bytes,
 };
-use crate::log::{For, Log, largest_record};
+use crate::log::{Log, RecordSource, largest_record};
 use crate::recover::recover;
 
 const KINDS: [&[u8; 8]; 6] = [b"kvlnSSD\0", b"kvlnHEAD", b"kvlnFOOT", b"kvlnTABL", b"kvlnBLCK", b"kvlnDROP"];
@@ -116,7 +116,7 @@ pub fn file(tape: &[u8]) {
 
     let mut log = Log::new(SEGMENTS, PAGES);
     let drops = DropTable::read(&file).expect("it can be read");
-    log.generation_seen(drops.highest());
+    log.observe_generation(drops.highest());
     let mut index = Index::new();
     index.add_device(SEGMENTS);
     let found = recover(&file, 0, &drops, &mut index, &mut log);
@@ -134,7 +134,7 @@ pub fn file(tape: &[u8]) {
         assert!(drops.counts(&key.space.namespace, log.generation(location.segment)));
     }
     let last = log.last_generation();
-    if let Some((_, generation)) = log.open_segment(For::Writes) {
+    if let Some((_, generation)) = log.open_segment(RecordSource::Writes) {
         assert!(generation > last && generation > drops.highest());
     }
     let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);

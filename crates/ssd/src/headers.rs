@@ -14,7 +14,7 @@ pub(crate) struct Headers {
     free: Vec<u32>,
 }
 
-/// Memory for one header, from [`Headers::take`] until [`Headers::give_back`].
+/// Memory for one header, from [`Headers::take`] until [`Headers::release`].
 pub(crate) enum HeaderMemory {
     /// A page of [`Headers`].
     Shared(u32),
@@ -63,7 +63,7 @@ impl Headers {
     }
 
     /// Returns the memory, which no operation may use any more.
-    pub(crate) fn give_back(&mut self, header: HeaderMemory) {
+    pub(crate) fn release(&mut self, header: HeaderMemory) {
         if let HeaderMemory::Shared(page) = header {
             self.free.push(page);
         }
@@ -84,7 +84,7 @@ mod tests {
         assert!(pieces.windows(2).all(|pair| pair[0] + PAGE_BYTES as usize <= pair[1]));
         let own = taken.iter().filter(|header| matches!(header, HeaderMemory::Own(_))).count();
         assert_eq!(own, 2);
-        taken.into_iter().for_each(|header| headers.give_back(header));
+        taken.into_iter().for_each(|header| headers.release(header));
         let long = headers.take(PAGE_BYTES + 1);
         assert_eq!(headers.piece(&long).bytes, 2 * PAGE_BYTES as usize);
         assert!(matches!(headers.take(100), HeaderMemory::Shared(_)));

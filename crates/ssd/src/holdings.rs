@@ -42,7 +42,7 @@ struct Layer {
     generation: u64,
     namespaces: BTreeSet<Namespace>,
     /// Namespaces outside the list may have records too.
-    is_open: bool,
+    is_partial: bool,
 }
 
 impl Holdings {
@@ -51,15 +51,15 @@ impl Holdings {
         Holdings { segments: (0..segments).map(|_| Held::default()).collect(), is_unknown: false }
     }
 
-    /// Sets what recovery found in a segment. With `is_open`, other namespaces may have records there too.
+    /// Sets what recovery found in a segment. With `is_partial`, other namespaces may have records there too.
     pub(crate) fn found(
         &mut self,
         segment: SegmentNumber,
         generation: u64,
         namespaces: BTreeSet<Namespace>,
-        is_open: bool,
+        is_partial: bool,
     ) {
-        self.segments[segment.index()].now = Layer { generation, namespaces, is_open };
+        self.segments[segment.index()].now = Layer { generation, namespaces, is_partial };
     }
 
     /// Called when recovery cannot read a segment: from then on every namespace may have records.
@@ -79,7 +79,7 @@ impl Holdings {
             // The previous head failed, so it may or may not be on the device: keep both layers.
             held.now.generation = held.now.generation.min(failed.generation);
             held.now.namespaces.extend(failed.namespaces);
-            held.now.is_open |= failed.is_open;
+            held.now.is_partial |= failed.is_partial;
         }
         held.next = Some(Layer { generation, ..Layer::default() });
     }
@@ -102,13 +102,13 @@ impl Holdings {
     pub(crate) fn namespaces(&self, segment: SegmentNumber) -> (BTreeSet<Namespace>, bool) {
         let Held { now, next } = &self.segments[segment.index()];
         let layer = next.as_ref().unwrap_or(now);
-        (layer.namespaces.clone(), !layer.is_open)
+        (layer.namespaces.clone(), !layer.is_partial)
     }
 
     /// Whether a segment of this generation or a lower one may hold a record of the namespace.
     pub(crate) fn may_hold(&self, namespace: &Namespace, up_to: u64) -> bool {
         let holds = |layer: &Layer| {
-            layer.generation <= up_to && (layer.is_open || layer.namespaces.contains(namespace))
+            layer.generation <= up_to && (layer.is_partial || layer.namespaces.contains(namespace))
         };
         let mut segments = self.segments.iter();
         self.is_unknown || segments.any(|held| holds(&held.now) || held.next.as_ref().is_some_and(holds))

@@ -71,7 +71,7 @@ impl Entry {
 
 /// Totals of one space. With 0 blocks its number is free.
 #[derive(Clone, Copy)]
-struct Room {
+struct SpaceTotals {
     space: Space,
     blocks: u64,
     pages: u64,
@@ -82,7 +82,7 @@ pub(crate) struct Index {
     chunks: Vec<Box<[Entry]>>,
     tables: Box<[HashTable<u32>]>,
     free: Vec<u32>,
-    spaces: Vec<Room>,
+    spaces: Vec<SpaceTotals>,
     /// Indices into `spaces` whose space has no blocks.
     free_numbers: Vec<u32>,
     numbers: HashMap<Space, u32>,
@@ -136,7 +136,7 @@ impl Index {
 
     /// Every space that has blocks, with the number of its blocks and the pages of their records.
     pub(crate) fn spaces(&self) -> impl Iterator<Item = (Space, u64, u64)> {
-        self.spaces.iter().filter(|room| room.blocks > 0).map(|room| (room.space, room.blocks, room.pages))
+        self.spaces.iter().filter(|totals| totals.blocks > 0).map(|totals| (totals.space, totals.blocks, totals.pages))
     }
 
     /// The number of a space, which another space may get once this one has lost its last block.
@@ -182,7 +182,7 @@ impl Index {
             }
             self.pages -= u64::from(old.pages);
             self.spaces[space as usize].pages -= u64::from(old.pages);
-            self.place(slot, location);
+            self.set_location(slot, location);
             return;
         }
         if self.free.is_empty() {
@@ -190,7 +190,7 @@ impl Index {
         }
         let Some(slot) = self.free.pop() else { return };
         *self.at_mut(slot) = Entry { hash: key.hash, space, ..NO_ENTRY };
-        self.place(slot, location);
+        self.set_location(slot, location);
         self.blocks += 1;
         self.spaces[space as usize].blocks += 1;
         let Index { chunks, tables, .. } = self;
@@ -222,11 +222,11 @@ impl Index {
         self.free.push(slot);
         self.blocks -= 1;
         self.pages -= u64::from(entry.pages);
-        let room = &mut self.spaces[entry.space as usize];
-        room.blocks -= 1;
-        room.pages -= u64::from(entry.pages);
-        if room.blocks == 0 {
-            self.numbers.remove(&room.space);
+        let totals = &mut self.spaces[entry.space as usize];
+        totals.blocks -= 1;
+        totals.pages -= u64::from(entry.pages);
+        if totals.blocks == 0 {
+            self.numbers.remove(&totals.space);
             self.free_numbers.push(entry.space);
         }
         Some(entry.location())
@@ -279,7 +279,7 @@ impl Index {
         (tables + lists + entries) as u64
     }
 
-    fn place(&mut self, slot: u32, location: Location) {
+    fn set_location(&mut self, slot: u32, location: Location) {
         let Location { device, segment, page, pages } = location;
         let entry = self.at_mut(slot);
         *entry = Entry { segment, page, pages, device, reads: 0, ..*entry };
@@ -296,14 +296,14 @@ impl Index {
     fn intern(&mut self, space: Space) -> u32 {
         let Index { spaces, numbers, free_numbers, .. } = self;
         *numbers.entry(space).or_insert_with(|| {
-            let room = Room { space, blocks: 0, pages: 0 };
+            let totals = SpaceTotals { space, blocks: 0, pages: 0 };
             match free_numbers.pop() {
                 Some(number) => {
-                    spaces[number as usize] = room;
+                    spaces[number as usize] = totals;
                     number
                 }
                 None => {
-                    spaces.push(room);
+                    spaces.push(totals);
                     (spaces.len() - 1) as u32
                 }
             }

@@ -66,7 +66,7 @@ impl Op {
 
 /// Outcome of an operation. The kernel does not touch the operation's memory any more.
 #[derive(Debug)]
-pub struct Ended {
+pub struct Completion {
     /// The [`Op::id`] of the operation.
     pub id: u64,
     /// Bytes moved from the operation's start. May be fewer than requested, and is 0 at the end of the file.
@@ -90,7 +90,7 @@ pub trait Io: Send {
 
     /// Waits until an operation has ended, the waker was called, or the timeout is over. Appends every operation that has
     /// ended. With a timeout of zero it does not wait.
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()>;
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()>;
 
     /// A waker that ends this interface's [`Io::wait`].
     fn waker(&self) -> Waker;

@@ -44,7 +44,7 @@ pub(crate) struct WriteJob {
 }
 
 /// A write whose location in the log is allocated.
-pub(crate) struct Written {
+pub(crate) struct AllocatedWrite {
     pub(crate) job: WriteJob,
     pub(crate) location: Location,
     pub(crate) header: Pages,
@@ -54,7 +54,7 @@ pub(crate) struct Written {
 /// much less time than four of 256 KiB.
 #[derive(Default)]
 pub(crate) struct Batch {
-    records: Vec<Written>,
+    records: Vec<AllocatedWrite>,
     pieces: Vec<Piece>,
     bytes: usize,
 }
@@ -73,7 +73,7 @@ impl Batch {
     }
 
     /// Adds a record; `shards` is its memory behind the header.
-    pub(crate) fn push(&mut self, record: Written, shards: &[Piece]) {
+    pub(crate) fn push(&mut self, record: AllocatedWrite, shards: &[Piece]) {
         self.bytes += record.location.pages as usize * crate::PAGE_BYTES as usize;
         self.pieces.push(record.header.piece(record.header.len()));
         self.pieces.extend(shards);
@@ -86,21 +86,21 @@ impl Batch {
     }
 
     /// The records, and their memory in the order of the file.
-    pub(crate) fn into_parts(self) -> (Vec<Written>, Vec<Piece>) {
+    pub(crate) fn into_parts(self) -> (Vec<AllocatedWrite>, Vec<Piece>) {
         (self.records, self.pieces)
     }
 }
 
 /// The purpose of a transfer. Each variant owns the memory that its operations use, except for the pool's.
 #[expect(dead_code, reason = "some pages are only kept because the kernel reads them")]
-pub(crate) enum What {
+pub(crate) enum Purpose {
     Read {
         job: ReadJob,
         header: HeaderMemory,
     },
     /// At least one record; all are in one segment.
     Write {
-        records: Vec<Written>,
+        records: Vec<AllocatedWrite>,
     },
     Head {
         segment: SegmentNumber,
@@ -131,11 +131,11 @@ pub(crate) enum What {
     },
 }
 
-impl What {
+impl Purpose {
     pub(crate) fn kind(&self) -> OpKind {
         match self {
-            What::Read { .. } | What::CopyIn { .. } => OpKind::Read,
-            What::Sync => OpKind::Sync,
+            Purpose::Read { .. } | Purpose::CopyIn { .. } => OpKind::Read,
+            Purpose::Sync => OpKind::Sync,
             _ => OpKind::Write,
         }
     }
@@ -143,7 +143,7 @@ impl What {
 
 /// A set of operations with one purpose. Ends when its last operation has ended.
 pub(crate) struct Transfer {
-    pub(crate) what: What,
+    pub(crate) purpose: Purpose,
     pub(crate) operations: usize,
     pub(crate) error: Option<io::Error>,
 }
@@ -151,8 +151,8 @@ pub(crate) struct Transfer {
 impl Transfer {
     /// Bytes to verify if this is a caller's read; 0 for any other transfer.
     pub(crate) fn read_bytes(&self) -> u64 {
-        match &self.what {
-            What::Read { job, .. } => u64::from(job.location.pages) * crate::PAGE_BYTES,
+        match &self.purpose {
+            Purpose::Read { job, .. } => u64::from(job.location.pages) * crate::PAGE_BYTES,
             _ => 0,
         }
     }

@@ -55,7 +55,7 @@ mod turns;
 mod uring;
 
 pub use error::OpenError;
-pub use io::{Ended, Io, Op, OpKind, Piece, Waker, WrapIo};
+pub use io::{Completion, Io, Op, OpKind, Piece, Waker, WrapIo};
 pub use layout::{
     Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
     Superblock, Table, TableRecord,

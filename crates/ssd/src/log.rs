@@ -4,8 +4,8 @@
 //!         open_segment            full, or close_open        nothing in flight, table written
 //!  Free ---------------> open --------------------> finishing ------------------------------> Sealed
 //!   ^                                                   |                                        |
-//!   +--- the head failed, nothing in flight ------------'                                  clean |
-//!   '--- cleaned: kept records were copied, no read pins it -------------------- Cleaned <-------'
+//!   +--- the head failed, nothing in flight ------------'                         start_cleaning |
+//!   '--- finish_cleaning: kept records copied, no read pins it ----------------- Cleaned <-------'
 //! ```
 //!
 //! - Every opened segment gets a higher generation than all before it, so that its former structures do not count.
@@ -24,7 +24,7 @@ const FREE_SEGMENTS: usize = 2;
 const SMALL_FILE: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum SegmentState {
     Free,
     /// Open, or full and waiting for its table.
     Busy,
@@ -38,7 +38,7 @@ enum State {
 
 /// Whether the head of an open segment is on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Head {
+pub(crate) enum HeadState {
     Awaited,
     Written,
     /// No record in the segment counts.
@@ -47,10 +47,10 @@ pub(crate) enum Head {
 
 /// A segment that is open, or full and waiting for its table.
 #[derive(Debug)]
-pub(crate) struct Open {
+pub(crate) struct OpenSegment {
     pub(crate) segment: SegmentNumber,
     pub(crate) generation: u64,
-    pub(crate) head: Head,
+    pub(crate) head: HeadState,
     /// First page that is not allocated.
     pub(crate) tail: u32,
     /// First pages of the records whose writes are in flight.
@@ -77,7 +77,7 @@ pub(crate) struct Cleaning {
 
 /// Where a record that is appended comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum For {
+pub(crate) enum RecordSource {
     /// Callers' writes.
     Writes,
     /// Records that cleaning copies, which frees their segment.
@@ -87,21 +87,21 @@ pub(crate) enum For {
 /// The segments of a device.
 pub(crate) struct Log {
     segment_pages: u32,
-    states: Vec<(State, u64)>,
+    states: Vec<(SegmentState, u64)>,
     free: VecDeque<SegmentNumber>,
-    pub(crate) open: Option<Open>,
+    pub(crate) open: Option<OpenSegment>,
     /// Full segments, which wait for their writes in flight, then for their tables.
-    pub(crate) finishing: Vec<Open>,
+    pub(crate) finishing: Vec<OpenSegment>,
     pub(crate) cleaning: Option<Cleaning>,
     next_generation: u64,
 }
 
 impl Log {
-    /// A log of free segments. Recovery then reports the used ones with [`Log::found`] and [`Log::unread`].
+    /// A log of free segments. Recovery then reports the used ones with [`Log::add_recovered`] and [`Log::exclude`].
     pub(crate) fn new(segments: u32, segment_pages: u32) -> Log {
         Log {
             segment_pages,
-            states: vec![(State::Free, 0); segments as usize],
+            states: vec![(SegmentState::Free, 0); segments as usize],
             free: (0..segments).map(SegmentNumber).collect(),
             open: None,
             finishing: Vec::new(),
@@ -112,15 +112,15 @@ impl Log {
 
     /// Adds a recovered segment that holds records. With `tail`, the end of its records, its table is missing and will be
     /// written.
-    pub(crate) fn found(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
+    pub(crate) fn add_recovered(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
         self.free.retain(|free| *free != segment);
-        self.states[segment.index()] = (if tail.is_some() { State::Busy } else { State::Sealed }, generation);
-        self.generation_seen(generation);
+        self.states[segment.index()] = (if tail.is_some() { SegmentState::Busy } else { SegmentState::Sealed }, generation);
+        self.observe_generation(generation);
         if let Some(tail) = tail {
-            self.finishing.push(Open {
+            self.finishing.push(OpenSegment {
                 segment,
                 generation,
-                head: Head::Written,
+                head: HeadState::Written,
                 tail,
                 in_flight: BTreeSet::new(),
                 records: 0,
@@ -134,13 +134,13 @@ impl Log {
 
     /// Excludes a segment whose generation could not be read. A new head might get the same generation, which would make
     /// the segment's old records count again. So the segment stays unused until a start can read it.
-    pub(crate) fn unread(&mut self, segment: SegmentNumber) {
+    pub(crate) fn exclude(&mut self, segment: SegmentNumber) {
         self.free.retain(|free| *free != segment);
-        self.states[segment.index()] = (State::Unread, 0);
+        self.states[segment.index()] = (SegmentState::Unread, 0);
     }
 
     /// Makes all later segments get higher generations than this one.
-    pub(crate) fn generation_seen(&mut self, generation: u64) {
+    pub(crate) fn observe_generation(&mut self, generation: u64) {
         self.next_generation = self.next_generation.max(generation.saturating_add(1));
     }
 
@@ -163,12 +163,12 @@ impl Log {
         self.free.len() as u32
     }
 
-    /// Opens a free segment, whose head the caller has to write. None if a segment is open, or none is free for `whom`.
-    pub(crate) fn open_segment(&mut self, whom: For) -> Option<(SegmentNumber, u64)> {
+    /// Opens a free segment, whose head the caller has to write. None if a segment is open, or none is free for `source`.
+    pub(crate) fn open_segment(&mut self, source: RecordSource) -> Option<(SegmentNumber, u64)> {
         // Keep the last free segment for copies, because without it no segment could be emptied any more.
-        let kept = match whom {
-            For::Writes => 1,
-            For::Copies => 0,
+        let kept = match source {
+            RecordSource::Writes => 1,
+            RecordSource::Copies => 0,
         };
         if self.open.is_some() || self.free.len() <= kept {
             return None;
@@ -176,11 +176,11 @@ impl Log {
         let segment = self.free.pop_front()?;
         let generation = self.next_generation;
         self.next_generation += 1;
-        self.states[segment.index()] = (State::Busy, generation);
-        self.open = Some(Open {
+        self.states[segment.index()] = (SegmentState::Busy, generation);
+        self.open = Some(OpenSegment {
             segment,
             generation,
-            head: Head::Awaited,
+            head: HeadState::Awaited,
             tail: 1,
             in_flight: BTreeSet::new(),
             records: 0,
@@ -194,13 +194,13 @@ impl Log {
 
     /// Allocates room for a record in the open segment: returns the segment and the record's first page. None if the
     /// record does not fit, or no segment is open.
-    pub(crate) fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
+    pub(crate) fn append(&mut self, pages: u32, space: &Space, source: RecordSource) -> Option<(SegmentNumber, u32)> {
         // While a segment is emptied and none is free, the open segment's room belongs to the copies.
-        if whom == For::Writes && self.cleaning.is_some() && self.free.is_empty() {
+        if source == RecordSource::Writes && self.cleaning.is_some() && self.free.is_empty() {
             return None;
         }
         let last_page = self.segment_pages - 1;
-        let open = self.open.as_mut().filter(|open| open.head != Head::Failed)?;
+        let open = self.open.as_mut().filter(|open| open.head != HeadState::Failed)?;
         let new_space = !open.spaces.contains(space);
         let table = table_pages(open.records + 1, open.spaces.len() + usize::from(new_space));
         if u64::from(open.tail) + u64::from(pages) + table > u64::from(last_page) {
@@ -222,23 +222,23 @@ impl Log {
     }
 
     /// The segment, if it is open or waits for its table.
-    pub(crate) fn written(&mut self, segment: SegmentNumber) -> Option<&mut Open> {
+    pub(crate) fn unsealed(&mut self, segment: SegmentNumber) -> Option<&mut OpenSegment> {
         self.open.iter_mut().chain(&mut self.finishing).find(|open| open.segment == segment)
     }
 
     /// Called when the write of a segment's head has ended. A failed head closes the open segment.
-    pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: Head) {
-        if let Some(open) = self.written(segment) {
+    pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: HeadState) {
+        if let Some(open) = self.unsealed(segment) {
             open.head = head;
         }
-        if head == Head::Failed && self.open.as_ref().is_some_and(|open| open.segment == segment) {
+        if head == HeadState::Failed && self.open.as_ref().is_some_and(|open| open.segment == segment) {
             self.close_open();
         }
     }
 
     /// Called when the write of a record has ended.
     pub(crate) fn record_ended(&mut self, segment: SegmentNumber, page: u32, stored: bool) {
-        if let Some(open) = self.written(segment) {
+        if let Some(open) = self.unsealed(segment) {
             open.in_flight.remove(&page);
             open.changed |= stored;
         }
@@ -261,15 +261,15 @@ impl Log {
 
     /// Takes a full segment that has no write in flight and needs its last table. Each is returned once. Also frees the
     /// full segments whose head failed.
-    pub(crate) fn finished(&mut self) -> Option<SegmentNumber> {
+    pub(crate) fn next_to_seal(&mut self) -> Option<SegmentNumber> {
         while let Some(index) =
-            self.finishing.iter().position(|open| open.head == Head::Failed && open.in_flight.is_empty())
+            self.finishing.iter().position(|open| open.head == HeadState::Failed && open.in_flight.is_empty())
         {
             let open = self.finishing.swap_remove(index);
-            self.states[open.segment.index()].0 = State::Free;
+            self.states[open.segment.index()].0 = SegmentState::Free;
             self.free.push_back(open.segment);
         }
-        let ready = |open: &&mut Open| open.head == Head::Written && open.in_flight.is_empty() && !open.table;
+        let ready = |open: &&mut OpenSegment| open.head == HeadState::Written && open.in_flight.is_empty() && !open.table;
         let open = self.finishing.iter_mut().find(ready)?;
         (open.table, open.sealing) = (true, true);
         Some(open.segment)
@@ -279,34 +279,34 @@ impl Log {
     pub(crate) fn table_ended(&mut self, segment: SegmentNumber) {
         if let Some(index) = self.finishing.iter().position(|open| open.segment == segment && open.sealing) {
             self.finishing.swap_remove(index);
-            self.states[segment.index()].0 = State::Sealed;
-        } else if let Some(open) = self.written(segment) {
+            self.states[segment.index()].0 = SegmentState::Sealed;
+        } else if let Some(open) = self.unsealed(segment) {
             open.table = false;
         }
     }
 
     /// The generations and numbers of all sealed segments, if few segments are free and none is being emptied.
-    pub(crate) fn to_clean(&self) -> Option<Vec<(u64, SegmentNumber)>> {
+    pub(crate) fn cleaning_candidates(&self) -> Option<Vec<(u64, SegmentNumber)>> {
         let enough = if self.states.len() >= SMALL_FILE { FREE_SEGMENTS } else { FREE_SEGMENTS / 2 };
         if self.cleaning.is_some() || self.free.len() > enough {
             return None;
         }
-        let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == State::Sealed);
+        let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == SegmentState::Sealed);
         let sealed: Vec<_> =
             sealed.map(|(segment, &(_, generation))| (generation, SegmentNumber(segment as u32))).collect();
         (!sealed.is_empty()).then_some(sealed)
     }
 
     /// Starts to empty a segment; `kept` lists the records to copy.
-    pub(crate) fn clean(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
-        self.states[segment.index()].0 = State::Cleaned;
+    pub(crate) fn start_cleaning(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
+        self.states[segment.index()].0 = SegmentState::Cleaned;
         self.cleaning = Some(Cleaning { segment, left: kept.into(), copying: false });
     }
 
     /// Frees the segment that was being emptied.
-    pub(crate) fn cleaned(&mut self) {
+    pub(crate) fn finish_cleaning(&mut self) {
         if let Some(cleaning) = self.cleaning.take() {
-            self.states[cleaning.segment.index()].0 = State::Free;
+            self.states[cleaning.segment.index()].0 = SegmentState::Free;
             self.free.push_back(cleaning.segment);
         }
     }
@@ -336,16 +336,16 @@ mod tests {
 
     const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([2; 16]) };
 
-    fn fill(log: &mut Log, whom: For) -> Vec<u32> {
-        let (segment, _) = log.open_segment(whom).unwrap();
-        log.head_ended(segment, Head::Written);
+    fn fill(log: &mut Log, source: RecordSource) -> Vec<u32> {
+        let (segment, _) = log.open_segment(source).unwrap();
+        log.head_ended(segment, HeadState::Written);
         let mut pages = Vec::new();
-        while let Some((_, page)) = log.append(3, &SPACE, whom) {
+        while let Some((_, page)) = log.append(3, &SPACE, source) {
             log.record_ended(segment, page, true);
             pages.push(page);
         }
         log.close_open();
-        assert_eq!(log.finished(), Some(segment));
+        assert_eq!(log.next_to_seal(), Some(segment));
         log.table_ended(segment);
         pages
     }
@@ -353,70 +353,70 @@ mod tests {
     #[test]
     fn a_segment_is_filled_with_room_left_for_its_table() {
         let mut log = Log::new(8, 16);
-        assert_eq!(fill(&mut log, For::Writes), [1, 4, 7, 10]);
+        assert_eq!(fill(&mut log, RecordSource::Writes), [1, 4, 7, 10]);
         assert_eq!(largest_record(16), 13);
-        log.open_segment(For::Writes).unwrap();
-        assert!(log.append(14, &SPACE, For::Writes).is_none());
-        assert!(log.append(13, &SPACE, For::Writes).is_some());
+        log.open_segment(RecordSource::Writes).unwrap();
+        assert!(log.append(14, &SPACE, RecordSource::Writes).is_none());
+        assert!(log.append(13, &SPACE, RecordSource::Writes).is_some());
     }
 
     #[test]
     fn the_last_free_segment_is_for_copies_and_what_was_emptied_is_free() {
         let mut log = Log::new(4, 16);
         for _ in 0..3 {
-            fill(&mut log, For::Writes);
+            fill(&mut log, RecordSource::Writes);
         }
-        assert_eq!(log.open_segment(For::Writes), None);
-        let sealed = log.to_clean().unwrap();
+        assert_eq!(log.open_segment(RecordSource::Writes), None);
+        let sealed = log.cleaning_candidates().unwrap();
         assert_eq!(
             sealed,
             [(1, 0), (2, 1), (3, 2)].map(|(generation, number)| (generation, SegmentNumber(number)))
         );
-        log.clean(SegmentNumber(0), Vec::new());
-        assert_eq!(log.to_clean(), None);
-        let (segment, generation) = log.open_segment(For::Copies).unwrap();
+        log.start_cleaning(SegmentNumber(0), Vec::new());
+        assert_eq!(log.cleaning_candidates(), None);
+        let (segment, generation) = log.open_segment(RecordSource::Copies).unwrap();
         assert_eq!((segment, generation), (SegmentNumber(3), 4));
-        assert!(log.append(3, &SPACE, For::Writes).is_none(), "copies come first");
-        assert!(log.append(3, &SPACE, For::Copies).is_some());
-        log.cleaned();
-        assert!(log.append(3, &SPACE, For::Writes).is_some());
+        assert!(log.append(3, &SPACE, RecordSource::Writes).is_none(), "copies come first");
+        assert!(log.append(3, &SPACE, RecordSource::Copies).is_some());
+        log.finish_cleaning();
+        assert!(log.append(3, &SPACE, RecordSource::Writes).is_some());
         assert_eq!(log.free_segments(), 1);
     }
 
     #[test]
     fn a_segment_whose_head_failed_is_free_when_nothing_is_in_flight() {
         let mut log = Log::new(4, 16);
-        let (segment, _) = log.open_segment(For::Writes).unwrap();
-        let (_, page) = log.append(3, &SPACE, For::Writes).unwrap();
-        log.head_ended(segment, Head::Failed);
-        assert!(log.open.is_none() && log.finished().is_none());
+        let (segment, _) = log.open_segment(RecordSource::Writes).unwrap();
+        let (_, page) = log.append(3, &SPACE, RecordSource::Writes).unwrap();
+        log.head_ended(segment, HeadState::Failed);
+        assert!(log.open.is_none() && log.next_to_seal().is_none());
         assert_eq!(log.free_segments(), 3);
         log.record_ended(segment, page, false);
-        assert!(log.finished().is_none());
+        assert!(log.next_to_seal().is_none());
         assert_eq!(log.free_segments(), 4);
     }
 
     #[test]
     fn checkpoints_take_room_and_a_segment_without_room_for_one_is_closed() {
         let mut log = Log::new(4, 8);
-        log.open_segment(For::Writes).unwrap();
-        log.append(1, &SPACE, For::Writes).unwrap();
+        log.open_segment(RecordSource::Writes).unwrap();
+        log.append(1, &SPACE, RecordSource::Writes).unwrap();
         assert_eq!(log.checkpoint_room(), Some(2));
-        assert_eq!(log.append(1, &SPACE, For::Writes), Some((SegmentNumber(0), 3)));
+        assert_eq!(log.append(1, &SPACE, RecordSource::Writes), Some((SegmentNumber(0), 3)));
         assert_eq!(log.checkpoint_room(), Some(4));
         assert_eq!(log.checkpoint_room(), Some(5));
         assert_eq!(log.checkpoint_room(), None);
-        assert_eq!(log.append(1, &SPACE, For::Writes), None);
+        assert_eq!(log.append(1, &SPACE, RecordSource::Writes), None);
     }
 
     #[test]
     fn what_was_found_is_not_free_and_generations_go_on() {
         let mut log = Log::new(4, 16);
-        log.found(SegmentNumber(2), 7, None);
-        log.found(SegmentNumber(0), 9, Some(5));
-        log.generation_seen(12);
+        log.add_recovered(SegmentNumber(2), 7, None);
+        log.add_recovered(SegmentNumber(0), 9, Some(5));
+        log.observe_generation(12);
         assert_eq!(log.free_segments(), 2);
-        assert_eq!(log.finished(), Some(SegmentNumber(0)));
-        assert_eq!(log.open_segment(For::Writes), Some((SegmentNumber(1), 13)));
+        assert_eq!(log.next_to_seal(), Some(SegmentNumber(0)));
+        assert_eq!(log.open_segment(RecordSource::Writes), Some((SegmentNumber(1), 13)));
     }
 }

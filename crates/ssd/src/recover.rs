@@ -68,21 +68,21 @@ struct Contents {
     /// Namespaces that have records in the segment, those without a record that counts included.
     namespaces: BTreeSet<Namespace>,
     /// Namespaces outside the list may have records too.
-    is_open: bool,
+    is_partial: bool,
     /// End of the records and tables that were found, if the last table does not cover the whole segment.
     tail: Option<u32>,
 }
 
 /// Begins a run: recovers `file`, erases void segments if the drop table is short of room, and limits the drops of the
 /// previous run to the generations before this one. `device` is the file's number in the index.
-pub(crate) fn begin(
+pub(crate) fn begin_run(
     file: &TierFile,
     device: u8,
     drops: &DropTable,
     index: &mut Index,
     log: &mut Log,
 ) -> io::Result<Found> {
-    log.generation_seen(drops.highest());
+    log.observe_generation(drops.highest());
     let mut found = recover(file, device, drops, index, log);
     if found.unread > file.superblock.segments / 2 {
         return Err(io::Error::other("most of it cannot be read: mend the device, or remove the file"));
@@ -142,7 +142,7 @@ pub(crate) fn recover(
                 );
                 (found.unreadable, found.unread) = (found.unreadable + 1, found.unread + 1);
                 found.holdings.unreadable();
-                log.unread(*segment);
+                log.exclude(*segment);
             }
         }
     }
@@ -157,16 +157,16 @@ pub(crate) fn recover(
                     "SSD segment unreadable; its blocks are misses"
                 );
                 found.unreadable += 1;
-                Contents { is_open: true, ..Contents::default() }
+                Contents { is_partial: true, ..Contents::default() }
             });
             let namespaces = std::mem::take(&mut contents.namespaces);
-            found.holdings.found(segment, generation, namespaces, contents.is_open);
+            found.holdings.found(segment, generation, namespaces, contents.is_partial);
             let all = contents.records.len();
             contents.records.retain(|record| drops.counts(&record.key.space.namespace, generation));
             // Records of the table come first in the list, but only the count of each kind matters from here on.
             contents.from_table = contents.from_table.saturating_sub(all - contents.records.len());
             if contents.records.is_empty() {
-                log.generation_seen(generation);
+                log.observe_generation(generation);
                 found.void.push(segment);
                 continue;
             }
@@ -175,7 +175,7 @@ pub(crate) fn recover(
             for &FoundRecord { key, page, pages } in &contents.records {
                 index.insert(&key, Location { device, segment, page, pages });
             }
-            log.found(segment, generation, contents.tail);
+            log.add_recovered(segment, generation, contents.tail);
         }
     }
     found
@@ -273,7 +273,7 @@ fn contents(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Res
             })
             .collect();
         contents.from_table = contents.records.len();
-        contents.is_open = !table.spaces.contains(&Table::NAMES_ALL);
+        contents.is_partial = !table.spaces.contains(&Table::NAMES_ALL);
         let named = table.spaces.iter().filter(|space| **space != Table::NAMES_ALL);
         contents.namespaces = named.map(|space| space.namespace).collect();
         scan_from = foot.scan_from.max(1);
@@ -413,7 +413,7 @@ mod tests {
         let file = TierFile { path, file: memory, superblock, direct: false, notes: Vec::new(), warm: true };
         let (mut index, mut log) = (Index::new(), Log::new(1, 8));
         index.add_device(1);
-        begin(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log).unwrap();
+        begin_run(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log).unwrap();
         index.blocks()
     }
 
@@ -430,7 +430,7 @@ mod tests {
         let superblock = &file.superblock;
         let (mut index, mut log) = (Index::new(), Log::new(superblock.segments, superblock.segment_pages()));
         index.add_device(superblock.segments);
-        begin(file, 0, &DropTable::read(file).unwrap(), &mut index, &mut log).unwrap();
+        begin_run(file, 0, &DropTable::read(file).unwrap(), &mut index, &mut log).unwrap();
         (index.blocks(), log.free_segments())
     }
 

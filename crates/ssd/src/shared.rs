@@ -46,13 +46,13 @@ impl Stored {
     }
 
     /// Records an accepted write.
-    pub(crate) fn now_pending(&mut self, key: &BlockKey, accepted: Accepted) {
+    pub(crate) fn add_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         self.pending.insert(*key, accepted);
         *self.writing.entry((accepted.device, key.space.namespace)).or_default() += 1;
     }
 
     /// Removes a write that has ended. Its key may belong to another write by now, and then stays.
-    pub(crate) fn no_longer_pending(&mut self, key: &BlockKey, accepted: Accepted) {
+    pub(crate) fn remove_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         if self.pending.get(key) == Some(&accepted) {
             self.pending.remove(key);
         }
@@ -68,7 +68,7 @@ impl Stored {
 
 /// State of one device.
 pub(crate) struct DeviceShared {
-    pub(crate) orders: Mutex<Orders>,
+    pub(crate) queue: Mutex<JobQueue>,
     /// The thread waits in its I/O interface, or is about to.
     sleeping: AtomicBool,
     waker: OnceLock<Waker>,
@@ -93,7 +93,7 @@ pub(crate) struct DeviceShared {
 
 /// Jobs that callers have queued and the device's thread has not taken yet.
 #[derive(Default)]
-pub(crate) struct Orders {
+pub(crate) struct JobQueue {
     pub(crate) reads: Vec<ReadJob>,
     pub(crate) writes: Vec<WriteJob>,
     /// No more jobs are accepted. Never reset.
@@ -104,7 +104,7 @@ impl DeviceShared {
     pub(crate) fn new(facts: DeviceStatus, holdings: Holdings) -> Arc<DeviceShared> {
         let segments = facts.segments;
         Arc::new(DeviceShared {
-            orders: Mutex::default(),
+            queue: Mutex::default(),
             sleeping: AtomicBool::new(false),
             waker: OnceLock::new(),
             backlog: AtomicU64::new(0),
@@ -126,21 +126,21 @@ impl DeviceShared {
     }
 
     /// Queues jobs and wakes the thread. Returns false, and drops the jobs, if the device is closed.
-    pub(crate) fn order(&self, read: Option<ReadJob>, write: Option<WriteJob>) -> bool {
-        let mut orders = self.orders.lock();
-        if orders.closed {
+    pub(crate) fn submit(&self, read: Option<ReadJob>, write: Option<WriteJob>) -> bool {
+        let mut queue = self.queue.lock();
+        if queue.closed {
             return false;
         }
-        orders.reads.extend(read);
-        orders.writes.extend(write);
-        drop(orders);
+        queue.reads.extend(read);
+        queue.writes.extend(write);
+        drop(queue);
         self.wake();
         true
     }
 
     /// Accepts no more jobs, and wakes the thread so that it ends.
     pub(crate) fn close(&self) {
-        self.orders.lock().closed = true;
+        self.queue.lock().closed = true;
         self.wake();
     }
 
@@ -156,8 +156,8 @@ impl DeviceShared {
     /// it must not wait.
     pub(crate) fn fall_asleep(&self, knows_closed: bool) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
-        let orders = self.orders.lock();
-        let nothing = orders.reads.is_empty() && orders.writes.is_empty() && orders.closed == knows_closed;
+        let queue = self.queue.lock();
+        let nothing = queue.reads.is_empty() && queue.writes.is_empty() && queue.closed == knows_closed;
         if !nothing {
             self.sleeping.store(false, Ordering::SeqCst);
         }

@@ -11,11 +11,11 @@ use crate::tier::SsdTier;
 
 /// Calls `done` exactly once: with the outcome, or with the default, which means failure, when it is dropped uncalled.
 /// The tier drops the `done` of a call that it refuses.
-struct Once<T: Default> {
+struct DoneOnce<T: Default> {
     done: Option<Box<dyn FnOnce(T) + Send>>,
 }
 
-impl<T: Default> Once<T> {
+impl<T: Default> DoneOnce<T> {
     fn new(done: Box<dyn FnOnce(T) + Send>) -> Self {
         Self { done: Some(done) }
     }
@@ -27,7 +27,7 @@ impl<T: Default> Once<T> {
     }
 }
 
-impl<T: Default> Drop for Once<T> {
+impl<T: Default> Drop for DoneOnce<T> {
     fn drop(&mut self) {
         if let Some(done) = self.done.take() {
             done(T::default());
@@ -41,7 +41,7 @@ impl Tier for SsdTier {
     }
 
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
-        let once = Once::new(done);
+        let once = DoneOnce::new(done);
         let written =
             Self::write(self, Record { key, shards, memo }, |end| once.call(end == WriteEnd::Stored));
         if let Err(reason) = written {
@@ -58,7 +58,7 @@ impl Tier for SsdTier {
     }
 
     fn read(&self, key: BlockKey, into: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
-        let once = Once::new(done);
+        let once = DoneOnce::new(done);
         let ended = |end| {
             once.call(match end {
                 ReadEnd::Found { crcs } => Some(crcs),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 
-use crate::io::{Ended, Io, Op, OpKind, Waker};
+use crate::io::{Completion, Io, Op, OpKind, Waker};
 
 /// Enough to keep a device busy with transfers of about 100 KiB.
 const THREADS: usize = 4;
@@ -18,7 +18,7 @@ const THREADS: usize = 4;
 const IN_FLIGHT: usize = 64;
 
 enum Event {
-    Ended(Ended),
+    Completed(Completion),
     Woken,
 }
 
@@ -34,15 +34,15 @@ pub(crate) struct Threads {
 
 impl Threads {
     pub(crate) fn new(file: File) -> io::Result<Threads> {
-        let (work, orders) = crossbeam_channel::unbounded::<Op>();
+        let (work, posted) = crossbeam_channel::unbounded::<Op>();
         let (wake, events) = crossbeam_channel::unbounded();
         let file = Arc::new(file);
         let start = |number| {
-            let (orders, events, file) = (orders.clone(), wake.clone(), Arc::clone(&file));
+            let (posted, events, file) = (posted.clone(), wake.clone(), Arc::clone(&file));
             let work = move || {
-                for op in &orders {
+                for op in &posted {
                     let result = carry_out(&file, &op);
-                    if events.send(Event::Ended(Ended { id: op.id, result })).is_err() {
+                    if events.send(Event::Completed(Completion { id: op.id, result })).is_err() {
                         return;
                     }
                 }
@@ -53,8 +53,8 @@ impl Threads {
         Ok(Threads { work: Some(work), events, wake, threads, in_flight: 0 })
     }
 
-    fn take(&mut self, event: Event, ended: &mut Vec<Ended>) {
-        if let Event::Ended(end) = event {
+    fn take(&mut self, event: Event, ended: &mut Vec<Completion>) {
+        if let Event::Completed(end) = event {
             self.in_flight -= 1;
             ended.push(end);
         }
@@ -87,7 +87,7 @@ impl Io for Threads {
         if work.is_none_or(|work| work.send(op).is_err()) {
             let gone = Err(io::Error::other("the threads of a device have ended"));
             // This cannot fail, because the receiver is a field of this value.
-            let _ = self.wake.send(Event::Ended(Ended { id, result: gone }));
+            let _ = self.wake.send(Event::Completed(Completion { id, result: gone }));
         }
     }
 
@@ -95,7 +95,7 @@ impl Io for Threads {
         IN_FLIGHT.saturating_sub(self.in_flight)
     }
 
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
         match self.events.recv_timeout(timeout) {
             Ok(event) => self.take(event, ended),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(()),

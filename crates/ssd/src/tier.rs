@@ -25,7 +25,7 @@ use crate::layout::{PAGE_BYTES, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
-use crate::recover::begin;
+use crate::recover::begin_run;
 use crate::request::{NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 use crate::shared::{DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
@@ -33,11 +33,11 @@ use crate::threads::Threads;
 use crate::uring::UringQueue;
 
 /// Reads of one device, queued and in flight together.
-const READS: u64 = 8192;
+const READS_MAX: u64 = 8192;
 /// How long `drop` waits for the devices' threads.
-const PATIENCE: Duration = Duration::from_secs(10);
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Index slots that are visited under one hold of the lock, because callers wait for it.
-const KEYS: u32 = 4096;
+const SLOTS_PER_LOCK: u32 = 4096;
 
 /// Blocks on SSDs. Thread-safe. Only [`open`](Self::open), [`close`](Self::close), `drop`,
 /// [`note_forgotten`](Self::note_forgotten) and [`note_missing`](Self::note_missing) wait for a device.
@@ -124,7 +124,7 @@ impl SsdTier {
         let mut log = Log::new(superblock.segments, superblock.segment_pages());
         let began = Instant::now();
         let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
-        let found = begin(&file, number, &drops, &mut self.shared.index.lock().index, &mut log)
+        let found = begin_run(&file, number, &drops, &mut self.shared.index.lock().index, &mut log)
             .map_err(fail("cannot go on with what it holds"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
@@ -160,7 +160,7 @@ impl SsdTier {
             let _ = tell.send(info);
             let Ok((device, log)) = starts.recv() else { return };
             device.thread_began();
-            let ends = Ended(Arc::clone(&device));
+            let ends = ThreadEndGuard(Arc::clone(&device));
             Device::new(Start {
                 io,
                 headers,
@@ -243,16 +243,16 @@ impl SsdTier {
                 return Err(Refused::Present);
             }
             let accepted = Accepted { device: number, drops: stored.drops_of(&key.space.namespace) };
-            stored.now_pending(&key, accepted);
+            stored.add_pending(&key, accepted);
             accepted
         };
         let bytes = u64::from(pages) * PAGE_BYTES;
         device.backlog.fetch_add(bytes, Ordering::Relaxed);
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
-        if !device.order(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
+        if !device.submit(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
             // A device's thread that panicked has removed its pending keys; another device may have this key by now.
-            self.shared.index.lock().no_longer_pending(&key, accepted);
+            self.shared.index.lock().remove_pending(&key, accepted);
             return Err(Refused::Closed);
         }
         Ok(())
@@ -275,7 +275,7 @@ impl SsdTier {
             return Err(Refused::Lengths);
         }
         let device = &self.devices[usize::from(location.device)];
-        if device.reads.load(Ordering::Relaxed) >= READS {
+        if device.reads.load(Ordering::Relaxed) >= READS_MAX {
             return Err(Refused::Full);
         }
         stored.index.touch(&key);
@@ -286,7 +286,7 @@ impl SsdTier {
         drop(stored);
         device.reads.fetch_add(1, Ordering::Relaxed);
         let job = ReadJob { key, location, into, deadline, done: Box::new(done) };
-        if !device.order(Some(job), None) {
+        if !device.submit(Some(job), None) {
             pin.fetch_sub(1, Ordering::Release);
             device.reads.fetch_sub(1, Ordering::Relaxed);
             return Err(Refused::Closed);
@@ -339,7 +339,7 @@ impl SsdTier {
         loop {
             // Release the lock between pieces, because lookups wait for it.
             let mut stored = self.shared.index.lock();
-            let end = stored.index.slots().min(next + KEYS);
+            let end = stored.index.slots().min(next + SLOTS_PER_LOCK);
             let keys: Vec<BlockKey> = (next..end)
                 .filter_map(|slot| stored.index.key_at(slot))
                 .filter(|key| key.space.namespace == namespace)
@@ -407,7 +407,7 @@ impl SsdTier {
         loop {
             let stored = self.shared.index.lock();
             let slots = stored.index.slots();
-            let end = slots.min(next + KEYS);
+            let end = slots.min(next + SLOTS_PER_LOCK);
             let keys: Vec<BlockKey> = (next..end).filter_map(|slot| stored.index.key_at(slot)).collect();
             drop(stored);
             keys.into_iter().for_each(&mut see);
@@ -441,8 +441,8 @@ impl SsdTier {
     /// Accepts nothing more, writes the backlog, then the tables from which the next start rebuilds its index, and ends
     /// the threads. Returns false if a device does not end in time: its thread, and the memory of its operations, then
     /// stay until it does. A call from inside `done` does not wait for its own thread, and returns false.
-    pub fn close(&self, patience: Duration) -> bool {
-        let until = Instant::now() + patience;
+    pub fn close(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
         for device in &self.devices {
             device.close();
         }
@@ -509,16 +509,16 @@ impl Drop for SsdTier {
     fn drop(&mut self) {
         // The last owner may be a `done` on a device's thread; that thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
-        if !self.close(PATIENCE) && !on_own_thread {
-            tracing::warn!(waited_s = PATIENCE.as_secs(), "SSD device did not end; leaving its thread behind");
+        if !self.close(DROP_TIMEOUT) && !on_own_thread {
+            tracing::warn!(waited_s = DROP_TIMEOUT.as_secs(), "SSD device did not end; leaving its thread behind");
         }
     }
 }
 
 /// Reports the end of a device's thread, by return or by panic.
-struct Ended(Arc<DeviceShared>);
+struct ThreadEndGuard(Arc<DeviceShared>);
 
-impl Drop for Ended {
+impl Drop for ThreadEndGuard {
     fn drop(&mut self) {
         self.0.thread_ended();
     }

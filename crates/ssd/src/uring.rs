@@ -14,7 +14,7 @@ use std::time::Duration;
 use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 
-use crate::io::{Ended, Io, Op, OpKind, Piece, Waker};
+use crate::io::{Completion, Io, Op, OpKind, Piece, Waker};
 
 /// Limit of operations in flight; the read of the wake-up is not counted.
 const ENTRIES: u32 = 256;
@@ -171,7 +171,7 @@ impl UringQueue {
         }
     }
 
-    fn await_wake(&mut self) {
+    fn arm_wake(&mut self) {
         if !self.wake_posted {
             let wake_count: *mut u64 = &mut *self.wake_count;
             let fd = io_uring::types::Fd(self.wake_fd.as_raw_fd());
@@ -181,7 +181,7 @@ impl UringQueue {
         }
     }
 
-    fn reap(&mut self, ended: &mut Vec<Ended>) {
+    fn reap(&mut self, ended: &mut Vec<Completion>) {
         let completions = self.ring.completion();
         for completion in completions {
             if completion.user_data() == WAKE {
@@ -194,7 +194,7 @@ impl UringQueue {
             let result = completion.result();
             let result =
                 if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(result as usize) };
-            ended.push(Ended { id, result });
+            ended.push(Completion { id, result });
         }
     }
 }
@@ -210,8 +210,8 @@ impl Io for UringQueue {
         self.free.len()
     }
 
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
-        self.await_wake();
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
+        self.arm_wake();
         let time = Timespec::from(timeout);
         let args = SubmitArgs::new().timespec(&time);
         let entered = if timeout.is_zero() {

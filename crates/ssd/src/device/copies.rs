@@ -13,9 +13,9 @@ use kvlane_policy::{Cleaner, Memo, Worth};
 
 use super::Device;
 use crate::index::{Live, Location};
-use crate::job::What;
+use crate::job::Purpose;
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentNumber, header_pages};
-use crate::log::For;
+use crate::log::RecordSource;
 use crate::pages::Pages;
 use crate::read::{identify, shards_are_right};
 use crate::stats::Counters;
@@ -25,7 +25,7 @@ impl Device {
         if self.is_closing() && self.queued_writes.is_empty() {
             return;
         }
-        if let Some(mut sealed) = self.log.to_clean() {
+        if let Some(mut sealed) = self.log.cleaning_candidates() {
             sealed.sort_unstable();
             sealed.truncate(Cleaner::window(sealed.len()));
             let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
@@ -34,7 +34,7 @@ impl Device {
             let has_room = self.log.has_room_for_copies() && !self.is_closing();
             let room_in = if has_room { self.superblock.segment_pages() } else { 0 };
             let kept = self.cleaner.split(&worths[chosen], room_in);
-            self.tell_what_was_given_up();
+            self.report_given_up();
             self.empty(sealed[chosen].1, &live[chosen], &kept);
         }
         self.copy_next();
@@ -42,7 +42,7 @@ impl Device {
 
     /// Reports to the judge at which hit density the tier gives up records. That is the lowest of the devices', because
     /// a block goes to whichever device has room.
-    fn tell_what_was_given_up(&self) {
+    fn report_given_up(&self) {
         let Some(judge) = self.shared.judge.get() else { return };
         let least = {
             let mut of_devices = self.shared.given_up.lock();
@@ -82,7 +82,7 @@ impl Device {
         }
         drop(stored);
         Counters::add(&self.shared.counters.blocks_dropped, dropped);
-        self.log.clean(segment, left);
+        self.log.start_cleaning(segment, left);
     }
 
     /// Starts to copy the next record of the segment being emptied. After the last one, frees the segment if no read
@@ -102,17 +102,17 @@ impl Device {
             let buffer = Pages::new(live.pages as usize * PAGE_BYTES as usize);
             let (id, piece) = (self.id(), buffer.piece(buffer.len()));
             let offset = self.superblock.offset(segment, live.page);
-            self.start(id, What::CopyIn { live, from, buffer }, offset, &[piece]);
+            self.start(id, Purpose::CopyIn { live, from, buffer }, offset, &[piece]);
             return;
         }
         if self.device.pins[segment.index()].load(Ordering::Acquire) == 0 {
             self.shared.index.lock().index.segment_emptied(self.number, segment);
-            self.log.cleaned();
+            self.log.finish_cleaning();
             Counters::add(&self.shared.counters.segments_cleaned, 1);
         }
     }
 
-    pub(super) fn copied(&mut self) {
+    pub(super) fn end_copy(&mut self) {
         if let Some(cleaning) = self.log.cleaning.as_mut() {
             cleaning.copying = false;
         }
@@ -127,15 +127,15 @@ impl Device {
             let start = (header_pages(header.shards.len()) * PAGE_BYTES) as usize;
             !failed && shards_are_right(header, &buffer.bytes()[start..])
         });
-        let place = match whole {
-            Some(_) => self.place(live.pages, &live.key.space, For::Copies),
+        let allocated = match whole {
+            Some(_) => self.allocate(live.pages, &live.key.space, RecordSource::Copies),
             None => None,
         };
-        let (Some(header), Some((segment, page))) = (whole, place) else {
+        let (Some(header), Some((segment, page))) = (whole, allocated) else {
             if self.shared.index.lock().index.remove_at(&live.key, from) {
                 Counters::add(&self.shared.counters.blocks_dropped, 1);
             }
-            self.copied();
+            self.end_copy();
             return;
         };
         let header = RecordHeader { generation: self.log.generation(segment), segment, page, ..header };
@@ -144,7 +144,7 @@ impl Device {
         let to = Location { segment, page, ..from };
         let (id, piece, offset) =
             (self.id(), buffer.piece(buffer.len()), self.superblock.offset(segment, page));
-        self.start(id, What::CopyOut { live, from, to, buffer }, offset, &[piece]);
+        self.start(id, Purpose::CopyOut { live, from, to, buffer }, offset, &[piece]);
     }
 
     /// Ends a copy: moves the block's index entry to the copy, or drops the block if the copy failed.
@@ -157,7 +157,7 @@ impl Device {
             Counters::add(&self.shared.counters.blocks_dropped, 1);
         }
         drop(stored_now);
-        self.copied();
+        self.end_copy();
     }
 }
 

@@ -33,16 +33,16 @@ use std::time::{Duration, Instant};
 
 use kvlane_policy::Cleaner;
 
-use self::state::{Stage, Sync};
+use self::state::{Stage, SyncState};
 use crate::headers::Headers;
-use crate::io::{Ended, Io, Registration};
+use crate::io::{Completion, Io, Registration};
 use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
 use crate::layout::Superblock;
 use crate::log::Log;
 use crate::memory::Memory;
 use crate::rate::RateLimit;
 use crate::request::{Miss, ReadEnd};
-use crate::shared::{DeviceShared, Orders, Shared};
+use crate::shared::{DeviceShared, JobQueue, Shared};
 use crate::turns::Turns;
 
 /// Longest sleep without a completion or a job.
@@ -83,7 +83,7 @@ pub(crate) struct Device {
     rate: Option<RateLimit>,
     checkpoint_interval: Duration,
     next_checkpoint: Instant,
-    sync: Sync,
+    sync: SyncState,
     /// Operations were posted since the last [`Io::wait`], so they may not have started.
     unsubmitted: bool,
     stage: Stage,
@@ -147,7 +147,7 @@ impl Device {
             rate: write_rate.map(RateLimit::new),
             checkpoint_interval,
             next_checkpoint: Instant::now() + checkpoint_interval,
-            sync: Sync::Done,
+            sync: SyncState::Done,
             unsubmitted: false,
             stage: Stage::Accepting,
             reads_in_flight: 0,
@@ -161,8 +161,8 @@ impl Device {
         let mut ended = Vec::new();
         loop {
             let now = Instant::now();
-            self.take_orders();
-            self.look_at_deadlines(now);
+            self.take_jobs();
+            self.expire_reads(now);
             self.start_reads();
             self.clean();
             self.start_writes(now);
@@ -173,7 +173,7 @@ impl Device {
             if !self.complete.is_empty() {
                 // Submit what was posted, so that the device works while this thread takes checksums.
                 if self.unsubmitted {
-                    self.enter(Duration::ZERO, &mut ended);
+                    self.poll_io(Duration::ZERO, &mut ended);
                 }
                 // Check a bounded number of bytes, then go round again to post what was queued meanwhile.
                 let mut checked = 0;
@@ -183,12 +183,12 @@ impl Device {
                     checked += transfer.read_bytes();
                     self.finish(transfer);
                 }
-            } else if self.is_over() {
+            } else if self.is_finished() {
                 return;
             } else {
                 let timeout = self.sleep_at_most(now, posted_until);
                 if self.device.fall_asleep(self.is_closing()) {
-                    self.enter(timeout, &mut ended);
+                    self.poll_io(timeout, &mut ended);
                     self.device.awake();
                 }
             }
@@ -198,7 +198,7 @@ impl Device {
         }
     }
 
-    fn enter(&mut self, timeout: Duration, ended: &mut Vec<Ended>) {
+    fn poll_io(&mut self, timeout: Duration, ended: &mut Vec<Completion>) {
         self.unsubmitted = false;
         if let Err(error) = self.io.wait(timeout, ended) {
             tracing::error!(
@@ -209,10 +209,10 @@ impl Device {
         }
     }
 
-    fn take_orders(&mut self) {
+    fn take_jobs(&mut self) {
         let (reads, writes, closed) = {
-            let mut orders = self.device.orders.lock();
-            (std::mem::take(&mut orders.reads), std::mem::take(&mut orders.writes), orders.closed)
+            let mut queue = self.device.queue.lock();
+            (std::mem::take(&mut queue.reads), std::mem::take(&mut queue.writes), queue.closed)
         };
         for job in reads {
             let id = self.id();
@@ -255,7 +255,7 @@ impl Device {
         self.stage == Stage::Closing
     }
 
-    fn is_over(&self) -> bool {
+    fn is_finished(&self) -> bool {
         self.is_closing()
             && self.transfers.is_empty()
             && self.held.is_empty()
@@ -275,8 +275,8 @@ impl Drop for Device {
             self.device.health.lock().ended("its thread panicked; it comes back with a restart".to_owned());
         }
         // Swap and close under one lock: jobs accepted before are dropped here, and none is accepted after.
-        let closed = Orders { closed: true, ..Orders::default() };
-        drop(std::mem::replace(&mut *self.device.orders.lock(), closed));
+        let closed = JobQueue { closed: true, ..JobQueue::default() };
+        drop(std::mem::replace(&mut *self.device.queue.lock(), closed));
         if panicked {
             let mut stored = self.shared.index.lock();
             stored.pending.retain(|_, accepted| accepted.device != self.number);

@@ -5,29 +5,29 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::Device;
-use crate::io::{Ended, Op, OpKind, Piece};
-use crate::job::{Transfer, UnfinishedOp, What, cut};
+use crate::io::{Completion, Op, OpKind, Piece};
+use crate::job::{Transfer, UnfinishedOp, Purpose, cut};
 use crate::stats::Counters;
 
 /// Attempts in a row that may move nothing before an operation fails.
 const STALLS: u32 = 16;
 
 impl Device {
-    pub(super) fn start(&mut self, id: u64, what: What, offset: u64, pieces: &[Piece]) {
-        let kind = what.kind();
+    pub(super) fn start(&mut self, id: u64, purpose: Purpose, offset: u64, pieces: &[Piece]) {
+        let kind = purpose.kind();
         let parts = match kind {
             OpKind::Sync => {
                 vec![UnfinishedOp { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
             }
             _ => cut(id, kind, offset, pieces),
         };
-        self.start_parts(id, what, parts);
+        self.start_parts(id, purpose, parts);
     }
 
-    pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<UnfinishedOp>) {
+    pub(super) fn start_parts(&mut self, id: u64, purpose: Purpose, parts: Vec<UnfinishedOp>) {
         // Reads for cleaning queue with the writes, because no engine waits for them.
-        let is_read = matches!(what, What::Read { .. });
-        self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
+        let is_read = matches!(purpose, Purpose::Read { .. });
+        self.transfers.insert(id, Transfer { purpose, operations: parts.len(), error: None });
         if is_read {
             self.ready_reads.extend(parts);
         } else {
@@ -79,7 +79,7 @@ impl Device {
         self.unsubmitted = true;
     }
 
-    pub(super) fn operation_ended(&mut self, end: Ended) {
+    pub(super) fn operation_ended(&mut self, end: Completion) {
         let Some(mut part) = self.parts.remove(&end.id) else { return };
         let (bytes, is_read) = (part.bytes(), self.is_read(part.transfer));
         if is_read {
@@ -121,28 +121,28 @@ impl Device {
     }
 
     pub(super) fn is_read(&self, transfer: u64) -> bool {
-        matches!(self.transfers.get(&transfer), Some(Transfer { what: What::Read { .. }, .. }))
+        matches!(self.transfers.get(&transfer), Some(Transfer { purpose: Purpose::Read { .. }, .. }))
     }
 
     pub(super) fn finish(&mut self, transfer: Transfer) {
-        if transfer.what.kind() != OpKind::Read {
+        if transfer.purpose.kind() != OpKind::Read {
             self.note_health(transfer.error.as_ref());
         }
         let failed = transfer.error.is_some();
-        match transfer.what {
-            What::Read { job, header } => self.finish_read(job, header, transfer.error),
-            What::Write { .. } | What::CopyOut { .. } => self.finish_records(transfer),
-            What::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
-            What::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
-            What::Foot { segment, .. } => {
+        match transfer.purpose {
+            Purpose::Read { job, header } => self.finish_read(job, header, transfer.error),
+            Purpose::Write { .. } | Purpose::CopyOut { .. } => self.finish_records(transfer),
+            Purpose::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
+            Purpose::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
+            Purpose::Foot { segment, .. } => {
                 self.log.table_ended(segment);
                 if !failed {
                     self.sync.table_written();
                     Counters::add(&self.shared.counters.checkpoints, 1);
                 }
             }
-            What::Sync => self.sync.ended(),
-            What::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
+            Purpose::Sync => self.sync.ended(),
+            Purpose::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
         }
     }
 

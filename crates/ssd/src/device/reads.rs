@@ -11,7 +11,7 @@ use kvlane_block::PoolExtent;
 use super::Device;
 use crate::headers::HeaderMemory;
 use crate::io::{OpKind, Piece};
-use crate::job::{ReadJob, Transfer, What, cut_record};
+use crate::job::{ReadJob, Transfer, Purpose, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
 use crate::read::verify;
 use crate::request::{Miss, ReadEnd};
@@ -21,7 +21,7 @@ use crate::stats::Counters;
 const READS_IN_FLIGHT: u64 = 32 << 20;
 
 impl Device {
-    pub(super) fn look_at_deadlines(&mut self, now: Instant) {
+    pub(super) fn expire_reads(&mut self, now: Instant) {
         while let Some(Reverse((deadline, id))) = self.deadlines.peek().copied()
             && deadline <= now
         {
@@ -29,7 +29,7 @@ impl Device {
             if let Some(job) = self.queued_reads.remove(&id) {
                 Counters::add(&self.shared.counters.reads_late, 1);
                 self.end_read(job, ReadEnd::Miss(Miss::Late));
-            } else if matches!(self.transfers.get(&id), Some(Transfer { what: What::Read { .. }, .. })) {
+            } else if matches!(self.transfers.get(&id), Some(Transfer { purpose: Purpose::Read { .. }, .. })) {
                 Counters::add(&self.shared.counters.reads_late, 1);
             }
         }
@@ -47,7 +47,7 @@ impl Device {
             self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
             let piece = self.headers.piece(&header);
             let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registration);
-            self.start_parts(id, What::Read { job, header }, parts);
+            self.start_parts(id, Purpose::Read { job, header }, parts);
         }
     }
 
@@ -79,7 +79,7 @@ impl Device {
                 )
             }
         };
-        self.headers.give_back(header);
+        self.headers.release(header);
         match end {
             ReadEnd::Found { .. } => {
                 Counters::add(&counters.reads_found, 1);

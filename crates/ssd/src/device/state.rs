@@ -11,7 +11,7 @@ pub(super) enum Stage {
 
 /// Whether an fdatasync covers all tables that were written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sync {
+pub(super) enum SyncState {
     /// A sync covers every table.
     Done,
     /// Tables were written after the last sync.
@@ -22,7 +22,7 @@ pub(super) enum Sync {
     InFlightAndDue,
 }
 
-impl Sync {
+impl SyncState {
     /// Called when a foot, and with it a table, was written.
     pub(super) fn table_written(&mut self) {
         *self = match self {
@@ -51,18 +51,18 @@ mod tests {
 
     #[test]
     fn a_table_that_is_written_during_a_sync_needs_another_one() {
-        let mut sync = Sync::Done;
+        let mut sync = SyncState::Done;
         sync.table_written();
-        assert_eq!(sync, Sync::Due);
-        sync = Sync::InFlight;
+        assert_eq!(sync, SyncState::Due);
+        sync = SyncState::InFlight;
         sync.table_written();
         sync.table_written();
-        assert!(sync == Sync::InFlightAndDue && sync.is_due());
+        assert!(sync == SyncState::InFlightAndDue && sync.is_due());
         sync.ended();
-        assert_eq!(sync, Sync::Due);
-        sync = Sync::InFlight;
+        assert_eq!(sync, SyncState::Due);
+        sync = SyncState::InFlight;
         assert!(!sync.is_due());
         sync.ended();
-        assert_eq!(sync, Sync::Done);
+        assert_eq!(sync, SyncState::Done);
     }
 }

@@ -9,16 +9,16 @@ use std::time::Instant;
 use kvlane_block::{CutDigest, Space};
 
 use super::Device;
-use super::state::Sync;
-use crate::job::What;
+use super::state::SyncState;
+use crate::job::Purpose;
 use crate::layout::{PAGE_BYTES, SegmentFoot, SegmentNumber, Table, TableRecord, table_bytes};
-use crate::log::Head;
+use crate::log::HeadState;
 use crate::pages::Pages;
 
 impl Device {
     pub(super) fn finish_segments(&mut self) {
-        while let Some(segment) = self.log.finished() {
-            let Some(open) = self.log.written(segment) else { continue };
+        while let Some(segment) = self.log.next_to_seal() {
+            let Some(open) = self.log.unsealed(segment) else { continue };
             let (tail, generation) = (open.tail, open.generation);
             let scan_from = self.superblock.segment_pages() - 1;
             self.write_table(segment, generation, tail, scan_from);
@@ -36,7 +36,7 @@ impl Device {
         } else if now >= self.next_checkpoint {
             self.next_checkpoint = now + self.checkpoint_interval;
             let open = self.log.open.as_ref();
-            let due = open.is_some_and(|open| open.changed && !open.table && open.head == Head::Written);
+            let due = open.is_some_and(|open| open.changed && !open.table && open.head == HeadState::Written);
             if due {
                 match self.log.checkpoint_room() {
                     None => self.log.close_open(),
@@ -52,10 +52,10 @@ impl Device {
                 }
             }
         }
-        if self.sync == Sync::Due && (self.is_closing() || !self.tables_in_flight()) {
-            self.sync = Sync::InFlight;
+        if self.sync == SyncState::Due && (self.is_closing() || !self.tables_in_flight()) {
+            self.sync = SyncState::InFlight;
             let id = self.id();
-            self.start(id, What::Sync, 0, &[]);
+            self.start(id, Purpose::Sync, 0, &[]);
         }
     }
 
@@ -107,7 +107,7 @@ impl Device {
         }
         let foot = SegmentFoot { device_id, segment, generation, table_page, table_bytes, scan_from };
         let offset = self.superblock.offset(segment, table_page);
-        self.start(id, What::Table { segment, foot, pages }, offset, &[piece]);
+        self.start(id, Purpose::Table { segment, foot, pages }, offset, &[piece]);
     }
 
     pub(super) fn table_ended(&mut self, segment: SegmentNumber, foot: SegmentFoot, failed: bool) {
@@ -118,6 +118,6 @@ impl Device {
         let page = Pages::with(&foot.encode());
         let last_page = self.superblock.segment_pages() - 1;
         let (id, piece) = (self.id(), page.piece(page.len()));
-        self.start(id, What::Foot { segment, page }, self.superblock.offset(segment, last_page), &[piece]);
+        self.start(id, Purpose::Foot { segment, page }, self.superblock.offset(segment, last_page), &[piece]);
     }
 }
