@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Receiver, Sender};
 use kvlane_block::{BlockKey, Namespace, PoolExtent, PoolOffset};
 use kvlane_policy::Memo;
 use kvlane_store::Judge;
@@ -18,10 +19,11 @@ use crate::drops::DropTable;
 use crate::error::OpenError;
 use crate::file::TierFile;
 use crate::headers::Headers;
+use crate::holdings::Holdings;
 use crate::index::Index;
-use crate::io::{Io, Piece, Registration};
+use crate::io::{Io, Piece, Registration, WrapIo};
 use crate::job::{Accepted, ReadJob, WriteJob};
-use crate::layout::{PAGE_BYTES, record_pages};
+use crate::layout::{PAGE_BYTES, Superblock, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
@@ -109,112 +111,76 @@ impl SsdTier {
         Ok(tier)
     }
 
+    /// Recovers the file, starts its device's thread, and hands the log over to the thread.
     fn start_device(
         &self,
         number: u8,
         file: TierFile,
         options: &Options,
     ) -> Result<(Arc<DeviceShared>, DropTable), OpenError> {
-        let path = file.path.clone();
-        let fail = |what| {
-            let path = path.clone();
-            move |source| OpenError::Io { path, what, source }
-        };
-        let superblock = file.superblock;
-        let mut log = Log::new(superblock.segments, superblock.segment_pages());
+        let (drops, log, holdings) = self.recover_file(number, &file)?;
+        let (opened, start) = self.start_thread(number, &file, options)?;
+        let waker = Arc::clone(&opened.waker);
+        let status = initial_status(file, opened, log.free_segments());
+        for note in &status.notes {
+            tracing::warn!(path = %status.path.display(), "{note}");
+        }
+        let device = DeviceShared::new(status, holdings);
+        device.set_waker(waker);
+        device.free_segments.store(log.free_segments(), Ordering::Relaxed);
+        // This cannot fail, because the thread has opened its interface and waits for the log.
+        let _ = start.send((Arc::clone(&device), log));
+        Ok((device, drops))
+    }
+
+    /// Reads the file's drop table, then its records into the index. Returns the file's log and holdings with the
+    /// table.
+    fn recover_file(&self, number: u8, file: &TierFile) -> Result<(DropTable, Log, Holdings), OpenError> {
         let began = Instant::now();
-        let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
-        let found = begin_run(&file, number, &drops, &mut self.shared.index.lock().index, &mut log)
-            .map_err(fail("cannot go on with what it holds"))?;
+        let mut log = Log::new(file.superblock.segments, file.superblock.segment_pages());
+        let drops = DropTable::read(file).map_err(fail(file, "cannot read which namespaces were dropped"))?;
+        let found = begin_run(file, number, &drops, &mut self.shared.index.lock().index, &mut log)
+            .map_err(fail(file, "cannot go on with what it holds"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
         tracing::info!(
-            path = %path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
+            path = %file.path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
             seconds = began.elapsed().as_secs_f64(), "SSD tier opened"
         );
+        Ok((drops, log, found.holdings))
+    }
 
-        let descriptor = file.file.try_clone().map_err(fail("cannot use its descriptor twice"))?;
-        let (memory, wrap_io) = (Arc::clone(&self.memory), options.wrap_io.clone());
-        let threads = options.threads;
-        let (tell, opened) = crossbeam_channel::bounded(1);
-        let (give, starts) = crossbeam_channel::bounded::<(Arc<DeviceShared>, Log)>(1);
-        let shared = Arc::clone(&self.shared);
-        let (write_rate, checkpoint_interval) = (options.write_rate, options.checkpoint_interval);
-        // A ring belongs to the thread that makes it.
-        let work = move || {
-            let headers = Headers::new();
-            let made = open_io(descriptor, &*memory, &headers, threads);
-            let (io, registration, info) = match made {
-                Ok((mut io, mut info)) => {
-                    if let Some(wrap) = wrap_io {
-                        io = wrap.wrap(io);
-                        info.waker = io.waker();
-                    }
-                    (io, info.registration, Ok(info))
-                }
-                Err(error) => {
-                    let _ = tell.send(Err(error));
-                    return;
-                }
-            };
-            let _ = tell.send(info);
-            let Ok((device, log)) = starts.recv() else { return };
-            device.thread_began();
-            let ends = ThreadEndGuard(Arc::clone(&device));
-            Device::new(Start {
-                io,
-                headers,
-                registration,
-                memory,
-                shared,
-                device,
-                number,
-                superblock,
-                log,
-                write_rate,
-                checkpoint_interval,
-            })
-            .run();
-            drop(ends);
+    /// Starts the device's thread, and waits until it has opened its I/O interface. The thread then waits for its state
+    /// and log from the sender, and ends if the sender is dropped.
+    fn start_thread(
+        &self,
+        number: u8,
+        file: &TierFile,
+        options: &Options,
+    ) -> Result<(Opened, Sender<DeviceAndLog>), OpenError> {
+        let descriptor = file.file.try_clone().map_err(fail(file, "cannot use its descriptor twice"))?;
+        let (report, reports) = crossbeam_channel::bounded(1);
+        let (start, starts) = crossbeam_channel::bounded(1);
+        let thread = DeviceThread {
+            file: descriptor,
+            number,
+            superblock: file.superblock,
+            memory: Arc::clone(&self.memory),
+            shared: Arc::clone(&self.shared),
+            threads: options.threads,
+            wrap_io: options.wrap_io.clone(),
+            write_rate: options.write_rate,
+            checkpoint_interval: options.checkpoint_interval,
         };
         std::thread::Builder::new()
             .name(format!("kvlane-ssd{number}"))
-            .spawn(work)
-            .map_err(fail("cannot start its thread"))?;
-        let opened = opened
+            .spawn(move || thread.run(&report, &starts))
+            .map_err(fail(file, "cannot start its thread"))?;
+        let opened = reports
             .recv()
             .unwrap_or_else(|_| Err(std::io::Error::other("its thread ended")))
-            .map_err(fail("cannot transfer from and to it"))?;
-
-        let mut notes = file.notes;
-        notes.extend(opened.notes);
-        for note in &notes {
-            tracing::warn!(path = %path.display(), "{note}");
-        }
-        let device = DeviceShared::new(
-            DeviceStatus {
-                path,
-                capacity: superblock.file_bytes().unwrap_or_default(),
-                segment_bytes: superblock.segment_bytes,
-                segments: superblock.segments,
-                free_segments: log.free_segments(),
-                io: opened.io,
-                direct: file.direct,
-                registered: opened.registration == Registration::Registered,
-                notes,
-                degraded: None,
-                drops_not_noted: 0,
-                backlog_bytes: 0,
-                reads: 0,
-                warm: file.warm,
-            },
-            found.holdings,
-        );
-        device.set_waker(opened.waker);
-        device.free_segments.store(log.free_segments(), Ordering::Relaxed);
-        // The thread waits for it.
-        let _ = give.send((Arc::clone(&device), log));
-        Ok((device, drops))
+            .map_err(fail(file, "cannot transfer from and to it"))?;
+        Ok((opened, start))
     }
 
     /// Queues a block to be written. A device's thread calls `done` exactly once, after the kernel's last read of the
@@ -515,6 +481,86 @@ impl Drop for SsdTier {
     }
 }
 
+/// Names the file and the step that failed in an error of the system.
+fn fail(file: &TierFile, what: &'static str) -> impl FnOnce(std::io::Error) -> OpenError {
+    let path = file.path.clone();
+    move |source| OpenError::Io { path, what, source }
+}
+
+/// The status of a device that has just been opened; adds the interface's notes to the file's.
+fn initial_status(file: TierFile, opened: Opened, free_segments: u32) -> DeviceStatus {
+    let mut notes = file.notes;
+    notes.extend(opened.notes);
+    DeviceStatus {
+        path: file.path,
+        capacity: file.superblock.file_bytes().unwrap_or_default(),
+        segment_bytes: file.superblock.segment_bytes,
+        segments: file.superblock.segments,
+        free_segments,
+        io: opened.io,
+        direct: file.direct,
+        registered: opened.registration == Registration::Registered,
+        notes,
+        degraded: None,
+        drops_not_noted: 0,
+        backlog_bytes: 0,
+        reads: 0,
+        warm: file.warm,
+    }
+}
+
+/// A device's state and log, which its thread needs before it can run.
+type DeviceAndLog = (Arc<DeviceShared>, Log);
+
+/// What a device's thread is started with.
+struct DeviceThread {
+    file: std::fs::File,
+    number: u8,
+    superblock: Superblock,
+    memory: Arc<dyn Memory>,
+    shared: Arc<Shared>,
+    threads: bool,
+    wrap_io: Option<Arc<dyn WrapIo>>,
+    write_rate: Option<u64>,
+    checkpoint_interval: Duration,
+}
+
+impl DeviceThread {
+    /// Body of the thread: opens the I/O interface and reports it, waits for state and log, and runs the device. Opens
+    /// the interface here, because an io_uring belongs to the thread that makes it.
+    fn run(self, report: &Sender<std::io::Result<Opened>>, starts: &Receiver<DeviceAndLog>) {
+        let DeviceThread { file, number, superblock, memory, shared, .. } = self;
+        let headers = Headers::new();
+        let (io, opened) = match open_wrapped_io(file, &*memory, &headers, self.threads, self.wrap_io) {
+            Ok(made) => made,
+            Err(error) => {
+                let _ = report.send(Err(error));
+                return;
+            }
+        };
+        let registration = opened.registration;
+        let _ = report.send(Ok(opened));
+        let Ok((device, log)) = starts.recv() else { return };
+        device.thread_began();
+        let ends = ThreadEndGuard(Arc::clone(&device));
+        Device::new(Start {
+            io,
+            headers,
+            registration,
+            memory,
+            shared,
+            device,
+            number,
+            superblock,
+            log,
+            write_rate: self.write_rate,
+            checkpoint_interval: self.checkpoint_interval,
+        })
+        .run();
+        drop(ends);
+    }
+}
+
 /// Reports the end of a device's thread, by return or by panic.
 struct ThreadEndGuard(Arc<DeviceShared>);
 
@@ -524,6 +570,24 @@ impl Drop for ThreadEndGuard {
     }
 }
 
+/// Opens the I/O interface, and puts the options' layer around it if there is one.
+fn open_wrapped_io(
+    file: std::fs::File,
+    memory: &dyn Memory,
+    headers: &Headers,
+    threads: bool,
+    wrap_io: Option<Arc<dyn WrapIo>>,
+) -> std::io::Result<(Box<dyn Io>, Opened)> {
+    let (mut io, mut opened) = open_io(file, memory, headers, threads)?;
+    if let Some(wrap) = wrap_io {
+        io = wrap.wrap(io);
+        opened.waker = io.waker();
+    }
+    Ok((io, opened))
+}
+
+/// Opens io_uring, or a pool of threads if io_uring is refused or `threads` is set. Takes the file, because each clone
+/// of its descriptor that outlives the thread would keep its lock.
 fn open_io(
     file: std::fs::File,
     memory: &dyn Memory,
