@@ -58,16 +58,33 @@ impl TierFile {
         let path = if named.is_dir() { named.join(FILE_NAME) } else { named.clone() };
         // Follow links now, because a new file is renamed to this path and would replace a link.
         let path = path.canonicalize().unwrap_or(path);
+        let caching = if buffered { Caching::PageCache } else { Caching::Direct };
         match path.metadata() {
             Ok(found) if !found.is_file() => Err(OpenError::NotAFile { path }),
-            Ok(found) if found.len() > 0 => open(path, device.capacity, segment_bytes, buffered),
-            Ok(_) => make(path, device.capacity, segment_bytes, buffered),
+            Ok(found) if found.len() > 0 => open(path, device.capacity, segment_bytes, caching),
+            Ok(_) => make(path, device.capacity, segment_bytes, caching),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                make(path, device.capacity, segment_bytes, buffered)
+                make(path, device.capacity, segment_bytes, caching)
             }
             Err(source) => Err(OpenError::of_system(path, "cannot look at it", source)),
         }
     }
+}
+
+/// Whether transfers should bypass the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Caching {
+    /// Direct I/O if the file system has it, or else the page cache.
+    Direct,
+    /// The page cache, as an option asks.
+    PageCache,
+}
+
+/// Whether [`open_file`] makes a file that is missing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Missing {
+    Create,
+    Fail,
 }
 
 /// The number of segments of a new file, and their size in bytes. `Err` holds the smallest possible capacity in bytes.
@@ -83,13 +100,14 @@ fn geometry(capacity: u64, segment_bytes: Option<u64>) -> Result<(u32, u64), u64
     Ok((segments.min(i32::MAX as u64) as u32, segment_bytes))
 }
 
+/// Opens a file that exists and is not empty, if its superblock agrees with the options.
 fn open(
     path: PathBuf,
     capacity: Option<u64>,
     segment_bytes: Option<u64>,
-    buffered: bool,
+    caching: Caching,
 ) -> Result<TierFile, OpenError> {
-    let (file, direct, mut notes) = open_file(&path, false, buffered)
+    let (file, direct, mut notes) = open_file(&path, Missing::Fail, caching)
         .map_err(|source| OpenError::of_system(path.clone(), "cannot open it", source))?;
     lock(&file, &path)?;
     let fail = |what| {
@@ -143,7 +161,7 @@ fn make(
     path: PathBuf,
     capacity: Option<u64>,
     segment_bytes: Option<u64>,
-    buffered: bool,
+    caching: Caching,
 ) -> Result<TierFile, OpenError> {
     let fail = |what| {
         let path = path.clone();
@@ -170,7 +188,8 @@ fn make(
     let mut new_name = path.file_name().unwrap_or_default().to_os_string();
     new_name.push(".kvlane-new");
     let new_path = path.with_file_name(new_name);
-    let (file, direct, mut notes) = open_file(&new_path, true, buffered).map_err(fail("cannot make it"))?;
+    let (file, direct, mut notes) =
+        open_file(&new_path, Missing::Create, caching).map_err(fail("cannot make it"))?;
     lock(&file, &path)?;
     if !is_named(&file, &new_path) {
         // Another process made and renamed it while this one waited for the lock.
@@ -220,24 +239,23 @@ fn give_name(new_path: &Path, path: &Path, there: bool) -> io::Result<()> {
     }
 }
 
-/// The file, whether with direct I/O, and why not.
-fn open_file(path: &Path, create: bool, buffered: bool) -> io::Result<(File, bool, Vec<String>)> {
+/// Opens a file. Returns it, whether it has direct I/O, and a note that says why not.
+fn open_file(path: &Path, missing: Missing, caching: Caching) -> io::Result<(File, bool, Vec<String>)> {
     let options = |flags: i32| {
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(create).truncate(false).mode(0o600);
+        options.read(true).write(true).create(missing == Missing::Create).truncate(false).mode(0o600);
         options.custom_flags(libc::O_CLOEXEC | flags);
         options
     };
-    let direct = if buffered {
-        Err(io::Error::other("it is switched off"))
-    } else {
-        options(libc::O_DIRECT).open(path).and_then(|file| {
+    let direct = match caching {
+        Caching::PageCache => Err(io::Error::other("it is switched off")),
+        Caching::Direct => options(libc::O_DIRECT).open(path).and_then(|file| {
             // Try a read, because some file systems accept the flag and refuse the transfers.
             match file.read_at(Pages::new(PAGE_BYTES as usize).bytes_mut(), 0) {
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Err(error),
                 _ => Ok(file),
             }
-        })
+        }),
     };
     match direct {
         Ok(file) => Ok((file, true, Vec::new())),
@@ -339,9 +357,9 @@ mod tests {
     fn a_file_that_somebody_made_meanwhile_is_not_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("tier");
-        let first = make(path.clone(), Some(5 << 20), None, true).unwrap();
+        let first = make(path.clone(), Some(5 << 20), None, Caching::PageCache).unwrap();
         // The second one saw no file before, either.
-        let second = make(path.clone(), Some(5 << 20), None, true);
+        let second = make(path.clone(), Some(5 << 20), None, Caching::PageCache);
         assert!(matches!(second, Err(OpenError::InUse { .. })));
         assert!(is_named(&first.file, &path));
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left behind");
