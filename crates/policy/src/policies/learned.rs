@@ -1,3 +1,22 @@
+//! [`Learned`]: a policy that learns from past requests which blocks will be requested again, and evicts the others.
+//!
+//! ```text
+//!  request --> class of each block (`classes`): its use count and gap, or the shape of its first request
+//!     |              |
+//!     |              '--> cohort (`rings`): leaves of one class that were last requested in one span of time
+//!     v                                                                              |
+//!  sample --> counts by class and age (`history`) --> hit densities (`density`) --> ranks of the cohorts (`ranks`)
+//!                                                                                    |
+//!                                                     victim: oldest slot of the least dense cohort
+//! ```
+//!
+//! - A *leaf* is a slot that no block in the policy continues. Only leaves are in cohorts, because a block is never
+//!   requested without the blocks before it.
+//! - All slots of a cohort are taken to be equally dense, so a search for a victim compares some hundreds of cohorts, not
+//!   blocks.
+//! - A slot that a caller refuses to evict leaves its cohort, and enters again at the next ranking.
+//! - Time is the number of references so far.
+
 mod classes;
 mod density;
 mod history;
@@ -20,66 +39,71 @@ use crate::memo::Memo;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
-/// References after which densities are learnt, for the first time and again; as many as a quarter of the blocks, if that is
-/// more. With four times as many a scan cost up to 3 points.
+/// References between two computations of the densities, or a quarter of the blocks if that is more. With four times as
+/// many references, a scan cost up to 3 points of hit rate.
 const LEARN: u64 = 4096;
-/// A span of time is as many references as one in so many of the blocks, and at least so many.
+/// A new span of time begins after one reference for this many blocks, and after `MIN_SPAN` at least.
 const SPANS: u64 = 16;
 const MIN_SPAN: u64 = 64;
-/// New blocks come in if they are so much denser than what they would displace: their density is known less well.
+/// New blocks are admitted if they are this much denser than the blocks they would displace, because their density is
+/// known less well.
 const MARGIN: f64 = 1.25;
-/// One run in so many that are less dense comes in all the same: what was never counted, or counted wrongly, is not kept out for
-/// ever.
+/// One in this many runs that are not dense enough is admitted all the same. So a class that was never counted, or was
+/// counted wrongly, is not kept out for ever.
 const CHANCE: u64 = 32;
-/// Runs of missed blocks that are remembered until they are stored.
+/// Missed runs whose profile is remembered until they are stored.
 const NOTES: usize = 512;
 
-/// The block goes that will bring the fewest hits for the time that it is kept, by what became of blocks like it.
+/// Evicts the block that will bring the fewest hits for the time that it is kept, judged by the past of similar blocks.
 ///
-/// After Beckmann, Chen, Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018. Each block is in a
-/// class: how often it was asked for and how long after the time before, or, if once, how much of its prompt was known and
-/// how much was new. Of a sample of blocks, in the cache or not, it is counted at which age they were asked for again. From
-/// that follows for each class and age the hit density: the largest, over all horizons, of the chance to be asked for through
-/// the mean time in the cache. A run whose blocks are less dense than what they would displace does not come in.
+/// After Beckmann, Chen, Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018. A block's class
+/// is how often it was requested and how long after the time before. If it was requested once, its class is how much of
+/// its prompt was known and how much was new. For a sample of blocks, in the cache or not, the policy counts at which
+/// age they were requested again. From the counts follows a hit density for each class and age: the largest, over all
+/// horizons, of the chance of a request divided by the mean time in the cache. A run that is less dense than the blocks
+/// it would displace is not admitted.
 ///
-/// Age is counted in references, so nothing depends on a clock. Only blocks that nothing continues are looked at: what
-/// continues a block is never asked for without it. What was counted is halved by and by. For the first 4,096 references, or as
-/// many as a quarter of the capacity, it is LRU.
+/// Age counts references, so nothing depends on a clock. Only blocks without a block that continues them are compared,
+/// because no block is requested without those before it. Old counts decay. For the first 4,096 references, or a
+/// quarter of the capacity if that is more, the policy is LRU.
 pub struct Learned {
     /// References so far.
     now: u64,
     slots: Vec<Slot>,
+    /// The number of slots that are in.
     len: usize,
-    /// Of the slots that nothing continues, those that were not refused.
+    /// The leaves, except for those in `refused`.
     rings: Rings,
-    /// The rings that have slots.
+    /// The cohorts that may have slots.
     ranks: Ranks,
-    /// References when the rings were ranked.
+    /// Time of the last ranking.
     ranked_at: u64,
-    /// Slots that could not be evicted since then.
+    /// Leaves that the caller refused to evict since the last ranking.
     refused: Vec<u32>,
     history: History,
     densities: Densities,
-    /// When densities are learnt next.
+    /// When the densities are computed next.
     learn_at: u64,
+    /// The densities were computed at least once.
     learnt: bool,
+    /// Profiles of missed runs, by a part of the key. A new note replaces an old one.
     notes: Box<[Note]>,
-    /// The run that was missed, and what it is known as: kept for their memory.
+    /// Buffers of `missed`: the run's keys, and the profile of each.
     run: Vec<u64>,
     known_as: Vec<Known>,
-    /// How dense is what a tier below gives up.
+    /// Hit density of the blocks that a tier below gives up.
     below: Option<f32>,
-    /// Classes are dealt by chance.
+    /// Classes are random: the control of an experiment.
     dealt: bool,
 }
 
-/// What the policy knows of a slot. It stays for as long as something continues the slot, even if the slot is not in.
+/// What the policy knows of a slot. Kept while a slot that is in continues it, even if the slot itself is not in.
 #[derive(Clone, Copy)]
 struct Slot {
     parent: u32,
-    /// Slots that continue it.
+    /// The number of slots that continue it.
     children: u32,
-    /// The last 32 bits of the time.
+    /// The low 32 bits of the time of the last request.
     asked_at: u32,
     class: Class,
     uses: u8,
@@ -99,14 +123,14 @@ impl Slot {
     };
 }
 
-/// What a block is known as when it is asked for.
+/// A block's class and use count at a request.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Known {
     class: Class,
     uses: u8,
 }
 
-/// The blocks of a missed run from this one on are known as this.
+/// The profile of the blocks of a missed run, from the one with this key up to the next note. No note with 0 uses.
 #[derive(Clone, Copy, Default)]
 struct Note {
     key: u64,
@@ -114,7 +138,7 @@ struct Note {
 }
 
 impl Learned {
-    /// An empty one for a cache of about `capacity` blocks.
+    /// An empty policy for a cache of about `capacity` blocks.
     pub fn new(capacity: usize) -> Self {
         Self {
             now: 0,
@@ -136,12 +160,13 @@ impl Learned {
         }
     }
 
-    /// The same with classes that are dealt by chance: a control, which has nothing to learn from.
+    /// Like [`new`](Self::new), but with random classes: a control that has nothing to learn from.
     pub fn with_dealt_classes(capacity: usize) -> Self {
         Self { dealt: true, ..Self::new(capacity) }
     }
 
-    /// So many references went by.
+    /// Advances the time by `references`. Computes the densities, begins a span and ranks the cohorts when these are
+    /// due.
     fn pass(&mut self, references: usize) {
         self.now += references as u64;
         let learns = self.now >= self.learn_at;
@@ -159,7 +184,7 @@ impl Learned {
         }
     }
 
-    /// Ranks all rings by what is known now. What was refused may have become free.
+    /// Ranks all cohorts by the densities of now. Refused leaves enter again, because they may be evictable by now.
     fn rank(&mut self) {
         self.ranked_at = self.now;
         self.ranks.clear();
@@ -172,7 +197,7 @@ impl Learned {
         }
     }
 
-    /// Puts a slot into its ring if nothing continues it: as the newest one, or as the next to go.
+    /// Adds a slot to its cohort if it is a leaf: at the new end, or at the old end as the cohort's next victim.
     fn enter(&mut self, slot: u32, as_newest: bool) {
         let Slot { is_in, children, asked_at, class, .. } = self.slots[slot as usize];
         if !is_in || children > 0 || self.rings.contains(slot) {
@@ -188,7 +213,8 @@ impl Learned {
         }
     }
 
-    /// `slot`, which was in this ring if that is known, does not continue its parent any more.
+    /// Detaches `slot` from its parent, which may become a leaf. `ring` is the cohort that the slot was in, if that is
+    /// known.
     fn leave_parent(&mut self, slot: u32, ring: Option<Ring>) {
         let Slot { class, asked_at, .. } = self.slots[slot as usize];
         let parent = std::mem::replace(&mut self.slots[slot as usize].parent, NONE);
@@ -197,7 +223,7 @@ impl Learned {
         if above.children > 0 {
             return;
         }
-        // Mostly it was asked for together with the slot, and so belongs where that was.
+        // Mostly the parent was requested together with the slot, and so belongs to the same cohort.
         let is_alike = above.is_in && above.class == class && above.asked_at == asked_at;
         match ring.filter(|_| is_alike && !self.rings.contains(parent)) {
             Some(ring) => self.rings.add_as_oldest(parent, ring),
@@ -205,7 +231,7 @@ impl Learned {
         }
     }
 
-    /// `slot` is gone, which was in this ring if that is known; false if it was not in.
+    /// Removes `slot`; false if it was not in. `ring` is the cohort that it was in, if that is known.
     fn leave(&mut self, slot: u32, ring: Option<Ring>) -> bool {
         if !self.contains(slot) {
             return false;
@@ -224,7 +250,7 @@ impl Learned {
         &mut self.slots[slot as usize]
     }
 
-    /// The class that counts.
+    /// The class that the policy uses for a block: unknown before it has learnt, and random in a control.
     fn class(&self, class: Class, key: impl Fn() -> u64) -> Class {
         match (self.learnt, self.dealt) {
             (false, _) => Class::UNKNOWN,
@@ -242,8 +268,9 @@ impl Learned {
         (note.key == key && note.known.uses > 0).then_some(note.known)
     }
 
-    /// What the blocks of a missed run are known as, that follow `known` ones. What is followed in the run was asked for
-    /// before, and so was all before it, at least as often.
+    /// Fills in the profile of each block of a missed run behind `known` cached blocks. If the history tracks a block
+    /// of the run, that block was requested before. So were all blocks before it, at least as often: they get its
+    /// profile. The blocks behind the last one that is tracked are new.
     fn recognise(&self, known: usize, run: &[u64], known_as: &mut Vec<Known>) {
         known_as.clear();
         known_as.resize(run.len(), Known::default());
@@ -263,8 +290,8 @@ impl Learned {
         known_as[recognised..].fill(Known { class, uses: 1 });
     }
 
-    /// What the first of `new` blocks behind `parent` is taken for if nothing was noted of it. A prompt may be stored by and by:
-    /// what continues new blocks came with them.
+    /// The profile of the first of `new` blocks behind `parent` if there is no note of it. A block behind a new one
+    /// gets the same profile, because a prompt may be stored in several parts.
     fn known_behind(&self, parent: Option<u32>, new: usize) -> Known {
         let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
         match above {
@@ -273,7 +300,7 @@ impl Learned {
         }
     }
 
-    /// The mean density of the blocks that go if `victims` have to.
+    /// The mean density of the next `victims` blocks to be evicted.
     fn displaced(&self, victims: usize, blocks: &dyn Blocks) -> f64 {
         let (mut sum, mut left) = (0.0, victims);
         for (rank, ring) in self.ranks.iter() {
@@ -292,7 +319,8 @@ impl Learned {
         sum / (victims - left).max(1) as f64
     }
 
-    /// A slot that nothing continues and those above it that go next: of the same class, asked for at the same time.
+    /// A leaf and the slots above it that would be evicted next, because they have the same class and the same time of
+    /// request, and no other child.
     fn chain(&self, leaf: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::successors(Some(leaf), |&slot| {
             let below = &self.slots[slot as usize];
@@ -350,7 +378,7 @@ impl ReplacementPolicy for Learned {
         }
         let is_lucky = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(CHANCE));
         let displaced = MARGIN * self.displaced(victims, blocks);
-        // What is worth a place in a tier below passes through here.
+        // Also admit blocks that are dense enough for the tier below, because it gets them only through this cache.
         let least = self.below.map_or(displaced, |below| displaced.min(below.into()));
         sum / run.len().max(1) as f64 >= least || is_lucky()
     }
@@ -378,12 +406,12 @@ impl ReplacementPolicy for Learned {
             }
         }
         self.len += run.len();
-        // Of a chain only the last one enters.
+        // Only the last slot of the run is a leaf and enters a cohort.
         run.iter().for_each(|&slot| self.enter(slot, true));
     }
 
     fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {
-        // From the tail, which goes before the head also where a take-over left unknown what continues what.
+        // Go from the tail, so that it is evicted before the head even if a take-over left the parents unknown.
         for &slot in prefix.iter().rev() {
             let Some(&Slot { is_in: true, uses, asked_at, is_sampled, children, .. }) =
                 self.slots.get(slot as usize)
@@ -474,7 +502,7 @@ impl ReplacementPolicy for Learned {
             + self.known_as.capacity() * size_of::<Known>()
     }
 
-    /// By when they were asked for, and each after all that continues it.
+    /// Oldest request first, and each slot after all that continue it.
     fn slots(&self) -> Vec<u32> {
         let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].asked_at);
         let mut children: Vec<u32> = self.slots.iter().map(|slot| slot.children).collect();

@@ -1,38 +1,42 @@
-//! What became of a sample of blocks, whether they are in the cache or not.
+//! [`History`]: tracks a sample of blocks, in the cache or not, and counts at which age each class is requested again.
+//!
+//! Tracked blocks are in a hash table of 8-way sets, each a cache line. A block that is requested again adds to `asked`
+//! of its former class, at its age. A block that another one replaces adds to `left`. Counts decay at each
+//! [`History::learn`].
 
 use super::classes::{CLASSES, Class};
 use super::density::{Densities, Fates, bucket};
 
-/// Blocks that are followed at a time. With the counts they take 150 KiB.
+/// Limit of blocks that are tracked at a time. With the counts they take 150 KiB.
 const FOLLOWED: usize = 16_384;
-/// Places that a block can be followed at.
+/// Blocks in a set.
 const WAYS: usize = 8;
-/// The smallest sample is one block in 2 to this power: enough for the classes, even of a small cache, and its time.
+/// Even for a small cache only one block in 2 to this power is sampled: that is enough for the classes, and saves time.
 const MIN_SHIFT: u32 = 1;
 const MAX_SHIFT: u32 = 40;
-/// What happened so many references ago counts half, and half the capacity more.
+/// An event counts half after this many references and half the capacity.
 const HALF_LIFE: usize = 16_384;
-/// Of an event.
+/// A count below this is set to 0.
 const LEAST: f32 = 1e-6;
 
-/// When a followed block was last asked for, and what was known of it then.
+/// A tracked block at its last request.
 #[derive(Clone, Copy)]
 pub(super) struct Followed {
-    /// How often it was asked for, at most [`MAX_USES`](super::classes::MAX_USES).
+    /// How often it was requested, at most [`MAX_USES`](super::classes::MAX_USES).
     pub(super) uses: u8,
     class: Class,
-    /// References since then. Time is counted in 32 bits: what was not asked for in four thousand million references looks
-    /// younger.
+    /// References since that request. Time has 32 bits here, so a block that was not requested for four thousand
+    /// million references looks younger.
     pub(super) age: u32,
 }
 
-/// The blocks that are followed at some places that a key has: one line of the processor's cache.
+/// The tracked blocks of one set: one cache line.
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
 struct Places {
-    /// 16 bits of the key.
+    /// The low 16 bits of each key.
     tags: [u16; WAYS],
-    /// 0 where nothing is followed.
+    /// 0 in a free way.
     uses: [u8; WAYS],
     classes: [Class; WAYS],
     asked_at: [u32; WAYS],
@@ -46,7 +50,7 @@ impl Places {
         (found != 0).then(|| found.trailing_zeros() as usize)
     }
 
-    /// One where nothing is followed, else the one that was asked for the longest ago.
+    /// The way to replace: a free one, or else the one whose last request is the longest ago.
     fn eldest(&self, now: u64) -> usize {
         let age = |at: usize| (self.uses[at] == 0, (now as u32).wrapping_sub(self.asked_at[at]));
         (1..WAYS).fold(0, |eldest, at| if age(at) > age(eldest) { at } else { eldest })
@@ -58,12 +62,11 @@ impl Places {
     }
 }
 
-/// Follows the blocks of a sample of keys from one time that they are asked for to the next, and counts for each class at
-/// which ages that was.
+/// Tracks the blocks of a sample of keys from one request to the next, and counts the ages in between for each class.
 pub(super) struct History {
     followed: Box<[Places]>,
     fates: Box<[Fates]>,
-    /// One key in 2 to this power is sampled.
+    /// The sample is one key in 2 to this power.
     shift: u32,
     capacity: usize,
     learnt_at: u64,
@@ -80,17 +83,17 @@ impl History {
         }
     }
 
-    /// Nothing happened before this time.
+    /// Starts the time at `now`, so that counts do not decay for the time before.
     pub(super) fn begin_at(&mut self, now: u64) {
         self.learnt_at = now;
     }
 
-    /// The cache holds another number of blocks.
+    /// Adapts the sample to another capacity.
     pub(super) fn resize(&mut self, capacity: usize) {
         self.capacity = capacity;
         if self.shift != shift(capacity) {
             self.shift = shift(capacity);
-            // Some are not of the new sample; they would seem never to be asked for again.
+            // Drop all tracked blocks: some are outside the new sample, and would seem never to be requested again.
             self.followed.fill(Places::default());
         }
     }
@@ -99,13 +102,13 @@ impl History {
         key >> 20 & ((1 << self.shift) - 1) == 0
     }
 
-    /// What is known of a sampled block.
+    /// The last request of a sampled block, if it is tracked.
     pub(super) fn find(&self, key: u64, now: u64) -> Option<Followed> {
         let places = &self.followed[place(key)];
         places.get(places.find(key)?, now)
     }
 
-    /// A sampled block is asked for, and is in `class` from now on.
+    /// Records a request of a sampled block, which is in `class` from now on.
     pub(super) fn asked(&mut self, key: u64, now: u64, class: Class, uses: u8) {
         let places = &mut self.followed[place(key)];
         let known = places.find(key);
@@ -121,14 +124,14 @@ impl History {
         places.asked_at[at] = now as u32;
     }
 
-    /// Events that were counted of a class.
+    /// Events that were counted for a class, decayed.
     pub(super) fn seen(&self, class: Class) -> f64 {
         self.fates[class.index()].count()
     }
 
-    /// Learns densities from what was counted, and lets it count less from now on.
+    /// Computes the densities from the counts, then lets the counts decay.
     pub(super) fn learn(&mut self, now: u64, densities: &mut Densities) {
-        // Those that are still followed have reached the age that they have.
+        // Blocks that are still tracked have reached their age without a request, so count them as left for now.
         let mut fates = self.fates.clone();
         for places in &self.followed {
             for followed in (0..WAYS).filter_map(|at| places.get(at, now)) {
@@ -139,7 +142,7 @@ impl History {
         let half_lives = (now - self.learnt_at) as f64 / HALF_LIFE.saturating_add(self.capacity / 2) as f64;
         let keep = 0.5f64.powf(half_lives) as f32;
         for fates in &mut self.fates {
-            // What is hardly left is nothing: it would only take longer to count with.
+            // Set tiny counts to 0, because arithmetic on them is slow and says nothing.
             let less = |count: &mut f32| *count = if *count * keep < LEAST { 0.0 } else { *count * keep };
             fates.asked.iter_mut().chain(&mut fates.left).for_each(less);
         }
@@ -151,7 +154,7 @@ impl History {
     }
 }
 
-/// So that a sample of as many blocks as the cache holds can be followed.
+/// The sample's shift at which a sample of `capacity` blocks fits into the table.
 fn shift(capacity: usize) -> u32 {
     let samples = capacity.div_ceil(FOLLOWED).max(1);
     samples.next_power_of_two().ilog2().clamp(MIN_SHIFT, MAX_SHIFT)

@@ -1,15 +1,16 @@
-//! Which ring gives the next victim.
+//! [`Ranks`]: the cohorts in the order of their hit density, so that the next victim is found at once.
 
 use super::rings::{RINGS, Ring};
 
 const NONE: u16 = u16::MAX;
-/// Eight to a doubling: 32 doublings below a hit for each reference.
+/// Eight ranks for each doubling of density, over 32 doublings up to one hit for each reference.
 const RANKS: usize = 256;
-/// A rank is the exponent of a density and the first three bits behind it.
+/// A rank is the exponent of an f32 and the first three bits of its mantissa.
 const DROPPED_BITS: u32 = 20;
+/// The steps of 2 to the power of -32, which have rank 0.
 const LEAST: u32 = (127 - 32) << 3;
 
-/// How dense, in 256 steps: what differs less than an eighth is taken as equal.
+/// A hit density in 256 steps. Densities that differ by less than an eighth may be equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank(u8);
 
@@ -19,19 +20,19 @@ impl Rank {
         Self(steps.min(RANKS as u32 - 1) as u8)
     }
 
-    /// The least density of this rank.
+    /// The lowest density of this rank.
     pub(super) fn density(self) -> f32 {
         f32::from_bits((u32::from(self.0) + LEAST) << DROPPED_BITS)
     }
 }
 
-/// Rings by rank; those of one rank in an order that the caller knows.
+/// Lists of cohorts, one for each rank. The caller decides the order within a rank.
 pub(super) struct Ranks {
-    /// The first and last ring of each rank.
+    /// The first and last cohort of each rank.
     ends: [(u16, u16); RANKS],
-    /// For each ring the next of its rank.
+    /// For each cohort the next one of its rank.
     next: Box<[u16]>,
-    /// A bit for each rank that has rings.
+    /// A bit for each rank that has cohorts.
     filled: [u64; RANKS / 64],
 }
 
@@ -46,7 +47,7 @@ impl Ranks {
         self.filled = [0; RANKS / 64];
     }
 
-    /// Adds `ring`, which is not in, behind all of its rank.
+    /// Adds `ring`, which is not ranked, behind all cohorts of its rank.
     pub(super) fn add_last(&mut self, ring: Ring, rank: Rank) {
         let at = usize::from(rank.0);
         self.next[usize::from(ring.0)] = NONE;
@@ -60,7 +61,7 @@ impl Ranks {
         }
     }
 
-    /// Adds `ring`, which is not in, before the first of its rank that is `later`.
+    /// Adds `ring`, which is not ranked, before the first cohort of its rank that is `later`.
     pub(super) fn add(&mut self, ring: Ring, rank: Rank, later: impl Fn(Ring) -> bool) {
         let (first, last) = self.ends[usize::from(rank.0)];
         if first == NONE || !later(Ring(last)) {
@@ -79,13 +80,13 @@ impl Ranks {
         }
     }
 
-    /// The least dense ring.
+    /// The least dense cohort.
     pub(super) fn first(&self) -> Option<(Rank, Ring)> {
         let rank = self.ranks().next()?;
         Some((rank, Ring(self.ends[usize::from(rank.0)].0)))
     }
 
-    /// Takes out the least dense ring.
+    /// Removes the least dense cohort.
     pub(super) fn remove_first(&mut self) {
         let Some((Rank(rank), Ring(ring))) = self.first() else { return };
         let at = usize::from(rank);
@@ -98,7 +99,7 @@ impl Ranks {
         }
     }
 
-    /// All rings, the least dense first.
+    /// All cohorts, the least dense first.
     pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Ring)> + '_ {
         self.ranks().flat_map(|rank| self.of_rank(rank).map(move |ring| (rank, ring)))
     }

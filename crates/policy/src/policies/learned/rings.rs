@@ -1,36 +1,42 @@
-//! Blocks that nothing continues, in rings: one for each class and each span of time in which they were last asked for. What
-//! is in one ring is equally dense, so that a search for a victim looks at rings and not at blocks.
+//! [`Rings`]: the leaves, grouped into cohorts. A cohort holds the leaves of one class that were last requested in one
+//! span of time. They count as equally dense, so a search for a victim compares cohorts instead of blocks.
+//!
+//! Spans grow with their age: at most four of each length stand side by side, and one more merges the two oldest into
+//! one of the next length. So 60 rows of cohorts are enough for any time. Merging two spans appends each cohort of one
+//! to that of the other without a look at their slots, because a cohort is a circular list that begins and ends in a
+//! node of its own.
 
 use super::classes::{CLASSES, Class};
 
-/// Spans there may be.
+/// Limit of spans; each has a row of cohorts, one for each class.
 const ROWS: usize = 60;
-/// Number of rings.
+/// Number of cohorts.
 pub(super) const RINGS: usize = ROWS * CLASSES;
-/// Spans of one length that stand side by side; one more, and the two oldest of them become one.
+/// Limit of spans of one length. When one more begins, the two oldest of them are merged.
 const SIDE_BY_SIDE: usize = 4;
-/// Words with a bit for each class.
+/// Words of a bitmap with a bit for each class.
 const WORDS: usize = CLASSES.div_ceil(64);
-/// In `Node::older`: it is in no ring.
+/// In `Node::older`: the slot is in no cohort.
 const OUT: u32 = u32::MAX;
 
+/// A link of a circular list; numbers are indices into `Rings::nodes`.
 #[derive(Clone, Copy)]
 struct Node {
     older: u32,
     newer: u32,
 }
 
-/// A stretch of time, in references. Old ones are long: each is a quarter, about, of its age.
+/// A span of time, in references. The length of an old one is about a quarter of its age.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
-    /// When it began; it ends where the next one begins.
+    /// When the span began; it ends where the next one begins.
     pub(super) start: u64,
     row: u8,
-    /// It was made of 2 to this power.
+    /// Base-2 logarithm of the number of spans that were merged into this one.
     level: u8,
 }
 
-/// The number of a ring.
+/// The number of a cohort: its row times the number of classes, plus its class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Ring(pub(super) u16);
 
@@ -52,17 +58,17 @@ impl Ring {
     }
 }
 
-/// The rings. A ring begins and ends with a node of its own, so that a slot leaves without knowing in which it is, and two
-/// rings become one without a look at their slots.
+/// All cohorts. Each is a circular list with a node of its own, so a slot leaves without knowing its cohort, and two
+/// cohorts are merged without a look at their slots.
 pub(super) struct Rings {
-    /// Those of rings, then those of slots.
+    /// The cohorts' own nodes, then those of the slots.
     nodes: Vec<Node>,
     /// Oldest first.
     spans: Vec<Span>,
     free_rows: Vec<u8>,
-    /// When the span of a row began.
+    /// When the span of each row began.
     starts: [u64; ROWS],
-    /// For each row a bit for each class whose ring may have slots.
+    /// For each row a bit for each class whose cohort may have slots. Never clear for a cohort that has some.
     marked: [[u64; WORDS]; ROWS],
 }
 
@@ -84,7 +90,7 @@ impl Rings {
         self.spans[self.spans.len() - 1]
     }
 
-    /// The span of a time. What was before the first belongs to the first.
+    /// The span that contains a time. A time before the first span belongs to the first.
     pub(super) fn span_at(&self, time: u64) -> Span {
         let newest = self.newest();
         if newest.start <= time {
@@ -94,7 +100,7 @@ impl Rings {
         self.spans[next.saturating_sub(1)]
     }
 
-    /// A new span begins; of older ones some become one, with their rings.
+    /// Begins a new span, and merges older ones so that there is a row for it.
     pub(super) fn begin_span(&mut self, start: u64) {
         let mut end = self.spans.len();
         for level in 0.. {
@@ -114,7 +120,7 @@ impl Rings {
         }
     }
 
-    /// Makes one span of the one `at` a place and the next.
+    /// Merges the span at index `at` with the next one, and their cohorts.
     fn join(&mut self, at: usize) {
         let next = self.spans.remove(at + 1);
         let span = &mut self.spans[at];
@@ -147,7 +153,8 @@ impl Rings {
         self.nodes.get(RINGS + slot as usize).is_some_and(|node| node.older != OUT)
     }
 
-    /// Adds `slot`, which is in no ring, at the new end of one or the old one; gives the ring if that was not marked.
+    /// Adds `slot`, which is in no cohort, at the new or the old end of a cohort. Returns the cohort if it was not
+    /// marked before: the caller then has to rank it.
     pub(super) fn add(&mut self, slot: u32, span: Span, class: Class, as_newest: bool) -> Option<Ring> {
         let ring = Ring::of(span, class);
         let Node { older: newest, newer: oldest } = self.nodes[ring.0 as usize];
@@ -160,7 +167,7 @@ impl Rings {
         is_new.then_some(ring)
     }
 
-    /// Adds `slot`, which is in no ring, at the old end of a ring that is marked.
+    /// Adds `slot`, which is in no cohort, at the old end of a cohort that is marked.
     pub(super) fn add_as_oldest(&mut self, slot: u32, ring: Ring) {
         let oldest = self.nodes[ring.0 as usize].newer;
         self.link(slot, ring.node(), oldest);
@@ -176,7 +183,7 @@ impl Rings {
         self.nodes[newer as usize].older = node as u32;
     }
 
-    /// Takes `slot` out; false if it was not in.
+    /// Removes `slot` from its cohort; false if it was in none.
     pub(super) fn remove(&mut self, slot: u32) -> bool {
         if !self.contains(slot) {
             return false;
@@ -189,7 +196,7 @@ impl Rings {
         true
     }
 
-    /// The slots of a ring, oldest first.
+    /// The slots of a cohort, oldest first.
     pub(super) fn slots(&self, ring: Ring) -> impl Iterator<Item = u32> + '_ {
         let next = move |node: u32| {
             let next = self.nodes[node as usize].newer;
@@ -198,13 +205,14 @@ impl Rings {
         std::iter::successors(next(ring.node()), move |&node| next(node)).map(|node| node - RINGS as u32)
     }
 
-    /// The ring was found empty.
+    /// Clears the mark of a cohort that is empty.
     pub(super) fn unmark(&mut self, ring: Ring) {
         let (word, mark) = mark(ring.class());
         self.marked[ring.row()][word] &= !mark;
     }
 
-    /// Rings that have slots, those of the oldest span first, with when their span began. No others are marked after this.
+    /// Calls `found` with each cohort that has slots and the start of its span, the oldest span first. Clears the marks
+    /// of the empty ones.
     pub(super) fn filled(&mut self, mut found: impl FnMut(Ring, u64)) {
         for at in 0..self.spans.len() {
             let span = self.spans[at];
@@ -221,7 +229,7 @@ impl Rings {
         }
     }
 
-    /// Which of two rings comes first where both are equally dense: the older.
+    /// Sort key of cohorts of the same rank: the older span comes first.
     pub(super) fn order(&self, ring: Ring) -> (u64, Ring) {
         (self.starts[ring.row()], ring)
     }
@@ -231,11 +239,12 @@ impl Rings {
     }
 }
 
+/// Word and bit of a class in a row's bitmap.
 fn mark(class: Class) -> (usize, u64) {
     (class.index() / 64, 1 << (class.index() % 64))
 }
 
-/// The classes whose bits are set in a word.
+/// The classes whose bits are set in word number `word` of a bitmap.
 fn classes(word: usize, mut marks: u64) -> impl Iterator<Item = Class> {
     std::iter::from_fn(move || {
         let class = (marks != 0).then(|| Class::from_index(word * 64 + marks.trailing_zeros() as usize));

@@ -1,4 +1,4 @@
-//! The policy against a plain search through all blocks, and what it may never do.
+//! Compares the policy with a plain search through all blocks, and checks its invariants.
 
 use std::collections::HashMap;
 
