@@ -51,7 +51,7 @@ fn table(title: &str, trace: &Trace, capacities: &[usize], from: usize) {
     for kind in PolicyKind::ALL {
         row(kind.name(), &|capacity| kind.build(capacity));
     }
-    row("dealt classes", &|capacity| Box::new(Learned::with_dealt_classes(capacity)));
+    row("random classes", &|capacity| Box::new(Learned::with_random_classes(capacity)));
 }
 
 /// Hits with a tier below, in both together and in brackets in the tier below.

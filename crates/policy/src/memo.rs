@@ -10,8 +10,8 @@ impl Memo {
     /// Nothing is known of the block. Blocks that a tier recovers after a restart have this memo.
     pub const NOTHING: Self = Self([0; 6]);
 
-    pub(crate) fn new(class: u8, uses: u8, asked_at: u32) -> Self {
-        let [a, b, c, d] = asked_at.to_le_bytes();
+    pub(crate) fn new(class: u8, uses: u8, requested_at: u32) -> Self {
+        let [a, b, c, d] = requested_at.to_le_bytes();
         Self([class, uses, a, b, c, d])
     }
 
@@ -26,7 +26,7 @@ impl Memo {
     }
 
     /// The low 32 bits of the policy's time at the block's last request.
-    pub(crate) fn asked_at(self) -> u32 {
+    pub(crate) fn requested_at(self) -> u32 {
         let [_, _, a, b, c, d] = self.0;
         u32::from_le_bytes([a, b, c, d])
     }
@@ -39,7 +39,7 @@ mod tests {
     #[test]
     fn it_tells_what_it_was_told() {
         let memo = Memo::new(7, 64, 0xFFFF_0102);
-        assert_eq!((memo.class(), memo.uses(), memo.asked_at()), (7, 64, 0xFFFF_0102));
+        assert_eq!((memo.class(), memo.uses(), memo.requested_at()), (7, 64, 0xFFFF_0102));
         assert_eq!([Memo::default(), Memo::NOTHING], [Memo::new(0, 0, 0); 2]);
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!  request --> class of each block (`classes`): its use count and gap, or the shape of its first request
 //!     |              |
-//!     |              '--> cohort (`rings`): leaves of one class that were last requested in one span of time
+//!     |              '--> cohort (`cohorts`): leaves of one class that were last requested in one span of time
 //!     v                                                                              |
 //!  sample --> counts by class and age (`history`) --> hit densities (`density`) --> ranks of the cohorts (`ranks`)
 //!                                                                                    |
@@ -21,7 +21,7 @@ mod classes;
 mod density;
 mod history;
 mod ranks;
-mod rings;
+mod cohorts;
 #[cfg(test)]
 mod tests;
 
@@ -31,7 +31,7 @@ use self::classes::{Class, MAX_USES};
 use self::density::Densities;
 use self::history::History;
 use self::ranks::{Rank, Ranks};
-use self::rings::{Ring, Rings};
+use self::cohorts::{Cohort, Cohorts};
 use crate::key::spread;
 use crate::kind::PolicyKind;
 use crate::learning::{Learning, LearntClass};
@@ -41,7 +41,7 @@ use crate::replacement::{Blocks, ReplacementPolicy};
 const NONE: u32 = u32::MAX;
 /// References between two computations of the densities, or a quarter of the blocks if that is more. With four times as
 /// many references, a scan cost up to 3 points of hit rate.
-const LEARN: u64 = 4096;
+const LEARN_INTERVAL: u64 = 4096;
 /// A new span of time begins after one reference for this many blocks, and after `MIN_SPAN` at least.
 const SPANS: u64 = 16;
 const MIN_SPAN: u64 = 64;
@@ -50,7 +50,7 @@ const MIN_SPAN: u64 = 64;
 const MARGIN: f64 = 1.25;
 /// One in this many runs that are not dense enough is admitted all the same. So a class that was never counted, or was
 /// counted wrongly, is not kept out for ever.
-const CHANCE: u64 = 32;
+const EXPLORE_ONE_IN: u64 = 32;
 /// Missed runs whose profile is remembered until they are stored.
 const NOTES: usize = 512;
 
@@ -73,7 +73,7 @@ pub struct Learned {
     /// The number of slots that are in.
     len: usize,
     /// The leaves, except for those in `refused`.
-    rings: Rings,
+    cohorts: Cohorts,
     /// The cohorts that may have slots.
     ranks: Ranks,
     /// Time of the last ranking.
@@ -90,11 +90,11 @@ pub struct Learned {
     notes: Box<[Note]>,
     /// Buffers of `missed`: the run's keys, and the profile of each.
     run: Vec<u64>,
-    known_as: Vec<Known>,
+    profiles: Vec<Profile>,
     /// Hit density of the blocks that a tier below gives up.
     below: Option<f32>,
     /// Classes are random: the control of an experiment.
-    dealt: bool,
+    random_classes: bool,
 }
 
 /// What the policy knows of a slot. Kept while a slot that is in continues it, even if the slot itself is not in.
@@ -104,7 +104,7 @@ struct Slot {
     /// The number of slots that continue it.
     children: u32,
     /// The low 32 bits of the time of the last request.
-    asked_at: u32,
+    requested_at: u32,
     class: Class,
     uses: u8,
     is_in: bool,
@@ -115,7 +115,7 @@ impl Slot {
     const OUT: Self = Self {
         parent: NONE,
         children: 0,
-        asked_at: 0,
+        requested_at: 0,
         class: Class::UNKNOWN,
         uses: 0,
         is_in: false,
@@ -125,7 +125,7 @@ impl Slot {
 
 /// A block's class and use count at a request.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-struct Known {
+struct Profile {
     class: Class,
     uses: u8,
 }
@@ -134,7 +134,7 @@ struct Known {
 #[derive(Clone, Copy, Default)]
 struct Note {
     key: u64,
-    known: Known,
+    profile: Profile,
 }
 
 impl Learned {
@@ -144,79 +144,79 @@ impl Learned {
             now: 0,
             slots: Vec::new(),
             len: 0,
-            rings: Rings::new(),
+            cohorts: Cohorts::new(),
             ranks: Ranks::new(),
             ranked_at: 0,
             refused: Vec::new(),
             history: History::new(capacity),
             densities: Densities::new(),
-            learn_at: LEARN.max(capacity as u64 / 4),
+            learn_at: LEARN_INTERVAL.max(capacity as u64 / 4),
             learnt: false,
             notes: vec![Note::default(); NOTES].into_boxed_slice(),
             run: Vec::new(),
-            known_as: Vec::new(),
+            profiles: Vec::new(),
             below: None,
-            dealt: false,
+            random_classes: false,
         }
     }
 
     /// Like [`new`](Self::new), but with random classes: a control that has nothing to learn from.
-    pub fn with_dealt_classes(capacity: usize) -> Self {
-        Self { dealt: true, ..Self::new(capacity) }
+    pub fn with_random_classes(capacity: usize) -> Self {
+        Self { random_classes: true, ..Self::new(capacity) }
     }
 
     /// Advances the time by `references`. Computes the densities, begins a span and ranks the cohorts when these are
     /// due.
-    fn pass(&mut self, references: usize) {
+    fn advance(&mut self, references: usize) {
         self.now += references as u64;
         let learns = self.now >= self.learn_at;
         if learns {
-            self.learn_at = self.now + LEARN.max(self.len as u64 / 4);
+            self.learn_at = self.now + LEARN_INTERVAL.max(self.len as u64 / 4);
             self.history.learn(self.now, &mut self.densities);
             self.learnt = true;
         }
-        let span_ends = self.now - self.rings.newest().start >= (self.len as u64 / SPANS).max(MIN_SPAN);
+        let span_ends = self.now - self.cohorts.newest().start >= (self.len as u64 / SPANS).max(MIN_SPAN);
         if span_ends {
-            self.rings.begin_span(self.now);
+            self.cohorts.begin_span(self.now);
         }
         if learns || span_ends {
-            self.rank();
+            self.rank_cohorts();
         }
     }
 
     /// Ranks all cohorts by the densities of now. Refused leaves enter again, because they may be evictable by now.
-    fn rank(&mut self) {
+    fn rank_cohorts(&mut self) {
         self.ranked_at = self.now;
         self.ranks.clear();
         let (now, densities, ranks) = (self.now, &self.densities, &mut self.ranks);
-        self.rings.filled(|ring, start| {
-            ranks.add_last(ring, Rank::of(densities.get(ring.class(), now - start)));
+        self.cohorts.visit_filled(|cohort, start| {
+            ranks.add_last(cohort, Rank::of(densities.get(cohort.class(), now - start)));
         });
         for slot in std::mem::take(&mut self.refused) {
-            self.enter(slot, false);
+            self.add_leaf(slot, false);
         }
     }
 
     /// Adds a slot to its cohort if it is a leaf: at the new end, or at the old end as the cohort's next victim.
-    fn enter(&mut self, slot: u32, as_newest: bool) {
-        let Slot { is_in, children, asked_at, class, .. } = self.slots[slot as usize];
-        if !is_in || children > 0 || self.rings.contains(slot) {
+    fn add_leaf(&mut self, slot: u32, as_newest: bool) {
+        let Slot { is_in, children, requested_at, class, .. } = self.slots[slot as usize];
+        if !is_in || children > 0 || self.cohorts.contains(slot) {
             return;
         }
-        let age = (self.now as u32).wrapping_sub(asked_at);
-        let span = self.rings.span_at(self.now.saturating_sub(age.into()));
-        let marked = self.rings.add(slot, span, class, as_newest);
-        if let Some(ring) = marked {
+        let age = (self.now as u32).wrapping_sub(requested_at);
+        let span = self.cohorts.span_at(self.now.saturating_sub(age.into()));
+        let marked = self.cohorts.add(slot, span, class, as_newest);
+        if let Some(cohort) = marked {
             let rank = Rank::of(self.densities.get(class, self.ranked_at.saturating_sub(span.start)));
-            let order = self.rings.order(ring);
-            self.ranks.add(ring, rank, |other| self.rings.order(other) > order);
+            let order = self.cohorts.order(cohort);
+            self.ranks.add(cohort, rank, |other| self.cohorts.order(other) > order);
         }
     }
 
-    /// Detaches `slot` from its parent, which may become a leaf. `ring` is the cohort that the slot was in, if that is
+    /// Detaches `slot` from its parent, which may become a leaf. `cohort` is the cohort that the slot was in, if that is
     /// known.
-    fn leave_parent(&mut self, slot: u32, ring: Option<Ring>) {
-        let Slot { class, asked_at, .. } = self.slots[slot as usize];
+    fn detach_from_parent(&mut self, slot: u32, cohort: Option<Cohort>) {
+        let Slot { class, requested_at, .. } = self.slots[slot as usize];
         let parent = std::mem::replace(&mut self.slots[slot as usize].parent, NONE);
         let Some(above) = self.slots.get_mut(parent as usize) else { return };
         above.children = above.children.saturating_sub(1);
@@ -224,22 +224,22 @@ impl Learned {
             return;
         }
         // Mostly the parent was requested together with the slot, and so belongs to the same cohort.
-        let is_alike = above.is_in && above.class == class && above.asked_at == asked_at;
-        match ring.filter(|_| is_alike && !self.rings.contains(parent)) {
-            Some(ring) => self.rings.add_as_oldest(parent, ring),
-            None => self.enter(parent, false),
+        let is_alike = above.is_in && above.class == class && above.requested_at == requested_at;
+        match cohort.filter(|_| is_alike && !self.cohorts.contains(parent)) {
+            Some(cohort) => self.cohorts.add_as_oldest(parent, cohort),
+            None => self.add_leaf(parent, false),
         }
     }
 
-    /// Removes `slot`; false if it was not in. `ring` is the cohort that it was in, if that is known.
-    fn leave(&mut self, slot: u32, ring: Option<Ring>) -> bool {
+    /// Removes `slot`; false if it was not in. `cohort` is the cohort that it was in, if that is known.
+    fn take_out(&mut self, slot: u32, cohort: Option<Cohort>) -> bool {
         if !self.contains(slot) {
             return false;
         }
-        self.rings.remove(slot);
+        self.cohorts.remove(slot);
         self.slots[slot as usize].is_in = false;
         self.len -= 1;
-        self.leave_parent(slot, ring);
+        self.detach_from_parent(slot, cohort);
         true
     }
 
@@ -252,59 +252,60 @@ impl Learned {
 
     /// The class that the policy uses for a block: unknown before it has learnt, and random in a control.
     fn class(&self, class: Class, key: impl Fn() -> u64) -> Class {
-        match (self.learnt, self.dealt) {
+        match (self.learnt, self.random_classes) {
             (false, _) => Class::UNKNOWN,
             (true, false) => class,
-            (true, true) => Class::dealt(spread(key() ^ self.now)),
+            (true, true) => Class::random(spread(key() ^ self.now)),
         }
     }
 
-    fn note(&mut self, key: u64, known: Known) {
-        self.notes[note_place(key)] = Note { key, known };
+    fn note(&mut self, key: u64, profile: Profile) {
+        self.notes[note_index(key)] = Note { key, profile };
     }
 
-    fn noted(&self, key: u64) -> Option<Known> {
-        let note = &self.notes[note_place(key)];
-        (note.key == key && note.known.uses > 0).then_some(note.known)
+    fn noted_profile(&self, key: u64) -> Option<Profile> {
+        let note = &self.notes[note_index(key)];
+        (note.key == key && note.profile.uses > 0).then_some(note.profile)
     }
 
-    /// Fills in the profile of each block of a missed run behind `known` cached blocks. If the history tracks a block
+    /// Fills in the profile of each block of a missed run behind `cached` resident blocks. If the history tracks a
+    /// block
     /// of the run, that block was requested before. So were all blocks before it, at least as often: they get its
     /// profile. The blocks behind the last one that is tracked are new.
-    fn recognise(&self, known: usize, run: &[u64], known_as: &mut Vec<Known>) {
-        known_as.clear();
-        known_as.resize(run.len(), Known::default());
+    fn profile_run(&self, cached: usize, run: &[u64], profiles: &mut Vec<Profile>) {
+        profiles.clear();
+        profiles.resize(run.len(), Profile::default());
         let mut recognised = 0;
-        let mut past = Known::default();
+        let mut past = Profile::default();
         for (at, &key) in run.iter().enumerate().rev() {
             if self.history.samples(key)
                 && let Some(found) = self.history.find(key, self.now)
             {
                 let uses = (found.uses + 1).min(MAX_USES);
-                past = Known { class: Class::of_used(uses, found.age), uses };
+                past = Profile { class: Class::of_used(uses, found.age), uses };
                 recognised = recognised.max(at + 1);
             }
-            known_as[at] = past;
+            profiles[at] = past;
         }
-        let class = Class::of_new(known + recognised, run.len() - recognised);
-        known_as[recognised..].fill(Known { class, uses: 1 });
+        let class = Class::of_new(cached + recognised, run.len() - recognised);
+        profiles[recognised..].fill(Profile { class, uses: 1 });
     }
 
     /// The profile of the first of `new` blocks behind `parent` if there is no note of it. A block behind a new one
     /// gets the same profile, because a prompt may be stored in several parts.
-    fn known_behind(&self, parent: Option<u32>, new: usize) -> Known {
+    fn default_profile(&self, parent: Option<u32>, new: usize) -> Profile {
         let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
         match above {
-            Some(&Slot { class, uses: 1, .. }) => Known { class, uses: 1 },
-            _ => Known { class: Class::of_new(usize::from(parent.is_some()), new), uses: 1 },
+            Some(&Slot { class, uses: 1, .. }) => Profile { class, uses: 1 },
+            _ => Profile { class: Class::of_new(usize::from(parent.is_some()), new), uses: 1 },
         }
     }
 
     /// The mean density of the next `victims` blocks to be evicted.
     fn displaced(&self, victims: usize, blocks: &dyn Blocks) -> f64 {
         let (mut sum, mut left) = (0.0, victims);
-        for (rank, ring) in self.ranks.iter() {
-            for leaf in self.rings.slots(ring) {
+        for (rank, cohort) in self.ranks.iter() {
+            for leaf in self.cohorts.slots(cohort) {
                 if blocks.in_use(leaf) {
                     continue;
                 }
@@ -326,13 +327,13 @@ impl Learned {
             let below = &self.slots[slot as usize];
             let above = self.slots.get(below.parent as usize)?;
             let goes = above.is_in && above.children == 1;
-            let alike = above.class == below.class && above.asked_at == below.asked_at;
+            let alike = above.class == below.class && above.requested_at == below.requested_at;
             (goes && alike).then_some(below.parent)
         })
     }
 }
 
-fn note_place(key: u64) -> usize {
+fn note_index(key: u64) -> usize {
     (key >> 48) as usize % NOTES
 }
 
@@ -341,24 +342,25 @@ impl ReplacementPolicy for Learned {
         PolicyKind::Learned
     }
 
-    fn missed(&mut self, known: usize, run: &mut dyn Iterator<Item = u64>) {
-        let (mut keys, mut known_as) = (std::mem::take(&mut self.run), std::mem::take(&mut self.known_as));
+    fn missed(&mut self, cached: usize, run: &mut dyn Iterator<Item = u64>) {
+        let (mut keys, mut profiles) = (std::mem::take(&mut self.run), std::mem::take(&mut self.profiles));
         keys.clear();
         keys.extend(run);
-        self.recognise(known, &keys, &mut known_as);
-        let mut before = Known::default();
-        for (&key, &known) in keys.iter().zip(&known_as) {
-            if known != before {
-                self.note(key, known);
-                before = known;
+        self.profile_run(cached, &keys, &mut profiles);
+        let mut before = Profile::default();
+        for (&key, &profile) in keys.iter().zip(&profiles) {
+            if profile != before {
+                self.note(key, profile);
+                before = profile;
             }
             if self.history.samples(key) {
-                let class = if self.dealt { Class::dealt(spread(key ^ self.now)) } else { known.class };
-                self.history.asked(key, self.now, class, known.uses);
+                let class =
+                    if self.random_classes { Class::random(spread(key ^ self.now)) } else { profile.class };
+                self.history.record(key, self.now, class, profile.uses);
             }
         }
-        self.pass(keys.len());
-        (self.run, self.known_as) = (keys, known_as);
+        self.advance(keys.len());
+        (self.run, self.profiles) = (keys, profiles);
     }
 
     fn has_gate(&self) -> bool {
@@ -369,32 +371,32 @@ impl ReplacementPolicy for Learned {
         if !self.learnt {
             return true;
         }
-        let mut known = self.known_behind(parent, run.len());
+        let mut profile = self.default_profile(parent, run.len());
         let mut sum = 0.0;
         for &key in run {
-            known = self.noted(key).unwrap_or(known);
-            let class = self.class(known.class, || key);
+            profile = self.noted_profile(key).unwrap_or(profile);
+            let class = self.class(profile.class, || key);
             sum += f64::from(self.densities.get(class, 0));
         }
-        let is_lucky = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(CHANCE));
+        let explores = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(EXPLORE_ONE_IN));
         let displaced = MARGIN * self.displaced(victims, blocks);
         // Also admit blocks that are dense enough for the tier below, because it gets them only through this cache.
         let least = self.below.map_or(displaced, |below| displaced.min(below.into()));
-        sum / run.len().max(1) as f64 >= least || is_lucky()
+        sum / run.len().max(1) as f64 >= least || explores()
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
-        let mut known = self.known_behind(parent, run.len());
+        let mut profile = self.default_profile(parent, run.len());
         for &slot in run {
             let parent = blocks.parent(slot).unwrap_or(NONE);
             let key = blocks.key(slot);
-            known = self.noted(key).unwrap_or(known);
+            profile = self.noted_profile(key).unwrap_or(profile);
             let new = Slot {
                 parent,
                 children: self.slot(slot).children,
-                asked_at: self.now as u32,
-                class: self.class(known.class, || key),
-                uses: known.uses,
+                requested_at: self.now as u32,
+                class: self.class(profile.class, || key),
+                uses: profile.uses,
                 is_in: true,
                 is_sampled: self.history.samples(key),
             };
@@ -402,66 +404,66 @@ impl ReplacementPolicy for Learned {
             self.slots[slot as usize] = new;
             if parent != NONE {
                 self.slot(parent).children += 1;
-                self.rings.remove(parent);
+                self.cohorts.remove(parent);
             }
         }
         self.len += run.len();
         // Only the last slot of the run is a leaf and enters a cohort.
-        run.iter().for_each(|&slot| self.enter(slot, true));
+        run.iter().for_each(|&slot| self.add_leaf(slot, true));
     }
 
     fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {
         // Go from the tail, so that it is evicted before the head even if a take-over left the parents unknown.
         for &slot in prefix.iter().rev() {
-            let Some(&Slot { is_in: true, uses, asked_at, is_sampled, children, .. }) =
+            let Some(&Slot { is_in: true, uses, requested_at, is_sampled, children, .. }) =
                 self.slots.get(slot as usize)
             else {
                 continue;
             };
             let uses = (uses + 1).min(MAX_USES);
-            let known = Class::of_used(uses, (self.now as u32).wrapping_sub(asked_at));
+            let known = Class::of_used(uses, (self.now as u32).wrapping_sub(requested_at));
             let class = self.class(known, || blocks.key(slot));
             if is_sampled {
                 let key = blocks.key(slot);
                 if self.history.samples(key) {
-                    let class = if self.dealt { class } else { known };
-                    self.history.asked(key, self.now, class, uses);
+                    let class = if self.random_classes { class } else { known };
+                    self.history.record(key, self.now, class, uses);
                 }
             }
             let at = &mut self.slots[slot as usize];
-            (at.class, at.uses, at.asked_at) = (class, uses, self.now as u32);
-            if children == 0 && self.rings.remove(slot) {
-                self.enter(slot, true);
+            (at.class, at.uses, at.requested_at) = (class, uses, self.now as u32);
+            if children == 0 && self.cohorts.remove(slot) {
+                self.add_leaf(slot, true);
             }
         }
-        self.pass(prefix.len());
+        self.advance(prefix.len());
     }
 
     fn remove(&mut self, slot: u32) -> bool {
-        self.leave(slot, None)
+        self.take_out(slot, None)
     }
 
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         let mut refusals = 0;
         let mut may_search_again = true;
         loop {
-            let Some((_, ring)) = self.ranks.first() else {
-                self.rank();
+            let Some((_, cohort)) = self.ranks.first() else {
+                self.rank_cohorts();
                 if !std::mem::take(&mut may_search_again) {
                     return None;
                 }
                 continue;
             };
-            let Some(slot) = self.rings.slots(ring).next() else {
+            let Some(slot) = self.cohorts.slots(cohort).next() else {
                 self.ranks.remove_first();
-                self.rings.unmark(ring);
+                self.cohorts.unmark(cohort);
                 continue;
             };
             if blocks.may_evict(slot) {
-                self.leave(slot, Some(ring));
+                self.take_out(slot, Some(cohort));
                 return Some(slot);
             }
-            self.rings.remove(slot);
+            self.cohorts.remove(slot);
             self.refused.push(slot);
             refusals += 1;
             if refusals > max_refusals {
@@ -492,19 +494,19 @@ impl ReplacementPolicy for Learned {
 
     fn heap_bytes(&self) -> usize {
         self.slots.capacity() * size_of::<Slot>()
-            + self.rings.heap_bytes()
+            + self.cohorts.heap_bytes()
             + self.ranks.heap_bytes()
             + self.refused.capacity() * size_of::<u32>()
             + self.history.heap_bytes()
             + self.densities.heap_bytes()
             + size_of_val(&*self.notes)
             + self.run.capacity() * size_of::<u64>()
-            + self.known_as.capacity() * size_of::<Known>()
+            + self.profiles.capacity() * size_of::<Profile>()
     }
 
     /// Oldest request first, and each slot after all that continue it.
     fn slots(&self) -> Vec<u32> {
-        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].asked_at);
+        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].requested_at);
         let mut children: Vec<u32> = self.slots.iter().map(|slot| slot.children).collect();
         let all = (0..self.slots.len() as u32).filter(|&slot| self.contains(slot));
         let mut ready: BinaryHeap<(u32, u32)> =
@@ -532,13 +534,13 @@ impl Learning for Learned {
         self.learn_at += references - self.now;
         self.now = references;
         self.history.begin_at(references);
-        self.rings.begin_span(references);
+        self.cohorts.begin_span(references);
         self.ranked_at = references;
     }
 
     fn memo(&self, slot: u32) -> Option<Memo> {
-        let Slot { class, uses, asked_at, .. } = *self.slots.get(slot as usize)?;
-        Some(Memo::new(class.index() as u8, uses, asked_at))
+        let Slot { class, uses, requested_at, .. } = *self.slots.get(slot as usize)?;
+        Some(Memo::new(class.index() as u8, uses, requested_at))
     }
 
     fn remember(&mut self, slot: u32, memo: Memo) {
@@ -546,15 +548,15 @@ impl Learning for Learned {
             return;
         }
         let at = &mut self.slots[slot as usize];
-        (at.class, at.uses, at.asked_at) =
-            (Class::from_memo(memo), memo.uses().min(MAX_USES), memo.asked_at());
-        if self.rings.remove(slot) {
-            self.enter(slot, true);
+        (at.class, at.uses, at.requested_at) =
+            (Class::from_memo(memo), memo.uses().min(MAX_USES), memo.requested_at());
+        if self.cohorts.remove(slot) {
+            self.add_leaf(slot, true);
         }
     }
 
     fn density(&self, memo: Memo) -> Option<f32> {
-        let age = (self.now as u32).wrapping_sub(memo.asked_at());
+        let age = (self.now as u32).wrapping_sub(memo.requested_at());
         self.learnt.then(|| self.densities.get(Class::from_memo(memo), age.into()))
     }
 

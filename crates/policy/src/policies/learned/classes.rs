@@ -50,7 +50,7 @@ impl Class {
     }
 
     /// Any known class, always the same for the same number.
-    pub(super) fn dealt(number: u64) -> Self {
+    pub(super) fn random(number: u64) -> Self {
         Self((1 + number % (CLASSES as u64 - 1)) as u8)
     }
 

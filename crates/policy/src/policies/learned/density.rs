@@ -39,43 +39,43 @@ pub(super) type ByAge = [f32; BUCKETS];
 /// at that age without a request.
 #[derive(Clone, Copy)]
 pub(super) struct Fates {
-    pub(super) asked: ByAge,
+    pub(super) requested: ByAge,
     pub(super) left: ByAge,
 }
 
 impl Fates {
-    pub(super) const NONE: Self = Self { asked: [0.0; BUCKETS], left: [0.0; BUCKETS] };
+    pub(super) const NONE: Self = Self { requested: [0.0; BUCKETS], left: [0.0; BUCKETS] };
 
     fn add(&mut self, other: &Self) {
-        self.asked.iter_mut().zip(&other.asked).for_each(|(sum, count)| *sum += count);
+        self.requested.iter_mut().zip(&other.requested).for_each(|(sum, count)| *sum += count);
         self.left.iter_mut().zip(&other.left).for_each(|(sum, count)| *sum += count);
     }
 
     /// Events of all ages together.
     pub(super) fn count(&self) -> f64 {
-        self.asked.iter().chain(&self.left).map(|&count| f64::from(count)).sum()
+        self.requested.iter().chain(&self.left).map(|&count| f64::from(count)).sum()
     }
 
     fn is_none(&self) -> bool {
-        self.asked.iter().chain(&self.left).all(|&count| count == 0.0)
+        self.requested.iter().chain(&self.left).all(|&count| count == 0.0)
     }
 
     /// For each age bucket, the chance that a block that reached it is requested before it reaches the next one.
     /// `before` is the prior, and weighs as much as `weight` blocks. Each bucket is smoothed with its two neighbours.
     fn chances(&self, before: &ByAge, weight: f32) -> ByAge {
         // One empty bucket on either side, for the smoothing.
-        let mut asked = [0.0; BUCKETS + 2];
+        let mut requested = [0.0; BUCKETS + 2];
         let mut reached = [0.0; BUCKETS + 2];
         let mut sum = 0.0;
         for age in (0..BUCKETS).rev() {
-            sum += self.asked[age] + self.left[age];
-            asked[age + 1] = self.asked[age];
+            sum += self.requested[age] + self.left[age];
+            requested[age + 1] = self.requested[age];
             reached[age + 1] = sum - self.left[age] / 2.0;
         }
         std::array::from_fn(|age| {
-            let asked = asked[age] + asked[age + 1] + asked[age + 2];
+            let requested = requested[age] + requested[age + 1] + requested[age + 2];
             let reached = reached[age] + reached[age + 1] + reached[age + 2];
-            (asked + weight * before[age]) / (reached + weight)
+            (requested + weight * before[age]) / (reached + weight)
         })
     }
 }
@@ -212,7 +212,7 @@ mod tests {
     fn all_blocks_asked_for_at_one_age_are_denser_the_nearer_they_are_to_it() {
         let mut fates = vec![Fates::NONE; CLASSES];
         let class = Class::of_used(3, 1000);
-        fates[class.index()].asked[bucket(1024)] = 100_000.0;
+        fates[class.index()].requested[bucket(1024)] = 100_000.0;
         let mut densities = Densities::new();
         densities.learn(&fates, 1.0);
         let at = |age| densities.get(class, age);

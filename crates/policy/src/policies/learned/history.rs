@@ -1,6 +1,6 @@
 //! [`History`]: tracks a sample of blocks, in the cache or not, and counts at which age each class is requested again.
 //!
-//! Tracked blocks are in a hash table of 8-way sets, each a cache line. A block that is requested again adds to `asked`
+//! Tracked blocks are in a hash table of 8-way sets, each a cache line. A block that is requested again adds to `requested`
 //! of its former class, at its age. A block that another one replaces adds to `left`. Counts decay at each
 //! [`History::learn`].
 
@@ -8,7 +8,7 @@ use super::classes::{CLASSES, Class};
 use super::density::{Densities, Fates, bucket};
 
 /// Limit of blocks that are tracked at a time. With the counts they take 150 KiB.
-const FOLLOWED: usize = 16_384;
+const TRACKED: usize = 16_384;
 /// Blocks in a set.
 const WAYS: usize = 8;
 /// Even for a small cache only one block in 2 to this power is sampled: that is enough for the classes, and saves time.
@@ -21,7 +21,7 @@ const LEAST: f32 = 1e-6;
 
 /// A tracked block at its last request.
 #[derive(Clone, Copy)]
-pub(super) struct Followed {
+pub(super) struct Tracked {
     /// How often it was requested, at most [`MAX_USES`](super::classes::MAX_USES).
     pub(super) uses: u8,
     class: Class,
@@ -33,16 +33,16 @@ pub(super) struct Followed {
 /// The tracked blocks of one set: one cache line.
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
-struct Places {
+struct Set {
     /// The low 16 bits of each key.
     tags: [u16; WAYS],
     /// 0 in a free way.
     uses: [u8; WAYS],
     classes: [Class; WAYS],
-    asked_at: [u32; WAYS],
+    requested_at: [u32; WAYS],
 }
 
-impl Places {
+impl Set {
     fn find(&self, key: u64) -> Option<usize> {
         let tag = tag(key);
         let found =
@@ -51,20 +51,20 @@ impl Places {
     }
 
     /// The way to replace: a free one, or else the one whose last request is the longest ago.
-    fn eldest(&self, now: u64) -> usize {
-        let age = |at: usize| (self.uses[at] == 0, (now as u32).wrapping_sub(self.asked_at[at]));
+    fn way_to_replace(&self, now: u64) -> usize {
+        let age = |at: usize| (self.uses[at] == 0, (now as u32).wrapping_sub(self.requested_at[at]));
         (1..WAYS).fold(0, |eldest, at| if age(at) > age(eldest) { at } else { eldest })
     }
 
-    fn get(&self, at: usize, now: u64) -> Option<Followed> {
-        let age = (now as u32).wrapping_sub(self.asked_at[at]);
-        (self.uses[at] > 0).then_some(Followed { uses: self.uses[at], class: self.classes[at], age })
+    fn get(&self, at: usize, now: u64) -> Option<Tracked> {
+        let age = (now as u32).wrapping_sub(self.requested_at[at]);
+        (self.uses[at] > 0).then_some(Tracked { uses: self.uses[at], class: self.classes[at], age })
     }
 }
 
 /// Tracks the blocks of a sample of keys from one request to the next, and counts the ages in between for each class.
 pub(super) struct History {
-    followed: Box<[Places]>,
+    tracked: Box<[Set]>,
     fates: Box<[Fates]>,
     /// The sample is one key in 2 to this power.
     shift: u32,
@@ -75,7 +75,7 @@ pub(super) struct History {
 impl History {
     pub(super) fn new(capacity: usize) -> Self {
         Self {
-            followed: vec![Places::default(); FOLLOWED / WAYS].into_boxed_slice(),
+            tracked: vec![Set::default(); TRACKED / WAYS].into_boxed_slice(),
             fates: vec![Fates::NONE; CLASSES].into_boxed_slice(),
             shift: shift(capacity),
             capacity,
@@ -94,7 +94,7 @@ impl History {
         if self.shift != shift(capacity) {
             self.shift = shift(capacity);
             // Drop all tracked blocks: some are outside the new sample, and would seem never to be requested again.
-            self.followed.fill(Places::default());
+            self.tracked.fill(Set::default());
         }
     }
 
@@ -103,25 +103,25 @@ impl History {
     }
 
     /// The last request of a sampled block, if it is tracked.
-    pub(super) fn find(&self, key: u64, now: u64) -> Option<Followed> {
-        let places = &self.followed[place(key)];
-        places.get(places.find(key)?, now)
+    pub(super) fn find(&self, key: u64, now: u64) -> Option<Tracked> {
+        let set = &self.tracked[set_of(key)];
+        set.get(set.find(key)?, now)
     }
 
     /// Records a request of a sampled block, which is in `class` from now on.
-    pub(super) fn asked(&mut self, key: u64, now: u64, class: Class, uses: u8) {
-        let places = &mut self.followed[place(key)];
-        let known = places.find(key);
-        let at = known.unwrap_or_else(|| places.eldest(now));
-        if let Some(before) = places.get(at, now) {
-            let Fates { asked, left } = &mut self.fates[before.class.index()];
-            let counts = if known.is_some() { asked } else { left };
+    pub(super) fn record(&mut self, key: u64, now: u64, class: Class, uses: u8) {
+        let set = &mut self.tracked[set_of(key)];
+        let known = set.find(key);
+        let at = known.unwrap_or_else(|| set.way_to_replace(now));
+        if let Some(before) = set.get(at, now) {
+            let Fates { requested, left } = &mut self.fates[before.class.index()];
+            let counts = if known.is_some() { requested } else { left };
             counts[bucket(before.age.into())] += 1.0;
         }
-        places.tags[at] = tag(key);
-        places.uses[at] = uses.max(1);
-        places.classes[at] = class;
-        places.asked_at[at] = now as u32;
+        set.tags[at] = tag(key);
+        set.uses[at] = uses.max(1);
+        set.classes[at] = class;
+        set.requested_at[at] = now as u32;
     }
 
     /// Events that were counted for a class, decayed.
@@ -133,9 +133,9 @@ impl History {
     pub(super) fn learn(&mut self, now: u64, densities: &mut Densities) {
         // Blocks that are still tracked have reached their age without a request, so count them as left for now.
         let mut fates = self.fates.clone();
-        for places in &self.followed {
-            for followed in (0..WAYS).filter_map(|at| places.get(at, now)) {
-                fates[followed.class.index()].left[bucket(followed.age.into())] += 1.0;
+        for set in &self.tracked {
+            for tracked in (0..WAYS).filter_map(|at| set.get(at, now)) {
+                fates[tracked.class.index()].left[bucket(tracked.age.into())] += 1.0;
             }
         }
         densities.learn(&fates, (1u64 << self.shift) as f32);
@@ -144,24 +144,24 @@ impl History {
         for fates in &mut self.fates {
             // Set tiny counts to 0, because arithmetic on them is slow and says nothing.
             let less = |count: &mut f32| *count = if *count * keep < LEAST { 0.0 } else { *count * keep };
-            fates.asked.iter_mut().chain(&mut fates.left).for_each(less);
+            fates.requested.iter_mut().chain(&mut fates.left).for_each(less);
         }
         self.learnt_at = now;
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        size_of_val(&*self.followed) + size_of_val(&*self.fates)
+        size_of_val(&*self.tracked) + size_of_val(&*self.fates)
     }
 }
 
 /// The sample's shift at which a sample of `capacity` blocks fits into the table.
 fn shift(capacity: usize) -> u32 {
-    let samples = capacity.div_ceil(FOLLOWED).max(1);
+    let samples = capacity.div_ceil(TRACKED).max(1);
     samples.next_power_of_two().ilog2().clamp(MIN_SHIFT, MAX_SHIFT)
 }
 
-fn place(key: u64) -> usize {
-    (key >> 32) as usize % (FOLLOWED / WAYS)
+fn set_of(key: u64) -> usize {
+    (key >> 32) as usize % (TRACKED / WAYS)
 }
 
 fn tag(key: u64) -> u16 {
@@ -188,10 +188,10 @@ mod tests {
         let mut history = History::new(100);
         let key = sampled(&history).next().unwrap();
         let class = Class::of_new(0, 10);
-        history.asked(key, 1000, class, 1);
+        history.record(key, 1000, class, 1);
         assert_eq!(history.find(key, 1300).map(|found| (found.uses, found.age)), Some((1, 300)));
-        history.asked(key, 1300, Class::of_used(2, 300), 2);
-        assert_eq!(history.fates[class.index()].asked[bucket(300)], 1.0);
+        history.record(key, 1300, Class::of_used(2, 300), 2);
+        assert_eq!(history.fates[class.index()].requested[bucket(300)], 1.0);
         assert_eq!(history.find(key, 1300).map(|found| found.uses), Some(2));
     }
 
@@ -199,17 +199,17 @@ mod tests {
     fn memory_is_bounded_and_what_was_longest_ago_is_followed_no_more() {
         let mut history = History::new(100);
         let bytes = history.heap_bytes();
-        let keys: Vec<u64> = sampled(&history).take(3 * FOLLOWED).collect();
+        let keys: Vec<u64> = sampled(&history).take(3 * TRACKED).collect();
         for (now, &key) in keys.iter().enumerate() {
-            history.asked(key, now as u64, Class::of_new(0, 1), 1);
+            history.record(key, now as u64, Class::of_new(0, 1), 1);
         }
         assert_eq!(history.heap_bytes(), bytes);
         let found = |keys: &[u64]| keys.iter().filter(|&&key| history.find(key, 0).is_some()).count();
         // A place is found by chance, so the age at which a block goes is not the same for all.
-        assert!(found(&keys[5 * FOLLOWED / 2..]) > FOLLOWED * 9 / 20);
-        assert!(found(&keys[..FOLLOWED]) < FOLLOWED / 20);
+        assert!(found(&keys[5 * TRACKED / 2..]) > TRACKED * 9 / 20);
+        assert!(found(&keys[..TRACKED]) < TRACKED / 20);
         let left: f32 = history.fates[Class::of_new(0, 1).index()].left.iter().sum();
-        assert!(left >= 1.9 * FOLLOWED as f32, "{left}");
+        assert!(left >= 1.9 * TRACKED as f32, "{left}");
     }
 
     #[test]
@@ -217,11 +217,11 @@ mod tests {
         let mut history = History::new(100);
         let mut densities = Densities::new();
         let class = Class::of_new(0, 1);
-        history.fates[class.index()].asked[20] = 1000.0;
+        history.fates[class.index()].requested[20] = 1000.0;
         history.learn(0, &mut densities);
         let dense = densities.get(class, 500);
         history.learn(10 * HALF_LIFE as u64, &mut densities);
-        assert!(history.fates[class.index()].asked[20] < 1.0);
+        assert!(history.fates[class.index()].requested[20] < 1.0);
         history.learn(11 * HALF_LIFE as u64, &mut densities);
         assert!(densities.get(class, 500) < dense / 2.0);
     }
@@ -233,7 +233,7 @@ mod tests {
         let key = 7;
         assert!(history.samples(key));
         for now in [0, 5, u64::from(u32::MAX), 1 << 32, u64::MAX - 1, u64::MAX] {
-            history.asked(key, now, Class::of_used(64, u32::MAX), 64);
+            history.record(key, now, Class::of_used(64, u32::MAX), 64);
             history.learn(now, &mut densities);
         }
         let all =

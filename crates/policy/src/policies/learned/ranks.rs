@@ -1,6 +1,6 @@
 //! [`Ranks`]: the cohorts in the order of their hit density, so that the next victim is found at once.
 
-use super::rings::{RINGS, Ring};
+use super::cohorts::{COHORTS, Cohort};
 
 const NONE: u16 = u16::MAX;
 /// Eight ranks for each doubling of density, over 32 doublings up to one hit for each reference.
@@ -38,7 +38,7 @@ pub(super) struct Ranks {
 
 impl Ranks {
     pub(super) fn new() -> Self {
-        let next = vec![NONE; RINGS].into_boxed_slice();
+        let next = vec![NONE; COHORTS].into_boxed_slice();
         Self { ends: [(NONE, NONE); RANKS], next, filled: [0; RANKS / 64] }
     }
 
@@ -47,50 +47,50 @@ impl Ranks {
         self.filled = [0; RANKS / 64];
     }
 
-    /// Adds `ring`, which is not ranked, behind all cohorts of its rank.
-    pub(super) fn add_last(&mut self, ring: Ring, rank: Rank) {
+    /// Adds `cohort`, which is not ranked, behind all cohorts of its rank.
+    pub(super) fn add_last(&mut self, cohort: Cohort, rank: Rank) {
         let at = usize::from(rank.0);
-        self.next[usize::from(ring.0)] = NONE;
+        self.next[usize::from(cohort.0)] = NONE;
         let (first, last) = self.ends[at];
         if first == NONE {
-            self.ends[at] = (ring.0, ring.0);
+            self.ends[at] = (cohort.0, cohort.0);
             self.filled[at / 64] |= 1 << (at % 64);
         } else {
-            self.next[usize::from(last)] = ring.0;
-            self.ends[at].1 = ring.0;
+            self.next[usize::from(last)] = cohort.0;
+            self.ends[at].1 = cohort.0;
         }
     }
 
-    /// Adds `ring`, which is not ranked, before the first cohort of its rank that is `later`.
-    pub(super) fn add(&mut self, ring: Ring, rank: Rank, later: impl Fn(Ring) -> bool) {
+    /// Adds `cohort`, which is not ranked, before the first cohort of its rank that is `later`.
+    pub(super) fn add(&mut self, cohort: Cohort, rank: Rank, later: impl Fn(Cohort) -> bool) {
         let (first, last) = self.ends[usize::from(rank.0)];
-        if first == NONE || !later(Ring(last)) {
-            return self.add_last(ring, rank);
+        if first == NONE || !later(Cohort(last)) {
+            return self.add_last(cohort, rank);
         }
         let before = self.of_rank(rank).take_while(|&other| !later(other)).last();
         match before {
             None => {
-                self.next[usize::from(ring.0)] = first;
-                self.ends[usize::from(rank.0)].0 = ring.0;
+                self.next[usize::from(cohort.0)] = first;
+                self.ends[usize::from(rank.0)].0 = cohort.0;
             }
-            Some(Ring(before)) => {
-                self.next[usize::from(ring.0)] = self.next[usize::from(before)];
-                self.next[usize::from(before)] = ring.0;
+            Some(Cohort(before)) => {
+                self.next[usize::from(cohort.0)] = self.next[usize::from(before)];
+                self.next[usize::from(before)] = cohort.0;
             }
         }
     }
 
     /// The least dense cohort.
-    pub(super) fn first(&self) -> Option<(Rank, Ring)> {
+    pub(super) fn first(&self) -> Option<(Rank, Cohort)> {
         let rank = self.ranks().next()?;
-        Some((rank, Ring(self.ends[usize::from(rank.0)].0)))
+        Some((rank, Cohort(self.ends[usize::from(rank.0)].0)))
     }
 
     /// Removes the least dense cohort.
     pub(super) fn remove_first(&mut self) {
-        let Some((Rank(rank), Ring(ring))) = self.first() else { return };
+        let Some((Rank(rank), Cohort(cohort))) = self.first() else { return };
         let at = usize::from(rank);
-        match self.next[usize::from(ring)] {
+        match self.next[usize::from(cohort)] {
             NONE => {
                 self.ends[at] = (NONE, NONE);
                 self.filled[at / 64] &= !(1 << (at % 64));
@@ -100,8 +100,8 @@ impl Ranks {
     }
 
     /// All cohorts, the least dense first.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Ring)> + '_ {
-        self.ranks().flat_map(|rank| self.of_rank(rank).map(move |ring| (rank, ring)))
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Cohort)> + '_ {
+        self.ranks().flat_map(|rank| self.of_rank(rank).map(move |cohort| (rank, cohort)))
     }
 
     fn ranks(&self) -> impl Iterator<Item = Rank> + '_ {
@@ -112,10 +112,10 @@ impl Ranks {
         })
     }
 
-    fn of_rank(&self, rank: Rank) -> impl Iterator<Item = Ring> + '_ {
-        let is_one = |ring: u16| (ring != NONE).then_some(ring);
+    fn of_rank(&self, rank: Rank) -> impl Iterator<Item = Cohort> + '_ {
+        let is_one = |cohort: u16| (cohort != NONE).then_some(cohort);
         let first = is_one(self.ends[usize::from(rank.0)].0);
-        std::iter::successors(first, move |&ring| is_one(self.next[usize::from(ring)])).map(Ring)
+        std::iter::successors(first, move |&cohort| is_one(self.next[usize::from(cohort)])).map(Cohort)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
@@ -142,15 +142,15 @@ mod tests {
     proptest! {
         #[test]
         fn rings_come_by_rank_and_then_in_order(
-            rings in prop::collection::btree_map(0u16..500, 0u8..6, 0..40),
+            cohorts in prop::collection::btree_map(0u16..500, 0u8..6, 0..40),
             taken in 0usize..40,
         ) {
             let mut ranks = Ranks::new();
-            for (&ring, &rank) in rings.iter().rev() {
+            for (&cohort, &rank) in cohorts.iter().rev() {
                 // Ranks in different words.
-                ranks.add(Ring(ring), Rank(rank * 50), |other| other.0 > ring);
+                ranks.add(Cohort(cohort), Rank(rank * 50), |other| other.0 > cohort);
             }
-            let mut expected: Vec<_> = rings.iter().map(|(&ring, &rank)| (Rank(rank * 50), Ring(ring))).collect();
+            let mut expected: Vec<_> = cohorts.iter().map(|(&cohort, &rank)| (Rank(rank * 50), Cohort(cohort))).collect();
             expected.sort();
             prop_assert_eq!(ranks.iter().collect::<Vec<_>>(), expected.clone());
             for _ in 0..taken.min(expected.len()) {

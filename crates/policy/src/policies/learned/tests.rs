@@ -49,18 +49,18 @@ impl Blocks for Store {
     }
 }
 
-/// How soon a block goes: its rank, the beginning of its span, its class. Found without rings or ranks.
+/// How soon a block goes: its rank, the beginning of its span, its class. Found without cohorts or ranks.
 fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
-    let Slot { asked_at, class, .. } = policy.slots[slot as usize];
-    let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(asked_at).into());
-    let start = policy.rings.span_at(time).start;
+    let Slot { requested_at, class, .. } = policy.slots[slot as usize];
+    let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(requested_at).into());
+    let start = policy.cohorts.span_at(time).start;
     let density = policy.densities.get(class, policy.ranked_at - start.min(policy.ranked_at));
     (Rank::of(density), start, class.index())
 }
 
-/// The least of the blocks that could go, without those that were refused since the rings were ranked.
+/// The least of the blocks that could go, without those that were refused since the cohorts were ranked.
 fn plain_search(policy: &Learned, store: &Store) -> Option<(Rank, u64, usize)> {
-    let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.rings.contains(slot));
+    let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.cohorts.contains(slot));
     leaves.map(|&slot| plain_order(policy, slot)).min()
 }
 
@@ -136,11 +136,11 @@ proptest! {
                         }
                     }
                 }
-                Op::Pass(references) => policy.pass(references as usize),
+                Op::Pass(references) => policy.advance(references as usize),
                 Op::Remember(slot, class, uses, age) => {
                     if let Some(slot) = at(slot) {
-                        let asked_at = policy.now.saturating_sub(age.into()) as u32;
-                        policy.remember(slot, Memo::new(class, uses, asked_at));
+                        let requested_at = policy.now.saturating_sub(age.into()) as u32;
+                        policy.remember(slot, Memo::new(class, uses, requested_at));
                     }
                 }
             }
@@ -149,10 +149,10 @@ proptest! {
                 prop_assert_eq!(known.parent, block.parent.unwrap_or(NONE));
                 prop_assert_eq!(known.children > 0, store.is_continued(slot));
                 // One that was refused may have been continued since, and more.
-                let (in_ring, refused) = (policy.rings.contains(slot), policy.refused.contains(&slot));
+                let (in_cohort, refused) = (policy.cohorts.contains(slot), policy.refused.contains(&slot));
                 let is_leaf = known.children == 0;
-                prop_assert!(is_leaf || !in_ring, "{} is continued", slot);
-                prop_assert!(!is_leaf || in_ring || refused, "{} is lost", slot);
+                prop_assert!(is_leaf || !in_cohort, "{} is continued", slot);
+                prop_assert!(!is_leaf || in_cohort || refused, "{} is lost", slot);
             }
         }
     }
@@ -187,12 +187,12 @@ fn ask_for_two_kinds(cache: &mut CacheModel, steps: std::ops::Range<u64>) -> usi
 }
 
 #[test]
-fn what_comes_back_is_kept_from_what_does_not_and_dealt_classes_do_not_tell_them_apart() {
+fn what_comes_back_is_kept_from_what_does_not_and_random_classes_do_not_tell_them_apart() {
     let hits =
         |policy: Learned| ask_for_two_kinds(&mut CacheModel::with_policy(Box::new(policy), 400), 0..4000);
     let lru = ask_for_two_kinds(&mut CacheModel::new(PolicyKind::Lru, 400), 0..4000);
-    let (learned, control) = (hits(Learned::new(400)), hits(Learned::with_dealt_classes(400)));
-    println!("lru {lru}, learned {learned}, dealt {control}");
+    let (learned, control) = (hits(Learned::new(400)), hits(Learned::with_random_classes(400)));
+    println!("lru {lru}, learned {learned}, random {control}");
     assert!(learned > lru * 13 / 10, "{learned} beside {lru}");
     assert!(control < (learned + lru) / 2, "{control} beside {learned}");
 }
@@ -229,7 +229,7 @@ fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
             .blocks
             .insert(slot, Block { key: spread(slot.into()), parent: slot.checked_sub(1), leased: false });
         policy.insert(&[slot], slot.checked_sub(1), &store);
-        policy.pass(1 << 31);
+        policy.advance(1 << 31);
         policy.touch(&store.prefix(slot), &store);
     }
     for slot in (0..8).rev() {
@@ -257,7 +257,7 @@ fn blocks_that_continue_nothing_go_one_by_one() {
         let victim = policy.take_victim(100, &store).unwrap();
         assert_ne!(victim, 1, "it is asked for all the time");
         store.blocks.remove(&victim);
-        policy.pass(10);
+        policy.advance(10);
     }
     assert!([2, 3, 4, 5].iter().all(|slot| !policy.contains(*slot)));
     // A slot that comes back has nobody below it.
@@ -268,7 +268,7 @@ fn blocks_that_continue_nothing_go_one_by_one() {
     assert_eq!(policy.slots[2].children, 0);
 }
 
-/// One key in two is followed here, one in 64 in a large cache: of a short prompt that is none, mostly.
+/// One key in two is tracked here, one in 64 in a large cache: of a short prompt that is none, mostly.
 #[test]
 fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
     let capacity = 400;
@@ -306,19 +306,19 @@ fn a_block_that_comes_back_from_a_tier_below_is_what_it_was_when_it_left() {
     policy.missed(0, &mut [spread(1)].into_iter());
     policy.insert(&[1], None, &store);
     for _ in 0..3 {
-        policy.pass(1000);
+        policy.advance(1000);
         policy.touch(&[1], &store);
     }
     let left_as = policy.slots[1];
     let memo = policy.memo(1).unwrap();
     let dense = policy.density(memo).unwrap();
     assert_eq!(policy.take_victim(0, &store), Some(1));
-    policy.pass(500);
+    policy.advance(500);
     assert!(policy.density(memo).unwrap() < dense, "it has grown older meanwhile");
     policy.insert(&[1], None, &store);
     policy.remember(1, memo);
     let back_as = policy.slots[1];
-    assert_eq!((back_as.class, back_as.uses, back_as.asked_at), (left_as.class, 4, left_as.asked_at));
+    assert_eq!((back_as.class, back_as.uses, back_as.requested_at), (left_as.class, 4, left_as.requested_at));
     assert_eq!(policy.memo(1), Some(memo));
     policy.touch(&[1], &store);
     assert_eq!((policy.slots[1].class, policy.slots[1].uses), (Class::of_used(5, 500 + 1), 5));
@@ -370,13 +370,13 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     assert_eq!(policy.slots[63].class, class);
     // Of that class it is known that it never comes back, of all others that they do.
     let mut fates = vec![density::Fates::NONE; classes::CLASSES];
-    fates[Class::of_used(2, 100).index()].asked[density::bucket(100)] = 1e6;
+    fates[Class::of_used(2, 100).index()].requested[density::bucket(100)] = 1e6;
     fates[class.index()].left[density::bucket(1 << 20)] = 1e6;
     policy.densities.learn(&fates, 1.0);
     store.blocks.insert(64, Block { key: 7, parent: None, leased: false });
     policy.insert(&[64], None, &store);
     policy.slots[64].class = Class::UNKNOWN;
-    policy.rank();
+    policy.rank_cohorts();
     let judged = |parent: Option<u32>| {
         let admitted =
             (64..200).step_by(2).filter(|&at| policy.admit(&keys[at..], parent, 1, &store)).count();
