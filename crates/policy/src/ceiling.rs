@@ -152,7 +152,7 @@ impl Ceiling {
     pub const MAX_BYTES: usize =
         size_of::<Self>() + (15 + 12 + 24) * (size_of::<(u64, WindowCount)>() + HyperLogLog::HEAP_BYTES);
 
-    /// Empty windows.
+    /// The three windows, without a reference.
     pub fn new() -> Self {
         Self {
             minutes: WindowSlots::new(Window::QuarterHour),

@@ -49,8 +49,8 @@ impl Cleaner {
         self.given_up
     }
 
-    /// The index of the segment to empty: the one that is worth the least. Of segments that are worth the same, the
-    /// first with the fewest live pages. None without segments.
+    /// The index of the segment to empty: the one that is worth the least. If several are, the first of those with the
+    /// fewest live pages. None without segments.
     pub fn choose(&self, segments: &[Vec<Worth>]) -> Option<usize> {
         let worth = |records: &Vec<Worth>| {
             let sum = |of: fn(&Worth) -> f64| records.iter().map(of).sum::<f64>();

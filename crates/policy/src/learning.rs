@@ -24,11 +24,11 @@ pub trait Learning {
     /// means that there is no tier below, or that it stores nothing.
     fn set_below(&mut self, density: Option<f32>);
 
-    /// What the policy has learnt of each class of blocks, the most seen first. Empty before it has learnt any.
+    /// Lists what the policy has learnt of each class of blocks, the most seen first. Empty before it has learnt any.
     fn learnt(&self) -> Vec<LearntClass>;
 }
 
-/// What a policy has learnt of one class of blocks, for `kvlane status` and metrics.
+/// One class of blocks as a policy has learnt it, for `kvlane status` and metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LearntClass {
     /// Names the class: what was known of its blocks at their last request.

@@ -1,6 +1,6 @@
 //! [`Memo`]: what a learning policy knows of a block, in six bytes that a tier below keeps with the block.
 
-/// What a policy knows of a block; only the policy can read it. When the pool evicts a block, a tier below keeps the
+/// A policy's knowledge of a block; only the policy can read it. When the pool evicts a block, a tier below keeps the
 /// memo, and hands it back with the block. The default says that nothing is known. Time is 32 bits of references, so a
 /// block that was not requested for four thousand million references looks younger than it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

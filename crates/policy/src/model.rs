@@ -86,7 +86,7 @@ pub struct CacheModel {
 }
 
 impl CacheModel {
-    /// An empty cache.
+    /// An empty cache with a policy of this kind.
     pub fn new(policy: PolicyKind, capacity: usize) -> Self {
         Self::with_policy(policy.build(capacity), capacity)
     }
@@ -219,7 +219,7 @@ impl CacheModel {
         }
     }
 
-    /// What the policy has learnt; empty if it does not learn.
+    /// The classes that the policy has learnt; empty if it does not learn.
     pub fn learnt(&self) -> Vec<LearntClass> {
         self.policy.learning().map(Learning::learnt).unwrap_or_default()
     }

@@ -37,7 +37,7 @@ pub struct Replayed {
     pub switches: Vec<(usize, Switch)>,
     /// Heap bytes of the shadow caches at the end of the replay.
     pub shadow_bytes: usize,
-    /// What the policy in RAM had learnt at the end.
+    /// The classes that the policy in RAM had learnt at the end.
     pub learnt: Vec<LearntClass>,
 }
 

@@ -512,7 +512,7 @@ fn initial_status(file: TierFile, opened: Opened, free_segments: u32) -> DeviceS
 /// A device's state and log, which its thread needs before it can run.
 type DeviceAndLog = (Arc<DeviceShared>, Log);
 
-/// What a device's thread is started with.
+/// Arguments of a device's thread.
 struct DeviceThread {
     file: std::fs::File,
     number: u8,

@@ -97,7 +97,7 @@ pub struct Learned {
     random_classes: bool,
 }
 
-/// What the policy knows of a slot. Kept while a slot that is in continues it, even if the slot itself is not in.
+/// A slot as the policy knows it. Kept while a slot that is in continues it, even if the slot itself is not in.
 #[derive(Clone, Copy)]
 struct Slot {
     parent: u32,
