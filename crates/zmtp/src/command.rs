@@ -1,4 +1,4 @@
-//! Commands: a name, then what it takes.
+//! [`Command`]: encodes and decodes commands, which are frames with a name and data.
 
 use bytes::{BufMut, Bytes};
 
@@ -11,10 +11,10 @@ const MOST_CONTEXT_BYTES: usize = 16;
 const SOCKET_TYPE: &str = "Socket-Type";
 const IDENTITY: &str = "Identity";
 
-/// A command that came.
+/// A command of the peer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Command {
-    /// READY, with what counts of its metadata.
+    /// READY, with the properties of its metadata that we use; a missing one is empty.
     Ready { socket_type: Bytes, identity: Bytes },
     /// ERROR, with its reason as printable text.
     Error(String),
@@ -24,12 +24,12 @@ pub(crate) enum Command {
     Cancel(Bytes),
     /// PING, with the context that the PONG repeats.
     Ping(Bytes),
-    /// PONG, or a command of sockets that we are not.
+    /// PONG, or a command of other kinds of sockets.
     Other,
 }
 
 impl Command {
-    /// Reads the body of a frame that is a command.
+    /// Decodes the body of a command frame.
     pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
         let name = short(&mut body, "without a name", "it ends within its name")?;
         Ok(match &name[..] {
@@ -74,7 +74,7 @@ fn ready(mut body: Bytes) -> Result<Command, ProtocolError> {
     Ok(Command::Ready { socket_type, identity })
 }
 
-/// Cuts off what a length of one byte announces.
+/// Splits a string with a one-byte length off the front of `body`.
 fn short(body: &mut Bytes, command: &'static str, reason: &'static str) -> Result<Bytes, ProtocolError> {
     let Some(&length) = body.first() else { return Err(malformed(command, reason)) };
     let end = 1 + usize::from(length);
@@ -88,7 +88,7 @@ fn malformed(command: &'static str, reason: &'static str) -> ProtocolError {
     ProtocolError::MalformedCommand { command, reason }
 }
 
-/// Appends READY.
+/// Appends a READY command with our socket type and identity.
 pub(crate) fn encode_ready(socket_type: &str, identity: &[u8], into: &mut impl BufMut) {
     let mut metadata = Vec::new();
     for (name, value) in [(SOCKET_TYPE, socket_type.as_bytes()), (IDENTITY, identity)] {
@@ -100,7 +100,7 @@ pub(crate) fn encode_ready(socket_type: &str, identity: &[u8], into: &mut impl B
     encode("READY", &metadata, into);
 }
 
-/// Appends a command.
+/// Appends a command frame.
 pub(crate) fn encode(name: &str, data: &[u8], into: &mut impl BufMut) {
     let length = (1 + name.len() + data.len()) as u64;
     Head { more: false, command: true, length }.encode(into);
