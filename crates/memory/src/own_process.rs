@@ -63,7 +63,7 @@ mod tests {
         let before = OwnProcess::this();
         assert!(before.is_this());
         assert_eq!(before.check(), Ok(()));
-        // What a child does first.
+        // Stands for a forked child, whose handler has counted the fork.
         let in_a_child = OwnProcess(FORKS.load(Ordering::Relaxed) + 1);
         assert_eq!(in_a_child.check(), Err(Forked));
     }

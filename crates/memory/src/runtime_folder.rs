@@ -90,7 +90,7 @@ impl fmt::Display for FolderFault {
 }
 
 impl FolderFault {
-    /// What the user can do, as the beginning of a sentence.
+    /// The remedy for the user, as the beginning of a sentence.
     fn remedy(&self, path: &Path) -> String {
         match self {
             Self::Missing => "Start the daemon, which makes it".into(),

@@ -33,7 +33,7 @@ struct Ends {
 }
 
 impl PrefixLru {
-    /// An empty list.
+    /// Makes an empty list.
     pub fn new() -> Self {
         Self::default()
     }

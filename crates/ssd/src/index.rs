@@ -136,7 +136,10 @@ impl Index {
 
     /// Every space that has blocks, with the number of its blocks and the pages of their records.
     pub(crate) fn spaces(&self) -> impl Iterator<Item = (Space, u64, u64)> {
-        self.spaces.iter().filter(|totals| totals.blocks > 0).map(|totals| (totals.space, totals.blocks, totals.pages))
+        self.spaces
+            .iter()
+            .filter(|totals| totals.blocks > 0)
+            .map(|totals| (totals.space, totals.blocks, totals.pages))
     }
 
     /// The number of a space, which another space may get once this one has lost its last block.

@@ -114,7 +114,8 @@ impl Log {
     /// written.
     pub(crate) fn add_recovered(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
         self.free.retain(|free| *free != segment);
-        self.states[segment.index()] = (if tail.is_some() { SegmentState::Busy } else { SegmentState::Sealed }, generation);
+        self.states[segment.index()] =
+            (if tail.is_some() { SegmentState::Busy } else { SegmentState::Sealed }, generation);
         self.observe_generation(generation);
         if let Some(tail) = tail {
             self.finishing.push(OpenSegment {
@@ -194,7 +195,12 @@ impl Log {
 
     /// Allocates room for a record in the open segment: returns the segment and the record's first page. None if the
     /// record does not fit, or no segment is open.
-    pub(crate) fn append(&mut self, pages: u32, space: &Space, source: RecordSource) -> Option<(SegmentNumber, u32)> {
+    pub(crate) fn append(
+        &mut self,
+        pages: u32,
+        space: &Space,
+        source: RecordSource,
+    ) -> Option<(SegmentNumber, u32)> {
         // While a segment is emptied and none is free, the open segment's room belongs to the copies.
         if source == RecordSource::Writes && self.cleaning.is_some() && self.free.is_empty() {
             return None;
@@ -269,7 +275,9 @@ impl Log {
             self.states[open.segment.index()].0 = SegmentState::Free;
             self.free.push_back(open.segment);
         }
-        let ready = |open: &&mut OpenSegment| open.head == HeadState::Written && open.in_flight.is_empty() && !open.table;
+        let ready = |open: &&mut OpenSegment| {
+            open.head == HeadState::Written && open.in_flight.is_empty() && !open.table
+        };
         let open = self.finishing.iter_mut().find(ready)?;
         (open.table, open.sealing) = (true, true);
         Some(open.segment)

@@ -476,7 +476,10 @@ impl Drop for SsdTier {
         // The last owner may be a `done` on a device's thread; that thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
         if !self.close(DROP_TIMEOUT) && !on_own_thread {
-            tracing::warn!(waited_s = DROP_TIMEOUT.as_secs(), "SSD device did not end; leaving its thread behind");
+            tracing::warn!(
+                waited_s = DROP_TIMEOUT.as_secs(),
+                "SSD device did not end; leaving its thread behind"
+            );
         }
     }
 }

@@ -18,20 +18,20 @@
 //! - Time is the number of references so far.
 
 mod classes;
+mod cohorts;
 mod density;
 mod history;
 mod ranks;
-mod cohorts;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BinaryHeap;
 
 use self::classes::{Class, MAX_USES};
+use self::cohorts::{Cohort, Cohorts};
 use self::density::Densities;
 use self::history::History;
 use self::ranks::{Rank, Ranks};
-use self::cohorts::{Cohort, Cohorts};
 use crate::key::spread;
 use crate::kind::PolicyKind;
 use crate::learning::{Learning, LearntClass};
@@ -378,7 +378,8 @@ impl ReplacementPolicy for Learned {
             let class = self.class(profile.class, || key);
             sum += f64::from(self.densities.get(class, 0));
         }
-        let explores = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(EXPLORE_ONE_IN));
+        let explores =
+            || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(EXPLORE_ONE_IN));
         let displaced = MARGIN * self.displaced(victims, blocks);
         // Also admit blocks that are dense enough for the tier below, because it gets them only through this cache.
         let least = self.below.map_or(displaced, |below| displaced.min(below.into()));

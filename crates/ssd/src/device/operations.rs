@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Device;
 use crate::io::{Completion, Op, OpKind, Piece};
-use crate::job::{Transfer, UnfinishedOp, Purpose, cut};
+use crate::job::{Purpose, Transfer, UnfinishedOp, cut};
 use crate::stats::Counters;
 
 /// Attempts in a row that may move nothing before an operation fails.

@@ -11,7 +11,7 @@ use kvlane_block::PoolExtent;
 use super::Device;
 use crate::headers::HeaderMemory;
 use crate::io::{OpKind, Piece};
-use crate::job::{ReadJob, Transfer, Purpose, cut_record};
+use crate::job::{Purpose, ReadJob, Transfer, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
 use crate::read::verify;
 use crate::request::{Miss, ReadEnd};
@@ -29,7 +29,8 @@ impl Device {
             if let Some(job) = self.queued_reads.remove(&id) {
                 Counters::add(&self.shared.counters.reads_late, 1);
                 self.end_read(job, ReadEnd::Miss(Miss::Late));
-            } else if matches!(self.transfers.get(&id), Some(Transfer { purpose: Purpose::Read { .. }, .. })) {
+            } else if matches!(self.transfers.get(&id), Some(Transfer { purpose: Purpose::Read { .. }, .. }))
+            {
                 Counters::add(&self.shared.counters.reads_late, 1);
             }
         }

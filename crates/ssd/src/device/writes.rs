@@ -12,7 +12,7 @@ use kvlane_block::Space;
 use super::Device;
 use crate::index::Location;
 use crate::io::Piece;
-use crate::job::{AllocatedWrite, Batch, Transfer, Purpose, WriteJob};
+use crate::job::{AllocatedWrite, Batch, Purpose, Transfer, WriteJob};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead, SegmentNumber, ShardSum};
 use crate::log::{HeadState, RecordSource};
 use crate::pages::Pages;
@@ -72,7 +72,12 @@ impl Device {
 
     /// Allocates room at the log's end, and opens the next segment if the open one has too little. None if no segment
     /// is free for this source.
-    pub(super) fn allocate(&mut self, pages: u32, space: &Space, source: RecordSource) -> Option<(SegmentNumber, u32)> {
+    pub(super) fn allocate(
+        &mut self,
+        pages: u32,
+        space: &Space,
+        source: RecordSource,
+    ) -> Option<(SegmentNumber, u32)> {
         if let Some(found) = self.append(pages, space, source) {
             return Some(found);
         }

@@ -63,7 +63,7 @@ impl Cohort {
 pub(super) struct Cohorts {
     /// The cohorts' own nodes, then those of the slots.
     nodes: Vec<Node>,
-    /// Oldest first.
+    /// All spans, oldest first.
     spans: Vec<Span>,
     free_rows: Vec<u8>,
     /// When the span of each row began.

@@ -71,7 +71,7 @@ enum Op {
     Touch(usize),
     Lease(usize, bool),
     Evict,
-    /// So many references to other blocks.
+    /// References to other blocks pass by.
     Pass(u64),
     /// It came from a tier below, which says this of it, and that it was asked for so long ago.
     Remember(usize, u8, u8, u32),
@@ -368,7 +368,7 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     policy.insert(&(0..64).collect::<Vec<_>>(), None, &store);
     let class = Class::of_new(0, 200);
     assert_eq!(policy.slots[63].class, class);
-    // Of that class it is known that it never comes back, of all others that they do.
+    // Teach the policy that blocks of that class never come back, and that all others do.
     let mut fates = vec![density::Fates::NONE; classes::CLASSES];
     fates[Class::of_used(2, 100).index()].requested[density::bucket(100)] = 1e6;
     fates[class.index()].left[density::bucket(1 << 20)] = 1e6;
