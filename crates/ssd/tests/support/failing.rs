@@ -1,4 +1,4 @@
-//! A device that fails on demand, between the tier and the real one.
+//! A device that fails on demand, as a layer between the tier and the real one.
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use kvlane_ssd::{Completion, Io, Op, OpKind, Waker, WrapIo};
 
-/// What goes wrong.
+/// Faults that a test switches on.
 #[derive(Default)]
 pub(crate) struct Faults {
-    /// So many writes fail with this error.
+    /// The number of writes that fail, and their error.
     pub(crate) failing_writes: (usize, i32),
-    /// So many reads fail with this error.
+    /// The number of reads that fail, and their error.
     pub(crate) failing_reads: (usize, i32),
-    /// Operations move at most so many bytes at once.
+    /// Limit of bytes that an operation moves.
     pub(crate) at_most: Option<usize>,
     /// Every other operation is interrupted once.
     pub(crate) interrupt: bool,
@@ -24,7 +24,7 @@ pub(crate) struct Faults {
     pub(crate) hold_reads: bool,
     /// Writes are kept back.
     pub(crate) hold_writes: bool,
-    /// So many of the writes that are kept back may go.
+    /// The number of held writes that may go.
     pub(crate) let_writes: usize,
     /// The next read is kept back, alone, while this is false again.
     pub(crate) hold_next_read: bool,

@@ -49,7 +49,7 @@ impl Blocks for Store {
     }
 }
 
-/// How soon a block goes: its rank, the beginning of its span, its class. Found without cohorts or ranks.
+/// Sort key of eviction: rank, start of the span, class. Computed without cohorts or ranks.
 fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
     let Slot { requested_at, class, .. } = policy.slots[slot as usize];
     let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(requested_at).into());
@@ -58,7 +58,7 @@ fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
     (Rank::of(density), start, class.index())
 }
 
-/// The least of the blocks that could go, without those that were refused since the cohorts were ranked.
+/// The key of the next victim among evictable blocks, without those that were refused since the last ranking.
 fn plain_search(policy: &Learned, store: &Store) -> Option<(Rank, u64, usize)> {
     let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.cohorts.contains(slot));
     leaves.map(|&slot| plain_order(policy, slot)).min()
@@ -66,14 +66,15 @@ fn plain_search(policy: &Learned, store: &Store) -> Option<(Rank, u64, usize)> {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A prompt of so many blocks behind the block with this number, some of them asked for before.
+    /// A missed run: index of the slot that it continues, its length, and its first key. Keys repeat, so some blocks
+    /// were requested before.
     Miss(usize, u32, u64),
     Touch(usize),
     Lease(usize, bool),
     Evict,
     /// References to other blocks pass by.
     Pass(u64),
-    /// It came from a tier below, which says this of it, and that it was asked for so long ago.
+    /// A block comes back from a tier below: its number, class, uses, and the references since its last request.
     Remember(usize, u8, u8, u32),
 }
 
@@ -148,7 +149,7 @@ proptest! {
                 let known = policy.slots[slot as usize];
                 prop_assert_eq!(known.parent, block.parent.unwrap_or(NONE));
                 prop_assert_eq!(known.children > 0, store.is_continued(slot));
-                // One that was refused may have been continued since, and more.
+                // A refused slot may have got a child or have left since, so `refused` proves nothing by itself.
                 let (in_cohort, refused) = (policy.cohorts.contains(slot), policy.refused.contains(&slot));
                 let is_leaf = known.children == 0;
                 prop_assert!(is_leaf || !in_cohort, "{} is continued", slot);
@@ -238,8 +239,8 @@ fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
     }
 }
 
-/// A policy with its blocks, which continue nothing, as those of a sliding window: a run of them was taken for a chain, of which
-/// only the last one could go.
+/// Blocks of a sliding window continue none. The policy took a run of them for a chain, of which only the last one
+/// could be evicted.
 #[test]
 fn blocks_that_continue_nothing_go_one_by_one() {
     let mut policy = Learned::new(8);
@@ -260,7 +261,7 @@ fn blocks_that_continue_nothing_go_one_by_one() {
         policy.advance(10);
     }
     assert!([2, 3, 4, 5].iter().all(|slot| !policy.contains(*slot)));
-    // A slot that comes back has nobody below it.
+    // A slot that is reused has no child.
     insert(&mut policy, &mut store, &[3, 2]);
     policy.remove(2);
     store.blocks.remove(&2);
@@ -268,7 +269,7 @@ fn blocks_that_continue_nothing_go_one_by_one() {
     assert_eq!(policy.slots[2].children, 0);
 }
 
-/// One key in two is tracked here, one in 64 in a large cache: of a short prompt that is none, mostly.
+/// One key in two is sampled here, one in 64 in a large cache. So a short prompt mostly has no sampled block there.
 #[test]
 fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
     let capacity = 400;
@@ -287,7 +288,7 @@ fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
     assert!(hits > 2000, "{hits} of 3000");
 }
 
-/// In a cache of many millions of blocks: what was older than the last age that is told apart was dense for ever.
+/// In a cache of many millions of blocks, a block older than the last age bucket stayed dense for ever.
 #[test]
 fn what_was_asked_for_longer_ago_than_ages_are_told_apart_goes_first() {
     let densities = Densities::new();
@@ -351,7 +352,7 @@ fn what_is_not_worth_a_place_here_passes_through_if_it_is_worth_one_in_the_tier_
     assert!(alone < 100 && above_an_empty_tier == 1000 && above_a_tier_of_what_is_dense < 100);
 }
 
-/// An engine saves a long prompt in parts. Only the first block of the prompt is noted when it is missed: the later parts were
+/// An engine saves a long prompt in parts. A miss notes only the first block of the prompt, so the later parts were
 /// judged as blocks of which nothing is known.
 #[test]
 fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
@@ -387,7 +388,7 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     assert!(judged(None) < 10, "a prompt of as many new blocks is of that class too");
 }
 
-/// When another policy had decided for a while, time began anew: what was asked for long ago soon looked as if it had been just now.
+/// After another policy had been active for a while, time began anew: an old request soon looked as if it were recent.
 #[test]
 fn what_a_tier_below_keeps_from_before_another_policy_decided_is_as_old_as_it_is() {
     let mut cache = CacheModel::new(PolicyKind::Learned, 400);
