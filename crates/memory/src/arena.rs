@@ -2,8 +2,8 @@
 //! descriptor.
 //!
 //! Several processes, the kernel and GPUs read and write the pool's bytes by agreement (claims, leases). Every copy is
-//! checked to lie inside the pool, so a copy at a wrong offset tears bytes, which the checksum finds, but harms no
-//! other memory. So copies by offset are safe to call, and only a reference to pool bytes ([`Arena::bytes_at`]) is not.
+//! checked to lie inside the pool. A copy at a wrong offset tears bytes, which the checksum finds, but harms no other
+//! memory. So copies by offset are safe to call, and only a reference to pool bytes ([`Arena::bytes_at`]) is not.
 
 use std::io;
 use std::ops::Range;
@@ -347,7 +347,7 @@ impl Arena {
     /// The bytes of an extent.
     ///
     /// # Safety
-    /// No process writes `offset..offset + len` while the slice lives: the extent is sealed, or its claim has been
+    /// No process writes `offset..offset + len` while the slice lives. So the extent is sealed, or its claim has been
     /// committed, and it is not freed before the slice is dropped.
     ///
     /// # Panics

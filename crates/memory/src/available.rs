@@ -30,8 +30,8 @@ impl Available {
     }
 }
 
-/// Bytes that this process can take without swapping or being killed: the least of the machine's available memory and
-/// the rest under each memory limit of its control group. None if the kernel does not say.
+/// Bytes that this process can take without swapping or being killed. That is the least of the machine's available
+/// memory and the rest under each memory limit of its control group. None if the kernel does not say.
 pub fn available_memory() -> Option<u64> {
     Available::under(Path::new("/")).least()
 }

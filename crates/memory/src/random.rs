@@ -7,8 +7,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Draws bytes that are unpredictable and unique.
 ///
 /// # Errors
-/// That of getrandom(2). No weaker source stands in for it, because with equal nonces of two processes the daemon would
-/// take the blocks of one for those of the other.
+/// That of getrandom(2). No weaker source stands in for it: if two processes drew the same nonce, the daemon would take
+/// the blocks of one for those of the other.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     // The kernel never cuts up to 256 bytes short.
     const { assert!(N <= 256) };

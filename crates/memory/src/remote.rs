@@ -91,7 +91,8 @@ impl RemoteProcess {
     /// Copies from the process's memory into the local ranges, in order, with one system call. Returns the number of
     /// bytes, which is smaller than requested if a remote address is not mapped.
     ///
-    /// # Safety The local ranges are valid for writes, and nothing else touches them during the call. The kernel checks
+    /// # Safety
+    /// The local ranges are valid for writes, and nothing else touches them during the call. The kernel checks
     /// the remote ones.
     pub unsafe fn read(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
         let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);

@@ -134,7 +134,7 @@ impl RuntimeFolder {
     }
 
     /// Opens the folder for paths relative to it, if it is this user's alone. It must be a folder and no link, belong
-    /// to this user and have mode 0700, and only this user and root may be able to replace it.
+    /// to this user and have mode 0700. Only this user and root may be able to replace it.
     pub fn open(&self) -> Result<OwnedFd, FolderRefused> {
         self.try_open().map_err(|why| FolderRefused { path: self.0.clone(), why })
     }
@@ -168,8 +168,8 @@ impl RuntimeFolder {
     }
 }
 
-/// Checks that only this user and root can rename entries of a folder: it is theirs, and others may not write there, or
-/// it is sticky, so that they may change only their own entries.
+/// Checks that only this user and root can rename entries of a folder. The folder must be theirs. Others may not write
+/// there, unless it is sticky, so that they can change only their own entries.
 fn check_around(folder: &Path) -> Result<(), FolderFault> {
     const STICKY: u32 = 0o1000;
     let found = rustix::fs::stat(folder).map_err(fault)?;

@@ -29,9 +29,8 @@ pub struct PoolView {
 }
 
 impl PoolView {
-    /// Maps the first `bytes` bytes. Touching a page behind a file's end is SIGBUS. So a shorter file is refused, and
-    /// so is one that its sender could shrink later: only a memfd with the seals of an [`Arena`](crate::Arena) is
-    /// mapped.
+    /// Maps the first `bytes` bytes. Touching a page behind a file's end is SIGBUS, so a shorter file is refused. So is
+    /// one that its sender could shrink later: only a memfd with the seals of an [`Arena`](crate::Arena) is mapped.
     pub fn map(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<PoolView> {
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a pool of 0 bytes cannot be mapped"));

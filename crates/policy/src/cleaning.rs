@@ -5,8 +5,8 @@
 //! records are worth.
 //!
 //! If the policy learns, each record has a hit density. A record is written again if it is twice as dense as the
-//! records given up lately, because it takes the room, and the writing, of one that would be given up later. With other
-//! policies a record is written again if it was read since it was written, as in the CLOCK policy.
+//! records given up lately, because it takes the room, and the writing, of a later one. With other policies a record is
+//! written again if it was read since it was written, as in the CLOCK policy.
 
 use std::cmp::Reverse;
 

@@ -27,8 +27,8 @@ impl PrefixGroup {
 /// The longest prefix, in tokens, all of whose needed blocks are there by `visible(group, block)`. The prefix has at
 /// most `max_tokens`, and a whole number of blocks in every group. 0 is a miss.
 ///
-/// Looks up each block at most once: first those of the whole-prefix groups, upwards from block 0 until one is missing,
-/// then those of the windows, downwards from the end.
+/// Looks up each block at most once. First come the whole-prefix groups, upwards from block 0 until one is missing,
+/// then the windows, downwards from the end.
 pub fn longest_hit(
     groups: &[PrefixGroup],
     max_tokens: u64,
@@ -49,7 +49,7 @@ pub fn longest_hit(
         tokens = whole_steps(found * u64::from(group.tokens_per_block));
     }
 
-    // From here on `tokens` only falls, so a window keeps what it has found: the blocks from `run_start` to the group's
+    // From here on `tokens` only falls, so a window keeps what it has found. The blocks from `run_start` to the group's
     // end at its last check are there.
     let mut run_start = vec![u64::MAX; groups.len()];
     loop {

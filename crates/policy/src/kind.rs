@@ -72,7 +72,7 @@ pub enum Choice {
 
 impl Choice {
     /// The policy that a cache starts with. Auto starts with `learned`, which was at or near the best on every trace
-    /// that we replayed, so the others have to prove that they are better (docs/policies.md).
+    /// that we replayed. So the others have to prove that they are better (docs/policies.md).
     pub fn first(self) -> PolicyKind {
         match self {
             Self::Fixed(kind) => kind,

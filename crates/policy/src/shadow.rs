@@ -5,8 +5,8 @@ use crate::key::spread;
 use crate::kind::PolicyKind;
 use crate::model::CacheModel;
 
-/// Least capacity of a shadow cache in blocks, if the cache itself has as many: enough for some dozens of prompts, so
-/// that its hit rate is not chance.
+/// Least capacity of a shadow cache in blocks, if the cache itself has as many. Some dozens of prompts fit, so its hit
+/// rate is not chance.
 const SHADOW_BLOCKS: usize = 4096;
 /// Half-life of a hit, in sampled references for each block of a shadow's capacity.
 const HALF_LIFE: f64 = 16.0;
@@ -31,7 +31,7 @@ pub struct Switch {
 ///
 /// Prompts are sampled by their second block. So prompts that continue each other are sampled together, whereas the
 /// first block is often one system prompt that all share. A shadow holds 4,096 to 8,191 blocks, whatever the cache
-/// holds: for a cache of 262,144 blocks one prompt of 64 is sampled, for 32,768 blocks one of 8, and below 8,192 blocks
+/// holds. For a cache of 262,144 blocks one prompt of 64 is sampled, for 32,768 blocks one of 8, and below 8,192 blocks
 /// all.
 pub struct Auto {
     shadows: Vec<Shadow>,

@@ -8,7 +8,7 @@ const ROWS: usize = 4;
 
 /// A count-min sketch of 4-bit counters that age: within ten increments for each block of capacity, every counter is
 /// halved once. Cormode, Muthukrishnan, "An improved data stream summary", 2005. Ageing is after Einziger, Friedman,
-/// Manes, "TinyLFU", 2017, but one word at a time instead of all at once, so that no single request waits for it.
+/// Manes, "TinyLFU", 2017, but goes one word at a time, so that no single request waits for all of it.
 pub(crate) struct FrequencySketch {
     /// 16 counters in a word; the rows follow each other.
     words: Box<[u64]>,

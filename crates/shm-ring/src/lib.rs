@@ -10,8 +10,8 @@
 //!
 //! Positions only increase, and wrap at 2^64. Each side keeps its own position, and a copy of the other's that it
 //! refreshes only if the copy does not suffice. So in steady state a message moves one cache line of the header, that
-//! of `written`, from one processor to the other. A flag lies in the line of the side that checks it with each message,
-//! so that the check costs nothing while the other side does not sleep.
+//! of `written`, from one processor to the other. A flag lies in the line of the side that checks it with each message.
+//! So the check costs nothing while the other side does not sleep.
 //!
 //! **Trust.** The sides rely on each other for progress and for nothing else. A side takes only the other's position
 //! from the header. That position must not go back, and must not pass the side's own bounds: anything else is

@@ -24,7 +24,8 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// A ring with its header at `base` and `capacity` bytes behind it, a power of two.
     ///
-    /// # Safety `HEADER_BYTES + capacity` bytes from `base` on are valid for reads and writes while `keeper` lives, and
+    /// # Safety
+    /// `HEADER_BYTES + capacity` bytes from `base` on are valid for reads and writes while `keeper` lives, and
     /// `base` is aligned for a header. At most one process writes to the ring and at most one reads it. Nothing else in
     /// this process touches the memory.
     ///
@@ -37,8 +38,8 @@ impl Memory {
     }
 
     pub(crate) fn header(&self) -> &Header {
-        // SAFETY: the header is valid, aligned and kept, as promised to `at`. It is made of atomics, and every bit
-        // pattern is a valid one: a peer that writes to it meanwhile may make it wrong, but not unsound.
+        // SAFETY: the header is valid, aligned and kept, as promised to `at`. It is made of atomics, for which every
+        // bit pattern is valid. A peer that writes to it meanwhile may make it wrong, but not unsound.
         unsafe { &*self.base.cast::<Header>() }
     }
 

@@ -60,8 +60,8 @@ impl Wakes {
     }
 }
 
-/// Controls: with `Relaxed` in place of `Release` in `write` or `read`, or in place of `Acquire` in `room` or `there`,
-/// loom finds bytes that both sides touch at once.
+/// Controls: loom finds bytes that both sides touch at once if `Relaxed` stands in place of `Release` in `write` or
+/// `read`, or of `Acquire` in `room` or `there`.
 #[test]
 fn bytes_arrive_in_order_and_once() {
     loom::model(|| {
@@ -146,7 +146,7 @@ fn a_reader_that_sleeps_is_woken() {
 }
 
 /// Controls: without the fence in `prepare_to_wait_for_room`, or the one in `take`, or with `AcqRel` in both, the
-/// writer sleeps for ever, and the reader polls for its bytes until loom gives up ("maximum number of branches").
+/// writer sleeps for ever. The reader then polls for its bytes until loom gives up ("maximum number of branches").
 #[test]
 fn a_writer_that_waits_for_room_is_woken() {
     loom::model(|| {

@@ -1,7 +1,7 @@
 //! `kvlane bench ssd`: measures a tier's throughput, latency, CPU time and restarts on this machine.
 //!
-//! A read starts the next one from its `done`, so no thread waits for single blocks: a fetch of the daemon likewise
-//! reads many blocks at once. Blocks have one shard.
+//! A read starts the next one from its `done`, so no thread waits for single blocks. The daemon's fetches likewise read
+//! many blocks at once. Blocks have one shard.
 #![expect(unsafe_code, reason = "fills the pool, and asks for the process's CPU time")]
 
 use std::io;

@@ -210,8 +210,8 @@ mod tests {
         rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into()
     }
 
-    /// A segment was used again, so that the file has nothing of a namespace any more, and its new head lay in the device's
-    /// cache only. The drop answered "done" without a sync: after a power failure the old head was back, and with it the
+    /// A segment was reused, so that the file had no record of a namespace left, and the new head was only in the
+    /// device's cache. The drop returned without a sync. After a power failure the old head was back, and with it the
     /// blocks that had been dropped.
     #[test]
     fn a_drop_that_needs_no_entry_is_done_only_when_what_made_it_needless_is_synced() {
@@ -226,8 +226,8 @@ mod tests {
         assert!(drops.missing().is_empty());
     }
 
-    /// The lock under which the drops are written was also what the daemon's metrics, its status and its end waited for: an
-    /// SSD that hung stopped all of them.
+    /// The daemon's metrics, its status and its end waited for the lock under which the drop table is written. An SSD
+    /// that hung stopped all of them.
     #[test]
     fn what_is_missing_is_told_while_the_file_is_written() {
         let drops = table(in_memory());

@@ -1,5 +1,5 @@
-//! [`Io`]: the interface between a device's thread and the system. io_uring and a pool of threads implement it, and tests
-//! put a failing layer between with [`WrapIo`].
+//! [`Io`]: the interface between a device's thread and the system. [`WrapIo`] lets tests put a failing layer between. A
+//! ring of io_uring and a pool of threads implement the interface.
 //!
 //! The thread posts operations, then waits. `wait` hands out each operation once, when the kernel is done with its
 //! memory. Until then nothing else may use that memory. Dropping an [`Io`] first ends everything that was posted.

@@ -50,8 +50,8 @@ pub(crate) struct AllocatedWrite {
     pub(crate) header: Pages,
 }
 
-/// Adjacent records of the log, which go to the device in one operation, because a device takes one request of 1 MiB in
-/// much less time than four of 256 KiB.
+/// Adjacent records of the log, which go to the device in one operation. A device takes one request of 1 MiB in much
+/// less time than four of 256 KiB.
 #[derive(Default)]
 pub(crate) struct Batch {
     records: Vec<AllocatedWrite>,

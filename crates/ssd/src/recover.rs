@@ -73,8 +73,8 @@ struct Contents {
     tail: Option<u32>,
 }
 
-/// Begins a run: recovers `file`, erases void segments if the drop table is short of room, and limits the drops of the
-/// previous run to the generations before this one. `device` is the file's number in the index.
+/// Begins a run. Recovers `file`, erases void segments if the drop table is short of room, and limits the previous
+/// run's drops to the generations before this run. `device` is the file's number in the index.
 pub(crate) fn begin_run(
     file: &TierFile,
     device: u8,
@@ -390,8 +390,8 @@ mod tests {
     use super::*;
     use crate::layout::{FORMAT_VERSION, ShardSum, TableRecord, table_bytes};
 
-    /// How many blocks are found in a segment without a head, whose foot and table are of generation 3 and whose first record
-    /// is of generation `first`.
+    /// The number of blocks that are found in a segment without a head. Its foot and table have generation 3, and its
+    /// first record has generation `first`.
     fn found_by_foot(first: u64) -> usize {
         let (device_id, segment, segment_bytes) = ([7; 16], SegmentNumber(0), 8 * PAGE_BYTES);
         let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments: 1 };
@@ -434,8 +434,8 @@ mod tests {
         (index.blocks(), log.free_segments())
     }
 
-    /// A device that could not read the newest segment's head for once: how far the drops of the run before reach was
-    /// taken from the other segments, and at the next start what had been dropped was found again.
+    /// A device could not read the newest segment's head once. The previous run's drops were limited by the generations
+    /// of the other segments, and the next start found dropped blocks again.
     #[test]
     fn what_was_dropped_stays_away_where_a_head_cannot_be_read_at_one_start() {
         let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 3);
@@ -465,8 +465,8 @@ mod tests {
         }
     }
 
-    /// Tables of a build before named only what counted. A drop's entry was taken out because no table named it, and once a
-    /// bit of that table flipped, the segment's headers brought the dropped blocks back.
+    /// Tables of earlier builds named only namespaces with records that counted. So a drop's entry was removed because
+    /// no table named it. Once a bit of that table flipped, the segment's headers brought the dropped blocks back.
     #[test]
     fn a_segment_may_hold_anything_unless_its_table_names_all_that_it_holds() {
         let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 1);

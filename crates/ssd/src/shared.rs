@@ -1,7 +1,7 @@
 //! State that callers share with the devices' threads: the index, and per device the queue, the counters and the pins.
 //!
-//! A caller queues a job and wakes the thread only if it sleeps. The thread sets `sleeping` before it looks at the queue
-//! for the last time, and callers add to the queue before they look at `sleeping`, so no job waits for the timeout.
+//! A caller queues a job, then wakes the thread if `sleeping` is set. The thread sets `sleeping`, then checks the queue
+//! once more before it waits. In this order no job waits for the thread's timeout.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};

@@ -322,8 +322,8 @@ impl SsdTier {
 
     /// Writes the dropped namespace into the drop table of each file, so that its records do not count after a restart.
     /// Returns the files that failed: a restart or a crash would bring their blocks back. Blocks of the namespace that
-    /// are written from now on are found until the tier closes, but not after a restart, because the file does not say
-    /// which blocks of one run are newer than the drop. Waits for a small write to each device.
+    /// are written from now on are found until the tier closes, but not after a restart. The file does not say which
+    /// blocks of one run are newer than the drop. Waits for a small write to each device.
     pub fn note_forgotten(&self, namespace: Namespace) -> Vec<NotNoted> {
         let note = |(number, drops): (usize, &DropTable)| {
             let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);

@@ -135,8 +135,8 @@ impl UringQueue {
                 opcode::Fsync::new(file).flags(io_uring::types::FsyncFlags::DATASYNC).build()
             }
             // Only for reads. Writes from registered huge pages reached 0.69 to 0.85 of the throughput of vectors, and
-            // 0.93 from pages of 4 kB (blocks of 2 and 4 MiB, ext4 on virtio, Linux 6.18, measured in turns). Reads are
-            // as fast either way.
+            // 0.93 from pages of 4 kB. Reads are as fast either way. (Blocks of 2 and 4 MiB, ext4 on virtio, Linux
+            // 6.18, measured in turns.)
             (OpKind::Read, [piece]) if let Some(index) = self.registered_in(piece) => {
                 opcode::ReadFixed::new(file, piece.address, piece.bytes as u32, index)
                     .offset(op.offset)
@@ -159,8 +159,8 @@ impl UringQueue {
 
     fn push(&mut self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: what the entry points to stays valid until its completion: the file by this value, vectors in
-            // `slots`, the wake count in its box, and the pieces by the contract of `post`.
+            // SAFETY: everything that the entry points to stays valid until its completion. This value owns the file,
+            // the vectors in `slots` and the boxed wake count; the contract of `post` covers the pieces.
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 return;
             }

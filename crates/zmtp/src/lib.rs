@@ -4,8 +4,8 @@
 //! Sources: <https://rfc.zeromq.org/spec/23/> (3.0) and <https://rfc.zeromq.org/spec/37/> (3.1).
 //!
 //! [`Session`] is the state of one connection, without I/O: bytes in, events and bytes out. A peer may send it any
-//! bytes. A session compares each announced length with [`Limits`] before it takes memory, and its memory grows with
-//! the bytes that were received, never with those that were announced.
+//! bytes. A session compares each announced length with [`Limits`] before it takes memory. Its memory grows with the
+//! bytes that were received, never with those that were announced.
 //!
 //! ```text
 //!  both sides:  greeting (64 bytes, NULL mechanism) --> READY (socket type, identity) --> messages and commands

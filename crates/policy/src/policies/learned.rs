@@ -59,9 +59,9 @@ const NOTES: usize = 512;
 /// After Beckmann, Chen, Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018. A block's class
 /// is how often it was requested and how long after the time before. If it was requested once, its class is how much of
 /// its prompt was known and how much was new. For a sample of blocks, in the cache or not, the policy counts at which
-/// age they were requested again. From the counts follows a hit density for each class and age: the largest, over all
-/// horizons, of the chance of a request divided by the mean time in the cache. A run that is less dense than the blocks
-/// it would displace is not admitted.
+/// age they were requested again. From the counts follows a hit density for each class and age. It is the largest, over
+/// all horizons, of the chance of a request divided by the mean time in the cache. A run that is less dense than the
+/// blocks it would displace is not admitted.
 ///
 /// Age counts references, so nothing depends on a clock. Only blocks without a block that continues them are compared,
 /// because no block is requested without those before it. Old counts decay. For the first 4,096 references, or a
@@ -320,8 +320,8 @@ impl Learned {
         sum / (victims - left).max(1) as f64
     }
 
-    /// A leaf and the slots above it that would be evicted next, because they have the same class and the same time of
-    /// request, and no other child.
+    /// A leaf and the slots above it that would be evicted next. Each has the same class and the same time of request
+    /// as the slot below it, and no other child.
     fn chain(&self, leaf: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::successors(Some(leaf), |&slot| {
             let below = &self.slots[slot as usize];

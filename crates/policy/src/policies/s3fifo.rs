@@ -9,8 +9,8 @@ use crate::replacement::{Blocks, ReplacementPolicy};
 const SMALL_SHARE: usize = 10;
 /// Uses in the small queue that move a block to the main one.
 const PROMOTING_USES: u8 = 2;
-/// Visits of a search to the same block before it takes it: its uses are counted down, and a move from the small queue
-/// to the main one costs one more. A block that must stay is refused at each visit.
+/// Visits of a search to the same block before it takes it. Each visit counts a use down, and a move from the small
+/// queue to the main one costs one more. A block that must stay is refused at each visit.
 const ROUNDS: usize = 5;
 /// Limit of blocks that are moved within the queues for one victim. Then the next evictable block is the victim, even
 /// if it would have been moved too.

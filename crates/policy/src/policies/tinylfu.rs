@@ -6,7 +6,7 @@ use crate::sketch::FrequencySketch;
 /// LRU behind a gate: a full cache admits a run only if it was requested more often than the blocks it would displace.
 ///
 /// Einziger, Friedman, Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017. A missed run is
-/// judged as one: the mean of its blocks' recent uses against that of all the victims it needs; a tie keeps it out.
+/// judged as one, by the mean of its blocks' recent uses against that of all the victims it needs. A tie keeps it out.
 /// Blocks that are used all the time survive any stream of prompts that never come back. But new conversations are kept
 /// out too, so the policy is off by default.
 pub struct TinyLfu {

@@ -15,9 +15,9 @@ const RUN: usize = 1024;
 /// TinyLFU behind a small LRU window, in which new blocks have a chance to be used before they are judged.
 ///
 /// Einziger, Eytan, Friedman, Manes, "Adaptive Software Cache Management", Middleware 2018, with a window of 1 %.
-/// Blocks leave the window by run: the mean of the recent uses of the blocks that were inserted together is compared
-/// with that of as many victims of the main part. The main part is segmented: blocks that were used in it are
-/// protected, up to half of it. Good for tiny caches.
+/// Blocks that were inserted together leave the window together. The mean of their recent uses is compared with that of
+/// as many victims of the main part. The main part is segmented: blocks that were used in it are protected, up to half
+/// of it. Good for tiny caches.
 pub struct WTinyLfu {
     window: PrefixLru,
     probation: PrefixLru,

@@ -1,7 +1,7 @@
 //! Writes of a device: records are appended to the log, written in batches, and enter the index when they count.
 //!
-//! A write ends as [`WriteEnd::Stored`] when the record and its segment's head are both on the device, unless its
-//! namespace was dropped after the write was accepted.
+//! A write ends as [`WriteEnd::Stored`] when the record and its segment's head are both on the device. If its namespace
+//! was dropped after the write was accepted, it fails instead.
 
 use std::io;
 use std::sync::atomic::Ordering;

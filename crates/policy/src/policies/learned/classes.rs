@@ -19,9 +19,9 @@ pub(super) const GROUPS: usize = 3 + USES;
 /// Use counts saturate here.
 pub(super) const MAX_USES: u8 = 64;
 
-/// The class of a block. For a block that was requested once it is the shape of that request: how many blocks of the
-/// prompt were known and how many were new. For others it is how often they were requested, and how long after the
-/// request before.
+/// The class of a block. For a block that was requested once it is the shape of that request: how many of the prompt's
+/// blocks were known, and how many new. For others it is how often they were requested, and how long after the request
+/// before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Class(u8);
 

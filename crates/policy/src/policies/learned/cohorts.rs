@@ -1,10 +1,9 @@
 //! [`Cohorts`]: the leaves, grouped into cohorts. A cohort holds the leaves of one class that were last requested in one
 //! span of time. They count as equally dense, so a search for a victim compares cohorts instead of blocks.
 //!
-//! Spans grow with their age: at most four of each length stand side by side, and one more merges the two oldest into
-//! one of the next length. So 60 rows of cohorts are enough for any time. Merging two spans appends each cohort of one
-//! to that of the other without a look at their slots, because a cohort is a circular list that begins and ends in a
-//! node of its own.
+//! Spans grow with their age. There are at most four of each length; one more merges the two oldest into one of the
+//! next length. So 60 rows of cohorts are enough for any time. A cohort is a circular list that begins and ends in a
+//! node of its own. So merging two spans appends each cohort of one to that of the other without reading their slots.
 
 use super::classes::{CLASSES, Class};
 
@@ -58,8 +57,7 @@ impl Cohort {
     }
 }
 
-/// All cohorts. Each is a circular list with a node of its own, so a slot leaves without knowing its cohort, and two
-/// cohorts are merged without a look at their slots.
+/// All cohorts. Each is a circular list with a node of its own, so a slot leaves without knowing its cohort.
 pub(super) struct Cohorts {
     /// The cohorts' own nodes, then those of the slots.
     nodes: Vec<Node>,

@@ -35,8 +35,8 @@ pub(super) fn first_age(bucket: usize) -> u64 {
 /// A value for each age bucket.
 pub(super) type ByAge = [f32; BUCKETS];
 
-/// Counts of one class or group by age bucket: blocks that were requested at that age, and blocks that were last seen
-/// at that age without a request.
+/// Counts of one class or group by age bucket: blocks that were requested at that age, and blocks that were dropped at
+/// that age without a request.
 #[derive(Clone, Copy)]
 pub(super) struct Fates {
     pub(super) requested: ByAge,
@@ -80,8 +80,8 @@ impl Fates {
     }
 }
 
-/// For each age the hit density of a block that has reached it. That is the largest, over all horizons, of the chance
-/// of a request before the horizon divided by the mean time until the request or the horizon.
+/// For each age the hit density of a block that has reached it: the largest quotient over all horizons. The quotient is
+/// the chance of a request before the horizon, divided by the mean time until the request or the horizon.
 fn densities(chances: &ByAge) -> ByAge {
     // For a block of age 0: expected hits within each bucket, and expected time in it.
     let mut reaches = 1.0f64;
