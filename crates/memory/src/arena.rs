@@ -74,7 +74,7 @@ pub enum ArenaError {
     /// The machine or its control group has less memory available.
     #[error(
         "a pool of {} is larger than the {} of memory that are available; choose a smaller size, or free some memory",
-        people(*asked), people(*available)
+        human_size(*asked), human_size(*available)
     )]
     LargerThanMemory {
         /// Bytes that the options request.
@@ -103,7 +103,7 @@ pub enum ArenaError {
         errno: Errno,
     },
     /// The kernel refused to make or map the memory.
-    #[error("the pool of {} cannot be made: {call}: {source}", people(*bytes))]
+    #[error("the pool of {} cannot be made: {call}: {source}", human_size(*bytes))]
     Refused {
         /// The system call, by name.
         call: &'static str,
@@ -115,7 +115,7 @@ pub enum ArenaError {
 }
 
 /// A rounded size for people, such as "24.5 GB".
-fn people(bytes: u64) -> impl std::fmt::Display {
+fn human_size(bytes: u64) -> impl std::fmt::Display {
     ByteSize::b(bytes).display().si()
 }
 

@@ -28,11 +28,12 @@ fn number_of(name: &CStr) -> Option<u32> {
 pub fn own_user_is_unclear() -> bool {
     let own = rustix::process::geteuid().as_raw();
     // If the map cannot be read, assume that some users have no id here.
-    own == unknown_user() && !std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| numbers_all(&map))
+    own == unknown_user()
+        && !std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| maps_every_user(&map))
 }
 
 /// Whether each user of the host has the same id in this user namespace, by the kernel's uid_map.
-fn numbers_all(uid_map: &str) -> bool {
+fn maps_every_user(uid_map: &str) -> bool {
     uid_map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }
 
@@ -58,9 +59,9 @@ mod tests {
 
     #[test]
     fn only_the_host_s_own_numbers_tell_all_users_apart() {
-        assert!(numbers_all("         0          0 4294967295\n"));
+        assert!(maps_every_user("         0          0 4294967295\n"));
         for map in ["", "0 1000 1\n", "0 100000 65536\n", "0 0 65536\n", "0 0 1000\n1000 1000 4294966295\n"] {
-            assert!(!numbers_all(map), "{map}");
+            assert!(!maps_every_user(map), "{map}");
         }
         assert!(!own_user_is_unclear() || rustix::process::geteuid().as_raw() == unknown_user());
     }

@@ -164,15 +164,15 @@ impl CacheModel {
         }
     }
 
-    /// Fetches blocks of a prompt from a tier below, one for each of `memos`, behind the `known` first blocks, which
+    /// Fetches blocks of a prompt from a tier below, one for each of `memos`, behind the `cached` first blocks, which
     /// are the only resident ones. Fetched blocks are not judged. Passes the blocks that they displace to `evicted`.
-    pub fn fetch(&mut self, keys: &[u64], known: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
+    pub fn fetch(&mut self, keys: &[u64], cached: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
         self.resident.request = self.resident.request.wrapping_add(1);
         let parent =
-            known.checked_sub(1).and_then(|last| self.slots.get(&keys[last]).copied()).unwrap_or(NONE);
+            cached.checked_sub(1).and_then(|last| self.slots.get(&keys[last]).copied()).unwrap_or(NONE);
         // As in a store, the resident blocks of the prompt are not leased yet, so protect the last one.
         self.resident.continued = parent;
-        self.add_run(&keys[known..known + memos.len()], parent, &mut evicted);
+        self.add_run(&keys[cached..cached + memos.len()], parent, &mut evicted);
         self.resident.continued = NONE;
         if let Some(learning) = self.policy.learning_mut() {
             self.run.iter().zip(memos).for_each(|(&slot, &memo)| learning.remember(slot, memo));
@@ -228,12 +228,12 @@ impl CacheModel {
     /// on.
     fn store_run(
         &mut self,
-        known: usize,
+        cached: usize,
         keys: &[u64],
         parent: u32,
         evicted: &mut impl FnMut(Evicted),
     ) -> usize {
-        self.policy.missed(known, &mut keys.iter().copied());
+        self.policy.missed(cached, &mut keys.iter().copied());
         self.references += keys.len() as u64;
         let above = (parent != NONE).then_some(parent);
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);

@@ -52,13 +52,13 @@ impl TieredModel {
             let (prefix_hits, block_hits) = (outcome.prefix_hits, outcome.block_hits);
             return TieredOutcome { prefix_hits, ssd_prefix_hits: 0, block_hits };
         };
-        let known = keys.iter().take_while(|&&key| ram.contains(key)).count();
-        let memos: Vec<Memo> = keys[known..].iter().map_while(|&key| ssd.read(key)).collect();
+        let in_ram = keys.iter().take_while(|&&key| ram.contains(key)).count();
+        let memos: Vec<Memo> = keys[in_ram..].iter().map_while(|&key| ssd.read(key)).collect();
         let remember = |ssd: &mut SsdModel, Evicted { key, memo }: Evicted| {
             memo.into_iter().for_each(|memo| ssd.remember(key, memo));
         };
         if !memos.is_empty() {
-            ram.fetch(keys, known, &memos, |evicted| remember(ssd, evicted));
+            ram.fetch(keys, in_ram, &memos, |evicted| remember(ssd, evicted));
         }
         let outcome = ram.request(keys, |evicted| remember(ssd, evicted));
         for &key in keys.iter().skip(outcome.prefix_hits).filter(|&&key| ram.contains(key)) {
@@ -67,7 +67,7 @@ impl TieredModel {
         if let Some(density) = ssd.given_up() {
             ram.set_below(Some(density));
         }
-        let ssd_prefix_hits = outcome.prefix_hits.saturating_sub(known);
+        let ssd_prefix_hits = outcome.prefix_hits.saturating_sub(in_ram);
         TieredOutcome {
             prefix_hits: outcome.prefix_hits - ssd_prefix_hits,
             ssd_prefix_hits,

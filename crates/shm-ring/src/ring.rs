@@ -137,9 +137,9 @@ impl Reader {
     /// # Safety
     /// The ranges are valid for writes.
     pub unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
-        let there = self.there(total(ranges))?;
+        let available = self.available(total(ranges))?;
         let mut taken = 0;
-        for span in spans(ranges, self.read, there, self.memory.capacity()) {
+        for span in spans(ranges, self.read, available, self.memory.capacity()) {
             // SAFETY: the span is a part of a range, which is valid by the caller's promise and not in the ring.
             unsafe { self.memory.copy_out(span.at, span.pointer, span.len) };
             taken += span.len;
@@ -155,7 +155,7 @@ impl Reader {
     /// Whether the ring has no byte now. False for a corrupt ring, so that the caller reads and gets the error.
     #[inline]
     pub fn is_empty(&mut self) -> bool {
-        self.there(1) == Ok(0)
+        self.available(1) == Ok(0)
     }
 
     /// Call this before sleeping: it asks the writer to wake this side after its next write. Returns false, and
@@ -187,21 +187,21 @@ impl Reader {
     /// How many bytes can be read, at most `capacity`. Refreshes the writer's position if it would be less than
     /// `wanted`.
     #[inline]
-    fn there(&mut self, wanted: u64) -> Result<u64, RingError> {
+    fn available(&mut self, wanted: u64) -> Result<u64, RingError> {
         let capacity = self.memory.capacity();
-        let known = self.written.wrapping_sub(self.read);
-        if known >= wanted {
-            return Ok(known);
+        let seen = self.written.wrapping_sub(self.read);
+        if seen >= wanted {
+            return Ok(seen);
         }
         // Acquire: the writer has finished its copies of the bytes up to this position.
         let written = self.memory.header().writer.written.load(Ordering::Acquire);
-        let there = written.wrapping_sub(self.read);
+        let available = written.wrapping_sub(self.read);
         // The position must be at or past the one last seen, and must not overwrite unread bytes.
-        if there < known || there > capacity {
+        if available < seen || available > capacity {
             return Err(RingError::Corrupt { written, read: self.read, capacity });
         }
         self.written = written;
-        Ok(there)
+        Ok(available)
     }
 }
 

@@ -61,7 +61,7 @@ impl Wakes {
 }
 
 /// Controls: loom finds bytes that both sides touch at once if `Relaxed` stands in place of `Release` in `write` or
-/// `read`, or of `Acquire` in `room` or `there`.
+/// `read`, or of `Acquire` in `room` or `available`.
 #[test]
 fn bytes_arrive_in_order_and_once() {
     loom::model(|| {

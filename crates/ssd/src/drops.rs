@@ -113,7 +113,7 @@ impl DropTable {
         let mut drops = self.drops.lock();
         // Insert again, because a writer that held the lock may have removed it for an earlier drop.
         self.missing.lock().insert(namespace);
-        match self.note(&mut drops, &may_hold) {
+        match self.write_missing(&mut drops, &may_hold) {
             Err(error) if self.missing.lock().contains(&namespace) => Err(error),
             _ => Ok(()),
         }
@@ -121,7 +121,7 @@ impl DropTable {
 
     /// Retries the drops that are missing in the file.
     pub(crate) fn note_missing(&self, may_hold: impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
-        self.note(&mut self.drops.lock(), &may_hold)
+        self.write_missing(&mut self.drops.lock(), &may_hold)
     }
 
     /// Drops that are not in the file yet. Never waits for a device.
@@ -129,7 +129,11 @@ impl DropTable {
         self.missing.lock().clone()
     }
 
-    fn note(&self, drops: &mut Drops, may_hold: &impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
+    fn write_missing(
+        &self,
+        drops: &mut Drops,
+        may_hold: &impl Fn(&Namespace, u64) -> bool,
+    ) -> Result<(), NoteError> {
         let missing = self.missing();
         // A namespace without records in the file needs no entry, once the writes that made it so are synced.
         let (held, lost): (BTreeSet<_>, BTreeSet<_>) =

@@ -197,7 +197,7 @@ fn make(
     }
     let made = (|| {
         // The previous holder of the lock may have made the file after this process looked for it.
-        let there = match path.metadata() {
+        let exists = match path.metadata() {
             Ok(found) if found.len() > 0 => return Err(OpenError::InUse { path: path.clone() }),
             Ok(_) => true,
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
@@ -209,7 +209,7 @@ fn make(
         start.extend_from_within(..);
         write_full(&file, Pages::with(&start).bytes(), 0).map_err(fail("cannot write its superblock"))?;
         file.sync_all().map_err(fail("cannot write its superblock"))?;
-        give_name(&new_path, &path, there).map_err(|error| match error.kind() {
+        give_name(&new_path, &path, exists).map_err(|error| match error.kind() {
             io::ErrorKind::AlreadyExists => OpenError::InUse { path: path.clone() },
             _ => fail("cannot give it its name")(error),
         })
@@ -226,9 +226,9 @@ fn make(
     Ok(TierFile { path, file, superblock, direct, notes, warm: false })
 }
 
-/// Renames the new file. Replaces a file at `path` only if `there` says that an empty one was found.
-fn give_name(new_path: &Path, path: &Path, there: bool) -> io::Result<()> {
-    if there {
+/// Renames the new file. Replaces a file at `path` only if `exists`, that is, if an empty one was found.
+fn give_name(new_path: &Path, path: &Path, exists: bool) -> io::Result<()> {
+    if exists {
         return std::fs::rename(new_path, path);
     }
     let here = rustix::fs::CWD;

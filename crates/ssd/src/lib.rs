@@ -13,8 +13,8 @@
 //!
 //! - **A hit is right or it is a miss.** A read ends as [`ReadEnd::Found`] only if the record's header on the media
 //!   names this key and every shard has its crc32c.
-//! - **No late write.** The tier calls `done` exactly once for the memory of a call, after the kernel has finished with
-//!   that memory.
+//! - **No late write.** The tier calls `done` exactly once, after the kernel has finished with the memory of the call. If
+//!   a device's thread panics, the tier drops `done` uncalled instead, also only then.
 //! - **A crash leaves a usable tier.** A structure counts only with a valid checksum and the right generation. A block
 //!   that was reported as [`WriteEnd::Stored`] before the process died is found again.
 //! - **Reads and writes never block the caller.** They return at once, and are refused when the queues are full. Only

@@ -225,8 +225,9 @@ impl SsdTier {
     }
 
     /// Queues a block to be read. Until `done` is called its memory belongs to the tier and the kernel, so let `done`
-    /// own the guard of that memory. A device's thread calls `done` exactly once, whatever happens. `done` must return
-    /// at once, and may call the tier. If the call is refused, `done` is dropped without being called.
+    /// own the guard of that memory. A device's thread calls `done` exactly once; if the thread panics, `done` is
+    /// dropped instead. `done` must return at once, and may call the tier. If the call is refused, `done` is dropped
+    /// without being called.
     ///
     /// # Errors
     /// [`Refused`]: nothing was queued.

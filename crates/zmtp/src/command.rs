@@ -7,7 +7,7 @@ use crate::error::printable;
 use crate::frame::Head;
 
 const PING_TTL_BYTES: usize = 2;
-const MOST_CONTEXT_BYTES: usize = 16;
+const CONTEXT_BYTES_MAX: usize = 16;
 const SOCKET_TYPE: &str = "Socket-Type";
 const IDENTITY: &str = "Identity";
 
@@ -31,16 +31,18 @@ pub(crate) enum Command {
 impl Command {
     /// Decodes the body of a command frame.
     pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
-        let name = short(&mut body, "without a name", "it ends within its name")?;
+        let name = short_string(&mut body, "without a name", "it ends within its name")?;
         Ok(match &name[..] {
             b"READY" => ready(body)?,
-            b"ERROR" => Self::Error(printable(&short(&mut body, "ERROR", "it ends within its reason")?)),
+            b"ERROR" => {
+                Self::Error(printable(&short_string(&mut body, "ERROR", "it ends within its reason")?))
+            }
             b"SUBSCRIBE" => Self::Subscribe(body),
             b"CANCEL" => Self::Cancel(body),
             b"PING" if body.len() < PING_TTL_BYTES => {
                 return Err(malformed("PING", "it has no time to live"));
             }
-            b"PING" if body.len() > PING_TTL_BYTES + MOST_CONTEXT_BYTES => {
+            b"PING" if body.len() > PING_TTL_BYTES + CONTEXT_BYTES_MAX => {
                 return Err(malformed("PING", "its context has more than 16 bytes"));
             }
             b"PING" => Self::Ping(body.slice(PING_TTL_BYTES..)),
@@ -52,7 +54,7 @@ impl Command {
 fn ready(mut body: Bytes) -> Result<Command, ProtocolError> {
     let (mut socket_type, mut identity) = (Bytes::new(), Bytes::new());
     while !body.is_empty() {
-        let name = short(&mut body, "READY", "it ends within a property's name")?;
+        let name = short_string(&mut body, "READY", "it ends within a property's name")?;
         if name.is_empty() {
             return Err(malformed("READY", "a property has no name"));
         }
@@ -75,7 +77,11 @@ fn ready(mut body: Bytes) -> Result<Command, ProtocolError> {
 }
 
 /// Splits a string with a one-byte length off the front of `body`.
-fn short(body: &mut Bytes, command: &'static str, reason: &'static str) -> Result<Bytes, ProtocolError> {
+fn short_string(
+    body: &mut Bytes,
+    command: &'static str,
+    reason: &'static str,
+) -> Result<Bytes, ProtocolError> {
     let Some(&length) = body.first() else { return Err(malformed(command, reason)) };
     let end = 1 + usize::from(length);
     if end > body.len() {

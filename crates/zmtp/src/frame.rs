@@ -9,7 +9,7 @@ const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
 /// Bytes of the longest head: flags (1) and a long length (8).
-pub(crate) const MOST_HEAD_BYTES: usize = 9;
+pub(crate) const HEAD_BYTES_MAX: usize = 9;
 
 /// The head of a frame, decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(crate) fn head_bytes(flags: u8) -> Result<usize, ProtocolError> {
     if !known || flags & (MORE | COMMAND) == MORE | COMMAND {
         return Err(ProtocolError::Flags { flags });
     }
-    Ok(if flags & LONG == 0 { 2 } else { MOST_HEAD_BYTES })
+    Ok(if flags & LONG == 0 { 2 } else { HEAD_BYTES_MAX })
 }
 
 impl Head {

@@ -9,13 +9,13 @@ use bytes::{Buf, Bytes, BytesMut};
 
 use crate::command::{self, Command};
 use crate::error::printable;
-use crate::frame::{Head, MOST_HEAD_BYTES, head_bytes};
+use crate::frame::{HEAD_BYTES_MAX, Head, head_bytes};
 use crate::{GREETING_BYTES, Greeting, Limits, ProtocolError, SocketType};
 
-const MOST_IDENTITY_BYTES: usize = 255;
-const MOST_NAME_SHOWN: usize = 16;
+const IDENTITY_BYTES_MAX: usize = 255;
+const SHOWN_NAME_BYTES_MAX: usize = 16;
 /// A PING gets no PONG while this many bytes are unsent, because a peer that reads nothing needs none.
-const ENOUGH_UNSENT: usize = 1 << 10;
+const PONG_UNSENT_BYTES_MAX: usize = 1 << 10;
 
 /// An event that the peer's bytes caused.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,7 +76,7 @@ impl Session {
     /// # Errors
     /// [`ProtocolError::Identity`] if the identity has more than 255 bytes or begins with a zero.
     pub fn new(ours: SocketType, identity: Bytes, limits: Limits) -> Result<Self, ProtocolError> {
-        checked_identity(&identity)?;
+        check_identity(&identity)?;
         Ok(Self {
             ours,
             identity,
@@ -140,7 +140,7 @@ impl Session {
         }
         move_bytes(1, received, &mut self.start);
         let Some(&flags) = self.start.first() else { return Ok(None) };
-        move_bytes(head_bytes(flags)?.min(MOST_HEAD_BYTES), received, &mut self.start);
+        move_bytes(head_bytes(flags)?.min(HEAD_BYTES_MAX), received, &mut self.start);
         let Some(head) = Head::decode(&self.start)? else { return Ok(None) };
         self.check(head)?;
         self.start.clear();
@@ -194,20 +194,20 @@ impl Session {
             (_, Command::Error(reason)) => Err(ProtocolError::Peer { reason }),
             (State::Open, Command::Ready { .. }) => Err(ProtocolError::OutOfTurn { what: "a second READY" }),
             (_, Command::Ready { socket_type, identity }) => {
-                let known = SocketType::of_name(&socket_type).filter(|&peer| self.ours.talks_to(peer));
-                let Some(peer) = known else {
-                    let shown = &socket_type[..socket_type.len().min(MOST_NAME_SHOWN)];
+                let peer_type = SocketType::of_name(&socket_type).filter(|&peer| self.ours.talks_to(peer));
+                let Some(peer) = peer_type else {
+                    let shown = &socket_type[..socket_type.len().min(SHOWN_NAME_BYTES_MAX)];
                     let ours = self.ours.name();
                     return Err(ProtocolError::SocketType { peer: printable(shown), ours });
                 };
-                checked_identity(&identity)?;
+                check_identity(&identity)?;
                 self.state = State::Open;
                 Ok(Event::Ready { socket_type: peer, identity })
             }
             (State::Open, Command::Subscribe(topic)) => Ok(Event::Subscribe(topic)),
             (State::Open, Command::Cancel(topic)) => Ok(Event::Cancel(topic)),
             (State::Open, Command::Ping(context)) => {
-                if self.unsent().len() < ENOUGH_UNSENT {
+                if self.unsent().len() < PONG_UNSENT_BYTES_MAX {
                     command::encode("PONG", &context, &mut self.unsent);
                 }
                 Ok(Event::Alive)
@@ -222,7 +222,7 @@ impl Session {
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
     pub fn send<Frame: AsRef<[u8]>>(&mut self, frames: &[Frame]) -> Result<(), ProtocolError> {
-        self.opened()?;
+        self.check_open()?;
         for (index, frame) in frames.iter().enumerate() {
             let frame = frame.as_ref();
             let more = index + 1 < frames.len();
@@ -253,12 +253,12 @@ impl Session {
         if self.peer_minor == 0 {
             return self.send(&[[&[mark], topic].concat()]);
         }
-        self.opened()?;
+        self.check_open()?;
         command::encode(name, topic, &mut self.unsent);
         Ok(())
     }
 
-    fn opened(&self) -> Result<(), ProtocolError> {
+    fn check_open(&self) -> Result<(), ProtocolError> {
         match self.state {
             State::Open => Ok(()),
             _ => Err(ProtocolError::OutOfTurn { what: "a message of our own" }),
@@ -292,8 +292,8 @@ fn move_bytes(length: usize, from: &mut &[u8], into: &mut Vec<u8>) {
     *from = rest;
 }
 
-fn checked_identity(identity: &[u8]) -> Result<(), ProtocolError> {
-    if identity.len() > MOST_IDENTITY_BYTES || identity.first() == Some(&0) {
+fn check_identity(identity: &[u8]) -> Result<(), ProtocolError> {
+    if identity.len() > IDENTITY_BYTES_MAX || identity.first() == Some(&0) {
         return Err(ProtocolError::Identity { bytes: identity.len() });
     }
     Ok(())

@@ -45,7 +45,7 @@ impl ReplacementPolicy for Arc {
     }
 
     /// Adapts the shares to the blocks that come back, before victims are chosen.
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         for key in run {
             let (once, again) = (self.evicted_once.len() as f64, self.evicted_again.len() as f64);
             if self.evicted_once.contains(key) {

@@ -36,7 +36,7 @@ impl ReplacementPolicy for TinyLfu {
         PolicyKind::TinyLfu
     }
 
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         run.for_each(|key| self.uses.increment(key));
     }
 

@@ -86,7 +86,7 @@ impl ReplacementPolicy for WTinyLfu {
         PolicyKind::WTinyLfu
     }
 
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         run.for_each(|key| self.uses.increment(key));
     }
 

@@ -1,5 +1,5 @@
-//! A device's thread: takes queued jobs, decides which operations go next, posts them and reports their outcomes. Only
-//! this thread writes to the file's segments; callers write nothing but the drop table.
+//! A device's thread: takes queued jobs, decides which operations go next, posts them and reports their outcomes. While
+//! it runs, only this thread writes to the file's segments; callers write nothing but the drop table.
 //!
 //! ```text
 //!  job (read, write) ---> transfer ---> operations, cut to about 1 MiB ---> ready queue --turns, rate--> in flight
@@ -16,7 +16,8 @@
 //! - A record counts once its own write and the write of its segment's head have succeeded, in either order: until then
 //!   it is in `held`.
 //! - Reads go first, because an engine waits for them (`turns`).
-//! - If the thread panics, its jobs end with their `done`s dropped, and its blocks leave the index.
+//! - If the thread panics, its blocks leave the index and its queue is dropped. Then dropping `io` ends the operations in
+//!   flight. Only after that the jobs of these operations are dropped, with their `done`s.
 
 mod copies;
 mod operations;

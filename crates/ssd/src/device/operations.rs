@@ -126,7 +126,7 @@ impl Device {
 
     pub(super) fn finish(&mut self, transfer: Transfer) {
         if transfer.purpose.kind() != OpKind::Read {
-            self.note_health(transfer.error.as_ref());
+            self.record_health(transfer.error.as_ref());
         }
         let failed = transfer.error.is_some();
         match transfer.purpose {
@@ -146,7 +146,7 @@ impl Device {
         }
     }
 
-    pub(super) fn note_health(&self, error: Option<&io::Error>) {
+    pub(super) fn record_health(&self, error: Option<&io::Error>) {
         let mut health = self.device.health.lock();
         let now = Instant::now();
         match error {

@@ -18,7 +18,7 @@ use super::connection::{Connection, ConnectionError};
 use crate::{Event, Limits, SocketType};
 
 /// Pause after a failed accept, for instance without free descriptors, so that connections can end meanwhile.
-const AFTER_FAILED_ACCEPT: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Limits and timeouts of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -183,7 +183,7 @@ async fn accept(
             Err(error) => {
                 count(&counters.accepts_failed);
                 tracing::debug!(%error, "accept failed");
-                sleep(AFTER_FAILED_ACCEPT).await;
+                sleep(ACCEPT_RETRY_DELAY).await;
                 continue;
             }
         };
