@@ -206,7 +206,6 @@ class Daemon:
 
     def ready_line(self) -> str:
         """What its log says of itself once it serves, if it logs at level info."""
-        # Not "serves": of a stale socket the log says that nobody serves it.
         return self.log.wait_for("ready after")
 
     @property

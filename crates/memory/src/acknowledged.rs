@@ -1,12 +1,12 @@
-//! Bytes that the other end of a TCP connection has acknowledged.
+//! [`unacknowledged_bytes`]: how much of a TCP connection's output the peer's kernel has not acknowledged.
 
 use std::{
     io,
     os::fd::{AsFd, AsRawFd},
 };
 
-/// Bytes that were written to a TCP connection and that the other end's kernel has not acknowledged. The number stays readable
-/// after either end has closed or reset the connection.
+/// Bytes that were written to a TCP connection and that the peer's kernel has not acknowledged. The number stays
+/// readable after either end has closed or reset the connection.
 ///
 /// # Errors
 /// The descriptor is not a TCP socket.

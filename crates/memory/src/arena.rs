@@ -1,8 +1,9 @@
-//! The pool's memory: one sealed memfd, mapped, faulted in before the first use, shared by descriptor.
+//! [`Arena`]: the pool's memory. It is one sealed memfd, mapped, faulted in before the first use, and shared by
+//! descriptor.
 //!
-//! The pool is bytes that several processes, the kernel and GPUs read and write by agreement (claims, leases). A copy at the
-//! wrong place tears bytes, which the checksum finds. It cannot harm memory, since every copy is checked to lie inside the
-//! pool: so copying by place is safe to call, and only a reference to pool bytes ([`Arena::bytes_at`]) is not.
+//! Several processes, the kernel and GPUs read and write the pool's bytes by agreement (claims, leases). Every copy is
+//! checked to lie inside the pool. A copy at a wrong offset tears bytes, which the checksum finds, but harms no other
+//! memory. So copies by offset are safe to call, and only a reference to pool bytes ([`Arena::bytes_at`]) is not.
 
 use std::io;
 use std::ops::Range;
@@ -23,20 +24,21 @@ use crate::hugepages::{self, HUGE_BYTES};
 use crate::mapping::Mapping;
 use crate::numa;
 
-/// What nobody who has the pool's descriptor may do: change its size, or add seals, such as one against our own writing.
+/// Seals of the pool's memfd. No holder of a descriptor can change its size, or add seals, such as one against our own
+/// writes.
 pub(crate) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 /// Bytes that one thread faults in before it reports progress.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// Whether the pool is in huge pages.
+/// Whether the pool uses huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HugePages {
-    /// Reserved 2 MB pages where enough are free, else transparent ones where allowed, else ordinary pages.
+    /// Reserved 2 MB pages if enough are free, or else transparent ones if they are allowed, or else ordinary pages.
     #[default]
     Auto,
     /// Reserved 2 MB pages, or an error that says how to reserve them.
     On,
-    /// Ordinary pages.
+    /// Ordinary pages, even if huge ones are free.
     Off,
 }
 
@@ -46,41 +48,41 @@ pub enum Numa {
     /// An equal contiguous part on each node that has memory.
     #[default]
     Auto,
-    /// Wherever the kernel puts it.
+    /// Left to the kernel.
     Off,
 }
 
-/// What arena to make.
+/// Argument of [`Arena::create`].
 #[derive(Debug, Clone)]
 pub struct ArenaOptions {
     /// Size in bytes; rounded up to the page size in use.
     pub bytes: u64,
-    /// Whether it is made of pages of 2 MB, which take fewer page faults and table walks.
+    /// Whether to use pages of 2 MB, which take fewer page faults and table walks.
     pub hugepages: HugePages,
-    /// On which NUMA nodes its parts lie.
+    /// Whether to spread the arena over the NUMA nodes.
     pub numa: Numa,
     /// Threads that fault the arena in; 0 counts as 1.
     pub threads: usize,
 }
 
-/// Why there is no arena.
+/// Why an arena cannot be made.
 #[derive(Debug, Error)]
 pub enum ArenaError {
-    /// Zero bytes were asked for.
+    /// The options request 0 bytes.
     #[error("a pool of 0 bytes holds nothing; choose a larger size")]
     Empty,
-    /// More than the machine or its control group can give now.
+    /// The machine or its control group has less memory available.
     #[error(
         "a pool of {} is larger than the {} of memory that are available; choose a smaller size, or free some memory",
-        people(*asked), people(*available)
+        human_size(*asked), human_size(*available)
     )]
     LargerThanMemory {
-        /// Bytes that the pool was to have.
+        /// Bytes that the options request.
         asked: u64,
-        /// Bytes that can be had.
+        /// Bytes that are available.
         available: u64,
     },
-    /// Huge pages were demanded and are not there.
+    /// The options demand huge pages, and too few are free.
     #[error(
         "huge pages are demanded, but of {needed} 2 MB pages only {free} are free; reserve them with `sysctl vm.nr_hugepages={nr_hugepages}` or leave huge pages on auto"
     )]
@@ -89,31 +91,31 @@ pub enum ArenaError {
         needed: u64,
         /// Pages that are free.
         free: u64,
-        /// The setting that would make enough free.
+        /// The value of vm.nr_hugepages that makes enough free.
         nr_hugepages: u64,
     },
-    /// The kernel could not give a page.
+    /// The kernel has no memory for a page.
     #[error("the pool cannot be faulted in at offset {offset}: {errno}")]
     Fault {
-        /// Where, in bytes from the start.
+        /// Start of the chunk that failed, in bytes from the arena's start.
         offset: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
     },
     /// The kernel refused to make or map the memory.
-    #[error("the pool of {} cannot be made: {call}: {source}", people(*bytes))]
+    #[error("the pool of {} cannot be made: {call}: {source}", human_size(*bytes))]
     Refused {
         /// The system call, by name.
         call: &'static str,
         /// Bytes of the pool.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// "24.5 GB"
-fn people(bytes: u64) -> impl std::fmt::Display {
+/// A rounded size for people, such as "24.5 GB".
+fn human_size(bytes: u64) -> impl std::fmt::Display {
     ByteSize::b(bytes).display().si()
 }
 
@@ -133,7 +135,7 @@ impl Pages {
     }
 }
 
-/// One memfd, mapped shared and writable in this process. Its size is sealed: no holder of a descriptor can shrink
+/// One memfd, mapped shared and writable in this process. Its size is sealed, so no holder of a descriptor can shrink
 /// it and make an access here fault.
 #[derive(Debug)]
 pub struct Arena {
@@ -144,7 +146,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Makes an arena and faults all of it in, calling `progress` with the bytes done so far, from any thread.
+    /// Makes an arena and faults all of it in. Calls `progress` from any thread with the bytes faulted in so far.
     pub fn create(options: &ArenaOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<Arena, ArenaError> {
         if options.bytes == 0 {
             return Err(ArenaError::Empty);
@@ -155,7 +157,7 @@ impl Arena {
             if needed <= free {
                 match Arena::with_pages(Pages::Reserved, options, progress) {
                     Err(error) if options.hugepages == HugePages::Auto => {
-                        tracing::warn!(%error, "free huge pages cannot be used for the pool");
+                        tracing::warn!(%error, free, needed, "reserved huge pages unusable; pool uses other pages");
                     }
                     arena => return arena,
                 }
@@ -164,8 +166,8 @@ impl Arena {
                 return Err(ArenaError::NoHugePages { needed, free, nr_hugepages });
             }
         }
-        // Reserved pages are not part of the available memory, the others are. Without this check the kernel would
-        // not refuse: it would kill.
+        // Check before allocating, because the kernel does not refuse too much memory: it kills the process. Reserved
+        // pages are not part of the available memory, so they need no check.
         if let Some(available) = available_memory()
             && options.bytes > available
         {
@@ -198,7 +200,7 @@ impl Arena {
         }
         let memfd = rustix::fs::memfd_create("kvlane-pool", flags).map_err(refused("memfd_create"))?;
         rustix::fs::ftruncate(&memfd, bytes).map_err(refused("ftruncate"))?;
-        // Read-only descriptors stay read-only: a holder of the same user cannot reopen them for writing.
+        // With this mode a holder of the same user cannot reopen a read-only descriptor for writing.
         rustix::fs::fchmod(&memfd, Mode::RUSR).map_err(refused("fchmod"))?;
         rustix::fs::fcntl_add_seals(&memfd, SEALS).map_err(refused("fcntl(F_ADD_SEALS)"))?;
         let mapping = Mapping::new(memfd.as_fd(), bytes, true).map_err(|source| ArenaError::Refused {
@@ -224,10 +226,10 @@ impl Arena {
         if self.pages == Pages::Transparent
             && let Err(errno) = advise(Advice::LinuxHugepage)
         {
-            tracing::debug!(%errno, "no transparent huge pages for the pool");
+            tracing::debug!(%errno, "transparent huge pages refused for the pool");
         }
         if let Err(errno) = advise(Advice::LinuxDontDump) {
-            tracing::debug!(%errno, "a core dump would hold the pool");
+            tracing::debug!(%errno, "pool cannot be excluded from core dumps");
         }
     }
 
@@ -243,7 +245,7 @@ impl Arena {
                 numa::prefer_node(self.base().add(range.start as usize), range.end - range.start, node)
             };
             if let Err(error) = preferred {
-                tracing::warn!(%error, node, "the pool is not spread over NUMA nodes");
+                tracing::warn!(%error, node, "pool not spread over NUMA nodes: the kernel refused to place a part");
                 return;
             }
         }
@@ -276,7 +278,7 @@ impl Arena {
         thread::scope(|scope| {
             for _ in 0..helpers {
                 if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
-                    tracing::warn!(%error, "the pool is faulted in by fewer threads");
+                    tracing::warn!(%error, threads, "cannot start a thread; faulting the pool in with fewer");
                     break;
                 }
             }
@@ -285,7 +287,7 @@ impl Arena {
         failure.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).map_or(Ok(()), Err)
     }
 
-    /// Gives every page of a range memory, or returns the error that touching it would turn into SIGBUS.
+    /// Allocates memory for every page of a range, or returns the error that touching the page would turn into SIGBUS.
     fn fault_in_chunk(&self, offset: u64, length: u64) -> Result<(), Errno> {
         loop {
             // SAFETY: the range lies inside the mapping; populating keeps the bytes of pages that exist.
@@ -295,7 +297,7 @@ impl Arena {
             };
             match populated {
                 Err(Errno::INTR | Errno::AGAIN) => {}
-                // Before Linux 5.14: have the file allocate them.
+                // Linux before 5.14 does not know the advice: allocate the pages through the file.
                 Err(Errno::INVAL) => {
                     match rustix::fs::fallocate(&self.memfd, FallocateFlags::empty(), offset, length) {
                         Err(Errno::INTR) => {}
@@ -312,7 +314,7 @@ impl Arena {
         self.mapping.bytes()
     }
 
-    /// For people: "4 kB", "2 MB (hugetlb)", "2 MB (transparent)".
+    /// The page size in use, as text: "4 kB", "2 MB (hugetlb)", "2 MB (transparent)".
     pub fn page_size(&self) -> &'static str {
         match (self.pages, self.pages.bytes()) {
             (Pages::Reserved, _) => "2 MB (hugetlb)",
@@ -323,7 +325,7 @@ impl Arena {
         }
     }
 
-    /// The byte ranges that lie on one NUMA node each, in order; together they are the arena.
+    /// The byte ranges that each lie on one NUMA node, in order. Together they are the arena.
     pub fn nodes(&self) -> &[Range<u64>] {
         &self.nodes
     }
@@ -333,7 +335,7 @@ impl Arena {
         self.mapping.base()
     }
 
-    /// A new descriptor of the arena, to be sent to another process.
+    /// A new descriptor of the arena, to be sent to another process. Only a writable one allows writes.
     pub fn descriptor(&self, writable: bool) -> io::Result<OwnedFd> {
         if writable {
             return self.memfd.try_clone();
@@ -345,8 +347,8 @@ impl Arena {
     /// The bytes of an extent.
     ///
     /// # Safety
-    /// Nobody, in this process or another, writes `offset..offset + len` while the slice lives: the extent is sealed,
-    /// or its claim has been committed, and it is not freed before the slice is dropped.
+    /// No process writes `offset..offset + len` while the slice lives. So the extent is sealed, or its claim has been
+    /// committed, and it is not freed before the slice is dropped.
     ///
     /// # Panics
     /// If the range is not inside the arena.
@@ -356,7 +358,7 @@ impl Arena {
             "{len} bytes at {offset} are not inside {} bytes",
             self.bytes()
         );
-        // SAFETY: the range is inside the mapping, which lives as long as self, and by the caller's promise nobody
+        // SAFETY: the range is inside the mapping, which lives as long as self. By the caller's promise no process
         // writes it meanwhile. Every page is faulted in and the size is sealed, so reading cannot fault.
         unsafe { std::slice::from_raw_parts(self.base().add(offset.0 as usize), len as usize) }
     }

@@ -1,19 +1,20 @@
-//! How much memory this process may still take: of the machine, and of its control group.
+//! [`available_memory`]: how much memory this process may still take from the machine and under its control group's
+//! limits.
 
 use std::fs;
 use std::path::Path;
 
-/// Bytes that this process can still take, by who says so. None where the kernel does not tell.
+/// Bytes that this process can still take, by each limit. None if the kernel does not say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Available {
-    /// What the machine has left without swapping.
+    /// Memory that the machine can give without swapping.
     pub machine: Option<u64>,
-    /// What is left under the tightest memory limit of the process's control group.
+    /// Rest under the tightest memory limit of the process's control group and those around it.
     pub group: Option<u64>,
 }
 
 impl Available {
-    /// As the files of `root` say, which is `/` but in tests.
+    /// Reads the kernel's files below `root`, which is `/` except in tests.
     pub fn under(root: &Path) -> Available {
         let text = |path| fs::read_to_string(root.join(path)).ok();
         Available {
@@ -23,14 +24,14 @@ impl Available {
         }
     }
 
-    /// The smaller of the two.
+    /// The smaller of the two; None if the kernel says neither.
     pub fn least(&self) -> Option<u64> {
         self.machine.into_iter().chain(self.group).min()
     }
 }
 
-/// Bytes that this process can take without swapping or being killed: the smallest of the machine's available memory
-/// and what is left under each memory limit of its control group. None where the kernel does not tell.
+/// Bytes that this process can take without swapping or being killed. That is the least of the machine's available
+/// memory and the rest under each memory limit of its control group. None if the kernel does not say.
 pub fn available_memory() -> Option<u64> {
     Available::under(Path::new("/")).least()
 }
@@ -41,7 +42,7 @@ pub(crate) fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// What is left under the memory limits of a process, by its /proc/PID/cgroup and the mount of the hierarchies.
+/// The rest under the memory limits of a process, from its /proc/PID/cgroup and the mount of the hierarchies.
 fn cgroup_available(membership: &str, mount: &Path) -> Option<u64> {
     membership
         .lines()
@@ -60,7 +61,7 @@ fn cgroup_available(membership: &str, mount: &Path) -> Option<u64> {
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// Page cache in use that the kernel gives back under pressure, a field of memory.stat.
+    /// The field of memory.stat for page cache that the kernel gives back under pressure.
     reclaimable: &'static str,
 }
 
@@ -71,8 +72,8 @@ const V1: Files = Files {
     reclaimable: "total_inactive_file",
 };
 
-/// The tightest limit from a group up to the root. In a container the path may be that of the host, which is not
-/// mounted here; the root of what is mounted is then the container's own group.
+/// The rest under the tightest limit from a group up to the root. In a container the path may be that of the host,
+/// which is not mounted here. Then the root of the mount is the container's own group.
 fn left_in(mount: &Path, path: &str, files: &Files) -> Option<u64> {
     let group = mount.join(path.trim_start_matches('/'));
     group

@@ -1,4 +1,4 @@
-//! Sending bytes together with descriptors over a Unix socket.
+//! [`send_with_fds`] and [`recv_with_fds`]: bytes and descriptors together over a Unix socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,14 +10,14 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// Most descriptors that one message may carry. The kernel takes up to 253.
+/// Limit of descriptors in one message. The kernel's is 253.
 pub const DESCRIPTORS_MAX: usize = 128;
 
-/// Sends some of `bytes`, the descriptors with the first of them, and returns how many were sent. The rest, if any, is
-/// to be sent without the descriptors. A closed peer is an error and no signal.
+/// Sends some of `bytes`, with the descriptors on the first of them; returns how many were sent. Send the rest, if any,
+/// without the descriptors. A closed peer is an error, not a signal.
 ///
 /// # Panics
-/// If there are no bytes, since descriptors cannot travel alone on a stream, or more than [`DESCRIPTORS_MAX`] descriptors.
+/// If there are no bytes, because a stream carries no descriptors alone, or more than [`DESCRIPTORS_MAX`] descriptors.
 pub fn send_with_fds(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     assert!(!bytes.is_empty(), "a descriptor travels with at least one byte");
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
@@ -30,7 +30,7 @@ pub fn send_with_fds(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) ->
         rustix::net::sendmsg(&stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)
     });
     sent.map_err(|error| match error {
-        // The kernel counts what a user has sent and nobody received yet against the sender's limit.
+        // The kernel counts descriptors that a user has sent and nobody has received yet against the sender's limit.
         Errno::TOOMANYREFS => {
             io::Error::other("too many descriptors are under way: raise the limit of open files (ulimit -n)")
         }
@@ -38,9 +38,9 @@ pub fn send_with_fds(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) ->
     })
 }
 
-/// Receives bytes into `buf` and appends the descriptors that came with them, closed on exec. Returns the number of
-/// bytes; 0 means that the peer closed. More descriptors than a message of kvlane carries, or than this process may open,
-/// are an error.
+/// Receives bytes into `buf`, and appends the descriptors that came with them, which are closed on exec. Returns the
+/// number of bytes; 0 means that the peer closed the socket. Fails if more descriptors came than a message of kvlane
+/// carries or this process may open.
 pub fn recv_with_fds(stream: impl AsFd, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -1,8 +1,8 @@
-//! Which pages of the pool are taken.
+//! [`ExtentAllocator`]: allocates extents, which are contiguous pages of the pool.
 //!
-//! The pool is cut into slabs. A run of neighbouring slabs is given to one extent size and holds as many extents of
-//! exactly that size as fit; when its last extent is freed, it goes back. So each extent frees alone, extents of one
-//! size never fragment, and a change of sizes needs only some runs to empty.
+//! The pool is cut into slabs. A run of neighbouring slabs belongs to one extent size, and holds as many extents of
+//! exactly that size as fit. When its last extent is freed, its slabs are free again. So each extent frees alone,
+//! extents of one size never fragment, and a change of sizes needs only some runs to empty.
 //!
 //! ```text
 //!  slab      0         1         2         3         4         5
@@ -18,10 +18,10 @@ use crate::pool_page::{PAGE_BYTES, PoolPage};
 /// Pages of a slab in a large pool: 2 MiB.
 const SLAB_PAGES: u32 = 512;
 
-/// Slabs that a small pool is cut into, so that it can hold several sizes.
+/// A small pool is cut into at least this many slabs, so that it can hold several sizes.
 const SMALL_POOL_SLABS: u32 = 256;
 
-/// Extents that one run can hold, by its bitmap.
+/// Limit of the extents in one run, by its bitmap.
 const RUN_EXTENTS: u32 = 512;
 
 /// `head` of a slab that is in no run.
@@ -30,13 +30,13 @@ const FREE: u32 = u32::MAX;
 /// `listed` of a run without room.
 const UNLISTED: u32 = u32::MAX;
 
-/// Gives out extents: contiguous pages of the pool, on one NUMA node each.
+/// Allocates extents of contiguous pages, each on one NUMA node.
 #[derive(Debug)]
 pub struct ExtentAllocator {
     slab_pages: u32,
     nodes: Vec<Node>,
     slabs: Vec<Slab>,
-    /// By extent size in pages; only sizes that have a run.
+    /// Runs by extent size in pages. Has only sizes with a run.
     sizes: HashMap<u32, Size>,
     used_pages: u64,
 }
@@ -50,18 +50,18 @@ struct Node {
     free_pages: u64,
 }
 
-/// A slab; in a run of several, all but `head` are meaningful in the first one only.
+/// A slab. In a run of several slabs, all fields but `head` count only in the first one.
 #[derive(Debug, Clone)]
 struct Slab {
     /// First slab of the run, or FREE.
     head: u32,
-    /// Slabs of the run.
+    /// The number of slabs in the run.
     run: u32,
     /// Pages of each extent.
     pages: u32,
-    /// Extents that fit.
+    /// Extents that fit into the run.
     capacity: u32,
-    /// Extents that are taken.
+    /// Extents that are allocated.
     used: u32,
     /// Position in its size's list of runs with room, or UNLISTED.
     listed: u32,
@@ -70,14 +70,15 @@ struct Slab {
 
 #[derive(Debug)]
 struct Size {
-    /// Runs of this size.
+    /// The number of runs of this extent size.
     runs: u32,
     /// For each node, the first slabs of runs with room.
     with_room: Vec<Vec<u32>>,
 }
 
 impl ExtentAllocator {
-    /// An allocator over pages 0 to `pages`. `nodes` are the page ranges of the NUMA nodes; extents never cross them.
+    /// An allocator over pages 0 to `pages`. `nodes` are the page ranges of the NUMA nodes; no extent crosses from one
+    /// to another.
     ///
     /// # Panics
     /// If the ranges are not ascending, apart and inside the pool.
@@ -128,8 +129,8 @@ impl ExtentAllocator {
         }
     }
 
-    /// Takes an extent and returns its first page; None if no run of slabs has room. It tries the node with the most free
-    /// memory first, so that all nodes fill alike, then the others.
+    /// Allocates an extent and returns its first page; None if no run of slabs has room. Tries the node with the most
+    /// free memory first, so that all nodes fill alike, then the others.
     ///
     /// # Panics
     /// If `bytes` is 0.
@@ -143,15 +144,15 @@ impl ExtentAllocator {
                 let head = self.run_with_room(pages, node).or_else(|| self.open_run(pages, snug, node))?;
                 Some((head, node))
             })
-            // Rather waste the end of a run than memory that lies free.
+            // No snug run is left: waste the end of a shorter one rather than leave memory free.
             .or_else(|| order.clone().find_map(|node| Some((self.open_run(pages, least, node)?, node))))?;
         Some(PoolPage(self.take(head, node)))
     }
 
-    /// Gives an extent back.
+    /// Frees an extent.
     ///
     /// # Panics
-    /// If `page` does not begin an extent of `bytes` bytes that is taken: a double free, or another's extent.
+    /// If `page` does not begin an allocated extent of `bytes` bytes: a double free, or an extent of another size.
     pub fn free(&mut self, PoolPage(page): PoolPage, bytes: u64) {
         let node = self.nodes.partition_point(|node| node.first_page <= page).wrapping_sub(1);
         let slab_of = |node: &Node| {
@@ -183,36 +184,37 @@ impl ExtentAllocator {
         }
     }
 
-    /// Bytes of the extents that are taken, in whole pages.
+    /// Bytes of all allocated extents, in whole pages.
     pub fn used_bytes(&self) -> u64 {
         self.used_pages * PAGE_BYTES
     }
 
-    /// Bytes that are not taken. Not all can be had: some are the rests of runs, or in runs of other sizes.
+    /// Bytes that are not allocated. Not all of them are usable: some are the ends of runs, or in runs of other sizes.
     pub fn free_bytes(&self) -> u64 {
         self.capacity_bytes() - self.used_bytes()
     }
 
-    /// Bytes that extents can be in: the whole slabs.
+    /// Bytes of all slabs, which is where extents can be.
     pub fn capacity_bytes(&self) -> u64 {
         self.slabs.len() as u64 * u64::from(self.slab_pages) * PAGE_BYTES
     }
 
-    /// The pages to empty so that an extent of `bytes` can be had with the fewest extents lost. None if the extent
-    /// would not fit into an empty pool.
+    /// The range of pages with the fewest extents that, once emptied, has room for an extent of `bytes`. None if the
+    /// extent would not fit into an empty pool.
     pub fn cheapest_slab(&self, bytes: u64) -> Option<Range<PoolPage>> {
         self.emptyable(bytes).into_iter().min_by_key(|(extents, _)| *extents).map(|(_, pages)| pages)
     }
 
-    /// All page ranges of which each, if emptied, makes room for an extent of `bytes`; those with the fewest extents
-    /// first. For a caller that cannot empty the cheapest, because something in it is leased. They may overlap.
+    /// All page ranges that, once emptied, each have room for an extent of `bytes`; those with the fewest extents
+    /// first. For a caller that cannot empty the cheapest, because a block in it is leased. Ranges may overlap.
     pub fn cheapest_slabs(&self, bytes: u64) -> Vec<Range<PoolPage>> {
         let mut all = self.emptyable(bytes);
         all.sort_by_key(|(extents, _)| *extents);
         all.into_iter().map(|(_, pages)| pages).collect()
     }
 
-    /// Windows of whole runs and free slabs that are just long enough for one extent, with the extents in them.
+    /// Windows of whole runs and free slabs that are just long enough for one extent, with the number of extents in
+    /// each.
     fn emptyable(&self, bytes: u64) -> Vec<(u32, Range<PoolPage>)> {
         let Some(pages) = pages_of(bytes) else { return Vec::new() };
         let needed = pages.div_ceil(self.slab_pages);
@@ -247,7 +249,7 @@ impl ExtentAllocator {
         (emptiest..count).chain(0..emptiest)
     }
 
-    /// Slabs of the shortest run that wastes at most a sixteenth of itself.
+    /// Length in slabs of the shortest run that wastes at most a sixteenth of itself.
     fn snug_run(&self, pages: u32) -> u32 {
         let least = pages.div_ceil(self.slab_pages);
         let (slab, pages) = (u64::from(self.slab_pages), u64::from(pages));
@@ -288,7 +290,7 @@ impl ExtentAllocator {
         Some(head)
     }
 
-    /// Takes the first free extent of a run with room.
+    /// Allocates the first free extent of a run with room; returns its first page.
     fn take(&mut self, head: u32, node: usize) -> u32 {
         let first_page = self.first_page(node, head);
         let slab = &mut self.slabs[head as usize];
@@ -345,7 +347,7 @@ impl ExtentAllocator {
     }
 }
 
-/// Whole pages that hold `bytes`; None if there are more than pages have numbers.
+/// The number of whole pages that hold `bytes`; None if it does not fit into a u32.
 fn pages_of(bytes: u64) -> Option<u32> {
     assert!(bytes > 0, "an extent of 0 bytes");
     u32::try_from(bytes.div_ceil(PAGE_BYTES)).ok()
@@ -354,8 +356,9 @@ fn pages_of(bytes: u64) -> Option<u32> {
 /// Free slabs of a node, as maximal runs.
 #[derive(Debug, Default)]
 struct FreeRuns {
+    /// Length by start.
     by_start: BTreeMap<u32, u32>,
-    /// (length, start)
+    /// Pairs of length and start, the shortest run first.
     by_length: BTreeSet<(u32, u32)>,
 }
 
@@ -370,7 +373,7 @@ impl FreeRuns {
         Some(start)
     }
 
-    /// Adds a run, joined with its neighbours.
+    /// Adds a run, and merges it with its free neighbours.
     fn insert(&mut self, start: u32, length: u32) {
         let (mut first, mut end) = (start, start + length);
         if let Some((&before, &length)) = self.by_start.range(..start).next_back()

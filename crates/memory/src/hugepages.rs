@@ -1,17 +1,17 @@
-//! Which page size the machine has to offer.
+//! Huge pages of the machine: how many are reserved and free, and whether transparent ones can be had.
 
 use std::fs;
 
 use crate::available::meminfo_bytes;
 
-/// Bytes of the huge pages that kvlane uses.
+/// Bytes of a huge page; kvlane uses no other size.
 pub(crate) const HUGE_BYTES: u64 = 2 << 20;
 
 /// Reserved 2 MB pages of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reserved {
     pub(crate) total: u64,
-    /// Neither used nor promised to a mapping.
+    /// Pages that are neither used nor promised to a mapping.
     pub(crate) free: u64,
 }
 
@@ -34,13 +34,13 @@ pub(crate) fn transparent_for_shared_memory() -> bool {
     ["[advise]", "[always]", "[within_size]"].iter().any(|chosen| setting.contains(chosen))
 }
 
-/// Whether most of a mapping of shared memory is in transparent huge pages now: the kernel promises nothing.
+/// Whether most of a mapping of shared memory is in transparent huge pages now. The kernel promises none, so look.
 pub(crate) fn mostly_huge(base: u64, bytes: u64) -> bool {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
     huge_bytes(&smaps, base, bytes) >= bytes / 2
 }
 
-/// Sums ShmemPmdMapped over the mappings inside a range; a NUMA policy splits one into several.
+/// Sums ShmemPmdMapped over the mappings inside a range, because a NUMA policy splits one mapping into several.
 fn huge_bytes(smaps: &str, base: u64, bytes: u64) -> u64 {
     let mut inside = false;
     let mut sum = 0;

@@ -1,5 +1,10 @@
-//! Memory that other processes may touch: the pool's arena and its extents, views of it in engines, other processes as
-//! they are read, and who may: sockets that carry descriptors and tell who a peer is, and a user's runtime folder.
+//! Memory that several processes share, and the checks of who may touch it.
+//!
+//! - The pool: [`Arena`] in the daemon, [`PoolView`] in an engine, [`ExtentAllocator`] for its pages.
+//! - Another process: [`RemoteProcess`] reads its memory, [`OwnProcess`] notices a fork of this one.
+//! - Peers: [`PeerCredentials`] tell who is at the other end of a Unix socket, which also carries descriptors
+//!   ([`send_with_fds`]).
+//! - Files: [`RuntimeFolder`] is where the processes of one user find each other, [`SocketFile`] a socket in it.
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");

@@ -1,4 +1,4 @@
-//! A shared mapping of a descriptor that unmaps itself.
+//! [`Mapping`]: a shared mapping of a file that unmaps itself when dropped.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -6,22 +6,22 @@ use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// `bytes` bytes of a file, mapped shared from its start, for as long as this lives.
+/// The first `bytes` bytes of a file, mapped shared as long as this lives.
 #[derive(Debug)]
 pub struct Mapping {
     base: NonNull<u8>,
     bytes: u64,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; its bytes are reached through raw pointers only, and
-// each such access answers for its own races.
+// SAFETY: the mapping belongs to the process, not to a thread. Its bytes are reached through raw pointers only, and
+// each such access is responsible for its own races.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; a shared reference gives out the address and nothing else.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `bytes` bytes. Touching what the file does not have is SIGBUS: whoever maps a file of somebody
-    /// else makes sure before that it is long enough and stays so.
+    /// Maps the first `bytes` bytes. Touching a page behind the file's end is SIGBUS. So before mapping a file of
+    /// another process, the caller makes sure that it is long enough and stays so.
     pub fn new(fd: BorrowedFd<'_>, bytes: u64, writable: bool) -> io::Result<Mapping> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: without MAP_FIXED the kernel picks an unused range, so no memory of this process is replaced.
@@ -36,7 +36,7 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Size in bytes.
+    /// Size of the mapping in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -44,11 +44,11 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: base and length are those that mmap returned, and nothing unmaps them but this. Users keep their
-        // owner alive while they access it.
+        // SAFETY: base and length are those of mmap, and only this unmaps them. Users keep this value alive while they
+        // access the bytes.
         let unmapped = unsafe { rustix::mm::munmap(self.base().cast(), self.bytes as usize) };
         if let Err(error) = unmapped {
-            tracing::error!(%error, bytes = self.bytes, "cannot unmap shared memory");
+            tracing::error!(%error, bytes = self.bytes, "unmapping shared memory failed");
         }
     }
 }

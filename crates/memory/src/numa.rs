@@ -1,17 +1,17 @@
-//! Spreading the pool over the memory of a machine's nodes.
+//! NUMA: cuts the pool into a part for each node, and places each part on its node.
 
 use std::fs;
 use std::io;
 use std::ops::Range;
 
-/// Ids of the nodes that have memory, ascending. Empty where the kernel does not tell.
+/// Ids of the nodes that have memory, ascending. Empty if the kernel does not say.
 pub(crate) fn nodes_with_memory() -> Vec<usize> {
     fs::read_to_string("/sys/devices/system/node/has_memory")
         .map(|text| parse_list(&text))
         .unwrap_or_default()
 }
 
-/// The kernel's list format: "0-1,4".
+/// Parses the kernel's list format, such as "0-1,4".
 fn parse_list(text: &str) -> Vec<usize> {
     text.trim()
         .split(',')
@@ -30,7 +30,7 @@ pub(crate) fn split(bytes: u64, parts: usize, align: u64) -> Vec<Range<u64>> {
     (0..parts).map(|part| cut(part)..cut(part + 1)).filter(|range| !range.is_empty()).collect()
 }
 
-/// Asks for the pages of a mapped range to come from a node, others when it is full.
+/// Sets a node as preferred for the pages of a mapped range; the kernel uses other nodes when it is full.
 ///
 /// # Safety
 /// `addr..addr + bytes` is mapped in this process and page-aligned.
@@ -38,9 +38,9 @@ pub(crate) unsafe fn prefer_node(addr: *mut u8, bytes: u64, node: usize) -> io::
     const BITS: usize = u64::BITS as usize;
     let mut mask = vec![0u64; node / BITS + 1];
     mask[node / BITS] = 1 << (node % BITS);
-    // Preferred and not bound: a full node must not end in the OOM killer.
-    // SAFETY: the caller vouches for the range; the mask holds the bits that maxnode announces (the kernel reads
-    // maxnode - 1 bits), and mbind changes where pages come from, not what they hold.
+    // Prefer the node instead of binding to it, because a full node must not end in the OOM killer.
+    // SAFETY: the caller vouches for the range. The mask holds the bits that maxnode announces (the kernel reads
+    // maxnode - 1 bits). mbind changes where pages come from, not their bytes.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mbind,

@@ -1,4 +1,5 @@
-//! Who is at the other end of a Unix socket, whether it still lives, and who may read this process.
+//! The peer of a Unix socket: its credentials, a pidfd that tells when it has exited, and its permission to read this
+//! process.
 
 use std::io;
 use std::mem;
@@ -8,10 +9,10 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 
-/// Not in libc's constants yet: include/uapi/asm-generic/socket.h, since Linux 6.5.
+/// From include/uapi/asm-generic/socket.h, since Linux 6.5; libc does not have it yet.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// Credentials of a peer at the time it connected, as the kernel saw them.
+/// Credentials of a peer when it connected, recorded by the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     /// Process id in this process's pid namespace; 0 if it is not visible from here.
@@ -23,11 +24,11 @@ pub struct PeerCredentials {
 }
 
 impl PeerCredentials {
-    /// Of the process at the other end.
+    /// The credentials of the process at the other end.
     pub fn of(stream: impl AsFd) -> io::Result<PeerCredentials> {
-        // SAFETY: ucred is three integers; all zero is a value.
+        // SAFETY: ucred is three integers, for which all zeros are a value.
         let none: libc::ucred = unsafe { mem::zeroed() };
-        // SAFETY: SO_PEERCRED fills a ucred, which any bytes are.
+        // SAFETY: SO_PEERCRED fills a ucred, and any bytes are a valid one.
         let found = unsafe { socket_option(stream, libc::SO_PEERCRED, none)? };
         Ok(PeerCredentials { pid: found.pid.max(0) as u32, uid: found.uid, gid: found.gid })
     }
@@ -39,7 +40,7 @@ impl PeerCredentials {
 /// The kernel fills the option with a `T`, and every bit pattern is a `T`.
 unsafe fn socket_option<T>(stream: impl AsFd, option: libc::c_int, mut value: T) -> io::Result<T> {
     let mut length = mem::size_of::<T>() as libc::socklen_t;
-    // SAFETY: value and length are live and the kernel writes at most `length` bytes.
+    // SAFETY: value and length are live, and the kernel writes at most `length` bytes.
     let result = unsafe {
         libc::getsockopt(
             stream.as_fd().as_raw_fd(),
@@ -52,12 +53,12 @@ unsafe fn socket_option<T>(stream: impl AsFd, option: libc::c_int, mut value: T)
     if result == 0 { Ok(value) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A pidfd of the process at the other end. Kernels before 6.5 have it only by pid, which may by then name another
-/// process: whoever reads that process must check more than its pid.
+/// A pidfd of the process at the other end. Linux before 6.5 opens it only by pid, which may name another process by
+/// then. So a caller that reads the process must check more than its pid.
 pub fn peer_pidfd(stream: impl AsFd) -> io::Result<OwnedFd> {
     // SAFETY: SO_PEERPIDFD fills an int.
     match unsafe { socket_option(stream.as_fd(), SO_PEERPIDFD, -1 as libc::c_int) } {
-        // SAFETY: the kernel made this descriptor for us, and nobody else owns it.
+        // SAFETY: the kernel made this descriptor for us, and nothing else owns it.
         Ok(fd) => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
             let pid = PeerCredentials::of(stream)?.pid;
@@ -78,7 +79,7 @@ pub fn pidfd_exited(pidfd: &OwnedFd) -> bool {
     pidfd_exited_within(pidfd, Duration::ZERO)
 }
 
-/// Waits so long for the exit of a pidfd's process. Whether it has exited.
+/// Waits up to `time` for the process of a pidfd to exit. Returns whether it has.
 pub fn pidfd_exited_within(pidfd: &OwnedFd, time: Duration) -> bool {
     let mut polled = [PollFd::new(pidfd, PollFlags::IN)];
     let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
@@ -86,10 +87,10 @@ pub fn pidfd_exited_within(pidfd: &OwnedFd, time: Duration) -> bool {
     matches!(ready, Ok(1..))
 }
 
-/// Lets a process of the same user read this process's memory where the Yama module would forbid it; None takes the
-/// permission back. False: there is no Yama, so there is nothing to ask.
+/// Lets a process of the same user read this process's memory although the Yama module would forbid it. None revokes
+/// the permission. Returns false if the kernel has no Yama, so that no permission is needed.
 pub fn allow_ptrace_by(pid: Option<u32>) -> io::Result<bool> {
-    // SAFETY: PR_SET_PTRACER takes a number and changes who may trace this process, no memory of it.
+    // SAFETY: PR_SET_PTRACER takes a number, and changes who may trace this process, not its memory.
     let result = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::c_ulong::from(pid.unwrap_or(0)), 0, 0, 0) };
     if result == 0 {
         return Ok(true);

@@ -1,4 +1,4 @@
-//! Pages of the pool by their number.
+//! [`PoolPage`]: the number of a page of the pool.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use kvlane_block::PoolOffset;
 /// Bytes of a page, the unit of extents.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// A page of the pool, counted from its start. As it travels on the wire, for the extent that it begins.
+/// A page of the pool, counted from its start. On the wire it stands for the extent that it begins.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolPage(pub u32);
 
 impl PoolPage {
-    /// Where the page begins. Every page has such a place; whether the pool is as long is another question.
+    /// Offset of the page in the pool. Does not check that the pool is that long.
     pub fn offset(self) -> PoolOffset {
         PoolOffset(u64::from(self.0) * PAGE_BYTES)
     }

@@ -1,10 +1,11 @@
-//! Private memory straight from the kernel. Dropping it returns all of it; an allocator would keep some.
+//! [`PrivateMemory`]: private memory straight from the kernel. Dropping it returns all of it, where an allocator would
+//! keep some.
 
 use std::{ffi::c_void, io, ptr::NonNull, slice};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Zeroed bytes. A page costs memory once something is written to it.
+/// Zeroed bytes. A page takes memory once it is written.
 #[derive(Debug)]
 pub struct PrivateMemory {
     base: NonNull<c_void>,
@@ -20,14 +21,14 @@ impl PrivateMemory {
     /// Maps this many bytes, at least one.
     ///
     /// # Errors
-    /// The kernel gives no such mapping.
+    /// The kernel refuses the mapping.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let (protection, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: A new mapping at an address that the kernel chooses touches nothing that exists.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }?;
         let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
-        // Where huge pages are `always` on, one written byte would cost 2 MiB. A kernel without them refuses the advice.
+        // If huge pages are `always` on, one written byte would take 2 MiB. A kernel without them refuses the advice.
         // SAFETY: The mapping is new and has these bytes; the advice changes no contents.
         let _ = unsafe { madvise(base.as_ptr(), bytes, Advice::LinuxNoHugepage) };
         Ok(Self { base, bytes })

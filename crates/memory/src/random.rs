@@ -1,16 +1,16 @@
-//! Random bytes, for names and secrets. The only place that asks the kernel for them.
+//! [`random`]: random bytes for names and secrets. Only this function calls getrandom(2).
 
 use std::io;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Bytes that nobody can foresee and nobody else draws.
+/// Draws bytes that are unpredictable and unique.
 ///
 /// # Errors
-/// That of getrandom(2). There is no weaker source instead: two processes with one nonce would let the daemon take the
-/// blocks of one for those of the other.
+/// That of getrandom(2). No weaker source stands in for it: if two processes drew the same nonce, the daemon would take
+/// the blocks of one for those of the other.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
-    // Fewer bytes than 256 are never cut short.
+    // The kernel never cuts up to 256 bytes short.
     const { assert!(N <= 256) };
     let mut bytes = [0; N];
     #[expect(clippy::disallowed_methods, reason = "the one place")]

@@ -1,4 +1,4 @@
-//! Another process of this host, whose memory is read by system calls.
+//! [`RemoteProcess`]: reads another process's memory with process_vm_readv, and duplicates its descriptors.
 
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::{fs, io};
@@ -9,11 +9,12 @@ use thiserror::Error;
 
 use crate::peer::pidfd_exited;
 
-/// Most ranges of one call on each side: the kernel's IOV_MAX.
+/// Limit of ranges on each side of one call: the kernel's IOV_MAX.
 pub const RANGES_MAX: usize = 1024;
 
-/// A process, by a pid, and a pidfd that tells when it has exited. Who used the pid before or after is not told apart:
-/// what is read has to be checked, see [`RemoteProcess::has_exited`].
+/// A process, by its pid, and a pidfd that tells when it has exited. Calls go by the pid, which another process may
+/// have had before or may get after. So bytes that were read count only if [`RemoteProcess::has_exited`] is false
+/// afterwards.
 #[derive(Debug)]
 pub struct RemoteProcess {
     pid: u32,
@@ -26,12 +27,13 @@ pub enum ProbeError {
     /// The kernel, a security module or a seccomp filter forbids it.
     #[error("process_vm refused: {errno} ({hint})")]
     NotPermitted {
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
-        /// What most likely forbids it on this host, and how to change that.
+        /// The most likely reason on this host, and how to change it.
         hint: String,
     },
-    /// What the process announced to be at an address is not there: another process, or a peer that says wrong things.
+    /// The announced nonce is not at the announced address: this is another process, or the peer announced wrong
+    /// values.
     #[error("the fence in the engine's memory does not hold the nonce that the engine announced")]
     WrongNonce,
     /// The process has exited.
@@ -43,7 +45,7 @@ pub enum ProbeError {
 }
 
 impl ProbeError {
-    /// The errno that tells most of it.
+    /// The errno that comes closest.
     pub fn errno(&self) -> Errno {
         match self {
             ProbeError::NotPermitted { errno, .. } | ProbeError::Unsupported(errno) => *errno,
@@ -65,37 +67,38 @@ impl RemoteProcess {
         }
     }
 
-    /// From a pidfd of the process with this pid.
+    /// The process with this pid, and a pidfd of it.
     pub fn new(pid: u32, pidfd: OwnedFd) -> RemoteProcess {
         RemoteProcess { pid, pidfd }
     }
 
-    /// Its id.
+    /// The process id, in this process's pid namespace.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Its pidfd, which turns readable when it exits.
+    /// The pidfd, which turns readable when the process exits.
     pub fn pidfd(&self) -> &OwnedFd {
         &self.pidfd
     }
 
-    /// Whether it has exited. If not, whatever was read before is its own: nobody else had its pid meanwhile.
+    /// Whether the process has exited. If not, everything that was read before came from it, because no other process
+    /// can have had its pid meanwhile.
     pub fn has_exited(&self) -> bool {
         pidfd_exited(&self.pidfd)
     }
 
-    /// Copies from its memory into these ranges, in order, by one system call. Answers how many bytes; fewer than asked
-    /// for where a remote address is not mapped.
+    /// Copies from the process's memory into the local ranges, in order, with one system call. Returns the number of
+    /// bytes, which is smaller than requested if a remote address is not mapped.
     ///
     /// # Safety
-    /// The local ranges are valid for writes, and nobody else touches them meanwhile. The remote ones are the kernel's to
-    /// check.
+    /// The local ranges are valid for writes, and nothing else touches them during the call. The kernel checks
+    /// the remote ones.
     pub unsafe fn read(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
         let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
         loop {
-            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
-            // local ones.
+            // SAFETY: both lists are live. The kernel checks every remote address, and the caller vouches for the local
+            // ones.
             let copied = unsafe {
                 let pid = self.pid as libc::pid_t;
                 libc::process_vm_readv(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, 0)
@@ -110,7 +113,7 @@ impl RemoteProcess {
         }
     }
 
-    /// A descriptor of its own, as a duplicate; needs the same right as [`Self::read`].
+    /// Duplicates a descriptor of the process. Needs the same permission as [`Self::read`].
     pub fn descriptor(&self, fd: i32) -> io::Result<OwnedFd> {
         let pidfd = self.pidfd.as_fd();
         // SAFETY: pidfd_getfd takes three numbers and touches no memory.
@@ -123,13 +126,13 @@ impl RemoteProcess {
             )
         };
         match i32::try_from(copy) {
-            // SAFETY: the kernel made this descriptor for us, and nobody else owns it.
+            // SAFETY: the kernel made this descriptor for us, and nothing else owns it.
             Ok(copy) if copy >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
             _ => Err(io::Error::last_os_error()),
         }
     }
 
-    /// What a failed first read of a process means.
+    /// Explains why the first read of a process failed.
     pub fn explain(errno: Errno) -> ProbeError {
         match errno {
             Errno::FAULT => ProbeError::WrongNonce,

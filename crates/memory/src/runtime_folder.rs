@@ -1,7 +1,8 @@
-//! The folder in which the daemon, the engines and the tools of one user find each other.
+//! [`RuntimeFolder`]: the folder in which the daemon, the engines and the tools of one user find each other.
 //!
-//! What lies in it is believed: the daemon's socket, and the secret of the fabric. So it has to be this user's alone, however
-//! it came about. `/tmp` is open to all, so somebody else may have made `/tmp/kvlane-UID` first.
+//! Processes trust its contents: the daemon's socket, and the secret of the fabric. So the folder must be this user's
+//! alone. Every opening checks that, because `/tmp` is open to all and another user may have made `/tmp/kvlane-UID`
+//! first.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,11 +14,11 @@ use thiserror::Error;
 
 use crate::users::{own_user_is_unclear, unknown_user};
 
-/// Where daemon, engines and tools of one user meet if nobody names another place.
+/// The folder where daemon, engines and tools of one user meet, unless an option names another address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuntimeFolder(PathBuf);
 
-/// Why what lies at the runtime folder's path is not used. As text it says what to do, too.
+/// Why the runtime folder is not used. Its text also says what to do.
 #[derive(Debug, Error)]
 #[error(
     "{} is not used: {why}. {}, set XDG_RUNTIME_DIR to a folder of your own, or name a socket elsewhere \
@@ -25,40 +26,40 @@ pub struct RuntimeFolder(PathBuf);
     path.display(), why.remedy(path)
 )]
 pub struct FolderRefused {
-    /// Where the folder was looked for, whether or not it is there.
+    /// Path of the folder, whether or not it exists.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The check that failed.
     pub why: FolderFault,
 }
 
-/// What is wrong with a runtime folder.
+/// The fault of a runtime folder.
 #[derive(Debug)]
 pub enum FolderFault {
-    /// Nobody made it yet.
+    /// The folder does not exist yet.
     Missing,
-    /// Whoever made the link decides what is used.
+    /// The path is a symbolic link, whose maker would decide which folder is used.
     Link,
-    /// Something else lies there.
+    /// The path is neither a folder nor a link.
     NoFolder,
-    /// It is somebody else's.
+    /// The folder belongs to another user, or may belong to one.
     Owner {
         /// User id of the folder's owner.
         owner: u32,
-        /// Who runs this process.
+        /// Effective user id of this process.
         own: u32,
     },
-    /// Others may enter it: its permission bits.
+    /// Other users may enter the folder. Holds its permission bits.
     Mode(u32),
-    /// Others may put another folder in its place, since this one that it lies in is theirs, or everybody may write there.
+    /// Other users may replace the folder, because the folder around it is theirs, or lets everybody write.
     Around {
         /// The folder around it.
         folder: PathBuf,
-        /// User id of its owner.
+        /// User id of that folder's owner.
         owner: u32,
-        /// Its permission bits, as chmod takes them.
+        /// That folder's permission bits, as chmod takes them.
         mode: u32,
     },
-    /// The kernel does not let it be looked at, or made.
+    /// The kernel does not let this process open or make the folder.
     Io(io::Error),
 }
 
@@ -89,7 +90,7 @@ impl fmt::Display for FolderFault {
 }
 
 impl FolderFault {
-    /// What may help, to begin a sentence.
+    /// The remedy for the user, as the beginning of a sentence.
     fn remedy(&self, path: &Path) -> String {
         match self {
             Self::Missing => "Start the daemon, which makes it".into(),
@@ -101,13 +102,14 @@ impl FolderFault {
 }
 
 impl RuntimeFolder {
-    /// Of the user who runs this process: `kvlane` in `$XDG_RUNTIME_DIR`, or `/tmp/kvlane-UID` where the session has none.
+    /// The folder of the user who runs this process: `kvlane` in `$XDG_RUNTIME_DIR`, or `/tmp/kvlane-UID` if the
+    /// session has none.
     pub fn of_this_user() -> RuntimeFolder {
         RuntimeFolder::in_session(env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
     }
 
-    /// A relative path is not used, as the XDG Base Directory Specification wants: two processes would take it for two
-    /// folders.
+    /// Ignores a relative path, as the XDG Base Directory Specification demands: two processes with different working
+    /// directories would use two folders.
     fn in_session(session: Option<PathBuf>) -> RuntimeFolder {
         let is_one = |folder: &PathBuf| folder.is_absolute() && folder.is_dir();
         RuntimeFolder(match session.filter(is_one) {
@@ -116,28 +118,28 @@ impl RuntimeFolder {
         })
     }
 
-    /// Another place, as a test has it.
+    /// The folder at another path, for tests.
     pub fn at(path: impl Into<PathBuf>) -> RuntimeFolder {
         RuntimeFolder(path.into())
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Whether this path names something in it, and not in a folder below.
+    /// Whether this path is directly in the folder, not in a folder below.
     pub fn holds(&self, path: &Path) -> bool {
         path.parent() == Some(&self.0)
     }
 
-    /// Opens it for paths relative to it, if it is this user's alone: a folder and no link, of this user, of mode 0700, and
-    /// nobody but this user and root may put another in its place.
+    /// Opens the folder for paths relative to it, if it is this user's alone. It must be a folder and no link, belong
+    /// to this user and have mode 0700. Only this user and root may be able to replace it.
     pub fn open(&self) -> Result<OwnedFd, FolderRefused> {
         self.try_open().map_err(|why| FolderRefused { path: self.0.clone(), why })
     }
 
-    /// Makes it where it is missing, and opens it.
+    /// Makes the folder if it is missing, and opens it.
     pub fn make(&self) -> Result<OwnedFd, FolderRefused> {
         match rustix::fs::mkdir(&self.0, Mode::RWXU) {
             Ok(()) | Err(Errno::EXIST) => self.open(),
@@ -149,7 +151,7 @@ impl RuntimeFolder {
         if let Some(folder) = self.0.parent() {
             check_around(folder)?;
         }
-        // With PATH a link itself is opened, and no permission is needed to see whose it is.
+        // PATH opens a link itself, and needs no permission to see the owner.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = rustix::fs::openat(CWD, &self.0, flags, Mode::empty()).map_err(fault)?;
         let found = rustix::fs::fstat(&folder).map_err(fault)?;
@@ -166,13 +168,13 @@ impl RuntimeFolder {
     }
 }
 
-/// Whether nobody but this user and root may rename what lies in a folder: it is theirs, and others may not write there, or
-/// only change what is their own.
+/// Checks that only this user and root can rename entries of a folder. The folder must be theirs. Others may not write
+/// there, unless it is sticky, so that they can change only their own entries.
 fn check_around(folder: &Path) -> Result<(), FolderFault> {
     const STICKY: u32 = 0o1000;
     let found = rustix::fs::stat(folder).map_err(fault)?;
     let mode = permissions(&found);
-    // In a user namespace that root of the host has no number in, its /tmp belongs to nobody known.
+    // If root of the host has no id in this user namespace, /tmp seems to belong to the unknown user.
     let owners = [own_user(), 0, unknown_user()];
     let is_theirs = owners.contains(&found.st_uid) && (mode & 0o022 == 0 || mode & STICKY != 0);
     let fault = || FolderFault::Around { folder: folder.to_owned(), owner: found.st_uid, mode };
@@ -190,7 +192,7 @@ fn fault(errno: Errno) -> FolderFault {
     }
 }
 
-/// Who runs this process.
+/// Effective user id of this process.
 fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }

@@ -1,4 +1,4 @@
-//! A Unix socket's file: made for its user alone, and removed at the end.
+//! [`SocketFile`]: the file of a listening Unix socket. Only its user may connect, and dropping it removes the file.
 
 use std::{
     fs, io,
@@ -21,21 +21,21 @@ use crate::{FolderRefused, RuntimeFolder};
 /// Why a socket cannot be made.
 #[derive(Debug, Error)]
 pub enum SocketError {
-    /// Somebody listens there.
+    /// A process listens there already.
     #[error("somebody else listens there")]
     Occupied,
-    /// The runtime folder may be a stranger's.
+    /// The runtime folder may belong to another user.
     #[error(transparent)]
     Folder(#[from] FolderRefused),
-    /// Something else lies at the path.
+    /// The path is not a socket.
     #[error("{0} exists and is no socket")]
     NotASocket(PathBuf),
-    /// The kernel refuses.
+    /// A system call failed.
     #[error(transparent)]
     Refused(#[from] io::Error),
 }
 
-/// A socket's file: removed when this is dropped, unless another process has replaced it.
+/// The file of a listening socket. Dropping it removes the file, unless another process has replaced it.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -43,8 +43,8 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Listens at a path, with mode 0600. A stale file, which nobody answers, is replaced; the runtime folder is made and
-    /// checked, another one is made where it is missing.
+    /// Listens at a path, with mode 0600. Replaces a stale file, at which no process answers. Makes and checks the
+    /// runtime folder; makes any other folder if it is missing.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -62,7 +62,7 @@ impl SocketFile {
         Ok((listener, SocketFile { path: path.to_owned(), identity }))
     }
 
-    /// Which file it is.
+    /// Device and inode of the file that this process made.
     pub fn identity(&self) -> FileIdentity {
         self.identity
     }
@@ -76,12 +76,12 @@ impl Drop for SocketFile {
     }
 }
 
-/// Which file it is, as long as somebody has it open: its device and inode.
+/// Device and inode of a file. They identify it as long as a process has it open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileIdentity(pub u64, pub u64);
 
 impl FileIdentity {
-    /// Of what lies at a path.
+    /// The identity of the file at a path; does not follow links.
     pub fn of(path: &Path) -> io::Result<Self> {
         fs::symlink_metadata(path).map(|found| Self(found.dev(), found.ino()))
     }
@@ -104,16 +104,16 @@ fn clear_stale(path: &Path) -> Result<(), SocketError> {
     match try_connect(path) {
         Ok(_) => Err(SocketError::Occupied),
         Err(Errno::CONNREFUSED) => {
-            tracing::info!(path = %path.display(), "replacing a socket that nobody serves");
+            tracing::info!(path = %path.display(), "stale socket replaced");
             fs::remove_file(path)?;
             Ok(())
         }
-        // Full backlog, no permission: somebody is there.
+        // A full backlog or a missing permission means that a process listens.
         Err(_) => Err(SocketError::Occupied),
     }
 }
 
-/// Does not wait where somebody listens and accepts nobody.
+/// Connects without waiting, so that a process that listens and accepts nothing does not block this one.
 fn try_connect(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -1,4 +1,4 @@
-//! The pool as an engine's process sees it.
+//! [`PoolView`]: the pool as mapped in an engine's process.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,18 +10,18 @@ use thiserror::Error;
 use crate::arena::SEALS;
 use crate::mapping::Mapping;
 
-/// A place that is not in the pool.
+/// A range that does not lie inside the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{bytes} bytes at {offset} are not inside the pool")]
 pub struct OutsidePool {
-    /// Where the bytes were to begin.
+    /// Start of the range.
     pub offset: PoolOffset,
-    /// How many bytes were to be touched from there on.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
-/// A mapping of the pool's memfd. Share it in an `Arc`, one clone for each copy in flight: it is unmapped when the
-/// last one ends. It outlives the daemon, which makes promised loads possible without it.
+/// A mapping of the pool's memfd. Share it in an `Arc`, with one clone for each copy in flight, so that it is unmapped
+/// after the last copy. It outlives the daemon, so promised loads complete without the daemon.
 #[derive(Debug)]
 pub struct PoolView {
     mapping: Mapping,
@@ -29,8 +29,8 @@ pub struct PoolView {
 }
 
 impl PoolView {
-    /// Maps the first `bytes` bytes. Touching what a file does not have is SIGBUS, so one that is shorter is refused, and one
-    /// that whoever sent it can shrink later: only a memfd with the seals of an [`Arena`](crate::Arena) is mapped.
+    /// Maps the first `bytes` bytes. Touching a page behind a file's end is SIGBUS, so a shorter file is refused. So is
+    /// one that its sender could shrink later: only a memfd with the seals of an [`Arena`](crate::Arena) is mapped.
     pub fn map(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<PoolView> {
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a pool of 0 bytes cannot be mapped"));
@@ -56,7 +56,7 @@ impl PoolView {
         self.mapping.base()
     }
 
-    /// Size in bytes.
+    /// Size of the mapping in bytes.
     pub fn bytes(&self) -> u64 {
         self.mapping.bytes()
     }
@@ -66,26 +66,26 @@ impl PoolView {
         self.writable
     }
 
-    /// Reads bytes as they are now, whoever owns them: what is written meanwhile can be torn.
+    /// Reads bytes as they are now, whichever engine owns them. Bytes that are written meanwhile may be torn.
     pub fn read(&self, offset: PoolOffset, into: &mut [u8]) -> Result<(), OutsidePool> {
         self.check(offset, into.len())?;
-        // SAFETY: the range was checked, and the view is mapped while this lives; `into` is the caller's alone. Concurrent
-        // writes can tear what is read, and bytes have no invalid values.
+        // SAFETY: the range was checked, and the view is mapped while this lives; `into` is the caller's alone.
+        // Concurrent writes may tear the bytes, and bytes have no invalid values.
         unsafe {
             std::ptr::copy_nonoverlapping(self.base().add(offset.0 as usize), into.as_mut_ptr(), into.len());
         }
         Ok(())
     }
 
-    /// Overwrites bytes, whoever owns them.
+    /// Overwrites bytes, whichever engine owns them.
     ///
     /// # Panics
     /// If the view is not writable.
     pub fn write(&self, offset: PoolOffset, bytes: &[u8]) -> Result<(), OutsidePool> {
         assert!(self.writable, "this view of the pool is read-only");
         self.check(offset, bytes.len())?;
-        // SAFETY: the range was checked, and the view is mapped writable while this lives; no Rust reference to its bytes
-        // is given out.
+        // SAFETY: the range was checked, and the view is mapped writable while this lives. No Rust reference to its
+        // bytes exists.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base().add(offset.0 as usize), bytes.len());
         }
@@ -97,8 +97,8 @@ impl PoolView {
         offset.end_inside(bytes, self.bytes()).map(drop).ok_or(OutsidePool { offset, bytes })
     }
 
-    /// Enters a range into this process's page tables, so that the first copies out of it do not fault page by page.
-    /// Only speed depends on it; kernels before 5.14 refuse.
+    /// Maps a range's pages into this process's page tables, so that the first copies out of it do not fault page by
+    /// page. Only speed depends on it. Linux before 5.14 refuses.
     ///
     /// # Panics
     /// If the range is not inside the view.

@@ -1,4 +1,4 @@
-//! The pool's memory as its holders see it.
+//! The pool's memory as seen by the holders of its descriptors.
 #![allow(clippy::unwrap_used)]
 
 use std::os::fd::AsFd;

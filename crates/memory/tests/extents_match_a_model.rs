@@ -1,4 +1,4 @@
-//! The extent allocator against a map of intervals.
+//! The extent allocator compared with a map of intervals.
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use std::collections::BTreeMap;

@@ -1,5 +1,6 @@
-//! What the hit-rate ceiling costs a block reference: run with --release. Prints ns an insert, median of the rounds, beside a
-//! loop that only reads the same keys. A reference goes into two ceilings, its namespace's and the total.
+//! Measures what the hit-rate ceiling costs for each block reference. Run it with --release. Prints nanoseconds for
+//! each insert, the median of the rounds, beside a loop that only reads the same keys. A reference goes into two
+//! ceilings: its namespace's and the total.
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ const PROMPTS: u64 = 1600;
 const PROMPT: u64 = 625;
 const ROUNDS: usize = 9;
 
-/// ns a key.
+/// Runs `work` on all prompts; returns nanoseconds for each key, the median of the rounds.
 fn time(mut work: impl FnMut(&[u64])) -> f64 {
     let keys: Vec<u64> =
         (0..PROMPTS * PROMPT).map(|number| number.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();

@@ -1,8 +1,9 @@
-//! What `learned` hits beside the other policies, and its time: run with --release. With the path of a trace in Mooncake's
-//! format as an argument, also on that trace: whole, its first half hour, what comes after that.
+//! Compares the hits and the time of `learned` with those of the other policies. Run it with --release. With the path
+//! of a trace in Mooncake's format as an argument it also runs that trace: all of it, its first half hour, and the
+//! rest.
 //!
-//! A row has the percentage of references that were hit as part of a prefix, for caches of 1, 3, 10 and 30 % of the different
-//! blocks.
+//! Each row has the percentage of references that were hit as part of a prefix, for caches of 1, 3, 10 and 30 % of the
+//! different blocks.
 
 use std::time::Instant;
 
@@ -17,11 +18,11 @@ use workloads::{
 };
 
 const SHARES: [f64; 4] = [0.01, 0.03, 0.1, 0.3];
-/// Of RAM and of a tier below.
+/// Sizes of RAM and of the tier below, as shares of the different blocks.
 const TIERS: [(f64, f64); 5] = [(0.01, 0.05), (0.01, 0.1), (0.03, 0.1), (0.03, 0.3), (0.1, 0.5)];
 const ROUNDS: usize = 7;
 
-/// Hits in percent of the references of the requests from number `from` on.
+/// Hits in percent of the references, over the requests from number `from` on.
 fn hits(trace: &Trace, policy: Box<dyn ReplacementPolicy>, capacity: usize, from: usize) -> f64 {
     let mut cache = CacheModel::with_policy(policy, capacity);
     let (mut hits, mut asked) = (0, 0);
@@ -40,7 +41,7 @@ fn sizes(distinct: usize) -> Vec<usize> {
     SHARES.iter().map(|share| (distinct as f64 * share) as usize).collect()
 }
 
-/// A row for each policy, and one for the control.
+/// Prints a row for each policy, and one for the control.
 fn table(title: &str, trace: &Trace, capacities: &[usize], from: usize) {
     println!("{title}, caches of {capacities:?} blocks");
     let row = |name: &str, build: &dyn Fn(usize) -> Box<dyn ReplacementPolicy>| {
@@ -51,10 +52,10 @@ fn table(title: &str, trace: &Trace, capacities: &[usize], from: usize) {
     for kind in PolicyKind::ALL {
         row(kind.name(), &|capacity| kind.build(capacity));
     }
-    row("dealt classes", &|capacity| Box::new(Learned::with_dealt_classes(capacity)));
+    row("random classes", &|capacity| Box::new(Learned::with_random_classes(capacity)));
 }
 
-/// Hits with a tier below, in both together and in brackets in the tier below.
+/// Prints the hits with a tier below: those of both tiers together, and in brackets those of the tier below.
 fn two_tiers(title: &str, trace: &Trace) {
     println!("{title}, RAM and a tier below of {TIERS:?} of {} blocks", trace.distinct());
     let blocks = |share: f64| (trace.distinct() as f64 * share) as usize;
@@ -70,7 +71,7 @@ fn two_tiers(title: &str, trace: &Trace) {
     }
 }
 
-/// ns a reference of a replay, the least of some rounds that take turns, beside that of LRU.
+/// Prints nanoseconds for each reference of a replay beside those of LRU: the least of several rounds that take turns.
 fn time(title: &str, trace: &Trace) {
     for capacity in sizes(trace.distinct()) {
         let kinds = [PolicyKind::Lru, PolicyKind::WTinyLfu, PolicyKind::Learned];
@@ -90,7 +91,7 @@ fn time(title: &str, trace: &Trace) {
     }
 }
 
-/// A trace of Mooncake's format: time in ms and ids of blocks.
+/// Reads a trace in Mooncake's format: times in ms, and ids of blocks.
 fn read(path: &str) -> Result<Requests, String> {
     let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read '{path}': {error}"))?;
     let request = |line: &str| {
@@ -118,7 +119,8 @@ fn recorded(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A trace whose second half is of another kind, from a tenth of all references after the turn on.
+/// Prints a table for a trace whose second half is of another kind, counted from a tenth of all references after the
+/// turn.
 fn after_the_turn(title: &str, first: &Requests, second: &Requests) {
     let both = joined(&[first, second]);
     let count = |requests: &Requests| requests.iter().map(|(_, blocks)| blocks.len()).sum::<usize>();
@@ -133,7 +135,7 @@ fn after_the_turn(title: &str, first: &Requests, second: &Requests) {
     table(title, &both, &sizes(both.distinct()), from);
 }
 
-/// Loads that are bad for one policy or another, in a cache of `capacity` blocks.
+/// Prints tables for loads that are bad for one policy or another, in a cache of `capacity` blocks.
 fn adversarial(capacity: usize) {
     let prompts = capacity as u64 * 21 / 200;
     table("a loop of 1.05 times the capacity", &trace(&endless_loop(prompts, 10, 100_000)), &[capacity], 0);

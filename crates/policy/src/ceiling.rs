@@ -1,12 +1,12 @@
-//! The hit-rate ceiling: what a cache without limit could have hit.
+//! [`Ceiling`]: the hit-rate ceiling of a time window, which is what an unlimited cache could have hit.
 //!
-//! Of N block references in a window of time U were to different blocks; all others could have been hits, so the ceiling
-//! is r* = (N - U) / N. N is counted, U estimated by [`HyperLogLog`] sketches. A key is added to the sketch of the
-//! present minute alone; when the minute is over it is merged into its five minutes and its hour. A window is the union of
-//! its slots, the one being filled included: it covers its length less up to one slot.
+//! If N block references in the window went to U different blocks, all others could have been hits. So the ceiling is
+//! r* = (N - U) / N. N is counted, U is estimated by [`HyperLogLog`] sketches. A key is added only to the sketch of the
+//! present minute. When the minute is over, its sketch is merged into those of its five minutes and its hour. A window
+//! is the union of its slots, the one being filled included, so it covers its length less up to one slot.
 //!
-//! Time is given as the time since the Unix epoch, so that the slots of several nodes are the same and their windows can
-//! be [merged](WindowCount::merge).
+//! Time counts from the Unix epoch, so that several nodes have the same slots and their windows can be
+//! [merged](WindowCount::merge).
 
 use std::mem::size_of;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use std::time::Duration;
 use crate::hyperloglog::HyperLogLog;
 use crate::key::spread;
 
-/// Namespaces that have windows of their own.
+/// Limit of namespaces that have windows of their own.
 const NAMESPACES: usize = 16;
 
-/// The windows there are.
+/// The time windows over which ceilings are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Window {
     /// 15 minutes in slots of one.
@@ -29,7 +29,7 @@ pub enum Window {
 }
 
 impl Window {
-    /// All of them, shortest first.
+    /// All windows, shortest first.
     pub const ALL: [Self; 3] = [Self::QuarterHour, Self::Hour, Self::Day];
 
     /// The name that metrics use.
@@ -57,7 +57,7 @@ impl Window {
         }
     }
 
-    /// When the slots began that the window covers at `now`.
+    /// Start of the oldest slot that the window covers at `now`.
     pub fn start(self, now: Duration) -> Duration {
         let slot = minute(now) / self.minutes_a_slot();
         let first = slot.saturating_sub(self.slots() as u64 - 1);
@@ -69,23 +69,23 @@ fn minute(now: Duration) -> u64 {
     now.as_secs() / 60
 }
 
-/// References and different blocks of some stretch of time, on one node or, merged, on several.
+/// References and different blocks in a span of time, on one node or, after a merge, on several.
 #[derive(Clone, Default)]
 pub struct WindowCount {
-    /// Block references: N.
+    /// Block references, N in the ceiling's formula.
     pub references: u64,
-    /// The blocks that were referred to.
+    /// Sketch of the blocks that were referenced.
     pub distinct: HyperLogLog,
 }
 
 impl WindowCount {
-    /// Adds what another node counted.
+    /// Adds the counts of another node.
     pub fn merge(&mut self, other: &Self) {
         self.references += other.references;
         self.distinct.merge(&other.distinct);
     }
 
-    /// The share of references that a cache without limit could have hit, 0 to 1; None without references.
+    /// The share of references that an unlimited cache could have hit, 0 to 1; None without references.
     pub fn ceiling(&self) -> Option<f64> {
         let references = self.references as f64;
         (self.references > 0).then(|| (1.0 - self.distinct.estimate() / references).max(0.0))
@@ -97,7 +97,7 @@ impl WindowCount {
     }
 }
 
-/// A window's slots, each with the number of its stretch of time since the epoch.
+/// The slots of a window, each with the number of its time span since the epoch.
 struct WindowSlots {
     window: Window,
     slots: Vec<(u64, WindowCount)>,
@@ -108,7 +108,7 @@ impl WindowSlots {
         Self { window, slots: (0..window.slots()).map(|_| (0, WindowCount::default())).collect() }
     }
 
-    /// The slot that `minute` belongs to, emptied if it last was another's.
+    /// The slot of `minute`; cleared first if it still holds an older span.
     fn slot(&mut self, minute: u64) -> &mut WindowCount {
         let number = minute / self.window.minutes_a_slot();
         let at = (number % self.slots.len() as u64) as usize;
@@ -120,7 +120,7 @@ impl WindowSlots {
         count
     }
 
-    /// The slots that the window covers at `minute`.
+    /// The union of the slots that the window covers at `minute`.
     fn union(&self, minute: u64) -> WindowCount {
         let last = minute / self.window.minutes_a_slot();
         let covered = last.saturating_sub(self.slots.len() as u64 - 1)..=last;
@@ -132,12 +132,12 @@ impl WindowSlots {
     }
 }
 
-/// The three windows of one stream of references. At most [`Ceiling::MAX_BYTES`].
+/// The three windows of one stream of references. Takes at most [`Ceiling::MAX_BYTES`].
 pub struct Ceiling {
     minutes: WindowSlots,
     five_minutes: WindowSlots,
     hours: WindowSlots,
-    /// The minute being counted; not yet in the longer windows.
+    /// The minute being counted, which is not merged into the longer windows yet.
     present: u64,
 }
 
@@ -148,11 +148,11 @@ impl Default for Ceiling {
 }
 
 impl Ceiling {
-    /// Memory when every slot has been used.
+    /// Memory in bytes once every slot has been used.
     pub const MAX_BYTES: usize =
         size_of::<Self>() + (15 + 12 + 24) * (size_of::<(u64, WindowCount)>() + HyperLogLog::HEAP_BYTES);
 
-    /// Nothing counted.
+    /// The three windows, without a reference.
     pub fn new() -> Self {
         Self {
             minutes: WindowSlots::new(Window::QuarterHour),
@@ -162,7 +162,7 @@ impl Ceiling {
         }
     }
 
-    /// A request referred to these blocks. Time that goes back stands still.
+    /// Counts a request that referenced these blocks. A `now` before the present minute counts as the present minute.
     pub fn record(&mut self, keys: impl IntoIterator<Item = u64>, now: Duration) {
         let now = minute(now).max(self.present);
         if now != self.present {
@@ -182,15 +182,15 @@ impl Ceiling {
         self.hours.slot(self.present).merge(count);
     }
 
-    /// What a window covers at `now`: some milliseconds of work for the longest.
+    /// The counts of a window at `now`. Takes some milliseconds for the longest.
     pub fn window(&self, window: Window, now: Duration) -> WindowCount {
         let now = minute(now).max(self.present);
-        let ring = match window {
+        let slots = match window {
             Window::QuarterHour => return self.minutes.union(now),
             Window::Hour => &self.five_minutes,
             Window::Day => &self.hours,
         };
-        let mut union = ring.union(now);
+        let mut union = slots.union(now);
         let age = now / window.minutes_a_slot() - self.present / window.minutes_a_slot();
         let held = &self.minutes.slots[(self.present % self.minutes.slots.len() as u64) as usize];
         if held.0 == self.present && age < window.slots() as u64 {
@@ -199,7 +199,7 @@ impl Ceiling {
         union
     }
 
-    /// All three windows at `now`.
+    /// The counts of all three windows at `now`.
     pub fn read(&self, now: Duration) -> [(Window, WindowCount); 3] {
         Window::ALL.map(|window| (window, self.window(window, now)))
     }
@@ -213,14 +213,14 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
-    /// Nothing counted.
+    /// Empty windows of all references, and no namespace.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A request of `namespace`, any number that names it, referred to these blocks. The same key in two namespaces is two
-    /// blocks. A namespace beyond the 16th takes the place of one that was silent for an hour; while there is none it
-    /// counts in the total alone.
+    /// Counts a request of `namespace`, any number that identifies it, that referenced these blocks. The same key in
+    /// two namespaces is two blocks. A namespace beyond the 16th replaces one that had no request for an hour. As long
+    /// as there is none, the new namespace counts only in the total.
     pub fn record(&mut self, namespace: u64, keys: &[u64], now: Duration) {
         let salt = spread(namespace);
         self.total.record(keys.iter().map(|key| key ^ salt), now);
@@ -251,12 +251,12 @@ impl Ceilings {
         Some(ceiling)
     }
 
-    /// Of all namespaces together.
+    /// The ceiling of all namespaces together.
     pub fn total(&self) -> &Ceiling {
         &self.total
     }
 
-    /// Those that are counted apart.
+    /// The namespaces that have windows of their own.
     pub fn namespaces(&self) -> impl Iterator<Item = (u64, &Ceiling)> {
         self.namespaces.iter().map(|(namespace, _, ceiling)| (*namespace, ceiling))
     }

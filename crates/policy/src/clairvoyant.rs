@@ -1,22 +1,22 @@
-//! What no policy can surpass: a cache that knows the future.
+//! [`clairvoyant`]: the upper bound of all policies, a cache that knows the future.
 
 use std::collections::BinaryHeap;
 
 use crate::trace::Trace;
 
-/// Prefix hits of a trace in a cache of `capacity` blocks that always gives up the block that is asked for the furthest in the
-/// future, or not at all, and does not take in what is further still (Belady, "A study of replacement algorithms for a
-/// virtual-storage computer", IBM Systems Journal 1966). What continues a block is never asked for before it, so the end of a
-/// prompt goes before its beginning all the same.
+/// Prefix hits of a trace in a cache of `capacity` blocks that evicts the block whose next request is the furthest
+/// away, or never comes. It does not admit a block whose next request is further still (Belady, "A study of replacement
+/// algorithms for a virtual-storage computer", IBM Systems Journal 1966). A block is never requested without those
+/// before it, so the end of a prompt goes before its beginning here too.
 pub fn clairvoyant(trace: &Trace, capacity: usize) -> usize {
     let (references, ends) = trace.numbered();
-    // For each reference the next one to the same block.
+    // For each reference, the index of the next one to the same block.
     let mut next = vec![usize::MAX; references.len()];
     let mut last = vec![usize::MAX; trace.distinct()];
     for (at, &block) in references.iter().enumerate().rev() {
         next[at] = std::mem::replace(&mut last[block as usize], at);
     }
-    // When each block that is in will be asked for. The heap also has what was true before.
+    // The next request of each block that is in. The heap also has entries that are stale by now.
     let mut wanted: Vec<Option<usize>> = vec![None; trace.distinct()];
     let mut heap: BinaryHeap<(usize, u32)> = BinaryHeap::new();
     let (mut hits, mut held, mut start) = (0, 0, 0);

@@ -1,63 +1,62 @@
-//! Which part of a full log is emptied, and what of it is written again.
+//! [`Cleaner`]: chooses the segment of an SSD's log to empty, and which of its records are written again.
 //!
-//! A tier on SSDs is a log of segments, which are emptied about in the order in which they were filled. What deserves it is
-//! written again at the log's end, but a quarter of a segment at most: so each cleaning gives at least three quarters of a
-//! segment of room, whatever its records are worth.
+//! Segments are emptied about in the order in which they were filled. Records that deserve it are written again at the
+//! log's end, up to a quarter of a segment. So each cleaning frees at least three quarters of a segment, whatever its
+//! records are worth.
 //!
-//! A policy that learns tells the hit density of each record. Then those are written again that are twice as dense as what
-//! was given up lately: a record that is written again takes the room, and the writing, of one that would be given up later.
-//! Other policies tell nothing, and what was read since it was written has its second life, as in the CLOCK policy.
+//! If the policy learns, each record has a hit density. A record is written again if it is twice as dense as the
+//! records given up lately, because it takes the room, and the writing, of a later one. With other policies a record is
+//! written again if it was read since it was written, as in the CLOCK policy.
 
 use std::cmp::Reverse;
 
-/// How much of a segment may be written again: one part of so many.
+/// At most one in this many pages of a segment is written again.
 const KEPT_PART: u32 = 4;
-/// The oldest of so many parts of the segments are compared,
+/// The oldest one in this many segments are compared, but at most `WINDOW`.
 const WINDOW_PART: usize = 8;
-/// but not more than these.
 const WINDOW: usize = 16;
-/// A record is written again if it is so many times as dense as what was given up lately.
+/// A record is written again if it is this many times as dense as the records given up lately.
 const DENSER: f32 = 2.0;
-/// What one cleaning gave up counts as one part of so many.
+/// The mean of what was given up moves by one in this many parts at each cleaning.
 const MEMORY: f32 = 20.0;
 
-/// What speaks for a record of a segment.
+/// The worth of one record of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Worth {
-    /// How long it is.
+    /// Length of the record in pages.
     pub pages: u32,
-    /// Reads since it was written.
+    /// Reads since the record was written.
     pub reads: u8,
-    /// The hits that it is expected to bring for each reference that it is kept, 0 or above; None where the policy does not
-    /// learn, or has not yet.
+    /// Expected hits for each reference that the block is kept, 0 or above. None if the policy does not learn, or has
+    /// not learnt yet.
     pub density: Option<f32>,
 }
 
-/// Chooses for one log. It remembers how dense what it gave up was.
+/// The cleaner of one log. It keeps the mean density of what it gave up.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cleaner {
     given_up: Option<f32>,
 }
 
 impl Cleaner {
-    /// So many of the oldest segments, of all that may be emptied, are to be compared.
+    /// How many of the oldest segments are to be compared, if `segments` may be emptied.
     pub fn window(segments: usize) -> usize {
         (segments / WINDOW_PART).clamp(1, WINDOW)
     }
 
-    /// The mean density of what was given up lately. None before anything was, and while the policy tells no densities.
+    /// The mean density of the records given up lately. None before any was, and while records have no density.
     pub fn given_up(&self) -> Option<f32> {
         self.given_up
     }
 
-    /// Which of some segments, given by their records, is to be emptied: the one that is worth the least; of equal ones the
-    /// first with the fewest pages. None without segments.
+    /// The index of the segment to empty: the one that is worth the least. If several are, the first of those with the
+    /// fewest live pages. None without segments.
     pub fn choose(&self, segments: &[Vec<Worth>]) -> Option<usize> {
         let worth = |records: &Vec<Worth>| {
             let sum = |of: fn(&Worth) -> f64| records.iter().map(of).sum::<f64>();
             let is_learnt = records.iter().any(|record| record.density.is_some());
             let of_all = match is_learnt {
-                // The hits that are lost with it.
+                // The expected hits that are lost with the segment.
                 true => sum(|record| f64::from(record.density.unwrap_or(0.0))),
                 false => sum(|record| if record.reads > 0 { f64::from(record.pages) } else { 0.0 }),
             };
@@ -70,14 +69,14 @@ impl Cleaner {
         })
     }
 
-    /// For each record of the segment that is emptied, which has `segment_pages`, whether it is to be written again: none if
-    /// there is no room for that, which 0 stands for.
+    /// For each record of the segment to empty, whether it is to be written again. `segment_pages` is the segment's
+    /// size, or 0 if the log has no room for copies; then no record is.
     pub fn split(&mut self, records: &[Worth], segment_pages: u32) -> Vec<bool> {
         let known = |record: &Worth| record.density.unwrap_or(0.0);
         let is_learnt = records.iter().any(|record| record.density.is_some());
         let mut order: Vec<usize> = (0..records.len()).collect();
         if is_learnt {
-            // By the hits for the room that they take.
+            // Order by expected hits for each page.
             let dense = |at: usize| known(&records[at]) / records[at].pages.max(1) as f32;
             order.sort_by(|&a, &b| dense(b).total_cmp(&dense(a)));
         } else {
@@ -99,7 +98,7 @@ impl Cleaner {
             }
         }
         if !is_learnt {
-            // What another policy made of densities is no measure for the next one.
+            // Forget the mean, because the densities of another policy are no measure for those of the next one.
             self.given_up = None;
         } else {
             let left = records.iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(record, _)| record);

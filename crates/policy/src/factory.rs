@@ -1,11 +1,12 @@
-//! Makes a policy of a kind.
+//! Builds a policy from its kind, empty or as the successor of another one.
 
 use crate::kind::PolicyKind;
 use crate::policies::{Arc, Learned, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
 use crate::replacement::{Blocks, ReplacementPolicy};
 
 impl PolicyKind {
-    /// An empty policy for a cache of about `capacity` blocks: frequency sketches are sized by it, nothing else.
+    /// Builds an empty policy for a cache of about `capacity` blocks. The capacity sizes sketches and samples, and
+    /// limits nothing.
     pub fn build(self, capacity: usize) -> Box<dyn ReplacementPolicy> {
         match self {
             Self::Lru => Box::new(Lru::new()),
@@ -18,8 +19,8 @@ impl PolicyKind {
         }
     }
 
-    /// A policy for a cache of about `capacity` blocks that takes over what `from` holds, in its order, when `references` went by;
-    /// how often blocks were used and which were evicted is learned anew.
+    /// Builds a policy for a cache of about `capacity` blocks that takes over the slots of `from`, in its order, at
+    /// time `references`. The new policy learns anew how often blocks are used and which were evicted.
     pub fn take_over(
         self,
         from: &dyn ReplacementPolicy,

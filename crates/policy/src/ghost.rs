@@ -1,17 +1,17 @@
-//! Keys of evicted blocks, so that one that comes back is known.
+//! [`Ghost`]: keys of evicted blocks, so that a policy recognises a block that comes back.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map from fingerprints, which are uniform already and need no hashing.
+/// A map by keys, which are uniform already and need no hashing.
 pub(crate) type KeyMap<V> = HashMap<u64, V, BuildHasherDefault<KeyHasher>>;
 
-/// Bytes on the heap: a bucket and a control byte for each place, of which at most 7 in 8 are used.
+/// Bytes of a map on the heap: each bucket has a control byte, and at most 7 of 8 buckets are used.
 pub(crate) fn map_bytes<V>(map: &KeyMap<V>) -> usize {
     map.capacity() * 8 / 7 * (size_of::<(u64, V)>() + 1)
 }
 
-/// Passes a u64 through.
+/// A hasher that passes a u64 through.
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);
 
@@ -31,10 +31,10 @@ impl Hasher for KeyHasher {
     }
 }
 
-/// Keys in the order in which they came; the oldest goes when there are too many.
+/// A FIFO of keys. The owner bounds it with [`Ghost::trim`].
 #[derive(Default)]
 pub(crate) struct Ghost {
-    /// Each key with the number it came as; one whose number in `current` is another was taken out since.
+    /// Each key with its number. An entry is stale if `current` has another number for the key, or none.
     order: VecDeque<(u64, u32)>,
     current: KeyMap<u32>,
     next: u32,
@@ -55,7 +55,7 @@ impl Ghost {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// False if it was not in.
+    /// Returns false if the key was not there.
     pub(crate) fn remove(&mut self, key: u64) -> bool {
         self.current.remove(&key).is_some()
     }
@@ -74,7 +74,7 @@ impl Ghost {
         self.order.capacity() * size_of::<(u64, u32)>() + map_bytes(&self.current)
     }
 
-    /// Keeps the newest `limit` keys, and memory in proportion to them.
+    /// Keeps the newest `limit` keys, and drops stale entries so that memory stays in proportion to them.
     pub(crate) fn trim(&mut self, limit: usize) {
         while self.len() > limit && self.pop_oldest().is_some() {}
         if self.order.len() > 2 * self.len() + 64 {

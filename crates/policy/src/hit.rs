@@ -1,13 +1,16 @@
-//! How many tokens of a prompt can be reused when every KV cache group has its own needs.
+//! [`longest_hit`]: how many tokens of a prompt can be reused, if every KV cache group needs other blocks for a hit.
+//!
+//! A group of full attention needs every block of the prefix. A group of sliding-window attention needs only the window
+//! before the prefix's end.
 
-/// What one KV cache group of the engine needs for a hit.
+/// The needs of one KV cache group of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixGroup {
-    /// Tokens a block covers; above 0.
+    /// Tokens in a block; above 0.
     pub tokens_per_block: u32,
-    /// 0: a hit needs every block of the prefix. n: it needs the last n blocks before its end.
+    /// With 0 a hit needs every block of the prefix; with n it needs the last n blocks before its end.
     pub window_blocks: u32,
-    /// Blocks of the prompt that may be asked for.
+    /// Number of the prompt's blocks that can be looked up.
     pub blocks: u64,
 }
 
@@ -21,11 +24,11 @@ impl PrefixGroup {
     }
 }
 
-/// The longest prefix in tokens, at most `max_tokens` and a whole number of blocks in every group, whose needed
-/// blocks are all there according to `visible(group, block)`. 0 is a miss.
+/// The longest prefix, in tokens, all of whose needed blocks are there by `visible(group, block)`. The prefix has at
+/// most `max_tokens`, and a whole number of blocks in every group. 0 is a miss.
 ///
-/// Asks for each block at most once: first the whole-prefix groups upwards from block 0, until one is missing, then
-/// the windows downwards from the end.
+/// Looks up each block at most once. First come the whole-prefix groups, upwards from block 0 until one is missing,
+/// then the windows, downwards from the end.
 pub fn longest_hit(
     groups: &[PrefixGroup],
     max_tokens: u64,
@@ -46,8 +49,8 @@ pub fn longest_hit(
         tokens = whole_steps(found * u64::from(group.tokens_per_block));
     }
 
-    // From here `tokens` only falls, so what a window has seen stays useful: blocks from `run_start` up to the
-    // group's end at its last check are there.
+    // From here on `tokens` only falls, so a window keeps what it has found. The blocks from `run_start` to the group's
+    // end at its last check are there.
     let mut run_start = vec![u64::MAX; groups.len()];
     loop {
         let before = tokens;
@@ -70,7 +73,7 @@ pub fn longest_hit(
     }
 }
 
-/// Least common multiple of the groups' block sizes; None without groups or beyond u64.
+/// The least common multiple of the groups' block sizes, in tokens. None without groups, or if it overflows.
 fn common_step(groups: &[PrefixGroup]) -> Option<u64> {
     let (first, rest) = groups.split_first()?;
     rest.iter().try_fold(u64::from(first.tokens_per_block), |step, group| {

@@ -1,29 +1,29 @@
-//! How many different keys there were, in 12 KiB.
+//! [`HyperLogLog`]: estimates the number of different keys, in 12 KiB.
 
-/// Bits of a key that choose the register: 2^14 registers, a standard error of 1.04 / 2^7 = 0.81 %.
+/// Bits of a key that choose the register. 2^14 registers give a standard error of 1.04 / 2^7 = 0.81 %.
 const PRECISION: u32 = 14;
 const REGISTERS: usize = 1 << PRECISION;
-/// The highest value of a register.
+/// The highest value that a register can have.
 const MAX_RANK: usize = 64 - PRECISION as usize + 1;
-/// Six bits a register, and one byte so that the last one too can be read as two.
+/// Six bits for each register, and one more byte, because every register is read as two bytes.
 const BYTES: usize = REGISTERS * 6 / 8 + 1;
 
-/// A HyperLogLog sketch of 6-bit registers with Ertl's improved raw estimator, which needs neither a table nor a seam
-/// between ranges. Flajolet, Fusy, Gandouet, Meunier, "HyperLogLog", 2007; Ertl, "New cardinality estimation algorithms for
-/// HyperLogLog sketches", 2017, algorithm 6.
+/// A HyperLogLog sketch of 6-bit registers with Ertl's improved raw estimator, which needs no table and no switch
+/// between ranges. Flajolet, Fusy, Gandouet, Meunier, "HyperLogLog", 2007; Ertl, "New cardinality estimation algorithms
+/// for HyperLogLog sketches", 2017, algorithm 6.
 #[derive(Clone, Default)]
 pub struct HyperLogLog {
     /// Empty until the first key.
     registers: Vec<u8>,
 }
 
-/// These bytes are no sketch.
+/// Why bytes are not a sketch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BadSketch {
-    /// Not the length of a sketch.
+    /// The length is neither 0 nor that of a sketch. Holds the length.
     #[error("{0} bytes are no sketch: it has 0 or {BYTES}")]
     Length(usize),
-    /// A register has a value that no key gives.
+    /// A register has a value that no key produces.
     #[error("register {register} is {value}, above {MAX_RANK}")]
     Register {
         /// The register's number, from 0.
@@ -34,7 +34,7 @@ pub enum BadSketch {
 }
 
 impl HyperLogLog {
-    /// Bytes a sketch takes on the heap, once there is a key in it.
+    /// Bytes of a sketch on the heap, once it has a key.
     pub const HEAP_BYTES: usize = BYTES;
 
     /// A sketch without keys.
@@ -42,12 +42,12 @@ impl HyperLogLog {
         Self::default()
     }
 
-    /// True when no key came.
+    /// True if the sketch never had a key.
     pub fn is_empty(&self) -> bool {
         self.registers.is_empty()
     }
 
-    /// Adds a key; its bits must be uniform.
+    /// Adds a key, whose bits must be uniform.
     #[inline]
     pub fn insert(&mut self, key: u64) {
         if self.registers.is_empty() {
@@ -61,7 +61,7 @@ impl HyperLogLog {
         }
     }
 
-    /// Adds the keys that came to `other`.
+    /// Adds all keys of `other`.
     pub fn merge(&mut self, other: &Self) {
         if other.is_empty() {
             return;
@@ -78,12 +78,12 @@ impl HyperLogLog {
         }
     }
 
-    /// Forgets all keys and keeps the memory.
+    /// Removes all keys, and keeps the memory.
     pub fn clear(&mut self) {
         self.registers.fill(0);
     }
 
-    /// About how many different keys came.
+    /// The estimated number of different keys.
     pub fn estimate(&self) -> f64 {
         if self.is_empty() {
             return 0.0;
@@ -99,15 +99,15 @@ impl HyperLogLog {
         registers * registers / (2.0 * std::f64::consts::LN_2 * z)
     }
 
-    /// For another node: [`from_bytes`](Self::from_bytes) reads it.
+    /// The sketch's bytes, to be sent to another node; [`from_bytes`](Self::from_bytes) reads them.
     pub fn as_bytes(&self) -> &[u8] {
         &self.registers
     }
 
-    /// What another node sent.
+    /// Reads a sketch that another node sent.
     ///
     /// # Errors
-    /// Where the bytes are no sketch.
+    /// [`BadSketch`] if the bytes are not a sketch.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, BadSketch> {
         if !bytes.is_empty() && bytes.len() != BYTES {
             return Err(BadSketch::Length(bytes.len()));

@@ -1,8 +1,9 @@
-//! The replacement policies by name, and which of them a cache runs. `replacement` says what a policy does, `factory` makes one.
+//! [`PolicyKind`] names the replacement policies; [`Choice`] says which of them a cache runs. `replacement` has the
+//! trait that they implement, `factory` builds one.
 
 use std::{fmt, str::FromStr};
 
-/// The policies there are.
+/// Every replacement policy of this crate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PolicyKind {
     /// [`Lru`](crate::policies::Lru)
@@ -23,11 +24,12 @@ pub enum PolicyKind {
 }
 
 impl PolicyKind {
-    /// All of them, the default first.
+    /// All policies, the default first.
     pub const ALL: [Self; 7] =
         [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu, Self::Learned];
 
-    /// Those that `kvlane serve` offers by name; docs/policies.md says why. Replays and [`Auto`](crate::Auto) have all.
+    /// The policies that `kvlane serve` offers by name; docs/policies.md says why. Replays and [`Auto`](crate::Auto)
+    /// have all of them.
     pub const SERVED: [Self; 4] = [Self::Lru, Self::Arc, Self::WTinyLfu, Self::Learned];
 
     /// The name that flags and reports use.
@@ -59,18 +61,18 @@ impl FromStr for PolicyKind {
     }
 }
 
-/// Which policy a cache runs.
+/// The policy that a cache runs: a fixed one, or whichever is best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// This one.
+    /// Always the named policy.
     Fixed(PolicyKind),
-    /// The one that shadow caches find best, see [`Auto`](crate::Auto).
+    /// The policy that shadow caches find best, see [`Auto`](crate::Auto).
     Auto,
 }
 
 impl Choice {
-    /// What it begins with. The one that learns was at or near the best on every trace that was looked at, so that the others
-    /// have to show that they are better (docs/policies.md).
+    /// The policy that a cache starts with. Auto starts with `learned`, which was at or near the best on every trace
+    /// that we replayed. So the others have to prove that they are better (docs/policies.md).
     pub fn first(self) -> PolicyKind {
         match self {
             Self::Fixed(kind) => kind,
@@ -99,7 +101,7 @@ impl fmt::Display for Choice {
     }
 }
 
-/// There is no policy of this name.
+/// The text names no policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is no policy: use lru, arc, s3fifo, sieve, tinylfu, wtinylfu or learned")]
 pub struct UnknownPolicy(String);

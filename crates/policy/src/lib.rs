@@ -1,13 +1,15 @@
-//! Decides what to keep and what a prompt can reuse: replacement policies and hit length, over plain numbers.
+//! Replacement policies, and the length of a prompt's hit. Pure functions over numbers: no I/O, no clock, no locks.
 //!
-//! Pure: no I/O, no clock, no locks. A *slot* is the store's number for a block, a *key* a fingerprint of its content.
+//! A *slot* is the store's number for a block. A *key* is a fingerprint of a block's content. A *reference* is one
+//! block of one request; policies count time in references.
 //!
-//! - [`ReplacementPolicy`] and its kinds: what a store evicts, and what it takes in. [`PrefixLru`] is the list that they are
-//!   made of.
-//! - [`Cleaner`]: what a tier on SSDs below the store gives up, and what it writes again.
-//! - [`longest_hit`]: how many tokens of a prompt can be reused.
-//! - [`CacheModel`], [`SsdModel`], and both as a [`TieredModel`]: caches without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
-//! - [`Ceilings`]: what a cache without limit could have hit; [`clairvoyant`]: one that knows the future.
+//! - [`ReplacementPolicy`] and its kinds decide what a store evicts and what it admits. Most are built of [`PrefixLru`]
+//!   lists.
+//! - [`Cleaner`] decides which segment an SSD tier empties, and which of its records it writes again.
+//! - [`longest_hit`] says how many tokens of a prompt can be reused.
+//! - [`CacheModel`], [`SsdModel`] and [`TieredModel`] are caches without bytes. [Replays](replay) of a [`Trace`] and the
+//!   shadow caches of [`Auto`] run them.
+//! - [`Ceilings`] count what an unlimited cache could have hit. [`clairvoyant`] is the optimum of a limited one.
 #![forbid(unsafe_code)]
 
 mod ceiling;

@@ -1,6 +1,6 @@
-//! Eviction order: a doubly linked list over slot numbers, 8 bytes a slot.
+//! [`PrefixLru`]: an eviction order as a doubly linked list over slot numbers, 8 bytes a slot.
 
-/// Slots a chunk of links holds. Chunks are never moved, so growth costs one small allocation.
+/// Links in a chunk. Chunks never move, so growth costs one small allocation.
 const CHUNK: usize = 4096;
 /// End of the list.
 const NONE: u32 = u32::MAX;
@@ -15,9 +15,8 @@ struct Link {
 
 /// Least-recently-used order of slots in which a prefix ages from its tail.
 ///
-/// The rule that callers keep and this type helps with: a parent is newer than its children, so that the old end
-/// holds blocks whose children are gone. [`touch_prefix`](Self::touch_prefix) and
-/// [`insert_run`](Self::insert_run) place slots that way.
+/// Callers keep one rule: a parent is newer than its children, so that the old end holds blocks whose children are
+/// gone. [`touch_prefix`](Self::touch_prefix) and [`insert_run`](Self::insert_run) keep it for them.
 ///
 /// Slot numbers are below `u32::MAX - 1` and should be dense: memory is 8 bytes times the largest one.
 #[derive(Default)]
@@ -34,22 +33,22 @@ struct Ends {
 }
 
 impl PrefixLru {
-    /// An empty order.
+    /// Makes an empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Slots in the list.
+    /// The number of slots in the list.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True when nothing could be evicted.
+    /// True if the list has no slot.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// True when `slot` is in the list.
+    /// True if `slot` is in the list.
     pub fn contains(&self, slot: u32) -> bool {
         self.get(slot).is_some()
     }
@@ -68,8 +67,8 @@ impl PrefixLru {
         self.len += 1;
     }
 
-    /// Adds new blocks that continue each other, head first: right below `parent` in age if that is in the list, else as
-    /// the newest. The tail is evicted first.
+    /// Adds new blocks that continue each other, head first: just older than `parent` if that is in the list, or else
+    /// as the newest. The tail is evicted first.
     pub fn insert_run(&mut self, run: impl IntoIterator<Item = u32>, parent: Option<u32>) {
         let mut newer = parent.filter(|&parent| self.contains(parent));
         for slot in run {
@@ -81,7 +80,7 @@ impl PrefixLru {
         }
     }
 
-    /// Adds `slot` right below `newer` in age, which must be in the list: `slot` is evicted just before it.
+    /// Adds `slot` just older than `newer`, which must be in the list: `slot` is evicted right before it.
     pub fn insert_older(&mut self, slot: u32, newer: u32) {
         assert!(self.contains(newer), "slot {newer} is not in the list");
         self.reserve(slot);
@@ -95,7 +94,7 @@ impl PrefixLru {
         self.len += 1;
     }
 
-    /// Takes `slot` out; false if it was not in.
+    /// Removes `slot`; false if it was not in the list.
     pub fn remove(&mut self, slot: u32) -> bool {
         if !self.contains(slot) {
             return false;
@@ -107,23 +106,22 @@ impl PrefixLru {
         true
     }
 
-    /// Makes `slot` the newest if it is in the list; otherwise nothing happens.
+    /// Makes `slot` the newest, if it is in the list.
     pub fn touch(&mut self, slot: u32) {
         if self.ends.is_some_and(|ends| ends.newest != slot) && self.remove(slot) {
             self.push_newest(slot);
         }
     }
 
-    /// Touches the blocks of a prefix, given from its head: the tail first and the head last, so that the head
-    /// ends up newest.
+    /// Touches the blocks of a prefix, given from its head. Touches the tail first, so that the head ends up newest.
     pub fn touch_prefix(&mut self, slots: &[u32]) {
         self.touch_from_tail(slots.iter().rev().copied());
     }
 
-    /// Touches slots in this order; those that are not in are passed over. Slots of which each lies right above the one
-    /// before, as the blocks of a prefix mostly do, are moved together: they are read, not written.
+    /// Touches slots in this order, and passes over those that are not in the list. Slots that follow each other in the
+    /// list, as the blocks of a prefix mostly do, are moved together: their links are only read.
     pub fn touch_from_tail(&mut self, slots: impl IntoIterator<Item = u32>) {
-        // The oldest and the newest of the slots that are moved next.
+        // The oldest and the newest slot of the run that is moved next.
         let mut run: Option<(u32, u32)> = None;
         for slot in slots {
             let Some(Link { older, .. }) = self.get(slot) else { continue };
@@ -141,9 +139,9 @@ impl PrefixLru {
         }
     }
 
-    /// Takes out the victim: from the old end, the first slot that `accept` agrees to. A refused slot moves to the
-    /// new end, since what makes it refusable (a resident child) was used later than it. After `max_refusals`
-    /// refusals, or with every slot refused, there is no victim.
+    /// Removes and returns the victim: the first slot from the old end that `accept` accepts. A refused slot moves to
+    /// the new end, because the resident child that makes it refusable was used later than it. None after
+    /// `max_refusals`, or if every slot is refused.
     pub fn take_oldest(&mut self, max_refusals: usize, mut accept: impl FnMut(u32) -> bool) -> Option<u32> {
         for _ in 0..self.len.min(max_refusals.saturating_add(1)) {
             let oldest = self.ends?.oldest;
@@ -171,14 +169,14 @@ impl PrefixLru {
         self.ends.map(|ends| ends.oldest)
     }
 
-    /// The next newer than `slot`, which must be in the list; None for the newest.
+    /// The slot just newer than `slot`, which must be in the list; None for the newest.
     pub fn newer(&self, slot: u32) -> Option<u32> {
         assert!(self.contains(slot), "slot {slot} is not in the list");
         let newer = self.chunks[slot as usize / CHUNK][slot as usize % CHUNK].newer;
         (newer != NONE).then_some(newer)
     }
 
-    /// Moves neighbours, from `oldest` to `newest`, to the new end.
+    /// Moves a run of neighbours, from `oldest` to `newest`, to the new end.
     fn move_to_newest(&mut self, oldest: u32, newest: u32) {
         let newer = self.link(newest).newer;
         if newer == NONE {
@@ -194,7 +192,7 @@ impl PrefixLru {
         }
     }
 
-    /// Closes the gap between what lay right below and right above a slot that was taken out.
+    /// Links the neighbours of a removed slot or run to each other.
     fn join(&mut self, older: u32, newer: u32) {
         if older != NONE {
             self.link(older).newer = newer;

@@ -1,32 +1,32 @@
-//! What a policy knows of a block, for whoever keeps the block elsewhere.
+//! [`Memo`]: what a learning policy knows of a block, in six bytes that a tier below keeps with the block.
 
-/// What a policy knows of a block, in a few bytes that only the policy can read. A tier below keeps it with the block when the
-/// pool has none of it any more, and hands it back with the block. The default stands for nothing known. Time is
-/// in 32 bits of references: what was not asked for in four thousand million looks younger than it is.
+/// A policy's knowledge of a block; only the policy can read it. When the pool evicts a block, a tier below keeps the
+/// memo, and hands it back with the block. The default says that nothing is known. Time is 32 bits of references, so a
+/// block that was not requested for four thousand million references looks younger than it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Memo([u8; 6]);
 
 impl Memo {
-    /// Nothing is known, as of what a tier has kept through a restart.
+    /// Nothing is known of the block. Blocks that a tier recovers after a restart have this memo.
     pub const NOTHING: Self = Self([0; 6]);
 
-    pub(crate) fn new(class: u8, uses: u8, asked_at: u32) -> Self {
-        let [a, b, c, d] = asked_at.to_le_bytes();
+    pub(crate) fn new(class: u8, uses: u8, requested_at: u32) -> Self {
+        let [a, b, c, d] = requested_at.to_le_bytes();
         Self([class, uses, a, b, c, d])
     }
 
-    /// The number of its class.
+    /// Index of the block's class, not yet checked.
     pub(crate) fn class(self) -> u8 {
         self.0[0]
     }
 
-    /// How often it was asked for.
+    /// How often the block was requested; 0 means that nothing is known.
     pub(crate) fn uses(self) -> u8 {
         self.0[1]
     }
 
-    /// The policy's time when it was asked for last.
-    pub(crate) fn asked_at(self) -> u32 {
+    /// The low 32 bits of the policy's time at the block's last request.
+    pub(crate) fn requested_at(self) -> u32 {
         let [_, _, a, b, c, d] = self.0;
         u32::from_le_bytes([a, b, c, d])
     }
@@ -39,7 +39,7 @@ mod tests {
     #[test]
     fn it_tells_what_it_was_told() {
         let memo = Memo::new(7, 64, 0xFFFF_0102);
-        assert_eq!((memo.class(), memo.uses(), memo.asked_at()), (7, 64, 0xFFFF_0102));
+        assert_eq!((memo.class(), memo.uses(), memo.requested_at()), (7, 64, 0xFFFF_0102));
         assert_eq!([Memo::default(), Memo::NOTHING], [Memo::new(0, 0, 0); 2]);
     }
 }

@@ -1,4 +1,5 @@
-//! A cache without bytes: what a store keeps of its blocks, with a policy, over keys.
+//! [`CacheModel`]: a cache without bytes. It keeps the keys that a store would keep as blocks, and runs a policy on
+//! them.
 
 use std::collections::hash_map::Entry;
 
@@ -9,23 +10,24 @@ use crate::memo::Memo;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
-/// Blocks that may not go now, passed over in search of one victim; as in the store.
+/// Refusals in a search for one victim; as in the store.
 const REFUSALS: usize = 256;
 
 struct Block {
     key: u64,
     parent: u32,
-    /// Resident blocks that continue it.
+    /// The number of resident blocks that continue it.
     children: u32,
-    /// The last request that used it.
+    /// Number of the last request that used it.
     request: u32,
 }
 
-/// The blocks as the policy sees them. The blocks of the present request count as leased.
+/// The blocks as the policy sees them. Blocks of the present request count as leased.
 struct Resident {
     blocks: Vec<Block>,
+    /// Number of the present request.
     request: u32,
-    /// What is fetched continues this one.
+    /// The block that a fetched run continues; it is not evictable.
     continued: u32,
 }
 
@@ -49,47 +51,47 @@ impl Blocks for Resident {
     }
 }
 
-/// How much of one request was resident.
+/// How many blocks of a request were resident.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Blocks from the first one on, up to the first that was not.
+    /// Resident blocks from the first one on, up to the first that is missing.
     pub prefix_hits: usize,
-    /// Blocks wherever they stand.
+    /// Resident blocks anywhere in the prompt.
     pub block_hits: usize,
 }
 
-/// A block that had to go.
+/// A block that was evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Evicted {
-    /// Its fingerprint.
+    /// The block's fingerprint.
     pub key: u64,
-    /// What the policy knows of it, for a tier below.
+    /// The policy's memo of the block, for a tier below. None if the policy does not learn.
     pub memo: Option<Memo>,
 }
 
-/// A cache of `capacity` blocks with a policy, driven request by request: a request's blocks are looked up, what was
-/// hit is touched, what is missing comes in at the cost of victims. Its memory is in proportion to its capacity.
+/// A cache of `capacity` blocks, driven request by request. A request looks up its blocks, touches the hits, and stores
+/// the missing ones in place of victims. Memory is in proportion to the capacity.
 pub struct CacheModel {
     resident: Resident,
     free: Vec<u32>,
     slots: KeyMap<u32>,
     policy: Box<dyn ReplacementPolicy>,
     capacity: usize,
-    /// So far, as the policy counts its time.
+    /// References so far, which is the time of a policy that takes over.
     references: u64,
-    /// How dense is what a tier below gives up.
+    /// Hit density of the blocks that a tier below gives up; see [`Learning::set_below`].
     below: Option<f32>,
     hit: Vec<u32>,
     run: Vec<u32>,
 }
 
 impl CacheModel {
-    /// An empty cache.
+    /// An empty cache with a policy of this kind.
     pub fn new(policy: PolicyKind, capacity: usize) -> Self {
         Self::with_policy(policy.build(capacity), capacity)
     }
 
-    /// An empty cache that this policy, which is empty too, works for.
+    /// An empty cache with this policy, which must be empty too.
     pub fn with_policy(policy: Box<dyn ReplacementPolicy>, capacity: usize) -> Self {
         let resident = Resident { blocks: Vec::new(), request: 0, continued: NONE };
         Self {
@@ -105,27 +107,27 @@ impl CacheModel {
         }
     }
 
-    /// Resident blocks.
+    /// The number of resident blocks.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// True when nothing is resident.
+    /// True if no block is resident.
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// The policy at work.
+    /// The kind of the active policy.
     pub fn policy(&self) -> PolicyKind {
         self.policy.kind()
     }
 
-    /// True when the block is resident.
+    /// True if the block is resident.
     pub fn contains(&self, key: u64) -> bool {
         self.slots.contains_key(&key)
     }
 
-    /// Bytes on the heap, about.
+    /// Estimated bytes on the heap.
     pub fn heap_bytes(&self) -> usize {
         self.resident.blocks.capacity() * size_of::<Block>()
             + (self.free.capacity() + self.hit.capacity() + self.run.capacity()) * size_of::<u32>()
@@ -133,28 +135,28 @@ impl CacheModel {
             + self.policy.heap_bytes()
     }
 
-    /// Goes on with another policy, which takes over what is resident.
+    /// Switches to another policy, which takes over the resident blocks.
     pub fn switch(&mut self, policy: PolicyKind) {
         if policy != self.policy.kind() {
             let (capacity, references) = (self.capacity, self.references);
             self.policy = policy.take_over(self.policy.as_ref(), capacity, references, &self.resident);
-            // How dense the tier below is, is for the new one to say.
+            // Reset the density of the tier below to 0: the new policy has to measure it.
             self.set_below(self.below.map(|_| 0.0));
         }
     }
 
-    /// What the policy knows of a resident block, for a tier below.
+    /// The policy's memo of a resident block, for a tier below.
     pub fn memo(&self, key: u64) -> Option<Memo> {
         self.slots.get(&key).and_then(|&slot| self.policy.learning()?.memo(slot))
     }
 
-    /// How dense the policy finds a block: by what it knows, or by `memo` if the block is not resident. See
+    /// The hit density of a block by the policy: from its own memo, or from `memo` if the block is not resident. See
     /// [`Learning::density`].
     pub fn density(&self, key: u64, memo: Memo) -> Option<f32> {
         self.policy.learning()?.density(self.memo(key).unwrap_or(memo))
     }
 
-    /// See [`Learning::set_below`].
+    /// Tells a learning policy the hit density of a tier below, see [`Learning::set_below`].
     pub fn set_below(&mut self, density: Option<f32>) {
         self.below = density;
         if let Some(learning) = self.policy.learning_mut() {
@@ -162,23 +164,22 @@ impl CacheModel {
         }
     }
 
-    /// A tier below has the blocks of a prompt behind the `known` first ones, which are all that is resident of it, and
-    /// `memos` of as many as are to come: those come in, unjudged, as if somebody had stored them. What they displace is given
-    /// to `evicted`.
-    pub fn fetch(&mut self, keys: &[u64], known: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
+    /// Fetches blocks of a prompt from a tier below, one for each of `memos`, behind the `cached` first blocks, which
+    /// are the only resident ones. Fetched blocks are not judged. Passes the blocks that they displace to `evicted`.
+    pub fn fetch(&mut self, keys: &[u64], cached: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
         self.resident.request = self.resident.request.wrapping_add(1);
         let parent =
-            known.checked_sub(1).and_then(|last| self.slots.get(&keys[last]).copied()).unwrap_or(NONE);
-        // As in a store, what is there of the prompt is not leased yet.
+            cached.checked_sub(1).and_then(|last| self.slots.get(&keys[last]).copied()).unwrap_or(NONE);
+        // As in a store, the resident blocks of the prompt are not leased yet, so protect the last one.
         self.resident.continued = parent;
-        self.add_run(&keys[known..known + memos.len()], parent, &mut evicted);
+        self.add_run(&keys[cached..cached + memos.len()], parent, &mut evicted);
         self.resident.continued = NONE;
         if let Some(learning) = self.policy.learning_mut() {
             self.run.iter().zip(memos).for_each(|(&slot, &memo)| learning.remember(slot, memo));
         }
     }
 
-    /// A request for a prompt of these blocks, head first. What had to go is given to `evicted`.
+    /// Runs a request for a prompt of these blocks, head first. Passes the blocks that it displaces to `evicted`.
     pub fn request(&mut self, keys: &[u64], mut evicted: impl FnMut(Evicted)) -> Outcome {
         self.resident.request = self.resident.request.wrapping_add(1);
         self.hit.clear();
@@ -200,7 +201,7 @@ impl CacheModel {
             let stored = self.store_run(at, &keys[at..at + missing], parent, &mut evicted);
             at += missing;
             if stored < missing {
-                // What follows is unreachable; it neither counts as used nor comes in.
+                // The blocks behind a gap are unreachable: they neither count as used nor are stored.
                 break;
             }
             parent = self.run.last().copied().unwrap_or(parent);
@@ -210,7 +211,7 @@ impl CacheModel {
     }
 
     fn touch_hits(&mut self) {
-        // As a store does, which tells of a prompt's hits once, and not of none.
+        // As in a store, report the hits of a run at once, and never an empty run.
         if !self.hit.is_empty() {
             self.policy.touch(&self.hit, &self.resident);
             self.references += self.hit.len() as u64;
@@ -218,20 +219,21 @@ impl CacheModel {
         }
     }
 
-    /// What its policy has learnt.
+    /// The classes that the policy has learnt; empty if it does not learn.
     pub fn learnt(&self) -> Vec<LearntClass> {
         self.policy.learning().map(Learning::learnt).unwrap_or_default()
     }
 
-    /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
+    /// Stores the blocks of a missing run behind `parent` that the policy admits. Returns their number, from the head
+    /// on.
     fn store_run(
         &mut self,
-        known: usize,
+        cached: usize,
         keys: &[u64],
         parent: u32,
         evicted: &mut impl FnMut(Evicted),
     ) -> usize {
-        self.policy.missed(known, &mut keys.iter().copied());
+        self.policy.missed(cached, &mut keys.iter().copied());
         self.references += keys.len() as u64;
         let above = (parent != NONE).then_some(parent);
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
@@ -241,7 +243,7 @@ impl CacheModel {
         self.run.len()
     }
 
-    /// Adds blocks that continue each other and `parent`, as many as there can be room for; `run` has their slots then.
+    /// Adds blocks that continue each other and `parent`, until no victim is left. Leaves their slots in `run`.
     fn add_run(&mut self, keys: &[u64], parent: u32, evicted: &mut impl FnMut(Evicted)) {
         self.run.clear();
         let mut last = parent;
@@ -249,7 +251,7 @@ impl CacheModel {
             if self.len() >= self.capacity && !self.evict(evicted) {
                 break;
             }
-            // A prompt holds a block twice only where a trace is wrong; its chain ends there.
+            // Only a faulty trace has a block twice in a prompt; the run ends there.
             let Some(slot) = self.add(key, last) else { break };
             last = slot;
             self.run.push(slot);
@@ -258,14 +260,14 @@ impl CacheModel {
         self.policy.insert(&self.run, parent, &self.resident);
     }
 
-    /// The new block's slot; None if there is one of this key.
+    /// Adds a block and returns its slot; None if the key is resident already.
     fn add(&mut self, key: u64, parent: u32) -> Option<u32> {
-        let Entry::Vacant(place) = self.slots.entry(key) else { return None };
+        let Entry::Vacant(vacant) = self.slots.entry(key) else { return None };
         let block = Block { key, parent, children: 0, request: self.resident.request };
         let slot = self.free.pop().unwrap_or(self.resident.blocks.len() as u32);
-        place.insert(slot);
+        vacant.insert(slot);
         match self.resident.blocks.get_mut(slot as usize) {
-            Some(place) => *place = block,
+            Some(old) => *old = block,
             None => self.resident.blocks.push(block),
         }
         if parent != NONE {

@@ -1,4 +1,4 @@
-//! The replacement policies, one a file.
+//! The replacement policies, one in each file.
 
 mod arc;
 mod arrivals;

@@ -1,4 +1,4 @@
-//! A trace against a cache, in virtual time.
+//! [`replay`]: runs a trace against a cache in virtual time, and counts the hits.
 
 use crate::ceiling::{Ceiling, Window, WindowCount};
 use crate::kind::Choice;
@@ -7,50 +7,51 @@ use crate::shadow::{Auto, Switch};
 use crate::tiers::TieredModel;
 use crate::trace::Trace;
 
-/// Requests between two reports of progress.
+/// Requests between two calls of `progress`.
 const STEP: usize = 256;
 
 /// The cache of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Which blocks make room for others.
+    /// The replacement policy in RAM.
     pub policy: Choice,
-    /// Blocks that fit into RAM.
+    /// Capacity of RAM in blocks.
     pub capacity: usize,
-    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as
-    /// [`SsdModel`](crate::SsdModel) does. A hit there brings the block back to RAM and leaves the copy.
+    /// Capacity of the SSD tier in blocks; 0 for no such tier. The tier gets every block that is stored in RAM, and
+    /// decides as [`SsdModel`](crate::SsdModel) does. A hit in the tier copies the block back to RAM.
     pub ssd_capacity: usize,
 }
 
-/// What a replay counted, in block references.
+/// Result of a replay. Counts are block references.
 #[derive(Clone, Debug, Default)]
 pub struct Replayed {
     /// References that were replayed, hits or not.
     pub references: usize,
-    /// Hits in RAM as part of a prefix: from a request's first block on, up to the first that is not there.
+    /// Hits in RAM as part of a prefix: from a request's first block on, up to the first that is missing there.
     pub prefix_hits: usize,
-    /// Hits further on in such a prefix that the tier below gave, or that RAM gave behind one of those.
+    /// Hits behind those in the same prefix: blocks that the tier below had, and blocks in RAM behind them.
     pub ssd_prefix_hits: usize,
-    /// Hits in RAM wherever they stood.
+    /// Hits in RAM anywhere in a prompt.
     pub block_hits: usize,
-    /// The changes of policy, with the request that each followed.
+    /// The switches of policy, each with the index of the request that it followed.
     pub switches: Vec<(usize, Switch)>,
-    /// Bytes that the shadow caches held at most.
+    /// Heap bytes of the shadow caches at the end of the replay.
     pub shadow_bytes: usize,
-    /// What the policy of RAM had learnt at the end.
+    /// The classes that the policy in RAM had learnt at the end.
     pub learnt: Vec<LearntClass>,
 }
 
-/// Replays a whole trace; `progress` is told now and then how many more references are done.
+/// Replays a whole trace. Calls `progress` every 256 requests, and at the end, with the number of references since the
+/// call before.
 pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> Replayed {
     let first = setup.policy.first();
     let mut auto = (setup.policy == Choice::Auto).then(|| Auto::new(first, setup.capacity));
-    // Twice what is ever written is without limit, and costs less memory than a petabyte.
+    // Twice the blocks of the trace are as good as no limit, and bound the memory of a model of a petabyte.
     let ssd_capacity = setup.ssd_capacity.min(2 * trace.distinct() + 1024);
     let mut cache = TieredModel::new(first, setup.capacity, ssd_capacity);
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();
-    let mut told = 0;
+    let mut reported = 0;
     for (index, (_, request)) in trace.requests().enumerate() {
         keys.clear();
         keys.extend(request);
@@ -66,28 +67,28 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
             replayed.switches.push((index, switch));
         }
         if index % STEP == STEP - 1 {
-            progress(replayed.references - told);
-            told = replayed.references;
+            progress(replayed.references - reported);
+            reported = replayed.references;
         }
     }
     replayed.learnt = cache.ram().learnt();
     replayed.shadow_bytes = auto.map_or(0, |auto| auto.heap_bytes());
-    progress(replayed.references - told);
+    progress(replayed.references - reported);
     replayed
 }
 
-/// What the sketches of the longest window say of a trace, beside the exact count of the same stretch.
+/// The counts of a trace's last day: by the sketches of the longest window, and exactly.
 #[derive(Clone)]
 pub struct EstimatedCeiling {
-    /// References and distinct blocks as the sketches count them.
+    /// References and distinct blocks by the sketches.
     pub estimated: WindowCount,
-    /// References of the same stretch, counted one by one.
+    /// References of the same span of time, counted one by one.
     pub references: usize,
-    /// Different blocks in them, counted one by one.
+    /// Different blocks of the same span of time, counted one by one.
     pub distinct: usize,
 }
 
-/// Runs a trace through the rolling windows as a daemon does, and reads the day at its end.
+/// Records a trace in the rolling windows as a daemon does, and reads the window of a day at the trace's end.
 pub fn estimate_ceiling(trace: &Trace) -> EstimatedCeiling {
     let mut ceiling = Ceiling::new();
     for (at, keys) in trace.requests() {

@@ -1,58 +1,62 @@
-//! Shadow caches: what each policy would hit, measured on a sample, to choose one while the cache runs.
+//! [`Auto`]: chooses the policy while the cache runs, by shadow caches that measure what each policy would hit on a
+//! sample.
 
 use crate::key::spread;
 use crate::kind::PolicyKind;
 use crate::model::CacheModel;
 
-/// Blocks that a shadow cache should hold: enough for some dozens of prompts, so that what it says is not chance.
+/// Least capacity of a shadow cache in blocks, if the cache itself has as many. Some dozens of prompts fit, so its hit
+/// rate is not chance.
 const SHADOW_BLOCKS: usize = 4096;
-/// Sampled references, in shadow capacities, after which an old hit counts half.
+/// Half-life of a hit, in sampled references for each block of a shadow's capacity.
 const HALF_LIFE: f64 = 16.0;
-/// The same: how many have to come before the first switch, and between two.
-const PATIENCE: f64 = 2.0;
-/// How much better, relative to the policy at work, another one must be.
+/// Least sampled references before the first switch and between two, for each block of a shadow's capacity.
+const SWITCH_INTERVAL: f64 = 2.0;
+/// A policy takes over if it hits this many times as much as the active one.
 const MARGIN: f64 = 1.03;
 
 /// A change of policy, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Switch {
-    /// The policy at work until now.
+    /// The policy that was active until now.
     pub from: PolicyKind,
-    /// The one that is better.
+    /// The better policy, which takes over.
     pub to: PolicyKind,
     /// The recent prefix hit rates of the two shadows, 0 to 1.
     pub hit_rates: (f64, f64),
 }
 
-/// One cache without bytes for each policy, all fed with the same sample of prompts. The cache of a shadow is as large a
-/// part of the real one as the sample is of the prompts.
+/// A cache without bytes for each policy, all fed with the same sample of prompts. A shadow is the same part of the
+/// real cache as the sample is of the prompts.
 ///
-/// Prompts are sampled by their second block: those that continue each other go the same way, whereas the first block is
-/// often one system prompt that all share. A shadow holds 4,096 to 8,191 blocks, whatever the cache holds: of a cache of
-/// 262,144 blocks one prompt of 64 is sampled, of 32,768 one of 8, of one below 8,192 all.
+/// Prompts are sampled by their second block. So prompts that continue each other are sampled together, whereas the
+/// first block is often one system prompt that all share. A shadow holds 4,096 to 8,191 blocks, whatever the cache
+/// holds. For a cache of 262,144 blocks one prompt of 64 is sampled, for 32,768 blocks one of 8, and below 8,192 blocks
+/// all.
 pub struct Auto {
     shadows: Vec<Shadow>,
     active: PolicyKind,
-    /// One prompt in so many.
+    /// One prompt in this many is sampled; a power of two.
     sample: u32,
+    /// Blocks of a shadow.
     capacity: usize,
-    /// Recent sampled references, older ones counting less.
+    /// Sampled references, decayed by age.
     references: f64,
-    /// Sampled references since the last switch.
+    /// Sampled references since the last switch, counted once there is pressure.
     since_switch: f64,
-    /// Some shadow had to evict: before, all policies are the same.
+    /// A shadow has evicted a block. Before that, all policies hit the same.
     pressure: bool,
 }
 
 struct Shadow {
     kind: PolicyKind,
     cache: CacheModel,
-    /// Recent prefix hits, older ones counting less.
+    /// Prefix hits, decayed by age.
     hits: f64,
 }
 
 impl Auto {
-    /// For a cache of `capacity` blocks that now runs `active`.
+    /// Shadows for a cache of `capacity` blocks that runs `active` now.
     pub fn new(active: PolicyKind, capacity: usize) -> Self {
         let sample = 1 << (capacity / SHADOW_BLOCKS).max(1).ilog2();
         let capacity = (capacity / sample as usize).max(1);
@@ -68,14 +72,14 @@ impl Auto {
         }
     }
 
-    /// One prompt in so many is sampled.
+    /// One prompt in this many is sampled; a power of two.
     pub fn sample(&self) -> u32 {
         self.sample
     }
 
-    /// Whether one prompt in `sample`, a power of two, includes the one that begins with these blocks.
+    /// Whether a sample of one prompt in `sample`, a power of two, includes the prompt that begins with these blocks.
     pub fn samples(sample: u32, first: u64, second: Option<u64>) -> bool {
-        // Other bits of the key than those by which tables and sketches place it.
+        // Use other bits of the key than tables and sketches do.
         spread(second.unwrap_or(first)) >> 32 & u64::from(sample - 1) == 0
     }
 
@@ -84,12 +88,13 @@ impl Auto {
         self.shadows.iter().map(|shadow| (shadow.kind, shadow.hits / self.references.max(1.0)))
     }
 
-    /// Bytes of the shadow caches, about.
+    /// Estimated bytes of the shadow caches on the heap.
     pub fn heap_bytes(&self) -> usize {
         self.shadows.iter().map(|shadow| shadow.cache.heap_bytes()).sum()
     }
 
-    /// A request for a prompt of these blocks, head first. Says when another policy is to take over.
+    /// Observes a request for a prompt of these blocks, head first. Returns a switch when another policy has to take
+    /// over.
     pub fn observe(&mut self, keys: &[u64]) -> Option<Switch> {
         if !Self::samples(self.sample, *keys.first()?, keys.get(1).copied()) {
             return None;
@@ -105,7 +110,7 @@ impl Auto {
         if self.pressure {
             self.since_switch += count;
         }
-        if self.since_switch < PATIENCE * self.capacity as f64 {
+        if self.since_switch < SWITCH_INTERVAL * self.capacity as f64 {
             return None;
         }
         let hits =

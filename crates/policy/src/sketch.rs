@@ -1,16 +1,16 @@
-//! How often keys were asked for lately, in 8 bytes a block of capacity.
+//! [`FrequencySketch`]: estimates how often each key was requested lately, in 8 bytes for each block of capacity.
 
-/// Counters a row has for each block of capacity.
+/// Counters in a row for each block of capacity.
 const SPREAD: usize = 4;
-/// Increments a block of capacity after which every counter was halved once.
+/// Increments, for each block of capacity, in which every counter is halved once.
 const SAMPLE: usize = 10;
 const ROWS: usize = 4;
 
-/// A count-min sketch of 4-bit counters that ages: within as many increments as ten times the capacity every counter is
-/// halved once. Cormode, Muthukrishnan, "An improved data stream summary", 2005; ageing after Einziger, Friedman, Manes,
-/// "TinyLFU", 2017, but a word at a time instead of all at once, so that no single request waits for it.
+/// A count-min sketch of 4-bit counters that age: within ten increments for each block of capacity, every counter is
+/// halved once. Cormode, Muthukrishnan, "An improved data stream summary", 2005. Ageing is after Einziger, Friedman,
+/// Manes, "TinyLFU", 2017, but goes one word at a time, so that no single request waits for all of it.
 pub(crate) struct FrequencySketch {
-    /// 16 counters a word, all rows one after the other.
+    /// 16 counters in a word; the rows follow each other.
     words: Box<[u64]>,
     row_words: usize,
     /// Increments since the last word was aged.
@@ -30,11 +30,11 @@ impl FrequencySketch {
         }
     }
 
-    /// For more blocks of capacity; what was counted stays. It never shrinks.
+    /// Grows the sketch for more blocks of capacity, and keeps its counts. It never shrinks.
     pub(crate) fn grow(&mut self, capacity: usize) {
         let wanted = row_words(capacity);
         if wanted > self.row_words {
-            // A key's place in a longer row is, in its low bits, the one it had.
+            // A key's index in a longer row has the index in the shorter row as its low bits, so repeat the row.
             let rows = self.words.chunks_exact(self.row_words);
             self.words = rows.flat_map(|row| row.iter().copied().cycle().take(wanted)).collect();
             self.row_words = wanted;
@@ -58,7 +58,7 @@ impl FrequencySketch {
         }
     }
 
-    /// At most 15; never less than was counted since the key's counters aged.
+    /// The estimated count of a key, at most 15. Never less than the increments since the key's counters aged.
     pub(crate) fn estimate(&self, key: u64) -> u32 {
         let count = |row| {
             let (word, shift) = self.counter(row, key);

@@ -1,4 +1,4 @@
-//! A tier on SSDs without bytes: what a log of segments keeps of the blocks that are written to it.
+//! [`SsdModel`]: an SSD tier without bytes. It keeps the keys that a log of segments would keep as records.
 
 use std::collections::VecDeque;
 
@@ -6,9 +6,9 @@ use crate::cleaning::{Cleaner, Worth};
 use crate::ghost::KeyMap;
 use crate::memo::Memo;
 
-/// Blocks of a segment, as of one of 64 MiB with blocks of 2 MiB; fewer in a small tier,
+/// Blocks in a segment: as in one of 64 MiB with blocks of 2 MiB. Fewer in a tier that would have less than
+/// `LEAST_SEGMENTS`.
 const SEGMENT_BLOCKS: usize = 32;
-/// which has so many segments at least.
 const LEAST_SEGMENTS: usize = 16;
 /// Segments that are kept free.
 const FREE_SEGMENTS: usize = 2;
@@ -20,25 +20,24 @@ struct Record {
     memo: Memo,
 }
 
-/// A tier of so many blocks, which decides as the one in kvlane-ssd does, by a [`Cleaner`]. Memory is in proportion to its
-/// capacity.
+/// A tier that decides as the one in kvlane-ssd does, by a [`Cleaner`]. Memory is in proportion to its capacity.
 pub struct SsdModel {
     cleaner: Cleaner,
     records: KeyMap<Record>,
-    /// The keys that were written to each. Some may be elsewhere by now.
+    /// The keys that were written to each segment. Some may be in another segment by now.
     segments: Vec<Vec<u64>>,
     segment_blocks: usize,
-    /// Full ones, the oldest first.
+    /// Full segments, the oldest first.
     full: VecDeque<usize>,
     free: Vec<usize>,
     open: usize,
 }
 
 impl SsdModel {
-    /// An empty tier.
+    /// An empty tier for `capacity` blocks.
     pub fn new(capacity: usize) -> Self {
         let segment_blocks = (capacity / LEAST_SEGMENTS).clamp(1, SEGMENT_BLOCKS);
-        // The one that is written, what is kept free, and at least one that can be emptied.
+        // The open segment, the free ones, and at least one that can be emptied.
         let count = (capacity / segment_blocks).max(FREE_SEGMENTS + 2);
         Self {
             cleaner: Cleaner::default(),
@@ -51,31 +50,33 @@ impl SsdModel {
         }
     }
 
-    /// True when it has the block.
+    /// True if the tier has the block.
     pub fn contains(&self, key: u64) -> bool {
         self.records.contains_key(&key)
     }
 
-    /// The mean density of what it gave up lately.
+    /// The mean hit density of the blocks given up lately, see [`Cleaner::given_up`].
     pub fn given_up(&self) -> Option<f32> {
         self.cleaner.given_up()
     }
 
-    /// Reads a block: what was known of it when it was written, or when the pool lost it. None if it is not here.
+    /// Reads a block, and returns its memo from when it was written or left the pool. None if the tier does not have
+    /// it.
     pub fn read(&mut self, key: u64) -> Option<Memo> {
         let record = self.records.get_mut(&key)?;
         record.reads = record.reads.saturating_add(1);
         Some(record.memo)
     }
 
-    /// The pool has lost a block of which this is known.
+    /// Keeps the policy's memo of a block that left the pool, if the tier has the block.
     pub fn remember(&mut self, key: u64, memo: Memo) {
         if let Some(record) = self.records.get_mut(&key) {
             record.memo = memo;
         }
     }
 
-    /// Writes a block, unless it is here. `density` says how dense others are, by key and what was known of them.
+    /// Writes a block, unless the tier has it. `density` gives the hit density of other blocks by key and memo, for the
+    /// cleaner.
     pub fn write(&mut self, key: u64, memo: Memo, density: impl Fn(u64, Memo) -> Option<f32>) {
         if self.contains(key) {
             return;
@@ -97,7 +98,7 @@ impl SsdModel {
         }
     }
 
-    /// The records of a segment that count.
+    /// The records that are still in this segment.
     fn live(&self, segment: usize) -> Vec<(u64, Record)> {
         let record = |&key: &u64| Some((key, *self.records.get(&key)?));
         let live = self.segments[segment].iter().filter_map(record);

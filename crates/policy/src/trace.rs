@@ -1,4 +1,4 @@
-//! A recorded stream of requests, in memory.
+//! [`Trace`]: a recorded stream of requests, in memory.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -6,26 +6,26 @@ use std::time::Duration;
 use crate::ghost::KeyMap;
 use crate::key::spread;
 
-/// Requests in the order in which they came, each with the blocks of its prompt from the head on. An id names a block and
-/// all that comes before it. 4 bytes a reference and some 30 a block.
+/// Requests in the order in which they arrived, each with the blocks of its prompt from the head on. An id names a
+/// block and all blocks before it. Takes 4 bytes for each reference and about 30 for each block.
 #[derive(Clone, Default)]
 pub struct Trace {
-    /// Blocks of all requests, by their number in `keys`.
+    /// Blocks of all requests, as indices into `keys`.
     references: Vec<u32>,
-    /// Where each request ends in `references`, and when it came.
+    /// For each request its end in `references`, and when it arrived.
     requests: Vec<(usize, Duration)>,
-    /// Fingerprints of the different blocks, and their numbers.
+    /// Fingerprint of each different block.
     keys: Vec<u64>,
     numbers: KeyMap<u32>,
 }
 
 impl Trace {
-    /// Without requests.
+    /// A trace without requests.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a request that came `at` that time since the trace began.
+    /// Adds a request that arrived `at` this time after the start of the trace.
     pub fn push(&mut self, at: Duration, ids: &[u64]) {
         for &id in ids {
             let key = spread(id);
@@ -39,8 +39,8 @@ impl Trace {
         self.requests.push((self.references.len(), at));
     }
 
-    /// The same requests, and after each one of the same length whose blocks are never asked for again: a load that a
-    /// policy should keep from displacing the rest.
+    /// The same requests, each followed by one of the same length whose blocks are never requested again. A policy
+    /// should keep these from displacing the rest.
     pub fn with_scans(&self) -> Self {
         let mut mixed = Self::new();
         let mut next_scan = u64::MAX;
@@ -58,27 +58,27 @@ impl Trace {
         mixed
     }
 
-    /// Requests.
+    /// The number of requests.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// True without requests.
+    /// True if there is no request.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Block references of all requests.
+    /// The number of block references in all requests.
     pub fn references(&self) -> usize {
         self.references.len()
     }
 
-    /// Different blocks.
+    /// The number of different blocks.
     pub fn distinct(&self) -> usize {
         self.keys.len()
     }
 
-    /// The share of references that a cache without limit hits as part of a prefix, 0 to 1.
+    /// The share of references that an unlimited cache hits as part of a prefix, 0 to 1.
     pub fn ceiling(&self) -> f64 {
         let mut seen = vec![false; self.keys.len()];
         let mut hits = 0;
@@ -92,7 +92,7 @@ impl Trace {
         hits as f64 / self.references.len().max(1) as f64
     }
 
-    /// References and different blocks from `start` on.
+    /// The numbers of references and of different blocks from `start` on.
     pub fn count_since(&self, start: Duration) -> (usize, usize) {
         let first = self.requests.partition_point(|&(_, at)| at < start);
         let from = first.checked_sub(1).map_or(0, |before| self.requests[before].0);
@@ -100,17 +100,17 @@ impl Trace {
         (rest.len(), rest.iter().collect::<HashSet<_>>().len())
     }
 
-    /// When the last request came.
+    /// When the last request arrived.
     pub fn end(&self) -> Duration {
         self.requests.last().map_or(Duration::ZERO, |&(_, at)| at)
     }
 
-    /// The blocks of all requests, numbered from 0 as they were first asked for, and where each request ends in them.
+    /// The blocks of all requests, numbered from 0 by their first request, and the end of each request among them.
     pub(crate) fn numbered(&self) -> (&[u32], impl Iterator<Item = usize> + '_) {
         (&self.references, self.requests.iter().map(|&(end, _)| end))
     }
 
-    /// Each request: when it came, and the keys of its blocks.
+    /// The arrival time of each request, and the keys of its blocks.
     pub fn requests(&self) -> impl Iterator<Item = (Duration, impl ExactSizeIterator<Item = u64> + Clone)> {
         let starts = std::iter::once(0).chain(self.requests.iter().map(|&(end, _)| end));
         starts.zip(&self.requests).map(|(start, &(end, at))| {

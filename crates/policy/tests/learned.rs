@@ -1,4 +1,4 @@
-//! What `learned` hits of generated traces, beside the best of the other policies.
+//! Compares the hits of `learned` on generated traces with those of the best other policy.
 mod workloads;
 
 use kvlane_policy::{Choice, PolicyKind, Setup, Trace, replay};

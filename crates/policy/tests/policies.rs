@@ -1,4 +1,4 @@
-//! Every policy: what it may never do, against a plain model; and what it is chosen for.
+//! Checks every policy's invariants against a plain model, and the property that each policy is chosen for.
 mod workloads;
 
 use std::collections::HashMap;

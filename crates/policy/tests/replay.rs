@@ -1,4 +1,4 @@
-//! Replays of a small synthetic trace, against figures found another way.
+//! Replays of a small synthetic trace, compared with figures that were found another way.
 use std::time::Duration;
 
 use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, estimate_ceiling, replay, spread};

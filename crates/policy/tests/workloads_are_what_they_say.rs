@@ -1,4 +1,4 @@
-//! The generated traces: the same each time, and of the kind that they are named for.
+//! The generated traces are the same each time, and have the properties that they are named for.
 mod workloads;
 
 use kvlane_policy::spread;

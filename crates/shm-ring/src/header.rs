@@ -1,11 +1,11 @@
-//! The header of a ring, by which its two sides agree on what is whose.
+//! The header of a ring: the positions, by which the two sides agree on the owner of each byte, and the flags.
 
 use crate::sync::{AtomicU32, AtomicU64};
 
-/// Bytes before those of the ring: a page, so that they begin one.
+/// Bytes of the header: a page, so that the ring's bytes begin one.
 pub const HEADER_BYTES: usize = 4096;
 
-/// What the two sides tell each other. Zeros are a new ring's.
+/// The words that both sides read and write. All are zero in a new ring.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Header {
@@ -13,7 +13,8 @@ pub(crate) struct Header {
     pub(crate) reader: ReaderLine,
 }
 
-/// Processors fetch lines of 64 bytes in pairs.
+/// The words that the writer writes with each message. Aligned to 128 bytes, because processors fetch lines of 64 in
+/// pairs.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct WriterLine {
@@ -21,6 +22,7 @@ pub(crate) struct WriterLine {
     pub(crate) reader_sleeps: AtomicU32,
 }
 
+/// The words that the reader writes with each read.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct ReaderLine {
@@ -31,7 +33,7 @@ pub(crate) struct ReaderLine {
 const _: () = assert!(size_of::<Header>() <= HEADER_BYTES);
 
 impl Header {
-    /// The header of an empty ring: `position` bytes were written and read.
+    /// The header of an empty ring after `position` bytes were written and read.
     #[cfg(test)]
     pub(crate) fn new(position: u64) -> Header {
         let writer = WriterLine { written: AtomicU64::new(position), reader_sleeps: AtomicU32::new(0) };

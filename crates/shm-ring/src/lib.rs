@@ -1,4 +1,4 @@
-//! A ring of bytes in shared memory: one process writes, one reads, and neither calls the kernel.
+//! A byte ring in shared memory: one process writes, another reads, and neither calls the kernel.
 //!
 //! ```text
 //!  0        written u64         bytes ever written              the writer's line:
@@ -8,18 +8,19 @@
 //!  4096     capacity bytes, a power of two: byte n of the stream is at n % capacity
 //! ```
 //!
-//! Positions count on and wrap at 2^64. A flag lies in the line of the side that looks at it each time, so that the look
-//! costs nothing while the other side does not sleep. Each side knows its own position by itself and remembers the last
-//! one that it saw of the other, which it reads again only where that does not suffice: in steady state a message moves
-//! one line of the header, `written`, from one processor to the other.
+//! Positions only increase, and wrap at 2^64. Each side keeps its own position, and a copy of the other's that it
+//! refreshes only if the copy does not suffice. So in steady state a message moves one cache line of the header, that
+//! of `written`, from one processor to the other. A flag lies in the line of the side that checks it with each message.
+//! So the check costs nothing while the other side does not sleep.
 //!
-//! **Trust.** The sides rely on each other for progress, and for nothing else. All that a side takes from the header is
-//! the other's position, which can only go on from where it was last seen, and not past where it could be: anything else is
-//! [`RingError::Corrupt`], and nothing is touched. What a side does with the ring's bytes is bounded by its own numbers.
+//! **Trust.** The sides rely on each other for progress and for nothing else. A side takes only the other's position
+//! from the header. That position must not go back, and must not pass the side's own bounds: anything else is
+//! [`RingError::Corrupt`], and nothing is touched. Each side bounds its accesses to the ring's bytes by its own
+//! numbers.
 //!
-//! **Sleep.** A side that finds nothing to do sets its flag, then looks once more. A side that moved its position looks at
-//! the other's flag. With a fence between the two steps on both sides, at least one side sees what the other did, and no
-//! wakeup is lost. The wake itself travels some other way, such as a byte over a socket.
+//! **Sleep.** A side that finds nothing to do sets its flag, then checks the other's position once more. A side that
+//! has moved its position checks the other's flag. Each side has a fence between its two steps, so at least one of them
+//! sees what the other did, and no wake is lost. The wake itself takes another way, such as a byte over a socket.
 #![deny(unsafe_code)]
 
 mod header;

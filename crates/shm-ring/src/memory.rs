@@ -1,4 +1,4 @@
-//! The memory of a ring, which two processes share.
+//! [`Memory`]: the memory of a ring, which two processes share. Copies bytes in and out within bounds.
 
 #![allow(unsafe_code, reason = "copies out of memory that another process writes, and into it")]
 
@@ -13,24 +13,24 @@ use crate::header::{HEADER_BYTES, Header};
 pub struct Memory {
     base: *mut u8,
     capacity: usize,
-    /// Keeps the memory where it is.
+    /// Keeps the memory mapped while this lives.
     _keeper: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: it is shared with another process anyway. The header is atomics; the bytes are reached by one writer and
-// one reader, which agree by the header on what is whose.
+// SAFETY: another process has the memory anyway. The header is atomics. One writer and one reader access the bytes, and
+// agree by the header on the owner of each.
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// A ring whose header is at `base` and which holds `capacity` bytes, a power of two.
+    /// A ring with its header at `base` and `capacity` bytes behind it, a power of two.
     ///
     /// # Safety
     /// `HEADER_BYTES + capacity` bytes from `base` on are valid for reads and writes while `keeper` lives, and
-    /// `base` is aligned for a header. Of all processes at most one writes to the ring and one reads it, and nothing
-    /// of this process touches the memory otherwise.
+    /// `base` is aligned for a header. At most one process writes to the ring and at most one reads it. Nothing else in
+    /// this process touches the memory.
     ///
     /// # Panics
-    /// If the capacity is no power of two.
+    /// If the capacity is not a power of two.
     pub unsafe fn at(base: *mut u8, capacity: usize, keeper: Arc<dyn Any + Send + Sync>) -> Memory {
         assert!(capacity.is_power_of_two(), "a ring of {capacity} bytes");
         debug_assert!(base.cast::<Header>().is_aligned());
@@ -38,50 +38,50 @@ impl Memory {
     }
 
     pub(crate) fn header(&self) -> &Header {
-        // SAFETY: it is valid, aligned and kept, as promised to `at`. It is made of atomics, of which every value
-        // is one: what others write to it meanwhile may be wrong, but not unsound.
+        // SAFETY: the header is valid, aligned and kept, as promised to `at`. It is made of atomics, for which every
+        // bit pattern is valid. A peer that writes to it meanwhile may make it wrong, but not unsound.
         unsafe { &*self.base.cast::<Header>() }
     }
 
-    /// Bytes of the ring.
+    /// Bytes of the ring, a power of two.
     pub(crate) fn capacity(&self) -> u64 {
         self.capacity as u64
     }
 
-    /// Copies `len` bytes into the ring, to those from `at` on.
+    /// Copies `len` bytes into the ring, from offset `at` on.
     ///
     /// # Safety
-    /// `from` is valid for reads of `len` bytes, none of which is of the ring.
+    /// `from` is valid for reads of `len` bytes, none of which is in the ring.
     ///
     /// # Panics
-    /// If they do not fit between `at` and the ring's end.
+    /// If the bytes do not fit between `at` and the ring's end.
     pub(crate) unsafe fn copy_in(&self, at: usize, from: *const u8, len: usize) {
         let to = self.bytes(at, len);
-        // SAFETY: both are valid for that many bytes and do not overlap. No reference to the ring's bytes exists,
-        // and a peer that reads or writes them meanwhile spoils nothing but them.
+        // SAFETY: both are valid for that many bytes and do not overlap. No reference to the ring's bytes exists, and a
+        // peer that accesses them meanwhile spoils only those bytes.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len) }
     }
 
-    /// Copies `len` bytes of the ring, those from `at` on.
+    /// Copies `len` bytes out of the ring, from offset `at` on.
     ///
     /// # Safety
-    /// `to` is valid for writes of `len` bytes, none of which is of the ring.
+    /// `to` is valid for writes of `len` bytes, none of which is in the ring.
     ///
     /// # Panics
-    /// If they are not between `at` and the ring's end.
+    /// If the bytes are not between `at` and the ring's end.
     pub(crate) unsafe fn copy_out(&self, at: usize, to: *mut u8, len: usize) {
         let from = self.bytes(at, len);
         // SAFETY: both are valid for that many bytes and do not overlap. No reference to the ring's bytes exists. A
-        // peer that writes them meanwhile decides what is copied, which it does anyway; nothing here looks at them
-        // but the copy.
+        // peer that writes them meanwhile decides which bytes are copied, as it does anyway; only the copy reads them
+        // here.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len) }
     }
 
-    /// Where bytes of the ring are.
+    /// Address of `len` bytes of the ring, from offset `at` on.
     fn bytes(&self, at: usize, len: usize) -> *mut u8 {
-        // Once for each copy, so it may be asked once more what the caller has made sure of.
+        // Check again, although the caller has: once for each copy costs little.
         assert!(at <= self.capacity && len <= self.capacity - at, "{len} bytes at {at} of {}", self.capacity);
-        // SAFETY: it is inside the memory that was promised to `at`.
+        // SAFETY: the address is inside the memory that was promised to `at`.
         unsafe { self.base.add(HEADER_BYTES + at) }
     }
 }

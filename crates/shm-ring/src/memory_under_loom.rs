@@ -1,4 +1,4 @@
-//! The memory of a ring in a model of loom: no process is at the other side, and threads of the model share it.
+//! [`Memory`] for models of loom: threads of the model share it, and no other process is involved.
 
 #![allow(unsafe_code, reason = "copies between memory that was promised to be valid and the ring")]
 
@@ -8,12 +8,12 @@ use loom::cell::UnsafeCell;
 
 use crate::header::Header;
 
-/// A ring that threads of a model share. Loom finds an access to a byte that is not ordered with one before.
+/// A ring that threads of a model share. Loom reports an access to a byte that is not ordered after the one before.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone))]
 pub struct Memory(Arc<(Header, Vec<UnsafeCell<u8>>)>);
 
-// SAFETY: threads of a model agree by the header on who has which byte, and loom finds those that do not.
+// SAFETY: threads of a model agree by the header on the owner of each byte, and loom reports those that do not.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -34,7 +34,7 @@ impl Memory {
     /// `from` is valid for reads of `len` bytes.
     pub(crate) unsafe fn copy_in(&self, at: usize, from: *const u8, len: usize) {
         for (index, byte) in self.0.1[at..at + len].iter().enumerate() {
-            // SAFETY: valid by the caller's promise; loom checks that nobody else has the byte.
+            // SAFETY: valid by the caller's promise; loom checks that no other thread accesses the byte.
             byte.with_mut(|byte| unsafe { byte.write(from.add(index).read()) });
         }
     }
@@ -43,7 +43,7 @@ impl Memory {
     /// `to` is valid for writes of `len` bytes.
     pub(crate) unsafe fn copy_out(&self, at: usize, to: *mut u8, len: usize) {
         for (index, byte) in self.0.1[at..at + len].iter().enumerate() {
-            // SAFETY: valid by the caller's promise; loom checks that nobody writes the byte.
+            // SAFETY: valid by the caller's promise; loom checks that no other thread writes the byte.
             byte.with(|byte| unsafe { to.add(index).write(byte.read()) });
         }
     }

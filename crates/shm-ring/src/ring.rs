@@ -1,56 +1,56 @@
-//! The two ends of a ring.
+//! [`Writer`] and [`Reader`]: the two ends of a ring.
 
 #![allow(unsafe_code, reason = "copies between memory that was promised to be valid and the ring")]
 
 use crate::memory::Memory;
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// What is wrong with a ring.
+/// Why a side cannot go on with a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The other side wrote a position that cannot be. It is not to be trusted any more; nothing was touched.
+    /// The other side wrote an impossible position. Do not trust it any more; no byte was touched.
     #[error(
         "the peer spoiled a ring of {capacity} bytes in shared memory: {written} bytes are written and {read} read"
     )]
     Corrupt {
-        /// Bytes ever written, as one side knows or the other says.
+        /// Bytes ever written: the writer's own count, or the header's if the reader reports the error.
         written: u64,
-        /// Bytes ever read, likewise.
+        /// Bytes ever read: the reader's own count, or the header's if the writer reports the error.
         read: u64,
-        /// Bytes that the ring holds.
+        /// Bytes that the ring can hold.
         capacity: u64,
     },
 }
 
-/// The end of a ring that bytes go into.
+/// The writing end of a ring.
 #[derive(Debug)]
 pub struct Writer {
     memory: Memory,
     written: u64,
-    /// As last seen. Always true: `written - read <= capacity`.
+    /// The reader's position as last seen. Invariant: `written - read <= capacity`.
     read: u64,
 }
 
-/// The end of a ring that bytes come out of.
+/// The reading end of a ring.
 #[derive(Debug)]
 pub struct Reader {
     memory: Memory,
     read: u64,
-    /// As last seen. Always true: `written - read <= capacity`.
+    /// The writer's position as last seen. Invariant: `written - read <= capacity`.
     written: u64,
 }
 
 impl Writer {
-    /// Of a new ring. One for each ring.
+    /// The writing end of a new ring. Make one for each ring.
     pub fn new(memory: Memory) -> Writer {
         Writer { memory, written: 0, read: 0 }
     }
 
-    /// Takes as many bytes of these ranges, one after the other, as fit. Answers how many, 0 if the ring is full. The
-    /// reader sees all of them at once.
+    /// Writes as many bytes of these ranges as fit, in order. Returns their number, 0 if the ring is full. The reader
+    /// sees all of them at once.
     ///
     /// # Errors
-    /// [`RingError::Corrupt`]; nothing was taken.
+    /// [`RingError::Corrupt`]; nothing was written.
     ///
     /// # Safety
     /// The ranges are valid for reads.
@@ -58,30 +58,30 @@ impl Writer {
         let room = self.room(total(ranges))?;
         let mut taken = 0;
         for span in spans(ranges, self.written, room, self.memory.capacity()) {
-            // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
+            // SAFETY: the span is a part of a range, which is valid by the caller's promise and not in the ring.
             unsafe { self.memory.copy_in(span.at, span.pointer, span.len) };
             taken += span.len;
         }
         if taken > 0 {
             self.written = self.written.wrapping_add(taken as u64);
-            // The bytes are there for whoever sees this.
+            // Release: a reader that sees this position also sees the bytes.
             self.memory.header().writer.written.store(self.written, Ordering::Release);
         }
         Ok(taken)
     }
 
-    /// Whether nothing can be written now. A spoiled ring is not full: writing says what is wrong.
+    /// Whether the ring has no room now. False for a corrupt ring, so that the caller writes and gets the error.
     #[inline]
     pub fn is_full(&mut self) -> bool {
         self.room(1) == Ok(0)
     }
 
-    /// Before a wait for room: from now on the reader is to wake this side once it has read something. False if there is
-    /// room already: then it need not, and writing gives more than 0, or an error.
+    /// Call this before waiting for room: it asks the reader to wake this side after its next read. Returns false, and
+    /// withdraws the request, if there is room already: then a write takes more than 0 bytes, or fails.
     #[must_use]
     pub fn prepare_to_wait_for_room(&mut self) -> bool {
         set(&self.memory.header().reader.writer_waits, 1);
-        // The reader's counterpart is in take_writer_waits.
+        // Pairs with the fence in the reader's take_writer_waits.
         fence(Ordering::SeqCst);
         let waits = self.is_full();
         if !waits {
@@ -90,19 +90,20 @@ impl Writer {
         waits
     }
 
-    /// After a wait for room: the reader need not wake this side any more. It may have done so meanwhile.
+    /// Call this after waiting for room: the reader need not wake this side any more, but may have done so already.
     pub fn woken(&mut self) {
         set(&self.memory.header().reader.writer_waits, 0);
     }
 
-    /// To be asked after writing: whether the reader sleeps and has to be woken. True once for each sleep.
+    /// Call this after writing: returns whether the caller has to wake the reader. True once for each sleep.
     #[inline]
     #[must_use]
     pub fn take_reader_sleeps(&mut self) -> bool {
         take(&self.memory.header().writer.reader_sleeps)
     }
 
-    /// How many bytes can be written, at most `capacity`. Less than `wanted` only if there is no more.
+    /// How many bytes can be written, at most `capacity`. Refreshes the reader's position if it would be less than
+    /// `wanted`.
     #[inline]
     fn room(&mut self, wanted: u64) -> Result<u64, RingError> {
         let capacity = self.memory.capacity();
@@ -110,9 +111,9 @@ impl Writer {
         if capacity - unread >= wanted {
             return Ok(capacity - unread);
         }
-        // The reader's copies out of the room that it gives are over.
+        // Acquire: the reader has finished its copies out of the room that this position gives.
         let read = self.memory.header().reader.read.load(Ordering::Acquire);
-        // It read no less than before, and not more than was written.
+        // The position must be at or past the one last seen, and not past what was written.
         if read.wrapping_sub(self.read) > unread {
             return Err(RingError::Corrupt { written: self.written, read, capacity });
         }
@@ -122,13 +123,13 @@ impl Writer {
 }
 
 impl Reader {
-    /// Of a new ring, which may have been written to already. One for each ring.
+    /// The reading end of a new ring, which may have been written to already. Make one for each ring.
     pub fn new(memory: Memory) -> Reader {
         Reader { memory, read: 0, written: 0 }
     }
 
-    /// Fills these ranges, one after the other, with as many bytes as are there. Answers how many, 0 if none are. The
-    /// writer sees the room that becomes free at once.
+    /// Reads as many bytes as are there into these ranges, in order. Returns their number, 0 if the ring is empty. The
+    /// writer sees all the room that becomes free at once.
     ///
     /// # Errors
     /// [`RingError::Corrupt`]; nothing was read.
@@ -136,33 +137,33 @@ impl Reader {
     /// # Safety
     /// The ranges are valid for writes.
     pub unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
-        let there = self.there(total(ranges))?;
+        let available = self.available(total(ranges))?;
         let mut taken = 0;
-        for span in spans(ranges, self.read, there, self.memory.capacity()) {
-            // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
+        for span in spans(ranges, self.read, available, self.memory.capacity()) {
+            // SAFETY: the span is a part of a range, which is valid by the caller's promise and not in the ring.
             unsafe { self.memory.copy_out(span.at, span.pointer, span.len) };
             taken += span.len;
         }
         if taken > 0 {
             self.read = self.read.wrapping_add(taken as u64);
-            // The copies are over for whoever sees this.
+            // Release: a writer that sees this position may overwrite the bytes, whose copies have ended.
             self.memory.header().reader.read.store(self.read, Ordering::Release);
         }
         Ok(taken)
     }
 
-    /// Whether nothing can be read now. A spoiled ring is not empty: reading says what is wrong.
+    /// Whether the ring has no byte now. False for a corrupt ring, so that the caller reads and gets the error.
     #[inline]
     pub fn is_empty(&mut self) -> bool {
-        self.there(1) == Ok(0)
+        self.available(1) == Ok(0)
     }
 
-    /// Before a sleep: from now on the writer is to wake this side once it has written something. False if something is
-    /// there already: then it need not, and reading gives more than 0, or an error.
+    /// Call this before sleeping: it asks the writer to wake this side after its next write. Returns false, and
+    /// withdraws the request, if bytes are there already: then a read takes more than 0 bytes, or fails.
     #[must_use]
     pub fn prepare_to_sleep(&mut self) -> bool {
         set(&self.memory.header().writer.reader_sleeps, 1);
-        // The writer's counterpart is in take_reader_sleeps.
+        // Pairs with the fence in the writer's take_reader_sleeps.
         fence(Ordering::SeqCst);
         let sleeps = self.is_empty();
         if !sleeps {
@@ -171,51 +172,52 @@ impl Reader {
         sleeps
     }
 
-    /// After a sleep: the writer need not wake this side any more. It may have done so meanwhile.
+    /// Call this after sleeping: the writer need not wake this side any more, but may have done so already.
     pub fn woken(&mut self) {
         set(&self.memory.header().writer.reader_sleeps, 0);
     }
 
-    /// To be asked after reading: whether the writer waits for room and has to be woken. True once for each wait.
+    /// Call this after reading: returns whether the caller has to wake the writer. True once for each wait.
     #[inline]
     #[must_use]
     pub fn take_writer_waits(&mut self) -> bool {
         take(&self.memory.header().reader.writer_waits)
     }
 
-    /// How many bytes can be read, at most `capacity`. Less than `wanted` only if there are no more.
+    /// How many bytes can be read, at most `capacity`. Refreshes the writer's position if it would be less than
+    /// `wanted`.
     #[inline]
-    fn there(&mut self, wanted: u64) -> Result<u64, RingError> {
+    fn available(&mut self, wanted: u64) -> Result<u64, RingError> {
         let capacity = self.memory.capacity();
-        let known = self.written.wrapping_sub(self.read);
-        if known >= wanted {
-            return Ok(known);
+        let seen = self.written.wrapping_sub(self.read);
+        if seen >= wanted {
+            return Ok(seen);
         }
-        // The writer's copies of the bytes that it tells of are over.
+        // Acquire: the writer has finished its copies of the bytes up to this position.
         let written = self.memory.header().writer.written.load(Ordering::Acquire);
-        let there = written.wrapping_sub(self.read);
-        // It wrote no less than before, and not over what is unread.
-        if there < known || there > capacity {
+        let available = written.wrapping_sub(self.read);
+        // The position must be at or past the one last seen, and must not overwrite unread bytes.
+        if available < seen || available > capacity {
             return Err(RingError::Corrupt { written, read: self.read, capacity });
         }
         self.written = written;
-        Ok(there)
+        Ok(available)
     }
 }
 
-/// Raises or takes back the own flag. A store would do, since the other side's swap comes right behind the value that it
-/// took; but loom does not know that order (0.7.2 orders a store only behind what its thread has seen), and tells of lost
-/// wakeups. A swap says it to loom too, and costs nothing beside the fence and the sleep.
+/// Raises or clears the side's own flag. A store would do, because the other side's swap directly follows the value
+/// that it took. But loom does not know that order (0.7.2 orders a store only behind what its thread has seen), and
+/// reports lost wakes. A swap tells loom too, and costs nothing beside the fence and the sleep.
 fn set(flag: &AtomicU32, value: u32) {
     flag.swap(value, Ordering::Relaxed);
 }
 
-/// Whether a flag was set, which it is not any more.
+/// Clears a flag; returns whether it was set.
 #[inline]
 fn take(flag: &AtomicU32) -> bool {
-    // A position was moved before. Either this look sees the flag, or who sets it sees the position.
+    // The caller has moved its position. Either this load sees the flag, or the side that sets it sees the position.
     fence(Ordering::SeqCst);
-    // The look first: a swap would take the line from a processor that only reads it.
+    // Load first, because a swap would take the cache line from a processor that only reads it.
     flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
 }
 
@@ -223,16 +225,17 @@ fn total(ranges: &[libc::iovec]) -> u64 {
     ranges.iter().fold(0, |sum, range| sum.saturating_add(range.iov_len as u64))
 }
 
-/// A part of a range, and where in the ring it belongs.
+/// A part of a range, and its offset in the ring.
 struct Span {
     at: usize,
     pointer: *mut u8,
     len: usize,
 }
 
-/// The first `bytes` bytes of the ranges, from this position of the stream on, cut where the ring ends.
+/// The first `bytes` bytes of the ranges as spans, from this position of the stream on. A span never crosses the ring's
+/// end.
 fn spans(ranges: &[libc::iovec], mut position: u64, bytes: u64, capacity: u64) -> impl Iterator<Item = Span> {
-    // Not more than a ring holds, which is in memory.
+    // Fits into a usize, because it is at most the capacity of a ring in memory.
     let mut left = bytes as usize;
     let mut ranges = ranges.iter().map(|range| (range.iov_base.cast::<u8>(), range.iov_len));
     let mut range = (std::ptr::null_mut(), 0);
@@ -269,13 +272,13 @@ mod tests {
 
     const PAGE: usize = HEADER_BYTES;
 
-    /// Pages with one before and one behind that nobody may touch.
+    /// Pages between two guard pages.
     struct Pages {
         base: *mut u8,
         len: usize,
     }
 
-    // SAFETY: only who makes it uses its address, as memory that others write.
+    // SAFETY: only its maker uses the address, as memory that others write.
     unsafe impl Send for Pages {}
     // SAFETY: as above.
     unsafe impl Sync for Pages {}
@@ -296,12 +299,12 @@ mod tests {
 
     impl Drop for Pages {
         fn drop(&mut self) {
-            // SAFETY: all of the mapping, of which nobody has an address any more.
+            // SAFETY: this is the whole mapping, and no address of it is in use any more.
             unsafe { munmap(self.base.sub(PAGE).cast(), self.len + 2 * PAGE).unwrap() }
         }
     }
 
-    /// A ring of which so many bytes were written and read, and its memory.
+    /// An empty ring after `position` bytes were written and read, and its memory.
     fn ring(capacity: usize, position: u64) -> (Writer, Reader, Memory) {
         let pages = Arc::new(Pages::new(HEADER_BYTES + capacity.next_multiple_of(PAGE)));
         // SAFETY: valid as long as the pages live; tests make one writer and one reader.
@@ -314,7 +317,7 @@ mod tests {
         (writer, reader, memory)
     }
 
-    /// Slices of these lengths of the bytes.
+    /// Cuts the bytes into ranges of these lengths.
     fn ranges(bytes: &mut [u8], lens: &[usize]) -> Vec<libc::iovec> {
         let mut rest = bytes;
         let mut ranges = Vec::new();
@@ -326,7 +329,7 @@ mod tests {
         ranges
     }
 
-    /// Of the ring's positions, near where it begins, near 2^64, or anywhere.
+    /// Positions near 0, near 2^64, or anywhere.
     fn positions() -> impl Strategy<Value = u64> {
         prop_oneof![0..1000u64, u64::MAX - 1000..=u64::MAX, any::<u64>()]
     }
@@ -337,8 +340,9 @@ mod tests {
         Read(Vec<usize>),
         Sleep,
         WaitForRoom,
-        /// A word of the header becomes something: the position of one side moved by so many, or anything.
+        /// Adds a number to a word of the header.
         Spoil(usize, i64),
+        /// Sets a word of the header to any value.
         SpoilAnyhow(usize, u64),
     }
 
@@ -422,7 +426,7 @@ mod tests {
             }
         }
 
-        /// An access outside would hit the pages around the ring. Both sides answer, with bytes or the error.
+        /// An access outside the ring would hit the guard pages. Both sides return bytes or the error.
         #[test]
         fn garbage_in_the_header_is_an_error_and_never_worse(
             position in positions(),
@@ -437,7 +441,7 @@ mod tests {
                     // SAFETY: as above.
                     Step::Read(lens) => unsafe { reader.read(&ranges(&mut bytes, lens)) },
                     Step::Sleep => {
-                        // Who is not to sleep can do something: read, or learn what is wrong.
+                        // A reader that must not sleep can read, or gets the error.
                         if !reader.prepare_to_sleep() {
                             prop_assert!(!reader.is_empty());
                         }
@@ -491,7 +495,7 @@ mod tests {
         header.writer.written.store(10_001, Ordering::Relaxed);
         // SAFETY: as above.
         assert_eq!(unsafe { reader.read(&all) }, Ok(1));
-        // What it saw once is not taken back.
+        // A position that was seen once cannot go back.
         header.writer.written.store(10_000, Ordering::Relaxed);
         assert_eq!(
             // SAFETY: as above.
@@ -500,7 +504,7 @@ mod tests {
         );
     }
 
-    /// As above, by a third thread, at any moment.
+    /// Like the test above, with a third thread that spoils the header at any moment.
     #[test]
     fn garbage_in_the_header_while_both_sides_go_on() {
         let (mut writer, mut reader, memory) = ring(PAGE, 0);
@@ -538,7 +542,7 @@ mod tests {
                 random ^= random << 13;
                 random ^= random >> 7;
                 random ^= random << 17;
-                // Often one that could be.
+                // Often a possible position.
                 let far = random >> (random % 64);
                 spoil(memory.header(), (random >> 20) as usize % 4, |before| {
                     if random.is_multiple_of(3) { random } else { before.wrapping_add(far % 5000) }

@@ -1,5 +1,5 @@
-//! The ring under loom, which tries all orders of two threads' steps, and all values that a load may give on any processor.
-//! These also fail where a byte is touched by both sides at once, and where a side sleeps for good.
+//! Tests of the ring under loom, which tries all orders of two threads' steps, and all values that a load may return on
+//! any processor. A test also fails if both sides touch a byte at once, or if a side sleeps for ever.
 
 #![allow(unsafe_code, clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -23,7 +23,7 @@ fn write(writer: &mut Writer, bytes: &[u8]) -> usize {
     unsafe { writer.write(&[range]).unwrap() }
 }
 
-/// At most so many bytes, behind what came before.
+/// Reads at most `most` bytes, and appends them to `came`.
 fn read(reader: &mut Reader, most: usize, came: &mut Vec<u8>) -> usize {
     let mut bytes = [0; 8];
     let range = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: most.min(8) };
@@ -33,10 +33,10 @@ fn read(reader: &mut Reader, most: usize, came: &mut Vec<u8>) -> usize {
     read
 }
 
-/// What wakes travel over. Like a socket it loses none, also not those that come before the sleep.
+/// Carries wakes like a socket: it loses none, not even one that is sent before the sleep.
 #[derive(Debug, Default)]
 struct Wakes {
-    /// Ever sent, and of them those that were taken.
+    /// Wakes that were sent, and how many of them were taken.
     counts: Mutex<(usize, usize)>,
     sent: Condvar,
 }
@@ -60,8 +60,8 @@ impl Wakes {
     }
 }
 
-/// Controls: with `Relaxed` in place of `Release` in `write` or `read`, or of `Acquire` in `room` or `there`, loom finds
-/// bytes that both sides touch at once.
+/// Controls: loom finds bytes that both sides touch at once if `Relaxed` stands in place of `Release` in `write` or
+/// `read`, or of `Acquire` in `room` or `available`.
 #[test]
 fn bytes_arrive_in_order_and_once() {
     loom::model(|| {
@@ -88,7 +88,7 @@ fn bytes_arrive_in_order_and_once() {
     });
 }
 
-/// Reads so many bytes, asleep while there are none. Answers how often it was about to sleep.
+/// Reads `bytes` bytes, and sleeps while there are none. Returns how often it was about to sleep.
 fn read_asleep(reader: &mut Reader, bytes: usize, wakes: &Wakes, after: impl Fn(&mut Reader)) -> usize {
     let mut came = Vec::new();
     let mut sleeps = 0;
@@ -108,7 +108,7 @@ fn read_asleep(reader: &mut Reader, bytes: usize, wakes: &Wakes, after: impl Fn(
     sleeps
 }
 
-/// Writes so many bytes, one by one, asleep while there is no room. Answers how often it was about to sleep.
+/// Writes `bytes` bytes, one by one, and sleeps while there is no room. Returns how often it was about to sleep.
 fn write_asleep(writer: &mut Writer, bytes: usize, wakes: &Wakes, after: impl Fn(&mut Writer)) -> usize {
     let mut sleeps = 0;
     let mut next = 1;
@@ -127,8 +127,8 @@ fn write_asleep(writer: &mut Writer, bytes: usize, wakes: &Wakes, after: impl Fn
     sleeps
 }
 
-/// Controls: without the fence in `prepare_to_sleep`, or the one in `take`, or with `AcqRel` in both, the reader sleeps for
-/// good. Stores in place of the swaps in `set` look the same to loom, see there.
+/// Controls: without the fence in `prepare_to_sleep`, or the one in `take`, or with `AcqRel` in both, the reader sleeps
+/// for ever. Stores in place of the swaps in `set` look the same to loom, see there.
 #[test]
 fn a_reader_that_sleeps_is_woken() {
     loom::model(|| {
@@ -145,8 +145,8 @@ fn a_reader_that_sleeps_is_woken() {
     });
 }
 
-/// Controls: without the fence in `prepare_to_wait_for_room`, or the one in `take`, or with `AcqRel` in both, the writer
-/// sleeps for good, and the reader looks for its bytes until loom has enough ("maximum number of branches").
+/// Controls: without the fence in `prepare_to_wait_for_room`, or the one in `take`, or with `AcqRel` in both, the
+/// writer sleeps for ever. The reader then polls for its bytes until loom gives up ("maximum number of branches").
 #[test]
 fn a_writer_that_waits_for_room_is_woken() {
     loom::model(|| {
@@ -167,7 +167,8 @@ fn a_writer_that_waits_for_room_is_woken() {
     });
 }
 
-/// Four switches between threads where neither has to wait: all of them would take hours.
+/// Allows four switches between threads at points where neither has to wait, because trying all of them would take
+/// hours.
 #[test]
 fn both_sides_sleep_and_all_bytes_arrive() {
     let mut model = loom::model::Builder::new();

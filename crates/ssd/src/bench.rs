@@ -1,7 +1,7 @@
-//! How fast a tier is on this machine: throughput, latency, CPU time, restarts. For `kvlane bench ssd`.
+//! `kvlane bench ssd`: measures a tier's throughput, latency, CPU time and restarts on this machine.
 //!
-//! What ends calls for the next from its `done`, as a fetch of the daemon asks for many blocks at once: no thread waits for
-//! single blocks. Blocks have one shard.
+//! A read starts the next one from its `done`, so no thread waits for single blocks. The daemon's fetches likewise read
+//! many blocks at once. Blocks have one shard.
 #![expect(unsafe_code, reason = "fills the pool, and asks for the process's CPU time")]
 
 use std::io;
@@ -25,15 +25,15 @@ use crate::stats::{DeviceStatus, Stats};
 use crate::tier::SsdTier;
 
 const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
-/// Nothing takes longer but a device that hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// Blocks of the restart.
-const SMALL: u64 = PAGE_BYTES;
+/// Timeout of every wait; only a hanging device takes longer.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Bytes of a block in [`restart`].
+const RESTART_BLOCK_BYTES: u64 = PAGE_BYTES;
 
-/// Why nothing was measured.
+/// Why a measurement failed.
 #[derive(Debug, Error)]
 pub enum BenchError {
-    /// There is no pool.
+    /// The pool cannot be allocated.
     #[error(transparent)]
     Pool(#[from] ArenaError),
     /// A file is not a tier's, or cannot be one.
@@ -42,29 +42,29 @@ pub enum BenchError {
     /// A file of the benchmark cannot be used.
     #[error("{0}")]
     File(#[from] io::Error),
-    /// What the tier answered is not what a benchmark can go on with.
+    /// The tier refused a request, lost a block or hangs; or the arguments are impossible.
     #[error("{0}")]
     Answer(String),
 }
 
-/// A phase.
+/// Result of one phase of a benchmark.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Measured {
-    /// Of the blocks, without their headers.
+    /// Bytes of the blocks, without their headers.
     pub bytes: u64,
     /// From the first call to the last `done`.
     pub seconds: f64,
-    /// Processor time of the whole process.
+    /// CPU time of the whole process, kernel time included.
     pub cpu_seconds: f64,
     /// The part of it that the devices' threads used.
     pub device_cpu_seconds: f64,
-    /// Of each block, in the order in which they ended.
+    /// Latency of each block, in the order in which they ended.
     pub latencies_us: Vec<u64>,
 }
 
-/// A tier that is measured. Its files are removed with it.
+/// A tier to measure. Dropping or closing it removes its files.
 pub struct Bench {
-    /// None when it is closed.
+    /// None after [`Bench::close`].
     tier: Option<Arc<SsdTier>>,
     paths: Vec<PathBuf>,
     arena: Arc<Arena>,
@@ -75,10 +75,11 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// A tier on new files of `capacity` bytes each, for blocks of one size. `threads`: without io_uring.
+    /// Opens a tier on new files of `capacity` bytes each, for blocks of one size. With `threads`, it does not use
+    /// io_uring.
     ///
     /// # Errors
-    /// [`BenchError`]; also where one of the files is there already: it might be of use to somebody.
+    /// [`BenchError`]. A file that exists already is an error too, because it may be in use.
     pub fn open(
         paths: Vec<PathBuf>,
         capacity: u64,
@@ -111,28 +112,28 @@ impl Bench {
         let backlog_bytes = options.backlog_bytes.min(capacity / 8);
         let options = Options { threads, backlog_bytes, ..options };
         let tier = SsdTier::open(options, arena.clone());
-        // An error removes what was made.
+        // From here on an error drops the bench, which removes the files.
         let mut bench = Bench { tier: None, paths, arena, block_bytes, crc, written: 0 };
         bench.tier = Some(Arc::new(tier?));
         Ok(bench)
     }
 
-    /// How the devices are used.
+    /// Status of each device.
     pub fn status(&self) -> Vec<DeviceStatus> {
         self.tier.as_ref().map(|tier| tier.status()).unwrap_or_default()
     }
 
-    /// What the tier counted.
+    /// The tier's counters.
     pub fn stats(&self) -> Stats {
         self.tier.as_ref().map(|tier| tier.stats()).unwrap_or_default()
     }
 
-    /// Size of the pool's pages, for people.
+    /// Size of the pool's pages, as text.
     pub fn pool_pages(&self) -> String {
         self.arena.page_size().to_owned()
     }
 
-    /// Writes so many new blocks, as fast as the backlog takes them.
+    /// Writes `count` new blocks, as fast as the backlog takes them.
     ///
     /// # Errors
     /// [`BenchError::Answer`] if one of them is not stored.
@@ -143,7 +144,7 @@ impl Bench {
         Ok(meter.measured(self.block_bytes, latencies))
     }
 
-    /// Reads `count` blocks, out of the newest `among` ones in an order without pattern, `depth` at once.
+    /// Reads `count` blocks, `depth` at once, chosen at random from the newest `among`.
     ///
     /// # Errors
     /// [`BenchError::Answer`] if one of them is not found.
@@ -153,11 +154,11 @@ impl Bench {
         Ok(meter.measured(self.block_bytes, latencies))
     }
 
-    /// The same while new blocks are written, with a backlog all the time, or until they are a quarter of the files. What was
-    /// read, and what was written meanwhile; the CPU time of each is that of both.
+    /// Like [`read`](Self::read), while a second thread writes new blocks and keeps the backlog full, up to a quarter
+    /// of the files. Returns the reads and the writes; the CPU time of each is that of both.
     ///
     /// # Errors
-    /// As of both.
+    /// Those of [`read`](Self::read) and [`write`](Self::write).
     pub fn read_beside_writes(
         &mut self,
         among: u64,
@@ -167,7 +168,7 @@ impl Bench {
         let reads = self.reader(among, count, depth)?;
         let (writer, first, block_bytes) = (self.writer()?, self.written, self.block_bytes);
         let capacity: u64 = self.status().iter().map(|device| device.capacity).sum();
-        // More would take the place of what is read.
+        // More writes would make the tier drop the blocks that are read.
         let most = capacity / 4 / block_bytes;
         let (stop, stopped) = channel::<()>();
         let (begun, has_begun) = channel();
@@ -178,7 +179,7 @@ impl Bench {
                     matches!(stopped.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty))
                 };
                 let meter = Meter::start();
-                // What was accepted before the end is written after it.
+                // Writes that were accepted before the reads ended are still awaited.
                 let latencies = writer.run(first, most, &mut keep);
                 latencies.map(|latencies| meter.measured(block_bytes, latencies))
             });
@@ -193,12 +194,12 @@ impl Bench {
         Ok((read?, write))
     }
 
-    /// Ends the tier, and removes its files.
+    /// Closes the tier and removes its files.
     pub fn close(&mut self) {
         if let Some(tier) = self.tier.take() {
-            tier.close(PATIENCE);
+            tier.close(TIMEOUT);
         }
-        // They were not there before.
+        // `open` made these files, so nothing else needs them.
         for path in std::mem::take(&mut self.paths) {
             let _ = std::fs::remove_file(path);
         }
@@ -208,22 +209,22 @@ impl Bench {
         self.tier.as_ref().ok_or_else(|| BenchError::Answer("the benchmark is closed".into()))
     }
 
-    fn writer(&self) -> Result<Writer, BenchError> {
+    fn writer(&self) -> Result<WriteLoop, BenchError> {
         let shard = SealedShard { extent: self.slot(0), crc32c: self.crc };
-        Ok(Writer { tier: Arc::clone(self.tier()?), shard })
+        Ok(WriteLoop { tier: Arc::clone(self.tier()?), shard })
     }
 
     fn slot(&self, number: u64) -> PoolExtent {
         PoolExtent { offset: PoolOffset(number * self.block_bytes), bytes: self.block_bytes }
     }
 
-    fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<Reader>, BenchError> {
+    fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<ReadChains>, BenchError> {
         let among = among.min(self.written);
-        // The first slot holds what is written.
+        // Slot 0 holds the bytes that are written.
         let slots = (self.arena.bytes() / self.block_bytes).saturating_sub(1);
         if among == 0 || depth == 0 || depth > slots {
             let why = format!(
-                "{depth} reads at once of {among} blocks are not possible with {slots} places for them"
+                "{depth} reads at once of {among} blocks are not possible with {slots} slots in the pool"
             );
             return Err(BenchError::Answer(why));
         }
@@ -236,7 +237,7 @@ impl Bench {
             failed: None,
             end: Some(end),
         };
-        Ok(Arc::new(Reader {
+        Ok(Arc::new(ReadChains {
             tier: Arc::clone(self.tier()?),
             first: self.written - among,
             among,
@@ -253,19 +254,19 @@ impl Drop for Bench {
     }
 }
 
-/// How long it takes to open a tier on new files with so many blocks of 4 KiB in each: from the tables, and if asked from the
-/// headers alone. Seconds of each.
+/// Measures how long a tier with this many blocks of 4 KiB in a new file takes to open again. Returns the seconds from
+/// its tables, and with `headers_too` those from the headers alone.
 ///
 /// # Errors
-/// As of [`Bench::open`] and [`Bench::write`].
+/// Those of [`Bench::open`] and [`Bench::write`].
 pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Option<f64>), BenchError> {
     let segment_pages = LARGEST_SEGMENT / PAGE_BYTES;
-    let pages = blocks * (header_pages(1) + shard_pages(SMALL));
+    let pages = blocks * (header_pages(1) + shard_pages(RESTART_BLOCK_BYTES));
     let capacity = Superblock::SEGMENTS_START + (pages.div_ceil(segment_pages) + 8) * LARGEST_SEGMENT;
-    let mut bench = Bench::open(vec![path.clone()], capacity, SMALL, 1 << 20, false)?;
+    let mut bench = Bench::open(vec![path.clone()], capacity, RESTART_BLOCK_BYTES, 1 << 20, false)?;
     bench.write(blocks)?;
     let tier = bench.tier.take();
-    if !tier.is_some_and(|tier| tier.close(PATIENCE)) {
+    if !tier.is_some_and(|tier| tier.close(TIMEOUT)) {
         return Err(BenchError::Answer("the tier does not end".into()));
     }
     let arena = Arc::clone(&bench.arena);
@@ -274,7 +275,7 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
         let began = Instant::now();
         let tier = SsdTier::open(Options::new(vec![device]), arena.clone())?;
         let (seconds, found) = (began.elapsed().as_secs_f64(), tier.stats().blocks);
-        // With it, an error removes the file too.
+        // Put the tier back, so that an error closes it and removes the file.
         bench.tier = Some(Arc::new(tier));
         if found == blocks {
             Ok(seconds)
@@ -286,7 +287,7 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
     let mut from_headers = None;
     if headers_too {
         if let Some(tier) = bench.tier.take() {
-            tier.close(PATIENCE);
+            tier.close(TIMEOUT);
         }
         drop_tables(&path, capacity)?;
         from_headers = Some(open(&mut bench)?);
@@ -294,10 +295,10 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
     Ok((from_tables, from_headers))
 }
 
-/// Of a file as large as the restart's.
+/// Segment size of [`restart`]'s file, in bytes.
 const LARGEST_SEGMENT: u64 = 64 << 20;
 
-/// Without its foot a segment's table is not found.
+/// Erases the foot of every segment, so that no table is found.
 fn drop_tables(path: &std::path::Path, capacity: u64) -> io::Result<()> {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path)?;
     let mut page = [0; PAGE_BYTES as usize];
@@ -309,15 +310,15 @@ fn drop_tables(path: &std::path::Path, capacity: u64) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Checksums of `bytes` in pieces, over memory that no cache holds: bytes for each second of CPU time.
+/// Measures crc32c over `bytes` in pieces, in more memory than a cache holds. Returns bytes per second of CPU time.
 ///
 /// # Errors
-/// Where there is no memory for it.
+/// [`BenchError::Pool`] if the memory cannot be allocated.
 pub fn crc_rate(piece_bytes: u64, bytes: u64) -> Result<f64, BenchError> {
     let arena = pool(bytes.max(piece_bytes))?;
     // SAFETY: the arena is ours alone.
     let memory = unsafe { std::slice::from_raw_parts_mut(arena.base(), arena.bytes() as usize) };
-    // Pages that were never written are all the same one.
+    // Write every page, because untouched pages all map the same zero page.
     memory.fill(7);
     let before = cpu();
     let crcs = memory.chunks(piece_bytes as usize).fold(0, |sum, piece| sum ^ crc32c::crc32c(piece));
@@ -336,13 +337,15 @@ fn key(number: u64) -> BlockKey {
     BlockKey { space: SPACE, hash: BlockHash(hash) }
 }
 
-struct Writer {
+/// Writes the same bytes under new keys.
+struct WriteLoop {
     tier: Arc<SsdTier>,
     shard: SealedShard,
 }
 
-impl Writer {
-    /// So many blocks from `first` on, or fewer if `keep` says so. Their latencies.
+impl WriteLoop {
+    /// Writes `count` blocks from number `first` on, or fewer if `keep` returns false. Returns their latencies in
+    /// microseconds.
     fn run(&self, first: u64, count: u64, keep: &mut dyn FnMut() -> bool) -> Result<Vec<u64>, BenchError> {
         let (end, ends) = channel();
         let (mut accepted, mut goes_on) = (0, true);
@@ -366,8 +369,8 @@ impl Writer {
             } else if latencies.len() as u64 == accepted {
                 return Ok(latencies);
             }
-            // All that came, then more is accepted: this thread wakes up seldom.
-            let first = ends.recv_timeout(PATIENCE).map_err(|_| hangs())?;
+            // Take all outcomes that have come before writing more, so that this thread seldom wakes up.
+            let first = ends.recv_timeout(TIMEOUT).map_err(|_| hangs())?;
             for (how, took) in std::iter::once(first).chain(ends.try_iter()) {
                 if how != WriteEnd::Stored {
                     return Err(BenchError::Answer("a block was not stored".into()));
@@ -378,10 +381,10 @@ impl Writer {
     }
 }
 
-/// Reads that keep themselves going.
-struct Reader {
+/// Reads that each start the next one from their `done`, one chain per slot.
+struct ReadChains {
     tier: Arc<SsdTier>,
-    /// Number of the first block, and how many there are to choose from.
+    /// Number of the first block to choose from; `among` is how many there are.
     first: u64,
     among: u64,
     slots: Vec<PoolExtent>,
@@ -391,23 +394,23 @@ struct Reader {
 
 struct Progress {
     dice: u64,
-    /// Not begun yet.
+    /// Reads that have not started.
     left: u64,
     in_flight: usize,
     latencies_us: Vec<u64>,
     failed: Option<String>,
-    /// Dropped when all have ended.
+    /// Dropped when all reads have ended, which wakes [`ReadChains::run`].
     end: Option<Sender<()>>,
 }
 
-impl Reader {
-    fn run(self: Arc<Reader>) -> Result<Vec<u64>, BenchError> {
+impl ReadChains {
+    fn run(self: Arc<ReadChains>) -> Result<Vec<u64>, BenchError> {
         for slot in &self.slots {
-            Reader::next(&self, *slot);
+            ReadChains::next(&self, *slot);
         }
-        // Also where there was nothing to read.
+        // With nothing to read, no `done` ends the phase.
         self.step_end();
-        if self.ends.lock().recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+        if self.ends.lock().recv_timeout(TIMEOUT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
             return Err(hangs());
         }
         let mut progress = self.progress.lock();
@@ -424,7 +427,7 @@ impl Reader {
         }
     }
 
-    fn next(reader: &Arc<Reader>, slot: PoolExtent) {
+    fn next(reader: &Arc<ReadChains>, slot: PoolExtent) {
         let number = {
             let mut progress = reader.progress.lock();
             if progress.left == 0 || progress.failed.is_some() {
@@ -449,7 +452,7 @@ impl Reader {
                     progress.failed = Some(format!("block {number} was not found: {how:?}"));
                 }
             }
-            Reader::next(&again, slot);
+            ReadChains::next(&again, slot);
             again.step_end();
         });
         if let Err(refused) = started {
@@ -461,7 +464,7 @@ impl Reader {
 }
 
 fn hangs() -> BenchError {
-    BenchError::Answer(format!("a device does not answer for {} s", PATIENCE.as_secs()))
+    BenchError::Answer(format!("a device does not answer for {} s", TIMEOUT.as_secs()))
 }
 
 struct Meter {
@@ -486,7 +489,7 @@ impl Meter {
     }
 }
 
-/// Processor time of this process, in the kernel too.
+/// CPU time of this process, kernel time included.
 fn cpu() -> Duration {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the call fills the structure, and zeroes are a valid one.
@@ -498,7 +501,7 @@ fn cpu() -> Duration {
     time(usage.ru_utime) + time(usage.ru_stime)
 }
 
-/// Of the threads that the tier's devices have.
+/// CPU time of the threads whose names begin with "kvlane-ssd": the devices' threads.
 fn device_cpu() -> Duration {
     let mut total = 0;
     for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {

@@ -1,4 +1,8 @@
-//! Dropping a namespace for good: the file says what does not count any more.
+//! [`DropTable`]: dropped namespaces of one file, kept in the file so that a restart does not bring their blocks back.
+//!
+//! A drop first enters `missing`. Then both copies of the table are written and synced, one after the other, and the
+//! drop leaves `missing`. A write that fails leaves it there, to be retried. An entry is needed only as long as a
+//! segment may have a record of the namespace (`holdings`).
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -13,19 +17,19 @@ use crate::layout::{Drops, LayoutError};
 use crate::pages::Pages;
 use crate::request::NoteError;
 
-/// What was dropped of one file.
+/// The drop table of one file, and the drops that have not reached it.
 pub(crate) struct DropTable {
     file: File,
-    /// As it stands in the file. Held while the file is written, however long that takes.
+    /// The table as it stands in the file. Locked while the file is written, however long that takes.
     drops: Mutex<Drops>,
-    /// What was dropped and is not noted: being noted, or that failed. Never held while anything waits for a device, so
-    /// that metrics, status and the daemon's end do not wait for one either. Taken after `drops` where both are.
+    /// Drops whose write to the file is in progress or has failed. Never locked while a device is waited for, so that
+    /// metrics, status and the daemon's end do not wait for one either. Locked after `drops` where both are.
     missing: Mutex<BTreeSet<Namespace>>,
 }
 
 impl DropTable {
-    /// Reads both copies. Where one was written and neither can be read, nothing of the file counts: any of it may have been
-    /// dropped.
+    /// Reads both copies; the newer one counts. If a copy was written and neither is readable, no record of the file
+    /// counts, because any of them may have been dropped.
     pub(crate) fn read(file: &TierFile) -> io::Result<DropTable> {
         let device_id = file.superblock.device_id;
         let (mut newest, mut is_damaged) = (None::<Drops>, false);
@@ -47,7 +51,7 @@ impl DropTable {
             None if is_damaged => {
                 tracing::warn!(
                     path = %file.path.display(),
-                    "which namespaces were dropped cannot be read: the SSD tier starts empty"
+                    "SSD drop table damaged in both copies; this file starts empty"
                 );
                 Drops { all_up_to: Drops::OF_THIS_RUN, ..Drops::none(device_id) }
             }
@@ -61,14 +65,14 @@ impl DropTable {
         self.drops.lock().counts(namespace, generation)
     }
 
-    /// The highest generation that is named, which no later segment may have.
+    /// The highest generation that the table names. Later segments need higher ones, or the entry would void them.
     pub(crate) fn highest(&self) -> u64 {
         let drops = self.drops.lock();
         let named = drops.namespaces.values().copied().chain([drops.all_up_to]);
         named.filter(|generation| *generation != Drops::OF_THIS_RUN).max().unwrap_or(0)
     }
 
-    /// Namespaces that the file could not do without, were it opened now.
+    /// The number of entries that the file needs if it is opened with `last` as its highest generation.
     pub(crate) fn needed(&self, last: u64, may_hold: impl Fn(&Namespace, u64) -> bool) -> usize {
         let drops = self.drops.lock();
         drops
@@ -80,8 +84,8 @@ impl DropTable {
             .count()
     }
 
-    /// The file was read and has nothing above generation `last`: what was dropped in the run before ends there, so that what
-    /// is written from now on counts. Namespaces of which the file can have no record are forgotten.
+    /// Called when the file was read and has no generation above `last`. Limits the drops of the previous run to
+    /// `last`, so that records written from now on count. Removes the entries that the file does not need.
     pub(crate) fn end_former_run(
         &self,
         last: u64,
@@ -96,38 +100,42 @@ impl DropTable {
         self.write(&mut drops, changed, false)
     }
 
-    /// Nothing counts any more of what is written of a namespace in this run, or was before. When this returns without an
-    /// error the file says so. `may_hold` tells whether a segment up to a generation may have a record of a namespace; it is
-    /// asked when the table is full.
+    /// Writes a drop to the file: after a restart no record of the namespace counts that was written before or in this
+    /// run. Once this has returned without an error, the file says so. `may_hold(namespace, up_to)` tells whether a
+    /// segment of generation `up_to` or lower may have a record of a namespace.
     pub(crate) fn drop_namespace(
         &self,
         namespace: Namespace,
         may_hold: impl Fn(&Namespace, u64) -> bool,
     ) -> Result<(), NoteError> {
-        // At once, for whoever asks meanwhile.
+        // Insert before waiting for the lock, so that the status shows the drop meanwhile.
         self.missing.lock().insert(namespace);
         let mut drops = self.drops.lock();
-        // Again: whoever noted it meanwhile did so for an earlier drop.
+        // Insert again, because a writer that held the lock may have removed it for an earlier drop.
         self.missing.lock().insert(namespace);
-        match self.note(&mut drops, &may_hold) {
+        match self.write_missing(&mut drops, &may_hold) {
             Err(error) if self.missing.lock().contains(&namespace) => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// Tries again to note what could not be noted.
+    /// Retries the drops that are missing in the file.
     pub(crate) fn note_missing(&self, may_hold: impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
-        self.note(&mut self.drops.lock(), &may_hold)
+        self.write_missing(&mut self.drops.lock(), &may_hold)
     }
 
-    /// What was dropped and is not noted. Waits for no device.
+    /// Drops that are not in the file yet. Never waits for a device.
     pub(crate) fn missing(&self) -> BTreeSet<Namespace> {
         self.missing.lock().clone()
     }
 
-    fn note(&self, drops: &mut Drops, may_hold: &impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
+    fn write_missing(
+        &self,
+        drops: &mut Drops,
+        may_hold: &impl Fn(&Namespace, u64) -> bool,
+    ) -> Result<(), NoteError> {
         let missing = self.missing();
-        // What the file has lost by now, or never had, cannot come back once that is synced.
+        // A namespace without records in the file needs no entry, once the writes that made it so are synced.
         let (held, lost): (BTreeSet<_>, BTreeSet<_>) =
             missing.iter().partition(|namespace| may_hold(namespace, Drops::OF_THIS_RUN));
         let mut changed = drops.clone();
@@ -145,17 +153,18 @@ impl DropTable {
             }
         }
         self.write(drops, changed, !lost.is_empty()).map_err(NoteError::Io)?;
-        // What others have dropped meanwhile stays.
+        // Keep the drops that other callers have added meanwhile.
         self.missing.lock().retain(|namespace| !missing.contains(namespace) || left_out.contains(namespace));
         if left_out.is_empty() { Ok(()) } else { Err(NoteError::Full(Drops::NAMESPACES_MAX)) }
     }
 
-    /// One copy after the other: whenever this is cut off, one of them is whole.
-    /// `needs_fewer`: a namespace is not to be noted because the file has lost what it had of it.
+    /// Writes one copy after the other, so that one of them is whole at any time. With `needs_fewer`, a drop needs no
+    /// entry because the file has no record of its namespace left: that must be synced too.
     fn write(&self, drops: &mut Drops, mut changed: Drops, needs_fewer: bool) -> io::Result<()> {
         let forgets = drops.namespaces.keys().any(|namespace| !changed.namespaces.contains_key(namespace));
         if forgets || needs_fewer {
-            // What made these needless, the heads of later segments, must not be lost in a power failure that comes after.
+            // The heads of later segments made entries needless. Sync them first, because a power failure that loses
+            // them would bring the dropped records back.
             self.file.sync_data()?;
         }
         if changed == *drops {
@@ -173,7 +182,7 @@ impl DropTable {
     }
 }
 
-/// Whether a record may be left that would count without the entry.
+/// Whether a record may be left that would count if the entry were removed.
 fn is_needed(
     drops: &Drops,
     namespace: &Namespace,
@@ -183,7 +192,7 @@ fn is_needed(
     generation > drops.all_up_to && may_hold(namespace, generation)
 }
 
-/// Takes out what is not needed any more.
+/// Removes the entries that are not needed any more.
 fn compact(drops: &mut Drops, may_hold: &impl Fn(&Namespace, u64) -> bool) {
     let all = std::mem::take(&mut drops.namespaces);
     let needed =
@@ -205,8 +214,8 @@ mod tests {
         rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into()
     }
 
-    /// A segment was used again, so that the file has nothing of a namespace any more, and its new head lay in the device's
-    /// cache only. The drop answered "done" without a sync: after a power failure the old head was back, and with it the
+    /// A segment was reused, so that the file had no record of a namespace left, and the new head was only in the
+    /// device's cache. The drop returned without a sync. After a power failure the old head was back, and with it the
     /// blocks that had been dropped.
     #[test]
     fn a_drop_that_needs_no_entry_is_done_only_when_what_made_it_needless_is_synced() {
@@ -221,8 +230,8 @@ mod tests {
         assert!(drops.missing().is_empty());
     }
 
-    /// The lock under which the drops are written was also what the daemon's metrics, its status and its end waited for: an
-    /// SSD that hung stopped all of them.
+    /// The daemon's metrics, its status and its end waited for the lock under which the drop table is written. An SSD
+    /// that hung stopped all of them.
     #[test]
     fn what_is_missing_is_told_while_the_file_is_written() {
         let drops = table(in_memory());

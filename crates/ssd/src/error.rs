@@ -1,4 +1,4 @@
-//! Why a tier does not open.
+//! [`OpenError`]: why a tier does not open, and what the user can do.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use bytesize::ByteSize;
 use thiserror::Error;
 
-/// A size that can be written into a flag: "64mib", "2gb", or plain bytes where it is not a whole number of these.
-fn exact(bytes: u64) -> String {
+/// A size as a flag takes it: "64mib", "2gb", or plain bytes if it is not a whole number of any unit.
+fn flag_size(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (1 << 40, "tib"),
         (1_000_000_000_000, "tb"),
@@ -25,12 +25,12 @@ fn exact(bytes: u64) -> String {
         .map_or_else(|| bytes.to_string(), |(unit, name)| format!("{}{name}", bytes / unit))
 }
 
-/// "24.5 GB"
-fn people(bytes: u64) -> impl std::fmt::Display {
+/// A rounded size for people, such as "24.5 GB".
+fn human_size(bytes: u64) -> impl std::fmt::Display {
     ByteSize::b(bytes).display().si()
 }
 
-/// Why a tier does not open. Nothing that was in a file is lost by any of them.
+/// Why a tier does not open. No variant loses a stored block.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// No device was named, or too many were.
@@ -39,7 +39,7 @@ pub enum OpenError {
     /// The capacity does not hold a few segments.
     #[error(
         "{path}: a capacity of {} is too small, the smallest is {}; name a larger one or free space",
-        exact(*capacity), exact(*least)
+        flag_size(*capacity), flag_size(*least)
     )]
     TooSmall {
         /// The file that was to be made.
@@ -49,13 +49,13 @@ pub enum OpenError {
         /// Bytes of the smallest that works.
         least: u64,
     },
-    /// A segment size that cannot be.
+    /// The segment size is not a multiple of 4096 from 16384 bytes to 1 GiB.
     #[error("segments of {0} bytes are not possible: they are a multiple of 4096, 16384 to 1 GiB")]
     SegmentBytes(u64),
     /// The file system has not enough room for the capacity.
     #[error(
         "{path}: there is no room for {}, {} are free; name a smaller capacity or free space",
-        exact(*capacity), people(*free)
+        flag_size(*capacity), human_size(*free)
     )]
     NoSpace {
         /// The file that was to be made, or to grow.
@@ -65,7 +65,7 @@ pub enum OpenError {
         /// Bytes that are free.
         free: u64,
     },
-    /// The file is something else's. It is left as it is.
+    /// The file belongs to something else, and is left as it is.
     #[error(
         "{path} is not a file of kvlane's SSD tier and is left alone; name another path, or remove it if nobody needs it"
     )]
@@ -76,7 +76,7 @@ pub enum OpenError {
     /// The path is neither a file nor a directory.
     #[error("{path} is neither a file nor a directory; name one of these")]
     NotAFile {
-        /// What was named as a device of the tier.
+        /// The path that the options name.
         path: PathBuf,
     },
     /// Both copies of the superblock are damaged.
@@ -100,7 +100,7 @@ pub enum OpenError {
     /// The file was made with another capacity or segment size.
     #[error(
         "{path} was made with {} {of}, not {}; ask for that, leave it out, or remove the file to start with an empty tier",
-        exact(*found), exact(*asked)
+        flag_size(*found), flag_size(*asked)
     )]
     OtherGeometry {
         /// The file as it was named.
@@ -138,25 +138,25 @@ pub enum OpenError {
     NotWritable {
         /// The file that was to be opened or made.
         path: PathBuf,
-        /// Who runs this process.
+        /// Effective user id of this process.
         uid: u32,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("{path}: {what}: {source}")]
     Io {
         /// The file that the step was for.
         path: PathBuf,
         /// The step that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl OpenError {
-    /// What the system refused, by its reason.
+    /// Maps a system error: a missing permission or a read-only file system becomes [`OpenError::NotWritable`].
     pub(crate) fn of_system(path: PathBuf, what: &'static str, source: io::Error) -> OpenError {
         match source.kind() {
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
@@ -182,7 +182,7 @@ mod tests {
             (0, "0"),
             (3000, "3kb"),
         ] {
-            assert_eq!(exact(bytes), text);
+            assert_eq!(flag_size(bytes), text);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What has to hold for bytes of any origin, for crates/fuzz-targets: each function panics where it does not.
+//! Fuzz targets of the file's layout, for crates/fuzz-targets: each function panics if a property fails for its bytes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]
 
@@ -16,13 +16,14 @@ use crate::layout::{
     Drops, FORMAT_VERSION, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
     Superblock, Table, TableRecord, header_pages, table_bytes,
 };
-use crate::log::{For, Log, largest_record};
+use crate::log::{Log, RecordSource, largest_record};
 use crate::recover::recover;
 
 const KINDS: [&[u8; 8]; 6] = [b"kvlnSSD\0", b"kvlnHEAD", b"kvlnFOOT", b"kvlnTABL", b"kvlnBLCK", b"kvlnDROP"];
 
-/// One structure of any kind: what is read is within the limits, and written as it was read. As the bytes are, and with a
-/// start that makes each kind of structure of them: random ones hardly ever have the right checksum.
+/// Decodes the bytes as a structure of every kind: fields must be within their limits, and encode to the same bytes
+/// again. Runs on the bytes themselves, and with a start of each kind before them, because random bytes hardly ever
+/// have the right checksum.
 pub fn structure(bytes: &[u8]) {
     decode_all(bytes);
     for kind in KINDS {
@@ -30,7 +31,7 @@ pub fn structure(bytes: &[u8]) {
     }
 }
 
-/// The fields behind kind, checksum and length that are right for them.
+/// A structure of this kind with these fields, and the right checksum and length.
 fn sealed(kind: &[u8; 8], fields: &[u8]) -> Vec<u8> {
     let mut bytes = kind.to_vec();
     let mut checked = (16 + fields.len() as u32).to_le_bytes().to_vec();
@@ -42,7 +43,7 @@ fn sealed(kind: &[u8; 8], fields: &[u8]) -> Vec<u8> {
 
 fn decode_all(bytes: &[u8]) {
     let mut decoded = 0;
-    // What is behind a structure is not looked at.
+    // Decoding ignores the bytes behind the length that a structure claims.
     let length =
         bytes.get(12..16).and_then(|length| length.first_chunk().copied()).map_or(0, u32::from_le_bytes);
     let again = |written: &[u8]| {
@@ -50,7 +51,7 @@ fn decode_all(bytes: &[u8]) {
         assert!(written[length as usize..].iter().all(|byte| *byte == 0));
     };
     if let Ok(found) = Superblock::decode(bytes) {
-        // Of another version nothing else is read.
+        // With another version no other field is read.
         decoded += 1;
         if found.version == FORMAT_VERSION {
             again(&found.encode());
@@ -91,13 +92,14 @@ fn decode_all(bytes: &[u8]) {
     assert!(decoded <= 1, "structures of two kinds at once");
 }
 
-/// Pages of a segment, and segments.
+/// Pages of each segment in the fuzzed file.
 const PAGES: u32 = 8;
 const SEGMENTS: u32 = 3;
 const DEVICE: [u8; 16] = [7; 16];
 
-/// A whole file, in which stands what `tape` says, is opened: what is found lies inside of its segment and counts, and the
-/// next segment is newer than everything that is there. Superblock and places are right: each is checked before.
+/// Recovers a file whose structures follow from `tape`. Every record that is found must lie inside its segment and must
+/// count, and the next segment must be newer than everything in the file. The superblock is right, because opening
+/// checks it before.
 pub fn file(tape: &[u8]) {
     let superblock = Superblock {
         version: FORMAT_VERSION,
@@ -114,7 +116,7 @@ pub fn file(tape: &[u8]) {
 
     let mut log = Log::new(SEGMENTS, PAGES);
     let drops = DropTable::read(&file).expect("it can be read");
-    log.generation_seen(drops.highest());
+    log.observe_generation(drops.highest());
     let mut index = Index::new();
     index.add_device(SEGMENTS);
     let found = recover(&file, 0, &drops, &mut index, &mut log);
@@ -125,19 +127,19 @@ pub fn file(tape: &[u8]) {
     for key in keys {
         let location = index.find(&key).expect("it is in the index");
         assert!(location.device == 0 && location.segment < SegmentNumber(SEGMENTS));
-        // Between the head and the foot.
+        // The record must lie between the head and the foot.
         let end = location.page.checked_add(location.pages).expect("a record that has an end");
         assert!(location.page >= 1 && location.pages >= 1 && end < PAGES, "{location:?}");
         assert!(location.pages <= largest_record(PAGES) + 1, "{location:?}");
         assert!(drops.counts(&key.space.namespace, log.generation(location.segment)));
     }
     let last = log.last_generation();
-    if let Some((_, generation)) = log.open_segment(For::Writes) {
+    if let Some((_, generation)) = log.open_segment(RecordSource::Writes) {
         assert!(generation > last && generation > drops.highest());
     }
     let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);
     drops.end_former_run(last, may_hold).expect("it can be written");
-    // What was dropped stays so, also where the table has forgotten that it was.
+    // Dropped blocks stay dropped, also if the table has forgotten the drop.
     let again = DropTable::read(&file).expect("it can be read");
     assert!(again.highest() <= last.max(drops.highest()));
     let (mut log, mut same) = (Log::new(SEGMENTS, PAGES), Index::new());
@@ -147,12 +149,12 @@ pub fn file(tape: &[u8]) {
     assert!((0..same.slots()).filter_map(|slot| same.key_at(slot)).all(|key| index.find(&key).is_some()));
 }
 
-/// Structures with right checksums, most of them of this file, at pages of any segment; and noise.
+/// Writes structures with right checksums, most of them of this file, to pages of any segment, and noise.
 fn play(tape: &[u8], file: &File, superblock: &Superblock) {
     let mut tape = tape.iter().copied();
     while let Some(kind) = tape.next() {
         let mut number = |below: u32| u32::from(tape.next().unwrap_or(1)) % below;
-        // Numbers around the limits, and sometimes any.
+        // Most numbers are near their limits, some are arbitrary.
         let (segment, page) = (SegmentNumber(number(SEGMENTS)), number(PAGES));
         let generation = match number(16) {
             0 => u64::MAX - u64::from(number(3)),

@@ -1,24 +1,24 @@
-//! Pages that headers are read into, used again and again: they are registered with the kernel, and nothing is allocated or
-//! faulted in for a read.
+//! [`Headers`]: a pool of pages that record headers are read into. The pages are registered with io_uring and reused, so
+//! that a read allocates nothing and faults nothing in.
 
 use crate::io::Piece;
 use crate::layout::PAGE_BYTES;
 use crate::pages::Pages;
 
-/// As many as operations are in flight.
+/// Equal to the most operations that io_uring has in flight.
 const COUNT: u32 = 256;
 
-/// The pages of one device.
+/// The header pages of one device.
 pub(crate) struct Headers {
     pages: Pages,
     free: Vec<u32>,
 }
 
-/// Memory that one header is read into.
+/// Memory for one header, from [`Headers::take`] until [`Headers::release`].
 pub(crate) enum HeaderMemory {
     /// A page of [`Headers`].
     Shared(u32),
-    /// Where it is longer than a page, or none was free.
+    /// Allocated, because the header is longer than a page or no page was free.
     Own(Pages),
 }
 
@@ -30,12 +30,12 @@ impl Headers {
         }
     }
 
-    /// All of it, to be registered.
+    /// All pages, to be registered with io_uring.
     pub(crate) fn memory(&self) -> Piece {
         self.pages.piece(self.pages.len())
     }
 
-    /// Room for a header of so many bytes. What was read there before is still in it.
+    /// Takes memory for a header of `bytes`. It still holds what was read into it before.
     pub(crate) fn take(&mut self, bytes: u64) -> HeaderMemory {
         match self.free.pop() {
             Some(page) if bytes <= PAGE_BYTES => HeaderMemory::Shared(page),
@@ -46,7 +46,7 @@ impl Headers {
         }
     }
 
-    /// For an operation.
+    /// The header's memory as an operation takes it.
     pub(crate) fn piece(&self, header: &HeaderMemory) -> Piece {
         match header {
             HeaderMemory::Shared(page) => self.pages.piece_at(*page as usize, PAGE_BYTES as usize),
@@ -54,7 +54,7 @@ impl Headers {
         }
     }
 
-    /// Its bytes. Not while an operation may write them.
+    /// The header's bytes. Never call this while an operation may write them.
     pub(crate) fn bytes<'a>(&'a self, header: &'a HeaderMemory) -> &'a [u8] {
         match header {
             HeaderMemory::Shared(page) => self.pages.page(*page as usize),
@@ -62,8 +62,8 @@ impl Headers {
         }
     }
 
-    /// No operation uses it any more.
-    pub(crate) fn give_back(&mut self, header: HeaderMemory) {
+    /// Returns the memory, which no operation may use any more.
+    pub(crate) fn release(&mut self, header: HeaderMemory) {
         if let HeaderMemory::Shared(page) = header {
             self.free.push(page);
         }
@@ -84,7 +84,7 @@ mod tests {
         assert!(pieces.windows(2).all(|pair| pair[0] + PAGE_BYTES as usize <= pair[1]));
         let own = taken.iter().filter(|header| matches!(header, HeaderMemory::Own(_))).count();
         assert_eq!(own, 2);
-        taken.into_iter().for_each(|header| headers.give_back(header));
+        taken.into_iter().for_each(|header| headers.release(header));
         let long = headers.take(PAGE_BYTES + 1);
         assert_eq!(headers.piece(&long).bytes, 2 * PAGE_BYTES as usize);
         assert!(matches!(headers.take(100), HeaderMemory::Shared(_)));

@@ -1,23 +1,24 @@
-//! Whether a device accepts writes after some have failed. Pure: time comes in as an argument.
+//! [`Health`]: backoff of a device's writes after a failure. Pure: time comes in as an argument.
 
 use std::time::{Duration, Instant};
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The state of a device. After a failed write nothing is written for a while, twice as long each time.
+/// A failed write pauses all writes for 1 s, and each failure after a pause doubles the next one, up to a minute. A
+/// success after the pause resets the backoff.
 #[derive(Debug, Default)]
 pub(crate) struct Health {
     failures: u32,
     pause_until: Option<Instant>,
     reason: Option<String>,
-    /// It will not recover.
+    /// The device's thread has ended; no pause ends this.
     ended: bool,
 }
 
 impl Health {
     pub(crate) fn failed(&mut self, reason: String, now: Instant) {
-        // Transfers that were in flight together fail together, and count once.
+        // Transfers that were in flight together fail together, so they count as one failure.
         if self.pause_until.is_none_or(|until| now >= until) {
             let pause = FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(LONGEST_PAUSE);
             self.pause_until = Some(now + pause);
@@ -26,14 +27,15 @@ impl Health {
         self.reason = Some(reason);
     }
 
-    /// A write succeeded. One that was in flight beside the failed one says nothing.
+    /// Called when a write succeeded. During a pause it changes nothing, because the write was in flight beside the
+    /// failed one.
     pub(crate) fn succeeded(&mut self, now: Instant) {
         if self.pause_until.is_some_and(|until| now >= until) {
             *self = Health::default();
         }
     }
 
-    /// Nothing is written any more.
+    /// Ends all writes for good.
     pub(crate) fn ended(&mut self, reason: String) {
         self.ended = true;
         self.reason = Some(reason);
@@ -43,7 +45,7 @@ impl Health {
         !self.ended && self.pause_until.is_none_or(|until| now >= until)
     }
 
-    /// What the last failed write said, until one succeeds.
+    /// Error of the last failed write, until a write succeeds.
     pub(crate) fn reason(&self) -> Option<&str> {
         self.reason.as_deref()
     }

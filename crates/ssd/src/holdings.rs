@@ -1,7 +1,16 @@
-//! Which namespaces may have records in which segment of a file, whether or not those are in the index. Pure.
+//! [`Holdings`]: which namespaces may have records in which segment of a file, whether or not the index has them. Pure.
 //!
-//! What is dropped leaves the index at once, but its bytes lie in their segment until that one is used again. As long as
-//! they do, the file has to say that they do not count.
+//! A dropped block leaves the index at once, but its bytes stay in their segment until the segment is reused. Until then
+//! the file's drop table has to name the block's namespace.
+//!
+//! A segment is reused when its new head reaches the device. Between opening the segment and that moment, a crash may
+//! leave the old head or the new one, so the segment holds both layers:
+//!
+//! ```text
+//!  found, erased ---> now ---opened---> now + next ---head_written---> now (the former next)
+//!                                        | opened again: the head failed and may or may not be there
+//!                                        '--> the former next is merged into now
+//! ```
 
 use std::collections::BTreeSet;
 
@@ -9,72 +18,73 @@ use kvlane_block::Namespace;
 
 use crate::layout::SegmentNumber;
 
-/// Of one file.
+/// The segments of one file.
 #[derive(Debug)]
 pub(crate) struct Holdings {
     segments: Vec<Held>,
-    /// A segment could not be read: it may hold anything.
+    /// A segment could not be read, so any namespace may have a record in it.
     is_unknown: bool,
 }
 
-/// Of one segment.
+/// The layers of one segment.
 #[derive(Debug, Default)]
 struct Held {
-    /// What the segment's head on the device stands for. Where heads failed, all that any of them may stand for, under the
-    /// lowest of their generations.
+    /// Records under the head that is on the device. After a failed head, the union of the layers that the device may
+    /// have, under the lowest of their generations.
     now: Layer,
-    /// What it will stand for once its new head is written.
+    /// Records under the new head, which is not on the device yet.
     next: Option<Layer>,
 }
 
+/// Records under one generation of a segment.
 #[derive(Debug, Default)]
 struct Layer {
     generation: u64,
     namespaces: BTreeSet<Namespace>,
-    /// There may be records of others, too.
-    is_open: bool,
+    /// Namespaces outside the list may have records too.
+    is_partial: bool,
 }
 
 impl Holdings {
-    /// A file in which nothing was found.
+    /// Holdings of a file without records.
     pub(crate) fn new(segments: u32) -> Holdings {
         Holdings { segments: (0..segments).map(|_| Held::default()).collect(), is_unknown: false }
     }
 
-    /// The file was opened: the segment has records of these, and where it `is_open` perhaps of others.
+    /// Sets what recovery found in a segment. With `is_partial`, other namespaces may have records there too.
     pub(crate) fn found(
         &mut self,
         segment: SegmentNumber,
         generation: u64,
         namespaces: BTreeSet<Namespace>,
-        is_open: bool,
+        is_partial: bool,
     ) {
-        self.segments[segment.index()].now = Layer { generation, namespaces, is_open };
+        self.segments[segment.index()].now = Layer { generation, namespaces, is_partial };
     }
 
-    /// A segment could not be read when the file was opened.
+    /// Called when recovery cannot read a segment: from then on every namespace may have records.
     pub(crate) fn unreadable(&mut self) {
         self.is_unknown = true;
     }
 
-    /// The segment's former records are void for good.
+    /// Called when a segment's records were made void for good.
     pub(crate) fn erased(&mut self, segment: SegmentNumber, generation: u64) {
         self.segments[segment.index()] = Held { now: Layer { generation, ..Layer::default() }, next: None };
     }
 
-    /// The segment gets a new head, which is not written yet.
+    /// Called when a segment is opened; its new head is not written yet.
     pub(crate) fn opened(&mut self, segment: SegmentNumber, generation: u64) {
         let held = &mut self.segments[segment.index()];
         if let Some(failed) = held.next.take() {
-            // Of a head that could not be written nobody knows whether it is there.
+            // The previous head failed, so it may or may not be on the device: keep both layers.
             held.now.generation = held.now.generation.min(failed.generation);
             held.now.namespaces.extend(failed.namespaces);
-            held.now.is_open |= failed.is_open;
+            held.now.is_partial |= failed.is_partial;
         }
         held.next = Some(Layer { generation, ..Layer::default() });
     }
 
-    /// The head is on the device: what the segment held before does not count any more.
+    /// Called when the new head is on the device, which makes the segment's former records void.
     pub(crate) fn head_written(&mut self, segment: SegmentNumber) {
         let held = &mut self.segments[segment.index()];
         if let Some(next) = held.next.take() {
@@ -82,23 +92,23 @@ impl Holdings {
         }
     }
 
-    /// A record of the namespace goes to the segment.
+    /// Called before a record of the namespace is written to the segment.
     pub(crate) fn appended(&mut self, segment: SegmentNumber, namespace: Namespace) {
         let Held { now, next } = &mut self.segments[segment.index()];
         next.as_mut().unwrap_or(now).namespaces.insert(namespace);
     }
 
-    /// What a segment may hold, and whether that is all.
+    /// The namespaces that may have records in a segment, and whether the list is complete.
     pub(crate) fn namespaces(&self, segment: SegmentNumber) -> (BTreeSet<Namespace>, bool) {
         let Held { now, next } = &self.segments[segment.index()];
         let layer = next.as_ref().unwrap_or(now);
-        (layer.namespaces.clone(), !layer.is_open)
+        (layer.namespaces.clone(), !layer.is_partial)
     }
 
     /// Whether a segment of this generation or a lower one may hold a record of the namespace.
     pub(crate) fn may_hold(&self, namespace: &Namespace, up_to: u64) -> bool {
         let holds = |layer: &Layer| {
-            layer.generation <= up_to && (layer.is_open || layer.namespaces.contains(namespace))
+            layer.generation <= up_to && (layer.is_partial || layer.namespaces.contains(namespace))
         };
         let mut segments = self.segments.iter();
         self.is_unknown || segments.any(|held| holds(&held.now) || held.next.as_ref().is_some_and(holds))

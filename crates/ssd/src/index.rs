@@ -1,4 +1,7 @@
-//! Which blocks are stored, and where: about 55 bytes a block with everything. Pure.
+//! [`Index`]: maps each stored block's key to the location of its record. About 55 bytes a block, all included. Pure.
+//!
+//! Entries live in chunks; an entry's number is its slot. 256 hash tables map a key to its slot. Each segment lists the
+//! slots whose records were put there, so that cleaning finds them. The list may name slots that have left since.
 
 use std::collections::HashMap;
 
@@ -8,14 +11,14 @@ use kvlane_policy::Memo;
 
 use crate::layout::SegmentNumber;
 
-/// Entries a chunk holds. Chunks never move, so that growing copies nothing.
+/// Entries in a chunk. Chunks never move, so growing copies no entry.
 const CHUNK: usize = 4096;
-/// A table that grows rehashes at once; with so many, millions of blocks rehash in small steps.
+/// A growing table rehashes all its entries at once. With this many tables, millions of blocks rehash in small steps.
 const TABLES: usize = 256;
-/// Segment of an entry that is none.
+/// Segment of a free entry.
 const FREE: SegmentNumber = SegmentNumber(u32::MAX);
 
-/// Where a record is.
+/// Where a record lies: device, segment, first page and length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) device: u8,
@@ -25,15 +28,15 @@ pub(crate) struct Location {
     pub(crate) pages: u32,
 }
 
-/// A record of a segment.
+/// A record of a segment that the index has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Live {
     pub(crate) key: BlockKey,
     pub(crate) page: u32,
     pub(crate) pages: u32,
-    /// Reads since it was written here; more than 255 count as 255.
+    /// Reads since the record was written to this location; saturates at 255.
     pub(crate) reads: u8,
-    /// What the pool's policy knew of it when it was written, or when the pool lost it.
+    /// The policy's memo of the block, from when it was written or left the pool.
     pub(crate) memo: Memo,
 }
 
@@ -66,24 +69,25 @@ impl Entry {
     }
 }
 
-/// A space with blocks.
+/// Totals of one space. With 0 blocks its number is free.
 #[derive(Clone, Copy)]
-struct Room {
+struct SpaceTotals {
     space: Space,
     blocks: u64,
     pages: u64,
 }
 
-/// The blocks of all devices of a tier.
+/// The stored blocks of all devices of a tier.
 pub(crate) struct Index {
     chunks: Vec<Box<[Entry]>>,
     tables: Box<[HashTable<u32>]>,
     free: Vec<u32>,
-    spaces: Vec<Room>,
-    /// Numbers of spaces that have no blocks.
+    spaces: Vec<SpaceTotals>,
+    /// Indices into `spaces` whose space has no blocks.
     free_numbers: Vec<u32>,
     numbers: HashMap<Space, u32>,
-    /// For each device and segment the slots whose records were put there. Some may have left since.
+    /// For each device and segment the slots whose records were put there. A slot may have left since, or be listed
+    /// twice.
     segments: Vec<Vec<Vec<u32>>>,
     blocks: usize,
     pages: u64,
@@ -104,38 +108,41 @@ impl Index {
         }
     }
 
-    /// Adds a device with so many segments; devices are numbered from 0.
+    /// Adds a device with `segments` segments. Devices are numbered from 0 in the order of the calls.
     pub(crate) fn add_device(&mut self, segments: u32) {
         self.segments.push(vec![Vec::new(); segments as usize]);
     }
 
-    /// Blocks stored.
+    /// The number of stored blocks.
     pub(crate) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Pages of their records.
+    /// Pages of all stored records.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Slots that exist, for [`Index::key_at`].
+    /// The number of slots, used and free; the bound for [`Index::key_at`].
     pub(crate) fn slots(&self) -> u32 {
         (self.chunks.len() * CHUNK) as u32
     }
 
-    /// The block in a slot.
+    /// The key of the block in a slot; None if the slot is free.
     pub(crate) fn key_at(&self, slot: u32) -> Option<BlockKey> {
         let entry = self.chunks.get(slot as usize / CHUNK)?[slot as usize % CHUNK];
         (entry.segment != FREE).then(|| self.key(&entry))
     }
 
-    /// Every space that has blocks, with their number and the pages of their records.
+    /// Every space that has blocks, with the number of its blocks and the pages of their records.
     pub(crate) fn spaces(&self) -> impl Iterator<Item = (Space, u64, u64)> {
-        self.spaces.iter().filter(|room| room.blocks > 0).map(|room| (room.space, room.blocks, room.pages))
+        self.spaces
+            .iter()
+            .filter(|totals| totals.blocks > 0)
+            .map(|totals| (totals.space, totals.blocks, totals.pages))
     }
 
-    /// The number of a space. Another space may have it once this one has lost its last block.
+    /// The number of a space, which another space may get once this one has lost its last block.
     fn space(&self, space: &Space) -> Option<u32> {
         self.numbers.get(space).copied()
     }
@@ -154,13 +161,13 @@ impl Index {
         }
     }
 
-    /// What the pool's policy knows of the block, if it is stored.
+    /// The policy's memo of the block; None if the block is not stored.
     pub(crate) fn memo(&self, key: &BlockKey) -> Option<Memo> {
         let slot = self.slot(self.space(&key.space)?, &key.hash)?;
         Some(self.at(slot).memo)
     }
 
-    /// The pool's policy knows this of the block now.
+    /// Replaces the policy's memo of the block, if the block is stored.
     pub(crate) fn remember(&mut self, key: &BlockKey, memo: Memo) {
         let slot = self.space(&key.space).and_then(|space| self.slot(space, &key.hash));
         if let Some(slot) = slot {
@@ -168,7 +175,7 @@ impl Index {
         }
     }
 
-    /// Puts a block where it was written; it leaves where it was before.
+    /// Inserts a block at a location, or moves it there. A move resets its count of reads.
     pub(crate) fn insert(&mut self, key: &BlockKey, location: Location) {
         let space = self.intern(key.space);
         if let Some(slot) = self.slot(space, &key.hash) {
@@ -178,7 +185,7 @@ impl Index {
             }
             self.pages -= u64::from(old.pages);
             self.spaces[space as usize].pages -= u64::from(old.pages);
-            self.place(slot, location);
+            self.set_location(slot, location);
             return;
         }
         if self.free.is_empty() {
@@ -186,7 +193,7 @@ impl Index {
         }
         let Some(slot) = self.free.pop() else { return };
         *self.at_mut(slot) = Entry { hash: key.hash, space, ..NO_ENTRY };
-        self.place(slot, location);
+        self.set_location(slot, location);
         self.blocks += 1;
         self.spaces[space as usize].blocks += 1;
         let Index { chunks, tables, .. } = self;
@@ -197,7 +204,7 @@ impl Index {
         });
     }
 
-    /// Moves a block that is still where it was copied from.
+    /// Moves a block from one location to another. Returns false, and does nothing, if it is no longer at `from`.
     pub(crate) fn relocate(&mut self, key: &BlockKey, from: Location, to: Location) -> bool {
         let still_there = self.find(key) == Some(from);
         if still_there {
@@ -206,7 +213,7 @@ impl Index {
         still_there
     }
 
-    /// Where the block was.
+    /// Removes a block. Returns its location, or None if it was not stored.
     pub(crate) fn remove(&mut self, key: &BlockKey) -> Option<Location> {
         let slot = self.slot(self.space(&key.space)?, &key.hash)?;
         let entry = *self.at(slot);
@@ -218,22 +225,22 @@ impl Index {
         self.free.push(slot);
         self.blocks -= 1;
         self.pages -= u64::from(entry.pages);
-        let room = &mut self.spaces[entry.space as usize];
-        room.blocks -= 1;
-        room.pages -= u64::from(entry.pages);
-        if room.blocks == 0 {
-            self.numbers.remove(&room.space);
+        let totals = &mut self.spaces[entry.space as usize];
+        totals.blocks -= 1;
+        totals.pages -= u64::from(entry.pages);
+        if totals.blocks == 0 {
+            self.numbers.remove(&totals.space);
             self.free_numbers.push(entry.space);
         }
         Some(entry.location())
     }
 
-    /// Removes a block unless it is somewhere else by now.
+    /// Removes a block if it is still at this location. Returns whether it was.
     pub(crate) fn remove_at(&mut self, key: &BlockKey, location: Location) -> bool {
         self.find(key) == Some(location) && self.remove(key).is_some()
     }
 
-    /// The records of a segment that count, in the order of their pages.
+    /// The records of a segment that the index has, in the order of their pages.
     pub(crate) fn live(&self, device: u8, segment: SegmentNumber) -> Vec<Live> {
         let slots = &self.segments[usize::from(device)][segment.index()];
         let mut live: Vec<Live> = slots
@@ -249,12 +256,12 @@ impl Index {
             })
             .collect();
         live.sort_unstable_by_key(|live| live.page);
-        // A slot may have been used twice for one segment.
+        // A segment may list a slot twice.
         live.dedup_by_key(|live| live.page);
         live
     }
 
-    /// Removes all blocks of a device; returns how many.
+    /// Removes all blocks of a device; returns how many it removed.
     pub(crate) fn remove_device(&mut self, device: u8) -> usize {
         let segments = self.segments[usize::from(device)].len() as u32;
         let blocks: Vec<Live> =
@@ -262,12 +269,12 @@ impl Index {
         blocks.iter().filter(|live| self.remove(&live.key).is_some()).count()
     }
 
-    /// Forgets what was ever put into a segment. Its blocks must have left before.
+    /// Clears a segment's list of slots. The segment's blocks must have left the index before.
     pub(crate) fn segment_emptied(&mut self, device: u8, segment: SegmentNumber) {
         self.segments[usize::from(device)][segment.index()] = Vec::new();
     }
 
-    /// Bytes of memory, about.
+    /// Estimated memory of the index in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         let tables: usize = self.tables.iter().map(HashTable::allocation_size).sum();
         let lists: usize = self.segments.iter().flatten().map(|list| list.capacity() * 4 + 24).sum();
@@ -275,7 +282,7 @@ impl Index {
         (tables + lists + entries) as u64
     }
 
-    fn place(&mut self, slot: u32, location: Location) {
+    fn set_location(&mut self, slot: u32, location: Location) {
         let Location { device, segment, page, pages } = location;
         let entry = self.at_mut(slot);
         *entry = Entry { segment, page, pages, device, reads: 0, ..*entry };
@@ -292,14 +299,14 @@ impl Index {
     fn intern(&mut self, space: Space) -> u32 {
         let Index { spaces, numbers, free_numbers, .. } = self;
         *numbers.entry(space).or_insert_with(|| {
-            let room = Room { space, blocks: 0, pages: 0 };
+            let totals = SpaceTotals { space, blocks: 0, pages: 0 };
             match free_numbers.pop() {
                 Some(number) => {
-                    spaces[number as usize] = room;
+                    spaces[number as usize] = totals;
                     number
                 }
                 None => {
-                    spaces.push(room);
+                    spaces.push(totals);
                     (spaces.len() - 1) as u32
                 }
             }
@@ -330,7 +337,8 @@ impl Index {
     }
 }
 
-/// Hashes of real engines are uniform; the multiplication spreads others too and keeps spaces apart.
+/// Mixes a space and a block hash. Hashes of real engines are uniform; the multiplication also spreads others, and keeps
+/// equal hashes of different spaces apart.
 fn table_hash(space: u32, hash: &BlockHash) -> u64 {
     let bits = u128::from_le_bytes(hash.0);
     let folded = (bits as u64) ^ ((bits >> 64) as u64).rotate_left(29) ^ u64::from(space).rotate_left(47);
@@ -338,7 +346,7 @@ fn table_hash(space: u32, hash: &BlockHash) -> u64 {
     (product as u64) ^ ((product >> 64) as u64)
 }
 
-/// Bits that hashbrown uses neither for the bucket (low) nor for the tag (top seven).
+/// The table of a hash. Uses bits that hashbrown needs neither for the bucket (low bits) nor for the tag (top seven).
 fn table_of(bits: u64) -> usize {
     (bits >> 48) as usize % TABLES
 }

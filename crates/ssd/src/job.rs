@@ -1,4 +1,5 @@
-//! What a device is doing for whom, and how it is cut into operations.
+//! Jobs of a device: reads and writes that callers queued, the transfers that carry them out, and the operations that
+//! transfers are cut into.
 
 use std::io;
 use std::time::Instant;
@@ -12,11 +13,11 @@ use crate::layout::{SegmentFoot, SegmentNumber};
 use crate::pages::Pages;
 use crate::request::{ReadEnd, Record, WriteEnd};
 
-/// Bytes of one operation, about; at most half as much more. A block of 2 MiB is several, which devices carry out at the
-/// same time.
+/// Target size of an operation in bytes; an operation has at most half as much more. A block of 2 MiB becomes several
+/// operations, which devices carry out at the same time.
 const OP_BYTES: usize = 1 << 20;
 
-/// A read that was accepted. Its segment is pinned.
+/// An accepted read. Its segment is pinned until `done` is called.
 pub(crate) struct ReadJob {
     pub(crate) key: BlockKey,
     pub(crate) location: Location,
@@ -25,81 +26,81 @@ pub(crate) struct ReadJob {
     pub(crate) done: Box<dyn FnOnce(ReadEnd) + Send>,
 }
 
-/// Which device a write that was accepted goes to.
+/// Stamp of an accepted write: its device, and the drops of its namespace so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Accepted {
     pub(crate) device: u8,
-    /// How often its namespace had been dropped by then.
+    /// Drops of the namespace when the write was accepted. If the count differs when the write ends, the write fails.
     pub(crate) drops: u64,
 }
 
-/// A write that was accepted.
+/// An accepted write.
 pub(crate) struct WriteJob {
     pub(crate) record: Record,
-    /// Of the record with its header.
+    /// Pages of the record, header included.
     pub(crate) pages: u32,
     pub(crate) accepted: Accepted,
     pub(crate) done: Box<dyn FnOnce(WriteEnd) + Send>,
 }
 
-/// A record on its way to the log.
-pub(crate) struct Written {
+/// A write whose location in the log is allocated.
+pub(crate) struct AllocatedWrite {
     pub(crate) job: WriteJob,
     pub(crate) location: Location,
     pub(crate) header: Pages,
 }
 
-/// Records that lie one after the other in the log, and so can be written at once: a device takes a request of a MiB in
-/// much less time than four of a quarter.
+/// Adjacent records of the log, which go to the device in one operation. A device takes one request of 1 MiB in much
+/// less time than four of 256 KiB.
 #[derive(Default)]
 pub(crate) struct Batch {
-    records: Vec<Written>,
+    records: Vec<AllocatedWrite>,
     pieces: Vec<Piece>,
     bytes: usize,
 }
 
 impl Batch {
-    /// Whether a record at this place, of so many pieces, can follow those of the batch, as far as it has any.
+    /// Whether a record at this location, with this many pieces of memory, may join the batch. An empty batch takes any.
     pub(crate) fn takes(&self, location: &Location, pieces: usize) -> bool {
         let Some(last) = self.records.last().map(|record| &record.location) else { return true };
         let bytes = location.pages as usize * crate::PAGE_BYTES as usize;
         let adjacent = last.segment == location.segment && last.page + last.pages == location.page;
-        // More than one operation would hold is no use; and if that one fails, all of its records do.
+        // Stop at one operation: a larger batch saves nothing, and one failure fails every record of the batch.
         let in_one = self.bytes < OP_BYTES
             && self.bytes + bytes <= OP_BYTES + OP_BYTES / 2
             && self.pieces.len() + pieces <= Op::MAX_PIECES;
         adjacent && in_one
     }
 
-    /// `shards`: the record's memory behind its header.
-    pub(crate) fn push(&mut self, record: Written, shards: &[Piece]) {
+    /// Adds a record; `shards` is its memory behind the header.
+    pub(crate) fn push(&mut self, record: AllocatedWrite, shards: &[Piece]) {
         self.bytes += record.location.pages as usize * crate::PAGE_BYTES as usize;
         self.pieces.push(record.header.piece(record.header.len()));
         self.pieces.extend(shards);
         self.records.push(record);
     }
 
-    /// Bytes in the file.
+    /// Bytes that the records take in the file.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes as u64
     }
 
-    /// The records and their memory in the order of the file.
-    pub(crate) fn into_parts(self) -> (Vec<Written>, Vec<Piece>) {
+    /// The records, and their memory in the order of the file.
+    pub(crate) fn into_parts(self) -> (Vec<AllocatedWrite>, Vec<Piece>) {
         (self.records, self.pieces)
     }
 }
 
-/// What a transfer is for. Each holds the memory that its operations use, but for the pool's.
-#[expect(dead_code, reason = "some pages are only kept: the kernel reads them")]
-pub(crate) enum What {
+/// The purpose of a transfer. Each variant owns the memory that its operations use, except for the pool's.
+#[expect(dead_code, reason = "some pages are only kept because the kernel reads them")]
+pub(crate) enum Purpose {
     Read {
         job: ReadJob,
         header: HeaderMemory,
     },
-    /// At least one record; all of one segment.
+    /// At least one record; all are in one segment.
     Write {
-        records: Vec<Written>,
+        records: Vec<AllocatedWrite>,
     },
     Head {
         segment: SegmentNumber,
@@ -115,12 +116,13 @@ pub(crate) enum What {
         page: Pages,
     },
     Sync,
-    /// A record on its way to the log's end.
+    /// Cleaning reads a record that it keeps.
     CopyIn {
         live: Live,
         from: Location,
         buffer: Pages,
     },
+    /// Cleaning writes that record to the log's end.
     CopyOut {
         live: Live,
         from: Location,
@@ -129,40 +131,40 @@ pub(crate) enum What {
     },
 }
 
-impl What {
+impl Purpose {
     pub(crate) fn kind(&self) -> OpKind {
         match self {
-            What::Read { .. } | What::CopyIn { .. } => OpKind::Read,
-            What::Sync => OpKind::Sync,
+            Purpose::Read { .. } | Purpose::CopyIn { .. } => OpKind::Read,
+            Purpose::Sync => OpKind::Sync,
             _ => OpKind::Write,
         }
     }
 }
 
-/// Something that is done when all its operations have ended.
+/// A set of operations with one purpose. Ends when its last operation has ended.
 pub(crate) struct Transfer {
-    pub(crate) what: What,
+    pub(crate) purpose: Purpose,
     pub(crate) operations: usize,
     pub(crate) error: Option<io::Error>,
 }
 
 impl Transfer {
-    /// Bytes of the file that were read for somebody; 0 if it is something else.
+    /// Bytes to verify if this is a caller's read; 0 for any other transfer.
     pub(crate) fn read_bytes(&self) -> u64 {
-        match &self.what {
-            What::Read { job, .. } => u64::from(job.location.pages) * crate::PAGE_BYTES,
+        match &self.purpose {
+            Purpose::Read { job, .. } => u64::from(job.location.pages) * crate::PAGE_BYTES,
             _ => 0,
         }
     }
 }
 
-/// An operation, or what is left of it after an attempt that did not do all of it.
+/// An operation, or the rest of one that the device cut short.
 pub(crate) struct UnfinishedOp {
     pub(crate) transfer: u64,
     pub(crate) kind: OpKind,
     pub(crate) offset: u64,
     pub(crate) pieces: Vec<Piece>,
-    /// Attempts without progress.
+    /// Attempts in a row that moved no whole page.
     pub(crate) stalls: u32,
 }
 
@@ -171,7 +173,7 @@ impl UnfinishedOp {
         self.pieces.iter().map(|piece| piece.bytes as u64).sum()
     }
 
-    /// So many bytes are done; the rest is to be asked for again. Only whole pages count.
+    /// Takes `bytes` that were moved off the front. Only whole pages count, so the rest may be moved again.
     pub(crate) fn advance(&mut self, bytes: usize) {
         let mut left = bytes / crate::PAGE_BYTES as usize * crate::PAGE_BYTES as usize;
         self.offset += left as u64;
@@ -186,9 +188,10 @@ impl UnfinishedOp {
     }
 }
 
-/// Cuts a record into operations. Where memory is registered, the kernel has its pages at hand for operations of one piece.
-/// So the header, which never lies beside the shards, gets an operation of its own then if the shards lie together;
-/// they are posted together, and the kernel makes one request of them again. Otherwise all pieces are in one operation.
+/// Cuts a record into operations. Operations of one piece use registered memory, whose pages the kernel need not pin. So
+/// where memory is registered and the shards are adjacent, the header gets an operation of its own, because it never
+/// lies beside the shards. Both are posted together, and the kernel merges them into one request. In all other cases the
+/// header and the shards are cut as one run.
 pub(crate) fn cut_record(
     transfer: u64,
     kind: OpKind,
@@ -210,10 +213,10 @@ fn ends_at(piece: &Piece, next: &Piece) -> bool {
     std::ptr::eq(piece.address.wrapping_add(piece.bytes), next.address)
 }
 
-/// Cuts contiguous bytes of the file, whose memory is these pieces, into operations.
+/// Cuts a contiguous range of the file, which these pieces of memory hold, into operations.
 pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<UnfinishedOp> {
     let mut parts: Vec<UnfinishedOp> = Vec::new();
-    // Of equal size, so that a header does not leave a page for an operation of its own.
+    // Cut into equal sizes, so that a header of one page does not leave one page for a last operation.
     let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
     let count = ((bytes + OP_BYTES / 2) / OP_BYTES).max(1);
     let part_bytes = bytes.div_ceil(count).next_multiple_of(crate::PAGE_BYTES as usize);

@@ -1,18 +1,27 @@
-//! The SSD tier: sealed blocks, kept in log-structured files, and found again after a restart.
+//! The SSD tier: keeps sealed blocks in log-structured files and finds them again after a restart.
 //!
-//! [`SsdTier`] is what a daemon uses. A file is cut into segments; records, a header page and the shards of one block each,
-//! are appended to one open segment. docs/ssd.md draws every byte. What holds, whatever happens to the process or the
-//! machine:
+//! The daemon opens one [`SsdTier`] over one file per device. Each file is cut into segments. A record is a header page
+//! and the shards of one block, and is appended to the file's open segment. docs/ssd.md draws every byte.
 //!
-//! - **A hit is right or it is a miss.** A read answers [`ReadEnd::Found`] only after the record's header on the media
-//!   named this key and every shard had its crc32c.
-//! - **No late write.** Who gives memory away gets exactly one call of `done`, and only when the kernel is done with it.
-//! - **A crash leaves a usable tier.** Nothing is trusted that has no valid checksum and the right generation; what was
-//!   stored (`done` was told so) before the process died is found again.
-//! - **Nobody is kept waiting.** Every call returns at once; what does not fit into the queues is refused.
+//! ```text
+//!  write -> queue --+                    +-> append to the log; record and head written -> index -> done(Stored)
+//!                   +-> device's thread -+
+//!  read  -> queue --+                    +-> pages into the pool -> header and crc32c right -> done(Found)
+//! ```
 //!
-//! Pure parts: `layout` (bytes), `index`, `holdings`, `log`, `rate`, `turns`, `health`. The rest does I/O: a thread for each
-//! device (`device`), which drives an [`Io`], a ring of io_uring or a few threads.
+//! Four invariants hold, whatever happens to the process or the machine:
+//!
+//! - **A hit is right or it is a miss.** A read ends as [`ReadEnd::Found`] only if the record's header on the media
+//!   names this key and every shard has its crc32c.
+//! - **No late write.** The tier calls `done` exactly once, after the kernel has finished with the memory of the call. If
+//!   a device's thread panics, the tier drops `done` uncalled instead, also only then.
+//! - **A crash leaves a usable tier.** A structure counts only with a valid checksum and the right generation. A block
+//!   that was reported as [`WriteEnd::Stored`] before the process died is found again.
+//! - **Reads and writes never block the caller.** They return at once, and are refused when the queues are full. Only
+//!   opening, closing, and writing down a dropped namespace wait for a device.
+//!
+//! `layout` (bytes), `index`, `holdings`, `log`, `rate`, `turns` and `health` are pure. The rest does I/O: one thread per
+//! device (`device`) drives an [`Io`], which is an io_uring or a few threads.
 #![deny(unsafe_code)]
 
 pub mod bench;
@@ -46,7 +55,7 @@ mod turns;
 mod uring;
 
 pub use error::OpenError;
-pub use io::{Ended, Io, Op, OpKind, Piece, Waker, WrapIo};
+pub use io::{Completion, Io, Op, OpKind, Piece, Waker, WrapIo};
 pub use layout::{
     Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
     Superblock, Table, TableRecord,

@@ -1,4 +1,16 @@
-//! Which segment is written, filled up, emptied: the bookkeeping of a device's log. Pure.
+//! [`Log`]: the segments of one device, and which of them is free, open, sealed or being emptied. Pure.
+//!
+//! ```text
+//!         open_segment            full, or close_open        nothing in flight, table written
+//!  Free ---------------> open --------------------> finishing ------------------------------> Sealed
+//!   ^                                                   |                                        |
+//!   +--- the head failed, nothing in flight ------------'                         start_cleaning |
+//!   '--- finish_cleaning: kept records copied, no read pins it ----------------- Cleaned <-------'
+//! ```
+//!
+//! - Every opened segment gets a higher generation than all before it, so that its former structures do not count.
+//! - Callers' writes never take the last free segment. Copies need it, and without them no segment could be emptied.
+//! - `append` always leaves room for the segment's table and foot.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -7,86 +19,89 @@ use kvlane_block::Space;
 use crate::index::Live;
 use crate::layout::{PAGE_BYTES, SegmentNumber, table_bytes};
 
-/// Cleaning begins when only so many segments are free; fewer in a small file.
+/// Cleaning begins when this many segments, or fewer, are free. Half as many in a file below `SMALL_FILE` segments.
 const FREE_SEGMENTS: usize = 2;
 const SMALL_FILE: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum SegmentState {
     Free,
-    /// Written, or complete but for its table.
+    /// Open, or full and waiting for its table.
     Busy,
+    /// Its table is written, or failed: then its headers stand in for it.
     Sealed,
+    /// Being emptied; copies of its records may be in flight.
     Cleaned,
-    /// Nothing is known of it, and nothing is written to it in this run.
+    /// Its generation could not be read, so this run never writes to it.
     Unread,
 }
 
-/// Whether the head of a segment is on the device.
+/// Whether the head of an open segment is on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Head {
+pub(crate) enum HeadState {
     Awaited,
     Written,
-    /// Nothing in the segment counts.
+    /// No record in the segment counts.
     Failed,
 }
 
-/// A segment that is written.
+/// A segment that is open, or full and waiting for its table.
 #[derive(Debug)]
-pub(crate) struct Open {
+pub(crate) struct OpenSegment {
     pub(crate) segment: SegmentNumber,
     pub(crate) generation: u64,
-    pub(crate) head: Head,
-    /// First page that is not given to anybody.
+    pub(crate) head: HeadState,
+    /// First page that is not allocated.
     pub(crate) tail: u32,
-    /// First pages of records that are being written.
+    /// First pages of the records whose writes are in flight.
     pub(crate) in_flight: BTreeSet<u32>,
     records: usize,
     spaces: Vec<Space>,
-    /// Something was stored since the last checkpoint.
+    /// A record was stored since the last checkpoint.
     pub(crate) changed: bool,
-    /// Its table is being written.
+    /// A table of the segment is being written.
     pub(crate) table: bool,
-    /// That table is its last.
+    /// The table that is being written is the segment's last.
     sealing: bool,
 }
 
-/// A segment that is emptied.
+/// The segment that is being emptied.
 #[derive(Debug)]
 pub(crate) struct Cleaning {
     pub(crate) segment: SegmentNumber,
-    /// Records to copy on.
+    /// Records that are still to be copied to the log's end.
     pub(crate) left: VecDeque<Live>,
-    /// One is being copied.
+    /// A copy is in flight; there is at most one.
     pub(crate) copying: bool,
 }
 
-/// Who asks for room.
+/// Where a record that is appended comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum For {
+pub(crate) enum RecordSource {
+    /// Callers' writes.
     Writes,
-    /// What is copied on, which makes room by it.
+    /// Records that cleaning copies, which frees their segment.
     Copies,
 }
 
 /// The segments of a device.
 pub(crate) struct Log {
     segment_pages: u32,
-    states: Vec<(State, u64)>,
+    states: Vec<(SegmentState, u64)>,
     free: VecDeque<SegmentNumber>,
-    pub(crate) open: Option<Open>,
-    /// Full; wait for what is in flight, then for their tables.
-    pub(crate) finishing: Vec<Open>,
+    pub(crate) open: Option<OpenSegment>,
+    /// Full segments, which wait for their writes in flight, then for their tables.
+    pub(crate) finishing: Vec<OpenSegment>,
     pub(crate) cleaning: Option<Cleaning>,
     next_generation: u64,
 }
 
 impl Log {
-    /// A log whose segments are all free, but for those that [`Log::found`] names afterwards.
+    /// A log of free segments. Recovery then reports the used ones with [`Log::add_recovered`] and [`Log::exclude`].
     pub(crate) fn new(segments: u32, segment_pages: u32) -> Log {
         Log {
             segment_pages,
-            states: vec![(State::Free, 0); segments as usize],
+            states: vec![(SegmentState::Free, 0); segments as usize],
             free: (0..segments).map(SegmentNumber).collect(),
             open: None,
             finishing: Vec::new(),
@@ -95,16 +110,18 @@ impl Log {
         }
     }
 
-    /// A segment that holds records from before. With `tail`, the end of them, its table is missing and will be written.
-    pub(crate) fn found(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
+    /// Adds a recovered segment that holds records. With `tail`, the end of its records, its table is missing and will be
+    /// written.
+    pub(crate) fn add_recovered(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
         self.free.retain(|free| *free != segment);
-        self.states[segment.index()] = (if tail.is_some() { State::Busy } else { State::Sealed }, generation);
-        self.generation_seen(generation);
+        self.states[segment.index()] =
+            (if tail.is_some() { SegmentState::Busy } else { SegmentState::Sealed }, generation);
+        self.observe_generation(generation);
         if let Some(tail) = tail {
-            self.finishing.push(Open {
+            self.finishing.push(OpenSegment {
                 segment,
                 generation,
-                head: Head::Written,
+                head: HeadState::Written,
                 tail,
                 in_flight: BTreeSet::new(),
                 records: 0,
@@ -116,25 +133,25 @@ impl Log {
         }
     }
 
-    /// Of a segment it could not be read which generation it has. A new head might get the same one, and would make its old
-    /// records count again: so it is left alone until a start can read it.
-    pub(crate) fn unread(&mut self, segment: SegmentNumber) {
+    /// Excludes a segment whose generation could not be read. A new head might get the same generation, which would make
+    /// the segment's old records count again. So the segment stays unused until a start can read it.
+    pub(crate) fn exclude(&mut self, segment: SegmentNumber) {
         self.free.retain(|free| *free != segment);
-        self.states[segment.index()] = (State::Unread, 0);
+        self.states[segment.index()] = (SegmentState::Unread, 0);
     }
 
-    /// Later segments get higher generations.
-    pub(crate) fn generation_seen(&mut self, generation: u64) {
+    /// Makes all later segments get higher generations than this one.
+    pub(crate) fn observe_generation(&mut self, generation: u64) {
         self.next_generation = self.next_generation.max(generation.saturating_add(1));
     }
 
-    /// A generation for a segment that stays free.
+    /// Takes the next generation, for a segment that is erased and stays free.
     pub(crate) fn take_generation(&mut self) -> u64 {
         self.next_generation += 1;
         self.next_generation - 1
     }
 
-    /// The highest generation so far.
+    /// The highest generation that was seen or taken.
     pub(crate) fn last_generation(&self) -> u64 {
         self.next_generation - 1
     }
@@ -147,12 +164,12 @@ impl Log {
         self.free.len() as u32
     }
 
-    /// Opens a segment; its head is to be written. None if there is no room for that.
-    pub(crate) fn open_segment(&mut self, whom: For) -> Option<(SegmentNumber, u64)> {
-        // The last free segment is kept for copies: without it nothing could be emptied any more.
-        let kept = match whom {
-            For::Writes => 1,
-            For::Copies => 0,
+    /// Opens a free segment, whose head the caller has to write. None if a segment is open, or none is free for `source`.
+    pub(crate) fn open_segment(&mut self, source: RecordSource) -> Option<(SegmentNumber, u64)> {
+        // Keep the last free segment for copies, because without it no segment could be emptied any more.
+        let kept = match source {
+            RecordSource::Writes => 1,
+            RecordSource::Copies => 0,
         };
         if self.open.is_some() || self.free.len() <= kept {
             return None;
@@ -160,11 +177,11 @@ impl Log {
         let segment = self.free.pop_front()?;
         let generation = self.next_generation;
         self.next_generation += 1;
-        self.states[segment.index()] = (State::Busy, generation);
-        self.open = Some(Open {
+        self.states[segment.index()] = (SegmentState::Busy, generation);
+        self.open = Some(OpenSegment {
             segment,
             generation,
-            head: Head::Awaited,
+            head: HeadState::Awaited,
             tail: 1,
             in_flight: BTreeSet::new(),
             records: 0,
@@ -176,14 +193,20 @@ impl Log {
         Some((segment, generation))
     }
 
-    /// Room for a record in the open segment: its segment and first page. None if it does not fit in there.
-    pub(crate) fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
-        // What is copied from the last segment that can be emptied must find its room.
-        if whom == For::Writes && self.cleaning.is_some() && self.free.is_empty() {
+    /// Allocates room for a record in the open segment: returns the segment and the record's first page. None if the
+    /// record does not fit, or no segment is open.
+    pub(crate) fn append(
+        &mut self,
+        pages: u32,
+        space: &Space,
+        source: RecordSource,
+    ) -> Option<(SegmentNumber, u32)> {
+        // While a segment is emptied and none is free, the open segment's room belongs to the copies.
+        if source == RecordSource::Writes && self.cleaning.is_some() && self.free.is_empty() {
             return None;
         }
         let last_page = self.segment_pages - 1;
-        let open = self.open.as_mut().filter(|open| open.head != Head::Failed)?;
+        let open = self.open.as_mut().filter(|open| open.head != HeadState::Failed)?;
         let new_space = !open.spaces.contains(space);
         let table = table_pages(open.records + 1, open.spaces.len() + usize::from(new_space));
         if u64::from(open.tail) + u64::from(pages) + table > u64::from(last_page) {
@@ -199,36 +222,36 @@ impl Log {
         Some((open.segment, page))
     }
 
-    /// No more is appended to the open segment.
+    /// Ends the open segment: no more records are appended to it.
     pub(crate) fn close_open(&mut self) {
         self.finishing.extend(self.open.take());
     }
 
-    /// A segment that is written or waits for its table.
-    pub(crate) fn written(&mut self, segment: SegmentNumber) -> Option<&mut Open> {
+    /// The segment, if it is open or waits for its table.
+    pub(crate) fn unsealed(&mut self, segment: SegmentNumber) -> Option<&mut OpenSegment> {
         self.open.iter_mut().chain(&mut self.finishing).find(|open| open.segment == segment)
     }
 
-    /// The head of a segment was written, or could not be.
-    pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: Head) {
-        if let Some(open) = self.written(segment) {
+    /// Called when the write of a segment's head has ended. A failed head closes the open segment.
+    pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: HeadState) {
+        if let Some(open) = self.unsealed(segment) {
             open.head = head;
         }
-        if head == Head::Failed && self.open.as_ref().is_some_and(|open| open.segment == segment) {
+        if head == HeadState::Failed && self.open.as_ref().is_some_and(|open| open.segment == segment) {
             self.close_open();
         }
     }
 
-    /// A record is not in flight any more.
+    /// Called when the write of a record has ended.
     pub(crate) fn record_ended(&mut self, segment: SegmentNumber, page: u32, stored: bool) {
-        if let Some(open) = self.written(segment) {
+        if let Some(open) = self.unsealed(segment) {
             open.in_flight.remove(&page);
             open.changed |= stored;
         }
     }
 
-    /// Room for the table of the open segment at a checkpoint, with what must follow it; None if the segment is to be
-    /// closed instead.
+    /// Allocates room for the open segment's table at a checkpoint; returns its first page. None if no record and final
+    /// table would fit behind it: then the segment is to be closed instead.
     pub(crate) fn checkpoint_room(&mut self) -> Option<u32> {
         let last_page = self.segment_pages - 1;
         let open = self.open.as_mut()?;
@@ -242,72 +265,74 @@ impl Log {
         Some(page)
     }
 
-    /// Full segments in which nothing is in flight any more. Those whose head failed are free at once; the others, given
-    /// out once, need their tables.
-    pub(crate) fn finished(&mut self) -> Option<SegmentNumber> {
+    /// Takes a full segment that has no write in flight and needs its last table. Each is returned once. Also frees the
+    /// full segments whose head failed.
+    pub(crate) fn next_to_seal(&mut self) -> Option<SegmentNumber> {
         while let Some(index) =
-            self.finishing.iter().position(|open| open.head == Head::Failed && open.in_flight.is_empty())
+            self.finishing.iter().position(|open| open.head == HeadState::Failed && open.in_flight.is_empty())
         {
             let open = self.finishing.swap_remove(index);
-            self.states[open.segment.index()].0 = State::Free;
+            self.states[open.segment.index()].0 = SegmentState::Free;
             self.free.push_back(open.segment);
         }
-        let ready = |open: &&mut Open| open.head == Head::Written && open.in_flight.is_empty() && !open.table;
+        let ready = |open: &&mut OpenSegment| {
+            open.head == HeadState::Written && open.in_flight.is_empty() && !open.table
+        };
         let open = self.finishing.iter_mut().find(ready)?;
         (open.table, open.sealing) = (true, true);
         Some(open.segment)
     }
 
-    /// The table of a segment was written, or could not be; then the segment's headers stand for it.
+    /// Called when a segment's foot was written, or its table or foot failed: then the segment's headers stand in for it.
     pub(crate) fn table_ended(&mut self, segment: SegmentNumber) {
         if let Some(index) = self.finishing.iter().position(|open| open.segment == segment && open.sealing) {
             self.finishing.swap_remove(index);
-            self.states[segment.index()].0 = State::Sealed;
-        } else if let Some(open) = self.written(segment) {
+            self.states[segment.index()].0 = SegmentState::Sealed;
+        } else if let Some(open) = self.unsealed(segment) {
             open.table = false;
         }
     }
 
-    /// Generations and numbers of the segments that may be emptied, if one should be.
-    pub(crate) fn to_clean(&self) -> Option<Vec<(u64, SegmentNumber)>> {
+    /// The generations and numbers of all sealed segments, if few segments are free and none is being emptied.
+    pub(crate) fn cleaning_candidates(&self) -> Option<Vec<(u64, SegmentNumber)>> {
         let enough = if self.states.len() >= SMALL_FILE { FREE_SEGMENTS } else { FREE_SEGMENTS / 2 };
         if self.cleaning.is_some() || self.free.len() > enough {
             return None;
         }
-        let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == State::Sealed);
+        let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == SegmentState::Sealed);
         let sealed: Vec<_> =
             sealed.map(|(segment, &(_, generation))| (generation, SegmentNumber(segment as u32))).collect();
         (!sealed.is_empty()).then_some(sealed)
     }
 
-    /// A segment is emptied from now on.
-    pub(crate) fn clean(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
-        self.states[segment.index()].0 = State::Cleaned;
+    /// Starts to empty a segment; `kept` lists the records to copy.
+    pub(crate) fn start_cleaning(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
+        self.states[segment.index()].0 = SegmentState::Cleaned;
         self.cleaning = Some(Cleaning { segment, left: kept.into(), copying: false });
     }
 
-    /// The segment being emptied is empty.
-    pub(crate) fn cleaned(&mut self) {
+    /// Frees the segment that was being emptied.
+    pub(crate) fn finish_cleaning(&mut self) {
         if let Some(cleaning) = self.cleaning.take() {
-            self.states[cleaning.segment.index()].0 = State::Free;
+            self.states[cleaning.segment.index()].0 = SegmentState::Free;
             self.free.push_back(cleaning.segment);
         }
     }
 
-    /// Whether copies have any room to go to.
+    /// Whether a copy could be appended: a segment is open or free.
     pub(crate) fn has_room_for_copies(&self) -> bool {
         self.open.is_some() || !self.free.is_empty()
     }
 }
 
-/// Largest record, in pages, that fits into an empty segment.
+/// The largest record, in pages, that fits into an empty segment.
 pub(crate) fn largest_record(segment_pages: u32) -> u32 {
-    // Head, foot, and the table of one record.
+    // One page each for the head, the foot, and the table of one record.
     segment_pages.saturating_sub(3)
 }
 
 fn table_pages(records: usize, spaces: usize) -> u64 {
-    // And the mark that the table names all spaces.
+    // One more space for the mark `Table::NAMES_ALL`.
     table_bytes(records, spaces + 1).div_ceil(PAGE_BYTES)
 }
 
@@ -319,16 +344,16 @@ mod tests {
 
     const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([2; 16]) };
 
-    fn fill(log: &mut Log, whom: For) -> Vec<u32> {
-        let (segment, _) = log.open_segment(whom).unwrap();
-        log.head_ended(segment, Head::Written);
+    fn fill(log: &mut Log, source: RecordSource) -> Vec<u32> {
+        let (segment, _) = log.open_segment(source).unwrap();
+        log.head_ended(segment, HeadState::Written);
         let mut pages = Vec::new();
-        while let Some((_, page)) = log.append(3, &SPACE, whom) {
+        while let Some((_, page)) = log.append(3, &SPACE, source) {
             log.record_ended(segment, page, true);
             pages.push(page);
         }
         log.close_open();
-        assert_eq!(log.finished(), Some(segment));
+        assert_eq!(log.next_to_seal(), Some(segment));
         log.table_ended(segment);
         pages
     }
@@ -336,70 +361,70 @@ mod tests {
     #[test]
     fn a_segment_is_filled_with_room_left_for_its_table() {
         let mut log = Log::new(8, 16);
-        assert_eq!(fill(&mut log, For::Writes), [1, 4, 7, 10]);
+        assert_eq!(fill(&mut log, RecordSource::Writes), [1, 4, 7, 10]);
         assert_eq!(largest_record(16), 13);
-        log.open_segment(For::Writes).unwrap();
-        assert!(log.append(14, &SPACE, For::Writes).is_none());
-        assert!(log.append(13, &SPACE, For::Writes).is_some());
+        log.open_segment(RecordSource::Writes).unwrap();
+        assert!(log.append(14, &SPACE, RecordSource::Writes).is_none());
+        assert!(log.append(13, &SPACE, RecordSource::Writes).is_some());
     }
 
     #[test]
     fn the_last_free_segment_is_for_copies_and_what_was_emptied_is_free() {
         let mut log = Log::new(4, 16);
         for _ in 0..3 {
-            fill(&mut log, For::Writes);
+            fill(&mut log, RecordSource::Writes);
         }
-        assert_eq!(log.open_segment(For::Writes), None);
-        let sealed = log.to_clean().unwrap();
+        assert_eq!(log.open_segment(RecordSource::Writes), None);
+        let sealed = log.cleaning_candidates().unwrap();
         assert_eq!(
             sealed,
             [(1, 0), (2, 1), (3, 2)].map(|(generation, number)| (generation, SegmentNumber(number)))
         );
-        log.clean(SegmentNumber(0), Vec::new());
-        assert_eq!(log.to_clean(), None);
-        let (segment, generation) = log.open_segment(For::Copies).unwrap();
+        log.start_cleaning(SegmentNumber(0), Vec::new());
+        assert_eq!(log.cleaning_candidates(), None);
+        let (segment, generation) = log.open_segment(RecordSource::Copies).unwrap();
         assert_eq!((segment, generation), (SegmentNumber(3), 4));
-        assert!(log.append(3, &SPACE, For::Writes).is_none(), "copies come first");
-        assert!(log.append(3, &SPACE, For::Copies).is_some());
-        log.cleaned();
-        assert!(log.append(3, &SPACE, For::Writes).is_some());
+        assert!(log.append(3, &SPACE, RecordSource::Writes).is_none(), "copies come first");
+        assert!(log.append(3, &SPACE, RecordSource::Copies).is_some());
+        log.finish_cleaning();
+        assert!(log.append(3, &SPACE, RecordSource::Writes).is_some());
         assert_eq!(log.free_segments(), 1);
     }
 
     #[test]
     fn a_segment_whose_head_failed_is_free_when_nothing_is_in_flight() {
         let mut log = Log::new(4, 16);
-        let (segment, _) = log.open_segment(For::Writes).unwrap();
-        let (_, page) = log.append(3, &SPACE, For::Writes).unwrap();
-        log.head_ended(segment, Head::Failed);
-        assert!(log.open.is_none() && log.finished().is_none());
+        let (segment, _) = log.open_segment(RecordSource::Writes).unwrap();
+        let (_, page) = log.append(3, &SPACE, RecordSource::Writes).unwrap();
+        log.head_ended(segment, HeadState::Failed);
+        assert!(log.open.is_none() && log.next_to_seal().is_none());
         assert_eq!(log.free_segments(), 3);
         log.record_ended(segment, page, false);
-        assert!(log.finished().is_none());
+        assert!(log.next_to_seal().is_none());
         assert_eq!(log.free_segments(), 4);
     }
 
     #[test]
     fn checkpoints_take_room_and_a_segment_without_room_for_one_is_closed() {
         let mut log = Log::new(4, 8);
-        log.open_segment(For::Writes).unwrap();
-        log.append(1, &SPACE, For::Writes).unwrap();
+        log.open_segment(RecordSource::Writes).unwrap();
+        log.append(1, &SPACE, RecordSource::Writes).unwrap();
         assert_eq!(log.checkpoint_room(), Some(2));
-        assert_eq!(log.append(1, &SPACE, For::Writes), Some((SegmentNumber(0), 3)));
+        assert_eq!(log.append(1, &SPACE, RecordSource::Writes), Some((SegmentNumber(0), 3)));
         assert_eq!(log.checkpoint_room(), Some(4));
         assert_eq!(log.checkpoint_room(), Some(5));
         assert_eq!(log.checkpoint_room(), None);
-        assert_eq!(log.append(1, &SPACE, For::Writes), None);
+        assert_eq!(log.append(1, &SPACE, RecordSource::Writes), None);
     }
 
     #[test]
     fn what_was_found_is_not_free_and_generations_go_on() {
         let mut log = Log::new(4, 16);
-        log.found(SegmentNumber(2), 7, None);
-        log.found(SegmentNumber(0), 9, Some(5));
-        log.generation_seen(12);
+        log.add_recovered(SegmentNumber(2), 7, None);
+        log.add_recovered(SegmentNumber(0), 9, Some(5));
+        log.observe_generation(12);
         assert_eq!(log.free_segments(), 2);
-        assert_eq!(log.finished(), Some(SegmentNumber(0)));
-        assert_eq!(log.open_segment(For::Writes), Some((SegmentNumber(1), 13)));
+        assert_eq!(log.next_to_seal(), Some(SegmentNumber(0)));
+        assert_eq!(log.open_segment(RecordSource::Writes), Some((SegmentNumber(1), 13)));
     }
 }

@@ -1,15 +1,15 @@
-//! Memory that blocks are read into and written from.
-#![expect(unsafe_code, reason = "who implements the trait answers for the memory")]
+//! [`Memory`]: the pool, as the tier sees it. Blocks are written from it and read into it.
+#![expect(unsafe_code, reason = "the implementer of the trait vouches for the memory")]
 
-/// The pool.
+/// The pool that blocks are written from and read into.
 ///
 /// # Safety
-/// `bytes` bytes from `base`, which begins a page of 4096 bytes, are mapped, readable and writable, and faulted in or
-/// able to be, as long as the value lives. Both functions always answer the same.
+/// As long as the value lives, `bytes` bytes from `base` are mapped, readable and writable, and faulted in or able to
+/// be. `base` is a multiple of 4096. Both functions always return the same.
 pub unsafe trait Memory: Send + Sync {
-    /// Address of the first byte.
+    /// Address of the first byte, a multiple of 4096.
     fn base(&self) -> *mut u8;
-    /// Size in bytes.
+    /// Size of the pool in bytes.
     fn bytes(&self) -> u64;
 }
 

@@ -1,4 +1,4 @@
-//! What tier to open.
+//! Options of a tier: its files, limits and I/O interface.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,32 +6,32 @@ use std::time::Duration;
 
 use crate::io::WrapIo;
 
-/// One file.
+/// The file that stands for one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceOptions {
-    /// A file, which is made if it does not exist or is empty; or a directory, in which it is `kvlane-ssd.data`.
+    /// A file, which is made if it does not exist or is empty; or a directory, for the file `kvlane-ssd.data` in it.
     pub path: PathBuf,
-    /// Bytes of the file. None: those of the file that is there, or 80 % of what is free.
+    /// Size of the file in bytes. None: the size of the existing file, or 80 % of the free space for a new one.
     pub capacity: Option<u64>,
 }
 
-/// What tier to open.
+/// Argument of [`SsdTier::open`](crate::SsdTier::open).
 #[derive(Clone)]
 pub struct Options {
-    /// Files on as many devices; blocks are spread over them. At least one.
+    /// 1 to 255 files, each on a device of its own; blocks are spread over them.
     pub devices: Vec<DeviceOptions>,
-    /// Most bytes written a second, on each device.
+    /// Write limit of each device, in bytes a second.
     pub write_rate: Option<u64>,
-    /// How often the tables of unfinished segments are written, so that a restart after a crash reads less.
+    /// How often the open segment's table is written, so that a restart after a crash scans less.
     pub checkpoint_interval: Duration,
-    /// Bytes of a segment in new files. None: a sixteenth of the capacity as a power of two, 1 MiB to 64 MiB. A block
+    /// Segment size of new files in bytes. None: a sixteenth of the capacity as a power of two, 1 MiB to 64 MiB. A block
     /// must fit into a segment.
     pub segment_bytes: Option<u64>,
-    /// Bytes of blocks, for each device, that were accepted and are not written yet.
+    /// Limit, for each device, of bytes that were accepted and are not written yet.
     pub backlog_bytes: u64,
-    /// Use threads where io_uring would be possible.
+    /// Use threads even if io_uring is available.
     pub threads: bool,
-    /// Go through the page cache where direct I/O would be possible.
+    /// Use the page cache even if direct I/O is available.
     pub buffered: bool,
     /// A layer between the tier and its devices, for tests.
     pub wrap_io: Option<Arc<dyn WrapIo>>,

@@ -1,4 +1,4 @@
-//! Memory of the tier's own that direct I/O can use.
+//! [`Pages`]: page-aligned memory for direct I/O, owned by the tier.
 #![expect(unsafe_code, reason = "memory with an alignment comes from the allocator's raw interface")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use crate::io::Piece;
 use crate::layout::PAGE_BYTES;
 
-/// Whole pages, zero at first.
+/// Whole pages of 4096 bytes, zeroed when allocated.
 #[derive(Debug)]
 pub(crate) struct Pages {
     start: NonNull<u8>,
@@ -18,7 +18,7 @@ pub(crate) struct Pages {
 unsafe impl Send for Pages {}
 
 impl Pages {
-    /// At least so many bytes; at least one page.
+    /// Allocates at least `bytes`, and at least one page.
     pub(crate) fn new(bytes: usize) -> Pages {
         let size = bytes.max(1).next_multiple_of(PAGE_BYTES as usize);
         #[expect(
@@ -43,33 +43,33 @@ impl Pages {
         self.layout.size()
     }
 
-    /// Its bytes. Not while an operation may write them.
+    /// All bytes. Never call this while an operation may write them.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: start and size are those of the allocation, which is initialised.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
     }
 
-    /// Its bytes. Not while an operation uses them.
+    /// All bytes. Never call this while an operation uses them.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and nobody else has a reference.
+        // SAFETY: start and size are those of the allocation, which is initialised, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len()) }
     }
 
-    /// One page's bytes. Not while an operation may write this one.
+    /// The bytes of one page. Never call this while an operation may write that page.
     pub(crate) fn page(&self, number: usize) -> &[u8] {
         let piece = self.piece_at(number, PAGE_BYTES as usize);
-        // SAFETY: inside of the allocation, which is initialised; the others are not part of the reference.
+        // SAFETY: inside the allocation, which is initialised. The reference covers no other page.
         unsafe { std::slice::from_raw_parts(piece.address, piece.bytes) }
     }
 
-    /// So many bytes from a page on, for an operation.
+    /// `bytes` bytes from page `page` on, as an operation takes them.
     pub(crate) fn piece_at(&self, page: usize, bytes: usize) -> Piece {
         let at = page * PAGE_BYTES as usize;
         assert!(at + bytes <= self.len(), "{bytes} bytes from page {page} of {}", self.len());
         Piece { address: self.start.as_ptr().wrapping_add(at), bytes }
     }
 
-    /// The first so many bytes, for an operation.
+    /// The first `bytes` bytes, as an operation takes them.
     pub(crate) fn piece(&self, bytes: usize) -> Piece {
         self.piece_at(0, bytes)
     }

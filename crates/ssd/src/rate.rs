@@ -1,11 +1,11 @@
-//! How many bytes may be written a second. Pure: time comes in as an argument.
+//! [`RateLimit`]: a token bucket for the bytes that a device may write a second. Pure: time comes in as an argument.
 
 use std::time::{Duration, Instant};
 
-/// What may be written at once after a pause, in time.
+/// Capacity of the bucket, as the time in which it fills.
 const BURST: Duration = Duration::from_millis(50);
 
-/// A bucket of bytes that fills at a rate. It may be overdrawn once, so that no transfer is too large for it.
+/// A bucket of bytes that fills at a fixed rate. A transfer may overdraw it, so that none is too large.
 #[derive(Debug)]
 pub(crate) struct RateLimit {
     bytes_per_second: f64,
@@ -20,20 +20,20 @@ impl RateLimit {
         RateLimit { bytes_per_second, credit: bytes_per_second * BURST.as_secs_f64(), since: None }
     }
 
-    /// None: a transfer may start now. Otherwise how long to wait before asking again.
+    /// Returns None if a transfer may start now, or else how long to wait before the next call.
     pub(crate) fn wait(&mut self, now: Instant) -> Option<Duration> {
         let passed = self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         self.since = Some(now);
         let full = self.bytes_per_second * BURST.as_secs_f64();
         self.credit = (self.credit + passed.as_secs_f64() * self.bytes_per_second).min(full);
-        // Rounded up, so that waiting this long is enough.
+        // Round up, so that one wait of this length is enough.
         (self.credit <= 0.0).then(|| {
             let seconds = (-self.credit / self.bytes_per_second).min(3600.0);
             Duration::from_secs_f64(seconds) + Duration::from_micros(10)
         })
     }
 
-    /// A transfer of so many bytes has started.
+    /// Takes the bytes of a transfer that has started.
     pub(crate) fn take(&mut self, bytes: u64) {
         self.credit -= bytes as f64;
     }

@@ -1,4 +1,5 @@
-//! Is what was read what was written?
+//! Verifies a record that was read: its header must name this block at this location, and every shard must have its
+//! crc32c.
 #![expect(unsafe_code, reason = "checksums are taken of the pool's bytes")]
 
 use kvlane_block::{BlockKey, PoolExtent};
@@ -8,10 +9,10 @@ use crate::layout::{RecordHeader, ShardSum, Superblock};
 use crate::memory::Memory;
 use crate::request::{Miss, ReadEnd};
 
-/// Looks at a record's header and at all its bytes.
+/// Verifies the header and the shards of a record that was read into the pool.
 ///
 /// # Safety
-/// The extents are inside of the memory, and nobody writes to them during the call.
+/// The extents are inside the memory, and nothing writes to them during the call.
 pub(crate) unsafe fn verify(
     superblock: &Superblock,
     generation: u64,
@@ -29,7 +30,7 @@ pub(crate) unsafe fn verify(
         return ReadEnd::Miss(Miss::Lengths);
     }
     for (ShardSum { crc, .. }, extent) in header.shards.iter().zip(into) {
-        // SAFETY: inside of the memory, which is mapped, and not written, by the caller's promise.
+        // SAFETY: by the caller's promise the extent is inside the memory, which is mapped, and nothing writes to it.
         let bytes = unsafe {
             std::slice::from_raw_parts(memory.base().add(extent.offset.0 as usize), extent.bytes as usize)
         };
@@ -40,7 +41,7 @@ pub(crate) unsafe fn verify(
     ReadEnd::Found { crcs: header.shards.iter().map(|shard| shard.crc).collect() }
 }
 
-/// The header, if it is the one that was written here for this block.
+/// Decodes a header, and returns it only if it was written at this location, in this generation, for this block.
 pub(crate) fn identify(
     superblock: &Superblock,
     generation: u64,
@@ -58,7 +59,7 @@ pub(crate) fn identify(
     here.then_some(header)
 }
 
-/// Whether the shards that follow each other in `bytes`, each on pages of its own, are those that the header names.
+/// Whether the shards in `bytes`, each beginning a page, have the lengths and checksums that the header names.
 pub(crate) fn shards_are_right(header: &RecordHeader, bytes: &[u8]) -> bool {
     let mut rest = bytes;
     header.shards.iter().all(|&ShardSum { bytes: length, crc }| {

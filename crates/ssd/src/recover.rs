@@ -1,4 +1,16 @@
-//! What is in a file when it is opened: read from the tables of its segments, and from headers where those are missing.
+//! Recovery: reads what a file holds when it is opened, and fills the index and the log with it.
+//!
+//! ```text
+//!  each segment: head ---------> generation; without one: the foot's, if the first record has it; else free
+//!                foot, table --> records up to the foot's `scan_from`
+//!                scan ---------> records from there on, or from page 1 without a table, by their headers
+//!  in the order of the generations: the block's latest record counts, unless the drop table says otherwise
+//! ```
+//!
+//! - A segment whose generation cannot be read is left alone in this run. Its generation might be the next one that a
+//!   new head would get, and drops of the previous run may reach up to it.
+//! - A full segment without a complete table gets one written (`tail`).
+//! - If the drop table is more than half full, segments without a record that counts are erased, so that it can shrink.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -16,25 +28,25 @@ use crate::layout::{
 use crate::log::Log;
 use crate::pages::Pages;
 
-/// Reads in flight.
+/// Segments that are read in parallel.
 const THREADS: usize = 8;
-/// Segments whose records are held in memory at once.
+/// Segments whose records are in memory at once.
 const BATCH: usize = 64;
-/// Read at once where no header is where one was expected.
+/// Pages that the scan reads at once after a page without a header.
 const WINDOW_PAGES: u32 = 256;
 
-/// What was found.
+/// Outcome of the recovery of one file.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) from_tables: u64,
     pub(crate) by_scan: u64,
-    /// Segments that could not be read and count as empty.
+    /// Segments that could not be read; their blocks are misses.
     pub(crate) unreadable: u32,
-    /// Those of them whose generation is not known.
+    /// Those of them whose generation is unknown.
     pub(crate) unread: u32,
     /// Segments that may hold records, none of which counts.
     pub(crate) void: Vec<SegmentNumber>,
-    /// What the segments may hold, whether or not it counts.
+    /// Namespaces that each segment may hold, whether or not their records count.
     pub(crate) holdings: Holdings,
 }
 
@@ -42,7 +54,7 @@ pub(crate) struct Found {
 #[derive(Debug, Clone, Copy)]
 struct FoundRecord {
     key: BlockKey,
-    /// The first of its pages in the segment.
+    /// First page of the record in its segment.
     page: u32,
     pages: u32,
 }
@@ -51,26 +63,26 @@ struct FoundRecord {
 #[derive(Debug, Default)]
 struct Contents {
     from_table: usize,
-    /// In the order of their pages.
+    /// Those of the table, in the order of their pages, then those of the scan.
     records: Vec<FoundRecord>,
-    /// Of all records that may be there, those that are in no table among them.
+    /// Namespaces that have records in the segment, those without a record that counts included.
     namespaces: BTreeSet<Namespace>,
-    /// There may be records of others, too.
-    is_open: bool,
-    /// End of what the table or the scan saw, if the table does not cover all of the segment.
+    /// Namespaces outside the list may have records too.
+    is_partial: bool,
+    /// End of the records and tables that were found, if the last table does not cover the whole segment.
     tail: Option<u32>,
 }
 
-/// Begins a run: reads what `file` holds, erases what the drops would else have to name, and ends the drops of the run
-/// before. `device` is its number in the index.
-pub(crate) fn begin(
+/// Begins a run. Recovers `file`, erases void segments if the drop table is short of room, and limits the previous
+/// run's drops to the generations before this run. `device` is the file's number in the index.
+pub(crate) fn begin_run(
     file: &TierFile,
     device: u8,
     drops: &DropTable,
     index: &mut Index,
     log: &mut Log,
 ) -> io::Result<Found> {
-    log.generation_seen(drops.highest());
+    log.observe_generation(drops.highest());
     let mut found = recover(file, device, drops, index, log);
     if found.unread > file.superblock.segments / 2 {
         return Err(io::Error::other("most of it cannot be read: mend the device, or remove the file"));
@@ -81,7 +93,7 @@ pub(crate) fn begin(
         for segment in std::mem::take(&mut found.void) {
             let generation = log.take_generation();
             if let Err(error) = erase(file, segment, generation) {
-                tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "what was dropped cannot be erased");
+                tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "erasing dropped blocks failed");
                 break;
             }
             found.holdings.erased(segment, generation);
@@ -94,14 +106,17 @@ pub(crate) fn begin(
             io::Error::new(error.kind(), sentence)
         })?;
     } else {
-        // How far the drops of the run before reach is not known. Left open they reach further: what is written in this run
-        // of the namespaces that they name is cold once after the next start.
-        tracing::warn!(path = %file.path.display(), unread = found.unread, "what was dropped may be cold once more");
+        // The previous run's highest generation is unknown, so its drops stay unlimited. They also void what this run
+        // writes of their namespaces: those blocks are cold once after the next start.
+        tracing::warn!(
+            path = %file.path.display(), unread_segments = found.unread,
+            "drops of the previous run stay open; blocks of dropped namespaces will be cold after the next restart"
+        );
     }
     Ok(found)
 }
 
-/// Fills the index, and the log, with what `file` holds.
+/// Reads all segments of `file`, and fills the index and the log with the records that count.
 pub(crate) fn recover(
     file: &TierFile,
     device: u8,
@@ -122,33 +137,36 @@ pub(crate) fn recover(
             Err(error) => {
                 tracing::warn!(
                     path = %file.path.display(), segment = segment.0, %error,
-                    "a segment cannot be read and is left alone until a start of the daemon can read it; if none can, mend the \
-                     device, or remove the file to use all of it again"
+                    "SSD segment unreadable; leaving it unused until a start of the daemon can read it; if none can, \
+                     mend the device, or remove the file to use all of it again"
                 );
                 (found.unreadable, found.unread) = (found.unreadable + 1, found.unread + 1);
                 found.holdings.unreadable();
-                log.unread(*segment);
+                log.exclude(*segment);
             }
         }
     }
-    // A block that is there twice counts where it was written last.
+    // Go in the order of the generations, so that the latest record of a block replaces earlier ones in the index.
     generations.sort_unstable();
     for batch in generations.chunks(BATCH) {
         let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
         for (&(generation, segment), contents) in batch.iter().zip(contents) {
             let mut contents = contents.unwrap_or_else(|error| {
-                tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "a segment cannot be read and counts as empty");
+                tracing::warn!(
+                    path = %file.path.display(), segment = segment.0, %error,
+                    "SSD segment unreadable; its blocks are misses"
+                );
                 found.unreadable += 1;
-                Contents { is_open: true, ..Contents::default() }
+                Contents { is_partial: true, ..Contents::default() }
             });
             let namespaces = std::mem::take(&mut contents.namespaces);
-            found.holdings.found(segment, generation, namespaces, contents.is_open);
+            found.holdings.found(segment, generation, namespaces, contents.is_partial);
             let all = contents.records.len();
             contents.records.retain(|record| drops.counts(&record.key.space.namespace, generation));
-            // Which of them came from the table does not matter any more.
+            // Records of the table come first in the list, but only the count of each kind matters from here on.
             contents.from_table = contents.from_table.saturating_sub(all - contents.records.len());
             if contents.records.is_empty() {
-                log.generation_seen(generation);
+                log.observe_generation(generation);
                 found.void.push(segment);
                 continue;
             }
@@ -157,7 +175,7 @@ pub(crate) fn recover(
             for &FoundRecord { key, page, pages } in &contents.records {
                 index.insert(&key, Location { device, segment, page, pages });
             }
-            log.found(segment, generation, contents.tail);
+            log.add_recovered(segment, generation, contents.tail);
         }
     }
     found
@@ -190,7 +208,7 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> 
     results.into_iter().map(|(_, result)| result).collect()
 }
 
-/// The generation of a segment that may hold something.
+/// The generation of a segment; None if it holds nothing that may count.
 fn generation(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<u64>> {
     let superblock = &file.superblock;
     let mut page = Pages::new(PAGE_BYTES as usize);
@@ -202,15 +220,16 @@ fn generation(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<u64>
     {
         return Ok(Some(head.generation));
     }
-    // Never used, or damaged. What the foot says is right or older. Where it is older the first record is another: then
-    // nothing counts, for the file may have forgotten since which of the older records were dropped.
+    // The segment was never used, or its head is damaged. The foot may be of an earlier use of the segment. Then the
+    // first record has another generation and nothing counts, because the drop table may have lost the drops of that
+    // earlier use.
     let Some(foot) = foot(file, segment)? else { return Ok(None) };
     read(file, &mut page, PAGE_BYTES as usize, superblock.offset(segment, 1))?;
     let first = header(file, superblock, segment, 1, page.bytes())?;
     Ok(first.filter(|(header, _)| header.generation == foot.generation).map(|_| foot.generation))
 }
 
-/// Makes void for good what is in a segment of which nothing counts: its head gets a generation of its own, its foot goes.
+/// Voids the records of a segment for good: writes a head with a new generation, and zeros over the foot.
 fn erase(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Result<()> {
     let superblock = &file.superblock;
     let head = SegmentHead { device_id: superblock.device_id, segment, generation };
@@ -220,6 +239,7 @@ fn erase(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Result
     write_full(&file.file, nothing.bytes(), superblock.offset(segment, last_page))
 }
 
+/// The segment's foot, of any generation, if it is intact.
 fn foot(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<SegmentFoot>> {
     let superblock = &file.superblock;
     let mut page = Pages::new(PAGE_BYTES as usize);
@@ -229,6 +249,7 @@ fn foot(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<SegmentFoo
     Ok(foot.filter(|foot| superblock.is_of(&foot.device_id) && foot.segment == segment))
 }
 
+/// The records of a segment: from its table, and by a scan of the pages that the table may not cover.
 fn contents(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Result<Contents> {
     let superblock = &file.superblock;
     let last_page = superblock.segment_pages() - 1;
@@ -252,7 +273,7 @@ fn contents(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Res
             })
             .collect();
         contents.from_table = contents.records.len();
-        contents.is_open = !table.spaces.contains(&Table::NAMES_ALL);
+        contents.is_partial = !table.spaces.contains(&Table::NAMES_ALL);
         let named = table.spaces.iter().filter(|space| **space != Table::NAMES_ALL);
         contents.namespaces = named.map(|space| space.namespace).collect();
         scan_from = foot.scan_from.max(1);
@@ -284,8 +305,8 @@ fn table(file: &TierFile, segment: SegmentNumber, foot: &SegmentFoot) -> io::Res
     Ok(table.filter(|table| superblock.is_of(&table.device_id) && table.generation == foot.generation))
 }
 
-/// The records from page `from` on, by their headers. Behind what was not written completely there may be records that
-/// were, so every page is looked at until one begins a record.
+/// The records from page `from` on, by their headers. A complete record may follow one whose write was cut off, so
+/// after a page without a header the scan tries every page.
 fn scan(
     file: &TierFile,
     superblock: &Superblock,
@@ -301,7 +322,7 @@ fn scan(
     let mut records = Vec::new();
     while page < last_page {
         if !(start..end).contains(&page) {
-            // Headers alone where they follow each other.
+            // Read one page while headers lead from record to record, and a window once one is missing.
             let pages = if missed { WINDOW_PAGES } else { 1 }.min(last_page - page);
             read(file, &mut window, pages as usize * PAGE_BYTES as usize, superblock.offset(segment, page))?;
             (start, end) = (page, page + pages);
@@ -323,7 +344,8 @@ fn scan(
     Ok(records)
 }
 
-/// The header that begins at `page`, whose bytes are at hand, and the pages of its record.
+/// The header at `page`, and the pages of its record. `bytes` are the page and what was read behind it; a longer header
+/// is read from the file.
 fn header(
     file: &TierFile,
     superblock: &Superblock,
@@ -368,8 +390,8 @@ mod tests {
     use super::*;
     use crate::layout::{FORMAT_VERSION, ShardSum, TableRecord, table_bytes};
 
-    /// How many blocks are found in a segment without a head, whose foot and table are of generation 3 and whose first record
-    /// is of generation `first`.
+    /// The number of blocks that are found in a segment without a head. Its foot and table have generation 3, and its
+    /// first record has generation `first`.
     fn found_by_foot(first: u64) -> usize {
         let (device_id, segment, segment_bytes) = ([7; 16], SegmentNumber(0), 8 * PAGE_BYTES);
         let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments: 1 };
@@ -391,7 +413,7 @@ mod tests {
         let file = TierFile { path, file: memory, superblock, direct: false, notes: Vec::new(), warm: true };
         let (mut index, mut log) = (Index::new(), Log::new(1, 8));
         index.add_device(1);
-        begin(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log).unwrap();
+        begin_run(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log).unwrap();
         index.blocks()
     }
 
@@ -408,12 +430,12 @@ mod tests {
         let superblock = &file.superblock;
         let (mut index, mut log) = (Index::new(), Log::new(superblock.segments, superblock.segment_pages()));
         index.add_device(superblock.segments);
-        begin(file, 0, &DropTable::read(file).unwrap(), &mut index, &mut log).unwrap();
+        begin_run(file, 0, &DropTable::read(file).unwrap(), &mut index, &mut log).unwrap();
         (index.blocks(), log.free_segments())
     }
 
-    /// A device that could not read the newest segment's head for once: how far the drops of the run before reach was
-    /// taken from the other segments, and at the next start what had been dropped was found again.
+    /// A device could not read the newest segment's head once. The previous run's drops were limited by the generations
+    /// of the other segments, and the next start found dropped blocks again.
     #[test]
     fn what_was_dropped_stays_away_where_a_head_cannot_be_read_at_one_start() {
         let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 3);
@@ -443,8 +465,8 @@ mod tests {
         }
     }
 
-    /// Tables of a build before named only what counted. A drop's entry was taken out because no table named it, and once a
-    /// bit of that table flipped, the segment's headers brought the dropped blocks back.
+    /// Tables of earlier builds named only namespaces with records that counted. So a drop's entry was removed because
+    /// no table named it. Once a bit of that table flipped, the segment's headers brought the dropped blocks back.
     #[test]
     fn a_segment_may_hold_anything_unless_its_table_names_all_that_it_holds() {
         let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 1);

@@ -1,4 +1,4 @@
-//! The words of the tier's interface.
+//! Requests of the tier's callers, and their outcomes: write, read, drop a namespace.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,41 +8,41 @@ use kvlane_block::{BlockKey, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_policy::Memo;
 use thiserror::Error;
 
-/// A block to be written. Nobody may change its bytes before `done` is called.
+/// A block to be written. Its bytes must not change before `done` is called.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// The name under which the block is found again.
+    /// The key under which lookups find the block.
     pub key: BlockKey,
-    /// Its shards, in the order of the cut.
+    /// The block's shards, in the order of the cut.
     pub shards: Vec<SealedShard>,
-    /// What the pool's policy knows of it.
+    /// The policy's memo of the block.
     pub memo: Memo,
 }
 
-/// A block to be read. The extents are the tier's, and the kernel's, until `done` is called.
+/// A block to be read. Its extents belong to the tier and the kernel until `done` is called.
 pub struct Read {
-    /// The name under which the block was written.
+    /// The key under which the block was written.
     pub key: BlockKey,
-    /// Where each shard goes.
+    /// The destination of each shard in the pool.
     pub into: Vec<PoolExtent>,
-    /// From then on nobody waits for it: a read that has not begun ends as [`Miss::Late`]. One that has begun is counted as
-    /// late, and goes on to its end.
+    /// A read that has not begun by then ends as [`Miss::Late`]. One that has begun is counted as late, and goes on to
+    /// its end.
     pub deadline: Option<Instant>,
 }
 
-/// How a write ended.
+/// Outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteEnd {
-    /// It will be found, after a crash of this process too.
+    /// The block is found from now on, also after a crash of this process.
     Stored,
-    /// It is not stored: the device refused (see its status), or the tier was closed.
+    /// The block is not stored: the device failed (see its status), its namespace was dropped, or the tier closed.
     Failed,
 }
 
-/// How a read ended.
+/// Outcome of a read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadEnd {
-    /// All bytes are there, and are those that were written.
+    /// The extents hold exactly the bytes that were written.
     Found {
         /// crc32c of each shard.
         crcs: Vec<u32>,
@@ -51,10 +51,10 @@ pub enum ReadEnd {
     Miss(Miss),
 }
 
-/// Why there is nothing after all.
+/// Why a read that was accepted found no block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Miss {
-    /// What is on the device is not what was written. The block is dropped.
+    /// The bytes on the device are not the ones that were written. The block leaves the index.
     Damaged,
     /// The block was written with shards of other lengths.
     Lengths,
@@ -66,20 +66,20 @@ pub enum Miss {
     Closed,
 }
 
-/// A file that could not note that a namespace was dropped.
+/// A file whose drop table lacks a dropped namespace.
 #[derive(Debug, Error)]
 #[error("the SSD file {path} could not note it: {why}")]
 pub struct NotNoted {
-    /// The file that lacks the note.
+    /// The file as it was named.
     pub path: PathBuf,
-    /// Whether it has no room for the note, or the device failed.
+    /// Whether its drop table is full, or the device failed.
     pub why: NoteError,
 }
 
-/// Why a file does not note that a namespace was dropped.
+/// Why a namespace could not be written into a file's drop table.
 #[derive(Debug, Error)]
 pub enum NoteError {
-    /// It names as many namespaces as it has room for, and has blocks of all of them.
+    /// The drop table is full, and the file may have records of every namespace in it. Holds the table's capacity.
     #[error(
         "it has blocks of {0} other namespaces that were dropped, the most it can name; restart the daemon, which erases what it can, or stop it and remove the file"
     )]
@@ -89,10 +89,10 @@ pub enum NoteError {
     Io(io::Error),
 }
 
-/// A namespace and cut of which something is stored.
+/// A namespace and cut that has stored blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpaceUse {
-    /// What the blocks are of.
+    /// The namespace, and how its blocks are cut into shards.
     pub space: Space,
     /// Blocks that can be read, on all devices together.
     pub blocks: u64,
@@ -100,7 +100,7 @@ pub struct SpaceUse {
     pub bytes: u64,
 }
 
-/// Why a call did nothing. `done` was not called and never will be.
+/// Why a call was refused. Its `done` is never called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Refused {
     /// The block is stored already, or being stored.
@@ -109,13 +109,13 @@ pub enum Refused {
     /// The block is not stored.
     #[error("the block is not stored")]
     Absent,
-    /// As much is waiting as may wait.
+    /// The backlog of writes, or the queue of reads, is at its limit.
     #[error("the queue is full")]
     Full,
-    /// No device accepts writes; their status says why.
+    /// Every device pauses writes after an error; the status says why.
     #[error("no device accepts writes at the moment")]
     Degraded,
-    /// The block does not fit into a segment.
+    /// The block does not fit into a segment of any device.
     #[error("a block of {pages} pages does not fit into a segment of {segment_pages}")]
     TooLarge {
         /// Pages of 4096 bytes of its record.
@@ -129,9 +129,9 @@ pub enum Refused {
     /// An extent is empty, does not begin a page, or ends outside of the pool; or a block has no shards.
     #[error("{bytes} bytes at offset {offset} are not an extent of the pool")]
     BadExtent {
-        /// Where it was to begin.
+        /// Start of the extent, in the pool.
         offset: PoolOffset,
-        /// How long it was to be.
+        /// Length of the extent.
         bytes: u64,
     },
     /// The tier is closed.

@@ -1,4 +1,7 @@
-//! What callers and the devices' threads share.
+//! State that callers share with the devices' threads: the index, and per device the queue, the counters and the pins.
+//!
+//! A caller queues a job, then wakes the thread if `sleeping` is set. The thread sets `sleeping`, then checks the queue
+//! once more before it waits. In this order no job waits for the thread's timeout.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -16,24 +19,24 @@ use crate::io::Waker;
 use crate::job::{Accepted, ReadJob, WriteJob};
 use crate::stats::{Counters, DeviceStatus};
 
-/// Of the tier.
+/// State of the tier.
 pub(crate) struct Shared {
     pub(crate) index: Mutex<Stored>,
     pub(crate) counters: Counters,
-    /// Says which blocks deserve to stay.
+    /// Scores blocks for cleaning; set at most once.
     pub(crate) judge: OnceLock<Arc<dyn Judge>>,
-    /// How dense is what each device has given up lately; None of one that had to give up nothing yet, or was not told.
+    /// Hit density of the records that each device gave up lately. None before it gave up any, or without a judge.
     pub(crate) given_up: Mutex<Vec<Option<f32>>>,
 }
 
-/// What is stored, and what is being stored.
+/// Blocks that are stored, and writes that are accepted.
 pub(crate) struct Stored {
     pub(crate) index: Index,
-    /// With the device that each goes to.
+    /// Keys of accepted writes, with the device of each. A drop of its namespace removes a key before its write ends.
     pub(crate) pending: HashMap<BlockKey, Accepted>,
-    /// How often each namespace was dropped, since it was last not being written.
+    /// Drops of each namespace while writes of it were accepted. Forgotten by a drop that finds no such write.
     pub(crate) drops: HashMap<Namespace, u64>,
-    /// Writes that were accepted and have not ended, those of dropped namespaces among them, by device and namespace.
+    /// Count of writes that were accepted and have not ended, by device and namespace, dropped namespaces included.
     pub(crate) writing: HashMap<(u8, Namespace), u64>,
 }
 
@@ -42,31 +45,31 @@ impl Stored {
         self.drops.get(namespace).copied().unwrap_or(0)
     }
 
-    /// A write is accepted.
-    pub(crate) fn now_pending(&mut self, key: &BlockKey, accepted: Accepted) {
+    /// Records an accepted write.
+    pub(crate) fn add_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         self.pending.insert(*key, accepted);
         *self.writing.entry((accepted.device, key.space.namespace)).or_default() += 1;
     }
 
-    /// A write has ended. Its key may be another write's by now.
-    pub(crate) fn no_longer_pending(&mut self, key: &BlockKey, accepted: Accepted) {
+    /// Removes a write that has ended. Its key may belong to another write by now, and then stays.
+    pub(crate) fn remove_pending(&mut self, key: &BlockKey, accepted: Accepted) {
         if self.pending.get(key) == Some(&accepted) {
             self.pending.remove(key);
         }
-        let place = (accepted.device, key.space.namespace);
-        if let Some(count) = self.writing.get_mut(&place) {
+        let owner = (accepted.device, key.space.namespace);
+        if let Some(count) = self.writing.get_mut(&owner) {
             *count -= 1;
             if *count == 0 {
-                self.writing.remove(&place);
+                self.writing.remove(&owner);
             }
         }
     }
 }
 
-/// Of one device.
+/// State of one device.
 pub(crate) struct DeviceShared {
-    pub(crate) orders: Mutex<Orders>,
-    /// The thread waits, or is about to.
+    pub(crate) queue: Mutex<JobQueue>,
+    /// The thread waits in its I/O interface, or is about to.
     sleeping: AtomicBool,
     waker: OnceLock<Waker>,
     /// Bytes of writes accepted and not ended.
@@ -75,25 +78,25 @@ pub(crate) struct DeviceShared {
     pub(crate) assigned: AtomicU64,
     /// Reads accepted and not ended.
     pub(crate) reads: AtomicU64,
-    /// For each segment the reads from it. Raised under the index's lock while the block is in the index.
+    /// Reads in flight from each segment. Raised under the index's lock while the block is in the index.
     pub(crate) pins: Vec<AtomicU32>,
     pub(crate) health: Mutex<Health>,
     pub(crate) holdings: Mutex<Holdings>,
     pub(crate) free_segments: AtomicU32,
-    /// What does not change.
+    /// The parts of the status that never change; [`DeviceShared::status`] fills in the others.
     pub(crate) facts: DeviceStatus,
-    /// Its thread.
+    /// Set by the device's thread when it starts.
     thread: OnceLock<ThreadId>,
     ended: Mutex<bool>,
     ended_changed: Condvar,
 }
 
-/// What callers have asked for and the thread has not taken yet.
+/// Jobs that callers have queued and the device's thread has not taken yet.
 #[derive(Default)]
-pub(crate) struct Orders {
+pub(crate) struct JobQueue {
     pub(crate) reads: Vec<ReadJob>,
     pub(crate) writes: Vec<WriteJob>,
-    /// No more are accepted.
+    /// No more jobs are accepted. Never reset.
     pub(crate) closed: bool,
 }
 
@@ -101,7 +104,7 @@ impl DeviceShared {
     pub(crate) fn new(facts: DeviceStatus, holdings: Holdings) -> Arc<DeviceShared> {
         let segments = facts.segments;
         Arc::new(DeviceShared {
-            orders: Mutex::default(),
+            queue: Mutex::default(),
             sleeping: AtomicBool::new(false),
             waker: OnceLock::new(),
             backlog: AtomicU64::new(0),
@@ -122,22 +125,22 @@ impl DeviceShared {
         let _ = self.waker.set(waker);
     }
 
-    /// Adds to the orders and sees to it that the thread looks at them. Gives the order back if the device is closed.
-    pub(crate) fn order(&self, read: Option<ReadJob>, write: Option<WriteJob>) -> bool {
-        let mut orders = self.orders.lock();
-        if orders.closed {
+    /// Queues jobs and wakes the thread. Returns false, and drops the jobs, if the device is closed.
+    pub(crate) fn submit(&self, read: Option<ReadJob>, write: Option<WriteJob>) -> bool {
+        let mut queue = self.queue.lock();
+        if queue.closed {
             return false;
         }
-        orders.reads.extend(read);
-        orders.writes.extend(write);
-        drop(orders);
+        queue.reads.extend(read);
+        queue.writes.extend(write);
+        drop(queue);
         self.wake();
         true
     }
 
-    /// No more orders.
+    /// Accepts no more jobs, and wakes the thread so that it ends.
     pub(crate) fn close(&self) {
-        self.orders.lock().closed = true;
+        self.queue.lock().closed = true;
         self.wake();
     }
 
@@ -149,11 +152,12 @@ impl DeviceShared {
         }
     }
 
-    /// The thread is about to wait. False: there are orders, it must not.
+    /// Called by the thread before it waits. Returns false if there are jobs, or a close that it does not know of: then
+    /// it must not wait.
     pub(crate) fn fall_asleep(&self, knows_closed: bool) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
-        let orders = self.orders.lock();
-        let nothing = orders.reads.is_empty() && orders.writes.is_empty() && orders.closed == knows_closed;
+        let queue = self.queue.lock();
+        let nothing = queue.reads.is_empty() && queue.writes.is_empty() && queue.closed == knows_closed;
         if !nothing {
             self.sleeping.store(false, Ordering::SeqCst);
         }
@@ -164,7 +168,7 @@ impl DeviceShared {
         self.sleeping.store(false, Ordering::SeqCst);
     }
 
-    /// This is the thread.
+    /// Records the calling thread as the device's.
     pub(crate) fn thread_began(&self) {
         let _ = self.thread.set(std::thread::current().id());
     }
@@ -174,13 +178,13 @@ impl DeviceShared {
         self.thread.get() == Some(&std::thread::current().id())
     }
 
-    /// The thread has ended.
+    /// Releases the callers of [`DeviceShared::await_end`].
     pub(crate) fn thread_ended(&self) {
         *self.ended.lock() = true;
         self.ended_changed.notify_all();
     }
 
-    /// Waits for the thread's end; not if the caller is that thread.
+    /// Waits for the thread to end; returns whether it has. On the device's own thread it returns false at once.
     pub(crate) fn await_end(&self, until: std::time::Instant) -> bool {
         if self.is_own_thread() {
             return false;

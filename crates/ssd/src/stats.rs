@@ -1,11 +1,11 @@
-//! What is counted and shown.
+//! Counters of the tier, and the status of each device, for metrics and `kvlane status`.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Counts since the tier was opened, and what is in it now.
+        /// Counters since the tier was opened, and the size of its index now.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct Stats {
             $($(#[$doc])* pub $name: u64,)*
@@ -13,7 +13,7 @@ macro_rules! counters {
             pub blocks: u64,
             /// Bytes of their records.
             pub block_bytes: u64,
-            /// Memory of the index in bytes, about.
+            /// Estimated memory of the index in bytes.
             pub index_bytes: u64,
         }
 
@@ -31,11 +31,11 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Blocks that were read and right.
+    /// Reads that found their block and verified it.
     reads_found,
-    /// Bytes of blocks that were read and right, headers included.
+    /// Bytes of the blocks that were found, headers included.
     read_bytes,
-    /// Reads of blocks that were not what was written; each block was dropped.
+    /// Reads that found other bytes than were written; each block was dropped from the index.
     reads_damaged,
     /// Reads that the device failed.
     reads_failed,
@@ -43,7 +43,7 @@ counters! {
     reads_late,
     /// Reads refused because the block has other lengths.
     reads_lengths,
-    /// Blocks written.
+    /// Writes that ended as stored.
     writes_stored,
     /// Bytes of blocks written, headers included.
     write_bytes,
@@ -75,14 +75,14 @@ impl Counters {
     }
 }
 
-/// What a device looks like now.
+/// Status of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceStatus {
     /// The file as it was named, which stands for its device.
     pub path: PathBuf,
-    /// Its size in bytes.
+    /// Size of the file in bytes.
     pub capacity: u64,
-    /// Bytes of a segment: no block can be larger.
+    /// Size of a segment in bytes: no block can be larger.
     pub segment_bytes: u64,
     /// How many segments the file has, free ones included.
     pub segments: u32,
@@ -94,11 +94,11 @@ pub struct DeviceStatus {
     pub direct: bool,
     /// Whether the pool is registered with io_uring.
     pub registered: bool,
-    /// Why not everything is as it should be; empty if it is.
+    /// Fallbacks and repairs when the file was opened, each with its reason.
     pub notes: Vec<String>,
-    /// What the last write failed with, until one succeeds.
+    /// Error of the last failed write, until a write succeeds.
     pub degraded: Option<String>,
-    /// Namespaces that were dropped and could not be noted in the file: a restart would bring them back.
+    /// Dropped namespaces that the file's drop table lacks: a restart would bring them back.
     pub drops_not_noted: usize,
     /// Bytes accepted and not yet written.
     pub backlog_bytes: u64,

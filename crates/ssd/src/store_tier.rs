@@ -1,4 +1,4 @@
-//! The SSD tier as the store knows it.
+//! The SSD tier behind the store's [`Tier`] trait.
 
 use std::time::Instant;
 
@@ -9,12 +9,13 @@ use kvlane_store::{NotForGood, ReadDone, Tier, WriteDone};
 use crate::request::{Read, ReadEnd, Record, WriteEnd};
 use crate::tier::SsdTier;
 
-/// Calls `done` with what stands for a failure if nobody else calls it: the tier drops what it refuses.
-struct Once<T: Default> {
+/// Calls `done` exactly once: with the outcome, or with the default, which means failure, when it is dropped uncalled.
+/// The tier drops the `done` of a call that it refuses.
+struct DoneOnce<T: Default> {
     done: Option<Box<dyn FnOnce(T) + Send>>,
 }
 
-impl<T: Default> Once<T> {
+impl<T: Default> DoneOnce<T> {
     fn new(done: Box<dyn FnOnce(T) + Send>) -> Self {
         Self { done: Some(done) }
     }
@@ -26,7 +27,7 @@ impl<T: Default> Once<T> {
     }
 }
 
-impl<T: Default> Drop for Once<T> {
+impl<T: Default> Drop for DoneOnce<T> {
     fn drop(&mut self) {
         if let Some(done) = self.done.take() {
             done(T::default());
@@ -40,11 +41,11 @@ impl Tier for SsdTier {
     }
 
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
-        let once = Once::new(done);
+        let once = DoneOnce::new(done);
         let written =
             Self::write(self, Record { key, shards, memo }, |end| once.call(end == WriteEnd::Stored));
         if let Err(reason) = written {
-            tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
+            tracing::debug!(%reason, hash = %key.hash, "SSD write refused");
         }
     }
 
@@ -57,7 +58,7 @@ impl Tier for SsdTier {
     }
 
     fn read(&self, key: BlockKey, into: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
-        let once = Once::new(done);
+        let once = DoneOnce::new(done);
         let ended = |end| {
             once.call(match end {
                 ReadEnd::Found { crcs } => Some(crcs),
@@ -65,13 +66,13 @@ impl Tier for SsdTier {
             });
         };
         if let Err(reason) = Self::read(self, Read { key, into, deadline: Some(deadline) }, ended) {
-            tracing::debug!(%reason, hash = %key.hash, "a block does not come from the SSD");
+            tracing::debug!(%reason, hash = %key.hash, "SSD read refused");
         }
     }
 
     fn forget_namespace(&self, namespace: Namespace) {
         let blocks = Self::forget_namespace(self, namespace);
-        tracing::info!(%namespace, blocks, "dropped on the SSD");
+        tracing::info!(%namespace, blocks, "namespace dropped from the SSD index");
     }
 
     fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood> {
@@ -80,7 +81,10 @@ impl Tier for SsdTier {
             return Ok(());
         }
         let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-        tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
+        tracing::error!(
+            %namespace, failed_files = not_noted.len(),
+            "dropped namespace not written to SSD; a restart would bring it back: {sentence}"
+        );
         Err(NotForGood(sentence))
     }
 }

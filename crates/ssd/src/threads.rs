@@ -1,4 +1,4 @@
-//! Operations by a few threads with preadv and pwritev, where io_uring is refused.
+//! [`Threads`]: the I/O interface where io_uring is refused. A few threads call preadv, pwritev and fdatasync.
 #![expect(unsafe_code, reason = "operations carry addresses")]
 
 use std::fs::File;
@@ -10,21 +10,21 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 
-use crate::io::{Ended, Io, Op, OpKind, Waker};
+use crate::io::{Completion, Io, Op, OpKind, Waker};
 
-/// Enough to keep a device busy with transfers of some 100 KiB.
+/// Enough to keep a device busy with transfers of about 100 KiB.
 const THREADS: usize = 4;
-/// Operations taken and not ended.
+/// Limit of operations that are posted and not completed.
 const IN_FLIGHT: usize = 64;
 
 enum Event {
-    Ended(Ended),
+    Completed(Completion),
     Woken,
 }
 
-/// Threads on one file.
+/// A pool of threads for one file.
 pub(crate) struct Threads {
-    /// None once it is being dropped.
+    /// None once the pool is being dropped.
     work: Option<Sender<Op>>,
     events: Receiver<Event>,
     wake: Sender<Event>,
@@ -34,15 +34,15 @@ pub(crate) struct Threads {
 
 impl Threads {
     pub(crate) fn new(file: File) -> io::Result<Threads> {
-        let (work, orders) = crossbeam_channel::unbounded::<Op>();
+        let (work, posted) = crossbeam_channel::unbounded::<Op>();
         let (wake, events) = crossbeam_channel::unbounded();
         let file = Arc::new(file);
         let start = |number| {
-            let (orders, events, file) = (orders.clone(), wake.clone(), Arc::clone(&file));
+            let (posted, events, file) = (posted.clone(), wake.clone(), Arc::clone(&file));
             let work = move || {
-                for op in &orders {
+                for op in &posted {
                     let result = carry_out(&file, &op);
-                    if events.send(Event::Ended(Ended { id: op.id, result })).is_err() {
+                    if events.send(Event::Completed(Completion { id: op.id, result })).is_err() {
                         return;
                     }
                 }
@@ -53,8 +53,8 @@ impl Threads {
         Ok(Threads { work: Some(work), events, wake, threads, in_flight: 0 })
     }
 
-    fn take(&mut self, event: Event, ended: &mut Vec<Ended>) {
-        if let Event::Ended(end) = event {
+    fn take(&mut self, event: Event, ended: &mut Vec<Completion>) {
+        if let Event::Completed(end) = event {
             self.in_flight -= 1;
             ended.push(end);
         }
@@ -68,8 +68,8 @@ fn carry_out(file: &File, op: &Op) -> io::Result<usize> {
         .map(|piece| libc::iovec { iov_base: piece.address.cast(), iov_len: piece.bytes })
         .collect();
     let (fd, count, offset) = (file.as_raw_fd(), vectors.len() as libc::c_int, op.offset as libc::off_t);
-    // SAFETY: the vectors live during the call, and the memory they name is valid until the operation is handed out, by
-    // the contract of `Io::post`.
+    // SAFETY: the vectors live during the call. By the contract of `Io::post`, the memory that they name is valid until
+    // the operation is handed out.
     let moved = unsafe {
         match op.kind {
             OpKind::Read => libc::preadv(fd, vectors.as_ptr(), count, offset),
@@ -86,8 +86,8 @@ impl Io for Threads {
         let (id, work) = (op.id, self.work.as_ref());
         if work.is_none_or(|work| work.send(op).is_err()) {
             let gone = Err(io::Error::other("the threads of a device have ended"));
-            // It cannot fail: the receiver is a field of this value.
-            let _ = self.wake.send(Event::Ended(Ended { id, result: gone }));
+            // This cannot fail, because the receiver is a field of this value.
+            let _ = self.wake.send(Event::Completed(Completion { id, result: gone }));
         }
     }
 
@@ -95,7 +95,7 @@ impl Io for Threads {
         IN_FLIGHT.saturating_sub(self.in_flight)
     }
 
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
         match self.events.recv_timeout(timeout) {
             Ok(event) => self.take(event, ended),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(()),
@@ -109,7 +109,7 @@ impl Io for Threads {
     fn waker(&self) -> Waker {
         let wake = self.wake.clone();
         Arc::new(move || {
-            // Nobody listens once the device is closed.
+            // This fails once the device is closed, when no wait needs to end.
             let _ = wake.send(Event::Woken);
         })
     }
@@ -117,7 +117,7 @@ impl Io for Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        // They finish what was posted, whose memory they use, and end.
+        // The threads finish the posted operations, whose memory they use, and end when the channel is closed.
         self.work = None;
         for thread in self.threads.drain(..) {
             let _ = thread.join();

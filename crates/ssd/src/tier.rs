@@ -1,10 +1,14 @@
-//! The tier: opened, asked, closed.
+//! [`SsdTier`]: opens the files, queues reads and writes for the devices' threads, drops namespaces, and closes.
+//!
+//! A write takes its key into `pending` under the index's lock, so that no second write of the key starts. A read pins
+//! its segment under the same lock, so that the segment is not reused before the read has ended.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Receiver, Sender};
 use kvlane_block::{BlockKey, Namespace, PoolExtent, PoolOffset};
 use kvlane_policy::Memo;
 use kvlane_store::Judge;
@@ -15,38 +19,40 @@ use crate::drops::DropTable;
 use crate::error::OpenError;
 use crate::file::TierFile;
 use crate::headers::Headers;
+use crate::holdings::Holdings;
 use crate::index::Index;
-use crate::io::{Io, Piece, Registration};
+use crate::io::{Io, Piece, Registration, WrapIo};
 use crate::job::{Accepted, ReadJob, WriteJob};
-use crate::layout::{PAGE_BYTES, record_pages};
+use crate::layout::{PAGE_BYTES, Superblock, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
-use crate::recover::begin;
+use crate::recover::begin_run;
 use crate::request::{NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 use crate::shared::{DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
 use crate::uring::UringQueue;
 
-/// Reads that each device accepts beyond those it has ended.
-const READS: u64 = 8192;
-/// How long a tier that is dropped waits for its devices.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Keys that are collected under one lock.
-const KEYS: u32 = 4096;
+/// Reads of one device, queued and in flight together.
+const READS_MAX: u64 = 8192;
+/// How long `drop` waits for the devices' threads.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Index slots that are visited under one hold of the lock, because callers wait for it.
+const SLOTS_PER_LOCK: u32 = 4096;
 
-/// Blocks on SSDs. Thread-safe; no call but [`SsdTier::open`] and [`SsdTier::close`] waits for a device.
+/// Blocks on SSDs. Thread-safe. Only [`open`](Self::open), [`close`](Self::close), `drop`,
+/// [`note_forgotten`](Self::note_forgotten) and [`note_missing`](Self::note_missing) wait for a device.
 pub struct SsdTier {
     memory: Arc<dyn Memory>,
     shared: Arc<Shared>,
     devices: Vec<Arc<DeviceShared>>,
-    /// Of each device.
+    /// One for each of `devices`, in the same order.
     drops: Vec<DropTable>,
     backlog_bytes: u64,
 }
 
-/// What a device's thread found when it opened its interface.
+/// How a device's thread opened its I/O interface; the thread reports it to [`SsdTier::open`].
 struct Opened {
     io: &'static str,
     registration: Registration,
@@ -55,10 +61,11 @@ struct Opened {
 }
 
 impl SsdTier {
-    /// Opens the files, makes those that are missing, and reads their index back. Blocks go from and to `memory`.
+    /// Opens the files, makes those that are missing, and rebuilds the index from them. Blocks are written from and
+    /// read into `memory`.
     ///
     /// # Errors
-    /// [`OpenError`] says what is wrong with a file and what to do. No file is changed then.
+    /// [`OpenError`] says what is wrong with a file and what to do. No stored block is lost then.
     pub fn open(options: Options, memory: Arc<dyn Memory>) -> Result<SsdTier, OpenError> {
         if options.devices.is_empty() || options.devices.len() > usize::from(u8::MAX) {
             return Err(OpenError::DeviceCount(options.devices.len()));
@@ -95,7 +102,7 @@ impl SsdTier {
             drops: Vec::new(),
             backlog_bytes: options.backlog_bytes.max(1),
         };
-        // From here on an error drops the tier, which ends the threads that were started.
+        // From here on an error drops the tier, and its `drop` ends the threads that were started.
         for (number, file) in files.into_iter().enumerate() {
             let (device, drops) = tier.start_device(number as u8, file, &options)?;
             tier.devices.push(device);
@@ -104,119 +111,84 @@ impl SsdTier {
         Ok(tier)
     }
 
+    /// Recovers the file, starts its device's thread, and hands the log over to the thread.
     fn start_device(
         &self,
         number: u8,
         file: TierFile,
         options: &Options,
     ) -> Result<(Arc<DeviceShared>, DropTable), OpenError> {
-        let path = file.path.clone();
-        let fail = |what| {
-            let path = path.clone();
-            move |source| OpenError::Io { path, what, source }
-        };
-        let superblock = file.superblock;
-        let mut log = Log::new(superblock.segments, superblock.segment_pages());
-        let began = Instant::now();
-        let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
-        let found = begin(&file, number, &drops, &mut self.shared.index.lock().index, &mut log)
-            .map_err(fail("cannot go on with what it holds"))?;
-        Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
-        Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
-        tracing::info!(
-            path = %path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
-            seconds = began.elapsed().as_secs_f64(), "SSD tier opened"
-        );
-
-        let descriptor = file.file.try_clone().map_err(fail("cannot use its descriptor twice"))?;
-        let (memory, wrap_io) = (Arc::clone(&self.memory), options.wrap_io.clone());
-        let threads = options.threads;
-        let (tell, opened) = crossbeam_channel::bounded(1);
-        let (give, starts) = crossbeam_channel::bounded::<(Arc<DeviceShared>, Log)>(1);
-        let shared = Arc::clone(&self.shared);
-        let (write_rate, checkpoint_interval) = (options.write_rate, options.checkpoint_interval);
-        // A ring belongs to the thread that makes it.
-        let work = move || {
-            let headers = Headers::new();
-            let made = open_io(descriptor, &*memory, &headers, threads);
-            let (io, registration, info) = match made {
-                Ok((mut io, mut info)) => {
-                    if let Some(wrap) = wrap_io {
-                        io = wrap.wrap(io);
-                        info.waker = io.waker();
-                    }
-                    (io, info.registration, Ok(info))
-                }
-                Err(error) => {
-                    let _ = tell.send(Err(error));
-                    return;
-                }
-            };
-            let _ = tell.send(info);
-            let Ok((device, log)) = starts.recv() else { return };
-            device.thread_began();
-            let ends = Ended(Arc::clone(&device));
-            Device::new(Start {
-                io,
-                headers,
-                registration,
-                memory,
-                shared,
-                device,
-                number,
-                superblock,
-                log,
-                write_rate,
-                checkpoint_interval,
-            })
-            .run();
-            drop(ends);
-        };
-        std::thread::Builder::new()
-            .name(format!("kvlane-ssd{number}"))
-            .spawn(work)
-            .map_err(fail("cannot start its thread"))?;
-        let opened = opened
-            .recv()
-            .unwrap_or_else(|_| Err(std::io::Error::other("its thread ended")))
-            .map_err(fail("cannot transfer from and to it"))?;
-
-        let mut notes = file.notes;
-        notes.extend(opened.notes);
-        for note in &notes {
-            tracing::warn!(path = %path.display(), "{note}");
+        let (drops, log, holdings) = self.recover_file(number, &file)?;
+        let (opened, start) = self.start_thread(number, &file, options)?;
+        let waker = Arc::clone(&opened.waker);
+        let status = initial_status(file, opened, log.free_segments());
+        for note in &status.notes {
+            tracing::warn!(path = %status.path.display(), "{note}");
         }
-        let device = DeviceShared::new(
-            DeviceStatus {
-                path,
-                capacity: superblock.file_bytes().unwrap_or_default(),
-                segment_bytes: superblock.segment_bytes,
-                segments: superblock.segments,
-                free_segments: log.free_segments(),
-                io: opened.io,
-                direct: file.direct,
-                registered: opened.registration == Registration::Registered,
-                notes,
-                degraded: None,
-                drops_not_noted: 0,
-                backlog_bytes: 0,
-                reads: 0,
-                warm: file.warm,
-            },
-            found.holdings,
-        );
-        device.set_waker(opened.waker);
+        let device = DeviceShared::new(status, holdings);
+        device.set_waker(waker);
         device.free_segments.store(log.free_segments(), Ordering::Relaxed);
-        // The thread waits for it.
-        let _ = give.send((Arc::clone(&device), log));
+        // This cannot fail, because the thread has opened its interface and waits for the log.
+        let _ = start.send((Arc::clone(&device), log));
         Ok((device, drops))
     }
 
-    /// Writes a block, soon. `done` is called exactly once, by a device's thread, when the block's memory is not read any
-    /// more; it must return at once and may call the tier. If the call is refused, `done` is dropped without a call.
+    /// Reads the file's drop table, then its records into the index. Returns the file's log and holdings with the
+    /// table.
+    fn recover_file(&self, number: u8, file: &TierFile) -> Result<(DropTable, Log, Holdings), OpenError> {
+        let began = Instant::now();
+        let mut log = Log::new(file.superblock.segments, file.superblock.segment_pages());
+        let drops = DropTable::read(file).map_err(fail(file, "cannot read which namespaces were dropped"))?;
+        let found = begin_run(file, number, &drops, &mut self.shared.index.lock().index, &mut log)
+            .map_err(fail(file, "cannot go on with what it holds"))?;
+        Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
+        Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
+        tracing::info!(
+            path = %file.path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
+            seconds = began.elapsed().as_secs_f64(), "SSD tier opened"
+        );
+        Ok((drops, log, found.holdings))
+    }
+
+    /// Starts the device's thread, and waits until it has opened its I/O interface. The thread then waits for its state
+    /// and log from the sender, and ends if the sender is dropped.
+    fn start_thread(
+        &self,
+        number: u8,
+        file: &TierFile,
+        options: &Options,
+    ) -> Result<(Opened, Sender<DeviceAndLog>), OpenError> {
+        let descriptor = file.file.try_clone().map_err(fail(file, "cannot use its descriptor twice"))?;
+        let (report, reports) = crossbeam_channel::bounded(1);
+        let (start, starts) = crossbeam_channel::bounded(1);
+        let thread = DeviceThread {
+            file: descriptor,
+            number,
+            superblock: file.superblock,
+            memory: Arc::clone(&self.memory),
+            shared: Arc::clone(&self.shared),
+            threads: options.threads,
+            wrap_io: options.wrap_io.clone(),
+            write_rate: options.write_rate,
+            checkpoint_interval: options.checkpoint_interval,
+        };
+        std::thread::Builder::new()
+            .name(format!("kvlane-ssd{number}"))
+            .spawn(move || thread.run(&report, &starts))
+            .map_err(fail(file, "cannot start its thread"))?;
+        let opened = reports
+            .recv()
+            .unwrap_or_else(|_| Err(std::io::Error::other("its thread ended")))
+            .map_err(fail(file, "cannot transfer from and to it"))?;
+        Ok((opened, start))
+    }
+
+    /// Queues a block to be written. A device's thread calls `done` exactly once, after the kernel's last read of the
+    /// block's memory. `done` must return at once, and may call the tier. If the call is refused, `done` is dropped
+    /// without being called.
     ///
     /// # Errors
-    /// [`Refused`]: nothing was started, and the block is not stored by it.
+    /// [`Refused`]: nothing was queued.
     pub fn write(&self, record: Record, done: impl FnOnce(WriteEnd) + Send + 'static) -> Result<(), Refused> {
         self.check(record.shards.iter().map(|shard| &shard.extent))?;
         let lengths = record.shards.iter().map(|shard| shard.extent.bytes);
@@ -237,27 +209,28 @@ impl SsdTier {
                 return Err(Refused::Present);
             }
             let accepted = Accepted { device: number, drops: stored.drops_of(&key.space.namespace) };
-            stored.now_pending(&key, accepted);
+            stored.add_pending(&key, accepted);
             accepted
         };
         let bytes = u64::from(pages) * PAGE_BYTES;
         device.backlog.fetch_add(bytes, Ordering::Relaxed);
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
-        if !device.order(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
+        if !device.submit(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
-            // A device that panicked has lost its keys already; by now this one may go to another device.
-            self.shared.index.lock().no_longer_pending(&key, accepted);
+            // A device's thread that panicked has removed its pending keys; another device may have this key by now.
+            self.shared.index.lock().remove_pending(&key, accepted);
             return Err(Refused::Closed);
         }
         Ok(())
     }
 
-    /// Reads a block into memory that belongs to the tier, and to the kernel, until `done` is called: exactly once, by a
-    /// device's thread, whatever happens. `done` must return at once and may call the tier. What keeps the memory from
-    /// being used otherwise belongs into `done`. If the call is refused, `done` is dropped without a call.
+    /// Queues a block to be read. Until `done` is called its memory belongs to the tier and the kernel, so let `done`
+    /// own the guard of that memory. A device's thread calls `done` exactly once; if the thread panics, `done` is
+    /// dropped instead. `done` must return at once, and may call the tier. If the call is refused, `done` is dropped
+    /// without being called.
     ///
     /// # Errors
-    /// [`Refused`]: nothing was started.
+    /// [`Refused`]: nothing was queued.
     pub fn read(&self, read: Read, done: impl FnOnce(ReadEnd) + Send + 'static) -> Result<(), Refused> {
         self.check(read.into.iter())?;
         let pages = record_pages(read.into.iter().map(|extent| extent.bytes));
@@ -269,17 +242,18 @@ impl SsdTier {
             return Err(Refused::Lengths);
         }
         let device = &self.devices[usize::from(location.device)];
-        if device.reads.load(Ordering::Relaxed) >= READS {
+        if device.reads.load(Ordering::Relaxed) >= READS_MAX {
             return Err(Refused::Full);
         }
         stored.index.touch(&key);
-        // Under the lock: a segment is emptied by taking its blocks out of the index first.
+        // Pin under the index's lock, because cleaning first takes a segment's blocks out of the index and then looks
+        // at its pins.
         let pin = &device.pins[location.segment.index()];
         pin.fetch_add(1, Ordering::Acquire);
         drop(stored);
         device.reads.fetch_add(1, Ordering::Relaxed);
         let job = ReadJob { key, location, into, deadline, done: Box::new(done) };
-        if !device.order(Some(job), None) {
+        if !device.submit(Some(job), None) {
             pin.fetch_sub(1, Ordering::Release);
             device.reads.fetch_sub(1, Ordering::Relaxed);
             return Err(Refused::Closed);
@@ -287,18 +261,18 @@ impl SsdTier {
         Ok(())
     }
 
-    /// From now on `judge` says which blocks deserve to be written again when room is needed. Before, and where it does not
-    /// tell, those do that were read since they were written. The first one stays.
+    /// Sets the judge, which from now on says which blocks cleaning writes again. Without a judge, or without its answer,
+    /// cleaning keeps blocks that were read since they were written. The first call wins.
     pub fn set_judge(&self, judge: Arc<dyn Judge>) {
         let _ = self.shared.judge.set(judge);
     }
 
-    /// What the pool's policy knew of a block when it was written or left the pool, if it is stored.
+    /// The policy's memo of a stored block, from when the block was written or left the pool.
     pub fn memo(&self, key: &BlockKey) -> Option<Memo> {
         self.shared.index.lock().index.memo(key)
     }
 
-    /// Blocks leave the pool, of which its policy knows this. Those that are stored keep it.
+    /// Keeps the policy's memos of blocks that leave the pool, for those blocks that are stored here.
     pub fn remember(&self, blocks: impl IntoIterator<Item = (BlockKey, Memo)>) {
         let mut stored = self.shared.index.lock();
         blocks.into_iter().for_each(|(key, memo)| stored.index.remember(&key, memo));
@@ -309,30 +283,30 @@ impl SsdTier {
         self.shared.index.lock().index.find(key).is_some()
     }
 
-    /// Takes a block out of the index; false if it was not in. Reads under way end as they would have. It may be found
-    /// again after a restart, and is then as right as any other.
+    /// Removes a block from the index; false if it was not there. Reads in flight are not affected. A restart may find
+    /// the block again; a read then verifies it like any other.
     pub fn remove(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.remove(key).is_some()
     }
 
-    /// Takes all blocks of a namespace out, those being written too; answers how many there were. A restart may bring them
-    /// back before [`note_forgotten`](Self::note_forgotten) has been called.
+    /// Removes all blocks of a namespace from the index, and lets its writes in flight fail. Returns how many blocks were
+    /// removed. Until [`note_forgotten`](Self::note_forgotten) has returned, a restart may bring them back.
     pub fn forget_namespace(&self, namespace: Namespace) -> u64 {
         {
             let mut stored = self.shared.index.lock();
             if stored.writing.keys().any(|(_, written)| *written == namespace) {
                 *stored.drops.entry(namespace).or_default() += 1;
             } else {
-                // Nobody is left who could compare.
+                // No accepted write is left that compares the count when it ends.
                 stored.drops.remove(&namespace);
             }
             stored.pending.retain(|key, _| key.space.namespace != namespace);
         }
         let (mut blocks, mut next) = (0, 0);
         loop {
-            // In pieces: others ask meanwhile.
+            // Release the lock between pieces, because lookups wait for it.
             let mut stored = self.shared.index.lock();
-            let end = stored.index.slots().min(next + KEYS);
+            let end = stored.index.slots().min(next + SLOTS_PER_LOCK);
             let keys: Vec<BlockKey> = (next..end)
                 .filter_map(|slot| stored.index.key_at(slot))
                 .filter(|key| key.space.namespace == namespace)
@@ -347,10 +321,10 @@ impl SsdTier {
         }
     }
 
-    /// Writes into each file that nothing written of the namespace so far counts any more; answers the files that could not
-    /// note it, of which a restart or a crash would bring the blocks back. What is written of the namespace from now on is
-    /// found until the tier is closed, and not after that: of blocks of one run the file does not tell which are newer than
-    /// the drop. Waits for the devices, for a small write to each.
+    /// Writes the dropped namespace into the drop table of each file, so that its records do not count after a restart.
+    /// Returns the files that failed: a restart or a crash would bring their blocks back. Blocks of the namespace that
+    /// are written from now on are found until the tier closes, but not after a restart. The file does not say which
+    /// blocks of one run are newer than the drop. Waits for a small write to each device.
     pub fn note_forgotten(&self, namespace: Namespace) -> Vec<NotNoted> {
         let note = |(number, drops): (usize, &DropTable)| {
             let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);
@@ -360,15 +334,15 @@ impl SsdTier {
         self.drops.iter().enumerate().filter_map(note).collect()
     }
 
-    /// Whether there may be a record of the namespace in a segment of a device, up to a generation.
+    /// Whether a segment of the device, of generation `up_to` or lower, may have a record of the namespace.
     fn may_hold(&self, device: usize, namespace: &Namespace, up_to: u64) -> bool {
-        // In this order: what ends being written is in a segment before.
+        // Look at `writing` first: a write enters the holdings before it leaves `writing`, so one of the two has it.
         let is_written = self.shared.index.lock().writing.contains_key(&(device as u8, *namespace));
         is_written || self.devices[device].holdings.lock().may_hold(namespace, up_to)
     }
 
-    /// Tries again to note what was dropped and could not be noted. Answers what is still missing; waits for the devices, if
-    /// there is anything to note.
+    /// Retries the drops that failed to reach the files. Returns the files that failed again. Waits for a device only if
+    /// its file lacks a drop.
     pub fn note_missing(&self) -> Vec<NotNoted> {
         let note = |(number, drops): (usize, &DropTable)| {
             if drops.missing().is_empty() {
@@ -381,25 +355,26 @@ impl SsdTier {
         self.drops.iter().enumerate().filter_map(note).collect()
     }
 
-    /// Namespaces that were dropped and could not be noted: a restart would bring them back.
+    /// Dropped namespaces that are missing in the drop table of a file: a restart would bring them back.
     pub fn missing_notes(&self) -> BTreeSet<Namespace> {
         self.drops.iter().flat_map(DropTable::missing).collect()
     }
 
-    /// Of which namespaces and cuts something is stored.
+    /// The namespaces and cuts that have stored blocks.
     pub fn spaces(&self) -> Vec<SpaceUse> {
         let stored = self.shared.index.lock();
         let of = |(space, blocks, pages)| SpaceUse { space, blocks, bytes: pages * PAGE_BYTES };
         stored.index.spaces().map(of).collect()
     }
 
-    /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.
+    /// Calls `see` with the key of every stored block, in no order. Blocks that are added or removed meanwhile may be
+    /// included or not.
     pub fn for_each_key(&self, mut see: impl FnMut(BlockKey)) {
         let mut next = 0;
         loop {
             let stored = self.shared.index.lock();
             let slots = stored.index.slots();
-            let end = slots.min(next + KEYS);
+            let end = slots.min(next + SLOTS_PER_LOCK);
             let keys: Vec<BlockKey> = (next..end).filter_map(|slot| stored.index.key_at(slot)).collect();
             drop(stored);
             keys.into_iter().for_each(&mut see);
@@ -410,7 +385,7 @@ impl SsdTier {
         }
     }
 
-    /// What was counted, and what is stored.
+    /// The counters since the tier was opened, and the index's size now.
     pub fn stats(&self) -> Stats {
         let stored = self.shared.index.lock();
         Stats {
@@ -421,7 +396,7 @@ impl SsdTier {
         }
     }
 
-    /// How each device is, in the order of the options.
+    /// The status of each device, in the order of [`Options::devices`].
     pub fn status(&self) -> Vec<DeviceStatus> {
         let status = |(device, drops): (&Arc<DeviceShared>, &DropTable)| DeviceStatus {
             drops_not_noted: drops.missing().len(),
@@ -430,11 +405,11 @@ impl SsdTier {
         self.devices.iter().zip(&self.drops).map(status).collect()
     }
 
-    /// Accepts nothing more, writes what is waiting, then the tables from which the next start reads its index, and ends
-    /// the threads. False: a device did not end in time; its thread and the memory of what it does stay until it has.
-    /// Called by `done`, it does not wait for the thread that it is on, and is false.
-    pub fn close(&self, patience: Duration) -> bool {
-        let until = Instant::now() + patience;
+    /// Accepts nothing more, writes the backlog, then the tables from which the next start rebuilds its index, and ends
+    /// the threads. Returns false if a device does not end in time: its thread, and the memory of its operations, then
+    /// stay until it does. A call from inside `done` does not wait for its own thread, and returns false.
+    pub fn close(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
         for device in &self.devices {
             device.close();
         }
@@ -447,7 +422,8 @@ impl SsdTier {
         self.devices.iter().map(pages).max().unwrap_or(0)
     }
 
-    /// The device with the least in it that takes a record of so many pages.
+    /// Chooses a device for a record of `pages`: of those that accept it, the one with the fewest bytes assigned for its
+    /// capacity.
     fn device_for(&self, pages: u32) -> Result<(u8, &DeviceShared), Refused> {
         let now = Instant::now();
         let mut refused =
@@ -463,7 +439,7 @@ impl SsdTier {
                 continue;
             }
             let backlog = device.backlog.load(Ordering::Relaxed);
-            // One block is always accepted, however large.
+            // An empty backlog takes one block of any size.
             if backlog > 0 && backlog + u64::from(pages) * PAGE_BYTES > self.backlog_bytes {
                 refused = Refused::Full;
                 continue;
@@ -498,23 +474,124 @@ impl SsdTier {
 
 impl Drop for SsdTier {
     fn drop(&mut self) {
-        // Who dropped it last may be a `done`: then its thread ends a moment later.
+        // The last owner may be a `done` on a device's thread; that thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
-        if !self.close(PATIENCE) && !on_own_thread {
-            tracing::warn!("a device of the SSD tier does not answer and is left alone");
+        if !self.close(DROP_TIMEOUT) && !on_own_thread {
+            tracing::warn!(
+                waited_s = DROP_TIMEOUT.as_secs(),
+                "SSD device did not end; leaving its thread behind"
+            );
         }
     }
 }
 
-/// Tells that a thread has ended, however it does.
-struct Ended(Arc<DeviceShared>);
+/// Names the file and the step that failed in an error of the system.
+fn fail(file: &TierFile, what: &'static str) -> impl FnOnce(std::io::Error) -> OpenError {
+    let path = file.path.clone();
+    move |source| OpenError::Io { path, what, source }
+}
 
-impl Drop for Ended {
+/// The status of a device that has just been opened; adds the interface's notes to the file's.
+fn initial_status(file: TierFile, opened: Opened, free_segments: u32) -> DeviceStatus {
+    let mut notes = file.notes;
+    notes.extend(opened.notes);
+    DeviceStatus {
+        path: file.path,
+        capacity: file.superblock.file_bytes().unwrap_or_default(),
+        segment_bytes: file.superblock.segment_bytes,
+        segments: file.superblock.segments,
+        free_segments,
+        io: opened.io,
+        direct: file.direct,
+        registered: opened.registration == Registration::Registered,
+        notes,
+        degraded: None,
+        drops_not_noted: 0,
+        backlog_bytes: 0,
+        reads: 0,
+        warm: file.warm,
+    }
+}
+
+/// A device's state and log, which its thread needs before it can run.
+type DeviceAndLog = (Arc<DeviceShared>, Log);
+
+/// Arguments of a device's thread.
+struct DeviceThread {
+    file: std::fs::File,
+    number: u8,
+    superblock: Superblock,
+    memory: Arc<dyn Memory>,
+    shared: Arc<Shared>,
+    threads: bool,
+    wrap_io: Option<Arc<dyn WrapIo>>,
+    write_rate: Option<u64>,
+    checkpoint_interval: Duration,
+}
+
+impl DeviceThread {
+    /// Body of the thread: opens the I/O interface and reports it, waits for state and log, and runs the device. Opens
+    /// the interface here, because an io_uring belongs to the thread that makes it.
+    fn run(self, report: &Sender<std::io::Result<Opened>>, starts: &Receiver<DeviceAndLog>) {
+        let DeviceThread { file, number, superblock, memory, shared, .. } = self;
+        let headers = Headers::new();
+        let (io, opened) = match open_wrapped_io(file, &*memory, &headers, self.threads, self.wrap_io) {
+            Ok(made) => made,
+            Err(error) => {
+                let _ = report.send(Err(error));
+                return;
+            }
+        };
+        let registration = opened.registration;
+        let _ = report.send(Ok(opened));
+        let Ok((device, log)) = starts.recv() else { return };
+        device.thread_began();
+        let ends = ThreadEndGuard(Arc::clone(&device));
+        Device::new(Start {
+            io,
+            headers,
+            registration,
+            memory,
+            shared,
+            device,
+            number,
+            superblock,
+            log,
+            write_rate: self.write_rate,
+            checkpoint_interval: self.checkpoint_interval,
+        })
+        .run();
+        drop(ends);
+    }
+}
+
+/// Reports the end of a device's thread, by return or by panic.
+struct ThreadEndGuard(Arc<DeviceShared>);
+
+impl Drop for ThreadEndGuard {
     fn drop(&mut self) {
         self.0.thread_ended();
     }
 }
 
+/// Opens the I/O interface, and puts the options' layer around it if there is one.
+fn open_wrapped_io(
+    file: std::fs::File,
+    memory: &dyn Memory,
+    headers: &Headers,
+    threads: bool,
+    wrap_io: Option<Arc<dyn WrapIo>>,
+) -> std::io::Result<(Box<dyn Io>, Opened)> {
+    let (mut io, mut opened) = open_io(file, memory, headers, threads)?;
+    if let Some(wrap) = wrap_io {
+        io = wrap.wrap(io);
+        opened.waker = io.waker();
+    }
+    Ok((io, opened))
+}
+
+/// Opens io_uring, or a pool of threads if io_uring is refused or `threads` is set. Takes the file, because each clone
+/// of its descriptor that outlives the thread would keep its lock.
 fn open_io(
     file: std::fs::File,
     memory: &dyn Memory,

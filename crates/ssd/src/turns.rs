@@ -1,20 +1,26 @@
-//! When writes may go beside reads. Pure: time comes in as an argument.
+//! [`Turns`]: when writes may go beside reads, which an engine waits for. Pure: time comes in as an argument.
+//!
+//! | reads | writes that may be in flight |
+//! |---|---|
+//! | in flight, or ended within 3 ms | one operation, of one byte for ten that were read |
+//! | ended within 1 s | 8 MiB |
+//! | none for 1 s | 32 MiB |
 
 use std::time::{Duration, Instant};
 
-/// Beside reads, one byte is written for so many that are read. Writing costs an SSD more than reading, about twice as
-/// much, so that reads keep above 0.7 of what they get alone.
+/// Bytes read for each byte written beside reads. An SSD spends about twice as much on writing a byte as on reading one,
+/// so reads keep above 0.7 of their throughput alone.
 const READS_FOR_A_WRITE: u64 = 10;
-/// Reads come in bursts; so long after the last one, writes still stand back.
+/// Writes hold back this long after the last read, because reads come in bursts.
 const READS_LINGER: Duration = Duration::from_millis(3);
-/// Bytes of writes in flight when nothing is being read: what a read that comes now has to wait behind.
+/// Limit of write bytes in flight when no read is: a new read has to wait behind them.
 const BETWEEN_READS: u64 = 8 << 20;
-/// The same when nothing has been read for [`READS_ARE_RARE`]. With 8 MiB in flight, writes of a virtual machine's disk
-/// reached 0.75 of what they did with 32.
+/// The limit after [`READS_ARE_RARE`] without a read. On a virtual machine's disk, writes with 8 MiB in flight reached
+/// 0.75 of their throughput with 32 MiB.
 const ALONE: u64 = 32 << 20;
 const READS_ARE_RARE: Duration = Duration::from_secs(1);
 
-/// Who may go next.
+/// Bytes in flight, and the credit that reads have earned for writes.
 #[derive(Debug, Default)]
 pub(crate) struct Turns {
     reads_in_flight: u64,
@@ -44,7 +50,8 @@ impl Turns {
         self.writes_in_flight -= bytes;
     }
 
-    /// None: a write of so many bytes may start. Otherwise what to wait for: the end of a transfer, or this time.
+    /// Returns None if a write of `bytes` may start now. Otherwise the caller waits for the end of a transfer or for this
+    /// time, whichever comes first.
     pub(crate) fn wait(&self, bytes: u64, now: Instant) -> Option<Duration> {
         let since_read = self.last_read.map(|last| now.saturating_duration_since(last));
         let lingers = since_read.map(|since| READS_LINGER.saturating_sub(since));
@@ -55,7 +62,7 @@ impl Turns {
         }
         let window =
             if since_read.is_none_or(|since| since >= READS_ARE_RARE) { ALONE } else { BETWEEN_READS };
-        // Above all one at a time, however large.
+        // One write may always go, however large.
         let may = self.writes_in_flight == 0 || self.writes_in_flight + bytes <= window;
         (!may).then_some(READS_LINGER)
     }

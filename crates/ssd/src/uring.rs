@@ -1,4 +1,8 @@
-//! Operations through io_uring: direct I/O from and to registered memory, one system call for many of them.
+//! [`UringQueue`]: the I/O interface on io_uring. Reads go directly into registered memory, and one system call submits
+//! and reaps many operations.
+//!
+//! The kernel reads the file's descriptor and the iovecs, and writes the wake count, while operations are in flight. So
+//! dropping the queue first wakes and reaps until none is.
 #![expect(unsafe_code, reason = "io_uring takes addresses, and hands them to the kernel")]
 
 use std::fs::File;
@@ -10,31 +14,31 @@ use std::time::Duration;
 use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 
-use crate::io::{Ended, Io, Op, OpKind, Piece, Waker};
+use crate::io::{Completion, Io, Op, OpKind, Piece, Waker};
 
-/// Operations in flight, wake-ups not counted.
+/// Limit of operations in flight; the read of the wake-up is not counted.
 const ENTRIES: u32 = 256;
-/// The kernel registers at most this much in one piece.
+/// Limit of the kernel for one registered buffer, in bytes.
 const REGISTERED_BYTES: usize = 1 << 30;
-/// The operation that waits for the waker.
+/// User data of the read that waits for the waker.
 const WAKE: u64 = u64::MAX;
 
-/// Operations on one file that are in flight by io_uring.
+/// A submission and completion queue for one file.
 pub(crate) struct UringQueue {
     ring: IoUring,
     file: File,
-    /// Operations in flight and the vectors the kernel reads; their index is their user data.
+    /// Id of each operation in flight, and the iovecs that the kernel reads. The index is the operation's user data.
     slots: Vec<Option<(u64, Vec<libc::iovec>)>>,
     free: Vec<usize>,
-    /// Start and end of each registered piece, ascending.
+    /// Start and end address of each registered buffer, ascending.
     registered: Vec<(usize, usize)>,
     wake_fd: Arc<OwnedFd>,
-    /// What is read from `wake_fd`. Boxed: the kernel writes it while a wake-up is awaited.
+    /// Target of the read from `wake_fd`. Boxed, because the kernel writes it while that read is in flight.
     wake_count: Box<u64>,
     wake_posted: bool,
 }
 
-// SAFETY: the iovecs in `slots` are addresses for the kernel; this type never looks behind them.
+// SAFETY: the iovecs in `slots` are addresses for the kernel; this type never dereferences them.
 unsafe impl Send for UringQueue {}
 
 fn make_ring() -> io::Result<IoUring> {
@@ -46,11 +50,11 @@ fn make_ring() -> io::Result<IoUring> {
     let ring = new()
         .setup_single_issuer()
         .setup_defer_taskrun()
-        // So that asking without waiting sees what has ended, too.
+        // With this flag, a call that does not wait sees completions too.
         .setup_taskrun_flag()
         .setup_submit_all()
         .build(ENTRIES)
-        // Before Linux 6.1.
+        // Kernels before Linux 6.1 refuse these flags.
         .or_else(|_| new().build(ENTRIES))?;
     if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is older than Linux 5.11"));
@@ -58,17 +62,17 @@ fn make_ring() -> io::Result<IoUring> {
     Ok(ring)
 }
 
-/// Whether a tier could use io_uring here: makes a ring as a tier does, and takes it down again.
+/// Tests whether a tier can use io_uring here: sets up a ring as a tier does, and tears it down again.
 ///
 /// # Errors
-/// The kernel's reason. A tier then transfers by a few threads.
+/// The kernel's reason. A tier then does its I/O with a few threads.
 pub fn try_io_uring() -> io::Result<()> {
     make_ring().map(drop)
 }
 
 impl UringQueue {
-    /// A ring for this thread. The second value says why memory could not be registered, if it could not: then every
-    /// transfer pins its pages anew.
+    /// Sets up a ring for the calling thread. If `memory` cannot be registered, the second value says why; the kernel
+    /// then pins the pages of each operation.
     pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(UringQueue, Option<String>)> {
         let ring = make_ring()?;
         ring.submitter().register_files(&[file.as_raw_fd()])?;
@@ -108,14 +112,14 @@ impl UringQueue {
             .iter()
             .map(|&(start, end)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: end - start })
             .collect();
-        // SAFETY: registering pins pages and changes none. Operations that use them keep to the contract of `post`; the
-        // pages stay pinned, and so cannot be reused by the system, until the ring is gone.
+        // SAFETY: registering pins pages and changes none. Operations that use them keep to the contract of `post`. The
+        // pages stay pinned until the ring is gone, so the system cannot reuse them before.
         unsafe { self.ring.submitter().register_buffers(&vectors)? };
         self.registered = pieces;
         Ok(())
     }
 
-    /// The registered piece that holds all of this memory.
+    /// Index of the registered buffer that contains all of this piece.
     fn registered_in(&self, piece: &Piece) -> Option<u16> {
         let (start, end) = (piece.address as usize, piece.address as usize + piece.bytes);
         let index = self.registered.partition_point(|(from, _)| *from <= start).checked_sub(1)?;
@@ -130,8 +134,9 @@ impl UringQueue {
             (OpKind::Sync, _) => {
                 opcode::Fsync::new(file).flags(io_uring::types::FsyncFlags::DATASYNC).build()
             }
-            // Not for writes: from registered huge pages they reached 0.69 to 0.85 of what vectors do (2 and 4 MiB blocks,
-            // ext4 on virtio, Linux 6.18, in turns), from pages of 4 kB 0.93, and reads are as fast either way.
+            // Only for reads. Writes from registered huge pages reached 0.69 to 0.85 of the throughput of vectors, and
+            // 0.93 from pages of 4 kB. Reads are as fast either way. (Blocks of 2 and 4 MiB, ext4 on virtio, Linux
+            // 6.18, measured in turns.)
             (OpKind::Read, [piece]) if let Some(index) = self.registered_in(piece) => {
                 opcode::ReadFixed::new(file, piece.address, piece.bytes as u32, index)
                     .offset(op.offset)
@@ -154,8 +159,8 @@ impl UringQueue {
 
     fn push(&mut self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: what the entry points to stays valid until its completion: the file by this value, vectors in
-            // `slots`, the wake count in its box, and the pieces by the contract of `post`.
+            // SAFETY: everything that the entry points to stays valid until its completion. This value owns the file,
+            // the vectors in `slots` and the boxed wake count; the contract of `post` covers the pieces.
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 return;
             }
@@ -166,7 +171,7 @@ impl UringQueue {
         }
     }
 
-    fn await_wake(&mut self) {
+    fn arm_wake(&mut self) {
         if !self.wake_posted {
             let wake_count: *mut u64 = &mut *self.wake_count;
             let fd = io_uring::types::Fd(self.wake_fd.as_raw_fd());
@@ -176,7 +181,7 @@ impl UringQueue {
         }
     }
 
-    fn reap(&mut self, ended: &mut Vec<Ended>) {
+    fn reap(&mut self, ended: &mut Vec<Completion>) {
         let completions = self.ring.completion();
         for completion in completions {
             if completion.user_data() == WAKE {
@@ -189,7 +194,7 @@ impl UringQueue {
             let result = completion.result();
             let result =
                 if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(result as usize) };
-            ended.push(Ended { id, result });
+            ended.push(Completion { id, result });
         }
     }
 }
@@ -205,8 +210,8 @@ impl Io for UringQueue {
         self.free.len()
     }
 
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
-        self.await_wake();
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
+        self.arm_wake();
         let time = Timespec::from(timeout);
         let args = SubmitArgs::new().timespec(&time);
         let entered = if timeout.is_zero() {
@@ -217,7 +222,7 @@ impl Io for UringQueue {
         self.reap(ended);
         match entered {
             Ok(_) => Ok(()),
-            // The time is over; a signal; or completions had to be reaped first.
+            // The timeout, a signal, or a full completion queue ended the wait.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -233,7 +238,7 @@ impl Io for UringQueue {
     fn waker(&self) -> Waker {
         let fd = Arc::clone(&self.wake_fd);
         Arc::new(move || {
-            // The counter can only be full if 2^64 wakes were not read; then a wake is due anyway.
+            // This fails only if the counter is full, after 2^64 wakes that were not read; then a wake is due anyway.
             let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
         })
     }
@@ -241,7 +246,7 @@ impl Io for UringQueue {
 
 impl Drop for UringQueue {
     fn drop(&mut self) {
-        // The kernel uses the memory of what is in flight; and the wake-up writes into this value.
+        // Reap every operation, because the kernel uses its memory, and the wake-up's read writes into this value.
         (self.waker())();
         let mut ended = Vec::new();
         while self.free.len() < ENTRIES as usize || self.wake_posted {

@@ -1,4 +1,4 @@
-//! A namespace that was dropped stays away, whatever is under way and however the process ends.
+//! A dropped namespace stays away, whatever is in flight and however the process ends.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 #[path = "support/failing.rs"]
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use support::*;
 
 const OTHER: Space = Space { namespace: Namespace([8; 16]), cut: CutDigest([9; 16]) };
-/// Where the file says what was dropped.
+/// Offsets of the drop table's two copies.
 const COPIES: [u64; 2] = [8 * KIB, 36 * KIB];
 
 fn block(number: u64) -> Block {
@@ -32,7 +32,7 @@ fn found(tier: &SsdTier, pool: &mut Pool) -> (usize, usize) {
     (ours, (0..8).filter(|number| is_found(tier, pool, &of_other(*number))).count())
 }
 
-/// What became of a namespace that was dropped.
+/// Outcome of a drop: the number of blocks that left the index, and the files that failed to note it.
 struct Dropped {
     blocks: u64,
     not_noted: Vec<NotNoted>,

@@ -1,4 +1,4 @@
-//! Devices that fail, stall, or do half of what they are asked for.
+//! Devices that fail, stall, or cut operations short.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 #[path = "support/failing.rs"]

@@ -1,5 +1,6 @@
-//! A process that fills a small tier is killed at any moment, again and again. Whoever opens the file afterwards never
-//! gets a wrong byte, and finds what the process was told is stored, as far as it has not made room for younger blocks.
+//! Kills a process that fills a small tier at any moment, again and again. The next process to open the file never
+//! reads a wrong byte. It finds every block that the killed one was told is stored, unless the block made room for
+//! younger ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod support;

@@ -1,4 +1,4 @@
-//! Bytes: what was encoded is decoded, and nothing else is.
+//! The layout of a file: encoded structures decode to themselves, and no other bytes decode.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, Space};

@@ -1,4 +1,5 @@
-//! Random use against a map, over restarts: what the tier has is right, and it has what it must have.
+//! Random use compared with a map, over restarts: the tier returns only right blocks, and has the blocks that it must
+//! have.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod support;

@@ -1,4 +1,4 @@
-//! Where the system refuses io_uring, as container runtimes do, the tier works all the same and says so.
+//! If the system refuses io_uring, as container runtimes do, the tier works with threads and says so.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![allow(unsafe_code, reason = "a filter of system calls has no safe interface")]
 

@@ -1,5 +1,6 @@
-//! A file that a release before this one wrote (fixtures/, made by tests/daemon/ssd_fixture.py with that release): a user who
-//! installs this version keeps the blocks. Its format version is ours, so a change of what the bytes mean would be seen here.
+//! A file that an earlier release wrote (fixtures/, made by tests/daemon/ssd_fixture.py with that release) keeps its
+//! blocks when a user installs this version. Its format version is ours, so these tests notice if the bytes change
+//! their meaning.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod support;

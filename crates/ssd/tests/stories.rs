@@ -1,4 +1,5 @@
-//! What a tier does: blocks come back, over restarts too; room is made; files that are not as they should be.
+//! A tier in use: blocks come back, also after a restart; room is made; damaged and foreign files are refused or
+//! repaired.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod support;

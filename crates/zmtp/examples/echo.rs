@@ -1,8 +1,9 @@
-//! Prints what comes over ZMTP, for tests with other implementations: a line a message, frames in hexadecimal.
+//! Prints messages received over ZMTP, for tests with other implementations: one line per message, frames in
+//! hexadecimal.
 //!
 //!     echo listen                    as a ROUTER: prints "at ADDRESS", then the identity and the frames of each message
-//!     echo subscribe ADDRESS TOPIC   as a SUB: the frames of each message
-//!     echo ask ADDRESS FRAME...      as a DEALER: sends the frames (hexadecimal, "-" is an empty one), then the answers
+//!     echo subscribe ADDRESS TOPIC   as a SUB: prints the frames of each message
+//!     echo ask ADDRESS FRAME...      as a DEALER: sends the frames (hexadecimal, "-" is an empty one), prints answers
 use std::error::Error;
 use std::io::Write;
 

@@ -1,4 +1,4 @@
-//! Commands: a name, then what it takes.
+//! [`Command`]: encodes and decodes commands, which are frames with a name and data.
 
 use bytes::{BufMut, Bytes};
 
@@ -7,14 +7,14 @@ use crate::error::printable;
 use crate::frame::Head;
 
 const PING_TTL_BYTES: usize = 2;
-const MOST_CONTEXT_BYTES: usize = 16;
+const CONTEXT_BYTES_MAX: usize = 16;
 const SOCKET_TYPE: &str = "Socket-Type";
 const IDENTITY: &str = "Identity";
 
-/// A command that came.
+/// A command of the peer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Command {
-    /// READY, with what counts of its metadata.
+    /// READY, with the properties of its metadata that we use; a missing one is empty.
     Ready { socket_type: Bytes, identity: Bytes },
     /// ERROR, with its reason as printable text.
     Error(String),
@@ -24,23 +24,25 @@ pub(crate) enum Command {
     Cancel(Bytes),
     /// PING, with the context that the PONG repeats.
     Ping(Bytes),
-    /// PONG, or a command of sockets that we are not.
+    /// PONG, or a command of other kinds of sockets.
     Other,
 }
 
 impl Command {
-    /// Reads the body of a frame that is a command.
+    /// Decodes the body of a command frame.
     pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
-        let name = short(&mut body, "without a name", "it ends within its name")?;
+        let name = short_string(&mut body, "without a name", "it ends within its name")?;
         Ok(match &name[..] {
             b"READY" => ready(body)?,
-            b"ERROR" => Self::Error(printable(&short(&mut body, "ERROR", "it ends within its reason")?)),
+            b"ERROR" => {
+                Self::Error(printable(&short_string(&mut body, "ERROR", "it ends within its reason")?))
+            }
             b"SUBSCRIBE" => Self::Subscribe(body),
             b"CANCEL" => Self::Cancel(body),
             b"PING" if body.len() < PING_TTL_BYTES => {
                 return Err(malformed("PING", "it has no time to live"));
             }
-            b"PING" if body.len() > PING_TTL_BYTES + MOST_CONTEXT_BYTES => {
+            b"PING" if body.len() > PING_TTL_BYTES + CONTEXT_BYTES_MAX => {
                 return Err(malformed("PING", "its context has more than 16 bytes"));
             }
             b"PING" => Self::Ping(body.slice(PING_TTL_BYTES..)),
@@ -52,7 +54,7 @@ impl Command {
 fn ready(mut body: Bytes) -> Result<Command, ProtocolError> {
     let (mut socket_type, mut identity) = (Bytes::new(), Bytes::new());
     while !body.is_empty() {
-        let name = short(&mut body, "READY", "it ends within a property's name")?;
+        let name = short_string(&mut body, "READY", "it ends within a property's name")?;
         if name.is_empty() {
             return Err(malformed("READY", "a property has no name"));
         }
@@ -74,8 +76,12 @@ fn ready(mut body: Bytes) -> Result<Command, ProtocolError> {
     Ok(Command::Ready { socket_type, identity })
 }
 
-/// Cuts off what a length of one byte announces.
-fn short(body: &mut Bytes, command: &'static str, reason: &'static str) -> Result<Bytes, ProtocolError> {
+/// Splits a string with a one-byte length off the front of `body`.
+fn short_string(
+    body: &mut Bytes,
+    command: &'static str,
+    reason: &'static str,
+) -> Result<Bytes, ProtocolError> {
     let Some(&length) = body.first() else { return Err(malformed(command, reason)) };
     let end = 1 + usize::from(length);
     if end > body.len() {
@@ -88,7 +94,7 @@ fn malformed(command: &'static str, reason: &'static str) -> ProtocolError {
     ProtocolError::MalformedCommand { command, reason }
 }
 
-/// Appends READY.
+/// Appends a READY command with our socket type and identity.
 pub(crate) fn encode_ready(socket_type: &str, identity: &[u8], into: &mut impl BufMut) {
     let mut metadata = Vec::new();
     for (name, value) in [(SOCKET_TYPE, socket_type.as_bytes()), (IDENTITY, identity)] {
@@ -100,7 +106,7 @@ pub(crate) fn encode_ready(socket_type: &str, identity: &[u8], into: &mut impl B
     encode("READY", &metadata, into);
 }
 
-/// Appends a command.
+/// Appends a command frame.
 pub(crate) fn encode(name: &str, data: &[u8], into: &mut impl BufMut) {
     let length = (1 + name.len() + data.len()) as u64;
     Head { more: false, command: true, length }.encode(into);

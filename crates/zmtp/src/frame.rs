@@ -1,4 +1,4 @@
-//! The head of a frame: flags, then a length of one byte or eight.
+//! [`Head`]: the head of a frame, which is a byte of flags and a length of one byte or eight.
 
 use bytes::BufMut;
 
@@ -8,34 +8,34 @@ const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// Bytes of the longest head.
-pub(crate) const MOST_HEAD_BYTES: usize = 9;
+/// Bytes of the longest head: flags (1) and a long length (8).
+pub(crate) const HEAD_BYTES_MAX: usize = 9;
 
-/// A frame's head.
+/// The head of a frame, decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Head {
     /// The next frame belongs to the same message.
     pub(crate) more: bool,
     /// The body is a command, not a part of a message.
     pub(crate) command: bool,
-    /// Bytes of the body, as announced: not to be believed.
+    /// Announced length of the body, which may be false: check it before taking memory.
     pub(crate) length: u64,
 }
 
-/// Bytes of the head that begins with these flags.
+/// Length of a head that begins with these flags, in bytes.
 ///
 /// # Errors
-/// Flags that ZMTP 3 does not have.
+/// [`ProtocolError::Flags`] for flags that ZMTP 3 does not have.
 pub(crate) fn head_bytes(flags: u8) -> Result<usize, ProtocolError> {
     let known = flags & !(MORE | LONG | COMMAND) == 0;
     if !known || flags & (MORE | COMMAND) == MORE | COMMAND {
         return Err(ProtocolError::Flags { flags });
     }
-    Ok(if flags & LONG == 0 { 2 } else { MOST_HEAD_BYTES })
+    Ok(if flags & LONG == 0 { 2 } else { HEAD_BYTES_MAX })
 }
 
 impl Head {
-    /// Reads a head. `None` while it is not whole.
+    /// Decodes a head; `None` while it is not whole.
     pub(crate) fn decode(received: &[u8]) -> Result<Option<Self>, ProtocolError> {
         let Some(&flags) = received.first() else { return Ok(None) };
         let Some(length) = received.get(1..head_bytes(flags)?) else { return Ok(None) };
@@ -43,7 +43,7 @@ impl Head {
         Ok(Some(Self { more: flags & MORE != 0, command: flags & COMMAND != 0, length }))
     }
 
-    /// Appends the head, with a short length where it fits.
+    /// Appends the head, with a length of one byte if it fits.
     pub(crate) fn encode(self, into: &mut impl BufMut) {
         let flags = if self.more { MORE } else { 0 } | if self.command { COMMAND } else { 0 };
         if let Ok(short) = u8::try_from(self.length) {

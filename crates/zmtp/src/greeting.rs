@@ -1,9 +1,9 @@
-//! The first 64 bytes of either side.
+//! [`Greeting`]: the first 64 bytes of either side, with the protocol's version and the security mechanism.
 
 use crate::ProtocolError;
 use crate::error::printable;
 
-/// Bytes of a greeting.
+/// Bytes of a whole greeting.
 pub const GREETING_BYTES: usize = 64;
 
 const SIGNATURE_END: usize = 9;
@@ -13,20 +13,20 @@ const MECHANISM: std::ops::Range<usize> = 12..32;
 const AS_SERVER: usize = 32;
 const NULL: &[u8] = b"NULL";
 
-/// What a greeting with the mechanism NULL says.
+/// A greeting with the mechanism NULL, the only one that we support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Greeting {
-    /// Version 3's minor number. A peer of a later major version speaks ours: it counts as 3.1.
+    /// Minor number of version 3. A peer of a later major version counts as 3.1, because it has to speak ours.
     pub minor: u8,
-    /// Whether the sender is the server of its mechanism. NULL has none; the bit means nothing.
+    /// The bit by which the sender is the server of its mechanism. With NULL it means nothing.
     pub as_server: bool,
 }
 
 impl Greeting {
-    /// Ours: version 3.1.
+    /// The greeting that we send: version 3.1.
     pub const OURS: Self = Self { minor: 1, as_server: false };
 
-    /// The bytes on the wire.
+    /// The greeting's bytes on the wire.
     pub fn encode(self) -> [u8; GREETING_BYTES] {
         let mut bytes = [0; GREETING_BYTES];
         bytes[0] = 0xff;
@@ -38,8 +38,8 @@ impl Greeting {
         bytes
     }
 
-    /// Reads as much of a greeting as has come. `None` while it is not whole. A peer of another protocol is told by its
-    /// first bytes, since it may never send 64.
+    /// Decodes the bytes received so far; `None` while the greeting is not whole. Recognises a peer of another protocol
+    /// by its first bytes, because it may never send 64.
     ///
     /// # Errors
     /// [`ProtocolError`] for other protocols, versions before 3.0, and mechanisms other than NULL.
@@ -49,7 +49,7 @@ impl Greeting {
         {
             return Err(ProtocolError::NotZmtp { first });
         }
-        // The eight bytes between are a length for ZMTP 1.0: libzmq writes one there, others zeros.
+        // Skip the eight bytes between, a length for ZMTP 1.0: libzmq writes one there, other implementations zeros.
         if let Some(&byte) = received.get(SIGNATURE_END)
             && byte != 0x7f
         {

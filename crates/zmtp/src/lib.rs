@@ -1,13 +1,19 @@
-//! The part of ZeroMQ's wire protocol that a router of LLM requests needs: ZMTP 3.0 and 3.1 over TCP, without encryption.
+//! The part of ZeroMQ's wire protocol that a router of LLM requests needs: ZMTP 3.0 and 3.1 over TCP, without
+//! encryption.
 //!
 //! Sources: <https://rfc.zeromq.org/spec/23/> (3.0) and <https://rfc.zeromq.org/spec/37/> (3.1).
 //!
-//! [`Session`] is one connection's state, without I/O: bytes in, events and bytes out. A stranger may send it anything. What
-//! a length field announces is compared with [`Limits`] before any memory is taken, and memory grows with the bytes that
-//! came, never with those that were announced.
+//! [`Session`] is the state of one connection, without I/O: bytes in, events and bytes out. A peer may send it any
+//! bytes. A session compares each announced length with [`Limits`] before it takes memory. Its memory grows with the
+//! bytes that were received, never with those that were announced.
 //!
-//! [`Listener`], [`Subscriber`] and [`Dealer`] carry sessions over tokio's TCP sockets. None of them connects anew when a
-//! connection ends: that is its caller's business.
+//! ```text
+//!  both sides:  greeting (64 bytes, NULL mechanism) --> READY (socket type, identity) --> messages and commands
+//!  a frame:     flags (1 byte) | length (1 or 8 bytes) | body         a message is one or more frames
+//! ```
+//!
+//! [`Listener`], [`Subscriber`] and [`Dealer`] run sessions over tokio's TCP sockets. None of them reconnects when its
+//! connection ends; the caller does.
 #![forbid(unsafe_code)]
 
 mod command;

@@ -1,15 +1,16 @@
-//! How much one peer may send at once.
+//! [`Limits`]: bounds on the frames, messages and commands of a peer.
 
-/// What a session accepts from its peer. The defaults fit small control messages; a reader of large ones raises them.
+/// Limits that a session enforces on its peer. The defaults fit small control messages; readers of large ones raise
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of one frame of a message.
+    /// Limit of bytes in one frame of a message.
     pub frame_bytes: usize,
-    /// Bytes of all frames of one message together.
+    /// Limit of bytes in all frames of one message together.
     pub message_bytes: usize,
-    /// Frames of one message.
+    /// Limit of frames in one message.
     pub message_frames: usize,
-    /// Bytes of one command, its name included: READY with its metadata, SUBSCRIBE with its topic.
+    /// Limit of bytes in one command, its name included: READY with its metadata, SUBSCRIBE with its topic.
     pub command_bytes: usize,
 }
 
@@ -20,7 +21,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The most bytes of its peer that a session ever holds: one unfinished message, and a command amid it.
+    /// Upper bound of the peer's bytes that a session holds: one unfinished message, and a command between its frames.
     pub fn most_buffered(&self) -> usize {
         self.message_bytes.saturating_add(self.command_bytes)
     }

@@ -1,58 +1,66 @@
-//! One connection, without its I/O.
+//! [`Session`]: the state of one connection, without its I/O.
+//!
+//! ```text
+//!  Greeting --the peer's greeting is whole--> Handshake --the peer's READY--> Open: messages, commands
+//!     '--> we send ours at once                  '--> we send our READY
+//! ```
 
 use bytes::{Buf, Bytes, BytesMut};
 
 use crate::command::{self, Command};
 use crate::error::printable;
-use crate::frame::{Head, MOST_HEAD_BYTES, head_bytes};
+use crate::frame::{HEAD_BYTES_MAX, Head, head_bytes};
 use crate::{GREETING_BYTES, Greeting, Limits, ProtocolError, SocketType};
 
-const MOST_IDENTITY_BYTES: usize = 255;
-const MOST_NAME_SHOWN: usize = 16;
-/// While so many bytes wait to be sent, a PING gets no PONG: a peer that reads nothing needs none.
-const ENOUGH_UNSENT: usize = 1 << 10;
+const IDENTITY_BYTES_MAX: usize = 255;
+const SHOWN_NAME_BYTES_MAX: usize = 16;
+/// A PING gets no PONG while this many bytes are unsent, because a peer that reads nothing needs none.
+const PONG_UNSENT_BYTES_MAX: usize = 1 << 10;
 
-/// What came of the peer's bytes.
+/// An event that the peer's bytes caused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The handshake is over. Comes once, before all others.
+    /// The handshake is complete. Comes once, before all others.
     Ready {
         /// The peer's type, one that ours talks to.
         socket_type: SocketType,
         /// The peer's identity, at most 255 bytes. Empty if it gave none.
         identity: Bytes,
     },
-    /// A whole message.
+    /// The frames of a whole message.
     Message(Vec<Bytes>),
-    /// The peer, of ZMTP 3.1, wants what begins with this. Peers of 3.0 send the message `[1, topic...]`.
+    /// The peer, of ZMTP 3.1, subscribes to messages that begin with this topic. Peers of 3.0 send the message
+    /// `[1, topic...]`.
     Subscribe(Bytes),
-    /// The peer, of ZMTP 3.1, no longer wants what begins with this. Peers of 3.0 send the message `[0, topic...]`.
+    /// The peer, of ZMTP 3.1, cancels its subscription to this topic. Peers of 3.0 send the message `[0, topic...]`.
     Cancel(Bytes),
-    /// The peer lives: a PING, to which a PONG lies ready, a PONG, or a command that does not concern us.
+    /// A sign of life: a PING, whose PONG is ready to be sent, a PONG, or a command that does not concern us.
     Alive,
 }
 
 #[derive(Debug)]
 enum State {
+    /// The peer's greeting is not whole.
     Greeting,
-    /// The greeting came, READY did not.
+    /// The greeting is whole; the peer's READY is awaited.
     Handshake,
+    /// Both sides may send messages.
     Open,
 }
 
-/// One side of a connection: takes what came, says what happened, and keeps what has to be sent.
+/// One side of a connection. It takes received bytes, returns events, and collects the bytes to be sent.
 ///
-/// It holds at most one unfinished message and one unfinished command, and gives each event before it reads on. After an
-/// error the connection has to be closed.
+/// A session holds at most one unfinished message and one unfinished command, and returns each event before it reads
+/// on. After an error the caller has to close the connection.
 #[derive(Debug)]
 pub struct Session {
     ours: SocketType,
     identity: Bytes,
     limits: Limits,
     state: State,
-    /// The peer's greeting, then the head of each frame.
+    /// Received bytes of the peer's greeting, or, after it, of the next frame's head.
     start: Vec<u8>,
-    /// The frame whose head is whole.
+    /// Head of the frame whose body is being received.
     head: Option<Head>,
     body: Vec<u8>,
     message: Vec<Bytes>,
@@ -62,12 +70,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// A connection that was just made. `identity` is what a ROUTER at the other end knows us by; empty leaves that to it.
+    /// A session for a new connection. A ROUTER at the other end addresses us by `identity`; if that is empty, it
+    /// generates one.
     ///
     /// # Errors
     /// [`ProtocolError::Identity`] if the identity has more than 255 bytes or begins with a zero.
     pub fn new(ours: SocketType, identity: Bytes, limits: Limits) -> Result<Self, ProtocolError> {
-        checked_identity(&identity)?;
+        check_identity(&identity)?;
         Ok(Self {
             ours,
             identity,
@@ -83,7 +92,7 @@ impl Session {
         })
     }
 
-    /// Takes bytes from the front of `received` until something happened. `None` when all were taken and nothing did.
+    /// Takes bytes from the front of `received` until an event is complete. Returns `None` once all bytes are taken.
     /// Call it until then, and send [`Session::unsent`] before reading on.
     ///
     /// # Errors
@@ -114,7 +123,7 @@ impl Session {
         }
     }
 
-    /// Answers whether the greeting is whole.
+    /// Takes bytes of the greeting; returns whether it is whole.
     fn take_greeting(&mut self, received: &mut &[u8]) -> Result<bool, ProtocolError> {
         move_bytes(GREETING_BYTES, received, &mut self.start);
         let Some(greeting) = Greeting::decode(&self.start)? else { return Ok(false) };
@@ -131,7 +140,7 @@ impl Session {
         }
         move_bytes(1, received, &mut self.start);
         let Some(&flags) = self.start.first() else { return Ok(None) };
-        move_bytes(head_bytes(flags)?.min(MOST_HEAD_BYTES), received, &mut self.start);
+        move_bytes(head_bytes(flags)?.min(HEAD_BYTES_MAX), received, &mut self.start);
         let Some(head) = Head::decode(&self.start)? else { return Ok(None) };
         self.check(head)?;
         self.start.clear();
@@ -139,7 +148,7 @@ impl Session {
         Ok(Some(head))
     }
 
-    /// Decides by the announced length alone.
+    /// Checks a frame against the limits by its announced length, before any memory is taken.
     fn check(&self, head: Head) -> Result<(), ProtocolError> {
         let Head { length: announced, command, .. } = head;
         let limits = &self.limits;
@@ -168,7 +177,8 @@ impl Session {
         Ok(())
     }
 
-    /// Answers whether the body is whole. Its room doubles with what came, and ends at its length.
+    /// Takes bytes of the body; returns whether it is whole. The buffer doubles as bytes are received, up to the
+    /// announced length.
     fn take_body(&mut self, length: usize, received: &mut &[u8]) -> bool {
         let wanted = length.min(self.body.len().saturating_add(received.len()));
         if wanted > self.body.capacity() {
@@ -184,20 +194,20 @@ impl Session {
             (_, Command::Error(reason)) => Err(ProtocolError::Peer { reason }),
             (State::Open, Command::Ready { .. }) => Err(ProtocolError::OutOfTurn { what: "a second READY" }),
             (_, Command::Ready { socket_type, identity }) => {
-                let known = SocketType::of_name(&socket_type).filter(|&peer| self.ours.talks_to(peer));
-                let Some(peer) = known else {
-                    let shown = &socket_type[..socket_type.len().min(MOST_NAME_SHOWN)];
+                let peer_type = SocketType::of_name(&socket_type).filter(|&peer| self.ours.talks_to(peer));
+                let Some(peer) = peer_type else {
+                    let shown = &socket_type[..socket_type.len().min(SHOWN_NAME_BYTES_MAX)];
                     let ours = self.ours.name();
                     return Err(ProtocolError::SocketType { peer: printable(shown), ours });
                 };
-                checked_identity(&identity)?;
+                check_identity(&identity)?;
                 self.state = State::Open;
                 Ok(Event::Ready { socket_type: peer, identity })
             }
             (State::Open, Command::Subscribe(topic)) => Ok(Event::Subscribe(topic)),
             (State::Open, Command::Cancel(topic)) => Ok(Event::Cancel(topic)),
             (State::Open, Command::Ping(context)) => {
-                if self.unsent().len() < ENOUGH_UNSENT {
+                if self.unsent().len() < PONG_UNSENT_BYTES_MAX {
                     command::encode("PONG", &context, &mut self.unsent);
                 }
                 Ok(Event::Alive)
@@ -207,12 +217,12 @@ impl Session {
         }
     }
 
-    /// Puts a message behind what has to be sent. How much waits there is the caller's to bound.
+    /// Appends a message to the unsent bytes, which the caller has to bound.
     ///
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
     pub fn send<Frame: AsRef<[u8]>>(&mut self, frames: &[Frame]) -> Result<(), ProtocolError> {
-        self.opened()?;
+        self.check_open()?;
         for (index, frame) in frames.iter().enumerate() {
             let frame = frame.as_ref();
             let more = index + 1 < frames.len();
@@ -222,7 +232,8 @@ impl Session {
         Ok(())
     }
 
-    /// Asks for all messages whose first frame begins with `topic`: by a command, or by a message if the peer speaks 3.0.
+    /// Subscribes to all messages whose first frame begins with `topic`: by a command, or by a message if the peer
+    /// speaks 3.0.
     ///
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
@@ -230,7 +241,7 @@ impl Session {
         self.send_topic(1, "SUBSCRIBE", topic)
     }
 
-    /// Takes a subscription back.
+    /// Cancels a subscription.
     ///
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
@@ -242,32 +253,32 @@ impl Session {
         if self.peer_minor == 0 {
             return self.send(&[[&[mark], topic].concat()]);
         }
-        self.opened()?;
+        self.check_open()?;
         command::encode(name, topic, &mut self.unsent);
         Ok(())
     }
 
-    fn opened(&self) -> Result<(), ProtocolError> {
+    fn check_open(&self) -> Result<(), ProtocolError> {
         match self.state {
             State::Open => Ok(()),
             _ => Err(ProtocolError::OutOfTurn { what: "a message of our own" }),
         }
     }
 
-    /// What has to be sent next.
+    /// Bytes to be sent, in order.
     pub fn unsent(&self) -> &[u8] {
         &self.unsent
     }
 
-    /// So many bytes of [`Session::unsent`] were sent.
+    /// Removes the first `bytes` of [`Session::unsent`], which were sent.
     ///
     /// # Panics
-    /// If there were not so many: a programmer's error.
+    /// If fewer bytes were unsent, which is a bug of the caller.
     pub fn mark_sent(&mut self, bytes: usize) {
         self.unsent.advance(bytes);
     }
 
-    /// Bytes of the peer that are held, spare room included: at most [`Limits::most_buffered`].
+    /// Bytes of the peer that the session holds, spare capacity included: at most [`Limits::most_buffered`].
     pub fn buffered(&self) -> usize {
         self.message_bytes + self.body.capacity()
     }
@@ -281,8 +292,8 @@ fn move_bytes(length: usize, from: &mut &[u8], into: &mut Vec<u8>) {
     *from = rest;
 }
 
-fn checked_identity(identity: &[u8]) -> Result<(), ProtocolError> {
-    if identity.len() > MOST_IDENTITY_BYTES || identity.first() == Some(&0) {
+fn check_identity(identity: &[u8]) -> Result<(), ProtocolError> {
+    if identity.len() > IDENTITY_BYTES_MAX || identity.first() == Some(&0) {
         return Err(ProtocolError::Identity { bytes: identity.len() });
     }
     Ok(())

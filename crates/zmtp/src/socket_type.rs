@@ -1,23 +1,23 @@
-//! The kinds of sockets, and which of them talk to each other.
+//! [`SocketType`]: the types of sockets, and which of them talk to each other.
 
 /// A socket's type, as READY names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketType {
-    /// Talks to many, and knows each by its identity.
+    /// Talks to many peers, and addresses each by its identity.
     Router,
-    /// Sends and receives without turns.
+    /// Sends and receives in any order.
     Dealer,
-    /// Asks, then waits for the answer.
+    /// Sends a request, then waits for the reply.
     Req,
-    /// Answers.
+    /// Receives a request, then sends the reply.
     Rep,
-    /// Publishes.
+    /// Publishes messages to subscribers.
     Pub,
-    /// Publishes, and sees subscriptions as messages.
+    /// Publishes, and receives subscriptions as messages.
     XPub,
-    /// Subscribes.
+    /// Subscribes to topics of a publisher.
     Sub,
-    /// Subscribes by messages.
+    /// Subscribes by sending messages.
     XSub,
 }
 
@@ -25,7 +25,7 @@ impl SocketType {
     const ALL: [Self; 8] =
         [Self::Router, Self::Dealer, Self::Req, Self::Rep, Self::Pub, Self::XPub, Self::Sub, Self::XSub];
 
-    /// The name on the wire.
+    /// The type's name on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::Router => "ROUTER",
@@ -39,12 +39,12 @@ impl SocketType {
         }
     }
 
-    /// The type that a name on the wire stands for. Types that no peer of ours can have (PUSH, PULL, PAIR) are unknown.
+    /// The type of a name on the wire. None for PUSH, PULL and PAIR too, because no peer of ours can have them.
     pub fn of_name(name: &[u8]) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name().as_bytes() == name)
     }
 
-    /// Whether the RFC lets the two talk. It is the same for both sides.
+    /// Whether the RFC lets the two types talk. The relation is symmetric.
     pub fn talks_to(self, peer: Self) -> bool {
         use SocketType::{Dealer, Pub, Rep, Req, Router, Sub, XPub, XSub};
         match self {

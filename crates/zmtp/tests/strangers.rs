@@ -1,4 +1,4 @@
-//! Sessions that meet bytes of any origin, cut anywhere.
+//! Feeds sessions with arbitrary bytes, cut anywhere.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Sessions that meet the bytes of libzmq 4.3.5, as pyzmq 27.3 sent them to a plain socket.
+//! Feeds sessions with the bytes of libzmq 4.3.5, as pyzmq 27.3 sent them to a plain socket.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use bytes::Bytes;

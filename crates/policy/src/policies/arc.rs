@@ -4,33 +4,34 @@ use crate::ghost::Ghost;
 use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
-/// Two LRU lists, of blocks used once and of blocks used again, whose shares adapt to what comes back.
+/// Two LRU lists, of blocks used once and of blocks used again, whose shares adapt to the blocks that come back.
 ///
-/// Megiddo, Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The keys of blocks that were evicted
-/// from either list are remembered, together as many as there are blocks; a block that comes back from one of them moves
-/// the border towards that list. Prompts that never come back displace only what was used once.
+/// Megiddo, Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The policy remembers the keys of
+/// blocks that were evicted from either list, together as many as there are blocks. If such a block comes back, the
+/// share of its list grows. Prompts that never come back displace only blocks that were used once.
 #[derive(Default)]
 pub struct Arc {
-    /// T1 of the paper.
+    /// Blocks used once; T1 in the paper.
     once: PrefixLru,
-    /// T2.
+    /// Blocks used again; T2 in the paper.
     again: PrefixLru,
-    /// B1.
+    /// Keys evicted from `once`; B1 in the paper.
     evicted_once: Ghost,
-    /// B2.
+    /// Keys evicted from `again`; B2 in the paper.
     evicted_again: Ghost,
-    /// Blocks that `once` should hold: p of the paper.
+    /// Blocks that `once` should hold; p in the paper.
     once_target: f64,
     arrivals: Arrivals,
 }
 
 impl Arc {
-    /// An empty one.
+    /// An empty policy.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c, where c is what the cache held when it was last full.
+    /// Trims the keys so that |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c, where c is the number of blocks
+    /// when the cache was last full.
     fn trim(&mut self, capacity: usize) {
         self.evicted_once.trim(capacity.saturating_sub(self.once.len()));
         let rest = (2 * capacity).saturating_sub(self.len() + self.evicted_once.len());
@@ -43,8 +44,8 @@ impl ReplacementPolicy for Arc {
         PolicyKind::Arc
     }
 
-    /// Blocks that come back move the border before victims are chosen.
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    /// Adapts the shares to the blocks that come back, before victims are chosen.
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         for key in run {
             let (once, again) = (self.evicted_once.len() as f64, self.evicted_again.len() as f64);
             if self.evicted_once.contains(key) {

@@ -1,18 +1,37 @@
+//! [`Learned`]: a policy that learns from past requests which blocks will be requested again, and evicts the others.
+//!
+//! ```text
+//!  request --> class of each block (`classes`): its use count and gap, or the shape of its first request
+//!     |              |
+//!     |              '--> cohort (`cohorts`): leaves of one class that were last requested in one span of time
+//!     v                                                                              |
+//!  sample --> counts by class and age (`history`) --> hit densities (`density`) --> ranks of the cohorts (`ranks`)
+//!                                                                                    |
+//!                                                     victim: oldest slot of the least dense cohort
+//! ```
+//!
+//! - A *leaf* is a slot that no block in the policy continues. Only leaves are in cohorts, because a block is never
+//!   requested without the blocks before it.
+//! - All slots of a cohort are taken to be equally dense, so a search for a victim compares some hundreds of cohorts, not
+//!   blocks.
+//! - A slot that a caller refuses to evict leaves its cohort, and enters again at the next ranking.
+//! - Time is the number of references so far.
+
 mod classes;
+mod cohorts;
 mod density;
 mod history;
 mod ranks;
-mod rings;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BinaryHeap;
 
 use self::classes::{Class, MAX_USES};
+use self::cohorts::{Cohort, Cohorts};
 use self::density::Densities;
 use self::history::History;
 use self::ranks::{Rank, Ranks};
-use self::rings::{Ring, Rings};
 use crate::key::spread;
 use crate::kind::PolicyKind;
 use crate::learning::{Learning, LearntClass};
@@ -20,67 +39,72 @@ use crate::memo::Memo;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
-/// References after which densities are learnt, for the first time and again; as many as a quarter of the blocks, if that is
-/// more. With four times as many a scan cost up to 3 points.
-const LEARN: u64 = 4096;
-/// A span of time is as many references as one in so many of the blocks, and at least so many.
+/// References between two computations of the densities, or a quarter of the blocks if that is more. With four times as
+/// many references, a scan cost up to 3 points of hit rate.
+const LEARN_INTERVAL: u64 = 4096;
+/// A new span of time begins after one reference for this many blocks, and after `MIN_SPAN` at least.
 const SPANS: u64 = 16;
 const MIN_SPAN: u64 = 64;
-/// New blocks come in if they are so much denser than what they would displace: their density is known less well.
+/// New blocks are admitted if they are this much denser than the blocks they would displace, because their density is
+/// known less well.
 const MARGIN: f64 = 1.25;
-/// One run in so many that are less dense comes in all the same: what was never counted, or counted wrongly, is not kept out for
-/// ever.
-const CHANCE: u64 = 32;
-/// Runs of missed blocks that are remembered until they are stored.
+/// One in this many runs that are not dense enough is admitted all the same. So a class that was never counted, or was
+/// counted wrongly, is not kept out for ever.
+const EXPLORE_ONE_IN: u64 = 32;
+/// Missed runs whose profile is remembered until they are stored.
 const NOTES: usize = 512;
 
-/// The block goes that will bring the fewest hits for the time that it is kept, by what became of blocks like it.
+/// Evicts the block that will bring the fewest hits for the time that it is kept, judged by the past of similar blocks.
 ///
-/// After Beckmann, Chen, Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018. Each block is in a
-/// class: how often it was asked for and how long after the time before, or, if once, how much of its prompt was known and
-/// how much was new. Of a sample of blocks, in the cache or not, it is counted at which age they were asked for again. From
-/// that follows for each class and age the hit density: the largest, over all horizons, of the chance to be asked for through
-/// the mean time in the cache. A run whose blocks are less dense than what they would displace does not come in.
+/// After Beckmann, Chen, Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018. A block's class
+/// is how often it was requested and how long after the time before. If it was requested once, its class is how much of
+/// its prompt was known and how much was new. For a sample of blocks, in the cache or not, the policy counts at which
+/// age they were requested again. From the counts follows a hit density for each class and age. It is the largest, over
+/// all horizons, of the chance of a request divided by the mean time in the cache. A run that is less dense than the
+/// blocks it would displace is not admitted.
 ///
-/// Age is counted in references, so nothing depends on a clock. Only blocks that nothing continues are looked at: what
-/// continues a block is never asked for without it. What was counted is halved by and by. For the first 4,096 references, or as
-/// many as a quarter of the capacity, it is LRU.
+/// Age counts references, so nothing depends on a clock. Only blocks without a block that continues them are compared,
+/// because no block is requested without those before it. Old counts decay. For the first 4,096 references, or a
+/// quarter of the capacity if that is more, the policy is LRU.
 pub struct Learned {
     /// References so far.
     now: u64,
     slots: Vec<Slot>,
+    /// The number of slots that are in.
     len: usize,
-    /// Of the slots that nothing continues, those that were not refused.
-    rings: Rings,
-    /// The rings that have slots.
+    /// The leaves, except for those in `refused`.
+    cohorts: Cohorts,
+    /// The cohorts that may have slots.
     ranks: Ranks,
-    /// References when the rings were ranked.
+    /// Time of the last ranking.
     ranked_at: u64,
-    /// Slots that could not be evicted since then.
+    /// Leaves that the caller refused to evict since the last ranking.
     refused: Vec<u32>,
     history: History,
     densities: Densities,
-    /// When densities are learnt next.
+    /// When the densities are computed next.
     learn_at: u64,
+    /// The densities were computed at least once.
     learnt: bool,
+    /// Profiles of missed runs, by a part of the key. A new note replaces an old one.
     notes: Box<[Note]>,
-    /// The run that was missed, and what it is known as: kept for their memory.
+    /// Buffers of `missed`: the run's keys, and the profile of each.
     run: Vec<u64>,
-    known_as: Vec<Known>,
-    /// How dense is what a tier below gives up.
+    profiles: Vec<Profile>,
+    /// Hit density of the blocks that a tier below gives up.
     below: Option<f32>,
-    /// Classes are dealt by chance.
-    dealt: bool,
+    /// Classes are random: the control of an experiment.
+    random_classes: bool,
 }
 
-/// What the policy knows of a slot. It stays for as long as something continues the slot, even if the slot is not in.
+/// A slot as the policy knows it. Kept while a slot that is in continues it, even if the slot itself is not in.
 #[derive(Clone, Copy)]
 struct Slot {
     parent: u32,
-    /// Slots that continue it.
+    /// The number of slots that continue it.
     children: u32,
-    /// The last 32 bits of the time.
-    asked_at: u32,
+    /// The low 32 bits of the time of the last request.
+    requested_at: u32,
     class: Class,
     uses: u8,
     is_in: bool,
@@ -91,7 +115,7 @@ impl Slot {
     const OUT: Self = Self {
         parent: NONE,
         children: 0,
-        asked_at: 0,
+        requested_at: 0,
         class: Class::UNKNOWN,
         uses: 0,
         is_in: false,
@@ -99,121 +123,123 @@ impl Slot {
     };
 }
 
-/// What a block is known as when it is asked for.
+/// A block's class and use count at a request.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-struct Known {
+struct Profile {
     class: Class,
     uses: u8,
 }
 
-/// The blocks of a missed run from this one on are known as this.
+/// The profile of the blocks of a missed run, from the one with this key up to the next note. No note with 0 uses.
 #[derive(Clone, Copy, Default)]
 struct Note {
     key: u64,
-    known: Known,
+    profile: Profile,
 }
 
 impl Learned {
-    /// An empty one for a cache of about `capacity` blocks.
+    /// An empty policy for a cache of about `capacity` blocks.
     pub fn new(capacity: usize) -> Self {
         Self {
             now: 0,
             slots: Vec::new(),
             len: 0,
-            rings: Rings::new(),
+            cohorts: Cohorts::new(),
             ranks: Ranks::new(),
             ranked_at: 0,
             refused: Vec::new(),
             history: History::new(capacity),
             densities: Densities::new(),
-            learn_at: LEARN.max(capacity as u64 / 4),
+            learn_at: LEARN_INTERVAL.max(capacity as u64 / 4),
             learnt: false,
             notes: vec![Note::default(); NOTES].into_boxed_slice(),
             run: Vec::new(),
-            known_as: Vec::new(),
+            profiles: Vec::new(),
             below: None,
-            dealt: false,
+            random_classes: false,
         }
     }
 
-    /// The same with classes that are dealt by chance: a control, which has nothing to learn from.
-    pub fn with_dealt_classes(capacity: usize) -> Self {
-        Self { dealt: true, ..Self::new(capacity) }
+    /// Like [`new`](Self::new), but with random classes: a control that has nothing to learn from.
+    pub fn with_random_classes(capacity: usize) -> Self {
+        Self { random_classes: true, ..Self::new(capacity) }
     }
 
-    /// So many references went by.
-    fn pass(&mut self, references: usize) {
+    /// Advances the time by `references`. Computes the densities, begins a span and ranks the cohorts when these are
+    /// due.
+    fn advance(&mut self, references: usize) {
         self.now += references as u64;
         let learns = self.now >= self.learn_at;
         if learns {
-            self.learn_at = self.now + LEARN.max(self.len as u64 / 4);
+            self.learn_at = self.now + LEARN_INTERVAL.max(self.len as u64 / 4);
             self.history.learn(self.now, &mut self.densities);
             self.learnt = true;
         }
-        let span_ends = self.now - self.rings.newest().start >= (self.len as u64 / SPANS).max(MIN_SPAN);
+        let span_ends = self.now - self.cohorts.newest().start >= (self.len as u64 / SPANS).max(MIN_SPAN);
         if span_ends {
-            self.rings.begin_span(self.now);
+            self.cohorts.begin_span(self.now);
         }
         if learns || span_ends {
-            self.rank();
+            self.rank_cohorts();
         }
     }
 
-    /// Ranks all rings by what is known now. What was refused may have become free.
-    fn rank(&mut self) {
+    /// Ranks all cohorts by the densities of now. Refused leaves enter again, because they may be evictable by now.
+    fn rank_cohorts(&mut self) {
         self.ranked_at = self.now;
         self.ranks.clear();
         let (now, densities, ranks) = (self.now, &self.densities, &mut self.ranks);
-        self.rings.filled(|ring, start| {
-            ranks.add_last(ring, Rank::of(densities.get(ring.class(), now - start)));
+        self.cohorts.visit_filled(|cohort, start| {
+            ranks.add_last(cohort, Rank::of(densities.get(cohort.class(), now - start)));
         });
         for slot in std::mem::take(&mut self.refused) {
-            self.enter(slot, false);
+            self.add_leaf(slot, false);
         }
     }
 
-    /// Puts a slot into its ring if nothing continues it: as the newest one, or as the next to go.
-    fn enter(&mut self, slot: u32, as_newest: bool) {
-        let Slot { is_in, children, asked_at, class, .. } = self.slots[slot as usize];
-        if !is_in || children > 0 || self.rings.contains(slot) {
+    /// Adds a slot to its cohort if it is a leaf: at the new end, or at the old end as the cohort's next victim.
+    fn add_leaf(&mut self, slot: u32, as_newest: bool) {
+        let Slot { is_in, children, requested_at, class, .. } = self.slots[slot as usize];
+        if !is_in || children > 0 || self.cohorts.contains(slot) {
             return;
         }
-        let age = (self.now as u32).wrapping_sub(asked_at);
-        let span = self.rings.span_at(self.now.saturating_sub(age.into()));
-        let marked = self.rings.add(slot, span, class, as_newest);
-        if let Some(ring) = marked {
+        let age = (self.now as u32).wrapping_sub(requested_at);
+        let span = self.cohorts.span_at(self.now.saturating_sub(age.into()));
+        let marked = self.cohorts.add(slot, span, class, as_newest);
+        if let Some(cohort) = marked {
             let rank = Rank::of(self.densities.get(class, self.ranked_at.saturating_sub(span.start)));
-            let order = self.rings.order(ring);
-            self.ranks.add(ring, rank, |other| self.rings.order(other) > order);
+            let order = self.cohorts.order(cohort);
+            self.ranks.add(cohort, rank, |other| self.cohorts.order(other) > order);
         }
     }
 
-    /// `slot`, which was in this ring if that is known, does not continue its parent any more.
-    fn leave_parent(&mut self, slot: u32, ring: Option<Ring>) {
-        let Slot { class, asked_at, .. } = self.slots[slot as usize];
+    /// Detaches `slot` from its parent, which may become a leaf. `cohort` is the cohort that the slot was in, if that is
+    /// known.
+    fn detach_from_parent(&mut self, slot: u32, cohort: Option<Cohort>) {
+        let Slot { class, requested_at, .. } = self.slots[slot as usize];
         let parent = std::mem::replace(&mut self.slots[slot as usize].parent, NONE);
         let Some(above) = self.slots.get_mut(parent as usize) else { return };
         above.children = above.children.saturating_sub(1);
         if above.children > 0 {
             return;
         }
-        // Mostly it was asked for together with the slot, and so belongs where that was.
-        let is_alike = above.is_in && above.class == class && above.asked_at == asked_at;
-        match ring.filter(|_| is_alike && !self.rings.contains(parent)) {
-            Some(ring) => self.rings.add_as_oldest(parent, ring),
-            None => self.enter(parent, false),
+        // Mostly the parent was requested together with the slot, and so belongs to the same cohort.
+        let is_alike = above.is_in && above.class == class && above.requested_at == requested_at;
+        match cohort.filter(|_| is_alike && !self.cohorts.contains(parent)) {
+            Some(cohort) => self.cohorts.add_as_oldest(parent, cohort),
+            None => self.add_leaf(parent, false),
         }
     }
 
-    /// `slot` is gone, which was in this ring if that is known; false if it was not in.
-    fn leave(&mut self, slot: u32, ring: Option<Ring>) -> bool {
+    /// Removes `slot`; false if it was not in. `cohort` is the cohort that it was in, if that is known.
+    fn take_out(&mut self, slot: u32, cohort: Option<Cohort>) -> bool {
         if !self.contains(slot) {
             return false;
         }
-        self.rings.remove(slot);
+        self.cohorts.remove(slot);
         self.slots[slot as usize].is_in = false;
         self.len -= 1;
-        self.leave_parent(slot, ring);
+        self.detach_from_parent(slot, cohort);
         true
     }
 
@@ -224,60 +250,62 @@ impl Learned {
         &mut self.slots[slot as usize]
     }
 
-    /// The class that counts.
+    /// The class that the policy uses for a block: unknown before it has learnt, and random in a control.
     fn class(&self, class: Class, key: impl Fn() -> u64) -> Class {
-        match (self.learnt, self.dealt) {
+        match (self.learnt, self.random_classes) {
             (false, _) => Class::UNKNOWN,
             (true, false) => class,
-            (true, true) => Class::dealt(spread(key() ^ self.now)),
+            (true, true) => Class::random(spread(key() ^ self.now)),
         }
     }
 
-    fn note(&mut self, key: u64, known: Known) {
-        self.notes[note_place(key)] = Note { key, known };
+    fn note(&mut self, key: u64, profile: Profile) {
+        self.notes[note_index(key)] = Note { key, profile };
     }
 
-    fn noted(&self, key: u64) -> Option<Known> {
-        let note = &self.notes[note_place(key)];
-        (note.key == key && note.known.uses > 0).then_some(note.known)
+    fn noted_profile(&self, key: u64) -> Option<Profile> {
+        let note = &self.notes[note_index(key)];
+        (note.key == key && note.profile.uses > 0).then_some(note.profile)
     }
 
-    /// What the blocks of a missed run are known as, that follow `known` ones. What is followed in the run was asked for
-    /// before, and so was all before it, at least as often.
-    fn recognise(&self, known: usize, run: &[u64], known_as: &mut Vec<Known>) {
-        known_as.clear();
-        known_as.resize(run.len(), Known::default());
+    /// Fills in the profile of each block of a missed run behind `cached` resident blocks. If the history tracks a
+    /// block
+    /// of the run, that block was requested before. So were all blocks before it, at least as often: they get its
+    /// profile. The blocks behind the last one that is tracked are new.
+    fn profile_run(&self, cached: usize, run: &[u64], profiles: &mut Vec<Profile>) {
+        profiles.clear();
+        profiles.resize(run.len(), Profile::default());
         let mut recognised = 0;
-        let mut past = Known::default();
+        let mut past = Profile::default();
         for (at, &key) in run.iter().enumerate().rev() {
             if self.history.samples(key)
                 && let Some(found) = self.history.find(key, self.now)
             {
                 let uses = (found.uses + 1).min(MAX_USES);
-                past = Known { class: Class::of_used(uses, found.age), uses };
+                past = Profile { class: Class::of_used(uses, found.age), uses };
                 recognised = recognised.max(at + 1);
             }
-            known_as[at] = past;
+            profiles[at] = past;
         }
-        let class = Class::of_new(known + recognised, run.len() - recognised);
-        known_as[recognised..].fill(Known { class, uses: 1 });
+        let class = Class::of_new(cached + recognised, run.len() - recognised);
+        profiles[recognised..].fill(Profile { class, uses: 1 });
     }
 
-    /// What the first of `new` blocks behind `parent` is taken for if nothing was noted of it. A prompt may be stored by and by:
-    /// what continues new blocks came with them.
-    fn known_behind(&self, parent: Option<u32>, new: usize) -> Known {
+    /// The profile of the first of `new` blocks behind `parent` if there is no note of it. A block behind a new one
+    /// gets the same profile, because a prompt may be stored in several parts.
+    fn default_profile(&self, parent: Option<u32>, new: usize) -> Profile {
         let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
         match above {
-            Some(&Slot { class, uses: 1, .. }) => Known { class, uses: 1 },
-            _ => Known { class: Class::of_new(usize::from(parent.is_some()), new), uses: 1 },
+            Some(&Slot { class, uses: 1, .. }) => Profile { class, uses: 1 },
+            _ => Profile { class: Class::of_new(usize::from(parent.is_some()), new), uses: 1 },
         }
     }
 
-    /// The mean density of the blocks that go if `victims` have to.
+    /// The mean density of the next `victims` blocks to be evicted.
     fn displaced(&self, victims: usize, blocks: &dyn Blocks) -> f64 {
         let (mut sum, mut left) = (0.0, victims);
-        for (rank, ring) in self.ranks.iter() {
-            for leaf in self.rings.slots(ring) {
+        for (rank, cohort) in self.ranks.iter() {
+            for leaf in self.cohorts.slots(cohort) {
                 if blocks.in_use(leaf) {
                     continue;
                 }
@@ -292,19 +320,20 @@ impl Learned {
         sum / (victims - left).max(1) as f64
     }
 
-    /// A slot that nothing continues and those above it that go next: of the same class, asked for at the same time.
+    /// A leaf and the slots above it that would be evicted next. Each has the same class and the same time of request
+    /// as the slot below it, and no other child.
     fn chain(&self, leaf: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::successors(Some(leaf), |&slot| {
             let below = &self.slots[slot as usize];
             let above = self.slots.get(below.parent as usize)?;
             let goes = above.is_in && above.children == 1;
-            let alike = above.class == below.class && above.asked_at == below.asked_at;
+            let alike = above.class == below.class && above.requested_at == below.requested_at;
             (goes && alike).then_some(below.parent)
         })
     }
 }
 
-fn note_place(key: u64) -> usize {
+fn note_index(key: u64) -> usize {
     (key >> 48) as usize % NOTES
 }
 
@@ -313,24 +342,25 @@ impl ReplacementPolicy for Learned {
         PolicyKind::Learned
     }
 
-    fn missed(&mut self, known: usize, run: &mut dyn Iterator<Item = u64>) {
-        let (mut keys, mut known_as) = (std::mem::take(&mut self.run), std::mem::take(&mut self.known_as));
+    fn missed(&mut self, cached: usize, run: &mut dyn Iterator<Item = u64>) {
+        let (mut keys, mut profiles) = (std::mem::take(&mut self.run), std::mem::take(&mut self.profiles));
         keys.clear();
         keys.extend(run);
-        self.recognise(known, &keys, &mut known_as);
-        let mut before = Known::default();
-        for (&key, &known) in keys.iter().zip(&known_as) {
-            if known != before {
-                self.note(key, known);
-                before = known;
+        self.profile_run(cached, &keys, &mut profiles);
+        let mut before = Profile::default();
+        for (&key, &profile) in keys.iter().zip(&profiles) {
+            if profile != before {
+                self.note(key, profile);
+                before = profile;
             }
             if self.history.samples(key) {
-                let class = if self.dealt { Class::dealt(spread(key ^ self.now)) } else { known.class };
-                self.history.asked(key, self.now, class, known.uses);
+                let class =
+                    if self.random_classes { Class::random(spread(key ^ self.now)) } else { profile.class };
+                self.history.record(key, self.now, class, profile.uses);
             }
         }
-        self.pass(keys.len());
-        (self.run, self.known_as) = (keys, known_as);
+        self.advance(keys.len());
+        (self.run, self.profiles) = (keys, profiles);
     }
 
     fn has_gate(&self) -> bool {
@@ -341,32 +371,33 @@ impl ReplacementPolicy for Learned {
         if !self.learnt {
             return true;
         }
-        let mut known = self.known_behind(parent, run.len());
+        let mut profile = self.default_profile(parent, run.len());
         let mut sum = 0.0;
         for &key in run {
-            known = self.noted(key).unwrap_or(known);
-            let class = self.class(known.class, || key);
+            profile = self.noted_profile(key).unwrap_or(profile);
+            let class = self.class(profile.class, || key);
             sum += f64::from(self.densities.get(class, 0));
         }
-        let is_lucky = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(CHANCE));
+        let explores =
+            || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(EXPLORE_ONE_IN));
         let displaced = MARGIN * self.displaced(victims, blocks);
-        // What is worth a place in a tier below passes through here.
+        // Also admit blocks that are dense enough for the tier below, because it gets them only through this cache.
         let least = self.below.map_or(displaced, |below| displaced.min(below.into()));
-        sum / run.len().max(1) as f64 >= least || is_lucky()
+        sum / run.len().max(1) as f64 >= least || explores()
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
-        let mut known = self.known_behind(parent, run.len());
+        let mut profile = self.default_profile(parent, run.len());
         for &slot in run {
             let parent = blocks.parent(slot).unwrap_or(NONE);
             let key = blocks.key(slot);
-            known = self.noted(key).unwrap_or(known);
+            profile = self.noted_profile(key).unwrap_or(profile);
             let new = Slot {
                 parent,
                 children: self.slot(slot).children,
-                asked_at: self.now as u32,
-                class: self.class(known.class, || key),
-                uses: known.uses,
+                requested_at: self.now as u32,
+                class: self.class(profile.class, || key),
+                uses: profile.uses,
                 is_in: true,
                 is_sampled: self.history.samples(key),
             };
@@ -374,66 +405,66 @@ impl ReplacementPolicy for Learned {
             self.slots[slot as usize] = new;
             if parent != NONE {
                 self.slot(parent).children += 1;
-                self.rings.remove(parent);
+                self.cohorts.remove(parent);
             }
         }
         self.len += run.len();
-        // Of a chain only the last one enters.
-        run.iter().for_each(|&slot| self.enter(slot, true));
+        // Only the last slot of the run is a leaf and enters a cohort.
+        run.iter().for_each(|&slot| self.add_leaf(slot, true));
     }
 
     fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {
-        // From the tail, which goes before the head also where a take-over left unknown what continues what.
+        // Go from the tail, so that it is evicted before the head even if a take-over left the parents unknown.
         for &slot in prefix.iter().rev() {
-            let Some(&Slot { is_in: true, uses, asked_at, is_sampled, children, .. }) =
+            let Some(&Slot { is_in: true, uses, requested_at, is_sampled, children, .. }) =
                 self.slots.get(slot as usize)
             else {
                 continue;
             };
             let uses = (uses + 1).min(MAX_USES);
-            let known = Class::of_used(uses, (self.now as u32).wrapping_sub(asked_at));
+            let known = Class::of_used(uses, (self.now as u32).wrapping_sub(requested_at));
             let class = self.class(known, || blocks.key(slot));
             if is_sampled {
                 let key = blocks.key(slot);
                 if self.history.samples(key) {
-                    let class = if self.dealt { class } else { known };
-                    self.history.asked(key, self.now, class, uses);
+                    let class = if self.random_classes { class } else { known };
+                    self.history.record(key, self.now, class, uses);
                 }
             }
             let at = &mut self.slots[slot as usize];
-            (at.class, at.uses, at.asked_at) = (class, uses, self.now as u32);
-            if children == 0 && self.rings.remove(slot) {
-                self.enter(slot, true);
+            (at.class, at.uses, at.requested_at) = (class, uses, self.now as u32);
+            if children == 0 && self.cohorts.remove(slot) {
+                self.add_leaf(slot, true);
             }
         }
-        self.pass(prefix.len());
+        self.advance(prefix.len());
     }
 
     fn remove(&mut self, slot: u32) -> bool {
-        self.leave(slot, None)
+        self.take_out(slot, None)
     }
 
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         let mut refusals = 0;
         let mut may_search_again = true;
         loop {
-            let Some((_, ring)) = self.ranks.first() else {
-                self.rank();
+            let Some((_, cohort)) = self.ranks.first() else {
+                self.rank_cohorts();
                 if !std::mem::take(&mut may_search_again) {
                     return None;
                 }
                 continue;
             };
-            let Some(slot) = self.rings.slots(ring).next() else {
+            let Some(slot) = self.cohorts.slots(cohort).next() else {
                 self.ranks.remove_first();
-                self.rings.unmark(ring);
+                self.cohorts.unmark(cohort);
                 continue;
             };
             if blocks.may_evict(slot) {
-                self.leave(slot, Some(ring));
+                self.take_out(slot, Some(cohort));
                 return Some(slot);
             }
-            self.rings.remove(slot);
+            self.cohorts.remove(slot);
             self.refused.push(slot);
             refusals += 1;
             if refusals > max_refusals {
@@ -464,19 +495,19 @@ impl ReplacementPolicy for Learned {
 
     fn heap_bytes(&self) -> usize {
         self.slots.capacity() * size_of::<Slot>()
-            + self.rings.heap_bytes()
+            + self.cohorts.heap_bytes()
             + self.ranks.heap_bytes()
             + self.refused.capacity() * size_of::<u32>()
             + self.history.heap_bytes()
             + self.densities.heap_bytes()
             + size_of_val(&*self.notes)
             + self.run.capacity() * size_of::<u64>()
-            + self.known_as.capacity() * size_of::<Known>()
+            + self.profiles.capacity() * size_of::<Profile>()
     }
 
-    /// By when they were asked for, and each after all that continues it.
+    /// Oldest request first, and each slot after all that continue it.
     fn slots(&self) -> Vec<u32> {
-        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].asked_at);
+        let age = |slot: u32| (self.now as u32).wrapping_sub(self.slots[slot as usize].requested_at);
         let mut children: Vec<u32> = self.slots.iter().map(|slot| slot.children).collect();
         let all = (0..self.slots.len() as u32).filter(|&slot| self.contains(slot));
         let mut ready: BinaryHeap<(u32, u32)> =
@@ -504,13 +535,13 @@ impl Learning for Learned {
         self.learn_at += references - self.now;
         self.now = references;
         self.history.begin_at(references);
-        self.rings.begin_span(references);
+        self.cohorts.begin_span(references);
         self.ranked_at = references;
     }
 
     fn memo(&self, slot: u32) -> Option<Memo> {
-        let Slot { class, uses, asked_at, .. } = *self.slots.get(slot as usize)?;
-        Some(Memo::new(class.index() as u8, uses, asked_at))
+        let Slot { class, uses, requested_at, .. } = *self.slots.get(slot as usize)?;
+        Some(Memo::new(class.index() as u8, uses, requested_at))
     }
 
     fn remember(&mut self, slot: u32, memo: Memo) {
@@ -518,15 +549,15 @@ impl Learning for Learned {
             return;
         }
         let at = &mut self.slots[slot as usize];
-        (at.class, at.uses, at.asked_at) =
-            (Class::from_memo(memo), memo.uses().min(MAX_USES), memo.asked_at());
-        if self.rings.remove(slot) {
-            self.enter(slot, true);
+        (at.class, at.uses, at.requested_at) =
+            (Class::from_memo(memo), memo.uses().min(MAX_USES), memo.requested_at());
+        if self.cohorts.remove(slot) {
+            self.add_leaf(slot, true);
         }
     }
 
     fn density(&self, memo: Memo) -> Option<f32> {
-        let age = (self.now as u32).wrapping_sub(memo.asked_at());
+        let age = (self.now as u32).wrapping_sub(memo.requested_at());
         self.learnt.then(|| self.densities.get(Class::from_memo(memo), age.into()))
     }
 

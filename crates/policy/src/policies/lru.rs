@@ -2,17 +2,17 @@ use crate::PrefixLru;
 use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
-/// The least recently used goes first.
+/// Evicts the least recently used block.
 ///
-/// The right choice where a block is used again soon or never, as the turns of a conversation are. One stream of prompts
-/// that never come back displaces everything.
+/// Right if a block is used again soon or never, as in the turns of a conversation. A stream of prompts that never come
+/// back displaces everything.
 #[derive(Default)]
 pub struct Lru {
     order: PrefixLru,
 }
 
 impl Lru {
-    /// An empty one.
+    /// An empty policy.
     pub fn new() -> Self {
         Self::default()
     }

@@ -1,4 +1,6 @@
-/// A byte or word for each slot, zero until it is set.
+//! [`PerSlot`]: a growing array by slot.
+
+/// A small value for each slot; the default until it is set.
 #[derive(Default)]
 pub(super) struct PerSlot<T>(Vec<T>);
 

@@ -5,33 +5,34 @@ use crate::ghost::Ghost;
 use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
-/// Part of the cache that new blocks pass through: one in so many.
+/// The small queue, through which new blocks pass, holds one block in this many of the cache.
 const SMALL_SHARE: usize = 10;
-/// Uses in the small queue that earn a place in the main one.
+/// Uses in the small queue that move a block to the main one.
 const PROMOTING_USES: u8 = 2;
-/// Times that a search may come by the same block before it takes it: its uses are counted down, and one that moves from
-/// the small queue to the main one is looked at once more. What must stay is refused each time.
+/// Visits of a search to the same block before it takes it. Each visit counts a use down, and a move from the small
+/// queue to the main one costs one more. A block that must stay is refused at each visit.
 const ROUNDS: usize = 5;
-/// Blocks moved within the queues for one victim, before one goes that would have been moved too.
+/// Limit of blocks that are moved within the queues for one victim. Then the next evictable block is the victim, even
+/// if it would have been moved too.
 const MOVES: usize = 4096;
 
 /// A small queue that blocks leave soon unless they are used, and a main queue for the rest.
 ///
-/// Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. A tenth of the cache is the
-/// small queue; a block that was evicted from it and comes back goes to the main queue at once. Prompts that never come
-/// back stay within the small queue. Best on caches that hold a few percent of what is asked for.
+/// Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. The small queue is a
+/// tenth of the cache. A block that was evicted from it and comes back goes to the main queue at once. Prompts that
+/// never come back stay in the small queue. Best for caches that hold a few percent of the requested blocks.
 #[derive(Default)]
 pub struct S3Fifo {
     small: PrefixLru,
     main: PrefixLru,
     evicted: Ghost,
-    /// Since it came or was last moved, at most 3.
+    /// Uses of each slot since it was inserted or last moved; at most 3.
     uses: PerSlot<u8>,
     arrivals: Arrivals,
 }
 
 impl S3Fifo {
-    /// An empty one.
+    /// An empty policy.
     pub fn new() -> Self {
         Self::default()
     }
@@ -68,11 +69,11 @@ impl ReplacementPolicy for S3Fifo {
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         let mut refusals = 0;
         let mut moves = 0;
-        // In a row, of the main queue.
+        // Refusals in a row in the main queue.
         let mut refused_in_main = 0;
         let len = self.len();
         while refusals <= max_refusals.min(ROUNDS * len) {
-            // Where nothing of the main queue may go, the small one gives what it has.
+            // If nothing in the main queue is evictable, take from the small one.
             let stuck_after = self.main.len().min(max_refusals / 4);
             let main_is_stuck = refused_in_main >= stuck_after && !self.small.is_empty();
             let from_small = main_is_stuck || self.small.len() * SMALL_SHARE > len;
@@ -94,7 +95,7 @@ impl ReplacementPolicy for S3Fifo {
                 refusals += 1;
                 refused_in_main += usize::from(!from_small);
             }
-            // One that may not go is moved like one that was used: what continues it was.
+            // Move a refused block like a used one, because a block that continues it was used.
             self.small.remove(slot);
             self.main.remove(slot);
             self.main.push_newest(slot);

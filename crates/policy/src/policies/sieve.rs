@@ -4,27 +4,27 @@ use crate::PrefixLru;
 use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 
-/// Times that a search may come by the same block before it takes it: the first time it was used. What must stay is
-/// refused each time.
+/// Visits of a search to the same block before it takes it: at the first the block may be used. A block that must stay
+/// is refused at each visit.
 const ROUNDS: usize = 2;
-/// Used blocks that one search for a victim passes over, before one of them goes.
+/// Limit of used blocks that one search passes over. Then the next evictable block is the victim, used or not.
 const PASSES: usize = 4096;
 
-/// One queue and a hand that moves from old to new and takes what was not used since it last came by.
+/// One queue, and a hand that moves from old to new and takes blocks that were not used since its last visit.
 ///
-/// Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is Simpler than LRU", NSDI 2024. A hit costs one bit. Good where a part
-/// of the blocks is used all the time; old conversations that once were used stay for long.
+/// Zhang, Yang, Yue, Vigfusson, Rashmi, "SIEVE is Simpler than LRU", NSDI 2024. A hit costs one bit. Good if some
+/// blocks are used all the time. Old conversations that were used once stay for long.
 #[derive(Default)]
 pub struct Sieve {
     queue: PrefixLru,
     used: PerSlot<bool>,
-    /// The next to be looked at; None is the oldest.
+    /// The next slot that a search visits; None stands for the oldest.
     hand: Option<u32>,
     arrivals: Arrivals,
 }
 
 impl Sieve {
-    /// An empty one.
+    /// An empty policy.
     pub fn new() -> Self {
         Self::default()
     }

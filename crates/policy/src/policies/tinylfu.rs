@@ -3,25 +3,25 @@ use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 use crate::sketch::FrequencySketch;
 
-/// LRU behind a gate: under pressure a run comes in only if it was asked for more often than what it would displace.
+/// LRU behind a gate: a full cache admits a run only if it was requested more often than the blocks it would displace.
 ///
-/// Einziger, Friedman, Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017. The run that a request
-/// missed is judged as one: the mean of its blocks' recent uses against the mean of all the victims it needs, and a tie
-/// keeps it out. Keeps what is used all the time through any stream of prompts that never come back, at the price of
-/// keeping new conversations out: off by default.
+/// Einziger, Friedman, Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017. A missed run is
+/// judged as one, by the mean of its blocks' recent uses against that of all the victims it needs. A tie keeps it out.
+/// Blocks that are used all the time survive any stream of prompts that never come back. But new conversations are kept
+/// out too, so the policy is off by default.
 pub struct TinyLfu {
     order: PrefixLru,
     uses: FrequencySketch,
 }
 
 impl TinyLfu {
-    /// An empty one for a cache of about `capacity` blocks.
+    /// An empty policy for a cache of about `capacity` blocks.
     pub fn new(capacity: usize) -> Self {
         Self { order: PrefixLru::new(), uses: FrequencySketch::new(capacity) }
     }
 }
 
-/// The mean recent use of `keys`; 0 of none.
+/// The mean of the recent uses of `keys`; 0 without keys.
 pub(super) fn mean_uses(sketch: &FrequencySketch, keys: impl Iterator<Item = u64>) -> f64 {
     let (mut sum, mut count) = (0, 0u32);
     for key in keys {
@@ -36,7 +36,7 @@ impl ReplacementPolicy for TinyLfu {
         PolicyKind::TinyLfu
     }
 
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         run.for_each(|key| self.uses.increment(key));
     }
 

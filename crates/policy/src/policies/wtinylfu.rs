@@ -5,34 +5,36 @@ use crate::kind::PolicyKind;
 use crate::replacement::{Blocks, ReplacementPolicy};
 use crate::sketch::FrequencySketch;
 
-/// The window is one block in so many of the cache.
+/// The window holds one block in this many of the cache.
 const WINDOW_SHARE: usize = 100;
-/// Of the main part, in tenths, what blocks that were used there may fill.
+/// The protected segment holds at most this many tenths of the main part.
 const PROTECTED_TENTHS: usize = 5;
-/// Blocks of one run that are judged at once.
+/// Limit of the blocks of one run that are judged together.
 const RUN: usize = 1024;
 
-/// TinyLFU with a small LRU window in front, so that new blocks have a chance to be used before they are judged.
+/// TinyLFU behind a small LRU window, in which new blocks have a chance to be used before they are judged.
 ///
-/// Einziger, Eytan, Friedman, Manes, "Adaptive Software Cache Management", Middleware 2018; window of 1 %. Blocks that
-/// leave the window are judged by run: the mean of the recent uses of those that came together against the mean of as many
-/// victims of the main part, which is segmented: what was used in it is protected up to half of it. Good for tiny caches.
+/// Einziger, Eytan, Friedman, Manes, "Adaptive Software Cache Management", Middleware 2018, with a window of 1 %.
+/// Blocks that were inserted together leave the window together. The mean of their recent uses is compared with that of
+/// as many victims of the main part. The main part is segmented: blocks that were used in it are protected, up to half
+/// of it. Good for tiny caches.
 pub struct WTinyLfu {
     window: PrefixLru,
     probation: PrefixLru,
     protected: PrefixLru,
     uses: FrequencySketch,
-    /// Which insertion a slot came with.
+    /// Number of the run that each slot was inserted with.
     run: PerSlot<u32>,
     next_run: u32,
-    /// A victim was asked for since the last insertion: the cache is full.
+    /// The cache is full: the caller took a victim since the last insertion.
     full: bool,
-    /// The run that was judged since the last request and lost: the rest of it goes without another look.
+    /// The run that lost when it was judged since the last request. The rest of it is evicted without being judged
+    /// again.
     lost: Option<u32>,
 }
 
 impl WTinyLfu {
-    /// An empty one for a cache of about `capacity` blocks.
+    /// An empty policy for a cache of about `capacity` blocks.
     pub fn new(capacity: usize) -> Self {
         Self {
             window: PrefixLru::new(),
@@ -58,14 +60,14 @@ impl WTinyLfu {
         self.probation.iter().chain(self.protected.iter())
     }
 
-    /// The oldest blocks of the window that came together.
+    /// The oldest blocks of the window that were inserted together.
     fn oldest_run(&self) -> Vec<u32> {
         let mut blocks = self.window.iter().take(RUN).peekable();
         let run = blocks.peek().map(|&slot| self.run.get(slot));
         blocks.take_while(|&slot| Some(self.run.get(slot)) == run).collect()
     }
 
-    /// Whether the run that would leave the window is worth more than what it would displace.
+    /// Whether the run that would leave the window is used more than the blocks that it would displace.
     fn wins(&self, run: &[u32], blocks: &dyn Blocks) -> bool {
         let displaced = self.main_oldest().filter(|&slot| !blocks.in_use(slot)).take(run.len());
         let displaced = mean_uses(&self.uses, displaced.map(|slot| blocks.key(slot)));
@@ -84,18 +86,18 @@ impl ReplacementPolicy for WTinyLfu {
         PolicyKind::WTinyLfu
     }
 
-    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _cached: usize, run: &mut dyn Iterator<Item = u64>) {
         run.for_each(|key| self.uses.increment(key));
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
-        // What continues a part that has not been judged yet is judged with it.
+        // A run that continues one in the window belongs to it, and both are judged together.
         let parent = parent.filter(|&parent| self.window.contains(parent));
         let number = parent.map_or(self.next_run, |parent| self.run.get(parent));
         run.iter().for_each(|&slot| self.run.set(slot, number));
         self.window.insert_run(run.iter().copied(), parent);
         self.next_run = self.next_run.wrapping_add(1);
-        // While there is room nothing has to win against anything.
+        // While there is room, blocks leave the window without being judged.
         while !self.full && self.window.len() > self.allowed_window() {
             let Some(oldest) = self.window.oldest() else { break };
             self.window.remove(oldest);

@@ -1,5 +1,5 @@
-//! Generated traces that stand for kinds of traffic: the same for the same seed, on every machine. Policies are judged on
-//! them; a constant of a policy must not be chosen by them.
+//! Generated traces that stand for kinds of traffic, the same for the same seed on every machine. Policies are judged
+//! on them, so the constants of a policy must not be tuned on them.
 #![allow(dead_code)] // Each program that includes this file uses a part of it.
 
 use std::cmp::Reverse;

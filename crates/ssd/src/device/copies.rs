@@ -1,4 +1,10 @@
-//! Segments are emptied, and what deserves it goes to the log's end.
+//! Cleaning: empties a segment to free it. Records that deserve it are copied to the log's end, the others are dropped.
+//!
+//! ```text
+//!  few segments free -> choose a sealed one -> drop its other records from the index -> copy the kept ones, one by one
+//!                                                                                           |
+//!                                 no reads pin it any more -> free <------------------------'
+//! ```
 
 use std::sync::atomic::Ordering;
 
@@ -7,9 +13,9 @@ use kvlane_policy::{Cleaner, Memo, Worth};
 
 use super::Device;
 use crate::index::{Live, Location};
-use crate::job::What;
+use crate::job::Purpose;
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentNumber, header_pages};
-use crate::log::For;
+use crate::log::RecordSource;
 use crate::pages::Pages;
 use crate::read::{identify, shards_are_right};
 use crate::stats::Counters;
@@ -19,7 +25,7 @@ impl Device {
         if self.is_closing() && self.queued_writes.is_empty() {
             return;
         }
-        if let Some(mut sealed) = self.log.to_clean() {
+        if let Some(mut sealed) = self.log.cleaning_candidates() {
             sealed.sort_unstable();
             sealed.truncate(Cleaner::window(sealed.len()));
             let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
@@ -28,14 +34,15 @@ impl Device {
             let has_room = self.log.has_room_for_copies() && !self.is_closing();
             let room_in = if has_room { self.superblock.segment_pages() } else { 0 };
             let kept = self.cleaner.split(&worths[chosen], room_in);
-            self.tell_what_was_given_up();
+            self.report_given_up();
             self.empty(sealed[chosen].1, &live[chosen], &kept);
         }
         self.copy_next();
     }
 
-    /// A block comes to whichever device has room: what the least dense of them gives up is what the tier gives up.
-    fn tell_what_was_given_up(&self) {
+    /// Reports to the judge at which hit density the tier gives up records. That is the lowest of the devices', because
+    /// a block goes to whichever device has room.
+    fn report_given_up(&self) {
         let Some(judge) = self.shared.judge.get() else { return };
         let least = {
             let mut of_devices = self.shared.given_up.lock();
@@ -45,12 +52,12 @@ impl Device {
         judge.given_up(least);
     }
 
-    /// The records of a segment that count.
+    /// The records of a segment that the index has.
     fn live(&self, segment: SegmentNumber) -> Vec<Live> {
         self.shared.index.lock().index.live(self.number, segment)
     }
 
-    /// What speaks for some records.
+    /// The worth of each record to the cleaner: its size, its reads, and its hit density if the judge can tell.
     fn worths(&self, live: &[Live]) -> Vec<Worth> {
         let known: Vec<(BlockKey, Memo)> = live.iter().map(|live| (live.key, live.memo)).collect();
         let densities = self.shared.judge.get().and_then(|judge| judge.densities(&known));
@@ -60,7 +67,7 @@ impl Device {
         live.iter().enumerate().map(worth).collect()
     }
 
-    /// Begins to empty a segment: of its records those that are not kept leave at once.
+    /// Begins to empty a segment: removes the records that are not kept from the index, and lists the others for copying.
     fn empty(&mut self, segment: SegmentNumber, live: &[Live], kept: &[bool]) {
         let (mut left, mut dropped) = (Vec::new(), 0);
         let mut stored = self.shared.index.lock();
@@ -68,17 +75,18 @@ impl Device {
             if kept {
                 left.push(*live);
             } else {
-                // Since they were looked at, one may have been removed and stored anew elsewhere.
+                // The block may have been removed and stored elsewhere since the records were listed.
                 let from = location(self.number, segment, live);
                 dropped += u64::from(stored.index.remove_at(&live.key, from));
             }
         }
         drop(stored);
         Counters::add(&self.shared.counters.blocks_dropped, dropped);
-        self.log.clean(segment, left);
+        self.log.start_cleaning(segment, left);
     }
 
-    /// Copies the next record of the segment being emptied, or ends its cleaning.
+    /// Starts to copy the next record of the segment being emptied. After the last one, frees the segment if no read
+    /// pins it.
     pub(super) fn copy_next(&mut self) {
         let Some(cleaning) = self.log.cleaning.as_mut() else { return };
         if cleaning.copying {
@@ -94,23 +102,24 @@ impl Device {
             let buffer = Pages::new(live.pages as usize * PAGE_BYTES as usize);
             let (id, piece) = (self.id(), buffer.piece(buffer.len()));
             let offset = self.superblock.offset(segment, live.page);
-            self.start(id, What::CopyIn { live, from, buffer }, offset, &[piece]);
+            self.start(id, Purpose::CopyIn { live, from, buffer }, offset, &[piece]);
             return;
         }
         if self.device.pins[segment.index()].load(Ordering::Acquire) == 0 {
             self.shared.index.lock().index.segment_emptied(self.number, segment);
-            self.log.cleaned();
+            self.log.finish_cleaning();
             Counters::add(&self.shared.counters.segments_cleaned, 1);
         }
     }
 
-    pub(super) fn copied(&mut self) {
+    pub(super) fn end_copy(&mut self) {
         if let Some(cleaning) = self.log.cleaning.as_mut() {
             cleaning.copying = false;
         }
     }
 
-    /// A record that was read to be written again goes to the log's end if it is whole and there is room.
+    /// Writes a record that was read for copying to the log's end. If the record is damaged or there is no room, it is
+    /// dropped instead.
     pub(super) fn copy_out(&mut self, live: Live, from: Location, mut buffer: Pages, failed: bool) {
         let generation = self.log.generation(from.segment);
         let header = identify(&self.superblock, generation, &from, &live.key, buffer.bytes());
@@ -118,15 +127,15 @@ impl Device {
             let start = (header_pages(header.shards.len()) * PAGE_BYTES) as usize;
             !failed && shards_are_right(header, &buffer.bytes()[start..])
         });
-        let place = match whole {
-            Some(_) => self.place(live.pages, &live.key.space, For::Copies),
+        let allocated = match whole {
+            Some(_) => self.allocate(live.pages, &live.key.space, RecordSource::Copies),
             None => None,
         };
-        let (Some(header), Some((segment, page))) = (whole, place) else {
+        let (Some(header), Some((segment, page))) = (whole, allocated) else {
             if self.shared.index.lock().index.remove_at(&live.key, from) {
                 Counters::add(&self.shared.counters.blocks_dropped, 1);
             }
-            self.copied();
+            self.end_copy();
             return;
         };
         let header = RecordHeader { generation: self.log.generation(segment), segment, page, ..header };
@@ -135,10 +144,10 @@ impl Device {
         let to = Location { segment, page, ..from };
         let (id, piece, offset) =
             (self.id(), buffer.piece(buffer.len()), self.superblock.offset(segment, page));
-        self.start(id, What::CopyOut { live, from, to, buffer }, offset, &[piece]);
+        self.start(id, Purpose::CopyOut { live, from, to, buffer }, offset, &[piece]);
     }
 
-    /// A record was copied to the log's end, or could not be.
+    /// Ends a copy: moves the block's index entry to the copy, or drops the block if the copy failed.
     pub(super) fn copy_ended(&mut self, live: &Live, from: Location, to: Location, stored: bool) {
         self.log.record_ended(to.segment, to.page, stored);
         let mut stored_now = self.shared.index.lock();
@@ -148,7 +157,7 @@ impl Device {
             Counters::add(&self.shared.counters.blocks_dropped, 1);
         }
         drop(stored_now);
-        self.copied();
+        self.end_copy();
     }
 }
 

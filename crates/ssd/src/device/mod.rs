@@ -1,4 +1,23 @@
-//! A device's thread: takes orders, decides what goes next, and carries it out. It alone writes to the file.
+//! A device's thread: takes queued jobs, decides which operations go next, posts them and reports their outcomes. While
+//! it runs, only this thread writes to the file's segments; callers write nothing but the drop table.
+//!
+//! ```text
+//!  job (read, write) ---> transfer ---> operations, cut to about 1 MiB ---> ready queue --turns, rate--> in flight
+//!                            |                                                                              |
+//!                            '--- complete, when all its operations have <--- completions ------------------'
+//!                                     |
+//!                                     '--> checksums, index, `done`
+//! ```
+//!
+//! Each pass of [`Device::run`] does every step that is possible without waiting, then sleeps until a completion, a job
+//! or a time that is due. The thread alone owns the log, so no step of it takes a lock on it.
+//!
+//! - A transfer owns the memory of its operations, except for the pool's, and leaves `transfers` after the last of them.
+//! - A record counts once its own write and the write of its segment's head have succeeded, in either order: until then
+//!   it is in `held`.
+//! - Reads go first, because an engine waits for them (`turns`).
+//! - If the thread panics, its blocks leave the index and its queue is dropped. Then dropping `io` ends the operations in
+//!   flight. Only after that the jobs of these operations are dropped, with their `done`s.
 
 mod copies;
 mod operations;
@@ -15,31 +34,32 @@ use std::time::{Duration, Instant};
 
 use kvlane_policy::Cleaner;
 
-use self::state::{Stage, Sync};
+use self::state::{Stage, SyncState};
 use crate::headers::Headers;
-use crate::io::{Ended, Io, Registration};
+use crate::io::{Completion, Io, Registration};
 use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
 use crate::layout::Superblock;
 use crate::log::Log;
 use crate::memory::Memory;
 use crate::rate::RateLimit;
 use crate::request::{Miss, ReadEnd};
-use crate::shared::{DeviceShared, Orders, Shared};
+use crate::shared::{DeviceShared, JobQueue, Shared};
 use crate::turns::Turns;
 
-/// Longest sleep.
+/// Longest sleep without a completion or a job.
 const IDLE: Duration = Duration::from_secs(1);
-/// Bytes whose checksums are taken before the next look at what is to be posted: a tenth of a millisecond.
+/// Bytes whose checksums are taken before more operations are posted: about 0.1 ms of work.
 const CHECKED_AT_ONCE: u64 = 1 << 20;
-/// After the interface itself failed.
+/// Pause after [`Io::wait`] itself failed.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What a device's thread owns. Fields are dropped in this order: first what may have operations in flight.
+/// State of a device's thread. Fields are dropped in this order, and `io` comes first because dropping it ends the
+/// operations that use the memory of the others.
 pub(crate) struct Device {
     io: Box<dyn Io>,
     headers: Headers,
     transfers: HashMap<u64, Transfer>,
-    /// Operations in flight.
+    /// Operations in flight, by the id that they were posted with.
     parts: HashMap<u64, UnfinishedOp>,
     ready_reads: VecDeque<UnfinishedOp>,
     ready_writes: VecDeque<UnfinishedOp>,
@@ -47,12 +67,12 @@ pub(crate) struct Device {
     read_order: VecDeque<u64>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
     queued_writes: VecDeque<WriteJob>,
-    /// Transfers all of whose operations have ended.
+    /// Transfers whose operations have all completed; their outcomes are not handled yet.
     complete: VecDeque<Transfer>,
-    /// Records whose segment's head is not on the device yet.
+    /// Written records that wait for the write of their segment's head.
     held: Vec<Transfer>,
     memory: Arc<dyn Memory>,
-    /// Whether io_uring knows `memory` and `headers`.
+    /// Whether `memory` and `headers` are registered with io_uring.
     registration: Registration,
     shared: Arc<Shared>,
     device: Arc<DeviceShared>,
@@ -64,8 +84,8 @@ pub(crate) struct Device {
     rate: Option<RateLimit>,
     checkpoint_interval: Duration,
     next_checkpoint: Instant,
-    sync: Sync,
-    /// Operations were posted since the system was asked last.
+    sync: SyncState,
+    /// Operations were posted since the last [`Io::wait`], so they may not have started.
     unsubmitted: bool,
     stage: Stage,
     reads_in_flight: u64,
@@ -73,7 +93,7 @@ pub(crate) struct Device {
     next_id: u64,
 }
 
-/// What a device begins with.
+/// Arguments of [`Device::new`].
 pub(crate) struct Start {
     pub(crate) io: Box<dyn Io>,
     pub(crate) headers: Headers,
@@ -128,7 +148,7 @@ impl Device {
             rate: write_rate.map(RateLimit::new),
             checkpoint_interval,
             next_checkpoint: Instant::now() + checkpoint_interval,
-            sync: Sync::Done,
+            sync: SyncState::Done,
             unsubmitted: false,
             stage: Stage::Accepting,
             reads_in_flight: 0,
@@ -137,13 +157,13 @@ impl Device {
         }
     }
 
-    /// Works until the tier is closed and everything has ended.
+    /// Runs until the tier is closed, the backlog and the tables are written, and no operation is in flight.
     pub(crate) fn run(mut self) {
         let mut ended = Vec::new();
         loop {
             let now = Instant::now();
-            self.take_orders();
-            self.look_at_deadlines(now);
+            self.take_jobs();
+            self.expire_reads(now);
             self.start_reads();
             self.clean();
             self.start_writes(now);
@@ -152,11 +172,11 @@ impl Device {
             let posted_until = self.post(now);
             self.device.free_segments.store(self.log.free_segments(), Ordering::Relaxed);
             if !self.complete.is_empty() {
-                // The device works on while checksums are taken.
+                // Submit what was posted, so that the device works while this thread takes checksums.
                 if self.unsubmitted {
-                    self.enter(Duration::ZERO, &mut ended);
+                    self.poll_io(Duration::ZERO, &mut ended);
                 }
-                // What is asked for meanwhile is posted in between.
+                // Check a bounded number of bytes, then go round again to post what was queued meanwhile.
                 let mut checked = 0;
                 while checked < CHECKED_AT_ONCE
                     && let Some(transfer) = self.complete.pop_front()
@@ -164,12 +184,12 @@ impl Device {
                     checked += transfer.read_bytes();
                     self.finish(transfer);
                 }
-            } else if self.is_over() {
+            } else if self.is_finished() {
                 return;
             } else {
                 let timeout = self.sleep_at_most(now, posted_until);
                 if self.device.fall_asleep(self.is_closing()) {
-                    self.enter(timeout, &mut ended);
+                    self.poll_io(timeout, &mut ended);
                     self.device.awake();
                 }
             }
@@ -179,18 +199,21 @@ impl Device {
         }
     }
 
-    fn enter(&mut self, timeout: Duration, ended: &mut Vec<Ended>) {
+    fn poll_io(&mut self, timeout: Duration, ended: &mut Vec<Completion>) {
         self.unsubmitted = false;
         if let Err(error) = self.io.wait(timeout, ended) {
-            tracing::error!(path = %self.device.facts.path.display(), %error, "the device cannot be asked");
+            tracing::error!(
+                path = %self.device.facts.path.display(), %error, retry_ms = RETRY.as_millis(),
+                "I/O interface of an SSD device failed; retrying"
+            );
             std::thread::sleep(RETRY);
         }
     }
 
-    fn take_orders(&mut self) {
+    fn take_jobs(&mut self) {
         let (reads, writes, closed) = {
-            let mut orders = self.device.orders.lock();
-            (std::mem::take(&mut orders.reads), std::mem::take(&mut orders.writes), orders.closed)
+            let mut queue = self.device.queue.lock();
+            (std::mem::take(&mut queue.reads), std::mem::take(&mut queue.writes), queue.closed)
         };
         for job in reads {
             let id = self.id();
@@ -222,7 +245,7 @@ impl Device {
         if let Some(Reverse((deadline, _))) = self.deadlines.peek() {
             until = until.min(*deadline);
         }
-        // No checkpoint comes while closing, and a time that has passed would mean not to sleep at all.
+        // While closing no checkpoint moves this time on, and a time in the past would mean not to sleep at all.
         if !self.is_closing() && self.log.open.as_ref().is_some_and(|open| open.changed) {
             until = until.min(self.next_checkpoint);
         }
@@ -233,7 +256,7 @@ impl Device {
         self.stage == Stage::Closing
     }
 
-    fn is_over(&self) -> bool {
+    fn is_finished(&self) -> bool {
         self.is_closing()
             && self.transfers.is_empty()
             && self.held.is_empty()
@@ -247,14 +270,14 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // Also when the thread panicked: nobody waits for what will never come.
+        // A panicked thread completes no more jobs: mark the device as ended, and drop its queue so that callers go on.
         let panicked = std::thread::panicking();
         if panicked {
             self.device.health.lock().ended("its thread panicked; it comes back with a restart".to_owned());
         }
-        // Under one lock: what is accepted before is dropped here, and nothing is accepted after.
-        let closed = Orders { closed: true, ..Orders::default() };
-        drop(std::mem::replace(&mut *self.device.orders.lock(), closed));
+        // Swap and close under one lock: jobs accepted before are dropped here, and none is accepted after.
+        let closed = JobQueue { closed: true, ..JobQueue::default() };
+        drop(std::mem::replace(&mut *self.device.queue.lock(), closed));
         if panicked {
             let mut stored = self.shared.index.lock();
             stored.pending.retain(|_, accepted| accepted.device != self.number);
@@ -262,7 +285,7 @@ impl Drop for Device {
             drop(stored);
             tracing::error!(
                 path = %self.device.facts.path.display(), blocks = dropped,
-                "the thread of a device panicked; its blocks are not found before a restart"
+                "thread of an SSD device panicked; its blocks are misses until a restart"
             );
         }
     }

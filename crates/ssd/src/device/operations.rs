@@ -1,33 +1,33 @@
-//! Transfers as operations: what goes when, and what came of it.
+//! Transfers become operations here: cut, queued, posted in turn, continued if cut short, and completed.
 #![expect(unsafe_code, reason = "operations go from and to the pool")]
 
 use std::io;
 use std::time::{Duration, Instant};
 
 use super::Device;
-use crate::io::{Ended, Op, OpKind, Piece};
-use crate::job::{Transfer, UnfinishedOp, What, cut};
+use crate::io::{Completion, Op, OpKind, Piece};
+use crate::job::{Purpose, Transfer, UnfinishedOp, cut};
 use crate::stats::Counters;
 
-/// Attempts of an operation that moves nothing.
+/// Attempts in a row that may move nothing before an operation fails.
 const STALLS: u32 = 16;
 
 impl Device {
-    pub(super) fn start(&mut self, id: u64, what: What, offset: u64, pieces: &[Piece]) {
-        let kind = what.kind();
+    pub(super) fn start(&mut self, id: u64, purpose: Purpose, offset: u64, pieces: &[Piece]) {
+        let kind = purpose.kind();
         let parts = match kind {
             OpKind::Sync => {
                 vec![UnfinishedOp { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
             }
             _ => cut(id, kind, offset, pieces),
         };
-        self.start_parts(id, what, parts);
+        self.start_parts(id, purpose, parts);
     }
 
-    pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<UnfinishedOp>) {
-        // Copies stand behind writes, though they read.
-        let is_read = matches!(what, What::Read { .. });
-        self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
+    pub(super) fn start_parts(&mut self, id: u64, purpose: Purpose, parts: Vec<UnfinishedOp>) {
+        // Reads for cleaning queue with the writes, because no engine waits for them.
+        let is_read = matches!(purpose, Purpose::Read { .. });
+        self.transfers.insert(id, Transfer { purpose, operations: parts.len(), error: None });
         if is_read {
             self.ready_reads.extend(parts);
         } else {
@@ -36,7 +36,8 @@ impl Device {
         }
     }
 
-    /// Posts what may go now, reads first. Returns when to look again, if that is not at the end of an operation.
+    /// Posts the operations that may go now, reads first. Returns how long writes have to wait, unless only a completion
+    /// can make room for them.
     pub(super) fn post(&mut self, now: Instant) -> Option<Duration> {
         while self.io.room() > 0
             && let Some(part) = self.ready_reads.pop_front()
@@ -71,14 +72,14 @@ impl Device {
         let id = self.id();
         let op = Op { id, kind: part.kind, offset: part.offset, pieces: part.pieces.clone() };
         self.parts.insert(id, part);
-        // SAFETY: the transfer owns the tier's own pages, its job the pool's extents by the contract of read and write,
-        // and `memory` keeps the pool mapped. A transfer leaves `transfers` when its last operation has ended, and
-        // `io` is dropped before all of them.
+        // SAFETY: the transfer owns the tier's own pages. Its job owns the pool's extents by the contract of read and
+        // write, and `memory` keeps the pool mapped. A transfer leaves `transfers` when its last operation has ended,
+        // and `io` is dropped before all transfers.
         unsafe { self.io.post(op) };
         self.unsubmitted = true;
     }
 
-    pub(super) fn operation_ended(&mut self, end: Ended) {
+    pub(super) fn operation_ended(&mut self, end: Completion) {
         let Some(mut part) = self.parts.remove(&end.id) else { return };
         let (bytes, is_read) = (part.bytes(), self.is_read(part.transfer));
         if is_read {
@@ -120,32 +121,32 @@ impl Device {
     }
 
     pub(super) fn is_read(&self, transfer: u64) -> bool {
-        matches!(self.transfers.get(&transfer), Some(Transfer { what: What::Read { .. }, .. }))
+        matches!(self.transfers.get(&transfer), Some(Transfer { purpose: Purpose::Read { .. }, .. }))
     }
 
     pub(super) fn finish(&mut self, transfer: Transfer) {
-        if transfer.what.kind() != OpKind::Read {
-            self.note_health(transfer.error.as_ref());
+        if transfer.purpose.kind() != OpKind::Read {
+            self.record_health(transfer.error.as_ref());
         }
         let failed = transfer.error.is_some();
-        match transfer.what {
-            What::Read { job, header } => self.finish_read(job, header, transfer.error),
-            What::Write { .. } | What::CopyOut { .. } => self.finish_records(transfer),
-            What::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
-            What::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
-            What::Foot { segment, .. } => {
+        match transfer.purpose {
+            Purpose::Read { job, header } => self.finish_read(job, header, transfer.error),
+            Purpose::Write { .. } | Purpose::CopyOut { .. } => self.finish_records(transfer),
+            Purpose::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
+            Purpose::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
+            Purpose::Foot { segment, .. } => {
                 self.log.table_ended(segment);
                 if !failed {
                     self.sync.table_written();
                     Counters::add(&self.shared.counters.checkpoints, 1);
                 }
             }
-            What::Sync => self.sync.ended(),
-            What::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
+            Purpose::Sync => self.sync.ended(),
+            Purpose::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
         }
     }
 
-    pub(super) fn note_health(&self, error: Option<&io::Error>) {
+    pub(super) fn record_health(&self, error: Option<&io::Error>) {
         let mut health = self.device.health.lock();
         let now = Instant::now();
         match error {
@@ -153,7 +154,7 @@ impl Device {
                 if health.reason().is_none() {
                     tracing::warn!(
                         path = %self.device.facts.path.display(), %error,
-                        "the device does not accept writes; blocks are not stored on it for a while"
+                        "SSD write failed; pausing writes to this device"
                     );
                 }
                 health.failed(error.to_string(), now);

@@ -1,4 +1,4 @@
-//! Reads: waiting, under way, late, checked.
+//! Reads of a device: queued, expired at their deadline, started, and verified before their `done`.
 #![expect(unsafe_code, reason = "operations go from and to the pool")]
 
 use std::cmp::Reverse;
@@ -11,17 +11,17 @@ use kvlane_block::PoolExtent;
 use super::Device;
 use crate::headers::HeaderMemory;
 use crate::io::{OpKind, Piece};
-use crate::job::{ReadJob, Transfer, What, cut_record};
+use crate::job::{Purpose, ReadJob, Transfer, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
 use crate::read::verify;
 use crate::request::{Miss, ReadEnd};
 use crate::stats::Counters;
 
-/// Bytes of reads that are asked of the device at once.
+/// Limit of bytes in reads that have started and not ended.
 const READS_IN_FLIGHT: u64 = 32 << 20;
 
 impl Device {
-    pub(super) fn look_at_deadlines(&mut self, now: Instant) {
+    pub(super) fn expire_reads(&mut self, now: Instant) {
         while let Some(Reverse((deadline, id))) = self.deadlines.peek().copied()
             && deadline <= now
         {
@@ -29,7 +29,8 @@ impl Device {
             if let Some(job) = self.queued_reads.remove(&id) {
                 Counters::add(&self.shared.counters.reads_late, 1);
                 self.end_read(job, ReadEnd::Miss(Miss::Late));
-            } else if matches!(self.transfers.get(&id), Some(Transfer { what: What::Read { .. }, .. })) {
+            } else if matches!(self.transfers.get(&id), Some(Transfer { purpose: Purpose::Read { .. }, .. }))
+            {
                 Counters::add(&self.shared.counters.reads_late, 1);
             }
         }
@@ -39,7 +40,7 @@ impl Device {
         while self.reads_in_flight < READS_IN_FLIGHT
             && let Some(id) = self.read_order.pop_front()
         {
-            // Those whose deadline has passed have ended.
+            // An expired read has left `queued_reads` but not `read_order`.
             let Some(job) = self.queued_reads.remove(&id) else { continue };
             let header = self.headers.take(header_pages(job.into.len()) * PAGE_BYTES);
             let shards: Vec<Piece> = job.into.iter().map(|extent| self.pool_piece(extent)).collect();
@@ -47,7 +48,7 @@ impl Device {
             self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
             let piece = self.headers.piece(&header);
             let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registration);
-            self.start_parts(id, What::Read { job, header }, parts);
+            self.start_parts(id, Purpose::Read { job, header }, parts);
         }
     }
 
@@ -61,12 +62,12 @@ impl Device {
         let counters = &self.shared.counters;
         let end = if let Some(error) = error {
             Counters::add(&counters.reads_failed, 1);
-            tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "a block cannot be read");
+            tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "SSD read failed");
             ReadEnd::Miss(Miss::Failed)
         } else {
             let generation = self.log.generation(job.location.segment);
-            // SAFETY: the tier checked the extents; they are this read's until `done` is called, and its operations
-            // have ended.
+            // SAFETY: the tier checked that the extents are in the pool. They belong to this read until `done` is
+            // called, and its operations have ended.
             unsafe {
                 verify(
                     &self.superblock,
@@ -79,7 +80,7 @@ impl Device {
                 )
             }
         };
-        self.headers.give_back(header);
+        self.headers.release(header);
         match end {
             ReadEnd::Found { .. } => {
                 Counters::add(&counters.reads_found, 1);
@@ -91,7 +92,7 @@ impl Device {
                 tracing::warn!(
                     path = %self.device.facts.path.display(), hash = %job.key.hash,
                     segment = job.location.segment.0, page = job.location.page,
-                    "a block is damaged and was dropped"
+                    "SSD block damaged: its header or checksum is wrong; dropped from the index"
                 );
             }
             ReadEnd::Miss(Miss::Lengths) => Counters::add(&counters.reads_lengths, 1),

@@ -1,18 +1,18 @@
-//! What a device's thread is doing: taking orders or closing, and syncing.
+//! Two state machines of a device's thread: whether it accepts jobs, and whether its tables are synced.
 
-/// Whether orders still come.
+/// Whether callers still queue jobs. Goes from accepting to closing once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Callers read and write.
+    /// Callers queue reads and writes.
     Accepting,
-    /// No order comes any more. The thread writes what it has, then the tables.
+    /// No job comes any more. The thread writes its backlog, then the tables.
     Closing,
 }
 
-/// Whether the tables that were written have reached the media.
+/// Whether an fdatasync covers all tables that were written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sync {
-    /// All have.
+pub(super) enum SyncState {
+    /// A sync covers every table.
     Done,
     /// Tables were written after the last sync.
     Due,
@@ -22,8 +22,8 @@ pub(super) enum Sync {
     InFlightAndDue,
 }
 
-impl Sync {
-    /// A table was written.
+impl SyncState {
+    /// Called when a foot, and with it a table, was written.
     pub(super) fn table_written(&mut self) {
         *self = match self {
             Self::Done | Self::Due => Self::Due,
@@ -31,7 +31,7 @@ impl Sync {
         };
     }
 
-    /// A sync has ended.
+    /// Called when a sync has ended, also when it failed: the next table makes another one due.
     pub(super) fn ended(&mut self) {
         *self = match self {
             Self::Done | Self::InFlight => Self::Done,
@@ -39,7 +39,7 @@ impl Sync {
         };
     }
 
-    /// Whether tables were written that no sync covers.
+    /// Whether a table was written that no sync, done or in flight, covers.
     pub(super) fn is_due(self) -> bool {
         matches!(self, Self::Due | Self::InFlightAndDue)
     }
@@ -51,18 +51,18 @@ mod tests {
 
     #[test]
     fn a_table_that_is_written_during_a_sync_needs_another_one() {
-        let mut sync = Sync::Done;
+        let mut sync = SyncState::Done;
         sync.table_written();
-        assert_eq!(sync, Sync::Due);
-        sync = Sync::InFlight;
+        assert_eq!(sync, SyncState::Due);
+        sync = SyncState::InFlight;
         sync.table_written();
         sync.table_written();
-        assert!(sync == Sync::InFlightAndDue && sync.is_due());
+        assert!(sync == SyncState::InFlightAndDue && sync.is_due());
         sync.ended();
-        assert_eq!(sync, Sync::Due);
-        sync = Sync::InFlight;
+        assert_eq!(sync, SyncState::Due);
+        sync = SyncState::InFlight;
         assert!(!sync.is_due());
         sync.ended();
-        assert_eq!(sync, Sync::Done);
+        assert_eq!(sync, SyncState::Done);
     }
 }

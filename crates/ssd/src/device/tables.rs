@@ -1,4 +1,7 @@
-//! Tables of full segments, checkpoints, and the end of all writing.
+//! Tables: written behind the records of a full segment, and of the open one at every checkpoint and at the end.
+//!
+//! A table is written first, then the segment's foot, which points to it. Then one sync covers both. Until the foot is
+//! there, the next start finds the segment's records by their headers.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -6,16 +9,16 @@ use std::time::Instant;
 use kvlane_block::{CutDigest, Space};
 
 use super::Device;
-use super::state::Sync;
-use crate::job::What;
+use super::state::SyncState;
+use crate::job::Purpose;
 use crate::layout::{PAGE_BYTES, SegmentFoot, SegmentNumber, Table, TableRecord, table_bytes};
-use crate::log::Head;
+use crate::log::HeadState;
 use crate::pages::Pages;
 
 impl Device {
     pub(super) fn finish_segments(&mut self) {
-        while let Some(segment) = self.log.finished() {
-            let Some(open) = self.log.written(segment) else { continue };
+        while let Some(segment) = self.log.next_to_seal() {
+            let Some(open) = self.log.unsealed(segment) else { continue };
             let (tail, generation) = (open.tail, open.generation);
             let scan_from = self.superblock.segment_pages() - 1;
             self.write_table(segment, generation, tail, scan_from);
@@ -33,14 +36,14 @@ impl Device {
         } else if now >= self.next_checkpoint {
             self.next_checkpoint = now + self.checkpoint_interval;
             let open = self.log.open.as_ref();
-            let due = open.is_some_and(|open| open.changed && !open.table && open.head == Head::Written);
+            let due = open.is_some_and(|open| open.changed && !open.table && open.head == HeadState::Written);
             if due {
                 match self.log.checkpoint_room() {
                     None => self.log.close_open(),
                     Some(page) => {
                         if let Some(open) = self.log.open.as_mut() {
                             (open.changed, open.table) = (false, true);
-                            // What is in flight may lie before what is not.
+                            // Scan from the first record in flight: later ones may have been written before it.
                             let scan_from = open.in_flight.first().copied().unwrap_or(open.tail);
                             let (segment, generation) = (open.segment, open.generation);
                             self.write_table(segment, generation, page, scan_from);
@@ -49,10 +52,10 @@ impl Device {
                 }
             }
         }
-        if self.sync == Sync::Due && (self.is_closing() || !self.tables_in_flight()) {
-            self.sync = Sync::InFlight;
+        if self.sync == SyncState::Due && (self.is_closing() || !self.tables_in_flight()) {
+            self.sync = SyncState::InFlight;
             let id = self.id();
-            self.start(id, What::Sync, 0, &[]);
+            self.start(id, Purpose::Sync, 0, &[]);
         }
     }
 
@@ -81,7 +84,8 @@ impl Device {
                 TableRecord { hash: live.key.hash, space, page: live.page, pages: live.pages }
             })
             .collect();
-        // Who opens the file learns here of which other namespaces records are left, all of them dropped or elsewhere by now.
+        // Also name the namespaces whose records in this segment no longer count, because they were dropped or written
+        // again elsewhere. The next start needs the names to know which drops the file may forget.
         for namespace in held {
             if spaces.iter().all(|space| space.namespace != namespace) {
                 spaces.push(Space { namespace, cut: CutDigest([0; 16]) });
@@ -97,13 +101,13 @@ impl Device {
         let last_page = self.superblock.segment_pages() - 1;
         let (id, piece) = (self.id(), pages.piece(pages.len()));
         if u64::from(table_page) + pages.len() as u64 / PAGE_BYTES > u64::from(last_page) {
-            // Only in a segment found by its headers: those stand for it again.
+            // Only a segment that was recovered by its headers can lack room for a table. The next start scans it again.
             self.log.table_ended(segment);
             return;
         }
         let foot = SegmentFoot { device_id, segment, generation, table_page, table_bytes, scan_from };
         let offset = self.superblock.offset(segment, table_page);
-        self.start(id, What::Table { segment, foot, pages }, offset, &[piece]);
+        self.start(id, Purpose::Table { segment, foot, pages }, offset, &[piece]);
     }
 
     pub(super) fn table_ended(&mut self, segment: SegmentNumber, foot: SegmentFoot, failed: bool) {
@@ -114,6 +118,6 @@ impl Device {
         let page = Pages::with(&foot.encode());
         let last_page = self.superblock.segment_pages() - 1;
         let (id, piece) = (self.id(), page.piece(page.len()));
-        self.start(id, What::Foot { segment, page }, self.superblock.offset(segment, last_page), &[piece]);
+        self.start(id, Purpose::Foot { segment, page }, self.superblock.offset(segment, last_page), &[piece]);
     }
 }

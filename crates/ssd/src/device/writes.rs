@@ -1,4 +1,7 @@
-//! Records on their way to the log.
+//! Writes of a device: records are appended to the log, written in batches, and enter the index when they count.
+//!
+//! A write ends as [`WriteEnd::Stored`] when the record and its segment's head are both on the device. If its namespace
+//! was dropped after the write was accepted, it fails instead.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -9,14 +12,14 @@ use kvlane_block::Space;
 use super::Device;
 use crate::index::Location;
 use crate::io::Piece;
-use crate::job::{Batch, Transfer, What, WriteJob, Written};
+use crate::job::{AllocatedWrite, Batch, Purpose, Transfer, WriteJob};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead, SegmentNumber, ShardSum};
-use crate::log::{For, Head};
+use crate::log::{HeadState, RecordSource};
 use crate::pages::Pages;
 use crate::request::WriteEnd;
 use crate::stats::Counters;
 
-/// Bytes of writes that are cut into operations ahead.
+/// Limit of bytes in writes that are cut into operations and not posted yet.
 const WRITES_AHEAD: u64 = 16 << 20;
 
 impl Device {
@@ -31,7 +34,7 @@ impl Device {
             && let Some(job) = self.queued_writes.front()
         {
             let (pages, space) = (job.pages, job.record.key.space);
-            let Some((segment, page)) = self.place(pages, &space, For::Writes) else { break };
+            let Some((segment, page)) = self.allocate(pages, &space, RecordSource::Writes) else { break };
             let Some(job) = self.queued_writes.pop_front() else { break };
             let location = Location { device: self.number, segment, page, pages };
             if !batch.takes(&location, job.record.shards.len() + 1) {
@@ -53,7 +56,7 @@ impl Device {
             let header = Pages::with(&header.encode());
             let shards: Vec<Piece> =
                 record.shards.iter().map(|shard| self.pool_piece(&shard.extent)).collect();
-            batch.push(Written { job, location, header }, &shards);
+            batch.push(AllocatedWrite { job, location, header }, &shards);
         }
         self.start_batch(batch);
     }
@@ -64,57 +67,64 @@ impl Device {
             return;
         };
         let (id, offset) = (self.id(), self.superblock.offset(segment, page));
-        self.start(id, What::Write { records }, offset, &pieces);
+        self.start(id, Purpose::Write { records }, offset, &pieces);
     }
 
-    /// Room at the log's end, in the next segment if there is not enough in this one.
-    pub(super) fn place(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
-        if let Some(found) = self.append(pages, space, whom) {
+    /// Allocates room at the log's end, and opens the next segment if the open one has too little. None if no segment
+    /// is free for this source.
+    pub(super) fn allocate(
+        &mut self,
+        pages: u32,
+        space: &Space,
+        source: RecordSource,
+    ) -> Option<(SegmentNumber, u32)> {
+        if let Some(found) = self.append(pages, space, source) {
             return Some(found);
         }
-        // Closing what cannot be followed would only waste it.
-        let kept = if whom == For::Writes { 1 } else { 0 };
+        // Keep the open segment if no other can follow it, because closing it would waste the room that is left in it.
+        let kept = if source == RecordSource::Writes { 1 } else { 0 };
         if self.log.free_segments() <= kept {
             return None;
         }
         self.log.close_open();
-        let (segment, generation) = self.log.open_segment(whom)?;
+        let (segment, generation) = self.log.open_segment(source)?;
         self.device.holdings.lock().opened(segment, generation);
         let head = SegmentHead { device_id: self.superblock.device_id, segment, generation };
         let page = Pages::with(&head.encode());
         let piece = page.piece(page.len());
         let (id, offset) = (self.id(), self.superblock.offset(segment, 0));
-        self.start(id, What::Head { segment, page }, offset, &[piece]);
-        self.append(pages, space, whom)
+        self.start(id, Purpose::Head { segment, page }, offset, &[piece]);
+        self.append(pages, space, source)
     }
 
-    fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
-        let (segment, page) = self.log.append(pages, space, whom)?;
+    fn append(&mut self, pages: u32, space: &Space, source: RecordSource) -> Option<(SegmentNumber, u32)> {
+        let (segment, page) = self.log.append(pages, space, source)?;
         self.device.holdings.lock().appended(segment, space.namespace);
         Some((segment, page))
     }
 
-    /// Records, written whole, count from here on; unless their segment's head is not there, or will never be.
+    /// Ends the records of a completed transfer. They are held back while the write of their segment's head is in
+    /// flight, and fail if that write failed.
     pub(super) fn finish_records(&mut self, transfer: Transfer) {
-        let segment = match &transfer.what {
-            What::Write { records } => records.first().map(|record| record.location.segment),
-            What::CopyOut { to, .. } => Some(to.segment),
+        let segment = match &transfer.purpose {
+            Purpose::Write { records } => records.first().map(|record| record.location.segment),
+            Purpose::CopyOut { to, .. } => Some(to.segment),
             _ => None,
         };
         let Some(segment) = segment else { return };
-        let head = self.log.written(segment).map_or(Head::Failed, |open| open.head);
-        if head == Head::Awaited {
+        let head = self.log.unsealed(segment).map_or(HeadState::Failed, |open| open.head);
+        if head == HeadState::Awaited {
             self.held.push(transfer);
             return;
         }
-        let stored = transfer.error.is_none() && head == Head::Written;
-        match transfer.what {
-            What::Write { records } => {
-                for Written { job, location, .. } in records {
+        let stored = transfer.error.is_none() && head == HeadState::Written;
+        match transfer.purpose {
+            Purpose::Write { records } => {
+                for AllocatedWrite { job, location, .. } in records {
                     self.finish_write(job, location, stored);
                 }
             }
-            What::CopyOut { live, from, to, .. } => self.copy_ended(&live, from, to, stored),
+            Purpose::CopyOut { live, from, to, .. } => self.copy_ended(&live, from, to, stored),
             _ => {}
         }
     }
@@ -123,7 +133,7 @@ impl Device {
         self.log.record_ended(location.segment, location.page, stored);
         let key = job.record.key;
         let mut shared = self.shared.index.lock();
-        // If the namespace was dropped meanwhile, the record stays where it is and is nobody's.
+        // If the namespace was dropped after the write was accepted, the record stays on the device but out of the index.
         let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
         if stored {
             shared.index.insert(&key, location);
@@ -137,7 +147,7 @@ impl Device {
     }
 
     pub(super) fn end_write(&self, job: WriteJob, end: WriteEnd) {
-        self.shared.index.lock().no_longer_pending(&job.record.key, job.accepted);
+        self.shared.index.lock().remove_pending(&job.record.key, job.accepted);
         self.device.backlog.fetch_sub(u64::from(job.pages) * PAGE_BYTES, Ordering::Relaxed);
         let counters = &self.shared.counters;
         let counter = match end {
@@ -149,8 +159,8 @@ impl Device {
     }
 
     pub(super) fn head_ended(&mut self, segment: SegmentNumber, error: Option<&io::Error>) {
-        let head = if error.is_none() { Head::Written } else { Head::Failed };
-        if head == Head::Written {
+        let head = if error.is_none() { HeadState::Written } else { HeadState::Failed };
+        if head == HeadState::Written {
             self.device.holdings.lock().head_written(segment);
         }
         self.log.head_ended(segment, head);

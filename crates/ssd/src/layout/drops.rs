@@ -1,4 +1,4 @@
-//! Which namespaces were dropped: what was written of them before does not count any more.
+//! The drop table's bytes: namespaces that were dropped, and up to which generation their records do not count.
 
 use std::collections::BTreeMap;
 
@@ -9,39 +9,39 @@ use super::fields::{Reader, Writer};
 use super::units::{DeviceId, GENERATIONS, PAGE_BYTES};
 
 const KIND: &[u8; 8] = b"kvlnDROP";
-/// Namespace, generation.
+/// Bytes of an entry: namespace (16), generation (8).
 const ENTRY: usize = 24;
 
-/// What of a file does not count. It stands twice between the superblock and the segments.
+/// The drop table. Two copies of it stand between the superblock and the segments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drops {
-    /// As in the superblock: drops of another file do not count.
+    /// The superblock's; a table of another file does not count.
     pub device_id: [u8; 16],
-    /// Of two copies the one with the higher number counts.
+    /// Raised by each write; the copy with the higher number counts.
     pub sequence: u64,
     /// No record of a segment of this generation or a lower one counts, whatever its namespace.
     pub all_up_to: u64,
-    /// For each namespace, up to which generation its records do not count. [`Drops::OF_THIS_RUN`] is the highest one that
-    /// will be found at the next start.
+    /// Records of a namespace do not count up to its generation. [`Drops::OF_THIS_RUN`] stands for the highest
+    /// generation that the next start finds.
     pub namespaces: BTreeMap<Namespace, u64>,
 }
 
 impl Drops {
-    /// Everything that is there when the file is opened the next time.
+    /// Generation of a drop whose end is not known yet: it covers every record that the next start finds.
     pub const OF_THIS_RUN: u64 = u64::MAX;
-    /// Where the copies begin.
+    /// Offset of each copy in the file.
     pub(crate) const COPIES: [u64; 2] = [2 * PAGE_BYTES, 9 * PAGE_BYTES];
-    /// Of a copy.
+    /// Room of one copy, in bytes.
     pub(crate) const COPY_BYTES: u64 = 7 * PAGE_BYTES;
-    /// Namespaces that a copy has room for.
+    /// Limit of the namespaces in one copy.
     pub(crate) const NAMESPACES_MAX: usize = (Self::COPY_BYTES as usize - 16 - 16 - 8 - 8 - 4) / ENTRY;
 
-    /// Nothing dropped.
+    /// A table without drops.
     pub fn none(device_id: [u8; 16]) -> Drops {
         Drops { device_id, sequence: 0, all_up_to: 0, namespaces: BTreeMap::new() }
     }
 
-    /// As it stands in the file, without what fills its last page.
+    /// The table's bytes, without padding to whole pages.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(KIND);
         out.raw(&self.device_id).u64(self.sequence).u64(self.all_up_to);
@@ -52,7 +52,7 @@ impl Drops {
         out.finish()
     }
 
-    /// Reads a copy.
+    /// Decodes one copy. Whether it belongs to this file is for the caller to check.
     pub fn decode(bytes: &[u8]) -> Result<Drops, LayoutError> {
         let mut fields = Reader::new(KIND, bytes)?;
         let mut found = Drops::none(fields.array::<16>()?);
@@ -72,7 +72,7 @@ impl Drops {
         if sound { Ok(found) } else { Err(LayoutError::Fields) }
     }
 
-    /// Whether records of a segment of this generation count.
+    /// Whether the namespace's records in a segment of this generation count.
     pub fn counts(&self, namespace: &Namespace, generation: u64) -> bool {
         let dropped = self.namespaces.get(namespace).copied().unwrap_or(0);
         generation > self.all_up_to.max(dropped)

@@ -1,11 +1,11 @@
-//! Why bytes of a file are refused.
+//! [`LayoutError`]: why bytes do not decode as a structure.
 
 use thiserror::Error;
 
-/// Why bytes are not what they should be.
+/// Why bytes do not decode as a structure of the kind that was expected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum LayoutError {
-    /// Another kind of structure, or none.
+    /// The bytes begin another kind of structure, or none.
     #[error("it does not begin with the right name")]
     OtherKind,
     /// The length it claims is impossible.

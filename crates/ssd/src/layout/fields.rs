@@ -1,12 +1,13 @@
-//! Fields one after the other, between the common start and the checksum.
+//! Encodes and decodes a structure's fields, which follow each other without gaps behind the common start.
 
 use super::error::LayoutError;
 
-/// Kind (8), crc32c (4), length (4).
+/// Bytes of the common start: kind (8), crc32c (4), length (4).
 const START: usize = 16;
-/// What the checksum covers begins here.
+/// Offset from which on the checksum covers the structure: its length, then its fields.
 const CHECKED: usize = 12;
 
+/// Builds one structure, field by field.
 pub(super) struct Writer {
     bytes: Vec<u8>,
 }
@@ -31,7 +32,7 @@ impl Writer {
         self
     }
 
-    /// The bytes with their length and checksum.
+    /// The whole structure, with its length and checksum filled in.
     pub(super) fn finish(mut self) -> Vec<u8> {
         let length = self.bytes.len() as u32;
         self.bytes[CHECKED..START].copy_from_slice(&length.to_le_bytes());
@@ -41,12 +42,13 @@ impl Writer {
     }
 }
 
+/// The fields of one structure that are not taken yet.
 pub(super) struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// The fields of a structure at the start of `bytes`, after its kind, length and checksum were found right.
+    /// Checks kind, length and checksum of the structure at the start of `bytes`, and returns its fields.
     pub(super) fn new(kind: &[u8; 8], bytes: &'a [u8]) -> Result<Reader<'a>, LayoutError> {
         let length = claimed_length(kind, bytes)?;
         let all = bytes.get(..length).ok_or(LayoutError::Length)?;
@@ -79,13 +81,13 @@ impl<'a> Reader<'a> {
         Ok(items.as_chunks::<N>().0)
     }
 
-    /// Nothing may be left over.
+    /// Fails if bytes are left over.
     pub(super) fn end(self) -> Result<(), LayoutError> {
         if self.rest.is_empty() { Ok(()) } else { Err(LayoutError::Length) }
     }
 }
 
-/// The length that a structure of this kind says it has; its checksum is not looked at.
+/// The length that a structure of this kind claims, in bytes. Does not check its checksum.
 pub(super) fn claimed_length(kind: &[u8; 8], bytes: &[u8]) -> Result<usize, LayoutError> {
     let start = bytes.first_chunk::<START>().filter(|start| start.starts_with(kind));
     let start = start.ok_or(LayoutError::OtherKind)?;

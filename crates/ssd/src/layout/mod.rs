@@ -1,7 +1,8 @@
-//! The bytes of a tier's file: encode and decode, nothing else. All numbers are little-endian.
+//! Encodes and decodes the structures of a tier's file, and does nothing else. docs/ssd.md draws them. All numbers are
+//! little-endian.
 //!
-//! Every structure begins with 8 bytes that name its kind, the crc32c of the rest, and its length, so that whatever is
-//! found on a device is either exactly what was written or an error.
+//! Every structure begins with 8 bytes that name its kind, the crc32c of the rest, and its length. So bytes from a
+//! device decode to exactly the structure that was written, or to an error.
 
 mod drops;
 mod error;

@@ -1,4 +1,4 @@
-//! A record's header: which block it is, where it stands, and the length and checksum of each shard.
+//! A record's header: the key of its block, its own location, and the length and checksum of each shard.
 
 use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, Space};
 
@@ -8,41 +8,42 @@ use super::units::{PAGE_BYTES, SegmentNumber};
 
 const KIND: &[u8; 8] = b"kvlnBLCK";
 
-/// Bytes between the block's hash and the list of shards that every build wrote as zeros: a use that never came had them.
+/// Bytes between the block's hash and the list of shards. Every build has written zeros there; they were reserved for a
+/// use that never came.
 const UNUSED: usize = 20;
 /// Bytes before the list of shards.
 const FIXED: u64 = 120;
 /// Bytes of each shard in that list: length and crc32c.
 const SHARD: u64 = 8;
 
-/// By what a shard of a record is recognized.
+/// Length and checksum of one shard, by which a read verifies it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardSum {
-    /// Its length in bytes; above 0 in a header that counts.
+    /// Length of the shard in bytes; above 0 in a header that counts.
     pub bytes: u32,
-    /// crc32c of these bytes.
+    /// crc32c of the shard.
     pub crc: u32,
 }
 
 /// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// As in the superblock: a record of another file does not count.
+    /// The superblock's; a record of another file does not count.
     pub device_id: [u8; 16],
-    /// Of the segment's head. With the page it numbers the file's records in the order in which they were written.
+    /// The segment head's. Generation and page order the file's records as they were written.
     pub generation: u64,
-    /// The segment it stands in.
+    /// The segment that the record is in.
     pub segment: SegmentNumber,
-    /// The page it begins at.
+    /// First page of the record in its segment.
     pub page: u32,
-    /// Which block the record holds.
+    /// Key of the block that the record holds.
     pub key: BlockKey,
-    /// What each shard's bytes are, in the order in which they follow the header.
+    /// The shards, in the order in which they follow the header.
     pub shards: Vec<ShardSum>,
 }
 
 impl RecordHeader {
-    /// As it stands in the file, in whole pages.
+    /// The header's bytes, padded with zeros to whole pages.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(KIND);
         out.raw(&self.device_id).u64(self.generation).u32(self.segment.0).u32(self.page);
@@ -57,7 +58,7 @@ impl RecordHeader {
         bytes
     }
 
-    /// Reads a header.
+    /// Decodes a header. Whether it stands where it says is for the caller to check.
     pub fn decode(bytes: &[u8]) -> Result<RecordHeader, LayoutError> {
         let mut fields = Reader::new(KIND, bytes)?;
         let (device_id, generation) = (fields.array::<16>()?, fields.u64()?);
@@ -81,28 +82,28 @@ impl RecordHeader {
         Ok(RecordHeader { device_id, generation, segment, page, key, shards })
     }
 
-    /// Pages that a header claims to fill, from its first page; None if that is no header.
+    /// Pages that the header at the start of `page` claims to fill; None if there is no header.
     pub(crate) fn claimed_pages(page: &[u8]) -> Option<u64> {
         claimed_length(KIND, page).ok().map(|length| (length as u64).div_ceil(PAGE_BYTES))
     }
 
-    /// Pages of the whole record; None if they have no number.
+    /// Pages of the whole record; None if they do not fit into a u32.
     pub fn pages(&self) -> Option<u32> {
         record_pages(self.shards.iter().map(|shard| u64::from(shard.bytes)))
     }
 }
 
-/// Pages of the header of a record with so many shards.
+/// Pages of the header of a record with this many shards.
 pub(crate) fn header_pages(shards: usize) -> u64 {
     (FIXED + shards as u64 * SHARD).div_ceil(PAGE_BYTES)
 }
 
-/// Pages of a shard.
+/// Pages of a shard of this length in bytes.
 pub(crate) fn shard_pages(bytes: u64) -> u64 {
     bytes.div_ceil(PAGE_BYTES)
 }
 
-/// Pages of a record with shards of these lengths in bytes; None if they have no number.
+/// Pages of a record with shards of these lengths in bytes; None if they do not fit into a u32.
 pub(crate) fn record_pages(shards: impl Iterator<Item = u64>) -> Option<u32> {
     let (mut count, mut pages) = (0, 0u64);
     for bytes in shards {

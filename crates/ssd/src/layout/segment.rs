@@ -1,4 +1,5 @@
-//! A segment's first page (head), its table of records, and its last page (foot), which says where the table is.
+//! A segment's own structures: its first page (head), its table of records, and its last page (foot), which points to
+//! the table.
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, Space};
 
@@ -10,73 +11,75 @@ const HEAD: &[u8; 8] = b"kvlnHEAD";
 const FOOT: &[u8; 8] = b"kvlnFOOT";
 const TABLE: &[u8; 8] = b"kvlnTABL";
 
-/// Hash, space, page, pages.
+/// Bytes of a record in the table: hash (16), space (4), page (4), pages (4).
 const RECORD: usize = 28;
+/// Bytes of a space in the table: namespace (16), cut digest (16).
 const SPACE: usize = 32;
 
-/// Makes what stood in the segment before void: only structures of this generation count.
+/// The first page of a segment. Voids the segment's former structures, because only those of its generation count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentHead {
-    /// As in the superblock: a head of another file does not count.
+    /// The superblock's; a head of another file does not count.
     pub device_id: [u8; 16],
-    /// Which segment this is.
+    /// Number of this segment.
     pub segment: SegmentNumber,
-    /// How many segments were opened in this file before this one, plus 1.
+    /// Higher than that of every segment opened in this file before.
     pub generation: u64,
 }
 
-/// Where the segment's table is. Written when the segment is full, and at every checkpoint.
+/// The last page of a segment. Points to the table; written after it when the segment is full, and at every checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentFoot {
-    /// As in the superblock: a foot of another file does not count.
+    /// The superblock's; a foot of another file does not count.
     pub device_id: [u8; 16],
-    /// Which segment this is.
+    /// Number of this segment.
     pub segment: SegmentNumber,
-    /// As in the segment's head: of another one the foot is left over from before.
+    /// The segment head's; with another one, the foot is left over from an earlier use of the segment.
     pub generation: u64,
-    /// First page of the table.
+    /// First page of the table in the segment.
     pub table_page: u32,
-    /// Bytes of the table.
+    /// Length of the table in bytes, without padding.
     pub table_bytes: u32,
-    /// Records from this page on may be missing in the table.
+    /// The table may lack records from this page on.
     pub scan_from: u32,
 }
 
-/// One record of a segment.
+/// One record in a segment's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableRecord {
     /// The engine's hash of the block.
     pub hash: BlockHash,
     /// Index into the table's spaces.
     pub space: u32,
-    /// Where in the segment its header begins.
+    /// First page of the record in the segment.
     pub page: u32,
-    /// Pages of header and shards.
+    /// Pages of the record, header included.
     pub pages: u32,
 }
 
-/// The records of a segment.
+/// The records of a segment, so that a start need not read their headers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// As in the superblock: a table of another file does not count.
+    /// The superblock's; a table of another file does not count.
     pub device_id: [u8; 16],
-    /// As in the segment's head: of another one the table is left over from before.
+    /// The segment head's; with another one, the table is left over from an earlier use of the segment.
     pub generation: u64,
-    /// Spaces that the records are of.
+    /// Namespaces and cuts of the records, and perhaps of records that do not count; [`Table::NAMES_ALL`] may be among
+    /// them.
     pub spaces: Vec<Space>,
-    /// In the order of their pages.
+    /// Records that count, in the order of their pages.
     pub records: Vec<TableRecord>,
 }
 
 impl SegmentHead {
-    /// As it stands in a page.
+    /// The head's bytes, padded with zeros to one page.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(HEAD);
         out.raw(&self.device_id).u32(self.segment.0).u64(self.generation);
         page(out)
     }
 
-    /// Reads a page.
+    /// Decodes a segment's first page. Whether it stands in the segment that it names is for the caller to check.
     pub fn decode(page: &[u8]) -> Result<SegmentHead, LayoutError> {
         let mut fields = Reader::new(HEAD, page)?;
         let head = SegmentHead {
@@ -90,7 +93,7 @@ impl SegmentHead {
 }
 
 impl SegmentFoot {
-    /// As it stands in a page.
+    /// The foot's bytes, padded with zeros to one page.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(FOOT);
         out.raw(&self.device_id).u32(self.segment.0).u64(self.generation);
@@ -98,7 +101,7 @@ impl SegmentFoot {
         page(out)
     }
 
-    /// Reads a page.
+    /// Decodes a segment's last page. Whether it stands in the segment that it names is for the caller to check.
     pub fn decode(page: &[u8]) -> Result<SegmentFoot, LayoutError> {
         let mut fields = Reader::new(FOOT, page)?;
         let foot = SegmentFoot {
@@ -115,11 +118,11 @@ impl SegmentFoot {
 }
 
 impl Table {
-    /// Stands among the spaces of a table that names all namespaces of which its segment has records, also of those that do
-    /// not count. No record is of it. Builds that did not know it left out what did not count.
+    /// A mark among the spaces, which no record has. It says that the table names every namespace that has records in
+    /// its segment, also records that do not count. Builds that did not know the mark left those out.
     pub const NAMES_ALL: Space = Space { namespace: Namespace([0; 16]), cut: CutDigest([0; 16]) };
 
-    /// Its bytes, filled up to whole pages; its length without that stands in the foot.
+    /// The table's bytes, padded with zeros to whole pages. The foot has its length without the padding.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(TABLE);
         out.raw(&self.device_id).u64(self.generation);
@@ -133,7 +136,7 @@ impl Table {
         page(out)
     }
 
-    /// Reads a table. That its records lie inside their segment is not checked here.
+    /// Decodes a table. Whether its records lie inside their segment is for the caller to check.
     pub fn decode(bytes: &[u8]) -> Result<Table, LayoutError> {
         let mut fields = Reader::new(TABLE, bytes)?;
         let (device_id, generation) = (fields.array::<16>()?, fields.u64()?);
@@ -148,7 +151,7 @@ impl Table {
     }
 }
 
-/// Bytes of a table before they are filled up to pages.
+/// Bytes of a table, without padding.
 pub(crate) fn table_bytes(records: usize, spaces: usize) -> u64 {
     48 + (records * RECORD + spaces * SPACE) as u64
 }

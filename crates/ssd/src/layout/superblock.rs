@@ -1,4 +1,4 @@
-//! The first two pages of a file: whose it is and how it is cut. Written once, when the file is made.
+//! The superblock: the first two pages of a file, with its identity and geometry. Written once, when the file is made.
 
 use super::error::LayoutError;
 use super::fields::{Reader, Writer};
@@ -6,27 +6,27 @@ use super::units::{DeviceId, PAGE_BYTES, SegmentNumber};
 
 const KIND: &[u8; 8] = b"kvlnSSD\0";
 
-/// The format that this build writes, and the newest it reads.
+/// The only format that this build writes and reads.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
-/// Identity and geometry of a file. It stands in page 0 and, again, in page 1.
+/// Identity and geometry of a file. Page 1 holds a copy of page 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Superblock {
-    /// Which format the file has; of another one nothing else is read.
+    /// Format version. If this build does not know it, the other fields are not read.
     pub version: u32,
-    /// Random; every structure in the file repeats it.
+    /// Drawn at random when the file is made; every structure in the file repeats it.
     pub device_id: [u8; 16],
-    /// Bytes of a segment, a multiple of 4096.
+    /// Size of a segment in bytes, a multiple of 4096.
     pub segment_bytes: u64,
-    /// Segments in the file.
+    /// The number of segments in the file.
     pub segments: u32,
 }
 
 impl Superblock {
-    /// Where the first segment begins.
+    /// Offset of the first segment in the file, in bytes.
     pub const SEGMENTS_START: u64 = 64 << 10;
 
-    /// As it stands in a page.
+    /// The superblock's bytes, padded with zeros to one page.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(KIND);
         out.u32(self.version).raw(&self.device_id).u64(self.segment_bytes).u32(self.segments);
@@ -35,7 +35,8 @@ impl Superblock {
         page
     }
 
-    /// Reads a page. A version that this build does not know is no error here; its other fields then mean nothing.
+    /// Decodes a page. A version that this build does not know is no error here, but then the other fields mean
+    /// nothing.
     pub fn decode(page: &[u8]) -> Result<Superblock, LayoutError> {
         let mut fields = Reader::new(KIND, page)?;
         let version = fields.u32()?;
@@ -56,7 +57,7 @@ impl Superblock {
         if sound { Ok(found) } else { Err(LayoutError::Fields) }
     }
 
-    /// Bytes of the whole file; None where they have no number.
+    /// Size of the whole file in bytes; None if it overflows an i64.
     pub fn file_bytes(&self) -> Option<u64> {
         self.segment_bytes
             .checked_mul(u64::from(self.segments))?
@@ -64,17 +65,17 @@ impl Superblock {
             .filter(|bytes| *bytes <= i64::MAX as u64)
     }
 
-    /// Pages of a segment.
+    /// Pages of a segment, head and foot included.
     pub(crate) fn segment_pages(&self) -> u32 {
         (self.segment_bytes / PAGE_BYTES) as u32
     }
 
-    /// Offset of a page of a segment in the file.
+    /// Offset of a segment's page in the file, in bytes.
     pub(crate) fn offset(&self, segment: SegmentNumber, page: u32) -> u64 {
         Self::SEGMENTS_START + u64::from(segment.0) * self.segment_bytes + u64::from(page) * PAGE_BYTES
     }
 
-    /// What must be the same in every structure of this file.
+    /// Whether a structure with this device id belongs to this file.
     pub(crate) fn is_of(&self, device_id: &DeviceId) -> bool {
         self.device_id == *device_id
     }

@@ -1,11 +1,11 @@
-//! What all structures of a file count in.
+//! Units of a file: pages, segment numbers, generations and device ids.
 
 use std::fmt;
 
-/// The unit of all addresses in a file.
+/// Bytes of a page, the unit of every address and length in a file.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// Which of a file's segments; below their number, which the superblock says.
+/// Number of a segment in its file, from 0. The superblock has the count.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SegmentNumber(pub u32);
@@ -22,9 +22,9 @@ impl fmt::Display for SegmentNumber {
     }
 }
 
-/// No file has so many generations, nor as many changes of its drops: the next one can always be counted. A higher number
-/// was not written by us.
+/// Upper bound of generations and of the drop table's sequence numbers. No file reaches it, so the next number always
+/// fits, and a higher one was not written by us.
 pub(crate) const GENERATIONS: u64 = 1 << 63;
 
-/// Random bytes that tell files apart.
+/// Random bytes that identify a file.
 pub(crate) type DeviceId = [u8; 16];

@@ -1,4 +1,4 @@
-//! A device that fails on demand, between the tier and the real one.
+//! A device that fails on demand, as a layer between the tier and the real one.
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
@@ -7,16 +7,16 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvlane_ssd::{Ended, Io, Op, OpKind, Waker, WrapIo};
+use kvlane_ssd::{Completion, Io, Op, OpKind, Waker, WrapIo};
 
-/// What goes wrong.
+/// Faults that a test switches on.
 #[derive(Default)]
 pub(crate) struct Faults {
-    /// So many writes fail with this error.
+    /// The number of writes that fail, and their error.
     pub(crate) failing_writes: (usize, i32),
-    /// So many reads fail with this error.
+    /// The number of reads that fail, and their error.
     pub(crate) failing_reads: (usize, i32),
-    /// Operations move at most so many bytes at once.
+    /// Limit of bytes that an operation moves.
     pub(crate) at_most: Option<usize>,
     /// Every other operation is interrupted once.
     pub(crate) interrupt: bool,
@@ -24,7 +24,7 @@ pub(crate) struct Faults {
     pub(crate) hold_reads: bool,
     /// Writes are kept back.
     pub(crate) hold_writes: bool,
-    /// So many of the writes that are kept back may go.
+    /// The number of held writes that may go.
     pub(crate) let_writes: usize,
     /// The next read is kept back, alone, while this is false again.
     pub(crate) hold_next_read: bool,
@@ -76,7 +76,7 @@ struct Layer {
     // First, so that nothing is in flight when the rest goes.
     io: Box<dyn Io>,
     faults: Failing,
-    ended: VecDeque<Ended>,
+    ended: VecDeque<Completion>,
     held: Vec<Op>,
     alone: Option<Op>,
     posted: u64,
@@ -93,12 +93,12 @@ impl Io for Layer {
         if failing.0 > 0 {
             failing.0 -= 1;
             let result = Err(io::Error::from_raw_os_error(failing.1));
-            self.ended.push_back(Ended { id: op.id, result });
+            self.ended.push_back(Completion { id: op.id, result });
             return;
         }
         if faults.interrupt && self.posted.is_multiple_of(2) {
             let result = Err(io::Error::from_raw_os_error(libc_eintr()));
-            self.ended.push_back(Ended { id: op.id, result });
+            self.ended.push_back(Completion { id: op.id, result });
             return;
         }
         if let Some(mut left) = faults.at_most {
@@ -130,7 +130,7 @@ impl Io for Layer {
         self.io.room().saturating_sub(self.ended.len() + self.held.len() + 1)
     }
 
-    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Completion>) -> io::Result<()> {
         let mut faults = self.faults.0.lock().unwrap();
         let (reads, writes, release) = (faults.hold_reads, faults.hold_writes, faults.release);
         let (held, free): (Vec<Op>, Vec<Op>) = self.held.drain(..).partition(|op| match op.kind {

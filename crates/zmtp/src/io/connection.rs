@@ -1,4 +1,4 @@
-//! A session and its socket.
+//! [`Connection`]: runs a session over a TCP socket.
 
 use std::net::SocketAddr;
 
@@ -13,7 +13,7 @@ use crate::{Event, Limits, ProtocolError, Session, SocketType};
 
 const READ_BYTES: usize = 16 << 10;
 
-/// Why a connection cannot be used any longer.
+/// Why a connection ended.
 #[derive(Debug, Error)]
 pub enum ConnectionError {
     /// The socket failed.
@@ -30,13 +30,13 @@ pub enum ConnectionError {
     Handshake(std::time::Duration),
 }
 
-/// One connection.
+/// A session and its socket.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
     session: Session,
     read: Box<[u8]>,
-    /// What was read and not yet given to the session: `read[taken..filled]`.
+    /// The session has not taken `read[taken..filled]` yet.
     taken: usize,
     filled: usize,
 }
@@ -53,7 +53,7 @@ impl Connection {
         Ok(Self { stream, session, read: vec![0; READ_BYTES].into(), taken: 0, filled: 0 })
     }
 
-    /// Connects, and ends the handshake.
+    /// Connects, and completes the handshake.
     pub(super) async fn connect(
         address: SocketAddr,
         ours: SocketType,
@@ -70,7 +70,7 @@ impl Connection {
         timeout(options.handshake, connected).await.map_err(late)?
     }
 
-    /// Waits for the handshake's end. Answers the peer's identity.
+    /// Waits until the handshake is complete; returns the peer's identity.
     pub(super) async fn ready(&mut self) -> Result<Bytes, ConnectionError> {
         match self.next().await? {
             Event::Ready { identity, .. } => Ok(identity),
@@ -78,7 +78,7 @@ impl Connection {
         }
     }
 
-    /// Sends what waits, then answers what the peer did next. Nothing is lost if the future is dropped.
+    /// Returns the next event, after sending the unsent bytes if it has to wait. Dropping the future loses nothing.
     pub(super) async fn next(&mut self) -> Result<Event, ConnectionError> {
         loop {
             let mut unread = &self.read[self.taken..self.filled];
@@ -96,7 +96,7 @@ impl Connection {
         }
     }
 
-    /// The next message. Subscriptions and signs of life are passed over.
+    /// Returns the next message, and ignores subscriptions and signs of life.
     pub(super) async fn next_message(&mut self) -> Result<Vec<Bytes>, ConnectionError> {
         loop {
             if let Event::Message(frames) = self.next().await? {
@@ -109,7 +109,7 @@ impl Connection {
         &mut self.session
     }
 
-    /// Sends what waits. What was not sent when the future is dropped waits on.
+    /// Sends the unsent bytes. If the future is dropped, the rest stays unsent.
     pub(super) async fn flush(&mut self) -> Result<(), ConnectionError> {
         while !self.session.unsent().is_empty() {
             let sent = self.stream.write(self.session.unsent()).await?;

@@ -1,4 +1,4 @@
-//! The DEALER side of one connection to a ROUTER socket.
+//! [`Dealer`]: the DEALER side of one connection to a ROUTER socket.
 
 use std::net::SocketAddr;
 
@@ -10,15 +10,15 @@ use super::{
 };
 use crate::SocketType;
 
-/// Asks a ROUTER or REP socket, in no order of turns. To one that expects a REQ socket, send an empty first frame, and
-/// expect one. It is one connection: when that ends, the caller connects anew.
+/// Exchanges messages with a ROUTER or REP socket, in any order. If the peer expects a REQ socket, send an empty first
+/// frame, and expect one. When the connection ends, the caller connects anew.
 #[derive(Debug)]
 pub struct Dealer {
     connection: Connection,
 }
 
 impl Dealer {
-    /// Connects to the socket at `address`. An empty `identity` has a ROUTER there choose one.
+    /// Connects to the socket at `address`. With an empty `identity`, a ROUTER there generates one.
     ///
     /// # Errors
     /// [`ConnectionError`].
@@ -30,19 +30,19 @@ impl Dealer {
         Ok(Self { connection: Connection::connect(address, SocketType::Dealer, identity, options).await? })
     }
 
-    /// Sends a message. If the future is dropped, what is left of the message goes out before the next.
+    /// Sends a message. If the future is dropped, the rest of the message goes out before the next one.
     ///
     /// # Errors
-    /// [`ConnectionError`], after which this dealer is of no more use.
+    /// [`ConnectionError`], after which this dealer cannot be used any more.
     pub async fn send<Frame: AsRef<[u8]>>(&mut self, frames: &[Frame]) -> Result<(), ConnectionError> {
         self.connection.session().send(frames)?;
         self.connection.flush().await
     }
 
-    /// The frames of the next message.
+    /// Receives the frames of the next message.
     ///
     /// # Errors
-    /// [`ConnectionError`], after which this dealer is of no more use.
+    /// [`ConnectionError`], after which this dealer cannot be used any more.
     pub async fn recv(&mut self) -> Result<Vec<Bytes>, ConnectionError> {
         self.connection.next_message().await
     }

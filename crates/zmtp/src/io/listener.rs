@@ -1,4 +1,7 @@
-//! A ROUTER socket that listens, and only receives.
+//! [`Listener`]: a listening ROUTER socket that only receives.
+//!
+//! One task accepts connections, and one task per connection runs its session. All messages go into one bounded queue;
+//! while it is full, no connection is read.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -14,21 +17,21 @@ use tokio::time::{sleep, timeout};
 use super::connection::{Connection, ConnectionError};
 use crate::{Event, Limits, SocketType};
 
-/// After a failed accept, as without descriptors left, for the connections to become fewer.
-const AFTER_FAILED_ACCEPT: Duration = Duration::from_millis(100);
+/// Pause after a failed accept, for instance without free descriptors, so that connections can end meanwhile.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// How a listener treats its peers.
+/// Limits and timeouts of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerOptions {
-    /// What is accepted of each peer.
+    /// Limits on the bytes of each peer.
     pub limits: Limits,
-    /// Connections at a time. One more is closed at once.
+    /// Limit of connections; one more is closed at once.
     pub connections: usize,
-    /// How long a handshake may take.
+    /// Timeout of a handshake.
     pub handshake: Duration,
-    /// How long a peer may go without finishing a message or a heartbeat.
+    /// A connection without a whole message or command for this long is closed.
     pub idle: Duration,
-    /// Messages that wait for [`Listener::recv`]. While so many do, the connections are not read.
+    /// Limit of messages that wait for [`Listener::recv`]. While it is reached, no connection is read.
     pub queue: usize,
 }
 
@@ -44,34 +47,34 @@ impl Default for ListenerOptions {
     }
 }
 
-/// A message of one of a listener's peers.
+/// A message from a peer of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Received {
     /// The other end of the connection.
     pub peer: SocketAddr,
-    /// What the peer calls itself: a claim, and two may claim the same. A peer without an identity gets one of five bytes
-    /// that begins with a zero, as no claimed one does.
+    /// The peer's identity, which is only a claim: two peers may claim the same. A peer without one gets five bytes
+    /// that begin with a zero, as no claimed identity does.
     pub identity: Bytes,
-    /// At least one; together no longer than the limits of the connection.
+    /// At least one frame; together within the limits of the connection.
     pub frames: Vec<Bytes>,
 }
 
-/// What became of a listener's connections so far.
+/// Counters of a listener's connections.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Connections that were taken in; those that were closed again are counted below too.
+    /// Connections that were accepted. Some of them also count below, when they were closed.
     pub accepted: u64,
-    /// Connections closed at once, since there were as many as may be.
+    /// Connections closed at once because the connection limit was reached.
     pub refused: u64,
-    /// Connections closed at once, since they came from addresses that are not admitted.
+    /// Connections closed at once because their address is not admitted.
     pub strangers: u64,
-    /// Connections closed since the peer broke the protocol or a limit.
+    /// Connections closed because the peer broke the protocol or a limit.
     pub breaches: u64,
-    /// Connections closed since the handshake took too long.
+    /// Connections closed because the handshake timed out.
     pub handshakes_late: u64,
-    /// Connections closed since nothing came for too long.
+    /// Connections closed because they were idle for too long.
     pub idle: u64,
-    /// Calls of accept that the kernel failed, such as for want of descriptors.
+    /// Failed calls of accept, for instance without free descriptors.
     pub accepts_failed: u64,
 }
 
@@ -86,9 +89,9 @@ struct Counters {
     accepts_failed: AtomicU64,
 }
 
-/// A ROUTER socket that DEALER, REQ and ROUTER sockets connect to. It receives and never answers.
+/// A ROUTER socket to which DEALER, REQ and ROUTER sockets connect. It receives, and never sends a message.
 ///
-/// A peer that breaks the protocol loses its own connection and nothing else. All connections end when this is dropped.
+/// A peer that breaks the protocol loses only its own connection. Dropping the listener ends all connections.
 #[derive(Debug)]
 pub struct Listener {
     address: SocketAddr,
@@ -98,7 +101,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `address`. Has to be called within a tokio runtime with I/O and time, which carries the connections.
+    /// Listens at `address`. Call it within a tokio runtime with I/O and time, which runs the connections.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -106,7 +109,8 @@ impl Listener {
         Self::bind_for(address, options, |_| true).await
     }
 
-    /// The same for peers whose addresses are admitted. Others' connections are closed before anything is read.
+    /// Like [`bind`](Self::bind), for peers whose addresses are admitted. Closes other connections before reading any
+    /// byte.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -123,17 +127,17 @@ impl Listener {
         Ok(Self { address, received, counters, accepting })
     }
 
-    /// The address that is listened at, with the port that the system chose.
+    /// The address at which this listens, with the port that the system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next message of any peer. May be dropped without losing anything.
+    /// Receives the next message of any peer. Dropping the future loses nothing.
     pub async fn recv(&mut self) -> Option<Received> {
         self.received.recv().await
     }
 
-    /// What became of the connections so far.
+    /// The counters so far.
     pub fn counts(&self) -> Counts {
         let now = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Counts {
@@ -158,7 +162,7 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Takes connections until it is aborted, and then drops them with its set of tasks.
+/// Accepts connections until it is aborted. Dropping its set of tasks then ends the connections.
 async fn accept(
     listener: TcpListener,
     options: ListenerOptions,
@@ -166,7 +170,7 @@ async fn accept(
     sender: mpsc::Sender<Received>,
     counters: Arc<Counters>,
 ) {
-    let places = Arc::new(Semaphore::new(options.connections));
+    let permits = Arc::new(Semaphore::new(options.connections));
     let nameless = Arc::new(AtomicU32::new(0));
     let mut tasks = JoinSet::new();
     loop {
@@ -178,8 +182,8 @@ async fn accept(
             Ok(accepted) => accepted,
             Err(error) => {
                 count(&counters.accepts_failed);
-                tracing::debug!(%error, "a connection could not be accepted");
-                sleep(AFTER_FAILED_ACCEPT).await;
+                tracing::debug!(%error, "accept failed");
+                sleep(ACCEPT_RETRY_DELAY).await;
                 continue;
             }
         };
@@ -187,7 +191,7 @@ async fn accept(
             count(&counters.strangers);
             continue;
         }
-        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
             count(&counters.refused);
             continue;
         };
@@ -198,14 +202,14 @@ async fn accept(
                 if matches!(error, ConnectionError::Protocol(_)) {
                     count(&counters.breaches);
                 }
-                tracing::debug!(%peer, %error, "a connection ended");
+                tracing::debug!(%peer, %error, "connection ended");
             }
-            drop(place);
+            drop(permit);
         });
     }
 }
 
-/// One connection, until its end.
+/// Runs one connection until it ends.
 async fn serve(
     stream: TcpStream,
     peer: SocketAddr,
@@ -221,10 +225,10 @@ async fn serve(
     };
     let mut identity = identity?;
     if identity.is_empty() {
-        let mut made_up = BytesMut::with_capacity(5);
-        made_up.put_u8(0);
-        made_up.put_u32(nameless.fetch_add(1, Ordering::Relaxed));
-        identity = made_up.freeze();
+        let mut generated = BytesMut::with_capacity(5);
+        generated.put_u8(0);
+        generated.put_u32(nameless.fetch_add(1, Ordering::Relaxed));
+        identity = generated.freeze();
     }
     loop {
         let Ok(event) = timeout(options.idle, connection.next()).await else {

@@ -1,15 +1,15 @@
-//! What a client sets of its peer.
+//! [`PeerOptions`]: limits and timeout of a client towards its peer.
 
 use std::time::Duration;
 
 use crate::Limits;
 
-/// How a client treats its peer.
+/// Limits and timeout of a client towards its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerOptions {
-    /// What is accepted of the peer.
+    /// Limits on the bytes of the peer.
     pub limits: Limits,
-    /// How long connecting and the handshake may take together.
+    /// Timeout of connecting and the handshake together.
     pub handshake: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! The SUB side of one connection to a PUB socket.
+//! [`Subscriber`]: the SUB side of one connection to a PUB socket.
 
 use std::net::SocketAddr;
 
@@ -10,19 +10,20 @@ use super::{
 };
 use crate::SocketType;
 
-/// Receives what a PUB socket publishes under a topic.
+/// Receives the messages that a PUB socket publishes under a topic.
 ///
-/// It is one connection: when that ends, [`Subscriber::recv`] says why, and the caller connects anew. What was published
-/// meanwhile is lost, so number the messages. A peer that is gone without a word is not noticed: bound the silence with a
-/// timeout around `recv`, which may be dropped without losing anything.
+/// When the connection ends, [`Subscriber::recv`] says why, and the caller connects anew. Messages that are published
+/// meanwhile are lost, so number them. A peer that vanishes is not noticed, so bound the silence with a timeout around
+/// `recv`; dropping its future loses nothing.
 #[derive(Debug)]
 pub struct Subscriber {
     connection: Connection,
 }
 
 impl Subscriber {
-    /// Connects to the PUB or XPUB socket at `address`, and asks for all messages whose first frame begins with `topic`.
-    /// The subscription is on its way when this returns: what is published before it arrives does not come.
+    /// Connects to the PUB or XPUB socket at `address`, and subscribes to all messages whose first frame begins with
+    /// `topic`. The subscription may not have arrived when this returns. Messages that are published before it arrives
+    /// do not come.
     ///
     /// # Errors
     /// [`ConnectionError`].
@@ -37,10 +38,10 @@ impl Subscriber {
         Ok(Self { connection })
     }
 
-    /// The frames of the next message.
+    /// Receives the frames of the next message.
     ///
     /// # Errors
-    /// [`ConnectionError`], after which this subscriber is of no more use.
+    /// [`ConnectionError`], after which this subscriber cannot be used any more.
     pub async fn recv(&mut self) -> Result<Vec<Bytes>, ConnectionError> {
         self.connection.next_message().await
     }

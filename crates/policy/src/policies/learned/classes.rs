@@ -1,41 +1,42 @@
-//! What was known of a block when it was last asked for, as one of a hundred classes.
+//! [`Class`]: what was known of a block at its last request, as one of a hundred classes.
 
 use crate::memo::Memo;
 
-/// How much of its prompt was known: 0, 1 to 3, 4 to 15, and so on by factors of four.
+/// Steps of how many blocks of the prompt were known: 0, 1 to 3, 4 to 15, and so on by factors of four.
 const KNOWN: usize = 6;
-/// How much of its prompt was new: 1 to 3, 4 to 15, and so on.
+/// Steps of how many blocks of the prompt were new: 1 to 3, 4 to 15, and so on.
 const LENGTHS: usize = 5;
 const SHAPES: usize = KNOWN * LENGTHS;
-/// Asked for twice, 3 times, 4, 5 to 8, 9 to 16, 17 to 32, more often.
+/// Steps of how often a block was requested: twice, 3 times, 4, 5 to 8, 9 to 16, 17 to 32, more often.
 const USES: usize = 7;
-/// References since the time before: below 64, below 256, and so on by factors of four.
+/// Steps of the references since the request before: below 64, below 256, and so on by factors of four.
 const GAPS: usize = 10;
 
 /// Number of classes.
 pub(super) const CLASSES: usize = 1 + SHAPES + USES * GAPS;
-/// Number of groups of classes that are alike.
+/// Number of groups of similar classes.
 pub(super) const GROUPS: usize = 3 + USES;
-/// Uses are counted up to this.
+/// Use counts saturate here.
 pub(super) const MAX_USES: u8 = 64;
 
-/// Of a block that was asked for once, the shape of its request: how much of the prompt was known and how much was new. Of
-/// others, how often they were asked for, and how long after the time before.
+/// The class of a block. For a block that was requested once it is the shape of that request: how many of the prompt's
+/// blocks were known, and how many new. For others it is how often they were requested, and how long after the request
+/// before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Class(u8);
 
 impl Class {
-    /// What everything is in before anything was learnt.
+    /// The class of all blocks before anything was learnt.
     pub(super) const UNKNOWN: Self = Self(0);
 
-    /// Of a block that was asked for the first time, one of `new` that followed `known` ones.
+    /// Class of a block at its first request, as one of `new` blocks behind `known` ones.
     pub(super) fn of_new(known: usize, new: usize) -> Self {
         let known = power_of_four(known).min(KNOWN - 1);
         let length = power_of_four(new.max(1)).min(LENGTHS) - 1;
         Self((1 + known * LENGTHS + length) as u8)
     }
 
-    /// Of a block that was asked for `uses` times, twice or more, the last time `gap` references after the time before.
+    /// Class of a block at its request number `uses`, the second or a later one, `gap` references after the one before.
     pub(super) fn of_used(uses: u8, gap: u32) -> Self {
         let uses = match uses {
             0..=4 => usize::from(uses.max(2)) - 2,
@@ -48,8 +49,8 @@ impl Class {
         Self((1 + SHAPES + uses * GAPS + gap) as u8)
     }
 
-    /// Any class, the same for the same number.
-    pub(super) fn dealt(number: u64) -> Self {
+    /// Any known class, always the same for the same number.
+    pub(super) fn random(number: u64) -> Self {
         Self((1 + number % (CLASSES as u64 - 1)) as u8)
     }
 
@@ -66,7 +67,7 @@ impl Class {
         if usize::from(memo.class()) < CLASSES { Self(memo.class()) } else { Self::UNKNOWN }
     }
 
-    /// Which blocks are in it.
+    /// Describes the blocks of the class, for people. Metrics use it as a label, so it must not change.
     pub(super) fn name(self) -> String {
         let index = self.index();
         if index == 0 {
@@ -89,12 +90,13 @@ impl Class {
         format!("asked for {uses} times, {gap} references apart")
     }
 
-    /// Below [`CLASSES`].
+    /// The number of the class, below [`CLASSES`].
     pub(super) fn index(self) -> usize {
         usize::from(self.0)
     }
 
-    /// Below [`GROUPS`]; alike are new blocks of new prompts, new blocks of known ones, and blocks used as often.
+    /// The number of the class's group, below [`GROUPS`]. Groups are new blocks of new prompts, new blocks of known
+    /// prompts, and one for each step of use counts.
     pub(super) fn group(self) -> usize {
         match self.index() {
             0 => 0,
@@ -105,13 +107,13 @@ impl Class {
     }
 }
 
-/// The numbers of a power of four, as [`power_of_four`] counts them; the last has all above.
+/// The range of numbers of one step, as [`power_of_four`] counts steps; the last step has all numbers above.
 fn powers(power: usize, last: usize) -> String {
     let (first, end) = (thousands(1 << (2 * (power - 1))), thousands((1 << (2 * power)) - 1));
     if power >= last { format!("{first} or more") } else { format!("{first} to {end}") }
 }
 
-/// A number below a million, with a comma.
+/// Formats a number below a million with a comma.
 fn thousands(number: u32) -> String {
     match number {
         0..1000 => number.to_string(),
@@ -119,7 +121,7 @@ fn thousands(number: u32) -> String {
     }
 }
 
-/// 0, then 1 from 1 on, 2 from 4 on, 3 from 16 on.
+/// The step of a number: 0 for 0, 1 from 1 on, 2 from 4 on, 3 from 16 on.
 fn power_of_four(number: usize) -> usize {
     number.checked_ilog2().map_or(0, |log| log as usize / 2 + 1)
 }

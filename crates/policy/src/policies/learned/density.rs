@@ -1,14 +1,17 @@
-//! From what became of blocks to how dense the hits are that a block will bring.
+//! [`Densities`]: computes hit densities from the counts of the history.
+//!
+//! For each class and age bucket: counts of requests ([`Fates`]) -> chance of a request before the next bucket ->
+//! density. Classes with few counts lean on their group, and groups on all blocks.
 
 use super::classes::{CLASSES, Class, GROUPS};
 
-/// Ages by half powers of two; the last has all above. At these nothing is expected any more: how long that would take is not
-/// known.
+/// Age buckets by half powers of two; the last has all ages above. No hits are expected in the last, because it is not
+/// known how long they would take.
 pub(super) const BUCKETS: usize = 48;
-/// With nothing known, one block in so many is asked for before its age grows by a half.
+/// The prior chance that a block is requested before its age grows by a half.
 const PRIOR: f32 = 0.04;
-/// How many references' worth of events the prior counts as, what is known of all classes beside what is known of a group,
-/// and what is known of the group beside what is known of the class.
+/// Weights of the three priors, in references: [`PRIOR`] beside all blocks, all blocks beside a group, and a group
+/// beside a class.
 const ALL_WEIGHT: f32 = 320.0;
 const GROUP_WEIGHT: f32 = 320.0;
 const CLASS_WEIGHT: f32 = 4800.0;
@@ -21,7 +24,7 @@ pub(super) fn bucket(age: u64) -> usize {
     }
 }
 
-/// The first age of a bucket.
+/// The lowest age of a bucket.
 pub(super) fn first_age(bucket: usize) -> u64 {
     match bucket {
         0 | 1 => bucket as u64,
@@ -29,68 +32,69 @@ pub(super) fn first_age(bucket: usize) -> u64 {
     }
 }
 
-/// Something for each age.
+/// A value for each age bucket.
 pub(super) type ByAge = [f32; BUCKETS];
 
-/// Of blocks of some kind: how many were asked for at an age, and how many were last seen at it without having been.
+/// Counts of one class or group by age bucket: blocks that were requested at that age, and blocks that were dropped at
+/// that age without a request.
 #[derive(Clone, Copy)]
 pub(super) struct Fates {
-    pub(super) asked: ByAge,
+    pub(super) requested: ByAge,
     pub(super) left: ByAge,
 }
 
 impl Fates {
-    pub(super) const NONE: Self = Self { asked: [0.0; BUCKETS], left: [0.0; BUCKETS] };
+    pub(super) const NONE: Self = Self { requested: [0.0; BUCKETS], left: [0.0; BUCKETS] };
 
     fn add(&mut self, other: &Self) {
-        self.asked.iter_mut().zip(&other.asked).for_each(|(sum, count)| *sum += count);
+        self.requested.iter_mut().zip(&other.requested).for_each(|(sum, count)| *sum += count);
         self.left.iter_mut().zip(&other.left).for_each(|(sum, count)| *sum += count);
     }
 
-    /// Events of all ages.
+    /// Events of all ages together.
     pub(super) fn count(&self) -> f64 {
-        self.asked.iter().chain(&self.left).map(|&count| f64::from(count)).sum()
+        self.requested.iter().chain(&self.left).map(|&count| f64::from(count)).sum()
     }
 
     fn is_none(&self) -> bool {
-        self.asked.iter().chain(&self.left).all(|&count| count == 0.0)
+        self.requested.iter().chain(&self.left).all(|&count| count == 0.0)
     }
 
-    /// For each age, the chance that a block that reached it is asked for before it reaches the next; `before`, which
-    /// counts as `weight` blocks, is what to think without having seen any. Neighbouring ages are taken together.
+    /// For each age bucket, the chance that a block that reached it is requested before it reaches the next one.
+    /// `before` is the prior, and weighs as much as `weight` blocks. Each bucket is smoothed with its two neighbours.
     fn chances(&self, before: &ByAge, weight: f32) -> ByAge {
-        // With nothing on both sides.
-        let mut asked = [0.0; BUCKETS + 2];
+        // One empty bucket on either side, for the smoothing.
+        let mut requested = [0.0; BUCKETS + 2];
         let mut reached = [0.0; BUCKETS + 2];
         let mut sum = 0.0;
         for age in (0..BUCKETS).rev() {
-            sum += self.asked[age] + self.left[age];
-            asked[age + 1] = self.asked[age];
+            sum += self.requested[age] + self.left[age];
+            requested[age + 1] = self.requested[age];
             reached[age + 1] = sum - self.left[age] / 2.0;
         }
         std::array::from_fn(|age| {
-            let asked = asked[age] + asked[age + 1] + asked[age + 2];
+            let requested = requested[age] + requested[age + 1] + requested[age + 2];
             let reached = reached[age] + reached[age + 1] + reached[age + 2];
-            (asked + weight * before[age]) / (reached + weight)
+            (requested + weight * before[age]) / (reached + weight)
         })
     }
 }
 
-/// For each age the hit density of a block that has reached it: the largest, over all horizons, of the chance to be asked for
-/// before then, through the mean time until it is asked for or the horizon comes.
+/// For each age the hit density of a block that has reached it: the largest quotient over all horizons. The quotient is
+/// the chance of a request before the horizon, divided by the mean time until the request or the horizon.
 fn densities(chances: &ByAge) -> ByAge {
-    // Of a block of age 0: hits within each bucket, and time spent in it.
+    // For a block of age 0: expected hits within each bucket, and expected time in it.
     let mut reaches = 1.0f64;
     let mut parts = [(0.0f64, 0.0f64); BUCKETS];
     for (age, part) in parts.iter_mut().enumerate() {
-        // Never certain: what comes behind would weigh nothing.
+        // Cap the chance below 1, or all later buckets would weigh nothing.
         let chance = if age == BUCKETS - 1 { 0.0 } else { f64::from(chances[age].min(0.98)) };
         let width = (first_age(age + 1) - first_age(age)) as f64;
         *part = (reaches * chance, reaches * width * (1.0 - chance / 2.0));
         reaches *= 1.0 - chance;
     }
-    // From old to young: stretches of which each is denser than the next. A bucket takes in the stretches behind it as
-    // long as that makes it denser, which is the best horizon.
+    // Go from old to young, with a stack of stretches each of which is denser than the next older one. A bucket absorbs
+    // the stretches behind it as long as that makes it denser: where it stops is its best horizon.
     let mut stretches = [(0.0, 0.0); BUCKETS];
     let mut count = 0;
     let mut found = [0.0; BUCKETS];
@@ -108,16 +112,16 @@ fn densities(chances: &ByAge) -> ByAge {
     found
 }
 
-/// The hit density for each class and age.
+/// Hit densities by class and age bucket.
 pub(super) struct Densities(Box<[ByAge]>);
 
 impl Densities {
-    /// What nothing is known about: the older, the less dense.
+    /// Densities of the prior alone, which fall with the age.
     pub(super) fn new() -> Self {
         Self(vec![densities(&[PRIOR; BUCKETS]); CLASSES].into_boxed_slice())
     }
 
-    /// Of a class, by the first age of each bucket.
+    /// The densities of a class, each with the lowest age of its bucket.
     pub(super) fn by_age(&self, class: Class) -> impl Iterator<Item = (u64, f32)> + '_ {
         self.0[class.index()].iter().enumerate().map(|(bucket, &density)| (first_age(bucket), density))
     }
@@ -126,8 +130,8 @@ impl Densities {
         self.0[class.index()][bucket(age)]
     }
 
-    /// From the fates of the blocks of each class, of which one in `sample` was seen. A class of which little is known is
-    /// taken to be like its group, a group like all blocks.
+    /// Computes all densities from the counts of each class, where one block in `sample` was counted. A class with few
+    /// counts is taken to be like its group, and a group like all blocks.
     pub(super) fn learn(&mut self, fates: &[Fates], sample: f32) {
         let mut of_groups = [Fates::NONE; GROUPS];
         let mut of_all = Fates::NONE;
@@ -208,7 +212,7 @@ mod tests {
     fn all_blocks_asked_for_at_one_age_are_denser_the_nearer_they_are_to_it() {
         let mut fates = vec![Fates::NONE; CLASSES];
         let class = Class::of_used(3, 1000);
-        fates[class.index()].asked[bucket(1024)] = 100_000.0;
+        fates[class.index()].requested[bucket(1024)] = 100_000.0;
         let mut densities = Densities::new();
         densities.learn(&fates, 1.0);
         let at = |age| densities.get(class, age);

@@ -1,15 +1,16 @@
-//! Which ring gives the next victim.
+//! [`Ranks`]: the cohorts in the order of their hit density, so that the next victim is found at once.
 
-use super::rings::{RINGS, Ring};
+use super::cohorts::{COHORTS, Cohort};
 
 const NONE: u16 = u16::MAX;
-/// Eight to a doubling: 32 doublings below a hit for each reference.
+/// Eight ranks for each doubling of density, over 32 doublings up to one hit for each reference.
 const RANKS: usize = 256;
-/// A rank is the exponent of a density and the first three bits behind it.
+/// A rank is the exponent of an f32 and the first three bits of its mantissa.
 const DROPPED_BITS: u32 = 20;
+/// The steps of 2 to the power of -32, which have rank 0.
 const LEAST: u32 = (127 - 32) << 3;
 
-/// How dense, in 256 steps: what differs less than an eighth is taken as equal.
+/// A hit density in 256 steps. Densities that differ by less than an eighth may be equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank(u8);
 
@@ -19,25 +20,25 @@ impl Rank {
         Self(steps.min(RANKS as u32 - 1) as u8)
     }
 
-    /// The least density of this rank.
+    /// The lowest density of this rank.
     pub(super) fn density(self) -> f32 {
         f32::from_bits((u32::from(self.0) + LEAST) << DROPPED_BITS)
     }
 }
 
-/// Rings by rank; those of one rank in an order that the caller knows.
+/// Lists of cohorts, one for each rank. The caller decides the order within a rank.
 pub(super) struct Ranks {
-    /// The first and last ring of each rank.
+    /// The first and last cohort of each rank.
     ends: [(u16, u16); RANKS],
-    /// For each ring the next of its rank.
+    /// For each cohort the next one of its rank.
     next: Box<[u16]>,
-    /// A bit for each rank that has rings.
+    /// A bit for each rank that has cohorts.
     filled: [u64; RANKS / 64],
 }
 
 impl Ranks {
     pub(super) fn new() -> Self {
-        let next = vec![NONE; RINGS].into_boxed_slice();
+        let next = vec![NONE; COHORTS].into_boxed_slice();
         Self { ends: [(NONE, NONE); RANKS], next, filled: [0; RANKS / 64] }
     }
 
@@ -46,50 +47,50 @@ impl Ranks {
         self.filled = [0; RANKS / 64];
     }
 
-    /// Adds `ring`, which is not in, behind all of its rank.
-    pub(super) fn add_last(&mut self, ring: Ring, rank: Rank) {
+    /// Adds `cohort`, which is not ranked, behind all cohorts of its rank.
+    pub(super) fn add_last(&mut self, cohort: Cohort, rank: Rank) {
         let at = usize::from(rank.0);
-        self.next[usize::from(ring.0)] = NONE;
+        self.next[usize::from(cohort.0)] = NONE;
         let (first, last) = self.ends[at];
         if first == NONE {
-            self.ends[at] = (ring.0, ring.0);
+            self.ends[at] = (cohort.0, cohort.0);
             self.filled[at / 64] |= 1 << (at % 64);
         } else {
-            self.next[usize::from(last)] = ring.0;
-            self.ends[at].1 = ring.0;
+            self.next[usize::from(last)] = cohort.0;
+            self.ends[at].1 = cohort.0;
         }
     }
 
-    /// Adds `ring`, which is not in, before the first of its rank that is `later`.
-    pub(super) fn add(&mut self, ring: Ring, rank: Rank, later: impl Fn(Ring) -> bool) {
+    /// Adds `cohort`, which is not ranked, before the first cohort of its rank that is `later`.
+    pub(super) fn add(&mut self, cohort: Cohort, rank: Rank, later: impl Fn(Cohort) -> bool) {
         let (first, last) = self.ends[usize::from(rank.0)];
-        if first == NONE || !later(Ring(last)) {
-            return self.add_last(ring, rank);
+        if first == NONE || !later(Cohort(last)) {
+            return self.add_last(cohort, rank);
         }
         let before = self.of_rank(rank).take_while(|&other| !later(other)).last();
         match before {
             None => {
-                self.next[usize::from(ring.0)] = first;
-                self.ends[usize::from(rank.0)].0 = ring.0;
+                self.next[usize::from(cohort.0)] = first;
+                self.ends[usize::from(rank.0)].0 = cohort.0;
             }
-            Some(Ring(before)) => {
-                self.next[usize::from(ring.0)] = self.next[usize::from(before)];
-                self.next[usize::from(before)] = ring.0;
+            Some(Cohort(before)) => {
+                self.next[usize::from(cohort.0)] = self.next[usize::from(before)];
+                self.next[usize::from(before)] = cohort.0;
             }
         }
     }
 
-    /// The least dense ring.
-    pub(super) fn first(&self) -> Option<(Rank, Ring)> {
+    /// The least dense cohort.
+    pub(super) fn first(&self) -> Option<(Rank, Cohort)> {
         let rank = self.ranks().next()?;
-        Some((rank, Ring(self.ends[usize::from(rank.0)].0)))
+        Some((rank, Cohort(self.ends[usize::from(rank.0)].0)))
     }
 
-    /// Takes out the least dense ring.
+    /// Removes the least dense cohort.
     pub(super) fn remove_first(&mut self) {
-        let Some((Rank(rank), Ring(ring))) = self.first() else { return };
+        let Some((Rank(rank), Cohort(cohort))) = self.first() else { return };
         let at = usize::from(rank);
-        match self.next[usize::from(ring)] {
+        match self.next[usize::from(cohort)] {
             NONE => {
                 self.ends[at] = (NONE, NONE);
                 self.filled[at / 64] &= !(1 << (at % 64));
@@ -98,9 +99,9 @@ impl Ranks {
         }
     }
 
-    /// All rings, the least dense first.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Ring)> + '_ {
-        self.ranks().flat_map(|rank| self.of_rank(rank).map(move |ring| (rank, ring)))
+    /// All cohorts, the least dense first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Cohort)> + '_ {
+        self.ranks().flat_map(|rank| self.of_rank(rank).map(move |cohort| (rank, cohort)))
     }
 
     fn ranks(&self) -> impl Iterator<Item = Rank> + '_ {
@@ -111,10 +112,10 @@ impl Ranks {
         })
     }
 
-    fn of_rank(&self, rank: Rank) -> impl Iterator<Item = Ring> + '_ {
-        let is_one = |ring: u16| (ring != NONE).then_some(ring);
+    fn of_rank(&self, rank: Rank) -> impl Iterator<Item = Cohort> + '_ {
+        let is_one = |cohort: u16| (cohort != NONE).then_some(cohort);
         let first = is_one(self.ends[usize::from(rank.0)].0);
-        std::iter::successors(first, move |&ring| is_one(self.next[usize::from(ring)])).map(Ring)
+        std::iter::successors(first, move |&cohort| is_one(self.next[usize::from(cohort)])).map(Cohort)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
@@ -141,15 +142,15 @@ mod tests {
     proptest! {
         #[test]
         fn rings_come_by_rank_and_then_in_order(
-            rings in prop::collection::btree_map(0u16..500, 0u8..6, 0..40),
+            cohorts in prop::collection::btree_map(0u16..500, 0u8..6, 0..40),
             taken in 0usize..40,
         ) {
             let mut ranks = Ranks::new();
-            for (&ring, &rank) in rings.iter().rev() {
+            for (&cohort, &rank) in cohorts.iter().rev() {
                 // Ranks in different words.
-                ranks.add(Ring(ring), Rank(rank * 50), |other| other.0 > ring);
+                ranks.add(Cohort(cohort), Rank(rank * 50), |other| other.0 > cohort);
             }
-            let mut expected: Vec<_> = rings.iter().map(|(&ring, &rank)| (Rank(rank * 50), Ring(ring))).collect();
+            let mut expected: Vec<_> = cohorts.iter().map(|(&cohort, &rank)| (Rank(rank * 50), Cohort(cohort))).collect();
             expected.sort();
             prop_assert_eq!(ranks.iter().collect::<Vec<_>>(), expected.clone());
             for _ in 0..taken.min(expected.len()) {

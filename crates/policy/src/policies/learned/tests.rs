@@ -1,4 +1,4 @@
-//! The policy against a plain search through all blocks, and what it may never do.
+//! Compares the policy with a plain search through all blocks, and checks its invariants.
 
 use std::collections::HashMap;
 
@@ -49,31 +49,32 @@ impl Blocks for Store {
     }
 }
 
-/// How soon a block goes: its rank, the beginning of its span, its class. Found without rings or ranks.
+/// Sort key of eviction: rank, start of the span, class. Computed without cohorts or ranks.
 fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
-    let Slot { asked_at, class, .. } = policy.slots[slot as usize];
-    let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(asked_at).into());
-    let start = policy.rings.span_at(time).start;
+    let Slot { requested_at, class, .. } = policy.slots[slot as usize];
+    let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(requested_at).into());
+    let start = policy.cohorts.span_at(time).start;
     let density = policy.densities.get(class, policy.ranked_at - start.min(policy.ranked_at));
     (Rank::of(density), start, class.index())
 }
 
-/// The least of the blocks that could go, without those that were refused since the rings were ranked.
+/// The key of the next victim among evictable blocks, without those that were refused since the last ranking.
 fn plain_search(policy: &Learned, store: &Store) -> Option<(Rank, u64, usize)> {
-    let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.rings.contains(slot));
+    let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.cohorts.contains(slot));
     leaves.map(|&slot| plain_order(policy, slot)).min()
 }
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A prompt of so many blocks behind the block with this number, some of them asked for before.
+    /// A missed run: index of the slot that it continues, its length, and its first key. Keys repeat, so some blocks
+    /// were requested before.
     Miss(usize, u32, u64),
     Touch(usize),
     Lease(usize, bool),
     Evict,
-    /// So many references to other blocks.
+    /// References to other blocks pass by.
     Pass(u64),
-    /// It came from a tier below, which says this of it, and that it was asked for so long ago.
+    /// A block comes back from a tier below: its number, class, uses, and the references since its last request.
     Remember(usize, u8, u8, u32),
 }
 
@@ -136,11 +137,11 @@ proptest! {
                         }
                     }
                 }
-                Op::Pass(references) => policy.pass(references as usize),
+                Op::Pass(references) => policy.advance(references as usize),
                 Op::Remember(slot, class, uses, age) => {
                     if let Some(slot) = at(slot) {
-                        let asked_at = policy.now.saturating_sub(age.into()) as u32;
-                        policy.remember(slot, Memo::new(class, uses, asked_at));
+                        let requested_at = policy.now.saturating_sub(age.into()) as u32;
+                        policy.remember(slot, Memo::new(class, uses, requested_at));
                     }
                 }
             }
@@ -148,11 +149,11 @@ proptest! {
                 let known = policy.slots[slot as usize];
                 prop_assert_eq!(known.parent, block.parent.unwrap_or(NONE));
                 prop_assert_eq!(known.children > 0, store.is_continued(slot));
-                // One that was refused may have been continued since, and more.
-                let (in_ring, refused) = (policy.rings.contains(slot), policy.refused.contains(&slot));
+                // A refused slot may have got a child or have left since, so `refused` proves nothing by itself.
+                let (in_cohort, refused) = (policy.cohorts.contains(slot), policy.refused.contains(&slot));
                 let is_leaf = known.children == 0;
-                prop_assert!(is_leaf || !in_ring, "{} is continued", slot);
-                prop_assert!(!is_leaf || in_ring || refused, "{} is lost", slot);
+                prop_assert!(is_leaf || !in_cohort, "{} is continued", slot);
+                prop_assert!(!is_leaf || in_cohort || refused, "{} is lost", slot);
             }
         }
     }
@@ -187,12 +188,12 @@ fn ask_for_two_kinds(cache: &mut CacheModel, steps: std::ops::Range<u64>) -> usi
 }
 
 #[test]
-fn what_comes_back_is_kept_from_what_does_not_and_dealt_classes_do_not_tell_them_apart() {
+fn what_comes_back_is_kept_from_what_does_not_and_random_classes_do_not_tell_them_apart() {
     let hits =
         |policy: Learned| ask_for_two_kinds(&mut CacheModel::with_policy(Box::new(policy), 400), 0..4000);
     let lru = ask_for_two_kinds(&mut CacheModel::new(PolicyKind::Lru, 400), 0..4000);
-    let (learned, control) = (hits(Learned::new(400)), hits(Learned::with_dealt_classes(400)));
-    println!("lru {lru}, learned {learned}, dealt {control}");
+    let (learned, control) = (hits(Learned::new(400)), hits(Learned::with_random_classes(400)));
+    println!("lru {lru}, learned {learned}, random {control}");
     assert!(learned > lru * 13 / 10, "{learned} beside {lru}");
     assert!(control < (learned + lru) / 2, "{control} beside {learned}");
 }
@@ -229,7 +230,7 @@ fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
             .blocks
             .insert(slot, Block { key: spread(slot.into()), parent: slot.checked_sub(1), leased: false });
         policy.insert(&[slot], slot.checked_sub(1), &store);
-        policy.pass(1 << 31);
+        policy.advance(1 << 31);
         policy.touch(&store.prefix(slot), &store);
     }
     for slot in (0..8).rev() {
@@ -238,8 +239,8 @@ fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
     }
 }
 
-/// A policy with its blocks, which continue nothing, as those of a sliding window: a run of them was taken for a chain, of which
-/// only the last one could go.
+/// Blocks of a sliding window continue none. The policy took a run of them for a chain, of which only the last one
+/// could be evicted.
 #[test]
 fn blocks_that_continue_nothing_go_one_by_one() {
     let mut policy = Learned::new(8);
@@ -257,10 +258,10 @@ fn blocks_that_continue_nothing_go_one_by_one() {
         let victim = policy.take_victim(100, &store).unwrap();
         assert_ne!(victim, 1, "it is asked for all the time");
         store.blocks.remove(&victim);
-        policy.pass(10);
+        policy.advance(10);
     }
     assert!([2, 3, 4, 5].iter().all(|slot| !policy.contains(*slot)));
-    // A slot that comes back has nobody below it.
+    // A slot that is reused has no child.
     insert(&mut policy, &mut store, &[3, 2]);
     policy.remove(2);
     store.blocks.remove(&2);
@@ -268,7 +269,7 @@ fn blocks_that_continue_nothing_go_one_by_one() {
     assert_eq!(policy.slots[2].children, 0);
 }
 
-/// One key in two is followed here, one in 64 in a large cache: of a short prompt that is none, mostly.
+/// One key in two is sampled here, one in 64 in a large cache. So a short prompt mostly has no sampled block there.
 #[test]
 fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
     let capacity = 400;
@@ -287,7 +288,7 @@ fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
     assert!(hits > 2000, "{hits} of 3000");
 }
 
-/// In a cache of many millions of blocks: what was older than the last age that is told apart was dense for ever.
+/// In a cache of many millions of blocks, a block older than the last age bucket stayed dense for ever.
 #[test]
 fn what_was_asked_for_longer_ago_than_ages_are_told_apart_goes_first() {
     let densities = Densities::new();
@@ -306,19 +307,19 @@ fn a_block_that_comes_back_from_a_tier_below_is_what_it_was_when_it_left() {
     policy.missed(0, &mut [spread(1)].into_iter());
     policy.insert(&[1], None, &store);
     for _ in 0..3 {
-        policy.pass(1000);
+        policy.advance(1000);
         policy.touch(&[1], &store);
     }
     let left_as = policy.slots[1];
     let memo = policy.memo(1).unwrap();
     let dense = policy.density(memo).unwrap();
     assert_eq!(policy.take_victim(0, &store), Some(1));
-    policy.pass(500);
+    policy.advance(500);
     assert!(policy.density(memo).unwrap() < dense, "it has grown older meanwhile");
     policy.insert(&[1], None, &store);
     policy.remember(1, memo);
     let back_as = policy.slots[1];
-    assert_eq!((back_as.class, back_as.uses, back_as.asked_at), (left_as.class, 4, left_as.asked_at));
+    assert_eq!((back_as.class, back_as.uses, back_as.requested_at), (left_as.class, 4, left_as.requested_at));
     assert_eq!(policy.memo(1), Some(memo));
     policy.touch(&[1], &store);
     assert_eq!((policy.slots[1].class, policy.slots[1].uses), (Class::of_used(5, 500 + 1), 5));
@@ -351,7 +352,7 @@ fn what_is_not_worth_a_place_here_passes_through_if_it_is_worth_one_in_the_tier_
     assert!(alone < 100 && above_an_empty_tier == 1000 && above_a_tier_of_what_is_dense < 100);
 }
 
-/// An engine saves a long prompt in parts. Only the first block of the prompt is noted when it is missed: the later parts were
+/// An engine saves a long prompt in parts. A miss notes only the first block of the prompt, so the later parts were
 /// judged as blocks of which nothing is known.
 #[test]
 fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
@@ -368,15 +369,15 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     policy.insert(&(0..64).collect::<Vec<_>>(), None, &store);
     let class = Class::of_new(0, 200);
     assert_eq!(policy.slots[63].class, class);
-    // Of that class it is known that it never comes back, of all others that they do.
+    // Teach the policy that blocks of that class never come back, and that all others do.
     let mut fates = vec![density::Fates::NONE; classes::CLASSES];
-    fates[Class::of_used(2, 100).index()].asked[density::bucket(100)] = 1e6;
+    fates[Class::of_used(2, 100).index()].requested[density::bucket(100)] = 1e6;
     fates[class.index()].left[density::bucket(1 << 20)] = 1e6;
     policy.densities.learn(&fates, 1.0);
     store.blocks.insert(64, Block { key: 7, parent: None, leased: false });
     policy.insert(&[64], None, &store);
     policy.slots[64].class = Class::UNKNOWN;
-    policy.rank();
+    policy.rank_cohorts();
     let judged = |parent: Option<u32>| {
         let admitted =
             (64..200).step_by(2).filter(|&at| policy.admit(&keys[at..], parent, 1, &store)).count();
@@ -387,7 +388,7 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     assert!(judged(None) < 10, "a prompt of as many new blocks is of that class too");
 }
 
-/// When another policy had decided for a while, time began anew: what was asked for long ago soon looked as if it had been just now.
+/// After another policy had been active for a while, time began anew: an old request soon looked as if it were recent.
 #[test]
 fn what_a_tier_below_keeps_from_before_another_policy_decided_is_as_old_as_it_is() {
     let mut cache = CacheModel::new(PolicyKind::Learned, 400);

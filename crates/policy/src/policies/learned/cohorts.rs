@@ -1,40 +1,45 @@
-//! Blocks that nothing continues, in rings: one for each class and each span of time in which they were last asked for. What
-//! is in one ring is equally dense, so that a search for a victim looks at rings and not at blocks.
+//! [`Cohorts`]: the leaves, grouped into cohorts. A cohort holds the leaves of one class that were last requested in one
+//! span of time. They count as equally dense, so a search for a victim compares cohorts instead of blocks.
+//!
+//! Spans grow with their age. There are at most four of each length; one more merges the two oldest into one of the
+//! next length. So 60 rows of cohorts are enough for any time. A cohort is a circular list that begins and ends in a
+//! node of its own. So merging two spans appends each cohort of one to that of the other without reading their slots.
 
 use super::classes::{CLASSES, Class};
 
-/// Spans there may be.
+/// Limit of spans; each has a row of cohorts, one for each class.
 const ROWS: usize = 60;
-/// Number of rings.
-pub(super) const RINGS: usize = ROWS * CLASSES;
-/// Spans of one length that stand side by side; one more, and the two oldest of them become one.
-const SIDE_BY_SIDE: usize = 4;
-/// Words with a bit for each class.
+/// Number of cohorts.
+pub(super) const COHORTS: usize = ROWS * CLASSES;
+/// Limit of spans of one length. When one more begins, the two oldest of them are merged.
+const SPANS_OF_A_LENGTH: usize = 4;
+/// Words of a bitmap with a bit for each class.
 const WORDS: usize = CLASSES.div_ceil(64);
-/// In `Node::older`: it is in no ring.
+/// In `Node::older`: the slot is in no cohort.
 const OUT: u32 = u32::MAX;
 
+/// A link of a circular list; numbers are indices into `Cohorts::nodes`.
 #[derive(Clone, Copy)]
 struct Node {
     older: u32,
     newer: u32,
 }
 
-/// A stretch of time, in references. Old ones are long: each is a quarter, about, of its age.
+/// A span of time, in references. The length of an old one is about a quarter of its age.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
-    /// When it began; it ends where the next one begins.
+    /// When the span began; it ends where the next one begins.
     pub(super) start: u64,
     row: u8,
-    /// It was made of 2 to this power.
+    /// Base-2 logarithm of the number of spans that were merged into this one.
     level: u8,
 }
 
-/// The number of a ring.
+/// The number of a cohort: its row times the number of classes, plus its class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Ring(pub(super) u16);
+pub(super) struct Cohort(pub(super) u16);
 
-impl Ring {
+impl Cohort {
     fn of(span: Span, class: Class) -> Self {
         Self((usize::from(span.row) * CLASSES + class.index()) as u16)
     }
@@ -52,39 +57,38 @@ impl Ring {
     }
 }
 
-/// The rings. A ring begins and ends with a node of its own, so that a slot leaves without knowing in which it is, and two
-/// rings become one without a look at their slots.
-pub(super) struct Rings {
-    /// Those of rings, then those of slots.
+/// All cohorts. Each is a circular list with a node of its own, so a slot leaves without knowing its cohort.
+pub(super) struct Cohorts {
+    /// The cohorts' own nodes, then those of the slots.
     nodes: Vec<Node>,
-    /// Oldest first.
+    /// All spans, oldest first.
     spans: Vec<Span>,
     free_rows: Vec<u8>,
-    /// When the span of a row began.
+    /// When the span of each row began.
     starts: [u64; ROWS],
-    /// For each row a bit for each class whose ring may have slots.
+    /// For each row a bit for each class whose cohort may have slots. Never clear for a cohort that has some.
     marked: [[u64; WORDS]; ROWS],
 }
 
-impl Rings {
+impl Cohorts {
     pub(super) fn new() -> Self {
-        let nodes = (0..RINGS as u32).map(|node| Node { older: node, newer: node }).collect();
-        let mut rings = Self {
+        let nodes = (0..COHORTS as u32).map(|node| Node { older: node, newer: node }).collect();
+        let mut cohorts = Self {
             nodes,
             spans: Vec::with_capacity(ROWS),
             free_rows: (0..ROWS as u8).rev().collect(),
             starts: [0; ROWS],
             marked: [[0; WORDS]; ROWS],
         };
-        rings.begin_span(0);
-        rings
+        cohorts.begin_span(0);
+        cohorts
     }
 
     pub(super) fn newest(&self) -> Span {
         self.spans[self.spans.len() - 1]
     }
 
-    /// The span of a time. What was before the first belongs to the first.
+    /// The span that contains a time. A time before the first span belongs to the first.
     pub(super) fn span_at(&self, time: u64) -> Span {
         let newest = self.newest();
         if newest.start <= time {
@@ -94,19 +98,19 @@ impl Rings {
         self.spans[next.saturating_sub(1)]
     }
 
-    /// A new span begins; of older ones some become one, with their rings.
+    /// Begins a new span, and merges older ones so that there is a row for it.
     pub(super) fn begin_span(&mut self, start: u64) {
         let mut end = self.spans.len();
         for level in 0.. {
             let first = self.spans[..end].partition_point(|span| span.level > level);
-            if end - first < SIDE_BY_SIDE {
+            if end - first < SPANS_OF_A_LENGTH {
                 break;
             }
-            self.join(first);
+            self.merge(first);
             end = first + 1;
         }
         if self.spans.len() == ROWS {
-            self.join(0);
+            self.merge(0);
         }
         if let Some(row) = self.free_rows.pop() {
             self.starts[usize::from(row)] = start;
@@ -114,8 +118,8 @@ impl Rings {
         }
     }
 
-    /// Makes one span of the one `at` a place and the next.
-    fn join(&mut self, at: usize) {
+    /// Merges the span at index `at` with the next one, and their cohorts.
+    fn merge(&mut self, at: usize) {
         let next = self.spans.remove(at + 1);
         let span = &mut self.spans[at];
         span.level = span.level.saturating_add(1);
@@ -124,13 +128,13 @@ impl Rings {
             let marks = std::mem::take(&mut self.marked[usize::from(next.row)][word]);
             self.marked[usize::from(span.row)][word] |= marks;
             for class in classes(word, marks) {
-                self.append(Ring::of(span, class), Ring::of(next, class));
+                self.append(Cohort::of(span, class), Cohort::of(next, class));
             }
         }
         self.free_rows.push(next.row);
     }
 
-    fn append(&mut self, to: Ring, from: Ring) {
+    fn append(&mut self, to: Cohort, from: Cohort) {
         let Node { older: newest, newer: oldest } = self.nodes[from.0 as usize];
         if oldest == from.node() {
             return;
@@ -144,30 +148,31 @@ impl Rings {
     }
 
     pub(super) fn contains(&self, slot: u32) -> bool {
-        self.nodes.get(RINGS + slot as usize).is_some_and(|node| node.older != OUT)
+        self.nodes.get(COHORTS + slot as usize).is_some_and(|node| node.older != OUT)
     }
 
-    /// Adds `slot`, which is in no ring, at the new end of one or the old one; gives the ring if that was not marked.
-    pub(super) fn add(&mut self, slot: u32, span: Span, class: Class, as_newest: bool) -> Option<Ring> {
-        let ring = Ring::of(span, class);
-        let Node { older: newest, newer: oldest } = self.nodes[ring.0 as usize];
-        let (older, newer) = if as_newest { (newest, ring.node()) } else { (ring.node(), oldest) };
+    /// Adds `slot`, which is in no cohort, at the new or the old end of a cohort. Returns the cohort if it was not
+    /// marked before: the caller then has to rank it.
+    pub(super) fn add(&mut self, slot: u32, span: Span, class: Class, as_newest: bool) -> Option<Cohort> {
+        let cohort = Cohort::of(span, class);
+        let Node { older: newest, newer: oldest } = self.nodes[cohort.0 as usize];
+        let (older, newer) = if as_newest { (newest, cohort.node()) } else { (cohort.node(), oldest) };
         self.link(slot, older, newer);
         let (word, mark) = mark(class);
         let word = &mut self.marked[usize::from(span.row)][word];
         let is_new = *word & mark == 0;
         *word |= mark;
-        is_new.then_some(ring)
+        is_new.then_some(cohort)
     }
 
-    /// Adds `slot`, which is in no ring, at the old end of a ring that is marked.
-    pub(super) fn add_as_oldest(&mut self, slot: u32, ring: Ring) {
-        let oldest = self.nodes[ring.0 as usize].newer;
-        self.link(slot, ring.node(), oldest);
+    /// Adds `slot`, which is in no cohort, at the old end of a cohort that is marked.
+    pub(super) fn add_as_oldest(&mut self, slot: u32, cohort: Cohort) {
+        let oldest = self.nodes[cohort.0 as usize].newer;
+        self.link(slot, cohort.node(), oldest);
     }
 
     fn link(&mut self, slot: u32, older: u32, newer: u32) {
-        let node = RINGS + slot as usize;
+        let node = COHORTS + slot as usize;
         if self.nodes.len() <= node {
             self.nodes.resize(node + 1, Node { older: OUT, newer: OUT });
         }
@@ -176,12 +181,12 @@ impl Rings {
         self.nodes[newer as usize].older = node as u32;
     }
 
-    /// Takes `slot` out; false if it was not in.
+    /// Removes `slot` from its cohort; false if it was in none.
     pub(super) fn remove(&mut self, slot: u32) -> bool {
         if !self.contains(slot) {
             return false;
         }
-        let node = RINGS + slot as usize;
+        let node = COHORTS + slot as usize;
         let Node { older, newer } = self.nodes[node];
         self.nodes[older as usize].newer = newer;
         self.nodes[newer as usize].older = older;
@@ -189,41 +194,42 @@ impl Rings {
         true
     }
 
-    /// The slots of a ring, oldest first.
-    pub(super) fn slots(&self, ring: Ring) -> impl Iterator<Item = u32> + '_ {
+    /// The slots of a cohort, oldest first.
+    pub(super) fn slots(&self, cohort: Cohort) -> impl Iterator<Item = u32> + '_ {
         let next = move |node: u32| {
             let next = self.nodes[node as usize].newer;
-            (next != ring.node()).then_some(next)
+            (next != cohort.node()).then_some(next)
         };
-        std::iter::successors(next(ring.node()), move |&node| next(node)).map(|node| node - RINGS as u32)
+        std::iter::successors(next(cohort.node()), move |&node| next(node)).map(|node| node - COHORTS as u32)
     }
 
-    /// The ring was found empty.
-    pub(super) fn unmark(&mut self, ring: Ring) {
-        let (word, mark) = mark(ring.class());
-        self.marked[ring.row()][word] &= !mark;
+    /// Clears the mark of a cohort that is empty.
+    pub(super) fn unmark(&mut self, cohort: Cohort) {
+        let (word, mark) = mark(cohort.class());
+        self.marked[cohort.row()][word] &= !mark;
     }
 
-    /// Rings that have slots, those of the oldest span first, with when their span began. No others are marked after this.
-    pub(super) fn filled(&mut self, mut found: impl FnMut(Ring, u64)) {
+    /// Calls `found` with each cohort that has slots and the start of its span, the oldest span first. Clears the marks
+    /// of the empty ones.
+    pub(super) fn visit_filled(&mut self, mut found: impl FnMut(Cohort, u64)) {
         for at in 0..self.spans.len() {
             let span = self.spans[at];
             for word in 0..WORDS {
                 for class in classes(word, self.marked[usize::from(span.row)][word]) {
-                    let ring = Ring::of(span, class);
-                    if self.nodes[ring.0 as usize].newer == ring.node() {
-                        self.unmark(ring);
+                    let cohort = Cohort::of(span, class);
+                    if self.nodes[cohort.0 as usize].newer == cohort.node() {
+                        self.unmark(cohort);
                     } else {
-                        found(ring, span.start);
+                        found(cohort, span.start);
                     }
                 }
             }
         }
     }
 
-    /// Which of two rings comes first where both are equally dense: the older.
-    pub(super) fn order(&self, ring: Ring) -> (u64, Ring) {
-        (self.starts[ring.row()], ring)
+    /// Sort key of cohorts of the same rank: the older span comes first.
+    pub(super) fn order(&self, cohort: Cohort) -> (u64, Cohort) {
+        (self.starts[cohort.row()], cohort)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
@@ -231,11 +237,12 @@ impl Rings {
     }
 }
 
+/// Word and bit of a class in a row's bitmap.
 fn mark(class: Class) -> (usize, u64) {
     (class.index() / 64, 1 << (class.index() % 64))
 }
 
-/// The classes whose bits are set in a word.
+/// The classes whose bits are set in word number `word` of a bitmap.
 fn classes(word: usize, mut marks: u64) -> impl Iterator<Item = Class> {
     std::iter::from_fn(move || {
         let class = (marks != 0).then(|| Class::from_index(word * 64 + marks.trailing_zeros() as usize));
@@ -251,13 +258,13 @@ mod tests {
 
     #[test]
     fn spans_are_as_long_as_befits_their_age_and_never_too_many() {
-        let mut rings = Rings::new();
+        let mut cohorts = Cohorts::new();
         let mut most = 0;
         for now in 1..100_000u64 {
-            rings.begin_span(now);
-            most = most.max(rings.spans.len());
+            cohorts.begin_span(now);
+            most = most.max(cohorts.spans.len());
             if now % 1000 == 0 {
-                for (span, next) in rings.spans.iter().zip(&rings.spans[1..]) {
+                for (span, next) in cohorts.spans.iter().zip(&cohorts.spans[1..]) {
                     let (length, age) = (next.start - span.start, now - span.start);
                     assert!(length <= 1 + age / 2, "{length} at {age}");
                 }
@@ -266,39 +273,39 @@ mod tests {
         assert!(most <= ROWS, "{most}");
         // Time that jumps by itself makes no difference: spans are counted.
         for jump in 0..200 {
-            rings.begin_span(1 << 40 | jump << 20);
+            cohorts.begin_span(1 << 40 | jump << 20);
         }
-        assert!(rings.spans.len() <= ROWS && rings.spans.is_sorted_by_key(|span| span.start));
+        assert!(cohorts.spans.len() <= ROWS && cohorts.spans.is_sorted_by_key(|span| span.start));
     }
 
     #[test]
     fn slots_stay_in_order_through_all_joins() {
-        let mut rings = Rings::new();
+        let mut cohorts = Cohorts::new();
         let classes: Vec<Class> = Class::all().collect();
-        let mut asked_at = BTreeMap::new();
+        let mut requested_at = BTreeMap::new();
         for now in 1..3000u64 {
-            rings.begin_span(now);
+            cohorts.begin_span(now);
             let slot = now as u32;
-            rings.add(slot, rings.newest(), classes[slot as usize * 7 % CLASSES], true);
-            asked_at.insert(slot, now);
+            cohorts.add(slot, cohorts.newest(), classes[slot as usize * 7 % CLASSES], true);
+            requested_at.insert(slot, now);
             if now % 3 == 0 {
                 let gone = (now * 7 % now) as u32;
-                assert_eq!(rings.remove(gone), asked_at.remove(&gone).is_some());
+                assert_eq!(cohorts.remove(gone), requested_at.remove(&gone).is_some());
             }
         }
         let mut seen = Vec::new();
         let mut all = Vec::new();
-        rings.filled(|ring, start| all.push((ring, start)));
-        for (ring, start) in all {
-            let slots: Vec<u32> = rings.slots(ring).collect();
+        cohorts.visit_filled(|cohort, start| all.push((cohort, start)));
+        for (cohort, start) in all {
+            let slots: Vec<u32> = cohorts.slots(cohort).collect();
             assert!(slots.is_sorted() && !slots.is_empty());
             for slot in slots {
-                assert_eq!(ring.class(), classes[slot as usize * 7 % CLASSES]);
-                assert_eq!(rings.span_at(asked_at[&slot]).start, start);
+                assert_eq!(cohort.class(), classes[slot as usize * 7 % CLASSES]);
+                assert_eq!(cohorts.span_at(requested_at[&slot]).start, start);
                 seen.push(slot);
             }
         }
         seen.sort_unstable();
-        assert_eq!(seen, asked_at.into_keys().collect::<Vec<_>>());
+        assert_eq!(seen, requested_at.into_keys().collect::<Vec<_>>());
     }
 }
