@@ -12,8 +12,8 @@
 //! - **The bytes are verified, leased and mapped before the promise.** The daemon answers a lookup with sealed blocks in RAM,
 //!   under a lease, and only if every worker of the engine has mapped its pool. It neither evicts nor overwrites leased blocks.
 //! - **The mapping outlives the daemon.** The kernel keeps the pool's memory as long as a worker maps it. A worker that loses
-//!   the daemon keeps the pool of that run ([`promises`]). It unmaps the pool after a step says that the scheduler promises
-//!   nothing of that run any more, or after the engine was idle for a minute.
+//!   the daemon keeps the pool of that run, up to eight such pools ([`promises`]). It unmaps a pool once that daemon's process
+//!   has ended, and a step says that the scheduler promises nothing of that run any more, or the engine was idle for a minute.
 //! - **The worker can copy by itself.** If the daemon refuses a load, dies or is silent, the worker copies the blocks from its
 //!   own mapping (worker/loads.rs). The load fails only if that copy fails, or the worker is closed.
 //! - **The scheduler makes no new promise of a run that it has left** ([`gone`](scheduler::SchedulerLink::gone)).
@@ -25,8 +25,8 @@
 //!    though they may not be on the wire).
 //! 2. An event answers each copy of this process and each mapping. They may take any time, and the link does not rely on their
 //!    being over. (The drivers carry them out at once, and feed the event in.)
-//! 3. An event names its connection, copy or process. The link ignores an event of one that it no longer knows; only a pool
-//!    that was mapped too late it has unmapped. The driver ignores an action whose connection it does not have.
+//! 3. An event names its connection, copy or process. The link ignores events of those that it no longer knows, with one
+//!    exception: it has a pool unmapped that was mapped too late. The driver ignores actions whose connection is gone.
 //! 4. A turn feeds jobs, then answers, then ends of processes, then the step, then `Tick`. Timers run in `Tick` alone. So a
 //!    process that was itself stopped reads the answers in its socket before it reads its clock. A load is released after its
 //!    request was handed to the connection.

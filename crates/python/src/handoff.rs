@@ -198,24 +198,24 @@ impl PyHandoffScheduler {
         &self.address
     }
 
-    fn begin_leg(&self, id: &[u8], content: &[u8]) -> PyResult<bool> {
+    fn begin_lending(&self, id: &[u8], content: &[u8]) -> PyResult<bool> {
         Ok(self.agent()?.begin_lending(handoff_id(id)?, bytes16("a content", content)?))
     }
 
-    fn leg_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
+    fn lending_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
         Ok(self.agent()?.lending_progress(handoff_id(id)?, ahead, computed))
     }
 
-    fn give_leg_up(&self, id: &[u8]) -> PyResult<()> {
+    fn give_up_lending(&self, id: &[u8]) -> PyResult<()> {
         self.agent()?.give_up_lending(handoff_id(id)?);
         Ok(())
     }
 
-    fn end_oldest_unwanted_leg(&self, but: &[u8]) -> PyResult<Option<Vec<u8>>> {
+    fn end_oldest_unwanted_lending(&self, but: &[u8]) -> PyResult<Option<Vec<u8>>> {
         Ok(self.agent()?.end_oldest_unwanted_lending(handoff_id(but)?).map(|id| id.0.to_vec()))
     }
 
-    fn take_free_legs(&self) -> PyResult<Vec<Vec<u8>>> {
+    fn take_free_lendings(&self) -> PyResult<Vec<Vec<u8>>> {
         Ok(self.agent()?.take_free_lendings().into_iter().map(|id| id.0.to_vec()).collect())
     }
 

@@ -1,4 +1,5 @@
-//! An engine's scheduler: its link, the driver's part, what the connector does with hits, and what is asked of all that.
+//! An engine's scheduler: its link, the driver's part, the connector's use of hits, and the properties S1 to S7 that all
+//! of it must keep.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};

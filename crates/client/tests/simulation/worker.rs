@@ -1,4 +1,5 @@
-//! An engine's worker: its link, the driver's part, and what is asked of both. Copies of this process take time here.
+//! An engine's worker: its link, the driver's part, and the properties that both must keep. Copies of this process take time
+//! here.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! An engine: its scheduler with both machines, its ranks with theirs, and the blocks that all ranks have.
+//! An engine: the state machines of its scheduler and its ranks, and the blocks that all ranks have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

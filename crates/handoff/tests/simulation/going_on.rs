@@ -1,5 +1,5 @@
-//! The application of an engine that goes on with prompts: its blocks are for the hand-off until that is over; those that have
-//! arrived are right then, and all are used again at once.
+//! The application of a decode engine. It leaves a landing's blocks alone until the landing is over, checks that those which
+//! arrived are right, and reuses all of them at once.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Messages between agents: late, in order for each pair, and lost where one of the two cannot be reached any more. Whoever
-//! sends hears of that, as from its agent; what it sends until then is lost too.
+//! Messages between agents: late, in order for each pair, and lost if one of the two cannot be reached any more. The sender
+//! hears of that later, as from its agent; its messages until then are lost, too.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The application of an engine that computes: prompts, whose blocks are pinned while a hand-off may read them.
+//! The application of a prefill engine: prompts, whose blocks stay pinned while a hand-off may read them.
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
-//! Windows and READs: a READ copies its pieces one after the other, at any time until it is over, as long as its window is
-//! not closed.
+//! Windows and READs. A READ copies its pieces one after the other, at any time until it is over, while its window is open.
 
 use kvlane_fabric::{EngineId, MemoryKind, WindowDescriptor};
 use kvlane_handoff::{Computed, Endpoint, HandoffId, Message, Offer, engine_of};

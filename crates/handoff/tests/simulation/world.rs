@@ -1,4 +1,4 @@
-//! Engines in simulated time, what their applications do, and what befalls them.
+//! Engines in simulated time, the plans of their applications, and the losses, restarts and resets that a seed draws.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
