@@ -122,7 +122,7 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-/// A connection with its buffers. Only [`wait`](Self::wait), and the calls that name a timeout or a goodbye, block.
+/// A connection with its buffers. Only `wait`, `call`, `say_goodbye`, and connecting by TCP block.
 #[derive(Debug)]
 pub(crate) struct Connection {
     stream: Stream,

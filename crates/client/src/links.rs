@@ -10,10 +10,12 @@
 //! vLLM cannot take a promised hit back, so from the lookup to the end of the load:
 //!
 //! - **The bytes are verified, leased and mapped before the promise.** The daemon answers a lookup with sealed blocks in RAM,
-//!   under a lease, and only if every worker of the engine has mapped its pool. It neither evicts nor overwrites leased blocks.
+//!   under a lease. It answers none before every worker of the engine has mapped its pool. It neither evicts nor overwrites
+//!   leased blocks.
 //! - **The mapping outlives the daemon.** The kernel keeps the pool's memory as long as a worker maps it. A worker that loses
-//!   the daemon keeps the pool of that run, up to eight such pools ([`promises`]). It unmaps a pool once that daemon's process
-//!   has ended, and a step says that the scheduler promises nothing of that run any more, or the engine was idle for a minute.
+//!   the daemon keeps the pool of that run, up to eight such pools ([`promises`]). It unmaps a pool only after that daemon's
+//!   process has ended. In addition, a step must have said that the scheduler promises nothing of that run any more, or the
+//!   engine must have been idle for a minute.
 //! - **The worker can copy by itself.** If the daemon refuses a load, dies or is silent, the worker copies the blocks from its
 //!   own mapping (worker/loads.rs). The load fails only if that copy fails, or the worker is closed.
 //! - **The scheduler makes no new promise of a run that it has left** ([`gone`](scheduler::SchedulerLink::gone)).

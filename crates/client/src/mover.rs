@@ -98,7 +98,7 @@ impl Mover<'_> {
         while !self.link.is_over() {
             self.turn();
             if !self.link.is_over() {
-                // Loads into a GPU use this mapping only if the daemon is gone, so it is not prefaulted for them.
+                // Loads into a GPU use this mapping only if the daemon does not copy them, so it is not prefaulted for them.
                 let busy = self.options.blocks.gpu().is_none() && self.pools.prefault_some();
                 self.wait(busy);
             }

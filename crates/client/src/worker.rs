@@ -195,7 +195,7 @@ impl Worker {
         std::mem::take(&mut self.shared.state.lock().stats)
     }
 
-    /// Ends all jobs, waits for copies under way, unmaps the pool and says goodbye.
+    /// Ends all jobs, waits for copies in flight, unmaps the pool and says goodbye.
     pub fn close(&mut self) {
         self.shared.state.lock().stop = true;
         self.wake();
@@ -222,7 +222,7 @@ impl Worker {
     }
 
     fn wake(&self) {
-        // Full or interrupted: the mover is awake anyway.
+        // May fail if the counter is full or a signal came: the mover is awake then.
         let _ = rustix::io::write(self.shared.wake.as_fd(), &1u64.to_ne_bytes());
     }
 }

@@ -251,7 +251,7 @@ impl GpuMemory {
         self.judge(&lane, copied, load.epoch)
     }
 
-    /// The lengths from which on this load uses copy engines instead of the kernel.
+    /// The thresholds that choose how this load is copied.
     fn thresholds(&self, load: &Member, direction: Direction) -> Thresholds {
         match load.beside_compute {
             true if direction != Direction::Peer => Thresholds::beside_compute(direction),
@@ -397,8 +397,8 @@ impl GpuMemory {
         Ok(outcome.and(relayed).and(done)?)
     }
 
-    /// Waits until the engine's GPU work has reached an event. The host waits, not the stream, because the work ends with the
-    /// engine's process, and a stream that waits for an event of a dead process may wait for ever.
+    /// Waits until the engine's GPU work has reached an event. The host waits, not the stream: the work ends with the engine's
+    /// process, and a stream that waits for a dead process's event may wait for ever.
     fn wait_for_event(&self, event: Option<u32>) -> Result<(), GpuCopyError> {
         let Some(event) = event else { return Ok(()) };
         let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;

@@ -166,7 +166,7 @@ impl WorkerGpu {
         self.free_events.lock().push(event);
     }
 
-    /// Writes the fence in GPU memory. Copies that the daemon's GPU ends after this returns do not count.
+    /// Writes the fence in GPU memory, where the daemon's GPU reads it. It is written when this returns.
     pub(crate) fn write_fence(&self, value: FenceValue) {
         let bytes = value.to_bytes();
         let (nonce, epoch) = bytes.split_at(EPOCH_OFFSET);

@@ -19,8 +19,8 @@ const BATCH_BYTES: u64 = 64 << 20;
 
 /// A process whose memory a probe has found readable.
 ///
-/// Each copy checks the fence: its nonce, so that a later process with the same pid is not mistaken for this one, and its
-/// epoch, by which the engine gives up copies that it no longer waits for.
+/// Each copy checks the fence. Its nonce shows whether a later process has got the same pid. By its epoch the engine gives up
+/// copies that it no longer waits for.
 #[derive(Debug)]
 pub struct ProcessVm {
     process: RemoteProcess,

@@ -1,7 +1,7 @@
 //! Joins the loads of ranks that hold the same blocks: the last rank to come carries out the load for all.
 //!
 //! ```text
-//!  rank 0: wanted, its event is there --> gathering --.               .--> judged by its own fence
+//!  rank 0: wanted, its event has passed -> gathering -.               .--> judged by its own fence
 //!  rank 1:                                   wait ----+-- all here -- +--> the same
 //!  rank 2: the last to come ----------------> full ---'  one thread   '--> the same
 //!                                              |

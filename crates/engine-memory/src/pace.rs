@@ -9,7 +9,7 @@ use kvlane_block::{PoolOffset, Run};
 ///
 /// Measured on an H200 with a third of the link, as the 99th percentile of an engine's gaps between tokens, in multiples of that
 /// without saves: 1.004 beside saves alone, 1.031 beside saves and loads of 10 GB/s. With parts of 1 MiB it was 1.023 beside
-/// 7.7 GB/s, and the fixed cost of each part lowered a save's rate from 6.8 to 7.9 GB/s to 4.0 to 4.5 GB/s.
+/// 7.7 GB/s. But a save then reached 4.0 to 4.5 GB/s instead of 6.8 to 7.9, because each part has a fixed cost.
 const PART_BYTES: u64 = 4 << 20;
 
 /// The pace of a save.

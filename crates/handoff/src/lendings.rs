@@ -170,7 +170,7 @@ impl Lendings {
         self.lendings.values().filter(|lending| lending.content.is_some()).count()
     }
 
-    /// The request ended before its prompt was computed, or its blocks cannot be offered.
+    /// Ends a lending, because its request ended early or its blocks cannot be offered.
     pub fn give_up(&mut self, id: HandoffId) {
         self.end(id, true);
     }

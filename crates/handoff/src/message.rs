@@ -112,7 +112,7 @@ pub struct Offer {
     pub is_by_block: bool,
     /// Through which D reads the bytes.
     pub window: WindowDescriptor,
-    /// First 16 bytes of the last block's hash; None for a block that is not full.
+    /// First 16 bytes of the last block's hash. None if the sender has no hash for it, as for a block that is not full.
     pub hash: Option<[u8; 16]>,
 }
 

@@ -7,8 +7,8 @@
 //!        +----------------> thread "kvlane-handoff" <-------------------+
 //!                           Offering, Reading: decide; this file carries out
 //! ```
-//! The engine's thread never waits: it enqueues events, and its stream or itself counts computed regions in one word. The
-//! agent's thread polls that word every millisecond while a step has blocks to offer.
+//! The engine's thread never waits. It enqueues events, and one word counts the computed regions: the engine's stream writes
+//! it, or on a CPU the thread itself. The agent's thread polls that word every millisecond while a step has blocks to offer.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::rc::Rc;

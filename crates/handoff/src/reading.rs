@@ -7,7 +7,7 @@
 //!  Stop: no new READ; Stopped once none is in flight
 //! ```
 //! An Offer waits until all its blocks have room. Each region of a block is read once: a second offer of it ends the
-//! hand-off (Lost), because a READ into a block that has arrived could change it while the engine uses it.
+//! hand-off (Lost). A block that has arrived has no room any more, so no READ writes into it again.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;

@@ -2,7 +2,7 @@
 //! own ranks and the two state machines.
 //!
 //! The engine's thread calls [`SchedulerAgent`], which changes [`Lendings`] and [`Landings`] under one lock and wakes the
-//! thread "kvlane-handoff". That thread sends and receives; it holds the lock only while a state machine handles a message.
+//! thread "kvlane-handoff". That thread sends and receives, and does not hold the lock while it sends.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};

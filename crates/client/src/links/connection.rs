@@ -41,7 +41,7 @@ impl<U> ConnectionState<U> {
         matches!(self, Self::Connecting(id) if *id == connection)
     }
 
-    /// Whether Bye was sent over this one.
+    /// Whether Bye was sent over this connection.
     pub(super) fn is_leaving(&self, connection: ConnectionId) -> bool {
         matches!(self, Self::Leaving { id, .. } if *id == connection)
     }

@@ -23,8 +23,8 @@ impl FlagTable {
         Self { first_word, values: vec![1; events as usize] }
     }
 
-    /// Flags for a load of this group that waits for this event. None if the load would need more than [`FLAGS_MAX`] flags, or
-    /// there is no such event.
+    /// Flags for a load of this group that waits for this event. None if there is no such event, the group has no regions, or
+    /// the load would need more than [`FLAGS_MAX`] flags.
     pub fn next(&mut self, event: u32, group: &GroupMemory) -> Option<Flags> {
         let regions = group.regions();
         let mut region_ends = Vec::new();

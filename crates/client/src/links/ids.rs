@@ -30,7 +30,7 @@ pub enum NotConnected {
 pub enum Life {
     /// The driver reports its end.
     Watched(ProcessId),
-    /// The kernel gives no pidfd, so its end stays unknown.
+    /// There is no pidfd for it, so its end stays unknown.
     Unknown,
     /// The process has ended.
     Ended,

@@ -52,7 +52,7 @@ impl LoadPace {
     /// step was measured to predict it from.
     pub fn schedule(&mut self, now: Instant, bytes: u64, step: Option<Duration>) -> Option<Instant> {
         let predicted = self.predict(bytes)?;
-        // Loads of one worker come one after the other.
+        // The daemon carries out one load of a worker after the other.
         let start = self.busy_until.map_or(now, |busy| busy.max(now));
         let end = start + predicted;
         self.busy_until = Some(end);

@@ -6,9 +6,9 @@
 //!    ^               |                 |              |                    |
 //!    +--- backoff ---+-----------------+--------------+------ lost --------+     Close: Leaving, until Bye is answered
 //! ```
-//! A lookup that is started while Greeting or Opening waits for Open, within its own deadline; while Down it is a miss. After
-//! a lookup has timed out, the daemon counts as silent until it answers anything, and new lookups are misses at once.
-//! [`Scheduler`](crate::Scheduler) is the driver.
+//! A lookup that is started while Greeting or Opening waits for Open, within its own deadline; while Down it is a miss. If a
+//! lookup times out and no reply has come since it was sent, the daemon counts as silent: new lookups are misses at once,
+//! until the next reply. [`Scheduler`](crate::Scheduler) is the driver.
 
 mod asking;
 mod cancelling;

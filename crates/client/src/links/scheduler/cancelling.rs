@@ -14,9 +14,9 @@ use super::{
 pub(super) enum Readers {
     /// No daemon: the connection is down, and every former daemon has stopped.
     Nobody,
-    /// The daemon of the present connection at most.
+    /// At most the daemon of the present connection.
     Present,
-    /// A former daemon too.
+    /// Perhaps a former daemon, too.
     Former,
 }
 

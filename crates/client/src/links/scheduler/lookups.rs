@@ -3,7 +3,7 @@
 //! ```text
 //!   Unsent --(the engine is open)--> Sent --(LookupResult, Refused)--> Answered --> taken
 //!      |                               |                                  |
-//!      +---- out of time, forgotten ---+------- forgotten: its lease goes back
+//!      +---- timeout, forgotten -------+------- forgotten: its lease is released
 //! ```
 
 use std::{

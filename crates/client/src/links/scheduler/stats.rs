@@ -3,7 +3,7 @@
 /// Counters since the last [`take_stats`](super::SchedulerLink::take_stats).
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SchedulerStats {
-    /// Lookups that the engine asked for, those without a daemon included.
+    /// Lookups that the engine started, those without a daemon included.
     pub lookups: u64,
     /// Lookups answered with at least one block.
     pub hits: u64,

@@ -146,7 +146,7 @@ impl Loading {
     }
 }
 
-/// How long a daemon may be silent about a load of so many bytes.
+/// How long a daemon may be silent about a load of this size: the time of the copy on a slow link, and `beside_the_copy`.
 pub(super) fn patience(beside_the_copy: Duration, bytes: u64) -> Duration {
     beside_the_copy + Duration::from_secs_f64(bytes as f64 / SLOW_LINK)
 }
