@@ -61,12 +61,12 @@ class Prefill:
     def offer(self, names: list[str], content: str) -> None:
         """The first so many blocks of each prompt are computed."""
         for name in names:
-            assert self.scheduler.begin_leg(bytes.fromhex(name), bytes.fromhex(content))
+            assert self.scheduler.begin_lending(bytes.fromhex(name), bytes.fromhex(content))
         filled = [(bytes.fromhex(name), 0, list(range(self.blocks)), HASH) for name in names]
         self.rank.step_begins(filled)
         self.rank.step_ends()
         for name in names:
-            self.scheduler.leg_progress(bytes.fromhex(name), 0, self.blocks * BLOCK)
+            self.scheduler.lending_progress(bytes.fromhex(name), 0, self.blocks * BLOCK)
 
 
 class Decode:

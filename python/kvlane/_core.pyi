@@ -255,7 +255,7 @@ class HandoffRank:
     def step_begins(self, filled: Sequence[tuple[bytes, int, list[int], bytes | None]], /) -> None:
         """A step of the engine fills these blocks: of each hand-off its id, which block of the prompt the first of them
         is, their ids, and 16 bytes of the hash of the last of them. Once computed they stay as they are until the
-        scheduler's `take_free_legs` names the hand-off."""
+        scheduler's `take_free_lendings` names the hand-off."""
 
     def layer_hook(self, layers: list[tuple[str, int]], /) -> LayerHook:
         """What is to be called within steps with each layer that is computed. `layers`: their names, each with the
@@ -306,21 +306,21 @@ class HandoffScheduler:
     def address(self) -> str:
         """HOST:PORT at which other engines reach it."""
 
-    def begin_leg(self, id: bytes, content: bytes, /) -> bool:
-        """A request is here that is to be handed over. False: too many are, or the id was used before."""
+    def begin_lending(self, id: bytes, content: bytes, /) -> bool:
+        """Starts to lend a prompt's blocks. False if there are too many lendings, or the id was used before."""
 
-    def leg_progress(self, id: bytes, ahead: int, computed: int, /) -> bool:
-        """So many requests are before it, so many of its tokens are computed. False: nobody wants it any more."""
+    def lending_progress(self, id: bytes, ahead: int, computed: int, /) -> bool:
+        """Records the requests ahead of it, and its computed tokens. False once the lending has ended."""
 
-    def give_leg_up(self, id: bytes, /) -> None:
-        """It ended before all was computed, or its blocks cannot stay."""
+    def give_up_lending(self, id: bytes, /) -> None:
+        """Ends a lending, because its request ended early or its blocks cannot stay."""
 
-    def end_oldest_unwanted_leg(self, but: bytes, /) -> bytes | None:
-        """Ends the one that nobody has wanted for the longest time, another one than `but`. Its blocks may be used
-        otherwise at once: nobody was told of them."""
+    def end_oldest_unwanted_lending(self, but: bytes, /) -> bytes | None:
+        """Ends the oldest lending that no engine has asked for, but never `but`. Its blocks may be unpinned at once,
+        because no rank has offered them."""
 
-    def take_free_legs(self) -> list[bytes]:
-        """Those that are over since the last call: their blocks may be used otherwise."""
+    def take_free_lendings(self) -> list[bytes]:
+        """Lendings that ended since the last call, and have no READ in flight: their blocks may be unpinned."""
 
     def begin_landing(
         self,

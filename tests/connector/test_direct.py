@@ -71,17 +71,17 @@ class Agent:
         self.ends_at_once = True
         self.closed = False
 
-    def begin_leg(self, leg: bytes, content: bytes) -> bool:
+    def begin_lending(self, leg: bytes, content: bytes) -> bool:
         self.legs.append(leg)
         return True
 
-    def leg_progress(self, leg: bytes, ahead: int, computed: int) -> bool:
+    def lending_progress(self, leg: bytes, ahead: int, computed: int) -> bool:
         return leg not in self.unwanted
 
-    def give_leg_up(self, leg: bytes) -> None:
+    def give_up_lending(self, leg: bytes) -> None:
         self.given_up.append(leg)
 
-    def end_oldest_unwanted_leg(self, but: bytes) -> bytes | None:
+    def end_oldest_unwanted_lending(self, but: bytes) -> bytes | None:
         for leg in self.legs:
             if leg != but and leg not in self.wanted and leg not in self.unwanted:
                 self.unwanted.add(leg)
@@ -89,7 +89,7 @@ class Agent:
                 return leg
         return None
 
-    def take_free_legs(self) -> list[bytes]:
+    def take_free_lendings(self) -> list[bytes]:
         free, self.free = self.free, []
         return free
 

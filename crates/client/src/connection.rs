@@ -1,4 +1,4 @@
-//! One non-blocking connection to the daemon.
+//! A non-blocking connection to the daemon, over a Unix socket or TCP: frames out, frames and descriptors in.
 
 use std::{
     fs,
@@ -24,42 +24,42 @@ use crate::{
     links::ids::NotConnected,
 };
 
-/// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
+/// Most unsent bytes. Beyond that the daemon does not read, and counts as down.
 const OUT_BYTES_MAX: usize = 96 << 20;
-/// Most descriptors that came and were not taken: the daemon sends one, with its pool.
+/// Most descriptors that were received and not taken. The daemon sends one, with its pool.
 const DESCRIPTORS_KEPT_MAX: usize = 4;
 const RECEIVE_BYTES: usize = 64 << 10;
-/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
+/// How long a goodbye waits for the daemon. A stopped daemon finds out later, from the socket, that this process is gone.
 const GOODBYE: Duration = Duration::from_secs(1);
 
-/// No connection.
+/// Why there is no connection.
 #[derive(Debug, Error)]
 pub enum ConnectError {
-    /// Nobody answers there.
+    /// No process accepts connections at the address.
     #[error("{}", describe_refusal(address, error))]
     Refused {
-        /// Where the daemon was looked for.
+        /// As the caller named it.
         address: Address,
-        /// Why: most often that there is no socket, or that nobody accepts.
+        /// From the kernel: most often that there is no socket, or that no process listens.
         error: io::Error,
     },
-    /// The folder of the default socket may be a stranger's. Nothing was said to whoever listens there.
+    /// The folder of the default socket may belong to another user. Not a byte was sent.
     #[error(transparent)]
     Folder(#[from] FolderRefused),
-    /// Somebody else than the daemon that is wanted. Nothing was said to them.
+    /// Another user's process listens. Not a byte was sent to it.
     #[error("{address} is not used: {stranger}")]
     Stranger {
-        /// Where the daemon was looked for.
+        /// As the caller named it.
         address: Address,
-        /// Whose process listens instead, and whose would be trusted.
+        /// The user of the process that listens, and of this one.
         stranger: Stranger,
     },
-    /// The daemon refused the greeting, in its own words.
+    /// The daemon refused the greeting.
     #[error("the daemon at {address} refused: {sentence}")]
     Turned {
-        /// Where it listens.
+        /// As the caller named it.
         address: Address,
-        /// Why, in a sentence of the daemon that says what to do.
+        /// The daemon's sentence, which says what to do.
         sentence: String,
     },
 }
@@ -73,7 +73,7 @@ impl From<ConnectError> for NotConnected {
     }
 }
 
-/// Why nobody answers, in words that say what to do.
+/// Why no daemon answers, and what the user can do.
 fn describe_refusal(address: &Address, error: &io::Error) -> String {
     if error.kind() == ErrorKind::PermissionDenied {
         let own = rustix::process::geteuid().as_raw();
@@ -99,7 +99,7 @@ fn describe_refusal(address: &Address, error: &io::Error) -> String {
     )
 }
 
-/// A connection that ended.
+/// Why a connection ended.
 #[derive(Debug, Error)]
 pub(crate) enum Lost {
     #[error("the daemon closed the connection")]
@@ -122,23 +122,25 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-/// A connection with its buffers. No call waits, but [`wait`](Self::wait).
+/// A connection with its buffers. Only `wait`, `call`, `say_goodbye`, and connecting by TCP block.
 #[derive(Debug)]
 pub(crate) struct Connection {
     stream: Stream,
     reader: FrameReader,
     scratch: Box<[u8]>,
+    /// Frames to send; the first `sent` bytes are out.
     out: Vec<u8>,
     sent: usize,
-    /// Descriptors that ride on the byte at this place of `out`.
+    /// Descriptors that are sent with the byte at this index of `out`.
     riding: Option<(usize, Vec<OwnedFd>)>,
+    /// Received and not taken.
     descriptors: Vec<OwnedFd>,
-    /// The last read took all that had arrived: asking again at once would be a system call for nothing.
+    /// The last read emptied the socket. Reading again at once would waste a system call.
     drained: bool,
 }
 
 impl Connection {
-    /// Connects, and says nothing to somebody who is neither this user, nor root, nor `user`.
+    /// Connects. Sends nothing to a process whose user is neither this one, nor root, nor `user`.
     pub(crate) fn connect(address: &Address, user: DaemonUser) -> Result<Self, ConnectError> {
         let refused = |error| ConnectError::Refused { address: address.clone(), error };
         let stream = match address {
@@ -178,13 +180,13 @@ impl Connection {
         }
     }
 
-    /// Sends a request as far as the socket takes it. Its id is the caller's.
+    /// Sends a request, as far as the socket takes it. The caller has set its id.
     pub(crate) fn send(&mut self, request: &v1::Request) -> Result<(), Lost> {
         self.send_with(request, Vec::new())
     }
 
-    /// The same with descriptors, which are closed once they are sent. Only one request with descriptors is under way at a
-    /// time.
+    /// Sends a request with descriptors, which are closed once they are sent. The caller sends no other descriptors before
+    /// that.
     pub(crate) fn send_with(&mut self, request: &v1::Request, descriptors: Vec<OwnedFd>) -> Result<(), Lost> {
         let waiting = self.out.len() - self.sent;
         if waiting > OUT_BYTES_MAX {
@@ -205,7 +207,7 @@ impl Connection {
         self.flush()
     }
 
-    /// Sends what waits, as far as the socket takes it.
+    /// Sends buffered frames, as far as the socket takes them.
     pub(crate) fn flush(&mut self) -> Result<(), Lost> {
         while self.sent < self.out.len() {
             let written = match (&mut self.stream, &self.riding) {
@@ -222,7 +224,7 @@ impl Connection {
             match written {
                 Ok(0) => return Err(Lost::Closed),
                 Ok(n) => {
-                    // They went with the first byte.
+                    // Descriptors go with the first byte of their request.
                     self.riding.take_if(|(at, _)| *at == self.sent);
                     self.sent += n;
                 }
@@ -263,12 +265,12 @@ impl Connection {
         }
     }
 
-    /// The descriptor that came with an answer.
+    /// The descriptor that was received last.
     pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
         self.descriptors.pop()
     }
 
-    /// What a wait has to watch: ready when the daemon sent something, or can take what waits.
+    /// For `poll`: ready when there is something to read, or when the socket takes buffered frames.
     pub(crate) fn poll_fd(&self) -> PollFd<'_> {
         let wanted = if self.out.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
         let mine = match &self.stream {
@@ -278,20 +280,20 @@ impl Connection {
         PollFd::from_borrowed_fd(mine, wanted)
     }
 
-    /// Waits until the daemon sent something (or can take what waits), or the time is up.
+    /// Waits until [`poll_fd`](Self::poll_fd) is ready, or the timeout.
     pub(crate) fn wait(&self, timeout: Duration) {
         poll_for(&mut [self.poll_fd()], Some(timeout));
     }
 
-    /// Says goodbye and waits until the daemon has freed what this session held, or a second.
+    /// Says goodbye, and waits until the daemon has freed what this session held, at most a second.
     pub(crate) fn say_goodbye(mut self, id: u64) {
         let bye = v1::Request { id, body: Some(v1::request::Body::Bye(v1::Bye {})) };
         if let Err(lost) = self.call(&bye, GOODBYE) {
-            tracing::debug!(%lost, "the goodbye was not answered");
+            tracing::debug!(error = %lost, "goodbye not answered");
         }
     }
 
-    /// Sends a request and waits for its answer; other answers are dropped.
+    /// Sends a request and waits for its answer; None at the timeout. Other answers are dropped.
     pub(crate) fn call(
         &mut self,
         request: &v1::Request,
@@ -315,21 +317,21 @@ impl Connection {
     }
 }
 
-/// Waits for the descriptors; `None` waits without bound. An interrupted wait counts as an event: callers look again.
+/// Waits for the descriptors; `None` waits without bound. A signal ends the wait too, so callers check for events themselves.
 pub(crate) fn poll_for(watched: &mut [PollFd<'_>], timeout: Option<Duration>) {
     let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
     let _ = poll(watched, timeout.as_ref());
 }
 
-/// Where the socket lies in this user's runtime folder, that has to be this user's. Other folders are whose they may be, as
-/// containers share them: there it counts who listens.
+/// Checks that the runtime folder belongs to this user, if the socket lies in it. Any user may own another folder, because
+/// containers share them; there the user of the listening process decides.
 fn check_folder(path: &std::path::Path) -> Result<(), FolderRefused> {
     let folder = RuntimeFolder::of_this_user();
     if !folder.holds(path) {
         return Ok(());
     }
     match folder.open() {
-        // There is no socket either, as connecting will say.
+        // Without the folder there is no socket. Connecting reports that.
         Err(FolderRefused { why: FolderFault::Missing, .. }) => Ok(()),
         opened => opened.map(drop),
     }
@@ -337,7 +339,7 @@ fn check_folder(path: &std::path::Path) -> Result<(), FolderRefused> {
 
 fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
-    // Non-blocking before connecting: a stopped daemon with a full backlog would block us otherwise.
+    // Non-blocking before connecting, because a stopped daemon with a full backlog would block us.
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &address)?;
@@ -350,7 +352,7 @@ mod tests {
 
     use super::*;
 
-    /// What was never taken stayed open: a daemon with a defect used up the engine's descriptors, and its next file or socket
+    /// Descriptors that were not taken stayed open. A faulty daemon used up the engine's descriptors, and its next file or socket
     /// could not be opened.
     #[test]
     fn a_daemon_that_sends_descriptors_that_nobody_asked_for_is_hung_up_on() {

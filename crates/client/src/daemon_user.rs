@@ -1,15 +1,15 @@
-//! Whose daemon an engine or a tool talks to.
+//! Decides which users' daemons an engine or a tool trusts: this user's, root's, and one more that it may name.
 
 use std::{fmt, os::fd::AsFd, str::FromStr};
 
 use kvlane_memory::{PeerCredentials, own_user_is_unclear, user_number};
 use thiserror::Error;
 
-/// A user whose daemon is talked to beside this user's own and root's. The default is nobody.
+/// A user whose daemon is trusted beside this user's own and root's. By default there is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DaemonUser(Option<u32>);
 
-/// Neither a user's name on this host nor a number.
+/// A text that is neither a user's name on this host nor a number.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("'{0}' is no user of this host: give the name or the number of the user who runs the daemon")]
 pub struct NoSuchUser(pub String);
@@ -22,12 +22,12 @@ impl FromStr for DaemonUser {
     }
 }
 
-/// Somebody else listens there.
+/// A process listens whose user is not trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stranger {
-    /// The user whose process listens at the address.
+    /// The user of the process that listens at the address.
     pub uid: u32,
-    /// Who runs this process.
+    /// The user of this process.
     pub own: u32,
 }
 
@@ -51,11 +51,11 @@ impl fmt::Display for Stranger {
 }
 
 impl DaemonUser {
-    /// Who listens at the other end of a connected socket, if it is nobody to talk to. The kernel noted it when they began to
-    /// listen, so a socket that was handed down, as systemd does, is root's.
+    /// The user that listens at the other end of a connected socket, if it is not trusted. The kernel records the user that
+    /// began to listen, so a socket that systemd hands down is root's.
     ///
     /// # Errors
-    /// The kernel does not say.
+    /// The kernel does not name the user.
     pub(crate) fn stranger_at(self, stream: impl AsFd) -> std::io::Result<Option<Stranger>> {
         let uid = PeerCredentials::of(stream)?.uid;
         let own = rustix::process::geteuid().as_raw();

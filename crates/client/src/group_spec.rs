@@ -1,14 +1,14 @@
-//! What the scheduler's side says of an engine's KV cache group.
+//! An engine's KV cache group, as its scheduler describes it to the daemon.
 
 /// One KV cache group of the engine.
 #[derive(Debug, Clone)]
 pub struct GroupSpec {
     /// Digest of what the group's content means.
     pub namespace: [u8; 16],
-    /// For logs and lists of spaces; two groups may have the same.
+    /// For logs and lists of spaces; two groups may have the same name.
     pub name: String,
-    /// Tokens that one block holds.
+    /// Tokens in one block.
     pub tokens_per_block: u32,
-    /// 0 when a hit needs the whole prefix, else how many blocks before its end.
+    /// Number of last blocks that a hit needs, for a sliding window; 0 if it needs the whole prefix.
     pub window_blocks: u32,
 }

@@ -1,4 +1,4 @@
-//! What a lookup found.
+//! The answer to a lookup, and the check that it fits before it is promised.
 
 use bytes::Bytes;
 use kvlane_block::Rank;
@@ -10,34 +10,34 @@ use thiserror::Error;
 
 use crate::{boot::BootId, group_spec::GroupSpec};
 
-/// Why a hit is no answer to its lookup.
+/// Why a hit does not fit its lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Misfit {
-    /// A miss holds nothing.
+    /// A miss must have neither a lease nor blocks.
     #[error("a miss with a lease or blocks")]
     MissWithBlocks,
-    /// More than was asked for.
+    /// More tokens than the lookup allows.
     #[error("{tokens} tokens, of {max_tokens} that were asked for")]
     TooManyTokens {
-        /// What the daemon answered.
+        /// In the daemon's answer.
         tokens: u64,
-        /// What hashes and bound of the lookup allow.
+        /// Allowed by the hashes and the bound of the lookup.
         max_tokens: u64,
     },
-    /// Not the engine's groups.
+    /// The answer does not have the engine's groups.
     #[error("{named} groups, and the engine has {groups}")]
     Groups {
-        /// What the daemon answered.
+        /// Number of groups in the answer.
         named: usize,
-        /// What the engine opened.
+        /// Number of groups that the engine opened.
         groups: usize,
     },
-    /// One group is not as it follows from the tokens.
+    /// A group does not match the number of tokens.
     #[error("group {index}: {what}")]
     Group {
-        /// Index of the group, as the daemon named it.
+        /// Index of the group among the engine's.
         index: u32,
-        /// What is wrong with it.
+        /// The first mismatch that was found.
         what: &'static str,
     },
 }
@@ -45,11 +45,11 @@ pub enum Misfit {
 /// The answer to a lookup. With `tokens == 0` it is a miss and holds no lease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Hit {
-    /// Tokens of the prompt that are in RAM.
+    /// Number of tokens, from the prompt's start, whose blocks are in RAM.
     pub tokens: u64,
-    /// Keeps the blocks until it is released.
+    /// Keeps the blocks in place until it is released.
     pub lease: u64,
-    /// The run of the daemon that this holds for.
+    /// The run of the daemon that granted the lease.
     pub boot: BootId,
     groups: Vec<Group>,
 }
@@ -79,8 +79,8 @@ impl Hit {
         Self { tokens: result.tokens, lease: result.lease, boot, groups }
     }
 
-    /// Whether the daemon may answer this to a lookup of at most `max_tokens`, from an engine of these groups and workers: one
-    /// that does not fit must not be promised.
+    /// Checks that this fits a lookup of at most `max_tokens`, from an engine of these groups and workers. A hit that does not
+    /// fit must not be promised.
     ///
     /// # Errors
     /// The first [`Misfit`] that was found.
@@ -132,21 +132,21 @@ impl Hit {
         self.groups.iter().map(|group| (group.index, group.first_block))
     }
 
-    /// Blocks of a group, from the prompt's first one, that need no saving: the hit's and those stored after it. 0 when
+    /// Number of blocks of a group, from the prompt's first one, that need no save: the hit's, and stored ones after it. 0 if
     /// the hit has no such group.
     pub fn stored_blocks(&self, group: u32) -> u64 {
         self.groups.iter().find(|g| g.index == group).map_or(0, |g| g.stored_blocks)
     }
 
-    /// Pool pages of one rank's shards, little-endian `u32` a block, from the group's first block on. Empty when
-    /// the hit has no such group or rank. Those of several ranks one after the other load a block that they share.
+    /// Pool pages of one rank's shards, as a little-endian `u32` per block, from the group's first block on. Empty if the hit
+    /// has no such group or rank. To load blocks that several ranks share, concatenate the pages of these ranks.
     pub fn pages(&self, group: u32, rank: Rank) -> Vec<u8> {
         let Some(group) = self.groups.iter().find(|g| g.index == group) else { return Vec::new() };
         let Ok(pages) = Pages::parse(&group.pages) else { return Vec::new() };
         pages.column(rank.0 as usize, group.workers).flat_map(u32::to_le_bytes).collect()
     }
 
-    /// The same for some blocks, named by their numbers in the prompt. None if one of them is not in the hit.
+    /// As [`pages`](Self::pages), for blocks named by their numbers in the prompt. None if one of them is not in the hit.
     pub fn pages_of(&self, group: u32, rank: Rank, blocks: &[u64]) -> Option<Vec<u8>> {
         let group = self.groups.iter().find(|g| g.index == group)?;
         let (pages, rank) = (Pages::parse(&group.pages).ok()?, rank.0 as usize);

@@ -1,4 +1,4 @@
-//! What a worker is asked for, and how it ends.
+//! Jobs of a worker, saves and loads, and how they end.
 
 use std::{sync::Arc, time::Instant};
 
@@ -7,21 +7,21 @@ pub use kvlane_engine_memory::{Copied, LoadGroup, WorkerGroupSpec};
 
 use crate::{boot::BootId, links::ids::JobKey};
 
-/// How saves travel.
+/// How saves get into the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveMethod {
-    /// process_vm where a probe shows that it works, else mapped.
+    /// ProcessVm if the daemon's probe shows that it works, else Mapped.
     Auto,
-    /// The daemon copies out of this process.
+    /// The daemon reads this process's memory (process_vm_readv).
     ProcessVm,
-    /// The daemon copies out of and into this process's GPU memory; chosen by giving a GPU.
+    /// The daemon copies out of and into this process's GPU memory. Always used for blocks on a GPU.
     Gpu,
     /// This process writes through its mapping of the pool.
     Mapped,
 }
 
 impl SaveMethod {
-    /// As users read it.
+    /// The word in options and logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -37,11 +37,11 @@ impl SaveMethod {
 pub struct SaveGroupSpec {
     /// Index of the group.
     pub group: u32,
-    /// Hash of the block before the first one.
+    /// Hash of the block before the first one; None at the prompt's start.
     pub parent: Option<BlockHash>,
-    /// One hash a block, in the order of the prompt.
+    /// One hash per block, in the order of the prompt.
     pub hashes: Vec<BlockHash>,
-    /// Their block ids in the engine.
+    /// The engine's block ids, one per hash.
     pub block_ids: Vec<BlockId>,
 }
 
@@ -50,56 +50,56 @@ pub struct SaveGroupSpec {
 pub enum Release {
     /// When every byte has arrived.
     AtEnd,
-    /// When what is left is predicted to take no longer than a step of the engine: for an engine that computes for other
-    /// requests, which would have to wait with this one.
+    /// When the rest is predicted to take no longer than a step of the engine. For an engine that computes other requests,
+    /// which would have to wait with this one.
     WhenNear,
-    /// As soon as the load is under way: nothing else computes.
+    /// As soon as the load is requested, because no other request computes.
     AtOnce,
 }
 
-/// What a job did.
+/// Save, load, or the release of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobKind {
-    /// A load that is on its way and cannot fail any more: computing may begin, in streams that wait for it
-    /// ([`Worker::wait_for_loads`](crate::Worker::wait_for_loads)). Its end comes later, as a load's.
+    /// A load that cannot fail any more: its request may compute, in streams that wait for the load
+    /// ([`Worker::wait_for_loads`](crate::Worker::wait_for_loads)). The load's end comes later, as [`JobKind::Load`].
     Released,
-    /// Engine to pool.
+    /// A copy from the engine to the pool.
     Save,
-    /// Pool to engine.
+    /// A copy from the pool to the engine.
     Load,
 }
 
-/// The end of a job; exactly one comes for each. Before that of a load that is released, one of [`JobKind::Released`] comes.
+/// The end of a job, exactly one per job. For a load that is released, one of [`JobKind::Released`] comes before it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finished {
-    /// As [`Job::number`] was given.
+    /// The caller's [`Job::number`].
     pub job: u64,
     /// Whether this ends a save or a load, or only lets its request compute.
     pub kind: JobKind,
-    /// Load: every byte arrived. Save: it was carried out, whatever was already there.
+    /// Load: every byte arrived. Save: it was carried out, even if every block was already there.
     pub ok: bool,
-    /// Blocks that were copied, of all groups together.
+    /// Blocks that were copied, summed over groups.
     pub blocks: u64,
     /// Save: blocks that the pool had, or that another engine was saving.
     pub present: u64,
-    /// Bytes of those blocks, of this rank alone.
+    /// Bytes of the copied blocks, of this rank only.
     pub bytes: u64,
     /// From queueing to the end.
     pub seconds: f64,
-    /// Why it failed, or empty.
+    /// Why the job failed; else empty.
     pub detail: String,
 }
 
-/// What is to be done.
+/// The blocks of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Work {
     /// Consecutive blocks, by group.
     Save(Arc<[SaveGroupSpec]>),
     /// Blocks of a hit, by group.
     Load {
-        /// The run of the daemon in whose pool they lie.
+        /// The run of the daemon whose pool holds them.
         boot: BootId,
-        /// Where to, and from where.
+        /// The engine's blocks and their pages in the pool.
         groups: Arc<[LoadGroup]>,
         /// When its request may compute.
         release: Release,
@@ -115,23 +115,23 @@ impl Work {
     }
 }
 
-/// A save or load that a worker was asked for.
+/// A save or a load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Job {
-    /// Tells it apart in this process.
+    /// Unique in this process.
     pub key: JobKey,
-    /// Given by the caller, and told at the end of the job.
+    /// The caller's number, which the job's end reports.
     pub number: u64,
-    /// When it was asked for.
+    /// When the caller queued it.
     pub queued: Instant,
-    /// What is to be done.
+    /// The blocks to copy, and in which direction.
     pub work: Work,
-    /// Index of the event that a copy of a GPU waits for. It is given back at the job's end.
+    /// On a GPU: index of the event that the copy waits for. The job's end frees it.
     pub event: Option<u32>,
 }
 
 impl Job {
-    /// The end of this job without effect.
+    /// The end of this job as failed.
     pub fn failed(&self, detail: impl Into<String>, now: Instant) -> Finished {
         Finished {
             job: self.number,

@@ -1,15 +1,17 @@
-//! An engine's side of the wire: the scheduler's connection, which never blocks, and a worker's connection with
-//! the mapped pool and the thread that moves blocks.
+//! An engine's side of the wire: [`Scheduler`] looks blocks up and never blocks its caller; [`Worker`] saves and loads blocks
+//! in a thread of its own, with the daemon's pool mapped.
 //!
-//! Nothing here fails because of the daemon: while it is down, slow or restarted, lookups are misses, saves end
-//! without effect, and promised loads are finished from the mapping. Reconnecting is automatic.
+//! No call fails because of the daemon. While the daemon is down, slow or restarted, lookups are misses, saves end without
+//! effect, and promised loads are copied from the mapped pool. Reconnecting is automatic.
+//!
+//! [`links`] decides, without I/O; the other modules carry its decisions out.
 #![forbid(unsafe_code)]
 
+mod awaited_save;
 mod boot;
 mod connection;
 mod daemon_user;
 mod group_spec;
-mod hand_off;
 mod hit;
 mod jobs;
 pub mod links;
@@ -26,11 +28,11 @@ pub use kvlane_engine_memory::{EngineStream, GpuError, OwnBlocks, OwnError, Work
 use kvlane_memory::RuntimeFolder;
 use kvlane_proto::Address;
 
+pub use awaited_save::AwaitedSave;
 pub use boot::BootId;
 pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use group_spec::GroupSpec;
-pub use hand_off::HandOff;
 pub use hit::{Hit, Misfit};
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,

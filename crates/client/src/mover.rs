@@ -1,6 +1,6 @@
-//! The worker's thread: hands what happens to the [`WorkerLink`], and carries out what that decides.
+//! The worker's mover thread: feeds events to the [`WorkerLink`], and carries its actions out.
 //!
-//! All copies of this process are made here, one after the other, and each action is over before the next one begins.
+//! All copies of this process are made here, one at a time. Each action is over before the next one begins.
 
 use std::{
     collections::VecDeque,
@@ -34,7 +34,7 @@ use crate::{
     wire_gpu,
 };
 
-/// Runs until the handle says stop.
+/// Runs until the handle says stop and every job has ended.
 pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], copies: OwnCopies, shared: &Shared) {
     let gpu = options.blocks.gpu();
     let fence = WorkerFence::new(nonce, gpu.cloned());
@@ -80,16 +80,16 @@ struct Mover<'a> {
     options: WorkerOptions,
     shared: &'a Shared,
     link: WorkerLink,
-    /// What the link wants done, and is not yet.
+    /// Returned by the link, and not carried out yet.
     actions: VecDeque<WorkerAction>,
     fence: WorkerFence,
-    /// What of GPU memory is shared chunk by chunk.
+    /// GPU memory that consists of chunks, in batches for `ShareChunks`.
     batches: Vec<ChunkBatch>,
     copies: OwnCopies,
     pools: MappedPools,
     connection: Option<(ConnectionId, Connection)>,
     processes: Processes,
-    /// Found by the last wait.
+    /// Processes whose end the last wait has seen.
     ended: Vec<ProcessId>,
 }
 
@@ -98,7 +98,7 @@ impl Mover<'_> {
         while !self.link.is_over() {
             self.turn();
             if !self.link.is_over() {
-                // A GPU's loads come through this mapping only when the daemon is gone.
+                // Loads into a GPU use this mapping only if the daemon does not copy them, so it is not prefaulted for them.
                 let busy = self.options.blocks.gpu().is_none() && self.pools.prefault_some();
                 self.wait(busy);
             }
@@ -106,7 +106,7 @@ impl Mover<'_> {
         self.shared.state.lock().registered = false;
     }
 
-    /// Hands in all that has happened. The order matters: see [`links`](crate::links).
+    /// Feeds everything that has happened, in the order that [`links`](crate::links) asks for.
     fn turn(&mut self) {
         let inbox = self.shared.take();
         if inbox.stop {
@@ -137,7 +137,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Hands an event in, and carries out what follows, which may be further events.
+    /// Feeds an event, and carries out the actions that follow, which may cause further events.
     fn feed(&mut self, event: WorkerEvent) {
         self.link.handle(event, Instant::now(), &mut self.actions);
         while let Some(action) = self.actions.pop_front() {
@@ -147,7 +147,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Carries an action out; the event that answers it, if one does.
+    /// Carries an action out. Returns the event that answers it, if one does.
     fn carry_out(&mut self, action: WorkerAction) -> Option<WorkerEvent> {
         match action {
             WorkerAction::Connect(connection) => return Some(self.connect(connection)),
@@ -159,7 +159,7 @@ impl Mover<'_> {
                 return self.share_chunks(connection, id, batch);
             }
             WorkerAction::AllowReads { pid } => {
-                // Without Yama there is nothing to allow; refused elsewhere, the daemon's probe will tell.
+                // May fail: without Yama there is nothing to allow, and otherwise the daemon's probe finds out.
                 let _ = allow_ptrace_by(Some(pid).filter(|pid| *pid != 0));
             }
             WorkerAction::MapPool { connection, boot, bytes, writable } => {
@@ -184,8 +184,8 @@ impl Mover<'_> {
                     gpu.write_flags(&flags);
                 }
             }
-            WorkerAction::Release { key, told, flags } => self.shared.release(key, told, flags),
-            WorkerAction::End { key, told } => self.shared.finish(key, told),
+            WorkerAction::Release { key, finished, flags } => self.shared.release(key, finished, flags),
+            WorkerAction::End { key, finished } => self.shared.finish(key, finished),
             WorkerAction::Registered { method, reason } => self.shared.registered(method, reason),
             WorkerAction::Unregistered { was_open } => {
                 self.pools.lost();
@@ -223,13 +223,13 @@ impl Mover<'_> {
         lost(connection, sent)
     }
 
-    /// From the mapped pool of that boot.
+    /// Copies from the mapped pool of that boot.
     fn copy_in(&self, boot: &BootId, groups: &[LoadGroup], event: Option<u32>) -> Result<Copied, NotCopied> {
         let pool = self.pools.of(boot).ok_or(NotCopied::NoPool)?;
         Ok(self.copies.load(groups, event, &pool.reading)?)
     }
 
-    /// To the mapped pool of the present boot.
+    /// Copies to the mapped pool of the present boot.
     fn copy_out(&self, places: &[(u32, BlockPages)]) -> Result<Copied, NotCopied> {
         let pool = self.pools.present().and_then(|pool| pool.writing.as_ref());
         Ok(self.copies.save(places, pool.ok_or(OwnError::NotWritable)?)?)
@@ -243,7 +243,7 @@ impl Mover<'_> {
         self.connection.take_if(|(of, _)| *of == id);
     }
 
-    /// Waits for a job, an answer, the end of a process or a deadline; while `busy` only looks for them.
+    /// Waits for a job, an answer, the end of a process or a deadline; if `busy`, polls for them without waiting.
     fn wait(&mut self, busy: bool) {
         let now = Instant::now();
         let until = self.link.wake_at().map(|at| at.saturating_duration_since(now));
@@ -264,7 +264,7 @@ impl Mover<'_> {
     }
 }
 
-/// The event that says that a request could not be handed over.
+/// The event for a request that the connection did not take.
 fn lost(connection: ConnectionId, sent: Result<(), Lost>) -> Option<WorkerEvent> {
     sent.err().map(|lost| WorkerEvent::Lost { connection, why: lost.to_string() })
 }

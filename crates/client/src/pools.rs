@@ -1,4 +1,4 @@
-//! The pools that a worker has mapped, by the boot that made them.
+//! The pools that a worker has mapped, by the daemon's boot. [`PoolBook`](crate::links::promises::PoolBook) decides which stay.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
@@ -7,17 +7,17 @@ use kvlane_memory::PoolView;
 
 use crate::{boot::BootId, links::worker::failures::NotMapped};
 
-/// Bytes whose page tables are filled in one go, between two looks at the queue.
+/// Bytes that are prefaulted between two polls of the queue.
 const PREFAULT_BYTES: u64 = 64 << 20;
 
-/// How the pool of one boot is mapped.
+/// The mapping of one boot's pool.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     /// Read-only; loads copy from it.
     pub(crate) reading: Arc<PoolView>,
-    /// Where saves are written when the daemon may not read this process.
+    /// Saves are written here, if the daemon may not read this process.
     pub(crate) writing: Option<Arc<PoolView>>,
-    /// So far the page tables are filled.
+    /// Page tables are filled for the first so many bytes.
     prefaulted: u64,
 }
 
@@ -25,7 +25,7 @@ pub(crate) struct Mapped {
 #[derive(Debug, Default)]
 pub(crate) struct MappedPools {
     views: BTreeMap<BootId, Mapped>,
-    /// Of the daemon that this worker is connected to.
+    /// The boot of the daemon that this worker is connected to.
     present: Option<BootId>,
 }
 
@@ -58,12 +58,12 @@ impl MappedPools {
         Ok(())
     }
 
-    /// Lets a pool go. Copies under way keep their view.
+    /// Unmaps a pool. Copies in flight keep their view of it.
     pub(crate) fn unmap(&mut self, boot: &BootId) {
         self.views.remove(boot);
     }
 
-    /// The daemon of the present pool went away; it stays mapped.
+    /// The daemon of the present pool was lost. Its pool stays mapped.
     pub(crate) fn lost(&mut self) {
         self.present = None;
     }
@@ -76,8 +76,8 @@ impl MappedPools {
         self.of(self.present.as_ref()?)
     }
 
-    /// Fills page tables of the present pool, so that the first loads do not fault page by page. True while there is
-    /// more to do.
+    /// Fills some page tables of the present pool, so that the first loads do not fault page by page. True until all are
+    /// filled.
     pub(crate) fn prefault_some(&mut self) -> bool {
         let Some(pool) = self.present.and_then(|boot| self.views.get_mut(&boot)) else { return false };
         let length = PREFAULT_BYTES.min(pool.reading.bytes() - pool.prefaulted);
@@ -86,7 +86,7 @@ impl MappedPools {
         }
         for view in std::iter::once(&pool.reading).chain(&pool.writing) {
             if let Err(error) = view.prefault(PoolOffset(pool.prefaulted), length) {
-                tracing::debug!(%error, "the kernel does not fill page tables ahead; loads fault page by page");
+                tracing::debug!(%error, "cannot prefault the pool; loads fault page by page");
                 pool.prefaulted = pool.reading.bytes();
                 return false;
             }

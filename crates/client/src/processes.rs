@@ -1,4 +1,4 @@
-//! Processes of daemons, and which of them have ended.
+//! Watches daemons' processes for their end, by pidfd.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::links::ids::{Life, ProcessId};
 
-/// The processes that somebody waits for the end of.
+/// The processes that are watched.
 #[derive(Debug, Default)]
 pub(crate) struct Processes {
     last: u64,
@@ -18,7 +18,7 @@ pub(crate) struct Processes {
 }
 
 impl Processes {
-    /// Watches the process at the other end, where the kernel tells it.
+    /// Watches the process at the other end of a socket, if the kernel names it.
     pub(crate) fn watch(&mut self, stream: Option<&UnixStream>) -> Life {
         match stream.and_then(|stream| peer_pidfd(stream).ok()) {
             Some(process) => self.watch_pidfd(process),
@@ -32,7 +32,7 @@ impl Processes {
         Life::Watched(ProcessId(self.last))
     }
 
-    /// Takes those out that have ended.
+    /// Removes and returns the processes that have ended.
     pub(crate) fn take_ended(&mut self) -> Vec<ProcessId> {
         let ended = |(id, process): (&ProcessId, &OwnedFd)| pidfd_exited(process).then_some(*id);
         let ended: Vec<ProcessId> = self.watched.iter().filter_map(ended).collect();
@@ -40,12 +40,12 @@ impl Processes {
         ended
     }
 
-    /// What a wait has to watch: each is readable once its process has ended.
+    /// For `poll`: each is readable once its process has ended.
     pub(crate) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.watched.values().map(|process| PollFd::new(process, PollFlags::IN))
     }
 
-    /// Forgets the others.
+    /// Stops watching processes that are not needed.
     pub(crate) fn retain(&mut self, is_needed: impl Fn(ProcessId) -> bool) {
         self.watched.retain(|id, _| is_needed(*id));
     }

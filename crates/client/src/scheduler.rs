@@ -1,5 +1,5 @@
-//! The scheduler's side of an engine: feeds its [link](crate::links::scheduler) from the caller's thread and carries its
-//! actions out. No call blocks longer than it says.
+//! The scheduler's handle: drives its [link](crate::links::scheduler) in the caller's thread. No call blocks longer than it
+//! says.
 
 use std::{
     collections::VecDeque,
@@ -13,11 +13,11 @@ use kvlane_memory::random;
 use kvlane_proto::{Address, v1};
 
 use crate::{
+    awaited_save::AwaitedSave,
     boot::BootId,
     connection::{Connection, poll_for},
     daemon_user::DaemonUser,
     group_spec::GroupSpec,
-    hand_off::HandOff,
     hit::Hit,
     links::{
         ids::ConnectionId,
@@ -32,17 +32,17 @@ use crate::{
 
 /// How long a new scheduler waits for its engine to be opened.
 const FIRST_OPENING: Duration = Duration::from_secs(3);
-/// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
+/// Most hashes of one lookup, over all groups, so that it fits into a frame. Further hashes of a longer prompt are not sent.
 const HASHES_MAX: usize = 3 << 20;
 
-/// What a scheduler's connection needs to know.
+/// Arguments of [`Scheduler::new`].
 #[derive(Debug, Clone)]
 pub struct SchedulerOptions {
-    /// The daemon's Unix socket.
+    /// The daemon's address.
     pub address: Address,
-    /// Whose daemon it may be beside this user's and root's.
+    /// A user whose daemon is trusted beside this user's and root's.
     pub daemon_user: DaemonUser,
-    /// Name of the engine instance; its workers give the same.
+    /// Name of the engine instance; its workers use the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
@@ -50,29 +50,29 @@ pub struct SchedulerOptions {
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// A lookup that takes longer is a miss, but for the time that the daemon says it needs: to bring blocks from its SSD, or
-    /// for what another engine saves.
+    /// A lookup that takes longer is a miss. The daemon may extend it, to fetch blocks from its SSD, or to wait for another
+    /// engine's saves.
     pub lookup_timeout: Duration,
-    /// The daemon is asked which blocks come and go, for [`Scheduler::take_changes`].
+    /// Whether to read the daemon's journal, for [`Scheduler::take_changes`].
     pub follows_journal: bool,
 }
 
-/// The scheduler's side of an engine.
+/// The scheduler's connection to the daemon.
 #[derive(Debug)]
 pub struct Scheduler {
     address: Address,
     daemon_user: DaemonUser,
     lookup_timeout: Duration,
     link: SchedulerLink,
-    /// What the link wants done; empty between calls.
+    /// Returned by the link, and not carried out yet; empty between calls.
     actions: VecDeque<SchedulerAction>,
     connection: Option<(ConnectionId, Connection)>,
-    /// Of daemons, whose ends the link waits for.
+    /// Daemons whose ends the link waits for.
     processes: Processes,
 }
 
 impl Scheduler {
-    /// Starts to connect; without a daemon it keeps trying. Where one answers, waits up to three seconds for it to open
+    /// Starts to connect; without a daemon it keeps trying. If a daemon answers, waits up to three seconds until it has opened
     /// the engine, so that the first request can already hit.
     ///
     /// # Errors
@@ -108,7 +108,7 @@ impl Scheduler {
         }
     }
 
-    /// The daemon greeted us and opened the engine.
+    /// The daemon has welcomed this process and opened the engine.
     pub fn is_connected(&self) -> bool {
         self.link.is_connected()
     }
@@ -123,49 +123,49 @@ impl Scheduler {
         self.link.boot()
     }
 
-    /// Boots that this was connected to and is no more, the last eight. A hit of one must not be promised.
+    /// Boots that this scheduler has left, the last eight. The caller must not promise a hit of one.
     pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.link.gone()
     }
 
-    /// Those of [`gone`](Self::gone) that this never comes back to, since their processes have ended: workers let a pool go once
-    /// they are told ([`Promises`](crate::Promises)).
+    /// Boots in [`gone`](Self::gone) that this scheduler cannot come back to, because their processes have ended. Workers unmap
+    /// a boot's pool once a step names it ([`Promises`](crate::Promises)).
     pub fn over(&self) -> impl Iterator<Item = BootId> + '_ {
         self.link.over()
     }
 
-    /// Where the daemon is looked for.
+    /// The daemon's address, as in the options.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Names this scheduler to the daemon over all its connections; drawn when it was made. Other engines' lookups name it
-    /// in a [`HandOff`].
+    /// Identifies this scheduler to the daemon over all its connections; drawn at random by [`new`](Self::new). Other engines'
+    /// lookups name it in an [`AwaitedSave`].
     pub fn run(&self) -> [u8; 16] {
         self.link.nonce()
     }
 
-    /// The name of the engine.
+    /// As in the options.
     pub fn engine_id(&self) -> &str {
         self.link.engine_id()
     }
 
-    /// Asks for a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With a hand-off the daemon waits
-    /// for what that engine saves before it answers.
+    /// Starts to look up a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With an awaited save the
+    /// daemon waits for it before it answers.
     pub fn lookup_start(
         &mut self,
         request: &str,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
-        hand_off: Option<HandOff>,
+        awaited_save: Option<AwaitedSave>,
     ) {
-        // Who waits that long for blocks does not give up earlier because the daemon is busy.
-        let wait = hand_off.as_ref().map_or(Duration::ZERO, HandOff::wait);
-        self.look_up(request, hashes, max_tokens, hand_off, self.lookup_timeout.max(wait));
+        // A lookup that waits for saves must not time out earlier because the daemon is busy.
+        let wait = awaited_save.as_ref().map_or(Duration::ZERO, AwaitedSave::wait);
+        self.look_up(request, hashes, max_tokens, awaited_save, self.lookup_timeout.max(wait));
     }
 
-    /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to
-    /// `wait` for it. A lookup that was never asked, timed out, or met no daemon is a miss.
+    /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to `wait` for
+    /// it. A lookup that was never started, timed out, or found no daemon is a miss.
     pub fn lookup_poll(&mut self, request: &str, wait: Duration) -> Option<Hit> {
         let start = Instant::now();
         let mut now = start;
@@ -185,7 +185,7 @@ impl Scheduler {
         }
     }
 
-    /// Asks and waits up to `timeout`.
+    /// Looks a prefix up, and waits for the answer up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
         self.look_up(REQUEST, hashes, max_tokens, None, timeout);
@@ -195,48 +195,47 @@ impl Scheduler {
         })
     }
 
-    /// Drops a lookup that was not consumed; its lease is given back, now or when it comes.
+    /// Drops a lookup whose answer was not taken. Its lease is released, now or when the answer comes.
     pub fn forget(&mut self, request: &str) {
         self.feed(SchedulerEvent::Forget { request: request.to_owned() }, Instant::now());
     }
 
-    /// Gives a lease back. One of another boot is gone already.
+    /// Releases a lease. A lease of another boot ended with that boot.
     pub fn release(&mut self, boot: BootId, lease: u64) {
         self.feed(SchedulerEvent::Release { boot, lease }, Instant::now());
     }
 
-    /// Once a step: reconnects when due, sends what waits, takes answers, renews leases.
+    /// To be called once a step: reconnects when due, sends buffered requests, takes answers, renews leases.
     pub fn tick(&mut self) {
         let now = Instant::now();
-        // Of the daemon that it is connected to, the connection tells. Looking would cost each step a system call.
+        // The end of the connected daemon shows on its connection. Polling its process too would cost each step a system call.
         if self.connection.is_none() || self.link.awaits_an_end() {
-            self.look_for_ends(now);
+            self.poll_processes(now);
         }
         self.advance(now);
     }
 
-    /// No save of the engine below this job may become a block any more, unless it is complete. True when the daemon reads its
-    /// blocks for none of them, and takes none of them from a worker that writes by itself: then they may be overwritten. Waits
-    /// for the daemon until the timeout. Whatever the answer is, a save
-    /// that is not complete by now may end without effect.
+    /// Cancels all saves of the engine below this job that are not complete; they may end without effect in any case. True if
+    /// no daemon reads the engine's blocks for them, or accepts one of them from a worker that writes by itself: then the blocks
+    /// may be overwritten. Waits for the daemon up to the timeout.
     pub fn cancel_saves(&mut self, below_job: u64, timeout: Duration) -> bool {
         let mut now = Instant::now();
         let until = now + timeout;
         self.advance(now);
         self.feed(SchedulerEvent::CancelSaves { below: below_job, until }, now);
         loop {
-            self.look_for_ends(now);
+            self.poll_processes(now);
             self.advance(now);
             if let Some(answer) = self.link.cancelled(now) {
                 return answer;
             }
             let wake_at = self.link.wake_at().map_or(until, |at| at.min(until));
-            self.wait_for_anybody(wake_at.saturating_duration_since(now));
+            self.wait_for_daemons(wake_at.saturating_duration_since(now));
             now = Instant::now();
         }
     }
 
-    /// Blocks that came and went since the last call, 4,096 at most, where the options ask for it. A call of
+    /// Blocks that became visible or went since the last call, at most 4,096; none if the options do not ask for them.
     /// [`tick`](Self::tick) fetches more once these are taken.
     pub fn take_changes(&mut self) -> BlockChanges {
         self.link.take_changes()
@@ -247,13 +246,13 @@ impl Scheduler {
         self.link.take_stats()
     }
 
-    /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.
+    /// Why the daemon refused the last time, or belongs to another user; None again once it opens the engine.
     pub fn last_refusal(&self) -> Option<&str> {
         self.link.refusal()
     }
 
-    /// Says goodbye and waits until the daemon has freed what this process held, at most a second. Nothing reconnects after
-    /// it.
+    /// Says goodbye and waits until the daemon has freed what this process held, at most a second. The scheduler does not
+    /// reconnect after it.
     pub fn close(&mut self) {
         let mut now = Instant::now();
         self.feed(SchedulerEvent::Close, now);
@@ -270,10 +269,11 @@ impl Scheduler {
         request: &str,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
-        hand_off: Option<HandOff>,
+        awaited_save: Option<AwaitedSave>,
         timeout: Duration,
     ) {
-        // One moment for both: a probe that this sends must not count as silence because a long prompt takes time to encode.
+        // One time for both events, because encoding a long prompt takes a while: a probe that `advance` sends must not count as
+        // unanswered for that long.
         let now = Instant::now();
         self.advance(now);
         let groups = hashes.iter().enumerate().map(|(group, of_group)| {
@@ -282,11 +282,11 @@ impl Scheduler {
         });
         let groups = groups.collect();
         let request = request.to_owned();
-        let event = SchedulerEvent::LookUp { request, groups, max_tokens, hand_off, timeout };
+        let event = SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout };
         self.feed(event, now);
     }
 
-    /// One turn: takes what has arrived, then lets timers run.
+    /// One turn: feeds what has arrived, then `Tick`.
     fn advance(&mut self, now: Instant) {
         while let Some((connection, open)) = &mut self.connection {
             let connection = *connection;
@@ -302,14 +302,14 @@ impl Scheduler {
         self.feed(SchedulerEvent::Tick, now);
     }
 
-    /// Tells the link which daemons have ended.
-    fn look_for_ends(&mut self, now: Instant) {
+    /// Feeds the ends of daemons' processes.
+    fn poll_processes(&mut self, now: Instant) {
         for process in self.processes.take_ended() {
             self.feed(SchedulerEvent::ProcessEnded(process), now);
         }
     }
 
-    /// Hands an event in and carries out what follows, which may be further events.
+    /// Feeds an event, and carries out the actions that follow, which may cause further events.
     fn feed(&mut self, event: SchedulerEvent, now: Instant) {
         self.link.handle(event, now, &mut self.actions);
         while let Some(action) = self.actions.pop_front() {
@@ -352,15 +352,15 @@ impl Scheduler {
         }
     }
 
-    /// Waits until the daemon says something, at most that long.
+    /// Waits until the connection is ready, at most that long.
     fn wait(&self, time: Duration) {
         if let Some((_, open)) = &self.connection {
             open.wait(time);
         }
     }
 
-    /// Waits until the daemon says something or one of those that were left has ended, at most that long.
-    fn wait_for_anybody(&self, time: Duration) {
+    /// Waits until the connection is ready or a watched daemon has ended, at most that long.
+    fn wait_for_daemons(&self, time: Duration) {
         let present = self.connection.iter().map(|(_, open)| open.poll_fd());
         let mut watched: Vec<_> = present.chain(self.processes.poll_fds()).collect();
         poll_for(&mut watched, Some(time.max(Duration::from_millis(1))));

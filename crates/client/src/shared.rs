@@ -1,4 +1,4 @@
-//! What a worker's handle and its mover thread share: the queue of jobs, their ends, and the standing of the registration.
+//! State that a worker's handle shares with its mover thread: the queue of jobs, their ends, and the registration.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -10,29 +10,29 @@ use parking_lot::{Condvar, Mutex};
 use crate::{
     daemon_user::DaemonUser,
     jobs::{Finished, Job, SaveMethod},
-    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises, worker::event::Seen},
+    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises, worker::event::StepState},
 };
 
-/// What a worker needs to know.
+/// Arguments of [`Worker::start`](crate::Worker::start).
 #[derive(Debug, Clone)]
 pub struct WorkerOptions {
-    /// The daemon's Unix socket.
+    /// The daemon's address.
     pub address: Address,
-    /// Whose daemon it may be beside this user's and root's.
+    /// A user whose daemon is trusted beside this user's and root's.
     pub daemon_user: DaemonUser,
-    /// Name of the engine instance; its scheduler gives the same.
+    /// Name of the engine instance; its scheduler uses the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
-    /// Which of the engine's workers this is.
+    /// This worker's rank.
     pub rank: Rank,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// The engine's blocks, their groups in the scheduler's order.
+    /// The engine's blocks, with groups in the scheduler's order.
     pub blocks: OwnBlocks,
-    /// As the user wants it; `Auto` lets the daemon probe.
+    /// The user's choice; `Auto` lets the daemon probe.
     pub save_method: SaveMethod,
-    /// A save without an answer for so long is given up.
+    /// A save without an answer for this long is given up.
     pub save_timeout: Duration,
 }
 
@@ -41,7 +41,7 @@ pub struct WorkerOptions {
 pub struct WorkerStats {
     /// Registrations with a daemon.
     pub connects: u64,
-    /// Registrations that ended, whoever ended them.
+    /// Registrations that ended, by the daemon or by this worker.
     pub losses: u64,
     /// Saves given up because the daemon was silent.
     pub save_timeouts: u64,
@@ -54,42 +54,42 @@ pub(crate) struct Outstanding {
     pub(crate) flags: Flags,
 }
 
-/// What the handle and the mover share.
+/// Behind the lock of [`Shared`].
 #[derive(Debug, Default)]
-pub(crate) struct State {
+pub(crate) struct SharedState {
     pub(crate) queue: Vec<Job>,
     pub(crate) finished: Vec<Finished>,
-    /// Jobs queued or under way.
+    /// Number of jobs that have not ended.
     pub(crate) open: usize,
     pub(crate) stop: bool,
     pub(crate) registered: bool,
     pub(crate) method: String,
     pub(crate) reason: String,
     pub(crate) refusal: String,
-    /// What the last step told of its scheduler's promises, until the mover has seen it.
+    /// The last step's promises, until the mover takes them.
     pub(crate) promises: Option<Promises>,
     /// A step began and has not polled yet.
     pub(crate) in_step: bool,
     pub(crate) outstanding: Vec<Outstanding>,
-    /// Of jobs queued or under way, that wait for one.
+    /// The GPU event of each job that has one and has not ended.
     events: BTreeMap<JobKey, u32>,
     pub(crate) steps: StepClock,
     pub(crate) stats: WorkerStats,
 }
 
-/// What the mover takes in one go.
+/// News from the engine, for one turn of the mover.
 pub(crate) struct Inbox {
     pub(crate) jobs: Vec<Job>,
     pub(crate) stop: bool,
-    pub(crate) seen: Seen,
+    pub(crate) seen: StepState,
 }
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) state: Mutex<State>,
+    pub(crate) state: Mutex<SharedState>,
     pub(crate) changed: Condvar,
     pub(crate) wake: OwnedFd,
-    /// Takes events back.
+    /// Gets the events of ended jobs back.
     gpu: Option<Arc<WorkerGpu>>,
 }
 
@@ -98,10 +98,10 @@ impl Shared {
         Self { state: Mutex::default(), changed: Condvar::new(), wake, gpu }
     }
 
-    /// Counts a job and hands it to the mover.
+    /// Counts a job and queues it for the mover.
     ///
     /// # Errors
-    /// The job, which the caller is to end: there are too many, or the worker is closed.
+    /// The job, which the caller has to end, because there are too many or the worker is closed.
     pub(crate) fn queue(&self, job: Job, most: usize) -> Result<(), Job> {
         let mut state = self.state.lock();
         state.open += 1;
@@ -115,10 +115,10 @@ impl Shared {
         Ok(())
     }
 
-    /// What the engine has asked for and told since the last time.
+    /// Jobs and step state since the last call.
     pub(crate) fn take(&self) -> Inbox {
         let mut state = self.state.lock();
-        let seen = Seen {
+        let seen = StepState {
             in_step: state.in_step,
             promises: state.promises.take(),
             shortest_step: state.steps.shortest(),
@@ -126,17 +126,17 @@ impl Shared {
         Inbox { jobs: std::mem::take(&mut state.queue), stop: state.stop, seen }
     }
 
-    /// The load is under way and can only succeed, or everything is there although its end is still to come. Streams are to
-    /// wait for its flags, if it has any.
-    pub(crate) fn release(&self, key: JobKey, told: Finished, flags: Option<Flags>) {
+    /// Reports a load as released: it cannot fail any more, or all its bytes have arrived before its end. Streams wait for its
+    /// flags, if it has any.
+    pub(crate) fn release(&self, key: JobKey, finished: Finished, flags: Option<Flags>) {
         let mut state = self.state.lock();
-        // Before the release can be seen.
+        // In the same critical section as the release, so that no step sees the release without the flags.
         state.outstanding.extend(flags.map(|flags| Outstanding { key, flags }));
-        state.finished.push(told);
+        state.finished.push(finished);
         self.changed.notify_all();
     }
 
-    /// The job is over: its event is given back, and nobody waits for its flags.
+    /// Reports the end of a job: its event is given back, and streams no longer wait for its flags.
     pub(crate) fn finish(&self, key: JobKey, finished: Finished) {
         let mut state = self.state.lock();
         state.open -= 1;
@@ -159,7 +159,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// It does not any more.
+    /// The connection has ended; `was_open` if the daemon had served this worker.
     pub(crate) fn unregistered(&self, was_open: bool) {
         let mut state = self.state.lock();
         if was_open {
@@ -168,7 +168,7 @@ impl Shared {
         }
     }
 
-    /// Why it does not; whoever waits for the registration hears it.
+    /// The daemon does not serve this worker: wakes callers that wait for the registration.
     pub(crate) fn refused(&self, sentence: String) {
         self.state.lock().refusal = sentence;
         self.changed.notify_all();

@@ -1,4 +1,4 @@
-//! A blocking connection for tools, tests and benchmarks.
+//! A blocking connection for tools, tests and benchmarks: status, settling, dropping namespaces, reading the pool.
 
 use std::{io, time::Duration};
 
@@ -14,19 +14,19 @@ use crate::{
     daemon_user::DaemonUser,
 };
 
-/// Name and version that clients give in their greeting when the caller has nothing better.
+/// The default name and version of a client, in its greeting.
 pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));
 
-/// A tool's request that was not carried out.
+/// Why a tool's request failed.
 #[derive(Debug, Error)]
 pub enum ToolError {
-    /// No daemon, or it refused the greeting.
+    /// No daemon answers, or it refused the greeting.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// The daemon refused the request, in its own words.
+    /// The daemon refused the request: its sentence.
     #[error("{0}")]
     Refused(String),
-    /// No answer in time.
+    /// The daemon did not answer within the timeout.
     #[error("the daemon did not answer within {0:?}")]
     Timeout(Duration),
     /// The connection ended.
@@ -35,7 +35,7 @@ pub enum ToolError {
     /// The kernel gives no random bytes for this process's nonce.
     #[error("cannot draw a nonce: {0}")]
     Random(#[source] io::Error),
-    /// The pool could not be mapped, or the place is not in it.
+    /// The pool could not be mapped, or the range is not in it.
     #[error("{0}")]
     Pool(String),
 }
@@ -46,7 +46,7 @@ impl From<Lost> for ToolError {
     }
 }
 
-/// Status, settling, namespaces and the pool's bytes.
+/// A tool's connection to the daemon.
 #[derive(Debug)]
 pub struct Tool {
     connection: Connection,
@@ -66,7 +66,7 @@ impl Tool {
         Self::connect_to_user(address, DaemonUser::default(), timeout)
     }
 
-    /// The same where the daemon may also be that user's.
+    /// As [`connect`](Self::connect), and trusts that user's daemon too.
     ///
     /// # Errors
     /// As of [`connect`](Self::connect).
@@ -115,10 +115,10 @@ impl Tool {
         &self.version
     }
 
-    /// What the daemon holds and who uses it.
+    /// The daemon's blocks, spaces, sessions and engines.
     ///
     /// # Errors
-    /// As all calls: refused, timed out or lost.
+    /// As for all calls: refused, timed out or lost.
     pub fn status(&mut self) -> Result<v1::Status, ToolError> {
         match self.call(Ask::GetStatus(v1::GetStatus {}), self.timeout)? {
             Answer::Status(status) => Ok(*status),
@@ -126,10 +126,10 @@ impl Tool {
         }
     }
 
-    /// Returns when everything committed before is sealed and visible.
+    /// Returns once everything committed before is sealed and visible.
     ///
     /// # Errors
-    /// [`ToolError::Timeout`] when that takes longer than `timeout`.
+    /// [`ToolError::Timeout`] if that takes longer than `timeout`.
     pub fn settle(&mut self, timeout: Duration) -> Result<(), ToolError> {
         let timeout_ms = timeout.as_millis().min(u128::from(u32::MAX)) as u32;
         match self.call(Ask::Settle(v1::Settle { timeout_ms }), timeout + self.timeout) {
@@ -139,20 +139,20 @@ impl Tool {
         }
     }
 
-    /// Drops what the namespaces hold.
+    /// Drops all blocks of the namespaces.
     ///
     /// # Errors
-    /// [`ToolError::Refused`] for a namespace that does not exist, and where a restart of the daemon would bring back what was
-    /// dropped, since its SSD could not note it.
+    /// [`ToolError::Refused`] if a namespace does not exist, or if the daemon could not record the drop on its SSD: a restart
+    /// would bring the blocks back.
     pub fn drop_namespaces(&mut self, namespaces: &[[u8; 16]]) -> Result<(), ToolError> {
         let namespaces = namespaces.iter().map(|n| Bytes::copy_from_slice(n)).collect();
         self.call(Ask::DropNamespaces(v1::DropNamespaces { namespaces }), self.timeout).map(drop)
     }
 
-    /// Reads pool bytes as they are now, whoever owns them.
+    /// Reads pool bytes as they are now, whichever blocks they belong to.
     ///
     /// # Errors
-    /// [`ToolError::Pool`] when the range is not in the pool.
+    /// [`ToolError::Pool`] if the range is not in the pool.
     pub fn read_pool(&mut self, offset: PoolOffset, length: u64) -> Result<Vec<u8>, ToolError> {
         let pool = self.pool(offset, length)?;
         let mut bytes = vec![0; length as usize];
@@ -189,7 +189,7 @@ impl Tool {
         }
     }
 
-    /// Says goodbye: when this returns, the daemon does not count this tool any more (or did not answer in a second).
+    /// Says goodbye. When this returns, the daemon does not count this tool any more, or has not answered for a second.
     pub fn close(self) {
         self.connection.say_goodbye(self.last_request + 1);
     }

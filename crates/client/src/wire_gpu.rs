@@ -1,10 +1,10 @@
-//! What a worker tells the daemon of its GPU memory, as messages.
+//! Encodes a worker's exported GPU memory for the daemon.
 
 use bytes::Bytes;
 use kvlane_engine_memory::{Allocation, ChunkShare, Exported};
 use kvlane_proto::v1;
 
-/// For RegisterWorker.
+/// The GPU in RegisterWorker.
 pub(crate) fn exported(gpu: &Exported) -> v1::WorkerGpu {
     v1::WorkerGpu {
         device_uuid: Bytes::copy_from_slice(&gpu.device_uuid),
@@ -14,7 +14,7 @@ pub(crate) fn exported(gpu: &Exported) -> v1::WorkerGpu {
     }
 }
 
-/// ShareChunks.
+/// The body of a ShareChunks request; its descriptors travel beside it.
 pub(crate) fn chunk_share(share: ChunkShare) -> v1::ShareChunks {
     v1::ShareChunks {
         device_uuid: Bytes::copy_from_slice(&share.device_uuid),

@@ -1,4 +1,4 @@
-//! A worker's handle: jobs in, ends of jobs out. The mover thread does the rest.
+//! A worker's handle: queues jobs and returns their ends. The mover thread does the rest.
 
 use std::{
     io,
@@ -24,7 +24,7 @@ use crate::{
     shared::{Shared, WorkerOptions, WorkerStats},
 };
 
-/// Jobs that may be queued or under way; further ones end at once, as failed.
+/// Most jobs that have not ended; further ones end at once, as failed.
 const JOBS_MAX: usize = 16384;
 /// How long a new worker waits for its first registration, so that the first request can already hit.
 const FIRST_REGISTRATION: Duration = Duration::from_secs(5);
@@ -35,16 +35,16 @@ pub struct Worker {
     shared: Arc<Shared>,
     gpu: Option<Arc<WorkerGpu>>,
     mover: Option<JoinHandle<()>>,
-    /// Jobs are numbered here: the caller's numbers may come again.
+    /// The last [`JobKey`], because the caller may repeat its own numbers.
     last_job: AtomicU64,
 }
 
 impl Worker {
-    /// Starts the mover, and waits up to five seconds for a first registration where a daemon answers.
+    /// Starts the mover. If a daemon answers, waits up to five seconds for the first registration.
     ///
     /// # Errors
-    /// [`LayoutError`] for regions that make no sense, replicas that do not divide the workers, or the kernel's refusal
-    /// of a thread, a descriptor or random bytes for this process's nonce.
+    /// Regions are inconsistent, replicas do not divide the workers, or the kernel refuses a thread, a descriptor, or random
+    /// bytes for this process's nonce.
     pub fn start(options: WorkerOptions) -> Result<Self, StartError> {
         let workers = options.workers;
         for replicas in options.blocks.groups().iter().map(|group| group.replicas) {
@@ -66,12 +66,12 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Registered with a daemon, and its pool mapped.
+    /// Whether the worker is registered with a daemon and has mapped its pool.
     pub fn is_connected(&self) -> bool {
         self.shared.state.lock().registered
     }
 
-    /// How saves travel and why, once registered.
+    /// The name of the save method and why the daemon chose it, once registered.
     pub fn method(&self) -> (String, String) {
         let state = self.shared.state.lock();
         (state.method.clone(), state.reason.clone())
@@ -82,7 +82,7 @@ impl Worker {
         self.shared.state.lock().refusal.clone()
     }
 
-    /// Waits until registered. False at the timeout, or at once when nobody answers.
+    /// Waits until registered. False at the timeout, or at once if no daemon answers or it refuses.
     pub fn wait_registered(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();
@@ -94,10 +94,10 @@ impl Worker {
         state.registered
     }
 
-    /// Queues a save. The blocks must not change until the job is finished.
+    /// Queues a save. The blocks must not change until the job has ended.
     ///
     /// # Panics
-    /// For a worker on a GPU: see [`save_after`](Self::save_after).
+    /// If the worker is on a GPU: use [`save_after`](Self::save_after).
     pub fn save(&self, job: u64, groups: Vec<SaveGroupSpec>) {
         assert!(self.gpu.is_none(), "a worker on a GPU names the stream that computes its blocks");
         self.queue(self.job(job, Work::Save(groups.into()), None));
@@ -106,20 +106,20 @@ impl Worker {
     /// Queues a load from the pool of that boot.
     ///
     /// # Panics
-    /// For a worker on a GPU: see [`load_after`](Self::load_after).
+    /// If the worker is on a GPU: use [`load_after`](Self::load_after).
     pub fn load(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>) {
         assert!(self.gpu.is_none(), "a worker on a GPU names the stream that used its blocks");
         let work = Work::Load { boot, groups: groups.into(), release: Release::AtEnd };
         self.queue(self.job(job, work, None));
     }
 
-    /// Queues a save of blocks that `stream` has been told to compute.
+    /// Queues a save of blocks that work enqueued on `stream` computes.
     pub fn save_after(&self, job: u64, groups: Vec<SaveGroupSpec>, stream: &EngineStream) {
         self.queue_after(job, Work::Save(groups.into()), stream);
     }
 
-    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using. `release` says when it may be
-    /// reported as released, which it is not where its parts cannot be waited for.
+    /// Queues a load from the pool of that boot, into blocks that work enqueued on `stream` may still use. `release` says when
+    /// the load may be reported as released. A load without flags is not.
     pub fn load_after(
         &self,
         job: u64,
@@ -136,12 +136,11 @@ impl Worker {
         !self.shared.state.lock().outstanding.is_empty()
     }
 
-    /// Later work of `stream` starts once this region of every load that was released is there; None is all regions.
-    /// Every load counts, not only those of the requests at hand: its blocks may have been found by another request, or
-    /// belong to one by now.
+    /// Makes later work of `stream` wait until this region of every released load has arrived; None is all regions. All loads
+    /// count, not only those of the step's requests, because another request may have found their blocks, or own them by now.
     ///
     /// # Errors
-    /// What the driver says.
+    /// From the GPU's driver.
     pub fn wait_for_loads(&self, region: Option<u32>, stream: &EngineStream) -> Result<(), GpuError> {
         let Some(gpu) = &self.gpu else { return Ok(()) };
         for load in &self.shared.state.lock().outstanding {
@@ -162,9 +161,9 @@ impl Worker {
         }
     }
 
-    /// The engine begins a step, which ends with the next [`poll`](Self::poll), and may compute in it. Its loads come after
-    /// this call, and those of the steps before it have come. `promises` says which pools of daemons that died no load will
-    /// be of any more; until then they stay mapped, however long that takes.
+    /// The engine begins a step, which ends with the next [`poll`](Self::poll). Loads of the step are queued after this call,
+    /// and loads of earlier steps before it. `promises` names dead daemons whose pools no further load will read. Until a step
+    /// names them, their pools stay mapped.
     pub fn step_begins(&self, computes: bool, promises: Promises) {
         let mut state = self.shared.state.lock();
         state.in_step = true;
@@ -196,14 +195,14 @@ impl Worker {
         std::mem::take(&mut self.shared.state.lock().stats)
     }
 
-    /// Ends all jobs, waits for copies under way, unmaps the pool and says goodbye.
+    /// Ends all jobs, waits for copies in flight, unmaps the pool and says goodbye.
     pub fn close(&mut self) {
         self.shared.state.lock().stop = true;
         self.wake();
         if let Some(mover) = self.mover.take()
             && mover.join().is_err()
         {
-            tracing::error!("the mover thread had panicked");
+            tracing::error!("mover thread panicked");
         }
     }
 
@@ -223,7 +222,7 @@ impl Worker {
     }
 
     fn wake(&self) {
-        // Full or interrupted: the mover is awake anyway.
+        // May fail if the counter is full or a signal came: the mover is awake then.
         let _ = rustix::io::write(self.shared.wake.as_fd(), &1u64.to_ne_bytes());
     }
 }
@@ -234,13 +233,13 @@ impl Drop for Worker {
     }
 }
 
-/// A worker that could not be started.
+/// Why a worker could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// Regions that make no sense.
+    /// A region is inconsistent in itself.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// Blocks shared by a number of ranks that the engine does not consist of.
+    /// The number of ranks that share a group's blocks does not divide the number of workers.
     #[error("{workers} workers cannot share the blocks of a group by {replicas}")]
     Replicas {
         /// Ranks that share a block.
@@ -248,7 +247,7 @@ pub enum StartError {
         /// Workers of the engine.
         workers: u32,
     },
-    /// No thread, descriptor or random bytes to be had.
+    /// The kernel refused a thread, a descriptor or random bytes.
     #[error("cannot start the mover: {0}")]
     Io(#[from] io::Error),
 }

@@ -1,5 +1,5 @@
-//! What an engine says to a daemon, request by request, and what it makes of the answers. A listener in the test plays the
-//! daemon by a script, so this holds for whatever decides and sends behind [`Scheduler`] and [`Worker`].
+//! The requests that an engine sends to a daemon, and its use of the answers. A listener in the test plays the daemon by a
+//! script, so the test does not depend on the code behind [`Scheduler`] and [`Worker`].
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use std::{

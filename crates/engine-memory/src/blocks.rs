@@ -1,4 +1,4 @@
-//! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
+//! A worker's memory of one KV cache group: the slice of a block that it saves, and the slices that a load writes.
 
 use kvlane_block::{BlockId, LayoutError, Rank, Region, ShardLayout, shard_bytes, slice};
 use kvlane_memory::PoolPage;
@@ -7,63 +7,63 @@ use thiserror::Error;
 /// This rank's part of one KV cache group.
 #[derive(Debug, Clone)]
 pub struct WorkerGroupSpec {
-    /// As the scheduler names it.
+    /// Namespace of the group, as the scheduler opened it.
     pub namespace: [u8; 16],
     /// Digest of the shard's shape; the same in all ranks that hold the same blocks.
     pub layout: [u8; 16],
     /// Where the blocks lie in this process.
     pub regions: Vec<Region>,
-    /// Consecutive ranks that hold the same blocks, this one among them: each saves a slice of a block, and loads all
-    /// slices. 1 for blocks of its own.
+    /// Number of consecutive ranks that hold the same blocks, this one included. Each saves one slice of a block, and loads
+    /// all slices. 1 if no other rank holds these blocks.
     pub replicas: u32,
 }
 
-/// Blocks to load from the pool.
+/// Blocks of one group to load from the pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadGroup {
     /// Index of the group.
     pub group: u32,
-    /// The engine's blocks that are written.
+    /// The engine's blocks that the load writes.
     pub block_ids: Vec<BlockId>,
-    /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
+    /// Pool pages, one per block. For blocks that several ranks hold: all pages of the first rank's slice, then all of the
     /// second's, and so on.
     pub pages: Vec<PoolPage>,
 }
 
-/// A load whose block ids and pages do not fit together.
+/// The numbers of a load's block ids and pages do not match.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{blocks} block ids of {slices} slices came with {pages} pages")]
 pub struct WrongPages {
-    /// How many block ids the load names.
+    /// Number of block ids.
     pub blocks: usize,
     /// Slices of each block.
     pub slices: usize,
-    /// How many pages it names, which should be blocks times slices.
+    /// Number of pages; should be `blocks` times `slices`.
     pub pages: usize,
 }
 
-/// A group as it was described, with its slices.
+/// A worker's group, with its blocks cut into slices.
 #[derive(Debug, Clone)]
 pub struct GroupMemory {
     namespace: [u8; 16],
     layout: [u8; 16],
-    /// Of the whole block.
+    /// The regions of a whole block.
     regions: Vec<Region>,
-    /// The block in the order of the ranks that save it: all of it here, or the slices of the ranks that hold it alike.
+    /// The regions of each slice, in the order of the ranks that save them; one slice if no other rank holds the blocks.
     slices: Vec<Vec<Region>>,
-    /// Which slice is saved here.
+    /// Index of the slice that this rank saves.
     own: usize,
     shard_layout: Option<ShardLayout>,
 }
 
-/// Blocks of the engine, each with the first page of the extent that one slice of it has in the pool.
+/// Blocks of the engine, each with the first page of the pool extent that holds one slice of it.
 pub type BlockPages = Vec<(BlockId, PoolPage)>;
 
 impl GroupMemory {
-    /// The group as this rank has it: it saves the slice that is its own.
+    /// The group in this rank, which saves its own slice.
     ///
     /// # Errors
-    /// [`LayoutError`] for regions that make no sense, or too small to be shared.
+    /// [`LayoutError`] if a region is inconsistent, or the blocks are too small to be sliced.
     pub fn new(spec: WorkerGroupSpec, rank: Rank) -> Result<Self, LayoutError> {
         let WorkerGroupSpec { namespace, layout, regions, replicas } = spec;
         regions.iter().try_for_each(Region::validate)?;
@@ -75,13 +75,13 @@ impl GroupMemory {
         Ok(Self { namespace, layout, regions, slices, own: rank.slice_of(count), shard_layout: None })
     }
 
-    /// The same, of which somebody tells what its shard consists of.
+    /// Adds a description of the shard's contents.
     #[must_use]
     pub fn described(self, shard_layout: Option<ShardLayout>) -> Self {
         Self { shard_layout, ..self }
     }
 
-    /// As the scheduler names it.
+    /// Namespace of the group, as the scheduler opened it.
     pub fn namespace(&self) -> [u8; 16] {
         self.namespace
     }
@@ -91,12 +91,12 @@ impl GroupMemory {
         self.layout
     }
 
-    /// What the shard consists of; None where nobody tells.
+    /// Description of the shard's contents, if there is one.
     pub fn shard_layout(&self) -> Option<&ShardLayout> {
         self.shard_layout.as_ref()
     }
 
-    /// The block in the order of the ranks that save it.
+    /// The regions of each slice, in the order of the ranks that save them.
     pub fn slices(&self) -> &[Vec<Region>] {
         &self.slices
     }
@@ -106,7 +106,7 @@ impl GroupMemory {
         &self.regions
     }
 
-    /// The regions that are saved here.
+    /// The regions of the slice that this rank saves.
     pub fn shard(&self) -> &[Region] {
         &self.slices[self.own]
     }
@@ -116,7 +116,7 @@ impl GroupMemory {
         shard_bytes(&self.regions)
     }
 
-    /// Each slice's regions and places, for a load.
+    /// The regions of each slice, and the blocks of a load with that slice's pages.
     pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], BlockPages)>, WrongPages> {
         let (blocks, pages, slices) = (group.block_ids.len(), group.pages.len(), self.slices.len());
         if pages != blocks * slices {
@@ -129,7 +129,8 @@ impl GroupMemory {
         Ok(self.slices.iter().map(Vec::as_slice).enumerate().map(places).collect())
     }
 
-    /// Ends among the block's regions as ends among the regions of its slices, of which there may be more.
+    /// Converts ends counted in the block's regions to ends counted in its slices' regions, of which there may be more, because
+    /// a slice may end inside a region.
     pub fn ends_in_slices(&self, region_ends: &[u32]) -> Vec<u32> {
         let mut pieces = self.slices.iter().flatten().map(Region::block_bytes);
         let (mut count, mut at) = (0, 0);

@@ -1,4 +1,4 @@
-//! GPU memory that a worker shares chunk by chunk, before it registers.
+//! The daemon's side of GPU memory that a worker shares chunk by chunk, before it registers.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -10,7 +10,7 @@ use crate::gpu_pool::Gpus;
 /// Most chunks of a worker: 128 GiB in chunks of 2 MiB, which are the smallest.
 const CHUNKS_MAX: usize = 1 << 16;
 
-/// What one worker has shared so far.
+/// The ranges that one worker has shared, and their chunks that have come so far.
 #[derive(Debug, Default)]
 pub struct SharedChunks {
     ranges: Vec<ImportedChunks>,
@@ -18,10 +18,11 @@ pub struct SharedChunks {
 }
 
 impl SharedChunks {
-    /// Maps the next chunks of a range; the descriptors are closed.
+    /// Maps the next chunks of a range, and closes their descriptors.
     ///
     /// # Errors
-    /// Too many, or memory that the driver does not take. A part of a range may have been mapped: it is good for nothing.
+    /// There are too many chunks, or the driver does not accept one. Chunks before it stay mapped, but the range cannot be
+    /// completed.
     pub fn push(
         &mut self,
         gpus: &Gpus,
@@ -37,7 +38,7 @@ impl SharedChunks {
             }
             None => {
                 let gpu = gpus.open(share.device_uuid)?;
-                // Addresses are taken for no more than the GPU has memory, whatever is said.
+                // Bounds the reserved addresses by the GPU's memory, because the sizes come from the worker.
                 let taken: u64 = self.ranges.iter().map(|range| range.chunks().bytes()).sum();
                 let total = gpu.info().total_bytes;
                 if taken.saturating_add(share.bytes) > total {
@@ -69,7 +70,7 @@ impl SharedChunks {
         Ok(())
     }
 
-    /// Takes the range that was shared as this allocation, all of whose chunks must be there.
+    /// Takes the range that was shared as this allocation. All of its chunks must have come.
     pub(crate) fn take(
         &mut self,
         allocation: &Allocation,

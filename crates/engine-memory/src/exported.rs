@@ -1,4 +1,4 @@
-//! What a worker tells of its GPU memory, so that the daemon can map it. Client and server turn it into messages.
+//! A description of a worker's GPU memory by which the daemon maps it. Client and server convert it to and from messages.
 
 use kvlane_gpu::IpcHandle;
 
@@ -10,26 +10,26 @@ pub(crate) const ALLOCATIONS_MAX: usize = 4096;
 pub struct Exported {
     /// UUID of the GPU that the memory is on, the same in every process of the host.
     pub device_uuid: [u8; 16],
-    /// What the regions lie in.
+    /// Allocations that hold the regions.
     pub allocations: Vec<Allocation>,
-    /// What fence and flags lie in.
+    /// The allocation that holds the fence and the flags.
     pub fence: Allocation,
-    /// Handles of the events that requests name by their index.
+    /// Handles of the worker's events. Requests name an event by its index here.
     pub events: Vec<IpcHandle>,
 }
 
-/// A part of the worker's GPU memory.
+/// One allocation, or one range of chunks, of the worker's GPU memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allocation {
     /// First address in the worker.
     pub base: u64,
-    /// Bytes of the allocation, from its base on.
+    /// Length in bytes.
     pub bytes: u64,
-    /// By which it is mapped as a whole; None for what was shared chunk by chunk before ([`ChunkShare`]).
+    /// Maps the whole allocation; None for a range that was shared chunk by chunk before ([`ChunkShare`]).
     pub handle: Option<IpcHandle>,
 }
 
-/// The next chunks of a range of GPU memory; a descriptor comes with each.
+/// The next chunks of a range of GPU memory. Each chunk's descriptor travels beside it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkShare {
     /// UUID of the GPU that the memory is on, the same in every process of the host.

@@ -1,24 +1,24 @@
-//! The words by which a worker cancels copies that the daemon may still do.
+//! The fence: words in a worker's memory by which it voids copies that the daemon may still make.
 
 use std::mem::offset_of;
 use std::sync::atomic::AtomicU64;
 
-/// Bytes of a fence.
+/// Length of a fence in bytes.
 pub const FENCE_BYTES: usize = 24;
-/// Where its epoch stands.
+/// Offset of the epoch in a fence.
 pub(crate) const EPOCH_OFFSET: usize = 16;
 
-/// What a fence says.
+/// The contents of a fence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FenceValue {
-    /// Whose it is: of the process and role. A process that got the same pid later has another.
+    /// Identifies the process and its role. A later process with the same pid has another nonce.
     pub nonce: [u8; 16],
-    /// Grows with every giving up. A copy counts only if it was asked for at this epoch, and ended at it.
+    /// Grows each time that the worker gives copies up. A copy counts only if it was requested at this epoch and ended at it.
     pub epoch: u64,
 }
 
 impl FenceValue {
-    /// As it lies in memory: the nonce, then the epoch, little-endian.
+    /// The bytes in memory: the nonce, then the epoch, little-endian.
     pub fn to_bytes(self) -> [u8; FENCE_BYTES] {
         let mut bytes = [0; FENCE_BYTES];
         bytes[..EPOCH_OFFSET].copy_from_slice(&self.nonce);
@@ -26,7 +26,7 @@ impl FenceValue {
         bytes
     }
 
-    /// As it was read.
+    /// Decodes the bytes that were read from a worker's memory.
     pub fn from_bytes(bytes: [u8; FENCE_BYTES]) -> Self {
         let mut halves = ([0; 16], [0; 8]);
         halves.0.copy_from_slice(&bytes[..EPOCH_OFFSET]);

@@ -1,5 +1,5 @@
-//! Flags: words in the worker's GPU memory by which a load says how far it is, so that an engine computes with the first
-//! layers while the last are on their way.
+//! Flags: words in the worker's GPU memory that tell which layers of a load have arrived, so that an engine computes with the
+//! first layers while the last are being copied.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,24 +11,23 @@ use thiserror::Error;
 
 use crate::runs::{PlanError, Runs};
 
-/// Where the flags begin in the allocation of a worker's fence in GPU memory.
+/// Offset of the flags in the GPU allocation that holds the worker's fence.
 pub(crate) const FLAGS_OFFSET: u64 = 64 << 10;
-/// Copies that a worker may have under way: each holds an event, and so many words.
+/// Most copies of a worker in flight. Each holds an event, and that event's [`FLAGS_MAX`] words.
 pub const EVENTS: u32 = 256;
 /// Most flags of one load.
 pub const FLAGS_MAX: usize = 256;
-/// Bytes of a word.
 const WORD_BYTES: u64 = 4;
-/// Where they end.
+/// Offset of the end of the flags, in the same allocation.
 pub(crate) const FLAGS_END: u64 = FLAGS_OFFSET + EVENTS as u64 * FLAGS_MAX as u64 * WORD_BYTES;
 const _: () = assert!(FLAGS_OFFSET == 65_536 && FLAGS_END == 327_680, "as the diagram of this crate says");
-/// Most flags that a load may be asked for with.
+/// Most flags that the daemon accepts in a request.
 const FLAGS_ASKED_MAX: usize = 4096;
 
-/// Blocks of an engine, each with the place in the pool where one slice of it lies.
+/// Blocks of an engine, each with the pool offset of one slice of it.
 pub type BlockOffsets = Vec<(BlockId, PoolOffset)>;
 
-/// Where the word of a flag stands, of a load that waits for an event; `first_word` is that of event 0.
+/// Address of a flag of the load that waits for this event. `first_word` is the address of event 0's first flag.
 pub const fn word_address(first_word: u64, event: u32, flag: u32) -> u64 {
     first_word + (event as u64 * FLAGS_MAX as u64 + flag as u64) * WORD_BYTES
 }
@@ -38,21 +37,21 @@ pub const fn word_address(first_word: u64, event: u32, flag: u32) -> u64 {
 pub struct Flags {
     /// Address of the first word.
     pub address: u64,
-    /// Written into each word. A stream that waits for it also goes on at higher values.
+    /// Written into each word. A stream that waits for it also resumes at higher values.
     pub value: u32,
-    /// Flag i says that the block's first `region_ends[i]` regions are there.
+    /// Flag i means that the block's first `region_ends[i]` regions have arrived.
     region_ends: Vec<u32>,
-    /// The same counted in the regions of the block's slices, as the daemon is told.
+    /// The same ends counted in the regions of the block's slices, as the request names them.
     pub ends_in_slices: Vec<u32>,
 }
 
 impl Flags {
-    /// `region_ends` ascends, and is not empty.
+    /// `region_ends` ascends and is not empty.
     pub fn new(address: u64, value: u32, region_ends: Vec<u32>, ends_in_slices: Vec<u32>) -> Self {
         Self { address, value, region_ends, ends_in_slices }
     }
 
-    /// The word that says that a region is there.
+    /// Address of the flag that says that this region has arrived.
     pub fn word_of(&self, region: u32) -> u64 {
         let flag = self
             .region_ends
@@ -67,20 +66,20 @@ impl Flags {
     }
 }
 
-/// Says that a part of a load is there.
+/// One flag, written after a part of a load has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Flag {
     /// Address of the word.
     pub word: u64,
-    /// What is written into it.
+    /// The value to write.
     pub value: u32,
 }
 
 impl Flag {
-    /// The same by its address in this process.
+    /// The same flag, by its address in this process.
     ///
     /// # Errors
-    /// A word that is not mapped here, or that no GPU writes as one: its address is no multiple of 4.
+    /// The word is not mapped here, or its address is no multiple of 4, so that a GPU would not write it as one word.
     pub(crate) fn local(self, map: &AddressMap) -> Result<Self, GpuError> {
         let word = map.local(self.word, WORD_BYTES)?;
         if !word.is_multiple_of(WORD_BYTES) {
@@ -90,49 +89,49 @@ impl Flag {
     }
 }
 
-/// Runs of a load that are copied together: what a flag stands behind, or all of them.
+/// Runs of a load up to its next flag, or all runs of a load without flags.
 #[derive(Debug)]
 pub struct LoadPart {
-    /// None, where a flag follows no region of its own.
+    /// Empty if the flag ends at the same region as the flag before.
     pub runs: Runs,
-    /// What is written after it.
+    /// Written after the runs have arrived.
     pub flag: Option<Flag>,
 }
 
-/// The flags that a worker wants for a load of one group.
+/// The flags that a worker requests for a load of one group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AskedFlags {
-    /// Of the first word; the others follow, 4 bytes each.
+    /// Address of the first word; the others follow, 4 bytes each.
     pub address: u64,
-    /// What every one of the words becomes. Waits end at higher values too.
+    /// Written into every word. Streams that wait for it also resume at higher values.
     pub value: u32,
-    /// Flag i is written when the group's first `region_ends[i]` regions are there, counted over all its slices.
+    /// Flag i is written once the group's first `region_ends[i]` regions have arrived, counted over all its slices.
     pub region_ends: Vec<u32>,
 }
 
 /// Why a load cannot be cut into parts.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FlagsError {
-    /// Too many flags, or they do not ascend to the last region.
+    /// There are too many flags, or their ends do not ascend to the last region.
     #[error("flags after regions {region_ends:?} of {regions}")]
     RegionEnds {
-        /// As they were asked for.
+        /// As in the request.
         region_ends: Vec<u32>,
-        /// How many regions there are.
+        /// Number of regions, over all slices.
         regions: usize,
     },
-    /// An address that wraps around.
+    /// The address of a flag overflows.
     #[error("a flag beyond the address space")]
     Address,
-    /// Blocks or places that do not exist.
+    /// A block or a pool offset does not exist.
     #[error(transparent)]
     Plan(#[from] PlanError),
 }
 
-/// The runs of a group's blocks, slice by slice, cut where a flag follows.
+/// Plans a load: the runs of a group's blocks, slice by slice, cut after each region that a flag follows.
 ///
 /// # Errors
-/// [`FlagsError`].
+/// [`FlagsError`]; then nothing is planned.
 pub fn parts_of(
     slices: &[Vec<Region>],
     places: &[BlockOffsets],
@@ -173,7 +172,7 @@ fn runs_of(
         let (first, end) = (inside(wanted.start), inside(wanted.end));
         if first < end {
             let offset = shard_bytes(&slice[..first]);
-            // Beyond the address space is outside the pool too.
+            // Saturates: an offset that overflows is outside the pool, which `extend` refuses.
             let inside = |extent: PoolOffset| PoolOffset(extent.0.saturating_add(offset));
             let moved: BlockOffsets = places.iter().map(|(id, extent)| (*id, inside(*extent))).collect();
             runs.extend(&slice[first..end], &moved)?;

@@ -1,4 +1,4 @@
-//! A worker's GPU memory as the daemon copies out of it and into it.
+//! The daemon's side of a worker's GPU memory: maps it, and has the GPU copy saves out of it and loads into it.
 #![expect(unsafe_code, reason = "copies between the pool and GPU memory that is mapped here")]
 
 use std::{
@@ -25,18 +25,18 @@ use crate::lane::{FENCE_AFTER, FENCE_BEFORE, Lane};
 use crate::pace::{Pace, cut};
 use crate::runs::Runs;
 
-/// Longest time between two looks at an event of an engine that is still computing; the first come sooner.
-const LOOK_EVERY: Duration = Duration::from_micros(500);
-/// Most events that a worker may share: copies that it can have under way.
+/// Longest pause between two polls of an event of an engine that is still computing; the first polls come sooner.
+const POLL_EVERY: Duration = Duration::from_micros(500);
+/// Most events that a worker may share, one for each of its copies in flight.
 const EVENTS_MAX: usize = 1024;
 
-/// Why a copy by the GPU is worth nothing.
+/// Why a copy by the GPU does not count.
 #[derive(Debug, Error)]
 pub enum GpuCopyError {
-    /// What the driver says.
+    /// From the driver.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// The process is no more.
+    /// The engine's process has exited, or its fence holds another nonce.
     #[error("the engine's process has exited")]
     Gone,
     /// The engine gave the copy up and may have reused its blocks.
@@ -44,7 +44,7 @@ pub enum GpuCopyError {
     Cancelled {
         /// The epoch of the request.
         asked: u64,
-        /// The epoch that the fence holds now.
+        /// The epoch that the fence held.
         found: u64,
     },
     /// The request names an event that the worker does not have.
@@ -54,56 +54,57 @@ pub enum GpuCopyError {
 
 /// A worker's GPU memory, mapped here.
 ///
-/// The fence is read by the GPU itself, in the same stream before and after the blocks: a copy counts only if the
-/// engine had not given it up by the time that the last byte was read.
+/// The GPU itself reads the fence, in the same stream before and after the blocks. So a copy counts only if the engine had not
+/// given it up when the last byte was read.
 #[derive(Debug)]
 pub struct GpuMemory {
     map: AddressMap,
     events: Vec<Event>,
-    /// Of the fence, here.
+    /// Address of the fence in this process.
     fence: u64,
     nonce: [u8; 16],
     pidfd: OwnedFd,
     saving: Mutex<Lane>,
     loading: Mutex<Lane>,
     loader: Loader,
-    /// For loads while nothing computes.
+    /// Thresholds for loads while the GPU computes nothing.
     idle: Calibration,
-    /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
+    /// Dropped after the lanes, which have waited for their work before they are unlocked.
     _imports: Vec<Imported>,
     _chunks: Vec<ImportedChunks>,
-    /// What is copied from and to stays pinned as long as this.
+    /// Keeps the pool pinned, which the copies read and write.
     pool: Arc<PinnedPool>,
 }
 
-/// A load that one rank was asked for.
+/// A load of one rank.
 #[derive(Debug)]
 pub struct Member {
     /// The memory of the worker that the load is for.
     pub memory: Arc<GpuMemory>,
-    /// The load copies these, in this order.
+    /// Copied in this order.
     pub parts: Vec<LoadPart>,
-    /// Epoch of the worker's fence, as its request named it. If another one is found there, the load was given up.
+    /// Epoch of the worker's fence, from its request. If the fence holds another one, the worker has given the load up.
     pub epoch: u64,
-    /// The engine computes for other requests meanwhile.
+    /// The engine computes other requests meanwhile.
     pub beside_compute: bool,
 }
 
-/// Which way a lane's copies go.
+/// Direction of a lane's copies.
 #[derive(Debug)]
 enum Way {
-    /// To the pool.
+    /// From the engine into the pool.
     Out,
-    /// From the pool, perhaps over the links of other GPUs too and through a ring on this one. How rings are read is
-    /// decided by `pulls`.
+    /// From the pool, perhaps also over the links of other GPUs, and through the staging ring of this one. `pulls` decides how
+    /// the GPU reads such rings.
     In { pulls: Thresholds },
 }
 
 impl GpuMemory {
-    /// Maps what a worker of an engine exported, and takes what it shared chunk by chunk. Every region must lie in it.
+    /// Maps the memory that a worker has exported, and takes the ranges that it has shared chunk by chunk. Every region must lie
+    /// in them.
     ///
     /// # Errors
-    /// What cannot be mapped, and a fence that does not hold the nonce.
+    /// Some memory cannot be mapped, a region lies outside, or the fence does not hold the nonce.
     pub fn import(
         gpus: &Gpus,
         engine_id: &str,
@@ -141,7 +142,7 @@ impl GpuMemory {
         let mapped = chunks.iter().map(ImportedChunks::mapped).collect::<Result<Vec<_>, _>>()?;
         let map = AddressMap::new(imports.iter().map(Mapped::from).chain(mapped))?;
         for region in regions {
-            // Validated before: it ends inside the address space.
+            // A validated region has a span, so the default is never taken.
             map.local(region.base, region.span_bytes().unwrap_or(u64::MAX))?;
         }
         let fence = map.local(worker.fence.base, FENCE_BYTES as u64)?;
@@ -171,13 +172,13 @@ impl GpuMemory {
         }
     }
 
-    /// Gathers runs into the pool after `event`, for a request made at `epoch`, at its pace.
+    /// Copies runs into the pool after `event`, at this pace, for a request made at `epoch`.
     ///
     /// # Errors
-    /// [`GpuCopyError`]; then what the pool holds there is worth nothing.
+    /// [`GpuCopyError`]; then the bytes in the pool are undefined.
     ///
     /// # Panics
-    /// For runs of another pool than the one that is pinned.
+    /// If the runs are of another pool than the pinned one.
     pub fn copy_out(
         &self,
         runs: &Runs,
@@ -195,7 +196,7 @@ impl GpuMemory {
             let (now, later) = pace.next(left);
             // SAFETY: pieces of runs of the pool that is pinned; the lane waits for the work.
             let copied = unsafe { self.run(&mut lane, &[(now, None)], pool, Way::Out) };
-            // Each part: nobody wants the rest of a save that was given up.
+            // After each part, because the rest of a save that was given up is needless.
             self.judge(&lane, copied, epoch)?;
             if later.is_empty() {
                 return Ok(());
@@ -207,12 +208,12 @@ impl GpuMemory {
         }
     }
 
-    /// Waits until a load for a request made at `epoch` may begin: after `event`.
+    /// Checks that a load requested at `epoch` was not given up, and waits for `event`: then it may begin.
     ///
     /// # Errors
-    /// A load that was given up, or a process that has ended.
+    /// The load was given up, or the process has ended.
     pub fn wait_until_wanted(&self, epoch: u64, event: Option<u32>) -> Result<(), GpuCopyError> {
-        // A load that was given up while this process was stopped must not be started.
+        // The worker may have given the load up while this daemon was stopped; it must not start then.
         let found = self.fence_of(&mut self.loading.lock())?;
         if found != epoch {
             return Err(GpuCopyError::Cancelled { asked: epoch, found });
@@ -220,25 +221,24 @@ impl GpuMemory {
         self.wait_for_event(event)
     }
 
-    /// Where the pool begins, for the GPU.
+    /// The pool's address for the GPU.
     fn pool_address<'a>(&self, runs: impl IntoIterator<Item = &'a Runs>) -> u64 {
         let same = |runs: &Runs| Arc::ptr_eq(runs.pool(), &self.pool.arena);
         assert!(runs.into_iter().all(same), "runs of another pool than the one that is pinned");
         self.pool.arena.base().expose_provenance() as u64
     }
 
-    /// Scatters a load's runs from the pool, one part after the other, once it has been waited for
-    /// ([`Self::wait_until_wanted`]). `load` is of this memory.
+    /// Copies a load's runs from the pool, part by part, after [`Self::wait_until_wanted`]. `load` is of this memory.
     ///
-    /// The engine's scheduler holds a lease on the blocks until it hears of the end of this load, so nobody writes them; what
-    /// a wrong page names is only read. The engine set the destination blocks aside, and the map lets nothing be written
-    /// outside what it exported.
+    /// The engine's scheduler holds a lease on the pool's blocks until it hears of the end of this load, so no one writes them;
+    /// a wrong page number only causes a wrong read. The engine has set the destination blocks aside, and the map allows no
+    /// write outside the memory that it exported.
     ///
     /// # Errors
-    /// [`GpuCopyError`]; then what the engine's blocks hold is worth nothing.
+    /// [`GpuCopyError`]; then the bytes of the engine's blocks are undefined.
     ///
     /// # Panics
-    /// For runs of another pool than the one that is pinned.
+    /// If the runs are of another pool than the pinned one.
     pub fn copy_in(&self, load: &Member) -> Result<(), GpuCopyError> {
         let pool = self.pool_address(load.parts.iter().map(|part| &part.runs));
         let parts: Vec<(&[Run], Option<Flag>)> =
@@ -251,7 +251,7 @@ impl GpuMemory {
         self.judge(&lane, copied, load.epoch)
     }
 
-    /// What decides between the ways to copy for this load.
+    /// The thresholds that choose how this load is copied.
     fn thresholds(&self, load: &Member, direction: Direction) -> Thresholds {
         match load.beside_compute {
             true if direction != Direction::Peer => Thresholds::beside_compute(direction),
@@ -259,16 +259,16 @@ impl GpuMemory {
         }
     }
 
-    /// Whether loads of so many bytes, the same for so many ranks, may share the ranks' links.
+    /// Whether `ranks` ranks that load the same `bytes` bytes may share their links.
     pub fn may_share(&self, bytes: u64, ranks: usize) -> bool {
         self.loader.may_share(bytes, ranks)
     }
 
-    /// As [`Self::copy_in`] for each member, which all load the same bytes: each link brings a share of them for all. None
-    /// where each has to load by itself; then nothing was written. No member ends its load before this is over.
+    /// As [`Self::copy_in`] for each member. All members load the same bytes, and each link copies a share of them for all.
+    /// None if each has to load by itself; then nothing was written. No member ends its load before this returns.
     ///
     /// # Panics
-    /// For runs of another pool than the one that is pinned.
+    /// If the runs are of another pool than the pinned one.
     pub fn copy_in_together(members: &[Arc<Member>]) -> Option<Vec<Result<(), GpuCopyError>>> {
         let first = members.first()?;
         let runs = members.iter().flat_map(|member| &member.parts).map(|part| &part.runs);
@@ -276,19 +276,19 @@ impl GpuMemory {
         let lanes: Vec<_> = members.iter().map(|member| member.memory.loading.lock()).collect();
         let streams: Vec<&Stream> = lanes.iter().map(|lane| &*lane.stream).collect();
         let loaders: Vec<&Loader> = members.iter().map(|member| &member.memory.loader).collect();
-        // A member's wrong address must fail that member's load only.
+        // On a wrong address, each loads by itself, so that only that member's load fails.
         let words: Vec<Vec<Option<Flag>>> =
             members.iter().map(|member| member.memory.words(&member.parts)).collect::<Result<_, _>>().ok()?;
-        let look = |at| {
+        let read_fences = |at| {
             members.iter().zip(&lanes).try_for_each(|(member, lane)| {
                 // SAFETY: the fence is mapped as long as its member; all streams are waited for below.
-                unsafe { lane.look_at(member.memory.fence, at) }
+                unsafe { lane.read_fence(member.memory.fence, at) }
             })
         };
-        let looked = look(FENCE_BEFORE);
+        let fences_read = read_fences(FENCE_BEFORE);
         let bytes = first.parts.iter().flat_map(|part| part.runs.as_slice()).map(|run| run.len).sum();
         let pulls = first.memory.thresholds(first, Direction::Peer);
-        let begun = looked.ok().and_then(|()| Together::begin(&loaders, &streams, bytes, &pulls));
+        let begun = fences_read.ok().and_then(|()| Together::begin(&loaders, &streams, bytes, &pulls));
         let Some(mut together) = begun else {
             streams.iter().for_each(|stream| drop(stream.synchronize()));
             return None;
@@ -309,10 +309,10 @@ impl GpuMemory {
                     }
                 }
             }
-            look(FENCE_AFTER)
+            read_fences(FENCE_AFTER)
         };
         let enqueued = enqueue();
-        // Also after an error: what was enqueued runs.
+        // Also after an error, because the work that was enqueued runs.
         let gone = || members.iter().all(|member| pidfd_exited(&member.memory.pidfd));
         let outcome = enqueued.and(together.synchronize_or(gone));
         tracing::debug!(ranks = members.len(), bytes, ?outcome, "ranks shared a load");
@@ -324,12 +324,12 @@ impl GpuMemory {
         Some(members.iter().zip(lanes.iter().map(|lane| &**lane)).map(judge).collect())
     }
 
-    /// The words of the parts' flags, by the addresses of this process.
+    /// The parts' flags, by their addresses in this process.
     fn words(&self, parts: &[LoadPart]) -> Result<Vec<Option<Flag>>, GpuError> {
         parts.iter().map(|part| part.flag.map(|flag| flag.local(&self.map)).transpose()).collect()
     }
 
-    /// What moves the runs, by the addresses of this process.
+    /// The copies of these runs, by addresses in this process.
     fn copies(&self, runs: &[Run], pool: u64, way: &Way) -> Result<Vec<Copy>, GpuError> {
         let copy = |run: &Run| {
             let (engine, pool, len) =
@@ -342,7 +342,8 @@ impl GpuMemory {
         runs.iter().map(copy).collect()
     }
 
-    /// Everything in the lane's order, and waits for it. Each part is planned when the one before is on its way.
+    /// Enqueues fence, parts and fence in the lane's stream, and waits for them. Each part is planned while the one before is
+    /// copied.
     ///
     /// # Safety
     /// The runs lie inside the pinned pool, which begins at `pool`.
@@ -354,8 +355,8 @@ impl GpuMemory {
         way: Way,
     ) -> Result<(), GpuCopyError> {
         // SAFETY: the fence is mapped as long as this; the lane is waited for below.
-        unsafe { lane.look_at(self.fence, FENCE_BEFORE)? };
-        // Over several links, what is written comes after the fence too.
+        unsafe { lane.read_fence(self.fence, FENCE_BEFORE)? };
+        // `begin` orders the copies over other links behind the fence, too.
         let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
         let pieces = parts.iter().map(|(runs, _)| runs.len()).sum();
         let pool_runs = parts.iter().map(|(runs, _)| pool_runs(runs)).sum();
@@ -378,7 +379,7 @@ impl GpuMemory {
                     }
                 };
                 let staged = loading.as_ref().is_some_and(Loading::is_staged);
-                tracing::debug!(?way, ?how, staged, "copies of the GPU");
+                tracing::debug!(?way, ?how, staged, "GPU copies enqueued");
                 if let Some(flag) = flag {
                     let Flag { word, value } = flag.local(&self.map)?;
                     // SAFETY: the word is mapped, as the fence is.
@@ -386,32 +387,32 @@ impl GpuMemory {
                 }
             }
             // SAFETY: as above.
-            unsafe { lane.look_at(self.fence, FENCE_AFTER) }
+            unsafe { lane.read_fence(self.fence, FENCE_AFTER) }
         };
         let outcome = enqueue(lane);
-        // Also after an error: what was enqueued runs.
+        // Also after an error, because the work that was enqueued runs.
         let gone = || pidfd_exited(&self.pidfd);
         let relayed = loading.as_mut().map_or(Ok(()), |loading| loading.synchronize_or(gone));
         let done = lane.stream.synchronize();
         Ok(outcome.and(relayed).and(done)?)
     }
 
-    /// Waits until the engine's GPU work has come to an event. Not in the stream: that work ends with the engine's process,
-    /// and a stream that waits for an event of a dead process may wait for ever.
+    /// Waits until the engine's GPU work has reached an event. The host waits, not the stream: the work ends with the engine's
+    /// process, and a stream that waits for a dead process's event may wait for ever.
     fn wait_for_event(&self, event: Option<u32>) -> Result<(), GpuCopyError> {
         let Some(event) = event else { return Ok(()) };
         let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
-        let mut pause = LOOK_EVERY / 32;
+        let mut pause = POLL_EVERY / 32;
         while !event.is_done()? {
             if pidfd_exited_within(&self.pidfd, pause) {
                 return Err(GpuCopyError::Gone);
             }
-            pause = LOOK_EVERY.min(pause * 2);
+            pause = POLL_EVERY.min(pause * 2);
         }
         Ok(())
     }
 
-    /// Whether the engine still wanted the copy at its end.
+    /// Fails the copy if the engine had given it up, or was gone, before or after it.
     fn judge(&self, lane: &Lane, copied: Result<(), GpuCopyError>, epoch: u64) -> Result<(), GpuCopyError> {
         copied?;
         for at in [FENCE_BEFORE, FENCE_AFTER] {
@@ -428,7 +429,7 @@ impl GpuMemory {
 
     fn fence_of(&self, lane: &mut Lane) -> Result<u64, GpuCopyError> {
         // SAFETY: the fence is mapped as long as this; the lane waits for the copy.
-        unsafe { lane.look_at(self.fence, FENCE_BEFORE)? };
+        unsafe { lane.read_fence(self.fence, FENCE_BEFORE)? };
         lane.stream.synchronize()?;
         match lane.fence_at(FENCE_BEFORE) {
             found if found.nonce == self.nonce && !pidfd_exited(&self.pidfd) => Ok(found.epoch),
@@ -437,7 +438,7 @@ impl GpuMemory {
     }
 }
 
-/// In how many ranges of the pool these runs lie, taken in their order.
+/// Number of contiguous pool ranges of these runs, in their order.
 fn pool_runs(runs: &[Run]) -> usize {
     let breaks =
         runs.windows(2).filter(|pair| pair[0].pool_offset.after(pair[0].len) != Some(pair[1].pool_offset));

@@ -13,33 +13,33 @@ use kvlane_gpu::{
 use kvlane_memory::Arena;
 use parking_lot::Mutex;
 
-/// The GPU driver, with the pool pinned for it.
+/// The daemon's GPUs, and the pool pinned for their driver.
 #[derive(Debug)]
 pub struct Gpus {
     driver: Arc<dyn Driver>,
-    /// Opened when the first engine on it registers, and kept.
+    /// By UUID. A GPU is opened when the first engine on it registers, and stays open.
     opened: Mutex<HashMap<[u8; 16], Gpu>>,
     rails: Arc<Rails>,
-    /// For GPUs of this name: those of one host and model are alike.
+    /// The name of the GPU that was measured, and the result, which holds for GPUs of the same name.
     calibrated: (String, Calibration),
     /// How long loads of ranks that hold the same blocks wait for each other ([`crate::Meetings`]).
     pub meet_within: Duration,
     pool: Arc<PinnedPool>,
 }
 
-/// The pool while the driver knows it: whoever copies between it and a GPU holds one.
+/// The pinned pool. Every copy between it and a GPU holds one, so that the pool stays pinned meanwhile.
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
-    /// Before the arena, which it needs.
+    /// Dropped before the arena, whose memory it unpins.
     pinned: Pinned,
     pub(crate) arena: Arc<Arena>,
 }
 
 impl Gpus {
-    /// Pins the pool, and measures the first GPU if it is to: nobody uses the pool yet.
+    /// Pins the pool, and measures the first GPU if `calibrate`, before anything else uses the pool.
     ///
     /// # Errors
-    /// No GPU, or one that cannot be used.
+    /// There is no GPU, or it cannot be used.
     pub fn start(
         driver: Arc<dyn Driver>,
         arena: Arc<Arena>,
@@ -51,10 +51,10 @@ impl Gpus {
         let first = first.ok_or_else(|| GpuError::NoSuchDevice("at all".into()))?;
         let gpu = Gpu::open(Arc::clone(&driver), first.ordinal)?;
         let address = arena.base().expose_provenance() as u64;
-        // SAFETY: the arena is kept below for as long as it is pinned; whoever enqueues work on it holds it pinned, and waits
-        // for that work before letting go.
+        // SAFETY: `PinnedPool` keeps the arena for as long as it is pinned. Every user that enqueues work on it holds a
+        // `PinnedPool`, and waits for that work before dropping it.
         let pinned = unsafe { Pinned::new(&gpu, address, arena.bytes(), CHUNK_BYTES, |_| {})? };
-        // SAFETY: the pool is pinned, and nobody uses it yet.
+        // SAFETY: the pool is pinned, and nothing else uses it yet.
         let measured = calibrate.then(|| unsafe { Calibration::measure(&gpu, address, arena.bytes()) });
         let calibrated = (first.name, calibration(measured));
         let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
@@ -62,18 +62,18 @@ impl Gpus {
         let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
         let pool = Arc::new(PinnedPool { pinned, arena });
         let gpus = Self { driver, opened, rails, meet_within, calibrated, pool };
-        tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
+        tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pool pinned");
         let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
         if several {
             let start = Instant::now();
             let opened = gpus.rails.open_all();
             let seconds = start.elapsed().as_secs_f64();
-            tracing::info!(gpus = ?opened, seconds, "opened the GPUs that may lend their links to loads for others");
+            tracing::info!(gpus = ?opened, seconds, "GPUs opened that may lend their links to loads (rails)");
         }
         Ok(gpus)
     }
 
-    /// What people call the driver and its devices: "2 x NVIDIA H200 (cuda)".
+    /// The devices and the driver, for logs: "2 x NVIDIA H200 (cuda)".
     pub fn describe(&self) -> String {
         let mut names: Vec<(String, usize)> = Vec::new();
         for device in self.driver.devices().unwrap_or_default() {
@@ -91,44 +91,44 @@ impl Gpus {
         self.rails.relayed_bytes()
     }
 
-    /// Bytes that loads moved through a ring on the GPU that they were for.
+    /// Bytes that loads moved through the staging ring of their own GPU.
     pub fn staged_bytes(&self) -> u64 {
         self.rails.staged_bytes()
     }
 
-    /// [`Rails::unstaged_loads`]
+    /// As [`Rails::unstaged_loads`].
     pub fn unstaged_loads(&self) -> u64 {
         self.rails.unstaged_loads()
     }
 
-    /// The directions, and from how many bytes on copy engines copy while a GPU is idle.
+    /// For each direction, the length in bytes from which on an idle GPU uses copy engines.
     pub fn engine_bytes(&self) -> [(&'static str, u64); 2] {
         let of = |direction| self.calibrated.1.thresholds(direction).batch_bytes;
         [("host_to_device", of(Direction::HostToDevice)), ("device_to_host", of(Direction::DeviceToHost))]
     }
 
-    /// The rails by which loads of an engine on this GPU come.
+    /// The rails for loads of an engine on this GPU.
     pub(crate) fn loader(&self, gpu: &Gpu, engine_id: &str) -> Loader {
         self.rails.loader(gpu, engine_id)
     }
 
-    /// The pool, and where its pinned parts meet.
+    /// The pool, and the addresses at which its pinned parts meet.
     pub(crate) fn pool(&self) -> (Arc<PinnedPool>, &[u64]) {
         (Arc::clone(&self.pool), self.pool.pinned.seams())
     }
 
-    /// What was measured of GPUs like this one.
+    /// The calibration for GPUs of this one's name; the default if no such GPU was measured.
     pub(crate) fn calibration(&self, gpu: &Gpu) -> Calibration {
         let (name, calibration) = &self.calibrated;
         if *name == gpu.info().name { calibration.clone() } else { Calibration::default() }
     }
 
-    /// Bytes that loads brought over the link of each GPU, by ordinal.
+    /// Bytes that loads moved over the link of each GPU, by ordinal.
     pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
         self.rails.bytes_by_link()
     }
 
-    /// The GPU with this UUID.
+    /// The GPU with this UUID, opened if it is not.
     pub(crate) fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
         let mut opened = self.opened.lock();
         if let Some(gpu) = opened.get(&uuid) {
@@ -140,7 +140,7 @@ impl Gpus {
     }
 }
 
-/// What was measured, or the usual where it was not, or failed.
+/// The measured calibration; the default if there was no measurement, or it failed.
 fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
     match measured {
         Some(Ok(measured)) => {
@@ -149,12 +149,12 @@ fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
             tracing::info!(
                 host_to_device_kib = to_device,
                 device_to_host_kib = to_host,
-                "measured from which length on copy engines are as fast as the kernel"
+                "GPU calibrated: copy engines are as fast as the kernel from these lengths on"
             );
             measured
         }
         Some(Err(error)) => {
-            tracing::warn!(%error, "the GPU could not be measured; copies go as on an H200");
+            tracing::warn!(%error, "cannot calibrate the GPU; using the thresholds of an H200");
             Calibration::default()
         }
         None => Calibration::default(),

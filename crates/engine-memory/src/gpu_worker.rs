@@ -1,4 +1,4 @@
-//! A worker whose blocks lie on a GPU: what it shares with the daemon, and its own copies without the daemon.
+//! The worker's side of its GPU: exports memory to the daemon, holds fence, flags and events, and copies without the daemon.
 #![expect(unsafe_code, reason = "copies, words and streams in GPU memory")]
 
 use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
@@ -14,32 +14,32 @@ use crate::exported::{Allocation, ChunkShare, Exported};
 use crate::fence::{EPOCH_OFFSET, FenceValue};
 use crate::flags::{EVENTS, FLAGS_END, FLAGS_OFFSET, Flags};
 
-/// Smaller ones may share a page of the driver with memory of the engine, which the daemon has no business with.
+/// Size of the allocation with fence and flags. A smaller one may share a driver page with the engine's own memory, and the
+/// export would give that to the daemon, too.
 const FENCE_ALLOCATION: u64 = 2 << 20;
 const _: () = assert!(FLAGS_END <= FENCE_ALLOCATION);
 
-/// What a worker shares of its GPU. The engine's threads use it too, for events, flags and streams. The diagram of this crate
-/// shows the words.
+/// A worker's GPU. The engine's threads use it too, for events, flags and streams. The diagram in lib.rs shows fence and flags.
 #[derive(Debug)]
 pub struct WorkerGpu {
     gpu: Gpu,
     exports: Vec<Export>,
-    /// Shared chunk by chunk, with every registration anew: the descriptors are not kept.
+    /// Shared chunk by chunk at every registration, because the descriptors are not kept.
     chunk_ranges: Vec<ChunkRange>,
     fence: DeviceMemory,
     fence_export: Export,
     events: Vec<Event>,
     event_handles: Vec<[u8; 64]>,
     free_events: Mutex<Vec<u32>>,
-    /// For copies of our own.
+    /// For this process's own copies, and for fence and flags.
     stream: Stream,
 }
 
 impl WorkerGpu {
-    /// Exports the allocations that the regions lie in.
+    /// Exports the allocations that hold the regions.
     ///
     /// # Errors
-    /// No such device, or memory that cannot be shared between processes.
+    /// There is no such device, or its memory cannot be shared between processes.
     pub fn with_driver(
         driver: Arc<dyn kvlane_gpu::Driver>,
         device_uuid: [u8; 16],
@@ -63,7 +63,7 @@ impl WorkerGpu {
         }
         let chunk_ranges = gpu.chunk_ranges(&chunked)?;
         for range in &chunk_ranges {
-            // Whether it can be shared at all is to be known now.
+            // Fails now if such memory cannot be shared, instead of at the first registration.
             gpu.export_chunk(range.base)?;
         }
         let fence = gpu.alloc(FENCE_ALLOCATION)?;
@@ -91,18 +91,18 @@ impl WorkerGpu {
         })
     }
 
-    /// Address of the first flag of event 0. Whoever asks for loads owns the flags, and takes them once.
+    /// Address of the first flag of event 0. The link that requests loads owns the flags, and takes this once.
     pub fn first_flag(&self) -> u64 {
         self.fence.address() + FLAGS_OFFSET
     }
 
-    /// Later work of `stream` starts once a region of this load is there; None is all of them.
+    /// Makes later work of `stream` wait until this region of a load has arrived; None is all regions.
     ///
     /// # Errors
-    /// What the driver says.
+    /// From the driver.
     ///
     /// # Panics
-    /// For flags of another worker.
+    /// If the flags are another worker's.
     pub fn hold_up(&self, stream: &EngineStream, flags: &Flags, region: Option<u32>) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         let word = self.own_word(flags.word_of(region.unwrap_or(u32::MAX)));
@@ -110,7 +110,7 @@ impl WorkerGpu {
         unsafe { driver.wait_word(device, stream.raw(), word, flags.value) }
     }
 
-    /// A word after it was checked that it is one of ours.
+    /// The word, checked to be a flag of this worker.
     fn own_word(&self, word: u64) -> u64 {
         let first = self.first_flag();
         let end = self.fence.address() + FLAGS_END;
@@ -121,30 +121,30 @@ impl WorkerGpu {
         word
     }
 
-    /// Writes all flags of a load, after the copies of our own.
+    /// Writes all flags of a load, in stream order after this process's own copies.
     ///
     /// # Panics
-    /// For flags of another worker.
+    /// If the flags are another worker's.
     pub fn write_flags(&self, flags: &Flags) {
         // SAFETY: the word is ours, and lives as long as this.
         let write = |word| unsafe { self.stream.write_word(self.own_word(word), flags.value) };
         let written = flags.words().try_for_each(write).and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
-            // The context is lost, and nothing waits any more.
-            tracing::warn!(%error, "the flags of a load could not be written");
+            // Then the context is lost, and no stream waits any more.
+            tracing::warn!(%error, "cannot write the flags of a load");
         }
     }
 
-    /// The device.
+    /// The device that holds the blocks.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
 
-    /// An event that says when what `stream` has been given so far is done. None when all events are in use: then it has
-    /// been waited for.
+    /// Records an event after the work enqueued on `stream` so far, and returns its index. None if all events are in use: then
+    /// this has waited for the work.
     ///
     /// # Errors
-    /// What the driver says.
+    /// From the driver.
     pub fn after(&self, stream: &EngineStream) -> Result<Option<u32>, GpuError> {
         let free = self.free_events.lock().pop();
         let Some(index) = free else {
@@ -161,12 +161,12 @@ impl WorkerGpu {
         recorded.map(|()| Some(index))
     }
 
-    /// The copy that waited for the event is over.
+    /// Frees an event, after the copy that waited for it is over.
     pub fn give_back(&self, event: u32) {
         self.free_events.lock().push(event);
     }
 
-    /// Writes the fence where the daemon's GPU reads it; when it returns it holds.
+    /// Writes the fence in GPU memory, where the daemon's GPU reads it. It is written when this returns.
     pub(crate) fn write_fence(&self, value: FenceValue) {
         let bytes = value.to_bytes();
         let (nonce, epoch) = bytes.split_at(EPOCH_OFFSET);
@@ -180,8 +180,8 @@ impl WorkerGpu {
             .and_then(|()| write(EPOCH_OFFSET, epoch))
             .and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
-            // The context is lost, and with it all that the daemon could still read.
-            tracing::warn!(%error, "the fence in GPU memory could not be written");
+            // Then the context is lost, and with it all memory that the daemon could still read.
+            tracing::warn!(%error, "cannot write the fence in GPU memory");
         }
     }
 
@@ -209,7 +209,7 @@ impl WorkerGpu {
         enqueued
     }
 
-    /// What has to be shared chunk by chunk before this is registered.
+    /// The chunks to share before registering, in batches of as many descriptors as one message takes.
     pub fn chunk_batches(&self) -> Vec<ChunkBatch> {
         let batches = |(range, ChunkRange { chunks, .. }): (usize, &ChunkRange)| {
             let starts = (0..chunks.len()).step_by(DESCRIPTORS_MAX);
@@ -219,7 +219,7 @@ impl WorkerGpu {
         self.chunk_ranges.iter().enumerate().flat_map(batches).collect()
     }
 
-    /// What shares a batch, and the descriptors that ride on it.
+    /// The message that shares a batch, and the descriptors that travel with it.
     ///
     /// # Errors
     /// As for [`Gpu::export_chunk`].
@@ -240,7 +240,7 @@ impl WorkerGpu {
         Ok((share, descriptors))
     }
 
-    /// What the daemon maps.
+    /// The memory and events that the daemon maps.
     pub fn exported(&self) -> Exported {
         let chunked =
             |range: &ChunkRange| Allocation { base: range.base, bytes: range.bytes(), handle: None };
@@ -254,7 +254,7 @@ impl WorkerGpu {
     }
 }
 
-/// Chunks that are shared by one message, of one range.
+/// Chunks of one range that one message shares.
 #[derive(Debug)]
 pub struct ChunkBatch {
     range: usize,

@@ -1,4 +1,4 @@
-//! A worker's host memory as the daemon reads it, by process_vm_readv.
+//! The daemon's side of a worker's host memory: reads it by process_vm_readv.
 #![expect(unsafe_code, reason = "the kernel writes into the pool what it reads of the engine")]
 
 use std::os::fd::OwnedFd;
@@ -14,13 +14,13 @@ use crate::fence::{FENCE_BYTES, FenceValue};
 use crate::host_worker::HostFence;
 use crate::runs::Runs;
 
-/// Most bytes that one call moves; between two calls a given-up copy is noticed.
+/// Most bytes that one call copies. The fence is checked after each call, so that a copy that was given up ends there.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// A process whose memory was found readable.
+/// A process whose memory a probe has found readable.
 ///
-/// What it names is checked, not assumed: the fence holds the process's nonce, so a process that got the same pid
-/// later is not mistaken for it, and an epoch, by which the engine gives up copies that it no longer waits for.
+/// Each copy checks the fence. Its nonce shows whether a later process has got the same pid. By its epoch the engine gives up
+/// copies that it no longer waits for.
 #[derive(Debug)]
 pub struct ProcessVm {
     process: RemoteProcess,
@@ -28,10 +28,10 @@ pub struct ProcessVm {
     nonce: [u8; 16],
 }
 
-/// Why a copy is worth nothing.
+/// Why a copy does not count.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum CopyError {
-    /// The process is no more, or another one has its pid.
+    /// The process has exited, or another one has its pid.
     #[error("the engine's process {pid} has exited")]
     Gone {
         /// Process id of the worker.
@@ -42,24 +42,24 @@ pub enum CopyError {
     Cancelled {
         /// The epoch of the request.
         asked: u64,
-        /// The epoch that the fence holds now.
+        /// The epoch that the fence held.
         found: u64,
     },
-    /// The kernel refused: an address that is not mapped, or a permission that was taken away.
+    /// The kernel refused, because an address is not mapped, or a permission was taken away.
     #[error("the engine's process {pid} cannot be copied at {address:#x}: {errno}")]
     Refused {
         /// Process id of the worker.
         pid: u32,
         /// Address of the run that failed.
         address: u64,
-        /// What the kernel said.
+        /// From the kernel.
         errno: Errno,
     },
 }
 
 impl ProcessVm {
-    /// Reads the fence of a process by the very call that copies will use. `pid` is 0 for a process that is not
-    /// visible from here, which is then unsupported.
+    /// Reads the fence of a process by the call that copies will use. `pid` is 0 for a process that is not visible from here,
+    /// which is unsupported.
     pub fn probe(
         pid: u32,
         pidfd: OwnedFd,
@@ -81,16 +81,16 @@ impl ProcessVm {
         }
     }
 
-    /// As [`Self::probe`], of this process: everybody may read himself, so only a missing call or a seccomp filter can
-    /// refuse it. For `kvlane doctor`.
+    /// As [`Self::probe`], of this process. A process may always read itself, so only a missing system call or a seccomp filter
+    /// can refuse it. For `kvlane doctor`.
     pub fn probe_own() -> Result<(), ProbeError> {
         let fence = HostFence::new([7; 16]);
-        // Without a pidfd there is no daemon either, which is told elsewhere.
+        // A kernel without pidfds cannot run the daemon either, which doctor reports elsewhere.
         let Ok(pidfd) = UnixStream::pair().and_then(|(one, _other)| peer_pidfd(&one)) else { return Ok(()) };
         Self::probe(std::process::id(), pidfd, fence.address(), fence.nonce()).map(drop)
     }
 
-    /// The process's id.
+    /// The worker's process id, as this process sees it.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
@@ -100,7 +100,7 @@ impl ProcessVm {
         self.process.pidfd()
     }
 
-    /// The epoch that the fence holds now, after a check that the process is still the one that was probed.
+    /// The fence's epoch. Fails if the process is not the one that was probed.
     pub fn fence(&self) -> Result<u64, CopyError> {
         match self.read_fence() {
             Ok(found) if found.nonce == self.nonce && !self.process.has_exited() => Ok(found.epoch),
@@ -109,9 +109,9 @@ impl ProcessVm {
         }
     }
 
-    /// Copies from the engine into the pool, for a request made at `epoch`, in bounded batches with a look at the fence
-    /// before the first and after each. On success the engine was at that epoch after the last byte was read: it has not
-    /// given the blocks up, so the bytes are theirs.
+    /// Copies from the engine into the pool, for a request made at `epoch`. The copy is made in bounded batches, with a check of
+    /// the fence before the first and after each. On success the engine was at that epoch after the last byte was read. So it
+    /// had not reused the blocks, and the bytes are right.
     ///
     /// # Errors
     /// [`CopyError`]; then what the pool holds there is undefined.
@@ -134,7 +134,7 @@ impl ProcessVm {
                 Ok(copied) => cursor.advance(runs, copied),
                 Err(errno) => return Err(self.failed(address, errno)),
             }
-            // The fence must not be read ahead of the bytes that it vouches for.
+            // The fence must not be read before the bytes that it vouches for.
             fence(Ordering::SeqCst);
             check()?;
         }
@@ -145,7 +145,7 @@ impl ProcessVm {
         let mut bytes = [0u8; FENCE_BYTES];
         let local = [range(bytes.as_mut_ptr(), FENCE_BYTES)];
         let remote = [range(std::ptr::without_provenance_mut(self.fence_address as usize), FENCE_BYTES)];
-        // SAFETY: the local range is `bytes`, which nobody else touches.
+        // SAFETY: the local range is `bytes`, which nothing else touches.
         let copied = unsafe { self.process.read(&local, &remote)? };
         if copied != FENCE_BYTES as u64 {
             return Err(Errno::FAULT);
@@ -166,9 +166,10 @@ fn range(start: *mut u8, bytes: usize) -> libc::iovec {
     libc::iovec { iov_base: start.cast(), iov_len: bytes }
 }
 
-/// How far a list of runs has been copied.
+/// A position in a list of runs.
 #[derive(Default)]
 struct Cursor {
+    /// Runs before this one are copied.
     run: usize,
     /// Bytes of that run that are copied; less than its length.
     done: u64,
@@ -180,7 +181,7 @@ impl Cursor {
         runs.get(self.run).map(|run| run.engine_addr + self.done)
     }
 
-    /// The next batch, within both limits.
+    /// Fills in the next batch, of at most [`BATCH_BYTES`] and [`RANGES_MAX`].
     fn fill(
         &self,
         runs: &[Run],
@@ -203,7 +204,7 @@ impl Cursor {
                 std::ptr::without_provenance_mut((run.engine_addr + done) as usize),
                 bytes as usize,
             ));
-            // Scattered pieces of one block are one range on the pool's side.
+            // Pieces of a block that are scattered in the engine are adjacent in the pool.
             match local.last_mut() {
                 Some(last) if local_end == Some(pool_offset) => last.iov_len += bytes as usize,
                 _ => local.push(range(pool_base.wrapping_add(pool_offset as usize), bytes as usize)),

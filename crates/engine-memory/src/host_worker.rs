@@ -4,19 +4,19 @@ use std::sync::atomic::Ordering;
 
 use crate::fence::{FenceValue, Words};
 
-/// Owns the fence's words, which the daemon reads by process_vm; their address stays the same while it lives.
+/// Owns the fence's words, which the daemon reads by process_vm. Their address does not change.
 #[derive(Debug)]
 pub struct HostFence {
     words: Box<Words>,
 }
 
 impl HostFence {
-    /// At epoch 1.
+    /// A fence at epoch 1.
     pub fn new(nonce: [u8; 16]) -> Self {
         Self { words: Box::new(Words { nonce, epoch: 1.into() }) }
     }
 
-    /// Where the daemon finds it in this process.
+    /// Address in this process, for the daemon.
     pub fn address(&self) -> u64 {
         (&raw const *self.words).expose_provenance() as u64
     }
@@ -26,17 +26,17 @@ impl HostFence {
         self.words.nonce
     }
 
-    /// What requests name now.
+    /// The epoch that new requests name.
     pub fn epoch(&self) -> u64 {
         self.words.epoch.load(Ordering::SeqCst)
     }
 
-    /// What the daemon reads.
+    /// The fence as the daemon reads it.
     pub fn value(&self) -> FenceValue {
         FenceValue { nonce: self.nonce(), epoch: self.epoch() }
     }
 
-    /// From here on no copy out that was asked for under a lower epoch can be committed.
+    /// Voids all copies out that were requested at a lower epoch: from here on they cannot be committed.
     pub fn raise_to(&self, epoch: u64) {
         self.words.epoch.fetch_max(epoch, Ordering::SeqCst);
     }

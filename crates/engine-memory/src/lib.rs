@@ -1,8 +1,8 @@
-//! An engine's memory as its worker and the daemon both touch it, both ends side by side.
+//! Copies between an engine's KV blocks and the pool, by the daemon and by the engine's own worker, both ends side by side.
 //!
-//! A worker owns the memory in which an engine holds its KV blocks. The daemon copies out of it and, on a GPU, into it.
-//! Whatever becomes of the daemon, the worker has to be able to say: from here on no copy of yours counts. For that it
-//! keeps a *fence*, words that the daemon looks at before its first and after its last byte.
+//! A worker owns the memory in which an engine holds its KV blocks. The daemon copies out of it and, on a GPU, into it. A worker
+//! must be able to void the daemon's copies at any time, even if the daemon is stopped. For that it keeps a *fence*: words that
+//! the daemon reads before its first and after its last byte.
 //!
 //! ```text
 //!  worker, host memory: 24 bytes            worker, GPU memory: one allocation of 2 MiB
@@ -19,16 +19,16 @@
 //!  +64  the fence as the GPU read it after them          24
 //! ```
 //!
-//! How a copy out goes, the same for both kinds of memory:
+//! A copy out (a save), the same for both kinds of memory:
 //! 1. The worker names blocks, the epoch of its fence, and on a GPU an event of the stream that computes them.
 //! 2. The daemon waits for the event and claims room in the pool.
-//! 3. It reads the fence: is it this process, at this epoch?
-//! 4. It copies the blocks.
-//! 5. It reads the fence again. Only if nothing has changed the copy counts.
+//! 3. The daemon reads the fence: is it this process, at this epoch?
+//! 4. The daemon copies the blocks.
+//! 5. The daemon reads the fence again. The copy counts only if nothing has changed.
 //!
-//! A worker that waits no longer raises its epoch, and then uses the blocks anew: what the daemon read of them meanwhile
-//! fails step 5. A copy into an engine (a load, on GPUs only) looks at the fence likewise; but bytes once written cannot
-//! be taken back, so the worker keeps the blocks of a load until the daemon has answered or is gone.
+//! A worker that gives a save up raises its epoch before it reuses the blocks. So a copy that may have read reused blocks fails
+//! step 5. A copy in (a load, on GPUs only) checks the fence the same way. But bytes that were written cannot be taken back, so
+//! the worker reuses the blocks of a load only after the daemon has answered or is gone.
 #![deny(unsafe_code)]
 
 mod blocks;
@@ -69,5 +69,5 @@ pub use peer::{Asked, PeerBlocks, SaveError};
 pub use runs::{PlanError, Runs};
 pub use worker_fence::WorkerFence;
 
-/// What a worker is told of its GPU, and the stream of an engine that it is given.
+/// Types of this crate's API that come from the GPU crate.
 pub use kvlane_gpu::{EngineStream, GpuError};

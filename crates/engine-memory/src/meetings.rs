@@ -1,13 +1,13 @@
-//! Where the loads of ranks that hold the same blocks meet: of those that come in time the last carries out all.
+//! Joins the loads of ranks that hold the same blocks: the last rank to come carries out the load for all.
 //!
 //! ```text
-//!  rank 0: wanted, its event is there --> gathering --.               .--> judged by its own fence
+//!  rank 0: wanted, its event has passed -> gathering -.               .--> judged by its own fence
 //!  rank 1:                                   wait ----+-- all here -- +--> the same
 //!  rank 2: the last to come ----------------> full ---'  one thread   '--> the same
 //!                                              |
 //!                          not all in time --> ended: each loads by itself
 //! ```
-//! Whoever waits here holds no lock, and its session does not go on before nothing is written to its memory any more.
+//! A rank that waits here holds no lock. Its session does not resume before all writes to its memory have ended.
 
 use std::{
     sync::Arc,
@@ -20,23 +20,23 @@ use parking_lot::{Condvar, Mutex};
 use crate::flags::LoadPart;
 use crate::gpu_daemon::{GpuCopyError, Member};
 
-/// What became of a rank's load in a meeting; None where it has to load by itself.
+/// The outcome of a rank's load in a meeting; None if the rank has to load by itself.
 pub type Answer = Option<Result<(), GpuCopyError>>;
 
 /// A rank among those of its engine that hold the same blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seat {
-    /// Ranks of other engines never meet, whatever their numbers.
+    /// Only ranks of one engine meet.
     pub engine_id: String,
-    /// The first of these ranks.
+    /// The first of the ranks that hold the same blocks.
     pub first: Rank,
-    /// How many they are.
+    /// Number of these ranks.
     pub ranks: u32,
-    /// The rank that sits here; one of `first` and the `ranks - 1` after it.
+    /// This rank: `first`, or one of the `ranks - 1` after it.
     pub rank: Rank,
 }
 
-/// The meetings that others may still join.
+/// The meetings that are not full yet.
 #[derive(Debug, Default)]
 pub struct Meetings {
     open: Mutex<Vec<Arc<Meeting>>>,
@@ -64,8 +64,8 @@ enum Phase {
 }
 
 impl Meetings {
-    /// Meets the same load of the other ranks, for which it waits no longer than `within`. The last to come carries out
-    /// all by `conduct`, which answers for each or for nobody; the others wait until it is over.
+    /// Meets the same load of the other ranks, for which it waits at most `within`. The last rank to come carries out all loads
+    /// by `conduct`, which answers for each of them or for none. The other ranks wait until it is over.
     pub fn meet(
         &self,
         seat: Seat,
@@ -77,7 +77,7 @@ impl Meetings {
         let is_last = |index: usize| index + 1 == seat.ranks as usize;
         let (meeting, index) = self.join(&seat, member);
         if is_last(index) {
-            // Whatever happens, the others go on.
+            // Ends the meeting when dropped, so that the others resume even if `conduct` panics.
             let mut end = End { meeting: &meeting, answers: Vec::new() };
             let members: Vec<_> =
                 meeting.state.lock().members.iter().map(|(_, member)| Arc::clone(member)).collect();
@@ -88,7 +88,7 @@ impl Meetings {
         meeting.state.lock().answers.get_mut(index).and_then(Option::take)
     }
 
-    /// Joins a meeting, and closes it where it is full. The place in it is answered too.
+    /// Joins a meeting, and takes it off the list if it is full. Returns it, with the index of this member.
     fn join(&self, seat: &Seat, member: &Arc<Member>) -> (Arc<Meeting>, usize) {
         let mut open = self.open.lock();
         let found = open.iter().position(|meeting| meeting.state.lock().has_room_for(seat, member));
@@ -101,16 +101,16 @@ impl Meetings {
         let mut state = meeting.state.lock();
         let ranks = seat.ranks as usize;
         state.members.push((seat.clone(), Arc::clone(member)));
-        let place = state.members.len() - 1;
+        let member_index = state.members.len() - 1;
         if state.members.len() == ranks {
             state.phase = Phase::Full;
             open.swap_remove(index);
         }
         drop(state);
-        (meeting, place)
+        (meeting, member_index)
     }
 
-    /// Waits until the meeting is over, one way or the other.
+    /// Waits until the meeting has ended, because its load is over or because not all came in time.
     fn wait(&self, meeting: &Arc<Meeting>, deadline: Instant) {
         let mut state = meeting.state.lock();
         while state.phase == Phase::Gathering {
@@ -119,7 +119,7 @@ impl Meetings {
             }
         }
         drop(state);
-        // Under the lock of those that join: nobody joins what is given up.
+        // Under the lock that joining takes, so that no rank joins a meeting that is given up.
         let mut open = self.open.lock();
         let mut state = meeting.state.lock();
         if state.phase == Phase::Gathering {
@@ -135,7 +135,7 @@ impl Meetings {
 }
 
 impl State {
-    /// The members are let go: each keeps its memory itself.
+    /// Ends the meeting and drops its references to the members; each rank still holds its own.
     fn end(&mut self, answers: Vec<Answer>) {
         self.phase = Phase::Ended;
         self.answers = answers;
@@ -148,12 +148,12 @@ impl State {
                 && other.rank != seat.rank
         };
         self.members.iter().all(same_team)
-            && self.members.first().is_some_and(|(_, first)| bring_the_same(&first.parts, &member.parts))
+            && self.members.first().is_some_and(|(_, first)| copy_the_same(&first.parts, &member.parts))
     }
 }
 
-/// Whether two loads bring the same bytes of the pool in the same parts.
-fn bring_the_same(one: &[LoadPart], other: &[LoadPart]) -> bool {
+/// Whether two loads copy the same bytes of the pool in the same parts.
+fn copy_the_same(one: &[LoadPart], other: &[LoadPart]) -> bool {
     let bytes = |run: &Run| (run.pool_offset, run.len);
     let the_same = |(one, other): (&LoadPart, &LoadPart)| {
         one.flag.is_some() == other.flag.is_some()

@@ -1,5 +1,4 @@
-//! A worker's blocks, and the copies that its process does by itself: from its mapping of the pool into its blocks, and from
-//! its blocks into the pool.
+//! A worker's blocks, and the copies that its own process makes between them and its mapping of the pool.
 #![expect(unsafe_code, reason = "blocks of the engine are vouched for where they are named, once")]
 
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use crate::gpu_worker::WorkerGpu;
 use crate::own_copies::OwnMemory;
 use crate::runs::{PlanError, plan_inside};
 
-/// A worker's blocks, in host memory or on a GPU, which its owner vouches for.
+/// A worker's blocks, in host memory or on a GPU. The caller of [`new`](Self::new) vouches for them.
 #[derive(Debug, Clone)]
 pub struct OwnBlocks {
     groups: Vec<WorkerGroupSpec>,
@@ -23,36 +22,36 @@ pub struct OwnBlocks {
 }
 
 impl OwnBlocks {
-    /// `gpu` is the one that the regions lie on; None for host memory.
+    /// `gpu` is the GPU that holds the regions; None for host memory.
     ///
     /// # Safety
-    /// Until this, its clones and what is made of them are dropped, the regions stay memory of this process (of `gpu`, if
-    /// there is one), readable and writable. The blocks of a save do not change, and those of a load are used by nobody
-    /// else, from the call that names them to the end of their job.
+    /// The regions stay readable and writable memory of this process (of `gpu`, if there is one) until this, its clones and the
+    /// [`OwnCopies`] made from them are dropped. From the call that names them to the end of their job, the blocks of a save do
+    /// not change, and nothing else uses the blocks of a load.
     pub unsafe fn new(groups: Vec<WorkerGroupSpec>, gpu: Option<Arc<WorkerGpu>>) -> Self {
         Self { groups, layouts: Vec::new(), gpu }
     }
 
-    /// What the groups' shards consist of, in the order of the groups; a group without a layout is not described.
+    /// Adds descriptions of the groups' shards, in the order of the groups; None for a group without one.
     #[must_use]
     pub fn described(self, layouts: Vec<Option<ShardLayout>>) -> Self {
         Self { layouts, ..self }
     }
 
-    /// As they were described.
+    /// As given to [`new`](Self::new).
     pub fn groups(&self) -> &[WorkerGroupSpec] {
         &self.groups
     }
 
-    /// The GPU that they lie on.
+    /// The GPU that holds the regions.
     pub fn gpu(&self) -> Option<&Arc<WorkerGpu>> {
         self.gpu.as_ref()
     }
 
-    /// The copies that a rank does by itself. For the thread that copies: it drops this after its last copy.
+    /// The own copies of a rank, for the thread that makes them: it drops this after its last copy.
     ///
     /// # Errors
-    /// [`LayoutError`] for regions that make no sense, or too small to be shared.
+    /// [`LayoutError`] if a region is inconsistent, or the blocks are too small to be sliced.
     pub fn of_rank(&self, rank: Rank) -> Result<OwnCopies, LayoutError> {
         let layouts = self.layouts.iter().cloned().chain(std::iter::repeat(None));
         let group = |(spec, layout): (&WorkerGroupSpec, _)| {
@@ -63,12 +62,12 @@ impl OwnBlocks {
     }
 }
 
-/// What a copy of this process brought.
+/// The size of a copy that this process has made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Copied {
-    /// Blocks of whichever groups.
+    /// Number of blocks, summed over groups.
     pub blocks: u64,
-    /// Of this rank's part of those blocks.
+    /// Bytes of this rank's part of those blocks.
     pub bytes: u64,
 }
 
@@ -78,19 +77,19 @@ pub enum OwnError {
     /// The worker has fewer groups.
     #[error("no such group")]
     NoSuchGroup(u32),
-    /// Block ids and pages that do not fit together.
+    /// The numbers of block ids and pages do not match.
     #[error(transparent)]
     Pages(#[from] WrongPages),
-    /// Blocks or places that do not exist.
+    /// A block or a page does not exist.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// A save into a view that is only read.
+    /// A save needs a writable view.
     #[error("the pool is not mapped writable")]
     NotWritable,
-    /// A save of a worker on a GPU.
+    /// A save of blocks on a GPU.
     #[error("blocks on a GPU are copied by the daemon")]
     OnGpu,
-    /// What the driver says.
+    /// From the GPU's driver.
     #[error(transparent)]
     Gpu(#[from] GpuError),
 }
@@ -108,11 +107,11 @@ impl OwnCopies {
         &self.groups
     }
 
-    /// Copies blocks of a load from the pool into the engine, on a GPU after this event. The daemon has no part in it: the
-    /// blocks are leased until the scheduler hears of the end of the job.
+    /// Copies blocks of a load from the pool into the engine, on a GPU after this event. The pool's blocks do not change
+    /// meanwhile, because they are leased until the scheduler hears of the end of the job. The daemon has no part in the copy.
     ///
     /// # Errors
-    /// [`OwnError`]; then what the engine's blocks hold is worth nothing.
+    /// [`OwnError`]; then the bytes of the engine's blocks are undefined.
     pub fn load(
         &self,
         groups: &[LoadGroup],
@@ -140,11 +139,11 @@ impl OwnCopies {
         Ok(copied)
     }
 
-    /// Copies blocks of groups from the engine's host memory to pages that were claimed for them: the daemon gave them to this
-    /// claim alone until it is committed.
+    /// Copies blocks from the engine's host memory to pages that were claimed for them. Until the claim is committed, no other
+    /// uses these pages.
     ///
     /// # Errors
-    /// [`OwnError`]; then what the pages hold is worth nothing.
+    /// [`OwnError`]; then the bytes of the pages are undefined.
     pub fn save(&self, places: &[(u32, BlockPages)], view: &PoolView) -> Result<Copied, OwnError> {
         if self.gpu.is_some() {
             return Err(OwnError::OnGpu);

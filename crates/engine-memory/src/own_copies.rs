@@ -1,10 +1,10 @@
-//! Copies inside the engine's own process.
+//! Copies by memcpy inside the engine's own process.
 #![expect(unsafe_code, reason = "copies between the engine's tensors and the pool, by address")]
 
 use kvlane_block::Run;
 
-/// Memory of this process, copied by memcpy. It cannot fail: a wrong address is a crash, so the caller's regions must
-/// be those of live tensors.
+/// Memory of this process. A copy cannot fail: a wrong address is a crash, so the caller's regions must be those of live
+/// tensors.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct OwnMemory;
 
@@ -12,9 +12,9 @@ impl OwnMemory {
     /// Gathers: engine to pool.
     ///
     /// # Safety
-    /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nobody else
-    /// reads or writes those bytes during the call. Runs do not share pool bytes. The engine addresses are valid to read,
-    /// and not written meanwhile.
+    /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nothing else reads or
+    /// writes those bytes during the call. Runs do not share pool bytes. The engine addresses are valid to read, and are not
+    /// written meanwhile.
     pub(crate) unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) {
         for run in runs {
             // SAFETY: by the caller's promise both sides are valid for `len` bytes and this call's alone; the pool
@@ -33,8 +33,8 @@ impl OwnMemory {
     /// Scatters: pool to engine.
     ///
     /// # Safety
-    /// Every run's `pool_offset..pool_offset + len` lies inside a mapping at `pool_base`, and nobody writes those bytes
-    /// during the call. The engine addresses are valid to write, and belong to this copy: the engine has set those blocks
+    /// Every run's `pool_offset..pool_offset + len` lies inside a mapping at `pool_base`, and nothing writes those bytes during
+    /// the call. The engine addresses are valid to write, and belong to this copy, because the engine has set those blocks
     /// aside.
     pub(crate) unsafe fn write(&self, runs: &[Run], pool_base: *const u8) {
         for run in runs {

@@ -1,30 +1,31 @@
-//! How much of a GPU's link a save takes. Mostly nobody waits for a save, while the engine's own small copies, of a few kilobytes in
-//! each step, wait behind whatever is on the link: so a save copies for a moment and rests for a while.
+//! Limits the share of a GPU's link that a save takes. Usually no request waits for a save. But the engine's own small copies,
+//! of a few kilobytes in each step, wait behind any copy on the link. So a save copies for a moment and rests for a while.
 
 use std::time::Duration;
 
 use kvlane_block::{PoolOffset, Run};
 
-/// Bytes between two rests: 75 us of a link of 55 GB/s, which is the longest that a small copy then waits. On an H200, with a
-/// third of the link, 99th percentile of an engine's gaps between tokens as a multiple of the gaps without: 1.004 beside
-/// saves alone, 1.031 beside saves and loads of 10 GB/s. With parts of 1 MiB 1.023, beside 7.7 GB/s: what each part costs
-/// by itself made of the 6.8 to 7.9 GB/s that a save reaches 4.0 to 4.5.
+/// Bytes between two rests: 75 us of a link of 55 GB/s, which is the longest that a small copy waits.
+///
+/// Measured on an H200 with a third of the link, as the 99th percentile of an engine's gaps between tokens, in multiples of that
+/// without saves: 1.004 beside saves alone, 1.031 beside saves and loads of 10 GB/s. With parts of 1 MiB it was 1.023 beside
+/// 7.7 GB/s. But a save then reached 4.0 to 4.5 GB/s instead of 6.8 to 7.9, because each part has a fixed cost.
 const PART_BYTES: u64 = 4 << 20;
 
-/// How a save takes its time.
+/// The pace of a save.
 #[derive(Clone, Copy)]
 pub struct Pace<'a> {
-    /// Of the time of a link; 1 for all of it.
+    /// Share of the link's time that the save takes, up to 1.
     pub link_share: f64,
-    /// Whether somebody waits for this save after all: then it takes all of the link.
+    /// Whether a request or a stopping daemon waits for this save: then it takes all of the link.
     pub is_urgent: &'a dyn Fn() -> bool,
 }
 
 impl Pace<'_> {
-    /// For what somebody waits for.
+    /// All of the link, without rests.
     pub const URGENT: Pace<'static> = Pace { link_share: 1.0, is_urgent: &|| true };
 
-    /// What is to be copied next, and what then is left.
+    /// The runs to copy before the next rest, and the others.
     pub(crate) fn next<'r>(&self, runs: &'r [Run]) -> (&'r [Run], &'r [Run]) {
         if self.link_share >= 1.0 || (self.is_urgent)() {
             return (runs, &[]);
@@ -38,7 +39,7 @@ impl Pace<'_> {
         runs.split_at(last)
     }
 
-    /// How long to rest after copying for so long.
+    /// How long to rest after copying for this long.
     pub(crate) fn rest(&self, copied: Duration) -> Duration {
         if self.link_share >= 1.0 || (self.is_urgent)() {
             return Duration::ZERO;
@@ -47,7 +48,7 @@ impl Pace<'_> {
     }
 }
 
-/// The same runs, none longer than a part.
+/// Cuts runs so that none is longer than [`PART_BYTES`].
 pub(crate) fn cut(runs: &[Run]) -> Vec<Run> {
     let pieces = |run: &Run| {
         let run = *run;

@@ -1,4 +1,4 @@
-//! The blocks of a worker that the daemon itself copies from and to.
+//! The daemon's access to a worker's blocks, in host memory or on a GPU.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use crate::host_daemon::{CopyError, ProcessVm};
 use crate::pace::Pace;
 use crate::runs::{PlanError, Runs};
 
-/// Bytes that are claimed and copied between two looks at the fence.
+/// Bytes that are claimed and copied between two checks of the fence.
 const BATCH_BYTES: u64 = 32 << 20;
-/// As above; a GPU moves it in 5 ms, and each look costs tens of microseconds.
+/// The same on a GPU, which copies them in 5 ms; each check costs tens of microseconds.
 const GPU_BATCH_BYTES: u64 = 256 << 20;
 
 /// How the daemon reaches a worker's blocks.
@@ -25,31 +25,31 @@ pub enum PeerBlocks {
     Gpu(Arc<GpuMemory>),
 }
 
-/// What a request says of when its blocks may be copied.
+/// When a request's blocks may be copied: after `event`, and while the fence holds `epoch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asked {
-    /// Of the fence when it was made.
+    /// Epoch of the worker's fence when it made the request.
     pub epoch: u64,
-    /// That a GPU waits for first.
+    /// On a GPU: index of the event that the copy waits for.
     pub event: Option<u32>,
 }
 
-/// Why a save is worth nothing.
+/// Why a save does not count.
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// The blocks or their places do not exist; nothing was copied.
+    /// The blocks or their pool offsets do not exist; nothing was copied.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// Of a worker in host memory: given up, gone, or not readable.
+    /// Host memory: the save was given up, or the worker is gone or not readable.
     #[error(transparent)]
     Process(#[from] CopyError),
-    /// Of a worker on a GPU: given up, gone, or an error of the driver.
+    /// GPU memory: the save was given up, the worker is gone, or the driver failed.
     #[error(transparent)]
     Gpu(#[from] GpuCopyError),
 }
 
 impl PeerBlocks {
-    /// Bytes that are claimed and copied between two looks at the fence.
+    /// Bytes to claim and copy between two checks of the fence.
     pub fn batch_bytes(&self) -> u64 {
         match self {
             Self::ProcessVm(_) => BATCH_BYTES,
@@ -57,14 +57,14 @@ impl PeerBlocks {
         }
     }
 
-    /// Copies blocks of these regions to places in the pool, which were claimed for them; a GPU does so after the event,
-    /// and at this pace.
+    /// Copies blocks of these regions to the pool offsets that were claimed for them; a GPU does so after the event, and at
+    /// this pace.
     ///
     /// # Errors
-    /// [`SaveError`]; then what the pool holds there is worth nothing.
+    /// [`SaveError`]; then the bytes in the pool are undefined.
     ///
     /// # Panics
-    /// On a GPU, for another pool than the one that is pinned.
+    /// On a GPU, if `pool` is not the pinned one.
     pub fn copy_out(
         &self,
         from: &[Region],

@@ -1,4 +1,4 @@
-//! Copies of which it was checked that they lie inside the pool.
+//! Plans copies between an engine's blocks and the pool, checked to lie inside the pool.
 
 use std::sync::Arc;
 
@@ -9,20 +9,20 @@ use thiserror::Error;
 /// Why copies cannot be planned.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PlanError {
-    /// A block that the regions do not have.
+    /// The regions do not have one of the blocks.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A place that is not in the pool.
+    /// A run does not lie in the pool.
     #[error("{bytes} bytes at {offset} are not inside the pool")]
     OutsidePool {
-        /// Where they were to begin.
+        /// Where the run begins in the pool.
         offset: PoolOffset,
-        /// How many bytes were to be copied from there on, or to there.
+        /// Length of the run.
         bytes: u64,
     },
 }
 
-/// Copies between blocks of an engine and a pool of so many bytes; all of them lie inside it.
+/// Plans copies between an engine's blocks and a pool of this size.
 ///
 /// # Errors
 /// [`PlanError`]; then nothing is planned.
@@ -38,8 +38,8 @@ pub(crate) fn plan_inside(
     }
 }
 
-/// Copies between an engine's blocks and the daemon's pool, inside it: whatever is carried out of them tears bytes of the pool
-/// at worst. It keeps the pool mapped.
+/// Planned copies between an engine's blocks and the daemon's pool. All lie inside the pool, so at worst they tear bytes of it.
+/// Keeps the pool mapped.
 #[derive(Debug, Clone)]
 pub struct Runs {
     runs: Vec<Run>,
@@ -47,7 +47,7 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// What moves these blocks of the regions from or to their places in the pool.
+    /// Plans the copies between these blocks of the regions and their pool offsets, in either direction.
     ///
     /// # Errors
     /// [`PlanError`]; then nothing is planned.
@@ -61,26 +61,26 @@ impl Runs {
         Ok(all)
     }
 
-    /// No copy.
+    /// An empty plan for this pool.
     pub fn none(pool: &Arc<Arena>) -> Self {
         Self { runs: Vec::new(), pool: Arc::clone(pool) }
     }
 
-    /// And these blocks of these regions.
+    /// Adds the copies of further blocks.
     ///
     /// # Errors
-    /// As for [`Self::plan`].
+    /// As for [`Self::plan`]; then the plan is unchanged.
     pub fn extend(&mut self, regions: &[Region], places: &[(BlockId, PoolOffset)]) -> Result<(), PlanError> {
         self.runs.extend(plan_inside(regions, places, self.pool.bytes())?);
         Ok(())
     }
 
-    /// In their order.
+    /// The runs in the order in which they were planned.
     pub fn as_slice(&self) -> &[Run] {
         &self.runs
     }
 
-    /// The pool that they lie in.
+    /// The pool that the runs lie in.
     pub fn pool(&self) -> &Arc<Arena> {
         &self.pool
     }

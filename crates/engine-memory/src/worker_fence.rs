@@ -1,11 +1,11 @@
-//! The fence of a worker, wherever its blocks lie.
+//! A worker's fence, in host memory and, if it has a GPU, in GPU memory.
 
 use std::sync::Arc;
 
 use crate::gpu_worker::WorkerGpu;
 use crate::host_worker::HostFence;
 
-/// The fence in host memory. With a GPU it stands in its memory too, for the copies that it does.
+/// A fence in host memory. With a GPU, its value is also written to GPU memory, where the GPU reads it.
 #[derive(Debug)]
 pub struct WorkerFence {
     host: HostFence,
@@ -13,14 +13,14 @@ pub struct WorkerFence {
 }
 
 impl WorkerFence {
-    /// At epoch 1, in GPU memory too.
+    /// A fence at epoch 1.
     pub fn new(nonce: [u8; 16], gpu: Option<Arc<WorkerGpu>>) -> Self {
         let fence = Self { host: HostFence::new(nonce), gpu };
         fence.write_to_gpu();
         fence
     }
 
-    /// Where the daemon finds it in host memory.
+    /// Address in host memory, for the daemon.
     pub fn address(&self) -> u64 {
         self.host.address()
     }
@@ -30,7 +30,7 @@ impl WorkerFence {
         self.host.nonce()
     }
 
-    /// From here on no copy that was asked for under a former epoch can be committed.
+    /// Voids all copies that were requested at a lower epoch: from here on they cannot be committed.
     pub fn raise_to(&self, epoch: u64) {
         self.host.raise_to(epoch);
         self.write_to_gpu();

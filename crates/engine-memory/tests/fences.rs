@@ -1,4 +1,4 @@
-//! What a worker writes is what the daemon reads: each offset of the diagram on top of the crate.
+//! The daemon reads fence and flags where a worker writes them: at each offset of the diagram in lib.rs.
 #![allow(clippy::unwrap_used)]
 
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! The copies that a worker's process does by itself, where its blocks lie on a GPU.
+//! Copies by a worker's own process, into blocks on a GPU.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Copies between real processes, and every way in which the kernel refuses them.
 //!
-//! This binary starts itself again to be an engine or a reader: see [`plays_the_role_it_was_started_for`].
+//! This binary starts itself again as an engine or a reader: see [`plays_the_role_it_was_started_for`].
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, Read, Write};

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvlane_fabric::{EngineId, MESSAGE_BYTES_MAX};
 use kvlane_handoff::{
-    Computed, HandoffId, LandingOptions, Landings, LegOptions, Legs, Message, Offering, Reading, Wanted,
-    whose,
+    Computed, HandoffId, LandingOptions, Landings, LendingOptions, Lendings, Message, Offering, Reading,
+    Wanted, engine_of,
 };
 
 const STRANGER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
@@ -17,14 +17,14 @@ pub(crate) fn run(bytes: &[u8]) {
     let again = message.encode();
     assert!(again.len() <= MESSAGE_BYTES_MAX);
     assert_eq!(Message::decode(&again).as_ref(), Ok(&message));
-    // It is about a hand-off that is under way on both sides, so that it is not passed over at once.
+    // It is about a hand-off that is under way on both sides, so that it is not ignored at once.
     let id = message.id().unwrap_or(HandoffId([0; 16]));
     let ranks = vec![Vec::new()];
-    let mut legs = Legs::new(LegOptions::default(), [0; 16], ranks.clone());
-    legs.begin(NOW, id, [0; 16]);
-    legs.message(NOW, STRANGER, message.clone());
-    legs.rank_said(0, &message);
-    legs.tick(NOW * 60);
+    let mut lendings = Lendings::new(LendingOptions::default(), [0; 16], ranks.clone());
+    lendings.begin(NOW, id, [0; 16]);
+    lendings.message(NOW, STRANGER, message.clone());
+    lendings.rank_said(0, &message);
+    lendings.tick(NOW * 60);
     let mut landings = Landings::new(LandingOptions::default(), [0; 16], Vec::new(), ranks);
     let address = ([127, 0, 0, 1], 1).into();
     let wanted =
@@ -34,11 +34,11 @@ pub(crate) fn run(bytes: &[u8]) {
     landings.give_room(id, &[1, 2, 3]);
     landings.message(NOW, STRANGER, message.clone());
     landings.rank_said(NOW, 0, message.clone());
-    let standing = landings.standing(id);
-    assert!(standing.is_none_or(|standing| (1..=9).contains(&standing.end_block)));
+    let status = landings.status(id);
+    assert!(status.is_none_or(|status| (1..=9).contains(&status.end_block)));
     let mut offering = Offering::default();
     offering.computed(id, Computed { first_block: 0, blocks: vec![1, 2, 3], regions: 0..1, hash: None });
-    offering.told(message.clone());
+    offering.scheduler_said(message.clone());
     let mut reading = Reading::new(2);
     let Message::Room { source, first_block, .. } = &message else {
         if let Message::Offer(offer) = message {
@@ -48,7 +48,7 @@ pub(crate) fn run(bytes: &[u8]) {
         }
         return;
     };
-    let (source, first_block) = (whose(source), *first_block);
-    reading.told(message);
+    let (source, first_block) = (engine_of(source), *first_block);
+    reading.scheduler_said(message);
     assert_eq!(reading.live(), usize::from(source.is_some()), "{first_block}");
 }

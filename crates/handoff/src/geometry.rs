@@ -1,56 +1,57 @@
-//! Where a rank's blocks lie in the memory that it has registered.
+//! Maps a rank's blocks to ranges of the memory that it has registered.
 //!
-//! Bytes of blocks travel in one order on both sides: region after region, each with all blocks, or block after block, each
-//! with all regions, and the pieces of a region in their order. Which of both is said with each offer, so that whoever offers
-//! takes the one in which more of its bytes lie next to each other.
+//! Both sides put a READ's bytes in one of two orders: region after region, each with all blocks, or block after block, each
+//! with all regions. The pieces of a region keep their order. Each offer names the order; the rank that offers takes the one
+//! with fewer ranges.
 
 use kvlane_block::{LayoutError, Region};
 use thiserror::Error;
 
-/// A rank's regions, each in one of the areas of memory that are registered.
+/// A rank's regions, each in one of the registered areas of memory.
 #[derive(Debug, Clone)]
 pub struct Geometry {
-    regions: Vec<Placed>,
+    regions: Vec<PlacedRegion>,
+    /// Number of blocks that every region has.
     blocks: u64,
 }
 
 #[derive(Debug, Clone)]
-struct Placed {
+struct PlacedRegion {
     region: Region,
-    /// The area, and where in it the region begins.
+    /// Index of the area, and the region's first byte in it.
     area: usize,
     offset: u64,
 }
 
-/// Why regions cannot be handed over.
+/// Why a rank's regions cannot be handed over.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum GeometryError {
-    /// One makes no sense.
+    /// A region is inconsistent in itself.
     #[error("{0}")]
     Layout(#[from] LayoutError),
-    /// One lies in none of the areas.
+    /// A region lies in none of the areas.
     #[error("a region at {base:#x} of {bytes} bytes is not inside memory that is registered")]
     Outside {
-        /// Where it begins.
+        /// Address of its first byte in this process.
         base: u64,
-        /// How long it is.
+        /// Length of its span; `u64::MAX` if that overflows.
         bytes: u64,
     },
-    /// There are none.
+    /// The rank has no regions.
     #[error("a rank without layers hands nothing over")]
     Empty,
 }
 
-/// Bytes of an area.
+/// Consecutive bytes of an area.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Range {
+pub(crate) struct AreaRange {
     pub(crate) area: usize,
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
 
 impl Geometry {
-    /// `areas`: address and bytes of each.
+    /// `areas`: address and length of each registered area.
     pub fn new(regions: Vec<Region>, areas: &[(u64, u64)]) -> Result<Geometry, GeometryError> {
         let place = |region: Region| {
             region.validate()?;
@@ -64,36 +65,37 @@ impl Geometry {
                 |(base, bytes): &(u64, u64)| *base <= region.base && end <= base.saturating_add(*bytes);
             let area = areas.iter().position(holds).ok_or_else(outside)?;
             let offset = region.base - areas[area].0;
-            Ok(Placed { region, area, offset })
+            Ok(PlacedRegion { region, area, offset })
         };
-        let regions: Vec<Placed> = regions.into_iter().map(place).collect::<Result<_, GeometryError>>()?;
+        let regions: Vec<PlacedRegion> =
+            regions.into_iter().map(place).collect::<Result<_, GeometryError>>()?;
         let blocks = regions.iter().map(|placed| placed.region.blocks).min().ok_or(GeometryError::Empty)?;
         Ok(Geometry { regions, blocks })
     }
 
-    /// Of how many regions each block consists.
+    /// Number of regions of a block.
     pub fn regions(&self) -> u32 {
         self.regions.len() as u32
     }
 
-    /// Bytes of a block in these regions; 0 if there are none such.
+    /// Bytes of a block in these regions; 0 if one of them does not exist.
     pub fn bytes_of(&self, regions: std::ops::Range<u32>) -> u64 {
         let regions = self.regions.get(regions.start as usize..regions.end as usize).unwrap_or_default();
         regions.iter().map(|placed| placed.region.block_bytes()).sum()
     }
 
-    /// Of how many pieces a block consists in these regions.
+    /// Number of pieces of a block in these regions; 0 if one of them does not exist.
     pub(crate) fn pieces_of(&self, regions: std::ops::Range<u32>) -> usize {
         let regions = self.regions.get(regions.start as usize..regions.end as usize).unwrap_or_default();
         regions.iter().map(|placed| placed.region.piece_offsets.len()).sum()
     }
 
-    /// Whether it has these blocks.
+    /// Whether every region has all these blocks.
     pub(crate) fn has(&self, blocks: &[u32]) -> bool {
         blocks.iter().all(|block| u64::from(*block) < self.blocks)
     }
 
-    /// The bytes of these regions of blocks, in the order in which they travel; neighbours are one.
+    /// The bytes of these regions of these blocks, in the order in which they travel. Adjacent bytes become one range.
     ///
     /// # Panics
     /// If there is no such region or block.
@@ -102,11 +104,11 @@ impl Geometry {
         blocks: &[u32],
         regions: std::ops::Range<u32>,
         is_by_block: bool,
-    ) -> Vec<Range> {
+    ) -> Vec<AreaRange> {
         assert!(self.has(blocks), "a block that this rank does not have");
         let regions = &self.regions[regions.start as usize..regions.end as usize];
-        let mut ranges: Vec<Range> = Vec::new();
-        let mut add = |placed: &Placed, block: u32| {
+        let mut ranges: Vec<AreaRange> = Vec::new();
+        let mut add = |placed: &PlacedRegion, block: u32| {
             let begin = placed.offset + u64::from(block) * placed.region.block_stride;
             for piece in &placed.region.piece_offsets {
                 let (offset, len) = (begin + piece, placed.region.piece_bytes);
@@ -114,7 +116,7 @@ impl Geometry {
                     Some(last) if last.area == placed.area && last.offset + last.len == offset => {
                         last.len += len;
                     }
-                    _ => ranges.push(Range { area: placed.area, offset, len }),
+                    _ => ranges.push(AreaRange { area: placed.area, offset, len }),
                 }
             }
         };
@@ -150,7 +152,7 @@ mod tests {
         assert_eq!((both(&apart, false), both(&apart, true)), (2, 4));
         let together = Geometry::new(layers(128, 64), &[(0x1000, 1024)]).unwrap();
         assert_eq!((both(&together, false), both(&together, true)), (4, 1));
-        let range = |offset, len| Range { area: 0, offset, len };
+        let range = |offset, len| AreaRange { area: 0, offset, len };
         assert_eq!(apart.ranges(&[2, 3], 1..2, false), [range(512 + 128, 128)]);
         assert_eq!((together.bytes_of(0..2), together.bytes_of(1..2), together.regions()), (128, 64, 2));
         assert_eq!(together.bytes_of(1..3), 0, "there is no such region");

@@ -1,13 +1,24 @@
-//! The engine that goes on with a prompt: its side of each hand-off. No I/O; the time is an argument.
+//! Lands a prompt's blocks in the decode engine's own cache: the decode engine's scheduler, one [`Landing`] per hand-off. No
+//! I/O; the time is an argument.
 //!
 //! ```text
-//!                    dialled           Queued                 all ranks have everything
+//!                    dialled           Queued                 all ranks have read all blocks
 //!  begin --> Dialling -----> Asking ---------> Landing --------------------------------------> Over (Landed)
 //!               |              |                  |  refused, cancelled, lost, stalled, too long, given up
-//!               |              |                  +--> Stopping --- Stopped of every rank ---> Over (why)
+//!               |              |                  +--> Stopping --- Stopped by every rank ---> Over (why)
 //!               +--------------+-------------------------------------------------------------> Over (why)
 //! ```
-//! While it is not over, its blocks may be written. What has arrived by its end is right, however it ended.
+//! READs may write the landing's blocks until it is Over, so the engine uses none of them before. Blocks that have arrived by
+//! then are right, however the landing ended.
+//!
+//! A hand-off lands at most once:
+//! - The prefill engine ([`Lendings`](crate::Lendings)) has one reader per hand-off: the engine whose Want came first. It
+//!   refuses the Want of any other decode engine with [`Reason::Over`]. A restarted engine counts as another one, because its
+//!   `EngineId` holds a boot nonce.
+//! - The prefill engine's ranks open their windows for that reader's ranks only, and the fabric refuses READs by others.
+//! - An id is used once. The prefill engine remembers those that ended, and refuses a Want that comes late.
+//! - In the decode engine an id has one landing at a time ([`Landings::begin`]), and each region of a block is read once
+//!   ([`Reading`](crate::Reading)).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
@@ -17,18 +28,18 @@ use kvlane_fabric::EngineId;
 
 use crate::message::{BLOCKS_MAX, Endpoint, HandoffId, Message, Reason, Want};
 
-/// Limits of an engine that goes on.
+/// Limits of a decode engine.
 #[derive(Debug, Clone)]
 pub struct LandingOptions {
-    /// The other engine has to know of the request by then.
+    /// The prefill engine has to answer the first Want within this time.
     pub unheard: Duration,
-    /// Without any progress of the request it is given up.
+    /// A landing ends if neither the request at the prefill engine nor a rank here makes progress for this long.
     pub stalled: Duration,
-    /// It is said again so often that a hand-off is wanted.
+    /// Interval of Wants, which renew the lease at the prefill engine.
     pub want_every: Duration,
-    /// A rank that has not answered for so long is told again: what it was told, or said, may be lost.
-    pub ask_again: Duration,
-    /// Most hand-offs at once.
+    /// Stop is repeated to a rank that has not answered for this long, because either message may be lost.
+    pub retry_every: Duration,
+    /// Most landings at once.
     pub landings_max: usize,
 }
 
@@ -38,47 +49,47 @@ impl Default for LandingOptions {
             unheard: Duration::from_secs(2),
             stalled: Duration::from_secs(30),
             want_every: Duration::from_secs(1),
-            ask_again: Duration::from_secs(5),
+            retry_every: Duration::from_secs(5),
             landings_max: 1024,
         }
     }
 }
 
-/// What is wanted.
+/// The blocks that a decode engine wants, and how long it waits for them.
 #[derive(Debug, Clone)]
 pub struct Wanted {
-    /// Where the engine that computes it listens.
+    /// Where the prefill engine listens.
     pub address: SocketAddr,
-    /// What its tokens mean.
+    /// Digest of what the tokens mean, as in [`Want::content`].
     pub content: [u8; 16],
-    /// The first block that is wanted.
+    /// First block wanted, counted from the prompt's start.
     pub first_block: u32,
-    /// The one after the last.
+    /// One past the last block wanted.
     pub end_block: u32,
-    /// Given up after so long.
+    /// The landing is given up after this long (`kvlane.direct.wait_ms`), even if it makes progress.
     pub patience: Duration,
-    /// Longest time until it has landed, even if it makes progress. Computing the prompt here takes less.
+    /// The landing is given up after this long too, because computing the prompt here takes less.
     pub budget: Duration,
 }
 
-/// How a hand-off ended.
+/// How a landing ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// All that was wanted has arrived.
+    /// Every wanted block has arrived.
     Landed,
-    /// The other engine does not hand it over.
+    /// The prefill engine refused the Want, or cancelled the hand-off.
     Refused(Reason),
-    /// It cannot be reached.
+    /// The prefill engine cannot be reached: why.
     Unreachable(String),
-    /// It did not know of the request in time.
+    /// The prefill engine did not answer the Want in time.
     Unheard,
-    /// The request made no progress there.
+    /// The request made no progress at the prefill engine, and no block arrived.
     Stalled,
     /// The hand-off took longer than `kvlane.direct.wait_ms`.
     TooLong,
     /// The hand-off took longer than its budget: computing the prompt here takes less.
     OverBudget,
-    /// It cannot be reached any more.
+    /// The prefill engine was lost, a READ failed, or an offer was bad.
     PeerLost,
     /// The request here ended, or its blocks were needed.
     GivenUp,
@@ -100,14 +111,14 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// What is to be done.
+/// An action for the agent, in the order of [`Landings::next_action`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LandingAction {
-    /// Connect to this address; [`Landings::dialled`] is to be told what became of it.
+    /// Connect to this address, and report the outcome to [`Landings::dialled`].
     Dial(SocketAddr),
-    /// Say this to an engine.
+    /// Send this to a prefill engine's scheduler.
     Send(EngineId, Message),
-    /// Say this to the rank of that number.
+    /// Send this to the own rank of that number.
     Rank(u32, Message),
 }
 
@@ -116,7 +127,7 @@ enum Phase {
     Dialling,
     Asking,
     Landing,
-    /// Ranks that may still write.
+    /// Ranks that have not answered Stop, whose READs may still write.
     Stopping(BTreeSet<u32>, Outcome),
     Over(Outcome),
 }
@@ -126,27 +137,28 @@ struct Landing {
     wanted: Wanted,
     phase: Phase,
     peer: Option<EngineId>,
-    /// Ids of the engine's blocks, from `first_block` on, and how many of them the ranks know of.
+    /// Block ids of this engine, from `first_block` on; the ranks were sent the first `room_sent` of them.
     room: Vec<u32>,
-    told: usize,
+    room_sent: usize,
+    /// Endpoints of the prefill engine's ranks, from its first Queued.
     sources: Vec<Endpoint>,
-    /// By rank: all before that block have arrived.
+    /// By rank: all blocks before this one have arrived.
     arrived: Vec<u32>,
     hashes: BTreeMap<u32, [u8; 16]>,
-    /// Of the request at the other engine.
-    last_seen: (u32, u64),
+    /// Requests ahead and tokens computed, from the last Queued; a change of them is progress.
+    last_progress: (u32, u64),
     heard_by: Duration,
     progress_by: Duration,
     give_up_at: Duration,
     want_at: Duration,
-    /// When ranks that stop are told again; None until it is known when they were told.
+    /// When Stop is repeated; None until the first tick after it was sent.
     stop_again_at: Option<Duration>,
 }
 
-/// How far a hand-off is.
+/// Progress of a landing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Standing {
-    /// None while it goes on, and its blocks may be written.
+pub struct LandingStatus {
+    /// None until the landing is over; until then its blocks may be written.
     pub outcome: Option<Outcome>,
     /// All blocks before this one have arrived in all ranks.
     pub end_block: u32,
@@ -154,7 +166,7 @@ pub struct Standing {
     pub hashes: Vec<(u32, [u8; 16])>,
 }
 
-/// All hand-offs of an engine that goes on.
+/// All landings of a decode engine.
 #[derive(Debug)]
 pub struct Landings {
     options: LandingOptions,
@@ -168,7 +180,7 @@ pub struct Landings {
 }
 
 impl Landings {
-    /// None yet. `scheduler` and `ranks`: where this engine's can be reached; `shape`: how its blocks are cut.
+    /// `scheduler`, `ranks`: endpoints of this engine's processes. `shape`: digest of how its blocks are cut.
     pub fn new(
         options: LandingOptions,
         shape: [u8; 16],
@@ -179,7 +191,8 @@ impl Landings {
         Landings { options, shape, scheduler, ranks, landings, actions, has_ended: false }
     }
 
-    /// A request is here whose prompt another engine computes. False: there are too many, or its id is another's.
+    /// The engine has a request whose prompt another engine computes. False if there are too many landings, the id is in use,
+    /// or no block is wanted.
     pub fn begin(&mut self, now: Duration, id: HandoffId, wanted: Wanted) -> bool {
         if self.landings.len() >= self.options.landings_max
             || self.landings.contains_key(&id)
@@ -194,10 +207,10 @@ impl Landings {
             phase: Phase::Dialling,
             peer: None,
             room: Vec::new(),
-            told: 0,
+            room_sent: 0,
             sources: Vec::new(),
             hashes: BTreeMap::new(),
-            last_seen: (u32::MAX, 0),
+            last_progress: (u32::MAX, 0),
             heard_by: Duration::MAX,
             progress_by: now + self.options.stalled,
             want_at: Duration::MAX,
@@ -209,7 +222,7 @@ impl Landings {
         true
     }
 
-    /// What became of connecting to an address.
+    /// The outcome of [`LandingAction::Dial`], for every landing that waits for this address.
     pub fn dialled(&mut self, now: Duration, address: SocketAddr, outcome: &Result<EngineId, String>) {
         let waiting = self.landings.iter().filter(|(_, landing)| {
             landing.wanted.address == address && matches!(landing.phase, Phase::Dialling)
@@ -221,13 +234,13 @@ impl Landings {
                     let Some(landing) = self.landings.get_mut(&id) else { continue };
                     (landing.peer, landing.phase) = (Some(*peer), Phase::Asking);
                     landing.heard_by = now + self.options.unheard;
-                    self.say_want(now, id);
+                    self.send_want(now, id);
                 }
             }
         }
     }
 
-    fn say_want(&mut self, now: Duration, id: HandoffId) {
+    fn send_want(&mut self, now: Duration, id: HandoffId) {
         let Some(landing) = self.landings.get_mut(&id) else { return };
         let Some(peer) = landing.peer else { return };
         landing.want_at = now + self.options.want_every;
@@ -243,39 +256,39 @@ impl Landings {
         self.actions.push_back(LandingAction::Send(peer, Message::Want(want)));
     }
 
-    /// These blocks of the engine are for the next of the prompt. Those past what is wanted are not written.
+    /// Adds blocks of this engine's cache for the prompt's next blocks. Blocks past the wanted end are not written.
     pub fn give_room(&mut self, id: HandoffId, blocks: &[u32]) {
         if let Some(landing) = self.landings.get_mut(&id) {
             landing.room.extend_from_slice(blocks);
-            self.tell_room(id);
+            self.send_room(id);
         }
     }
 
-    /// How many blocks it has been given.
+    /// Number of blocks that the landing was given.
     pub fn room(&self, id: HandoffId) -> usize {
         self.landings.get(&id).map_or(0, |landing| landing.room.len())
     }
 
-    fn tell_room(&mut self, id: HandoffId) {
+    fn send_room(&mut self, id: HandoffId) {
         let Some(landing) = self.landings.get_mut(&id) else { return };
         if !matches!(landing.phase, Phase::Landing) {
             return;
         }
-        // What lies past the end is for the request itself, which uses it as soon as all before it has arrived.
+        // Blocks past the end are for the request itself, which uses them as soon as all wanted blocks have arrived.
         let most = (landing.wanted.end_block - landing.wanted.first_block) as usize;
         let end = landing.room.len().min(most);
-        for blocks in landing.room[landing.told..end].chunks(BLOCKS_MAX) {
-            let first_block = landing.wanted.first_block + landing.told as u32;
+        for blocks in landing.room[landing.room_sent..end].chunks(BLOCKS_MAX) {
+            let first_block = landing.wanted.first_block + landing.room_sent as u32;
             for (rank, source) in landing.sources.iter().enumerate() {
                 let (source, blocks) = (source.clone(), blocks.to_vec());
                 let room = Message::Room { id, source, first_block, blocks };
                 self.actions.push_back(LandingAction::Rank(rank as u32, room));
             }
-            landing.told += blocks.len();
+            landing.room_sent += blocks.len();
         }
     }
 
-    /// Something came from another engine.
+    /// Handles a message from another engine's scheduler.
     pub fn message(&mut self, now: Duration, from: EngineId, message: Message) {
         let Some(id) = message.id() else { return };
         let Some(landing) = self.landings.get_mut(&id).filter(|landing| landing.peer == Some(from)) else {
@@ -283,9 +296,9 @@ impl Landings {
         };
         match message {
             Message::Queued(queued) => {
-                let seen = (queued.ahead, queued.computed);
-                if landing.last_seen != seen {
-                    landing.last_seen = seen;
+                let progress = (queued.ahead, queued.computed);
+                if landing.last_progress != progress {
+                    landing.last_progress = progress;
                     landing.progress_by = now + self.options.stalled;
                 }
                 if matches!(landing.phase, Phase::Asking) {
@@ -293,7 +306,7 @@ impl Landings {
                         return self.stop(id, Outcome::Refused(Reason::OtherShape));
                     }
                     (landing.sources, landing.phase) = (queued.ranks, Phase::Landing);
-                    self.tell_room(id);
+                    self.send_room(id);
                 }
             }
             Message::Refused(_, reason) => self.stop(id, Outcome::Refused(reason)),
@@ -302,17 +315,17 @@ impl Landings {
         }
     }
 
-    /// A rank has said something.
+    /// Handles a message from an own rank.
     pub fn rank_said(&mut self, now: Duration, rank: u32, message: Message) {
         let Some(id) = message.id() else { return };
         let Some(landing) = self.landings.get_mut(&id) else { return };
         match message {
             Message::Arrived { end_block, hashes, .. } => {
                 let Some(arrived) = landing.arrived.get_mut(rank as usize) else { return };
-                let most = landing.wanted.first_block + landing.told as u32;
+                let most = landing.wanted.first_block + landing.room_sent as u32;
                 *arrived = (*arrived).max(end_block.min(most));
                 landing.progress_by = now + self.options.stalled;
-                // All ranks have the same ones.
+                // All ranks report the same hashes.
                 if rank == 0 {
                     landing.hashes.extend(hashes);
                 }
@@ -323,7 +336,7 @@ impl Landings {
                     let peer = landing.peer;
                     let landed = |peer| LandingAction::Send(peer, Message::Landed(id));
                     self.actions.extend(peer.map(landed));
-                    // They forget it; their answers are for nothing.
+                    // Stop lets the ranks forget the hand-off. Their answers are ignored.
                     let ranks = 0..self.ranks.len() as u32;
                     self.actions.extend(ranks.map(|rank| LandingAction::Rank(rank, Message::Stop(id))));
                 }
@@ -342,20 +355,20 @@ impl Landings {
         }
     }
 
-    /// An engine cannot be reached any more, or is another run.
+    /// Stops the landings from an engine that cannot be reached any more, or was restarted.
     pub fn peer_gone(&mut self, engine: EngineId) {
         let of_it = self.landings.iter().filter(|(_, landing)| landing.peer == Some(engine));
         let ids: Vec<HandoffId> = of_it.map(|(id, _)| *id).collect();
         ids.into_iter().for_each(|id| self.stop(id, Outcome::PeerLost));
     }
 
-    /// The request here ended, or its blocks are needed.
+    /// Stops a landing, because its request ended or its blocks are needed.
     pub fn give_up(&mut self, id: HandoffId) {
         self.stop(id, Outcome::GivenUp);
     }
 
-    /// All are given up.
-    pub fn give_all_up(&mut self) {
+    /// Stops all landings, because the cache is about to be reset.
+    pub fn give_up_all(&mut self) {
         let ids: Vec<HandoffId> = self.landings.keys().copied().collect();
         ids.into_iter().for_each(|id| self.give_up(id));
     }
@@ -365,12 +378,12 @@ impl Landings {
         if matches!(landing.phase, Phase::Stopping(..) | Phase::Over(_)) {
             return;
         }
-        // Where only a READ failed, the other engine is there, and pins blocks for it.
-        let knows = matches!(outcome, Outcome::Refused(_));
-        if let (Some(peer), false) = (landing.peer, knows) {
+        // The prefill engine may still run and pin blocks, for example if only a READ failed. After Refused it pins none.
+        let peer_has_ended_it = matches!(outcome, Outcome::Refused(_));
+        if let (Some(peer), false) = (landing.peer, peer_has_ended_it) {
             self.actions.push_back(LandingAction::Send(peer, Message::Cancel(id)));
         }
-        if landing.told == 0 {
+        if landing.room_sent == 0 {
             landing.phase = Phase::Over(outcome);
             self.has_ended = true;
             return;
@@ -380,8 +393,8 @@ impl Landings {
         self.actions.extend(ranks.map(|rank| LandingAction::Rank(rank, Message::Stop(id))));
     }
 
-    /// How far one is; None if there is no such hand-off.
-    pub fn standing(&self, id: HandoffId) -> Option<Standing> {
+    /// Progress of a landing; None if there is none of this id.
+    pub fn status(&self, id: HandoffId) -> Option<LandingStatus> {
         let landing = self.landings.get(&id)?;
         let outcome = match &landing.phase {
             Phase::Over(outcome) => Some(outcome.clone()),
@@ -389,13 +402,13 @@ impl Landings {
         };
         let end_block = landing.arrived.iter().copied().min().unwrap_or(landing.wanted.first_block);
         let hashes = landing.hashes.range(..end_block).map(|(block, hash)| (*block, *hash)).collect();
-        Some(Standing { outcome, end_block, hashes })
+        Some(LandingStatus { outcome, end_block, hashes })
     }
 
-    /// Forgets one that is over. Panics if it is not: its blocks may still be written.
+    /// Forgets a landing that is over.
     ///
     /// # Panics
-    /// See above.
+    /// If it is not over, because its blocks may still be written.
     pub fn forget(&mut self, id: HandoffId) {
         let landing = self.landings.remove(&id);
         let is_over = landing.is_none_or(|landing| matches!(landing.phase, Phase::Over(_)));
@@ -407,17 +420,17 @@ impl Landings {
         std::mem::take(&mut self.has_ended)
     }
 
-    /// Those that may be written still, in no order.
+    /// Landings whose blocks may still be written, in the order of their ids.
     pub fn live(&self) -> impl Iterator<Item = HandoffId> {
         let live =
             |(id, landing): (&HandoffId, &Landing)| (!matches!(landing.phase, Phase::Over(_))).then_some(*id);
         self.landings.iter().filter_map(live)
     }
 
-    /// Gives up what is over by time, and says again what is wanted.
+    /// Stops landings whose time is over, repeats Wants, and repeats Stop where it was not answered.
     pub fn tick(&mut self, now: Duration) {
         let mut late = Vec::new();
-        let mut to_say = Vec::new();
+        let mut to_renew = Vec::new();
         for (id, landing) in &self.landings {
             let outcome = match landing.phase {
                 Phase::Stopping(..) | Phase::Over(_) => continue,
@@ -431,27 +444,27 @@ impl Landings {
             };
             match outcome {
                 Some(outcome) => late.push((*id, outcome)),
-                None if landing.want_at <= now => to_say.push(*id),
+                None if landing.want_at <= now => to_renew.push(*id),
                 None => {}
             }
         }
         late.into_iter().for_each(|(id, outcome)| self.stop(id, outcome));
-        to_say.into_iter().for_each(|id| self.say_want(now, id));
+        to_renew.into_iter().for_each(|id| self.send_want(now, id));
         self.stop_again(now);
     }
 
     fn stop_again(&mut self, now: Duration) {
         for (id, landing) in &mut self.landings {
             let Phase::Stopping(ranks, _) = &landing.phase else { continue };
-            let again_at = landing.stop_again_at.get_or_insert(now.saturating_add(self.options.ask_again));
+            let again_at = landing.stop_again_at.get_or_insert(now.saturating_add(self.options.retry_every));
             if *again_at <= now {
-                *again_at = now.saturating_add(self.options.ask_again);
+                *again_at = now.saturating_add(self.options.retry_every);
                 self.actions.extend(ranks.iter().map(|rank| LandingAction::Rank(*rank, Message::Stop(*id))));
             }
         }
     }
 
-    /// When [`Landings::tick`] has something to do.
+    /// When [`Landings::tick`] is due; None if there is nothing to wait for.
     pub fn next_tick(&self) -> Option<Duration> {
         let of = |landing: &Landing| match landing.phase {
             Phase::Over(_) => None,
@@ -463,7 +476,7 @@ impl Landings {
         self.landings.values().filter_map(of).filter(|at| *at < Duration::MAX).min()
     }
 
-    /// What is to be done next.
+    /// The next action for the agent to carry out.
     pub fn next_action(&mut self) -> Option<LandingAction> {
         self.actions.pop_front()
     }
@@ -476,7 +489,7 @@ mod tests {
     const ID: HandoffId = HandoffId([1; 16]);
     const PEER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
 
-    /// One that all is known of: from block 2 to before block 5, in two ranks.
+    /// A landing in its phase Landing: blocks 2 to 4, two ranks.
     fn landing() -> Landings {
         let ranks = vec![vec![1], vec![2]];
         let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], ranks.clone());
@@ -502,8 +515,8 @@ mod tests {
         actions.filter_map(room).collect()
     }
 
-    /// Found by the simulation: an engine gave its request room for the next token, too. What was offered past the end was read
-    /// into it, also after all that was wanted had landed and the request had gone on.
+    /// Found by the simulation: an engine gave its request room for the next token, too. Blocks offered past the end were read
+    /// into it, even after the landing was over and the request had resumed.
     #[test]
     fn room_past_the_end_is_not_written() {
         let mut landings = landing();
@@ -533,11 +546,11 @@ mod tests {
                     crate::message::Queued { id: ID, ahead: 0, computed: second, ranks: vec![vec![1]] };
                 landings.message(secs(second), PEER, Message::Queued(queued));
                 landings.tick(secs(second));
-                assert_eq!(landings.standing(ID).unwrap().outcome, None, "after {second} s");
+                assert_eq!(landings.status(ID).unwrap().outcome, None, "after {second} s");
             }
             assert!(!landings.take_has_ended());
             landings.tick(patience.min(budget));
-            assert_eq!(landings.standing(ID).unwrap().outcome, Some(outcome));
+            assert_eq!(landings.status(ID).unwrap().outcome, Some(outcome));
             assert!(landings.take_has_ended() && !landings.take_has_ended(), "told once");
         }
     }
@@ -553,9 +566,9 @@ mod tests {
         assert!((0..2).all(|rank| is_there(LandingAction::Rank(rank, Message::Stop(ID)))), "{said:?}");
         // Until both ranks have said so, it may be written.
         landings.rank_said(Duration::ZERO, 0, Message::Stopped(ID));
-        assert_eq!(landings.standing(ID).unwrap().outcome, None);
+        assert_eq!(landings.status(ID).unwrap().outcome, None);
         landings.rank_said(Duration::ZERO, 1, Message::Stopped(ID));
-        assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::PeerLost));
+        assert_eq!(landings.status(ID).unwrap().outcome, Some(Outcome::PeerLost));
     }
 
     #[test]
@@ -570,14 +583,14 @@ mod tests {
         landings.tick(Duration::ZERO);
         assert_eq!(stops(&mut landings), 2);
         landings.rank_said(Duration::ZERO, 0, Message::Stopped(ID));
-        let again = LandingOptions::default().ask_again;
+        let again = LandingOptions::default().retry_every;
         assert_eq!(landings.next_tick(), Some(again));
         for time in [again, 2 * again] {
             landings.tick(time);
             assert_eq!(stops(&mut landings), 1);
         }
         landings.rank_said(again, 1, Message::Stopped(ID));
-        assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::GivenUp));
+        assert_eq!(landings.status(ID).unwrap().outcome, Some(Outcome::GivenUp));
         assert_eq!(landings.next_tick(), None);
     }
 }

@@ -1,12 +1,12 @@
-//! How far a forward pass is, counted in regions of the KV cache.
+//! Counts the KV cache regions that a forward pass has filled, from the names of the layers that it has computed.
 
-/// The layers of a rank in the order of their regions. A model computes them in this order; one that comes before its turn
-/// is counted when those before it are done.
+/// The layers of a rank in the order of their regions. A model computes them in this order. A layer that comes early counts
+/// once all layers before it are done.
 #[derive(Clone, Debug)]
 pub struct LayerOrder {
     layers: Vec<Layer>,
-    /// So many of them are done, the first ones.
-    at: usize,
+    /// The first so many layers are done.
+    done: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -17,37 +17,37 @@ struct Layer {
 }
 
 impl LayerOrder {
-    /// Names of layers, each with the last region that it writes.
+    /// `last_regions`: the name of each layer, and the last region that it writes.
     pub fn new(last_regions: impl IntoIterator<Item = (String, u32)>) -> LayerOrder {
         let layer = |(name, last_region)| Layer { name, last_region, is_done: false };
         let mut layers: Vec<Layer> = last_regions.into_iter().map(layer).collect();
         layers.sort_by_key(|layer| layer.last_region);
-        LayerOrder { layers, at: 0 }
+        LayerOrder { layers, done: 0 }
     }
 
-    /// A step begins: none is done.
+    /// Starts a new step, in which no layer is done.
     pub fn begin(&mut self) {
-        self.at = 0;
+        self.done = 0;
         for layer in &mut self.layers {
             layer.is_done = false;
         }
     }
 
-    /// This layer is done. Answers how many regions are, the first ones, if they have become more. A name that nobody knows
-    /// changes nothing.
+    /// Marks this layer as done. Returns the number of leading regions that are done, if it has grown. An unknown name changes
+    /// nothing.
     pub fn computed(&mut self, name: &str) -> Option<u32> {
-        // The usual case, for which nothing is searched.
+        // The usual case needs no search.
         let is_next = |layer: &Layer| layer.name == name;
-        if self.layers.get(self.at).is_some_and(is_next) {
-            self.layers[self.at].is_done = true;
+        if self.layers.get(self.done).is_some_and(is_next) {
+            self.layers[self.done].is_done = true;
         } else {
             self.layers.iter_mut().find(|layer| layer.name == name)?.is_done = true;
         }
-        let before = self.at;
-        while self.layers.get(self.at).is_some_and(|layer| layer.is_done) {
-            self.at += 1;
+        let before = self.done;
+        while self.layers.get(self.done).is_some_and(|layer| layer.is_done) {
+            self.done += 1;
         }
-        (self.at > before).then(|| self.layers[self.at - 1].last_region + 1)
+        (self.done > before).then(|| self.layers[self.done - 1].last_region + 1)
     }
 }
 

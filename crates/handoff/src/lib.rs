@@ -1,20 +1,26 @@
-//! Direct hand-off of a prompt's KV blocks: from the engine that computes it (P) into the own cache of the engine that goes on
-//! with it (D), with no store between.
+//! Direct hand-off of a prompt's KV blocks: from the cache of the engine that prefills the prompt (P) straight into the
+//! cache of the engine that decodes it (D), with no store between.
 //!
 //! ```text
-//!   P's scheduler (Legs)  <------- Want, Queued, Landed ------->  D's scheduler (Landings)
-//!        | Serve, Close                                               | Room, Stop
-//!   P's rank (Offering)   -------- Offer --------------------->   D's rank (Reading)
-//!        windows over blocks  <=== READ through the fabric =====      blocks of D's own pool
+//!   P's scheduler (Lendings)  <--- Want, Queued, Landed --->  D's scheduler (Landings)
+//!        | Serve, Close                                            | Room, Stop
+//!   P's rank (Offering)   ------------ Offer ------------>    D's rank (Reading)
+//!        windows over blocks  <=== READ through the fabric ===     blocks of D's own pool
 //! ```
-//! The four machines decide, without I/O, clock or threads. [`SchedulerAgent`] and [`RankAgent`] carry out what they decide,
-//! each with an engine of the fabric and a thread.
+//! The four state machines decide without I/O, clock or threads. [`SchedulerAgent`] and [`RankAgent`] carry their actions
+//! out, each with one fabric engine and one thread.
+//!
+//! Invariants:
+//! - D reads; P never writes into D's memory, nor D into P's.
+//! - P's blocks stay pinned until every rank of P has closed its windows.
+//! - D's blocks may be written until the landing is over; D's scheduler uses none of them before that.
+//! - A hand-off has one reader, and its id is used once ([`Landings`]).
 #![forbid(unsafe_code)]
 
 mod geometry;
 mod landings;
 mod layers;
-mod legs;
+mod lendings;
 mod message;
 mod offering;
 mod progress;
@@ -26,12 +32,12 @@ mod talk;
 mod wire;
 
 pub use geometry::{Geometry, GeometryError};
-pub use landings::{LandingAction, LandingOptions, Landings, Outcome, Standing, Wanted};
+pub use landings::{LandingAction, LandingOptions, LandingStatus, Landings, Outcome, Wanted};
 pub use layers::LayerOrder;
-pub use legs::{LegAction, LegOptions, Legs};
+pub use lendings::{LendingAction, LendingOptions, Lendings};
 pub use message::{
     BLOCKS_MAX, BadMessage, Endpoint, HASHES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason,
-    VERSION, Want, whose,
+    VERSION, Want, engine_of,
 };
 pub use offering::{Computed, Offering, OfferingAction};
 pub use rank_agent::{Area, Filled, RankAgent, RankOptions, ReadCounts};

@@ -1,25 +1,25 @@
-//! What engines and their ranks say to each other. Each is one message of the fabric, which proves who sent it.
+//! The messages between schedulers and ranks of two engines. Each is one fabric message, so its sender is authenticated.
 //!
 //! ```text
 //!  D's scheduler                                   P's scheduler
-//!    Want: this hand-off, these of its blocks  ------>  pins what it computes of it
-//!    <----- Queued: it is known; how far it is; where P's ranks are
-//!    <----- Refused: why; Cancel: it is over
-//!    Landed, or Cancel  ----------------------------->  windows closed, blocks unpinned
+//!    Want: this hand-off, these blocks of it  ------->  P pins the blocks as it computes them
+//!    <----- Queued: P has the request; its progress; where P's ranks are
+//!    <----- Refused: the reason; Cancel: it is over
+//!    Landed, or Cancel  ----------------------------->  P closes windows and unpins blocks
 //!
 //!  a scheduler                                     its own ranks
-//!    Adopt: here I am  ------------------------------>  which answer to nobody else
-//!    P: Serve: who reads, which of the blocks ------->  Offers go out
-//!    P: Close --------------------------------------->  Closed: nothing is read any more
-//!    D: Room: these blocks are for it  -------------->  Arrived: so many are there
-//!    D: Stop ---------------------------------------->  Stopped: nothing is written any more
+//!    Adopt: proves that it is their scheduler  ------>  ranks obey no other engine
+//!    P: Serve: the reader, the blocks it wants ------>  Offers go out
+//!    P: Close --------------------------------------->  Closed: no READ is in flight any more
+//!    D: Room: write into these blocks  -------------->  Arrived: all blocks before this one are written
+//!    D: Stop ---------------------------------------->  Stopped: no READ writes any more
 //!
 //!  P's rank                                        D's rank of the same number
 //!    Offer: these blocks, through this window  ------>  READ
 //! ```
 //!
-//! On the wire: the version, then a protobuf message. Fields that are too long, or lists with too many members, are refused
-//! before they are looked at.
+//! On the wire: one byte of version, then a protobuf message (wire.rs). The decoder checks the lengths of fields and lists
+//! before it reads their contents, and refuses what is too long.
 
 use kvlane_fabric::{EngineId, WindowDescriptor};
 use thiserror::Error;
@@ -28,14 +28,14 @@ use thiserror::Error;
 pub const VERSION: u8 = 1;
 /// Most ranks of an engine.
 pub const RANKS_MAX: usize = 256;
-/// Most blocks that one message names.
+/// Most blocks in one message.
 pub const BLOCKS_MAX: usize = 8192;
-/// Most hashes that one message tells, so that it is no longer than messages of the fabric may be.
+/// Most hashes in one message; more would not fit into a fabric message.
 pub const HASHES_MAX: usize = 2048;
 /// Most bytes of an endpoint.
 pub(crate) const ENDPOINT_BYTES_MAX: usize = 4096;
 
-/// A hand-off, named by whoever asks both engines for it: 16 bytes that nobody else draws.
+/// Names a hand-off at both engines: 16 bytes, unique, chosen by the client or router that sends both requests.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HandoffId(pub [u8; 16]);
 
@@ -48,159 +48,159 @@ impl std::fmt::Debug for HandoffId {
 /// Where a process's fabric engine can be reached: its descriptor, as bytes.
 pub type Endpoint = Vec<u8>;
 
-/// Why an engine does not hand over.
+/// Why P refuses a [`Want`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// The request did not come to it.
+    /// P did not get the request in time.
     Unknown,
-    /// It computes other content: model, weights, adapter or dtype.
+    /// P computes other content: model, weights, adapter or dtype.
     OtherContent,
-    /// It is cut otherwise: parallel sizes, tokens a block, or the layout of a rank.
+    /// P cuts its cache otherwise: parallel sizes, tokens a block, or the layout of a rank.
     OtherShape,
-    /// It has too many hand-offs under way.
+    /// P has too many hand-offs under way.
     Full,
-    /// The request ended there, or its lease did, or its cache was reset.
+    /// The request or its lease ended at P, P's cache was reset, or another engine reads this hand-off.
     Over,
 }
 
-/// What an engine asks another one for.
+/// D asks P for blocks of a prompt; D repeats this to renew its lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Want {
-    /// Which hand-off.
+    /// As both engines' requests name it.
     pub id: HandoffId,
-    /// What its tokens mean: model, weights, adapter, dtype.
+    /// Digest of what D's tokens mean: model, weights, adapter, dtype. P compares it with its own.
     pub content: [u8; 16],
-    /// How its blocks are cut; the same on both sides.
+    /// Digest of how D cuts blocks. P refuses another one than its own.
     pub shape: [u8; 16],
-    /// The first block of the prompt that is wanted.
+    /// First block that D wants, counted from the prompt's start.
     pub first_block: u32,
-    /// The one after the last.
+    /// One past the last block that D wants.
     pub end_block: u32,
-    /// Where answers go.
+    /// Endpoint of D's scheduler, which gets P's answers.
     pub scheduler: Endpoint,
-    /// Who reads: by rank.
+    /// Endpoints of the ranks that read, in rank order.
     pub ranks: Vec<Endpoint>,
 }
 
-/// How far a hand-off is at the engine that computes it.
+/// Progress of the request at P.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Queued {
-    /// Which.
+    /// As in the [`Want`].
     pub id: HandoffId,
-    /// Requests that are before it.
+    /// Requests ahead of this one in P's queue.
     pub ahead: u32,
-    /// Tokens of it that are computed.
+    /// Tokens of the prompt that P has computed.
     pub computed: u64,
-    /// Who offers: by rank. Only in the first answer.
+    /// Endpoints of the ranks that offer, in rank order. D reads them in its first `Queued`.
     pub ranks: Vec<Endpoint>,
 }
 
-/// Blocks that can be read.
+/// Blocks that a rank of D may read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// Of which hand-off.
+    /// As in the [`Want`].
     pub id: HandoffId,
-    /// The first of them, counted from the prompt's start.
+    /// First block offered, counted from the prompt's start.
     pub first_block: u32,
-    /// How many.
+    /// Number of blocks, at least 1.
     pub blocks: u32,
-    /// The first of the rank's regions (layers) that it is about.
+    /// First of the rank's regions (layers) that are offered.
     pub first_region: u32,
-    /// How many of them.
+    /// Number of regions, at least 1.
     pub regions: u32,
-    /// Whether the bytes come block after block, each with all its regions; else region after region.
+    /// Order of the bytes in the window: block after block, each with all regions. Else region after region.
     pub is_by_block: bool,
-    /// Through what they are read.
+    /// Through which D reads the bytes.
     pub window: WindowDescriptor,
-    /// The hash of the last of these blocks, in its first 16 bytes; None for one that is not full.
+    /// First 16 bytes of the last block's hash. None if the sender has no hash for it, as for a block that is not full.
     pub hash: Option<[u8; 16]>,
 }
 
-/// All that is said.
+/// Any message of a hand-off.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// D to P.
+    /// D to P, and repeated to renew the lease.
     Want(Want),
-    /// P to D.
+    /// P to D: the answer to a Want, and at intervals after it.
     Queued(Queued),
-    /// P to D.
+    /// P to D: the other answer to a Want.
     Refused(HandoffId, Reason),
-    /// D to P: all that was wanted is there.
+    /// D to P: every wanted block has arrived.
     Landed(HandoffId),
-    /// Either way: it is over.
+    /// Either way: the sender ends the hand-off.
     Cancel(HandoffId),
-    /// P's rank to D's.
+    /// P's rank to D's rank of the same number.
     Offer(Offer),
-    /// A scheduler to its rank: the key that the rank has given to its own scheduler only, and where the answers go.
+    /// A scheduler to its rank. The rank obeys this scheduler from now on, and sends its answers there.
     Adopt {
         /// The rank's number.
         rank: u32,
-        /// Proof that it is its own.
+        /// Secret that the rank has given to its own scheduler only.
         key: [u8; 16],
-        /// The scheduler's.
+        /// The scheduler's endpoint.
         scheduler: Endpoint,
     },
-    /// P's scheduler to its rank.
+    /// P's scheduler to its rank: offer these blocks to that reader.
     Serve {
-        /// Which.
+        /// As in the [`Want`].
         id: HandoffId,
-        /// From there on.
+        /// First block to offer, counted from the prompt's start.
         first_block: u32,
-        /// Up to there.
+        /// One past the last block to offer.
         end_block: u32,
-        /// Who reads.
+        /// Endpoint of the rank that reads.
         reader: Endpoint,
     },
-    /// P's scheduler to its rank.
+    /// P's scheduler to its rank: close all windows.
     Close(HandoffId),
-    /// The answer: no byte is read any more.
+    /// The answer: every window is closed, and no READ is in flight.
     Closed(HandoffId),
-    /// D's scheduler to its rank.
+    /// D's scheduler to its rank: read into these blocks.
     Room {
-        /// Which.
+        /// As in the [`Want`].
         id: HandoffId,
-        /// Who offers.
+        /// Endpoint of the rank that offers.
         source: Endpoint,
-        /// The first of them, counted from the prompt's start.
+        /// The prompt's block that goes into the first of `blocks`.
         first_block: u32,
-        /// Ids of the engine's blocks.
+        /// Block ids of D's own cache, for consecutive blocks of the prompt.
         blocks: Vec<u32>,
     },
-    /// D's scheduler to its rank.
+    /// D's scheduler to its rank: begin no READ, and cancel those in flight.
     Stop(HandoffId),
-    /// The answer: no byte is written any more.
+    /// The answer: no READ is in flight, so no byte is written any more.
     Stopped(HandoffId),
     /// D's rank to its scheduler.
     Arrived {
-        /// Which.
+        /// As in the [`Want`].
         id: HandoffId,
-        /// All blocks before this one, counted from the prompt's start.
+        /// All blocks before this one have arrived, counted from the prompt's start.
         end_block: u32,
-        /// Hashes that came with them: the block that each is of, and the hash.
+        /// Hashes that came with them, each with its block.
         hashes: Vec<(u32, [u8; 16])>,
     },
-    /// A rank to its scheduler: at D what was offered cannot be read any more, at P what is computed cannot be offered.
+    /// A rank to its scheduler: at D a READ failed or an offer was bad; at P computed blocks cannot be offered.
     Lost(HandoffId),
 }
 
 /// Why bytes are no message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum BadMessage {
-    /// Something else.
+    /// No protobuf of this protocol, or a field is out of its range.
     #[error("not a message of a hand-off")]
     Malformed,
-    /// Another kvlane's.
+    /// The sender is another version of kvlane.
     #[error(
         "a hand-off's message of version {0}, this is version {VERSION}: use one version of kvlane on both sides"
     )]
     Version(u8),
-    /// A list or a field is longer than any that is sent.
+    /// A list or field exceeds the bound that every sender keeps.
     #[error("a hand-off's message with too long a {0}")]
     TooLong(&'static str),
 }
 
 impl Message {
-    /// The hand-off that it is about; None for what is about none.
+    /// The hand-off that the message is about; None for Adopt.
     pub fn id(&self) -> Option<HandoffId> {
         match self {
             Message::Want(want) => Some(want.id),
@@ -228,7 +228,7 @@ impl Reason {
         Reason::ALL.iter().position(|reason| *reason == self).unwrap_or(0) as u32
     }
 
-    /// A sentence for people, about the engine that refuses.
+    /// A sentence for D's log, about the engine that refuses.
     pub fn sentence(self) -> &'static str {
         match self {
             Reason::Unknown => "the request did not come to that engine",
@@ -244,7 +244,7 @@ impl Reason {
     }
 }
 
-/// Who a descriptor is of; None for bytes that are none.
-pub fn whose(endpoint: &[u8]) -> Option<EngineId> {
+/// The fabric engine that an endpoint describes; None if the bytes are no descriptor.
+pub fn engine_of(endpoint: &[u8]) -> Option<EngineId> {
     kvlane_fabric::Descriptor::from_bytes(endpoint).ok().map(|descriptor| EngineId::from(&descriptor))
 }

@@ -1,11 +1,11 @@
-//! A rank of the engine that computes: which blocks it offers to whom, and when its windows are closed. No I/O.
+//! Offers computed blocks to one reader: a rank of the prefill engine. No I/O.
 //!
 //! ```text
 //!  computed: blocks that can be read  --+                          Close
 //!                                       +--> a window, an Offer   -------> windows closed, then Closed
-//!  Serve: who reads, which blocks     --+
+//!  Serve: the reader, its blocks      --+
 //! ```
-//! Both come in any order. What comes after Close is for nothing.
+//! `computed` and Serve come in any order; computed blocks wait for Serve. Both are ignored after Close.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -13,39 +13,40 @@ use std::ops::Range;
 use crate::message::{Endpoint, HandoffId, Message};
 use crate::remembered::Remembered;
 
-/// Blocks of a hand-off of which some regions (layers) are computed.
+/// Consecutive blocks of a prompt of which some regions (layers) are computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Computed {
-    /// The first of them, counted from the prompt's start.
+    /// First block, counted from the prompt's start.
     pub first_block: u32,
-    /// Ids of the engine's blocks.
+    /// Block ids of the engine's cache.
     pub blocks: Vec<u32>,
-    /// Which regions.
+    /// Regions that are computed, of each of these blocks.
     pub regions: std::ops::Range<u32>,
-    /// The hash of the last of them; None for one that is not full.
+    /// Hash of the last block; None for a block that is not full.
     pub hash: Option<[u8; 16]>,
 }
 
-/// What is to be done.
+/// An action for the agent, in the order of [`Offering::next_action`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OfferingAction {
     /// Open windows over these blocks for that reader, and offer them.
     Offer(HandoffId, Endpoint, Computed),
-    /// Close all windows of a hand-off; [`Offering::closed`] is to be told when they are.
+    /// Close all windows of a hand-off, then call [`Offering::closed`].
     CloseWindows(HandoffId),
-    /// Say this to the own scheduler.
+    /// Send this to the own scheduler.
     Answer(Message),
 }
 
 #[derive(Debug, Default)]
 struct Offered {
-    /// And which of the prompt's blocks it wants.
+    /// From Serve: the reader, and the prompt's blocks that it wants.
     reader: Option<(Endpoint, Range<u32>)>,
+    /// Computed before Serve came.
     waiting: Vec<Computed>,
     is_closing: bool,
 }
 
-/// All that a rank offers.
+/// All hand-offs that a rank offers blocks for.
 #[derive(Debug, Default)]
 pub struct Offering {
     offered: BTreeMap<HandoffId, Offered>,
@@ -54,7 +55,7 @@ pub struct Offering {
 }
 
 impl Offering {
-    /// These blocks can be read from now on.
+    /// These regions of these blocks are computed, and keep their bytes until the hand-off is closed.
     pub fn computed(&mut self, id: HandoffId, computed: Computed) {
         if self.over.has(id) || computed.blocks.is_empty() {
             return;
@@ -70,8 +71,8 @@ impl Offering {
         }
     }
 
-    /// The own scheduler has said something.
-    pub fn told(&mut self, message: Message) {
+    /// Handles a message from the own scheduler.
+    pub fn scheduler_said(&mut self, message: Message) {
         match message {
             Message::Serve { id, first_block, end_block, reader } if !self.over.has(id) => {
                 let offered = self.offered.entry(id).or_default();
@@ -98,14 +99,14 @@ impl Offering {
         }
     }
 
-    /// All windows of a hand-off are closed.
+    /// Reports that all windows of a hand-off are closed; answers Closed.
     pub fn closed(&mut self, id: HandoffId) {
         self.offered.remove(&id);
         self.over.add(id);
         self.actions.push_back(OfferingAction::Answer(Message::Closed(id)));
     }
 
-    /// Hand-offs of which something is offered, or waits to be.
+    /// Number of hand-offs with blocks that are offered or wait for Serve.
     pub fn live(&self) -> usize {
         self.offered.len()
     }
@@ -115,13 +116,13 @@ impl Offering {
         self.offered.get(&id).is_some_and(|offered| !offered.is_closing)
     }
 
-    /// What is to be done next.
+    /// The next action for the agent to carry out.
     pub fn next_action(&mut self) -> Option<OfferingAction> {
         self.actions.pop_front()
     }
 }
 
-/// An offer of those blocks that are wanted: the reader has room for these only.
+/// Offers the wanted ones among these blocks, because the reader has room for no others. None if there are none.
 fn offer(
     id: HandoffId,
     reader: &Endpoint,
@@ -131,7 +132,7 @@ fn offer(
     let past = |block: u32| block.saturating_sub(computed.first_block) as usize;
     let (before, end) = (past(wanted.start), past(wanted.end));
     if end < computed.blocks.len() {
-        // Its hash is that of a block which is not offered.
+        // The hash is that of the last computed block, which is not offered.
         computed.blocks.truncate(end);
         computed.hash = None;
     }
@@ -163,14 +164,14 @@ mod tests {
         Computed { first_block, blocks: blocks.to_vec(), regions: 0..1, hash }
     }
 
-    /// Found by the simulation: the step that computed the last wanted block computed the next one, too. Both were offered as
-    /// one, for which the reader had no room; it waited until it gave up.
+    /// Found by the simulation: the step that computed the last wanted block computed the next one, too. One offer named both,
+    /// the reader had no room for the second, and waited until it gave up.
     #[test]
     fn what_is_computed_beside_wanted_blocks_is_not_offered_with_them() {
         let mut offering = Offering::default();
         offering.computed(ID, computed(0, &[10, 11, 12]));
         let serve = Message::Serve { id: ID, first_block: 2, end_block: 5, reader: Vec::new() };
-        offering.told(serve);
+        offering.scheduler_said(serve);
         offering.computed(ID, computed(3, &[13]));
         offering.computed(ID, computed(4, &[14, 15]));
         offering.computed(ID, computed(6, &[16]));

@@ -1,23 +1,22 @@
-//! How far an engine's steps are, counted in regions that are computed.
+//! Counts the regions that an engine's steps have computed.
 //!
-//! A word counts on from step to step. On a GPU the engine's stream writes it when it comes to it, so that nobody has to wait
-//! for the stream, or to ask the driver, to know what has been computed.
+//! The counter is one word that goes on counting from step to step. On a GPU the engine's stream writes it in stream order, so
+//! readers neither wait for the stream nor ask the driver.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvlane_gpu::{EngineStream, Gpu, GpuError, StreamWord};
 
-/// A word that only counts up, past the largest number to 0.
+/// A word that only counts up, and wraps to 0.
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// Computed by the thread that says so.
+    /// The thread that computes writes it.
     Host(AtomicU32),
-    /// Computed in a stream.
+    /// The engine's stream writes it.
     Gpu(StreamWord),
 }
 
 impl Progress {
-    /// At 0.
     pub(crate) fn new(gpu: Option<&Gpu>) -> Result<Progress, GpuError> {
         match gpu {
             Some(gpu) => StreamWord::new(gpu).map(Progress::Gpu),
@@ -25,8 +24,8 @@ impl Progress {
         }
     }
 
-    /// Counts up to `count`: on a GPU once `stream` has done what is enqueued there, on the host at once. Whoever sees the
-    /// count sees the bytes that were computed before.
+    /// Counts up to `count`: on a GPU once `stream` has done the work enqueued so far, on the host at once. A thread that reads
+    /// the count sees the bytes that were computed before it.
     pub(crate) fn reach(&self, count: u32, stream: &EngineStream) -> Result<(), GpuError> {
         match self {
             Progress::Host(word) => word.store(count, Ordering::Release),
@@ -35,7 +34,7 @@ impl Progress {
         Ok(())
     }
 
-    /// How much has been counted since it was at `count`; 0 if it has not come so far.
+    /// Regions counted since `count`; 0 if the word has not reached `count`.
     pub(crate) fn since(&self, count: u32) -> u32 {
         let now = match self {
             Progress::Host(word) => word.load(Ordering::Acquire),

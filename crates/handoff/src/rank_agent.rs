@@ -1,4 +1,14 @@
-//! A rank's part of hand-offs, carried out: windows, READs, and what its scheduler and other ranks say.
+//! Carries out a rank's part of hand-offs: opens and closes windows, posts READs, and passes messages between its scheduler,
+//! other ranks and the two state machines.
+//!
+//! ```text
+//!  engine's thread: step_begins, layers_computed, step_ends        fabric: messages, READs, windows
+//!        | events, a word of progress                                   |
+//!        +----------------> thread "kvlane-handoff" <-------------------+
+//!                           Offering, Reading: decide; this file carries out
+//! ```
+//! The engine's thread never waits. It enqueues events, and one word counts the computed regions: the engine's stream writes
+//! it, or on a CPU the thread itself. The agent's thread polls that word every millisecond while a step has blocks to offer.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::rc::Rc;
@@ -16,118 +26,118 @@ use kvlane_gpu::{EngineStream, Gpu, GpuError};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 
-use crate::geometry::Geometry;
+use crate::geometry::{AreaRange, Geometry};
 use crate::message::{BLOCKS_MAX, Endpoint, HandoffId, Message, Offer};
 use crate::offering::{Computed, Offering, OfferingAction};
 use crate::progress::Progress;
 use crate::reading::{Reading, ReadingAction};
 use crate::talk::{AgentError, Talk};
 
-/// Blocks are offered together until they have so many bytes: enough for a READ to be worth its messages, and little enough
-/// that the next one is under way meanwhile.
+/// Most bytes of one offer, unless a single block has more. A READ of this size is worth its messages, and small enough that
+/// the next offer follows while it runs.
 const OFFER_BYTES: u64 = 64 << 20;
-/// Layers are offered before their step is over where they have so many bytes.
+/// Computed layers of a step that is not over are offered once they have this many bytes.
 const OFFER_BYTES_MIN: u64 = 1 << 20;
-/// While a step computes what is to be offered, the thread looks so often how far it is: to be woken for each layer would cost
-/// the engine a system call in each, and its processor.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// How often the thread polls the progress of steps that have blocks to offer. Waking the thread for each layer would cost the
+/// engine a system call per layer, and its processor.
+const POLL_EVERY: Duration = Duration::from_millis(1);
 const READ_PATIENCE: Duration = Duration::from_secs(30);
-/// Name in logs.
+/// The scheduler's name in the fabric's logs.
 const SCHEDULER: &str = "this engine's scheduler";
-/// Of so many engines the log says how their blocks come.
-const TOLD_WAYS_MAX: usize = 1024;
+/// Most engines whose path is logged, once each.
+const LOGGED_PATHS_MAX: usize = 1024;
 
-/// Memory that a rank has registered with its engine of the fabric.
+/// Memory that a rank has registered with its fabric engine.
 #[derive(Debug, Clone, Copy)]
 pub struct Area {
-    /// Its number there.
+    /// The fabric's number of the registered region.
     pub region: u32,
-    /// Where it begins in this process.
+    /// Address of its first byte in this process.
     pub base: u64,
-    /// How long it is.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// What a rank needs.
+/// Arguments of [`RankAgent::start`].
 #[derive(Debug)]
 pub struct RankOptions {
-    /// The regions of a block, usually one a layer.
+    /// The regions of a block, usually one per layer.
     pub regions: Vec<Region>,
-    /// Where they lie, registered for windows only.
+    /// The memory that holds the regions, registered for windows only.
     pub areas: Vec<Area>,
-    /// The GPU whose memory the areas are; None for the host's.
+    /// The GPU whose memory the areas are; None for host memory.
     pub gpu: Option<Gpu>,
-    /// Its own scheduler proves by this that it is that.
+    /// Secret by which the rank recognizes its own scheduler ([`Message::Adopt`]).
     pub key: [u8; 16],
 }
 
-/// Blocks that a step fills.
+/// Consecutive blocks of a prompt that a step fills.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Filled {
-    /// For which hand-off.
+    /// The hand-off that the blocks are computed for.
     pub id: HandoffId,
-    /// The first of them, counted from the prompt's start.
+    /// First block, counted from the prompt's start.
     pub first_block: u32,
-    /// Ids of the engine's blocks.
+    /// Block ids of the engine's cache.
     pub blocks: Vec<u32>,
-    /// The hash of the last of them; None for one that is not full.
+    /// Hash of the last block; None for a block that is not full.
     pub hash: Option<[u8; 16]>,
 }
 
-/// What a rank has read from other engines.
+/// Counters of a rank's READs from other engines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReadCounts {
-    /// READs that brought their bytes.
+    /// READs that succeeded.
     pub reads: u64,
-    /// READs that did not.
+    /// READs that failed or were cancelled.
     pub failed: u64,
-    /// Runs of neighbouring bytes of which these READs consisted.
+    /// Runs of adjacent bytes in the READs that succeeded.
     pub runs: u64,
-    /// Bytes that process_vm brought, from memory of this host.
+    /// Bytes read by process_vm, from memory of this host.
     pub cma_bytes: u64,
-    /// Bytes that came through sockets.
+    /// Bytes read through sockets.
     pub tcp_bytes: u64,
 }
 
-/// A READ that brought its bytes.
+/// A READ whose bytes have all arrived.
 #[derive(Debug)]
-struct Read {
+struct FinishedRead {
     from: (EngineId, PeerId),
     runs: u64,
     bytes: u64,
-    /// Whether either side's memory is a GPU's.
+    /// Whether the memory of either side is a GPU's.
     is_on_gpu: bool,
 }
 
 #[derive(Debug)]
-enum Event {
-    /// What the word will count from, and what is filled.
+enum RankEvent {
+    /// The count of the progress word at which the step begins, and the blocks that it fills.
     StepBegins(u32, Vec<Filled>),
     StepEnds,
-    ReadOver(HandoffId, u64, Option<Read>),
+    ReadOver(HandoffId, u64, Option<FinishedRead>),
     Closed(HandoffId),
     Lost(EngineId),
 }
 
-/// A rank's part of hand-offs: an engine of the fabric, and a thread.
+/// A rank's part of hand-offs: a fabric engine and a thread.
 #[derive(Debug)]
 pub struct RankAgent {
     engine: Arc<Engine>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<RankEvent>,
     endpoint: Endpoint,
     counts: Arc<Mutex<ReadCounts>>,
     regions: u32,
-    /// What `computed` counts the engine's present step from.
+    /// The count of `computed` at which the engine's present step begins.
     step: AtomicU32,
-    /// Whether that has begun and not ended.
+    /// Whether that step has begun and not ended.
     is_in_step: AtomicBool,
     computed: Arc<Progress>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl RankAgent {
-    /// Starts the thread. The blocks that a hand-off has are not used otherwise before it is over; `engine` is for this agent
-    /// alone.
+    /// Starts the thread. The caller uses a hand-off's blocks for nothing else until the hand-off is over, and `engine` for
+    /// nothing but this agent.
     pub fn start(engine: Engine, options: RankOptions) -> Result<RankAgent, AgentError> {
         let areas: Vec<(u64, u64)> = options.areas.iter().map(|area| (area.base, area.bytes)).collect();
         let geometry = Geometry::new(options.regions, &areas)?;
@@ -138,7 +148,7 @@ impl RankAgent {
         let is_on_gpu = options.gpu.is_some();
         let computed = Arc::new(Progress::new(options.gpu.as_ref())?);
         let regions = geometry.regions();
-        let at_rank = AtRank {
+        let rank_thread = RankThread {
             engine: Arc::clone(&engine),
             events: events.clone(),
             reading: Reading::new(geometry.regions()),
@@ -154,14 +164,14 @@ impl RankAgent {
             waiting: Vec::new(),
             counts: Arc::clone(&counts),
             computed: Arc::clone(&computed),
-            told_ways: HashSet::new(),
+            logged_paths: HashSet::new(),
             cancels: HashMap::new(),
             started: Instant::now(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
         let thread = std::thread::Builder::new().name("kvlane-handoff".into()).spawn(move || {
             let local = tokio::task::LocalSet::new();
-            local.block_on(&runtime, at_rank.run(incoming));
+            local.block_on(&runtime, rank_thread.run(incoming));
         })?;
         let step = AtomicU32::new(0);
         let is_in_step = AtomicBool::new(false);
@@ -169,45 +179,45 @@ impl RankAgent {
         Ok(RankAgent { engine, events, endpoint, counts, regions, step, is_in_step, computed, thread })
     }
 
-    /// Where it can be reached.
+    /// This rank's fabric descriptor, for its scheduler.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// What was read since the last call.
+    /// Counters since the last call.
     pub fn take_counts(&self) -> ReadCounts {
         std::mem::take(&mut self.counts.lock())
     }
 
-    /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over. One thread
-    /// says when steps begin and how far they are; a step may begin while the stream computes the one before.
+    /// A step of the engine begins, which fills these blocks. Once computed, the blocks do not change until their hand-off is
+    /// over. One thread makes all calls about steps. A step may begin while the stream still computes the one before.
     pub fn step_begins(&self, filled: Vec<Filled>) {
         if self.is_in_step.swap(true, Ordering::Relaxed) {
-            // Nobody has said that the former one is over: it counts as computed when a layer of this one is.
+            // The former step never ended. It counts as computed once a layer of this step is.
             self.step.fetch_add(self.regions, Ordering::Relaxed);
         }
-        // Without the thread nobody reads them.
-        let _ = self.events.send(Event::StepBegins(self.step.load(Ordering::Relaxed), filled));
+        // If the thread has ended, no blocks are offered any more.
+        let _ = self.events.send(RankEvent::StepBegins(self.step.load(Ordering::Relaxed), filled));
     }
 
-    /// Of the step's blocks so many regions, the first ones, are computed once `stream` has done what is enqueued; in the
-    /// host's memory they are now. The agent's thread sees it within a millisecond.
+    /// The first `regions` regions of the step's blocks are computed: in GPU memory once `stream` has done the work enqueued
+    /// so far, in host memory now. The agent's thread sees it within a millisecond.
     pub fn layers_computed(&self, regions: u32, stream: &EngineStream) -> Result<(), GpuError> {
         let from = self.step.load(Ordering::Relaxed);
         self.computed.reach(from.wrapping_add(regions.min(self.regions)), stream)
     }
 
-    /// As [`RankAgent::layers_computed`], of all of the step's blocks. What comes next is another step.
+    /// All regions of the step's blocks are computed, as in [`RankAgent::layers_computed`], and the step is over.
     pub fn step_ends(&self, stream: &EngineStream) -> Result<(), GpuError> {
         let end = self.step.load(Ordering::Relaxed).wrapping_add(self.regions);
         self.step.store(end, Ordering::Relaxed);
         self.is_in_step.store(false, Ordering::Relaxed);
         self.computed.reach(end, stream)?;
-        let _ = self.events.send(Event::StepEnds);
+        let _ = self.events.send(RankEvent::StepEnds);
         Ok(())
     }
 
-    /// Nothing is read or written any more when this returns.
+    /// Closes the fabric engine and ends the thread. When this returns, no READ reads or writes this rank's memory any more.
     pub fn close(&mut self) {
         self.engine.close();
         if let Some(thread) = self.thread.take() {
@@ -222,113 +232,116 @@ impl Drop for RankAgent {
     }
 }
 
-/// Why blocks are not offered.
+/// Why blocks were not offered.
 enum NotOffered {
-    /// All windows are taken; so many blocks have one. The rest is offered when others are closed.
+    /// No window is free; the first `offered` blocks have one. The others are offered once windows close.
     NoWindows { offered: usize },
-    /// They cannot be.
+    /// Waiting does not help: why.
     Never(String),
 }
 
-/// What a step of the engine fills.
+/// A step of the engine with blocks that are not all offered.
 #[derive(Debug)]
 struct Step {
-    /// What the word of progress counts it from.
+    /// The count of the progress word at which the step begins.
     from: u32,
     filled: Vec<Filled>,
-    /// So many regions are offered.
+    /// The first so many regions are offered.
     offered: u32,
 }
 
-struct AtRank {
+/// The state of the agent's thread.
+
+struct RankThread {
     engine: Arc<Engine>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<RankEvent>,
     geometry: Geometry,
     /// The fabric's number of each area.
     areas: Vec<u32>,
     key: [u8; 16],
-    /// Rank that its scheduler assigned.
+    /// Assigned by the scheduler's Adopt.
     rank: u32,
+    /// None before Adopt.
     scheduler: Option<(EngineId, Endpoint)>,
     is_on_gpu: bool,
-    /// Those of which not everything is offered.
+    /// In the order in which they began.
     steps: VecDeque<Step>,
     offering: Offering,
     reading: Reading,
     windows: HashMap<HandoffId, Vec<WindowDescriptor>>,
-    /// Offers for which there are no windows left before others are closed.
+    /// Offers that wait until other windows close, because no window was free.
     waiting: Vec<(HandoffId, Endpoint, Computed)>,
     counts: Arc<Mutex<ReadCounts>>,
     computed: Arc<Progress>,
-    /// By which ways which engines' blocks come: the log has it once.
-    told_ways: HashSet<(EngineId, bool)>,
-    /// What tells the READs of a hand-off to end.
+    /// Engine and whether process_vm reads from it, for each path that the log has.
+    logged_paths: HashSet<(EngineId, bool)>,
+    /// Sends true to cancel all READs of a hand-off.
     cancels: HashMap<HandoffId, watch::Sender<bool>>,
     started: Instant,
 }
 
-impl AtRank {
+impl RankThread {
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
 
-    async fn run(mut self, mut events: mpsc::UnboundedReceiver<Event>) {
+    async fn run(mut self, mut events: mpsc::UnboundedReceiver<RankEvent>) {
         let lost = self.events.clone();
-        let on_lost = move |engine| drop(lost.send(Event::Lost(engine)));
+        let on_lost = move |engine| drop(lost.send(RankEvent::Lost(engine)));
         let mut talk = Talk::new(Arc::clone(&self.engine), Rc::new(on_lost));
         let mut receiving = self.engine.receiving();
         loop {
             let tick = self.reading.next_tick().unwrap_or(Duration::MAX);
-            let look = if self.steps.is_empty() { Duration::from_secs(3600) } else { LOOK_EVERY };
-            let wait = tick.saturating_sub(self.now()).min(look);
+            let poll = if self.steps.is_empty() { Duration::from_secs(3600) } else { POLL_EVERY };
+            let wait = tick.saturating_sub(self.now()).min(poll);
             tokio::select! {
                 received = &mut receiving => match received {
-                    Some(received) => self.take(&mut talk, received),
+                    Some(received) => self.handle_message(&mut talk, received),
                     None => return,
                 },
-                Some(event) = events.recv() => self.happen(&mut talk, event),
+                Some(event) = events.recv() => self.handle_event(&mut talk, event),
                 () = tokio::time::sleep(wait) => self.reading.tick(self.now()),
             }
-            self.look_how_far_steps_are();
+            self.offer_computed();
             self.carry_out(&mut talk);
         }
     }
 
-    fn take(&mut self, talk: &mut Talk, received: Received) {
+    fn handle_message(&mut self, talk: &mut Talk, received: Received) {
         let from = received.from;
         let message = match Message::decode(&received.bytes) {
             Ok(message) => message,
             Err(error) => {
-                tracing::warn!("a hand-off's message is passed over: {error}");
+                tracing::warn!(%error, "hand-off message ignored");
                 return;
             }
         };
         match message {
             Message::Adopt { key, scheduler, rank } if key == self.key => {
                 self.rank = rank;
-                self.scheduler = talk.reach_own(&scheduler, SCHEDULER).map(|id| (id, scheduler));
+                self.scheduler = talk.connect_own(&scheduler, SCHEDULER).map(|id| (id, scheduler));
             }
             Message::Offer(offer) => self.reading.offer(self.now(), from, offer),
             Message::Serve { .. } | Message::Close(_) if self.is_scheduler(from) => {
-                self.offering.told(message);
+                self.offering.scheduler_said(message);
             }
             Message::Room { .. } | Message::Stop(_) if self.is_scheduler(from) => {
-                self.reading.told(message);
+                self.reading.scheduler_said(message);
             }
-            _ => tracing::warn!("a hand-off's message of somebody who may not say it is passed over"),
+            _ => tracing::warn!("hand-off message ignored: its sender may not send it to this rank"),
         }
     }
 
-    fn happen(&mut self, talk: &mut Talk, event: Event) {
+    fn handle_event(&mut self, talk: &mut Talk, event: RankEvent) {
         match event {
-            Event::StepBegins(from, filled) => self.steps.push_back(Step { from, filled, offered: 0 }),
-            // Whatever happens, the steps are looked at.
-            Event::StepEnds => {}
-            Event::ReadOver(id, number, read) => {
+            RankEvent::StepBegins(from, filled) => self.steps.push_back(Step { from, filled, offered: 0 }),
+            // Wakes the thread, which polls the steps after every event.
+            RankEvent::StepEnds => {}
+            RankEvent::ReadOver(id, number, read) => {
                 self.count(read.as_ref());
                 self.reading.read_over(id, number, read.is_some());
             }
-            Event::Closed(id) => {
+            RankEvent::Closed(id) => {
                 self.offering.closed(id);
                 for (id, reader, computed) in std::mem::take(&mut self.waiting) {
                     if self.offering.is_open(id) {
@@ -336,13 +349,13 @@ impl AtRank {
                     }
                 }
             }
-            // READs from it fail by themselves; whose offers do not come is the schedulers' business.
-            Event::Lost(engine) => talk.forget(engine),
+            // READs from the lost engine fail by themselves. If its offers stay away, the schedulers end the hand-off.
+            RankEvent::Lost(engine) => talk.forget(engine),
         }
     }
 
-    /// Offers whole steps, and before them layers together that are worth a READ.
-    fn look_how_far_steps_are(&mut self) {
+    /// Offers steps that are computed, and of the step that is not the computed layers, if they are worth a READ.
+    fn offer_computed(&mut self) {
         let all = self.geometry.regions();
         while let Some(mut step) = self.steps.pop_front() {
             let computed = self.computed.since(step.from).min(all);
@@ -358,7 +371,7 @@ impl AtRank {
         }
     }
 
-    /// Of the step's blocks so many regions can be read.
+    /// Offers the step's regions up to this one, without those that were offered before.
     fn offer_up_to(&mut self, step: &mut Step, regions: u32) {
         let from = std::mem::replace(&mut step.offered, regions);
         for Filled { id, first_block, blocks, hash } in &step.filled {
@@ -384,7 +397,7 @@ impl AtRank {
                 }
                 ReadingAction::Cancel(id) => {
                     if let Some(cancel) = self.cancels.remove(&id) {
-                        // Nobody listens where all are over.
+                        // No receiver is left if all READs have completed.
                         let _ = cancel.send(true);
                     }
                 }
@@ -393,13 +406,14 @@ impl AtRank {
         }
     }
 
-    /// To the own scheduler, which is connected again if it was lost.
+    /// Sends to the own scheduler, and reconnects to it if it was lost.
     fn answer(&self, talk: &mut Talk, message: &Message) {
-        let scheduler = self.scheduler.as_ref().and_then(|(_, endpoint)| talk.reach_own(endpoint, SCHEDULER));
+        let scheduler =
+            self.scheduler.as_ref().and_then(|(_, endpoint)| talk.connect_own(endpoint, SCHEDULER));
         scheduler.into_iter().for_each(|scheduler| talk.send(scheduler, message));
     }
 
-    /// Name of the peer rank with which this rank exchanges blocks, for logs.
+    /// The peer rank's name in the fabric's logs. Ranks of equal number exchange blocks.
     fn other_rank(&self) -> String {
         format!("another engine's rank {}", self.rank)
     }
@@ -419,7 +433,7 @@ impl AtRank {
                 self.waiting.push((id, reader.clone(), rest));
             }
             Err(NotOffered::Never(why)) => {
-                tracing::warn!("blocks of a hand-off cannot be offered: {why}");
+                tracing::warn!(reason = why, "cannot offer blocks of a hand-off; its reader computes them");
                 self.answer(talk, &Message::Lost(id));
             }
         }
@@ -434,7 +448,7 @@ impl AtRank {
     ) -> Result<(), NotOffered> {
         let never = |why: &str| NotOffered::Never(why.into());
         let to =
-            talk.reach(reader, self.other_rank()).ok_or_else(|| never("its reader cannot be reached"))?;
+            talk.connect(reader, self.other_rank()).ok_or_else(|| never("its reader cannot be reached"))?;
         if !self.geometry.has(&computed.blocks) {
             return Err(never("one is none of this rank's"));
         }
@@ -448,7 +462,7 @@ impl AtRank {
                 [false, true].map(|is_by_block| self.geometry.ranges(blocks, regions.clone(), is_by_block));
             let is_by_block = by_block.len() < by_region.len();
             let ranges = if is_by_block { by_block } else { by_region };
-            let of_fabric = |range: &crate::geometry::Range| WindowRange {
+            let of_fabric = |range: &AreaRange| WindowRange {
                 region: self.areas[range.area],
                 offset: range.offset,
                 len: range.len,
@@ -478,7 +492,7 @@ impl AtRank {
         Ok(())
     }
 
-    /// A window whose peer takes no bytes that are on their way takes a second to close.
+    /// Closes windows in a thread of the pool, because that takes a second if the peer does not take bytes in flight.
     fn close_windows(&mut self, id: HandoffId) {
         let windows = self.windows.remove(&id).unwrap_or_default();
         if windows.is_empty() {
@@ -487,10 +501,10 @@ impl AtRank {
         let (engine, events) = (Arc::clone(&self.engine), self.events.clone());
         tokio::task::spawn_blocking(move || {
             for window in windows {
-                // It fails only where the engine is closed, and with it all windows.
+                // Fails only if the engine is closed, which closes all windows.
                 let _ = engine.close_window(&window);
             }
-            let _ = events.send(Event::Closed(id));
+            let _ = events.send(RankEvent::Closed(id));
         });
     }
 
@@ -504,7 +518,7 @@ impl AtRank {
         blocks: &[u32],
     ) {
         let transfer = self.transfer(offer, blocks);
-        let source = talk.reach(source, self.other_rank());
+        let source = talk.connect(source, self.other_rank());
         let begun = match (transfer, source.and_then(|source| Some((source, talk.peer(source)?)))) {
             (Some((transfer, runs)), Some((source, peer))) => {
                 let begun = self.engine.begin(peer, transfer).ok();
@@ -514,11 +528,11 @@ impl AtRank {
         };
         let events = self.events.clone();
         let Some((mut handle, source, peer, runs)) = begun else {
-            let _ = events.send(Event::ReadOver(id, number, None));
+            let _ = events.send(RankEvent::ReadOver(id, number, None));
             return;
         };
         let is_on_gpu = self.is_on_gpu || offer.window.kind == MemoryKind::Cuda;
-        let read = Read { from: (source, peer), runs, bytes: offer.window.len, is_on_gpu };
+        let read = FinishedRead { from: (source, peer), runs, bytes: offer.window.len, is_on_gpu };
         let mut cancel = self.cancels.entry(id).or_insert_with(|| watch::Sender::new(false)).subscribe();
         tokio::task::spawn_local(async move {
             let outcome = tokio::select! {
@@ -528,13 +542,13 @@ impl AtRank {
                     handle.await
                 }
             };
-            let _ = events.send(Event::ReadOver(id, number, outcome.is_ok().then_some(read)));
+            let _ = events.send(RankEvent::ReadOver(id, number, outcome.is_ok().then_some(read)));
         });
     }
 
-    fn count(&mut self, read: Option<&Read>) {
+    fn count(&mut self, read: Option<&FinishedRead>) {
         let mut counts = self.counts.lock();
-        let Some(Read { from: (engine, peer), runs, bytes, is_on_gpu }) = read else {
+        let Some(FinishedRead { from: (engine, peer), runs, bytes, is_on_gpu }) = read else {
             counts.failed += 1;
             return;
         };
@@ -544,22 +558,25 @@ impl AtRank {
         counts.reads += 1;
         counts.runs += runs;
         drop(counts);
-        if self.told_ways.len() < TOLD_WAYS_MAX && self.told_ways.insert((*engine, is_cma)) {
+        if self.logged_paths.len() < LOGGED_PATHS_MAX && self.logged_paths.insert((*engine, is_cma)) {
             let address = paths.iter().find_map(|path| path.address);
             let address = address.map_or_else(String::new, |address| format!(" at {address}"));
             let trouble =
                 paths.iter().find(|path| path.carrier == "cma").and_then(|path| path.trouble.as_deref());
             let why = if *is_on_gpu { Some("they are in a GPU's memory") } else { trouble };
             if is_cma {
-                tracing::info!("blocks of the engine{address} are read by process_vm, on this host");
+                tracing::info!(
+                    once = true,
+                    "reading blocks of the engine{address} by process_vm, on this host"
+                );
             } else {
-                let why = why.map_or_else(String::new, |why| format!(", since {why}"));
-                tracing::info!("blocks of the engine{address} are read by TCP{why}");
+                let why = why.map_or_else(String::new, |why| format!(" because {why}"));
+                tracing::info!(once = true, "reading blocks of the engine{address} by TCP{why}");
             }
         }
     }
 
-    /// And of how many runs it consists. None: what is offered has another length than our blocks.
+    /// The READ of an offer into these blocks, and its number of runs. None if the offer's length is not that of the blocks.
     fn transfer(&self, offer: &Offer, blocks: &[u32]) -> Option<(Transfer, u64)> {
         if !self.geometry.has(blocks) {
             return None;
@@ -567,7 +584,7 @@ impl AtRank {
         let regions = offer.first_region..offer.first_region + offer.regions;
         let ranges = self.geometry.ranges(blocks, regions, offer.is_by_block);
         let mut at = 0;
-        let run = |range: &crate::geometry::Range| {
+        let run = |range: &AreaRange| {
             let run = Run {
                 local: Place { region: self.areas[range.area], offset: range.offset },
                 remote: Place { region: offer.window.number, offset: at },

@@ -1,46 +1,47 @@
-//! A rank of the engine that goes on: what it reads into which blocks. No I/O; the time is an argument.
+//! Reads offered blocks into blocks of the own cache: a rank of the decode engine. No I/O; the time is an argument.
 //!
 //! ```text
-//!  Room: blocks of the engine  --+                               all its regions read
-//!                                +--> READ of an Offer that fits ---------------------> Arrived
+//!  Room: blocks of this engine --+                                all regions of a block read
+//!                                +--> READ of an Offer that fits ----------------------------> Arrived
 //!  Offer: blocks of the peer   --+
-//!  Stop: no new READ; Stopped when none is under way
+//!  Stop: no new READ; Stopped once none is in flight
 //! ```
-//! Offers that have no room yet wait. Each region of a block is read once: what is offered twice is refused.
+//! An Offer waits until all its blocks have room. Each region of a block is read once: a second offer of it ends the
+//! hand-off (Lost). A block that has arrived has no room any more, so no READ writes into it again.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use kvlane_fabric::EngineId;
 
-use crate::message::{Endpoint, HASHES_MAX, HandoffId, Message, Offer, whose};
+use crate::message::{Endpoint, HASHES_MAX, HandoffId, Message, Offer, engine_of};
 use crate::remembered::Remembered;
 
 /// Most offers of one hand-off that wait for room.
 const OFFERS_MAX: usize = 4096;
-/// Most hand-offs with offers of which the own scheduler has not said anything, and how long they are kept.
+/// Most hand-offs that have offers but no Room or Stop yet, and how long their offers are kept.
 const UNKNOWN_MAX: usize = 256;
 const UNKNOWN_KEPT: Duration = Duration::from_secs(10);
 
-/// What is to be done.
+/// An action for the agent, in the order of [`Reading::next_action`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadingAction {
-    /// Read what is offered into these blocks; [`Reading::read_over`] is to be told of the end, by this number.
+    /// Post a READ of the offered bytes into these blocks, and report its completion to [`Reading::read_over`].
     Read {
-        /// For whom.
+        /// The hand-off that the READ is part of.
         id: HandoffId,
-        /// Of the READ.
+        /// Names this READ in its completion.
         number: u64,
-        /// Who offers.
+        /// Endpoint of the rank that offers.
         source: Endpoint,
-        /// What.
+        /// As it came, with its window.
         offer: Offer,
-        /// Ids of the engine's blocks.
+        /// Block ids of the own cache, one for each block of the offer.
         blocks: Vec<u32>,
     },
-    /// End its READs; each is over when [`Reading::read_over`] is told so.
+    /// Cancel the hand-off's READs. Each is in flight until [`Reading::read_over`] is called for it.
     Cancel(HandoffId),
-    /// Say this to the own scheduler.
+    /// Send this to the own scheduler.
     Answer(Message),
 }
 
@@ -50,52 +51,56 @@ struct Source {
     engine: EngineId,
 }
 
+/// The state of one hand-off.
 #[derive(Debug, Default)]
-struct Read {
+struct HandoffReads {
+    /// From the first Room. Offers of other engines are ignored.
     source: Option<Source>,
-    /// The engine's block for each block of the prompt.
+    /// The own block for each block of the prompt.
     room: BTreeMap<u32, u32>,
+    /// Offers without room, each with its sender.
     waiting: Vec<(EngineId, Offer)>,
-    /// By block of the prompt: which regions are read or under way, and how many are still to come.
+    /// By block of the prompt: which regions are read or in flight, and how many have not arrived.
     regions: BTreeMap<u32, (Vec<bool>, u32)>,
-    under_way: BTreeMap<u64, Offer>,
+    in_flight: BTreeMap<u64, Offer>,
     hashes: BTreeMap<u32, [u8; 16]>,
-    /// All before have arrived; None before the first room.
+    /// All blocks before this one have arrived; None before the first Room.
     end_block: Option<u32>,
-    told_hashes: u32,
+    /// Hashes of the blocks before this one were reported.
+    hashes_reported: u32,
     is_stopping: bool,
     is_lost: bool,
-    known_since: Duration,
+    first_offer_at: Duration,
 }
 
-/// All that a rank reads.
+/// All hand-offs that a rank reads blocks for.
 #[derive(Debug)]
 pub struct Reading {
     regions: u32,
-    reads: BTreeMap<HandoffId, Read>,
+    reads: BTreeMap<HandoffId, HandoffReads>,
     over: Remembered,
     next_number: u64,
     actions: VecDeque<ReadingAction>,
 }
 
 impl Reading {
-    /// Nothing yet. `regions`: of how many parts (layers) a block of this rank consists.
+    /// `regions`: number of regions (layers) of a block of this rank.
     pub fn new(regions: u32) -> Reading {
         let (reads, over, actions) = (BTreeMap::new(), Remembered::default(), VecDeque::new());
         Reading { regions, reads, over, next_number: 0, actions }
     }
 
-    /// The own scheduler has said something.
-    pub fn told(&mut self, message: Message) {
+    /// Handles a message from the own scheduler.
+    pub fn scheduler_said(&mut self, message: Message) {
         match message {
             Message::Room { id, source, first_block, blocks } if !self.over.has(id) => {
-                let Some(engine) = whose(&source) else { return };
+                let Some(engine) = engine_of(&source) else { return };
                 let read = self.reads.entry(id).or_default();
                 read.source.get_or_insert(Source { endpoint: source, engine });
                 let first = read.end_block.get_or_insert(first_block);
                 *first = (*first).min(first_block);
                 read.room.extend((first_block..).zip(blocks));
-                self.go_on(id);
+                self.start_reads(id);
             }
             Message::Stop(id) => {
                 if self.over.has(id) {
@@ -106,13 +111,13 @@ impl Reading {
                     read.waiting.clear();
                     self.actions.push_back(ReadingAction::Cancel(id));
                 }
-                self.end_if_still(id);
+                self.finish_if_idle(id);
             }
             _ => {}
         }
     }
 
-    /// A rank of the other engine offers something.
+    /// Handles an Offer from a rank of another engine.
     pub fn offer(&mut self, now: Duration, from: EngineId, offer: Offer) {
         let id = offer.id;
         if self.over.has(id) {
@@ -122,16 +127,19 @@ impl Reading {
         if !self.reads.contains_key(&id) && unknown >= UNKNOWN_MAX {
             return;
         }
-        let read = self.reads.entry(id).or_insert_with(|| Read { known_since: now, ..Read::default() });
+        let read = self
+            .reads
+            .entry(id)
+            .or_insert_with(|| HandoffReads { first_offer_at: now, ..HandoffReads::default() });
         if read.is_stopping || read.waiting.len() >= OFFERS_MAX {
             return;
         }
         read.waiting.push((from, offer));
-        self.go_on(id);
+        self.start_reads(id);
     }
 
-    /// Reads what is offered and has room.
-    fn go_on(&mut self, id: HandoffId) {
+    /// Starts a READ for each offer that has room.
+    fn start_reads(&mut self, id: HandoffId) {
         let Some(read) = self.reads.get_mut(&id).filter(|read| !read.is_stopping && !read.is_lost) else {
             return;
         };
@@ -152,8 +160,8 @@ impl Reading {
             let all = self.regions;
             let is_new = regions.end <= all as usize
                 && of_prompt.clone().all(|block| {
-                    let known = read.regions.get(&block);
-                    known.is_none_or(|(asked, _)| asked[regions.clone()].iter().all(|asked| !asked))
+                    let state = read.regions.get(&block);
+                    state.is_none_or(|(taken, _)| taken[regions.clone()].iter().all(|taken| !taken))
                 });
             if !is_new {
                 read.is_lost = true;
@@ -161,23 +169,23 @@ impl Reading {
                 return;
             }
             for block in of_prompt {
-                let (asked, _) = read.regions.entry(block).or_insert((vec![false; all as usize], all));
-                asked[regions.clone()].fill(true);
+                let (taken, _) = read.regions.entry(block).or_insert((vec![false; all as usize], all));
+                taken[regions.clone()].fill(true);
             }
             let number = self.next_number;
             self.next_number += 1;
-            read.under_way.insert(number, offer.clone());
+            read.in_flight.insert(number, offer.clone());
             let source = source.endpoint.clone();
             self.actions.push_back(ReadingAction::Read { id, number, source, offer, blocks });
         }
         read.waiting = left;
     }
 
-    /// A READ is over; whether its bytes are there.
-    pub fn read_over(&mut self, id: HandoffId, number: u64, is_there: bool) {
+    /// The completion of a READ: whether all its bytes have arrived.
+    pub fn read_over(&mut self, id: HandoffId, number: u64, has_arrived: bool) {
         let Some(read) = self.reads.get_mut(&id) else { return };
-        let Some(offer) = read.under_way.remove(&number) else { return };
-        if is_there {
+        let Some(offer) = read.in_flight.remove(&number) else { return };
+        if has_arrived {
             let end = offer.first_block + offer.blocks;
             for block in offer.first_block..end {
                 if let Some((_, left)) = read.regions.get_mut(&block) {
@@ -191,24 +199,24 @@ impl Reading {
             {
                 read.end_block = Some(next + 1);
                 read.regions.remove(&next);
-                // Nothing is read into it again.
+                // Without room, no READ writes into the block again.
                 read.room.remove(&next);
             }
             if let Some(end_block) = read.end_block.filter(|_| read.end_block != before) {
-                let hashes = read.hashes.range(read.told_hashes..end_block);
+                let hashes = read.hashes.range(read.hashes_reported..end_block);
                 let hashes: Vec<(u32, [u8; 16])> = hashes.map(|(block, hash)| (*block, *hash)).collect();
-                read.told_hashes = end_block;
-                self.tell_arrived(id, end_block, hashes);
+                read.hashes_reported = end_block;
+                self.report_arrived(id, end_block, hashes);
             }
         } else if !read.is_stopping && !std::mem::replace(&mut read.is_lost, true) {
             self.actions.push_back(ReadingAction::Answer(Message::Lost(id)));
         }
-        self.end_if_still(id);
+        self.finish_if_idle(id);
     }
 
-    /// In several messages where one would be too long; each tells of the blocks whose hashes it has, since no more is asked
-    /// for when all blocks are told.
-    fn tell_arrived(&mut self, id: HandoffId, end_block: u32, mut hashes: Vec<(u32, [u8; 16])>) {
+    /// Reports arrived blocks, in several messages if one would be too long. Each message reports only blocks whose hashes it
+    /// carries or that came before, because the scheduler reads no further hashes once all blocks are reported.
+    fn report_arrived(&mut self, id: HandoffId, end_block: u32, mut hashes: Vec<(u32, [u8; 16])>) {
         while hashes.len() > HASHES_MAX {
             let rest = hashes.split_off(HASHES_MAX);
             let hashes = std::mem::replace(&mut hashes, rest);
@@ -218,39 +226,39 @@ impl Reading {
         self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
     }
 
-    /// One that is stopped is over when nothing of it is read any more.
-    fn end_if_still(&mut self, id: HandoffId) {
-        if self.reads.get(&id).is_some_and(|read| read.is_stopping && read.under_way.is_empty()) {
+    /// Answers Stopped and forgets the hand-off, if it is stopping and no READ is in flight.
+    fn finish_if_idle(&mut self, id: HandoffId) {
+        if self.reads.get(&id).is_some_and(|read| read.is_stopping && read.in_flight.is_empty()) {
             self.reads.remove(&id);
             self.over.add(id);
             self.actions.push_back(ReadingAction::Answer(Message::Stopped(id)));
         }
     }
 
-    /// Hand-offs of which something is read, or is offered for nothing so far.
+    /// Number of hand-offs that are not over, those with offers only included.
     pub fn live(&self) -> usize {
         self.reads.len()
     }
 
-    /// READs of a hand-off that are under way.
-    pub fn under_way(&self, id: HandoffId) -> usize {
-        self.reads.get(&id).map_or(0, |read| read.under_way.len())
+    /// Number of a hand-off's READs in flight.
+    pub fn in_flight(&self, id: HandoffId) -> usize {
+        self.reads.get(&id).map_or(0, |read| read.in_flight.len())
     }
 
-    /// Forgets what was offered for nothing.
+    /// Forgets offers for which no Room has come in time.
     pub fn tick(&mut self, now: Duration) {
         self.reads.retain(|_, read| {
-            read.source.is_some() || read.is_stopping || now < read.known_since + UNKNOWN_KEPT
+            read.source.is_some() || read.is_stopping || now < read.first_offer_at + UNKNOWN_KEPT
         });
     }
 
-    /// When [`Reading::tick`] has something to do.
+    /// When [`Reading::tick`] is due; None if there is nothing to wait for.
     pub fn next_tick(&self) -> Option<Duration> {
         let unknown = self.reads.values().filter(|read| read.source.is_none() && !read.is_stopping);
-        unknown.map(|read| read.known_since + UNKNOWN_KEPT).min()
+        unknown.map(|read| read.first_offer_at + UNKNOWN_KEPT).min()
     }
 
-    /// What is to be done next.
+    /// The next action for the agent to carry out.
     pub fn next_action(&mut self) -> Option<ReadingAction> {
         self.actions.pop_front()
     }
@@ -265,14 +273,19 @@ mod tests {
     const ID: HandoffId = HandoffId([1; 16]);
     const SOURCE: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
 
-    /// One with room for so many blocks.
+    /// A rank with room for that many blocks.
     fn reading(blocks: u32) -> Reading {
         let EngineId { engine_id, boot_nonce } = SOURCE;
         let (addresses, regions) = (Vec::new(), Vec::new());
         let source = Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions };
         let source = source.to_bytes().unwrap();
         let mut reading = Reading::new(1);
-        reading.told(Message::Room { id: ID, source, first_block: 0, blocks: (0..blocks).collect() });
+        reading.scheduler_said(Message::Room {
+            id: ID,
+            source,
+            first_block: 0,
+            blocks: (0..blocks).collect(),
+        });
         reading
     }
 
@@ -283,8 +296,8 @@ mod tests {
         Offer { id: ID, first_block, blocks, first_region, regions, is_by_block, window, hash }
     }
 
-    /// All hashes that came before the first block did were told in one message, which was longer than the fabric takes: the rank
-    /// lost its scheduler, and the hand-off was never over.
+    /// Hashes that arrived before the first block were reported in one message, which was longer than the fabric takes. The rank
+    /// lost its scheduler, and the hand-off never ended.
     #[test]
     fn thousands_of_hashes_at_once_are_told_in_messages_that_the_fabric_takes() {
         let count = 2 * HASHES_MAX as u32 + 1;
@@ -304,7 +317,7 @@ mod tests {
             let Ok(Message::Arrived { end_block, hashes, .. }) = Message::decode(&bytes) else {
                 unreachable!("{answer:?}")
             };
-            // Whoever has heard of a block has heard of its hash.
+            // A message that reports a block carries its hash, unless an earlier one did.
             assert!(hashes.iter().all(|(block, _)| (before..end_block).contains(block)));
             told.extend(hashes);
             before = end_block;

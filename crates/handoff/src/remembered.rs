@@ -1,4 +1,4 @@
-//! The last hand-offs that are over: what still comes for them is for nothing.
+//! Remembers the last 4,096 hand-offs that are over, so that late messages for them are ignored or refused.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -13,7 +13,7 @@ pub(crate) struct Remembered {
 }
 
 impl Remembered {
-    /// The oldest is forgotten where there are too many.
+    /// Forgets the oldest id beyond [`MOST`].
     pub(crate) fn add(&mut self, id: HandoffId) {
         if !self.ids.insert(id) {
             return;

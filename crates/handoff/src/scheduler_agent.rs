@@ -1,4 +1,8 @@
-//! A scheduler's part of hand-offs, carried out: what other schedulers and the own ranks say.
+//! Carries out a scheduler's part of hand-offs: connects to other engines, and passes messages between their schedulers, the
+//! own ranks and the two state machines.
+//!
+//! The engine's thread calls [`SchedulerAgent`], which changes [`Lendings`] and [`Landings`] under one lock and wakes the
+//! thread "kvlane-handoff". That thread sends and receives, and does not hold the lock while it sends.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -11,67 +15,67 @@ use kvlane_fabric::{Descriptor, Engine, EngineId, Message as Received, PeerId};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use crate::landings::{LandingAction, LandingOptions, Landings, Standing, Wanted};
-use crate::legs::{LegAction, LegOptions, Legs};
-use crate::message::{Endpoint, HandoffId, Message, Want, whose};
+use crate::landings::{LandingAction, LandingOptions, LandingStatus, Landings, Wanted};
+use crate::lendings::{LendingAction, LendingOptions, Lendings};
+use crate::message::{Endpoint, HandoffId, Message, Want, engine_of};
 use crate::talk::{AgentError, Talk};
 
-/// An engine that does not answer by then is not reached.
+/// Timeout of connecting to an engine by its address.
 const DIAL_PATIENCE: Duration = Duration::from_secs(2);
-/// Name in logs.
+/// Another scheduler's name in the fabric's logs.
 const SCHEDULER: &str = "another engine's scheduler";
-/// So many at once.
+/// Most addresses that are dialled at once.
 const DIALS_MAX: usize = 4;
-/// An address that failed is not tried again before that.
-const REST: Duration = Duration::from_secs(1);
+/// An address that could not be dialled is not dialled again before this time; hand-offs from there fail at once.
+const DIAL_RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A rank of this engine.
 #[derive(Debug, Clone)]
 pub struct RankAddress {
-    /// Where it can be reached.
+    /// As [`RankAgent::endpoint`](crate::RankAgent::endpoint) names it.
     pub endpoint: Endpoint,
-    /// By which it knows its own scheduler.
+    /// As in the rank's [`RankOptions::key`](crate::RankOptions::key).
     pub key: [u8; 16],
 }
 
-/// What a scheduler needs.
+/// Arguments of [`SchedulerAgent::start`].
 #[derive(Debug)]
 pub struct SchedulerOptions {
-    /// This engine's ranks, in their order.
+    /// This engine's ranks, in rank order.
     pub ranks: Vec<RankAddress>,
-    /// How its blocks are cut: a digest that is the same where two engines can hand over to each other.
+    /// Digest of how blocks are cut; equal in engines that can hand over to each other.
     pub shape: [u8; 16],
-    /// Networks beside the loopback whose addresses may be connected to, each with the bits of its prefix.
+    /// Networks that may be connected to, beside the loopback: address and length of the prefix in bits.
     pub networks: Vec<(IpAddr, u8)>,
-    /// Limits.
-    pub legs: LegOptions,
-    /// Limits.
+    /// Limits and timeouts as a prefill engine.
+    pub lendings: LendingOptions,
+    /// Limits and timeouts as a decode engine.
     pub landings: LandingOptions,
 }
 
 #[derive(Debug)]
-enum Event {
+enum SchedulerEvent {
     Dialled(SocketAddr, Result<PeerId, String>),
     Lost(EngineId),
 }
 
 #[derive(Debug)]
 struct State {
-    legs: Legs,
+    lendings: Lendings,
     landings: Landings,
 }
 
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Something is over.
+    /// Notified after each turn of the thread, in which a hand-off may have ended.
     changed: Condvar,
-    /// There is something to carry out.
+    /// Wakes the thread to carry out actions.
     wake: Notify,
     started: Instant,
 }
 
-/// A scheduler's part of hand-offs: an engine of the fabric, and a thread.
+/// A scheduler's part of hand-offs: a fabric engine and a thread.
 #[derive(Debug)]
 pub struct SchedulerAgent {
     engine: Arc<Engine>,
@@ -80,14 +84,14 @@ pub struct SchedulerAgent {
 }
 
 impl SchedulerAgent {
-    /// Starts the thread; `engine` is for this agent alone.
+    /// Starts the thread. The caller uses `engine` for nothing but this agent.
     pub fn start(engine: Engine, options: SchedulerOptions) -> Result<SchedulerAgent, AgentError> {
         let ranks: Vec<Endpoint> = options.ranks.iter().map(|rank| rank.endpoint.clone()).collect();
-        if ranks.iter().any(|rank| whose(rank).is_none()) {
+        if ranks.iter().any(|rank| engine_of(rank).is_none()) {
             return Err(AgentError::NoRank);
         }
         let own = engine.describe()?.to_bytes().map_err(|_| AgentError::TooMany(ranks.len()))?;
-        // What it wants of others names all of its ranks in one message, and no other message names more.
+        // A Want names all ranks in one message. No other message is longer, so if a Want fits, all do.
         let (id, content, shape) = (HandoffId([0; 16]), [0; 16], options.shape);
         let (first_block, end_block, scheduler) = (u32::MAX - 1, u32::MAX, own.clone());
         let want = Want { id, content, shape, first_block, end_block, scheduler, ranks: ranks.clone() };
@@ -95,26 +99,27 @@ impl SchedulerAgent {
             return Err(AgentError::TooMany(ranks.len()));
         }
         let landings = Landings::new(options.landings, options.shape, own.clone(), ranks.clone());
-        let state = Mutex::new(State { legs: Legs::new(options.legs, options.shape, ranks), landings });
+        let state =
+            Mutex::new(State { lendings: Lendings::new(options.lendings, options.shape, ranks), landings });
         let (changed, wake, started) = (Condvar::new(), Notify::new(), Instant::now());
         let shared = Arc::new(Shared { state, changed, wake, started });
         let engine = Arc::new(engine);
         let (events, incoming) = mpsc::unbounded_channel();
-        let at_scheduler = AtScheduler {
+        let scheduler_thread = SchedulerThread {
             engine: Arc::clone(&engine),
             shared: Arc::clone(&shared),
             events,
             ranks: options.ranks,
             own,
             networks: options.networks,
-            reached: HashMap::new(),
-            resting: HashMap::new(),
+            connected: HashMap::new(),
+            failed_dials: HashMap::new(),
             dials: Arc::new(Semaphore::new(DIALS_MAX)),
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
         let thread = std::thread::Builder::new().name("kvlane-handoff".into()).spawn(move || {
             let local = tokio::task::LocalSet::new();
-            local.block_on(&runtime, at_scheduler.run(incoming));
+            local.block_on(&runtime, scheduler_thread.run(incoming));
         })?;
         Ok(SchedulerAgent { engine, shared, thread: Some(thread) })
     }
@@ -125,26 +130,26 @@ impl SchedulerAgent {
         answer
     }
 
-    /// As [`Legs::begin`].
-    pub fn begin_leg(&self, id: HandoffId, content: [u8; 16]) -> bool {
-        self.with(|state, now| state.legs.begin(now, id, content))
+    /// As [`Lendings::begin`].
+    pub fn begin_lending(&self, id: HandoffId, content: [u8; 16]) -> bool {
+        self.with(|state, now| state.lendings.begin(now, id, content))
     }
 
-    /// As [`Legs::progress`]. False: its blocks need not be pinned any more.
-    pub fn leg_progress(&self, id: HandoffId, ahead: u32, computed: u64) -> bool {
-        let legs = &mut self.shared.state.lock().legs;
-        legs.progress(id, ahead, computed);
-        legs.goes_on(id)
+    /// As [`Lendings::progress`]. False if the engine need not pin further blocks for it.
+    pub fn lending_progress(&self, id: HandoffId, ahead: u32, computed: u64) -> bool {
+        let lendings = &mut self.shared.state.lock().lendings;
+        lendings.progress(id, ahead, computed);
+        lendings.is_open(id)
     }
 
-    /// As [`Legs::give_up`].
-    pub fn give_leg_up(&self, id: HandoffId) {
-        self.with(|state, _| state.legs.give_up(id));
+    /// As [`Lendings::give_up`].
+    pub fn give_up_lending(&self, id: HandoffId) {
+        self.with(|state, _| state.lendings.give_up(id));
     }
 
-    /// Hand-offs whose blocks nobody reads any more, since the last call.
-    pub fn take_free_legs(&self) -> Vec<HandoffId> {
-        self.shared.state.lock().legs.take_free()
+    /// As [`Lendings::take_free`].
+    pub fn take_free_lendings(&self) -> Vec<HandoffId> {
+        self.shared.state.lock().lendings.take_free()
     }
 
     /// As [`Landings::begin`].
@@ -157,14 +162,14 @@ impl SchedulerAgent {
         self.with(|state, _| state.landings.give_room(id, blocks));
     }
 
-    /// As [`Legs::end_oldest_unwanted`].
-    pub fn end_oldest_unwanted_leg(&self, but: HandoffId) -> Option<HandoffId> {
-        self.with(|state, _| state.legs.end_oldest_unwanted(but))
+    /// As [`Lendings::end_oldest_unwanted`].
+    pub fn end_oldest_unwanted_lending(&self, but: HandoffId) -> Option<HandoffId> {
+        self.with(|state, _| state.lendings.end_oldest_unwanted(but))
     }
 
-    /// As [`Landings::standing`].
-    pub fn standing(&self, id: HandoffId) -> Option<Standing> {
-        self.shared.state.lock().landings.standing(id)
+    /// As [`Landings::status`].
+    pub fn landing_status(&self, id: HandoffId) -> Option<LandingStatus> {
+        self.shared.state.lock().landings.status(id)
     }
 
     /// As [`Landings::live`].
@@ -173,7 +178,7 @@ impl SchedulerAgent {
     }
 
     /// As [`Landings::give_up`].
-    pub fn give_landing_up(&self, id: HandoffId) {
+    pub fn give_up_landing(&self, id: HandoffId) {
         self.with(|state, _| state.landings.give_up(id));
     }
 
@@ -185,16 +190,16 @@ impl SchedulerAgent {
         self.shared.state.lock().landings.forget(id);
     }
 
-    /// Gives everything up, and waits until nothing of this engine's is read or written: before its cache is reset. False: not
-    /// in this time.
+    /// Ends all lendings and landings, and waits until no READ reads or writes this engine's blocks: the engine may then reset
+    /// its cache. False at the timeout.
     pub fn end_all(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         self.with(|state, _| {
-            state.legs.give_all_up();
-            state.landings.give_all_up();
+            state.lendings.give_up_all();
+            state.landings.give_up_all();
         });
         let mut state = self.shared.state.lock();
-        let is_live = |state: &State| state.legs.live() > 0 || state.landings.live().next().is_some();
+        let is_live = |state: &State| state.lendings.live() > 0 || state.landings.live().next().is_some();
         while is_live(&state) {
             if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
                 return !is_live(&state);
@@ -203,7 +208,7 @@ impl SchedulerAgent {
         true
     }
 
-    /// Waits until a landing has ended since the last call. Returns false after the timeout.
+    /// Waits until a landing has ended since the last call. False at the timeout.
     pub fn wait_for_end(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();
@@ -215,21 +220,21 @@ impl SchedulerAgent {
         true
     }
 
-    /// Waits until a hand-off is over. False: not in this time.
+    /// Waits until a landing is over. False at the timeout.
     pub fn wait_over(&self, id: HandoffId, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();
-        let goes_on =
-            |state: &State| state.landings.standing(id).is_some_and(|standing| standing.outcome.is_none());
-        while goes_on(&state) {
+        let is_live =
+            |state: &State| state.landings.status(id).is_some_and(|status| status.outcome.is_none());
+        while is_live(&state) {
             if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
-                return !goes_on(&state);
+                return !is_live(&state);
             }
         }
         true
     }
 
-    /// Ends all connections.
+    /// Closes the fabric engine and ends the thread.
     pub fn close(&mut self) {
         self.engine.close();
         if let Some(thread) = self.thread.take() {
@@ -250,24 +255,24 @@ impl Shared {
     }
 }
 
-struct AtScheduler {
+struct SchedulerThread {
     engine: Arc<Engine>,
     shared: Arc<Shared>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<SchedulerEvent>,
     ranks: Vec<RankAddress>,
     own: Endpoint,
     networks: Vec<(IpAddr, u8)>,
-    /// Engines that were connected to by their address.
-    reached: HashMap<SocketAddr, EngineId>,
-    /// Addresses that failed: until when, and why.
-    resting: HashMap<SocketAddr, (Duration, String)>,
+    /// Engines that were dialled, and are not lost.
+    connected: HashMap<SocketAddr, EngineId>,
+    /// Addresses that could not be dialled: when they may be tried again, and why they failed.
+    failed_dials: HashMap<SocketAddr, (Duration, String)>,
     dials: Arc<Semaphore>,
 }
 
-impl AtScheduler {
-    async fn run(mut self, mut events: mpsc::UnboundedReceiver<Event>) {
+impl SchedulerThread {
+    async fn run(mut self, mut events: mpsc::UnboundedReceiver<SchedulerEvent>) {
         let lost = self.events.clone();
-        let on_lost = move |engine| drop(lost.send(Event::Lost(engine)));
+        let on_lost = move |engine| drop(lost.send(SchedulerEvent::Lost(engine)));
         let mut talk = Talk::new(Arc::clone(&self.engine), Rc::new(on_lost));
         let mut of_ranks: HashMap<EngineId, u32> = HashMap::new();
         for (rank, at) in (0..).zip(&self.ranks) {
@@ -282,16 +287,16 @@ impl AtScheduler {
             let wait = self.next_tick().saturating_sub(shared.now()).min(Duration::from_secs(3600));
             tokio::select! {
                 received = &mut receiving => match received {
-                    Some(received) => self.take(&mut talk, &of_ranks, received),
+                    Some(received) => self.handle_message(&mut talk, &of_ranks, received),
                     None => return,
                 },
-                Some(event) = events.recv() => self.happen(&mut talk, event),
+                Some(event) = events.recv() => self.handle_event(&mut talk, event),
                 () = shared.wake.notified() => {}
                 () = tokio::time::sleep(wait) => {}
             }
             let now = shared.now();
             let mut state = shared.state.lock();
-            state.legs.tick(now);
+            state.lendings.tick(now);
             state.landings.tick(now);
             drop(state);
             shared.changed.notify_all();
@@ -300,50 +305,50 @@ impl AtScheduler {
 
     fn next_tick(&self) -> Duration {
         let state = self.shared.state.lock();
-        let ticks = [state.legs.next_tick(), state.landings.next_tick()];
+        let ticks = [state.lendings.next_tick(), state.landings.next_tick()];
         ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
-    fn take(&mut self, talk: &mut Talk, ranks: &HashMap<EngineId, u32>, received: Received) {
+    fn handle_message(&mut self, talk: &mut Talk, ranks: &HashMap<EngineId, u32>, received: Received) {
         let from = received.from;
         let message = match Message::decode(&received.bytes) {
             Ok(message) => message,
             Err(error) => {
-                tracing::warn!("a hand-off's message is passed over: {error}");
+                tracing::warn!(%error, "hand-off message ignored");
                 return;
             }
         };
         let now = self.shared.now();
         if let Some(rank) = ranks.get(&from) {
             let mut state = self.shared.state.lock();
-            state.legs.rank_said(*rank, &message);
+            state.lendings.rank_said(*rank, &message);
             return state.landings.rank_said(now, *rank, message);
         }
         if let Message::Want(want) = &message {
             let endpoints = want.ranks.iter().chain([&want.scheduler]);
             if !endpoints.into_iter().all(|endpoint| self.may_reach(endpoint)) {
                 tracing::warn!(
-                    "a hand-off is not answered: it names an address that kvlane.direct.peers does not allow"
+                    "hand-off ignored: kvlane.direct.peers does not allow an address that it names"
                 );
                 return;
             }
-            if talk.reach(&want.scheduler, SCHEDULER) != Some(from) {
+            if talk.connect(&want.scheduler, SCHEDULER) != Some(from) {
                 return;
             }
         }
         let mut state = self.shared.state.lock();
         match message {
-            Message::Want(_) | Message::Landed(_) => state.legs.message(now, from, message),
+            Message::Want(_) | Message::Landed(_) => state.lendings.message(now, from, message),
             Message::Queued(_) | Message::Refused(..) => state.landings.message(now, from, message),
             Message::Cancel(_) => {
-                state.legs.message(now, from, message.clone());
+                state.lendings.message(now, from, message.clone());
                 state.landings.message(now, from, message);
             }
             _ => {}
         }
     }
 
-    /// Whether all addresses of a descriptor may be connected to.
+    /// Whether this engine may connect to all addresses of a descriptor.
     fn may_reach(&self, endpoint: &Endpoint) -> bool {
         let Ok(descriptor) = Descriptor::from_bytes(endpoint) else { return false };
         let mut addresses = descriptor.socket_addresses().peekable();
@@ -355,26 +360,26 @@ impl AtScheduler {
         address.is_loopback() || self.networks.iter().any(|(network, bits)| is_in(address, *network, *bits))
     }
 
-    fn happen(&mut self, talk: &mut Talk, event: Event) {
+    fn handle_event(&mut self, talk: &mut Talk, event: SchedulerEvent) {
         let now = self.shared.now();
         match event {
-            Event::Dialled(address, outcome) => {
+            SchedulerEvent::Dialled(address, outcome) => {
                 let outcome = outcome.and_then(|peer| {
                     let id = self.engine.peer_id(peer).ok_or("it went away again")?;
                     talk.add(id, peer, SCHEDULER);
-                    self.reached.insert(address, id);
+                    self.connected.insert(address, id);
                     Ok(id)
                 });
                 if let Err(why) = &outcome {
-                    self.resting.insert(address, (now + REST, why.clone()));
+                    self.failed_dials.insert(address, (now + DIAL_RETRY_AFTER, why.clone()));
                 }
                 self.shared.state.lock().landings.dialled(now, address, &outcome);
             }
-            Event::Lost(engine) => {
+            SchedulerEvent::Lost(engine) => {
                 talk.forget(engine);
-                self.reached.retain(|_, reached| *reached != engine);
+                self.connected.retain(|_, connected| *connected != engine);
                 let mut state = self.shared.state.lock();
-                state.legs.peer_gone(engine);
+                state.lendings.peer_gone(engine);
                 state.landings.peer_gone(engine);
             }
         }
@@ -384,14 +389,14 @@ impl AtScheduler {
         let shared = Arc::clone(&self.shared);
         loop {
             let mut state = shared.state.lock();
-            let (of_leg, of_landing) = (state.legs.next_action(), state.landings.next_action());
+            let (of_lending, of_landing) = (state.lendings.next_action(), state.landings.next_action());
             drop(state);
-            if of_leg.is_none() && of_landing.is_none() {
+            if of_lending.is_none() && of_landing.is_none() {
                 return;
             }
-            match of_leg {
-                Some(LegAction::Send(to, message)) => talk.send(to, &message),
-                Some(LegAction::Rank(rank, message)) => self.send_rank(talk, ranks, rank, &message),
+            match of_lending {
+                Some(LendingAction::Send(to, message)) => talk.send(to, &message),
+                Some(LendingAction::Rank(rank, message)) => self.send_rank(talk, ranks, rank, &message),
                 None => {}
             }
             match of_landing {
@@ -403,7 +408,7 @@ impl AtScheduler {
         }
     }
 
-    /// A rank that was lost, as one that was stopped for long, is connected again.
+    /// Sends to an own rank, and reconnects to it if it was lost, as after it was stopped for long.
     fn send_rank(&self, talk: &mut Talk, ranks: &HashMap<u32, EngineId>, rank: u32, message: &Message) {
         let (Some(id), Some(at)) = (ranks.get(&rank), self.ranks.get(rank as usize)) else { return };
         if talk.peer(*id).is_none() {
@@ -413,21 +418,21 @@ impl AtScheduler {
     }
 
     fn adopt(&self, talk: &mut Talk, rank: u32, at: &RankAddress) -> Option<EngineId> {
-        let id = talk.reach_own(&at.endpoint, format_args!("this engine's rank {rank}"))?;
+        let id = talk.connect_own(&at.endpoint, format_args!("this engine's rank {rank}"))?;
         talk.send(id, &Message::Adopt { rank, key: at.key, scheduler: self.own.clone() });
         Some(id)
     }
 
     fn dial(&mut self, address: SocketAddr) {
         let now = self.shared.now();
-        self.resting.retain(|_, (until, _)| now < *until);
-        let known = self.reached.get(&address).map(|id| Ok(*id));
-        let rests = || self.resting.get(&address).map(|(_, why)| Err(why.clone()));
-        let known = known.or_else(rests).or_else(|| {
+        self.failed_dials.retain(|_, (until, _)| now < *until);
+        let connected = self.connected.get(&address).map(|id| Ok(*id));
+        let failed = || self.failed_dials.get(&address).map(|(_, why)| Err(why.clone()));
+        let outcome = connected.or_else(failed).or_else(|| {
             (!self.is_allowed(address.ip())).then(|| Err("kvlane.direct.peers does not allow it".into()))
         });
-        if let Some(known) = known {
-            return self.shared.state.lock().landings.dialled(now, address, &known);
+        if let Some(outcome) = outcome {
+            return self.shared.state.lock().landings.dialled(now, address, &outcome);
         }
         let (engine, events, dials) =
             (Arc::clone(&self.engine), self.events.clone(), Arc::clone(&self.dials));
@@ -436,7 +441,7 @@ impl AtScheduler {
             let reach = move || engine.connect_to(address, DIAL_PATIENCE).map_err(|error| error.to_string());
             let outcome = tokio::task::spawn_blocking(reach).await;
             let outcome = outcome.unwrap_or_else(|_| Err("it could not be tried".into()));
-            let _ = events.send(Event::Dialled(address, outcome));
+            let _ = events.send(SchedulerEvent::Dialled(address, outcome));
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Messages to other agents over the fabric: in order for each of them, and who is lost is told.
+//! Sends messages to other agents over the fabric, in order for each agent, and reports agents that are lost.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -14,73 +14,73 @@ use tokio::sync::mpsc;
 use crate::geometry::GeometryError;
 use crate::message::{Endpoint, Message};
 
-/// Most messages that wait for one agent.
+/// Most messages queued for one agent.
 const WAITING_MAX: usize = 4096;
-/// After so long a message is given up, and whoever it is for counts as lost.
+/// Timeout of a message. After it the agent counts as lost.
 const SEND_PATIENCE: Duration = Duration::from_secs(5);
-/// Patience between processes of one engine: a message is lost only if a process ends, and the kernel reports that at once.
+/// Timeout between processes of one engine: a message is lost only if a process ends, and the kernel reports that at once.
 const SEND_PATIENCE_WITHIN: Duration = Duration::from_secs(3600);
 
-/// Who was not talked to for so long counts as lost when somebody new comes: engines that were restarted are others, and the
-/// old ones say nothing of that.
+/// An agent that was idle for this long counts as lost when a new one is added. A restarted engine is a new agent, and the old
+/// one never says that it has ended.
 const IDLE_KEPT: Duration = Duration::from_secs(600);
 
-/// Why an agent cannot work.
+/// Why an agent cannot start.
 #[derive(Debug, Error)]
 pub enum AgentError {
-    /// The fabric's engine.
+    /// From the fabric engine.
     #[error("{0}")]
     Fabric(#[from] FabricError),
-    /// The kernel's refusal of a thread, or of random bytes.
+    /// The kernel refuses a thread, or random bytes.
     #[error("{0}")]
     Io(#[from] std::io::Error),
-    /// A GPU's driver.
+    /// From a GPU's driver.
     #[error("{0}")]
     Gpu(#[from] GpuError),
-    /// What it is about cannot be handed over.
+    /// The rank's regions cannot be handed over.
     #[error("{0}")]
     Geometry(#[from] GeometryError),
-    /// What a rank's descriptor is said to be.
+    /// An endpoint that the caller named as a rank's is no descriptor.
     #[error("not the descriptor of a rank's engine")]
     NoRank,
-    /// It does not fit into a message.
+    /// A descriptor of so many regions, or a Want of so many ranks, exceeds the length of a message.
     #[error("{0} regions or ranks are too many to be told of")]
     TooMany(usize),
 }
 
-/// Called with who is lost.
+/// Called for each agent that is lost; it may be called more than once for one.
 pub(crate) type OnLost = Rc<dyn Fn(EngineId)>;
 
-/// Everybody that is talked to.
+/// The other agents, each with a queue of messages and a task that sends them.
 pub(crate) struct Talk {
     engine: Arc<Engine>,
-    peers: HashMap<EngineId, Known>,
-    /// Processes of this engine, whose silence does not count.
+    peers: HashMap<EngineId, Peer>,
+    /// Other processes of this engine, whose silence is no loss.
     own: HashSet<EngineId>,
     on_lost: OnLost,
 }
 
-struct Known {
+struct Peer {
     peer: PeerId,
-    /// When it was talked to, or read from, the last time.
-    talked: Instant,
+    /// The last message to it, or READ from it.
+    last_used: Instant,
     to_send: mpsc::Sender<Vec<u8>>,
 }
 
 impl Talk {
-    /// Nobody yet. To be used inside a `LocalSet`.
+    /// Call it inside a `LocalSet`, because each agent gets a local task.
     pub(crate) fn new(engine: Arc<Engine>, on_lost: OnLost) -> Talk {
         Talk { engine, peers: HashMap::new(), own: HashSet::new(), on_lost }
     }
 
-    /// The peer that a descriptor is of; connections are made meanwhile. None: the descriptor is none, or cannot be used.
-    /// Connects to a process. `name` is for the log.
-    pub(crate) fn reach(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
+    /// Connects to an agent, unless it is connected. Returns at once: the fabric makes the connections meanwhile. None if the
+    /// bytes are no descriptor, or the fabric cannot use it. `name` is for the log.
+    pub(crate) fn connect(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
         let descriptor = Descriptor::from_bytes(endpoint).ok()?;
         let id = EngineId::from(&descriptor);
-        if let Some(known) = self.peers.get_mut(&id) {
-            // Whoever asks is about to read from it, or to say something.
-            known.talked = Instant::now();
+        if let Some(peer) = self.peers.get_mut(&id) {
+            // The caller is about to read from it, or to send to it.
+            peer.last_used = Instant::now();
         } else {
             let peer = self.engine.connect(&descriptor).ok()?;
             self.add(id, peer, name);
@@ -88,15 +88,16 @@ impl Talk {
         Some(id)
     }
 
-    /// Connects to another process of this engine, whose silence does not count.
-    pub(crate) fn reach_own(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
+    /// Connects to another process of this engine, whose silence is no loss.
+    pub(crate) fn connect_own(&mut self, endpoint: &Endpoint, name: impl Display) -> Option<EngineId> {
         let id = EngineId::from(&Descriptor::from_bytes(endpoint).ok()?);
         self.own.insert(id);
         self.engine.allow_silence(id);
-        self.reach(endpoint, name)
+        self.connect(endpoint, name)
     }
 
-    /// The same of one that is connected already. Where it is talked to otherwise, this goes on: what was said waits there.
+    /// Adds an agent that the fabric has connected to by its address. If the agent has a connection already, the older one
+    /// stays, because messages may be queued on it.
     pub(crate) fn add(&mut self, id: EngineId, peer: PeerId, name: impl Display) {
         if self.peers.contains_key(&id) {
             return self.engine.disconnect(peer);
@@ -117,34 +118,35 @@ impl Talk {
                 }
             }
         });
-        self.forget_idle(Instant::now());
-        self.peers.insert(id, Known { peer, talked: Instant::now(), to_send });
+        self.report_idle(Instant::now());
+        self.peers.insert(id, Peer { peer, last_used: Instant::now(), to_send });
     }
 
-    fn forget_idle(&self, now: Instant) {
-        let is_idle = |known: &Known| now.saturating_duration_since(known.talked) >= IDLE_KEPT;
-        self.peers.iter().filter(|(_, known)| is_idle(known)).for_each(|(id, _)| (self.on_lost)(*id));
+    /// Reports idle agents as lost; their agent then forgets them.
+    fn report_idle(&self, now: Instant) {
+        let is_idle = |peer: &Peer| now.saturating_duration_since(peer.last_used) >= IDLE_KEPT;
+        self.peers.iter().filter(|(_, peer)| is_idle(peer)).for_each(|(id, _)| (self.on_lost)(*id));
     }
 
-    /// The number of a peer in the fabric's engine.
+    /// The fabric engine's id of an agent that is connected.
     pub(crate) fn peer(&self, id: EngineId) -> Option<PeerId> {
-        self.peers.get(&id).map(|known| known.peer)
+        self.peers.get(&id).map(|peer| peer.peer)
     }
 
-    /// After all that was sent to it before.
+    /// Queues a message behind those that were sent to this agent before. Reports the agent as lost if its queue is full.
     pub(crate) fn send(&mut self, to: EngineId, message: &Message) {
-        let Some(known) = self.peers.get_mut(&to) else { return };
-        known.talked = Instant::now();
-        if known.to_send.try_send(message.encode()).is_err() {
-            // It takes nothing, or is lost already.
+        let Some(peer) = self.peers.get_mut(&to) else { return };
+        peer.last_used = Instant::now();
+        if peer.to_send.try_send(message.encode()).is_err() {
+            // The queue is full, or its task has ended because the agent is lost.
             (self.on_lost)(to);
         }
     }
 
-    /// Ends the connections to it.
+    /// Disconnects from an agent.
     pub(crate) fn forget(&mut self, id: EngineId) {
-        if let Some(known) = self.peers.remove(&id) {
-            self.engine.disconnect(known.peer);
+        if let Some(peer) = self.peers.remove(&id) {
+            self.engine.disconnect(peer.peer);
         }
     }
 }
@@ -158,8 +160,7 @@ mod tests {
 
     use super::*;
 
-    /// Each start of an engine is another peer. Those of before were kept for ever, each with a connection that was tried again
-    /// and again.
+    /// Each start of an engine is another peer. Former ones were kept for ever, and the fabric tried to reconnect to each.
     #[tokio::test]
     async fn engines_that_nobody_talks_to_any_more_are_lost() {
         let [own, former, present] = [(); 3].map(|()| Engine::new(EngineOptions::default()).unwrap());
@@ -171,16 +172,16 @@ mod tests {
             let mut talk = Talk::new(Arc::new(own), on_lost);
             let [former, present] = [&former, &present].map(|engine| engine.describe().unwrap());
             let [former, at_present] = [former, present].map(|endpoint| endpoint.to_bytes().unwrap());
-            let former = talk.reach(&former, "the former one").unwrap();
-            let present = talk.reach(&at_present, "the present one").unwrap();
-            talk.forget_idle(Instant::now());
+            let former = talk.connect(&former, "the former one").unwrap();
+            let present = talk.connect(&at_present, "the present one").unwrap();
+            talk.report_idle(Instant::now());
             assert!(lost.borrow().is_empty());
             for id in [former, present] {
-                talk.peers.get_mut(&id).unwrap().talked -= Duration::from_secs(1);
+                talk.peers.get_mut(&id).unwrap().last_used -= Duration::from_secs(1);
             }
-            // It is only read from: that says nothing to it, and goes by this.
-            talk.reach(&at_present, "the present one");
-            talk.forget_idle(talk.peers[&present].talked + IDLE_KEPT - Duration::from_millis(500));
+            // A READ sends no message, but calls this.
+            talk.connect(&at_present, "the present one");
+            talk.report_idle(talk.peers[&present].last_used + IDLE_KEPT - Duration::from_millis(500));
             assert_eq!(*lost.borrow(), [former]);
         })
         .await;

@@ -1,4 +1,4 @@
-//! [`Message`] as protobuf.
+//! Encodes a [`Message`] as protobuf, and decodes one from untrusted bytes.
 
 use kvlane_fabric::{MESSAGE_BYTES_MAX, WindowDescriptor};
 use prost::Message as _;
@@ -9,8 +9,8 @@ use crate::message::{
 };
 
 impl Message {
-    /// As bytes, at most [`MESSAGE_BYTES_MAX`] of them if its lists are within their bounds; descriptors of very many ranks may
-    /// be longer, see `Message::fits`.
+    /// At most [`MESSAGE_BYTES_MAX`] bytes if all lists are within their bounds, but for a Want with long descriptors of very
+    /// many ranks: see `Message::fits`.
     pub fn encode(&self) -> Vec<u8> {
         let body = Envelope::from(self.clone()).encode_to_vec();
         let mut bytes = Vec::with_capacity(1 + body.len());
@@ -19,12 +19,12 @@ impl Message {
         bytes
     }
 
-    /// Whether whoever gets it understands it.
+    /// Whether the receiver can decode it.
     pub(crate) fn fits(&self) -> bool {
         Message::decode(&self.encode()).as_ref() == Ok(self)
     }
 
-    /// What bytes of any origin say.
+    /// Decodes bytes of any origin. Refuses fields and lists beyond their bounds.
     pub fn decode(bytes: &[u8]) -> Result<Message, BadMessage> {
         if bytes.len() > MESSAGE_BYTES_MAX {
             return Err(BadMessage::TooLong("body"));
@@ -312,7 +312,7 @@ impl TryFrom<Envelope> for Message {
     }
 }
 
-/// What is offered has blocks and regions, and their ends are numbers.
+/// Refuses an offer without blocks or regions, or whose ends exceed `u32`.
 fn offer(offer: WireOffer) -> Result<Offer, BadMessage> {
     let window = WindowDescriptor::from_bytes(&offer.window).map_err(|_| BadMessage::Malformed)?;
     bounded("list of blocks", offer.blocks as usize, BLOCKS_MAX)?;
@@ -411,7 +411,7 @@ mod tests {
             .prop_map(|(id, source, first_block, blocks)| Message::Room { id, source, first_block, blocks })
     }
 
-    /// Each of them.
+    /// A message of any kind.
     fn message() -> impl Strategy<Value = Message> {
         let queued = (an_id(), any::<u32>(), any::<u64>(), vec(endpoint(), 0..8))
             .prop_map(|(id, ahead, computed, ranks)| Message::Queued(Queued { id, ahead, computed, ranks }));
@@ -447,7 +447,7 @@ mod tests {
             let bytes = message.encode();
             prop_assert_eq!(Message::decode(&bytes), Ok(message.clone()));
             let part = Message::decode(&bytes[..part.index(bytes.len())]);
-            // What is cut off may be a list's end, but then it is another message.
+            // If the cut removes the end of a list, the rest decodes, but as another message.
             prop_assert_ne!(part, Ok(message));
         }
 

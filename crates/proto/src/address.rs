@@ -1,35 +1,35 @@
-//! Where a daemon listens: a Unix socket or a TCP address.
+//! The address of a daemon: a Unix socket or a TCP address, and the text form of both.
 
 use std::{fmt, net::SocketAddr, net::ToSocketAddrs, path::PathBuf, str::FromStr};
 
 use thiserror::Error;
 
-/// Where a daemon listens.
+/// The address that a daemon listens at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
-    /// A Unix socket: engines connect here, since only it carries descriptors and credentials.
+    /// A Unix socket. Engines connect here, because only this carries descriptors and credentials.
     Unix(PathBuf),
-    /// TCP: tools only.
+    /// A TCP address, for tools only.
     Tcp(SocketAddr),
 }
 
-/// An address that cannot be used.
+/// Why a text is no usable address.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum AddressError {
-    /// Neither `unix:PATH`, a path, nor `HOST:PORT`.
+    /// The text is neither `unix:PATH`, a path, nor `HOST:PORT`.
     #[error("'{0}' is no address: write unix:PATH, PATH or HOST:PORT")]
     Unknown(String),
-    /// A name that this host does not know, or cannot ask for now.
+    /// The host's name does not resolve, now or at all.
     #[error("'{0}' names a host that is not known here: write its number, or unix:PATH")]
     UnknownHost(String),
-    /// Longer than the kernel takes.
+    /// The path is longer than the kernel allows for a socket.
     #[error(
         "'{path}' is too long for a socket: it has {length} bytes, and the kernel allows {UNIX_PATH_MAX}; choose a shorter path"
     )]
     PathTooLong {
-        /// The path as it was given, longer than a socket's address can be.
+        /// As the user wrote it.
         path: String,
-        /// Its length in bytes.
+        /// Length of the path in bytes.
         length: usize,
     },
 }
@@ -40,11 +40,11 @@ impl FromStr for Address {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        // Not the file "http:" in this folder.
+        // Refuses a URL, which would otherwise be a path that begins with the folder "http:".
         if text.contains("://") {
             return Err(AddressError::Unknown(text.into()));
         }
-        // No host and no port has a slash in it.
+        // A text with a slash is a path, because neither a host nor a port has one.
         let path = text.strip_prefix("unix:").or_else(|| text.contains('/').then_some(text));
         if let Some(path) = path {
             if path.is_empty() {

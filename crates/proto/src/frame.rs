@@ -1,41 +1,41 @@
-//! Length-prefixed frames over a byte stream.
+//! Encodes messages as length-prefixed frames, and cuts a byte stream into messages.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use prost::Message;
 use thiserror::Error;
 
-/// Longest message that either side accepts: a lookup of four million hashes fits.
+/// Longest message that either side accepts. A lookup of four million hashes fits.
 pub const MAX_FRAME_BYTES: usize = 64 << 20;
 
 const PREFIX_BYTES: usize = 4;
 
-/// What came over the wire is not a frame. The connection cannot be used any further.
+/// Received bytes are no frame. The connection cannot be used any further.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FrameError {
-    /// The announced length is out of bounds: most likely the peer speaks another protocol.
+    /// The announced length is out of bounds. Most likely the peer speaks another protocol.
     #[error(
         "a frame announces {announced} bytes, more than the {most} that are allowed: is this a kvlane peer?"
     )]
     TooLong {
-        /// Bytes that the frame says it has, its length field left out.
+        /// The announced length of the message, in bytes.
         announced: u64,
-        /// Bytes that a frame may have over this transport.
+        /// Longest message that this reader accepts.
         most: usize,
     },
     /// The message does not parse.
     #[error("a frame of {bytes} bytes is no kvlane message: {reason}")]
     Malformed {
-        /// Length of the frame.
+        /// Length of the message.
         bytes: usize,
-        /// What the protobuf decoder says.
+        /// From the protobuf decoder.
         reason: String,
     },
 }
 
-/// One message as a frame.
+/// Encodes one message as a frame.
 ///
 /// # Panics
-/// Never for messages up to [`MAX_FRAME_BYTES`]; longer ones are a programmer's error.
+/// If the message is longer than [`MAX_FRAME_BYTES`], which is a programmer's error.
 pub fn encode_frame(message: &impl Message) -> Vec<u8> {
     let length = message.encoded_len();
     assert!(length <= MAX_FRAME_BYTES, "a message of {length} bytes was to be sent");
@@ -45,11 +45,11 @@ pub fn encode_frame(message: &impl Message) -> Vec<u8> {
     frame
 }
 
-/// Cuts a byte stream into messages. Its memory grows with what has arrived, not with what was announced.
+/// Cuts a byte stream into messages. Its memory grows with the bytes that arrive, not with the announced length.
 #[derive(Debug)]
 pub struct FrameReader {
     buffer: BytesMut,
-    /// Longest message that is accepted.
+    /// Longest message that this reader accepts.
     most: usize,
 }
 
@@ -65,7 +65,7 @@ impl FrameReader {
         Self { buffer: BytesMut::new(), most }
     }
 
-    /// Where received bytes are appended, with room for at least `room` more.
+    /// The buffer to append received bytes to, with room for at least `room` more.
     pub fn buffer(&mut self, room: usize) -> &mut BytesMut {
         self.buffer.reserve(room);
         &mut self.buffer
@@ -76,8 +76,8 @@ impl FrameReader {
         self.buffer.extend_from_slice(received);
     }
 
-    /// Bytes that are still missing to complete the frame that has begun, 0 when a whole frame is there, or
-    /// 1 when not even the length is known.
+    /// Number of bytes missing to complete the frame that has begun: 0 if a whole frame has arrived, 1 if its length is still
+    /// unknown.
     pub fn missing(&self) -> usize {
         match self.announced() {
             None => 1,

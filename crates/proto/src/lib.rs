@@ -1,7 +1,7 @@
 //! The wire between an engine and the daemon: messages, framing, versions and addresses.
 //!
-//! A connection carries frames both ways: a little-endian `u32` length, then one protobuf message.
-//! `proto/kvlane.proto` is the reference of the messages.
+//! A connection carries frames both ways: a little-endian `u32` length, then one protobuf message. `proto/kvlane.proto` is the
+//! reference of the messages. [`packed`] and [`shard_layout`] decode fields that travel as bytes.
 #![forbid(unsafe_code)]
 
 mod address;

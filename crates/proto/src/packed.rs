@@ -1,48 +1,47 @@
-//! Lists that travel as bytes, since they are long: page numbers, the outcomes of a claim, and what the journal tells.
+//! Packs and parses long lists that travel as bytes: page numbers, outcomes of a claim, and changes of the journal.
 //!
 //! ```text
 //! pages     4 bytes each, a little-endian u32: the page's number, counted from the start of the pool in units of 4096 bytes
 //! outcomes  1 byte each: an Outcome
 //! changes   18 bytes each: a ChangeKind, the group, 16 bytes of the block's hash
 //! ```
-//! The pages of a hit stand block by block, in each block rank by rank: the page of `rank` of block `b` is number
-//! `b * ranks + rank`.
+//! The pages of a hit are block-major: the page of block `b` for `rank` has index `b * ranks + rank`.
 
 use bytes::Bytes;
 use thiserror::Error;
 
-/// Bytes of one page's number.
+/// Length of a page number in bytes.
 pub const PAGE_NUMBER_BYTES: usize = 4;
 
-/// Bytes of one change of the journal.
+/// Length of a change of the journal in bytes.
 pub const CHANGE_BYTES: usize = 18;
 
-/// Bytes that are no packed list.
+/// Why bytes are no packed list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PackedError {
-    /// Page numbers that end within a number.
+    /// The bytes end within a page number; holds their length.
     #[error("{0} bytes are no list of page numbers, which have {PAGE_NUMBER_BYTES} bytes each")]
     Pages(usize),
-    /// A code that this version does not know.
+    /// A code of an outcome that this version does not know.
     #[error("{0} is no outcome of a claim")]
     Outcome(u8),
-    /// Changes that end within a change.
+    /// The bytes end within a change; holds their length.
     #[error("{0} bytes are no list of changes, which have {CHANGE_BYTES} bytes each")]
     Changes(usize),
 }
 
-/// Page numbers, one after the other.
+/// Packs page numbers.
 pub fn pack_pages(pages: impl IntoIterator<Item = u32>) -> Bytes {
-    // A `BytesMut` takes a function call for each number, 4 us for a prompt of 10,000 tokens.
+    // Not through a `BytesMut`, which costs a function call per number: 4 us for a prompt of 10,000 tokens.
     pages.into_iter().map(u32::to_le_bytes).collect::<Vec<_>>().into_flattened().into()
 }
 
-/// Page numbers that were packed.
+/// A packed list of page numbers, without a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pages<'a>(&'a [[u8; PAGE_NUMBER_BYTES]]);
 
 impl<'a> Pages<'a> {
-    /// Reads packed page numbers, without a copy.
+    /// Wraps packed page numbers.
     ///
     /// # Errors
     /// [`PackedError::Pages`] if the bytes end within a number.
@@ -53,45 +52,45 @@ impl<'a> Pages<'a> {
         }
     }
 
-    /// How many.
+    /// Number of pages in the list.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none.
+    /// Whether the list has no page.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The page with this number in the list.
+    /// The page number at this index of the list.
     pub fn get(&self, index: usize) -> Option<u32> {
         self.0.get(index).copied().map(u32::from_le_bytes)
     }
 
-    /// All of them, in order.
+    /// All page numbers, in order.
     pub fn iter(self) -> impl ExactSizeIterator<Item = u32> + 'a {
         self.0.iter().copied().map(u32::from_le_bytes)
     }
 
-    /// Those of one rank, a block each, of pages that stand in rows of `ranks`. None of them if there is no such rank; a
-    /// last row that is not full is left out.
+    /// The page numbers of one rank, one per block, of a list with `ranks` pages per block. Empty if there is no such rank. A
+    /// last block with fewer pages is left out.
     pub fn column(self, rank: usize, ranks: usize) -> impl ExactSizeIterator<Item = u32> + 'a {
         let (rows, rank) = if rank < ranks { (self.0, rank) } else { (&[][..], 0) };
         rows.chunks_exact(ranks.max(1)).map(move |row| u32::from_le_bytes(row[rank]))
     }
 }
 
-/// What became of one hash of a claim.
+/// The daemon's answer to one hash of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Outcome {
-    /// The asker writes the block to its page, and commits it.
+    /// The worker that claims writes the block to its page, and commits it.
     Claimed = 0,
-    /// It is stored already.
+    /// The block is stored already.
     Present = 1,
-    /// Somebody else writes it.
+    /// Another engine is saving the block.
     InFlight = 2,
-    /// The pool has no room for it.
+    /// The pool has no room for the block.
     NoRoom = 3,
 }
 
@@ -109,37 +108,37 @@ impl TryFrom<u8> for Outcome {
     }
 }
 
-/// Outcomes, one after the other. A reader takes each byte through [`Outcome::try_from`].
+/// Packs outcomes. A reader decodes each byte by [`Outcome::try_from`].
 pub fn pack_outcomes(outcomes: impl IntoIterator<Item = Outcome>) -> Bytes {
     outcomes.into_iter().map(|outcome| outcome as u8).collect()
 }
 
-/// What happened to a block.
+/// A change of a block's visibility.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ChangeKind {
-    /// Lookups find it in RAM.
+    /// Lookups find the block in RAM from now on.
     Visible = 0,
-    /// It is not in RAM any more.
+    /// The block is not in RAM any more.
     Gone = 1,
-    /// The SSD has it.
+    /// The block is on the SSD from now on.
     VisibleOnSsd = 2,
-    /// The SSD has it no more.
+    /// The block is not on the SSD any more.
     GoneFromSsd = 3,
 }
 
-/// One line of the daemon's journal.
+/// One entry of the daemon's journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
-    /// Whether the block is to be found from now on, and on which medium.
+    /// Whether the block became visible or went, and on which medium.
     pub kind: ChangeKind,
-    /// In which group of the engine.
+    /// Index of the group among the engine's.
     pub group: u8,
     /// The hash under which the block is stored: the first 16 bytes of the engine's.
     pub hash: [u8; 16],
 }
 
-/// Changes, one after the other.
+/// Packs changes, in their order.
 pub fn pack_changes(changes: impl IntoIterator<Item = Change>) -> Bytes {
     let packed = changes.into_iter().map(|Change { kind, group, hash }| {
         let mut bytes = [0; CHANGE_BYTES];
@@ -150,7 +149,7 @@ pub fn pack_changes(changes: impl IntoIterator<Item = Change>) -> Bytes {
     packed.collect::<Vec<_>>().into_flattened().into()
 }
 
-/// Changes that were packed, in order. Those of a kind that only later versions know are left out.
+/// Parses packed changes, in order. Changes of a kind that only later versions know are left out.
 ///
 /// # Errors
 /// [`PackedError::Changes`] if the bytes end within a change.

@@ -1,4 +1,4 @@
-//! A shard's layout as it travels: an encoded `ShardLayout` message, bounded before anything of it is decoded.
+//! Encodes and decodes a shard's layout: a `ShardLayout` message whose length is checked before it is decoded.
 
 use bytes::Bytes;
 use kvlane_block::{
@@ -12,24 +12,24 @@ use crate::v1::{self, dimension::Axis as WireAxis};
 /// Longest description, in bytes. One layer takes about 100.
 pub const DESCRIBED_BYTES_MAX: usize = 1 << 20;
 
-/// Bytes that describe no shard.
+/// Why bytes describe no shard.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum DescribedError {
-    /// More of them than anybody needs.
+    /// The description is longer than [`DESCRIBED_BYTES_MAX`].
     #[error("a shard's description has {0} bytes; at most {DESCRIBED_BYTES_MAX} are possible")]
     TooLong(usize),
-    /// They are no such message.
+    /// The bytes are no `ShardLayout` message.
     #[error("a shard's description cannot be read: {0}")]
     Unreadable(#[from] prost::DecodeError),
-    /// The message says what cannot be.
+    /// The message contradicts itself, or exceeds a bound.
     #[error(transparent)]
     Wrong(#[from] DescriptionError),
 }
 
-/// Encodes a description; equal ones have equal bytes.
+/// Encodes a description. Equal descriptions have equal bytes.
 ///
 /// # Errors
-/// [`DescribedError::Wrong`] or [`DescribedError::TooLong`] for one that nobody would decode.
+/// [`DescribedError::Wrong`] or [`DescribedError::TooLong`] if [`decode_shard_layout`] would refuse the result.
 pub fn encode_shard_layout(layout: &ShardLayout) -> Result<Bytes, DescribedError> {
     layout.check()?;
     let bytes = to_wire(layout).encode_to_vec();
@@ -39,10 +39,10 @@ pub fn encode_shard_layout(layout: &ShardLayout) -> Result<Bytes, DescribedError
     Ok(bytes.into())
 }
 
-/// Decodes a description. What it answers passed [`ShardLayout::check`].
+/// Decodes a description, and checks it by [`ShardLayout::check`].
 ///
 /// # Errors
-/// [`DescribedError`] says what is wrong with the bytes.
+/// [`DescribedError`]: why the bytes are refused.
 pub fn decode_shard_layout(bytes: &[u8]) -> Result<ShardLayout, DescribedError> {
     if bytes.len() > DESCRIBED_BYTES_MAX {
         return Err(DescribedError::TooLong(bytes.len()));

@@ -1,4 +1,4 @@
-//! Which wire version two peers speak.
+//! Negotiates the wire version between a client and the daemon.
 
 use thiserror::Error;
 
@@ -6,10 +6,10 @@ use thiserror::Error;
 pub const WIRE_MIN: u32 = 1;
 /// Newest wire version that this build speaks.
 pub const WIRE_MAX: u32 = 2;
-/// The version from which on a daemon answers ReadJournal.
+/// First wire version whose daemon answers ReadJournal.
 pub const WIRE_OF_JOURNAL: u32 = 2;
 
-/// The peer's versions and ours do not meet.
+/// The client and the daemon have no wire version in common.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "the client speaks wire versions {theirs_min} to {theirs_max}, this daemon {ours_min} to {ours_max}: upgrade the {upgrade}"

@@ -1,4 +1,4 @@
-//! What describes a shard arrives as it was sent, and what arrives describes one or is refused.
+//! A shard's description decodes to what was encoded, and bytes that describe no shard are refused.
 #![allow(clippy::unwrap_used)]
 
 use kvlane_block::{

@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvlane_fabric::{Access, Engine, EngineOptions, Options, Transport};
 use kvlane_gpu::Gpu;
 use kvlane_handoff::{
-    AgentError, Area, Filled, HandoffId, LandingOptions, LayerOrder, LegOptions, Outcome, RankAddress,
-    RankAgent, RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LandingStatus, LayerOrder, LendingOptions, Outcome,
+    RankAddress, RankAgent, RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Wanted,
 };
 use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
@@ -186,7 +186,7 @@ impl PyHandoffScheduler {
             ranks: ranks.into_iter().map(of_rank).collect::<PyResult<_>>()?,
             shape: bytes16("a shape", shape)?,
             networks,
-            legs: LegOptions::default(),
+            lendings: LendingOptions::default(),
             landings: LandingOptions::default(),
         };
         let agent = SchedulerAgent::start(engine, options).map_err(agent_error)?;
@@ -198,25 +198,25 @@ impl PyHandoffScheduler {
         &self.address
     }
 
-    fn begin_leg(&self, id: &[u8], content: &[u8]) -> PyResult<bool> {
-        Ok(self.agent()?.begin_leg(handoff_id(id)?, bytes16("a content", content)?))
+    fn begin_lending(&self, id: &[u8], content: &[u8]) -> PyResult<bool> {
+        Ok(self.agent()?.begin_lending(handoff_id(id)?, bytes16("a content", content)?))
     }
 
-    fn leg_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
-        Ok(self.agent()?.leg_progress(handoff_id(id)?, ahead, computed))
+    fn lending_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
+        Ok(self.agent()?.lending_progress(handoff_id(id)?, ahead, computed))
     }
 
-    fn give_leg_up(&self, id: &[u8]) -> PyResult<()> {
-        self.agent()?.give_leg_up(handoff_id(id)?);
+    fn give_up_lending(&self, id: &[u8]) -> PyResult<()> {
+        self.agent()?.give_up_lending(handoff_id(id)?);
         Ok(())
     }
 
-    fn end_oldest_unwanted_leg(&self, but: &[u8]) -> PyResult<Option<Vec<u8>>> {
-        Ok(self.agent()?.end_oldest_unwanted_leg(handoff_id(but)?).map(|id| id.0.to_vec()))
+    fn end_oldest_unwanted_lending(&self, but: &[u8]) -> PyResult<Option<Vec<u8>>> {
+        Ok(self.agent()?.end_oldest_unwanted_lending(handoff_id(but)?).map(|id| id.0.to_vec()))
     }
 
-    fn take_free_legs(&self) -> PyResult<Vec<Vec<u8>>> {
-        Ok(self.agent()?.take_free_legs().into_iter().map(|id| id.0.to_vec()).collect())
+    fn take_free_lendings(&self) -> PyResult<Vec<Vec<u8>>> {
+        Ok(self.agent()?.take_free_lendings().into_iter().map(|id| id.0.to_vec()).collect())
     }
 
     #[allow(clippy::too_many_arguments, reason = "arguments for Python")]
@@ -252,8 +252,8 @@ impl PyHandoffScheduler {
 
     /// None if there is no such landing.
     fn standing(&self, id: &[u8]) -> PyResult<Option<PyStanding>> {
-        let standing = self.agent()?.standing(handoff_id(id)?);
-        Ok(standing.map(|Standing { outcome, end_block, hashes }| {
+        let status = self.agent()?.landing_status(handoff_id(id)?);
+        Ok(status.map(|LandingStatus { outcome, end_block, hashes }| {
             let sentence = outcome.as_ref().map(ToString::to_string).unwrap_or_default();
             let hashes = hashes.into_iter().map(|(block, hash)| (block, hash.to_vec())).collect();
             (outcome.as_ref().map(word), sentence, end_block, hashes)
@@ -261,14 +261,14 @@ impl PyHandoffScheduler {
     }
 
     fn give_landing_up(&self, id: &[u8]) -> PyResult<()> {
-        self.agent()?.give_landing_up(handoff_id(id)?);
+        self.agent()?.give_up_landing(handoff_id(id)?);
         Ok(())
     }
 
     /// ValueError if it is not over.
     fn forget_landing(&self, id: &[u8]) -> PyResult<()> {
         let (agent, id) = (self.agent()?, handoff_id(id)?);
-        if agent.standing(id).is_some_and(|standing| standing.outcome.is_none()) {
+        if agent.landing_status(id).is_some_and(|status| status.outcome.is_none()) {
             return Err(PyValueError::new_err("a landing that is not over may still be written"));
         }
         agent.forget_landing(id);

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, time::Duration};
 
 use kvlane_block::Rank;
-use kvlane_client::{BlockChange, GroupSpec, HandOff, Hit, Scheduler, SchedulerOptions};
+use kvlane_client::{AwaitedSave, BlockChange, GroupSpec, Hit, Scheduler, SchedulerOptions};
 use parking_lot::Mutex;
 use pyo3::{
     prelude::*,
@@ -164,11 +164,11 @@ impl PyScheduler {
         handoff: Option<(String, Vec<u8>, u64, u32)>,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
-        let hand_off = handoff.map(|(engine_id, run, tokens, wait_ms)| {
+        let awaited_save = handoff.map(|(engine_id, run, tokens, wait_ms)| {
             let run = bytes16("a run", &run)?;
-            Ok::<_, PyErr>(HandOff { engine_id, run, tokens, wait_ms })
+            Ok::<_, PyErr>(AwaitedSave { engine_id, run, tokens, wait_ms })
         });
-        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens, hand_off.transpose()?);
+        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens, awaited_save.transpose()?);
         Ok(())
     }
 

@@ -89,7 +89,7 @@ class EngineSide:
 
     def begin(self, id: str) -> None:
         """A request is here."""
-        assert self.scheduler.begin_leg(bytes.fromhex(id), _CONTENT)
+        assert self.scheduler.begin_lending(bytes.fromhex(id), _CONTENT)
 
     def compute(self, id: str, layer_ms: float, at_once: bool) -> dict[str, float]:
         """A step that takes so long for each layer, and offers each when it is done, or all at the end. Answers when
@@ -133,7 +133,7 @@ class EngineSide:
 
     def free(self) -> int:
         """Hand-offs whose blocks may be used otherwise."""
-        return len(self.scheduler.take_free_legs())
+        return len(self.scheduler.take_free_lendings())
 
     # The engine that goes on.
 

@@ -1,18 +1,18 @@
-//! When to try to connect again.
+//! Decides when to try to connect again.
 
 use std::time::{Duration, Instant};
 
 const FIRST: Duration = Duration::from_millis(50);
 const LONGEST: Duration = Duration::from_secs(2);
 
-/// Doubling pauses between attempts, from 50 ms to 2 s. They are short again after a connection that served for 2 s: a daemon
-/// that takes every registration and then answers nonsense would be asked twenty times a second else, with a line of log
-/// each time.
+/// Pauses between attempts, which double from 50 ms to 2 s. Only a connection that served for 2 s makes them short again.
+/// Otherwise a daemon that accepts every registration and then answers nonsense would be tried twenty times a second, with a
+/// line of log each time.
 #[derive(Debug)]
 pub struct Backoff {
     next: Instant,
     pause: Duration,
-    /// When the present connection began to serve.
+    /// When the daemon began to serve the present connection.
     opened: Option<Instant>,
 }
 
@@ -22,12 +22,12 @@ impl Backoff {
         Self { next: now, pause: FIRST, opened: None }
     }
 
-    /// Whether to try now.
+    /// Whether the next attempt is due.
     pub fn is_due(&self, now: Instant) -> bool {
         now >= self.next
     }
 
-    /// When to try.
+    /// When the next attempt is due.
     pub fn due(&self) -> Instant {
         self.next
     }
@@ -41,7 +41,7 @@ impl Backoff {
         self.pause = (self.pause * 2).min(LONGEST);
     }
 
-    /// A daemon serves us.
+    /// The daemon serves the present connection.
     pub fn opened(&mut self, now: Instant) {
         self.opened = Some(now);
     }
@@ -63,7 +63,7 @@ mod tests {
             *now = backoff.due();
         };
         for _ in 0..8 {
-            // One that was served for a moment only is no success.
+            // A connection that served for less than 2 s is no success.
             backoff.opened(now);
             now += LONGEST - Duration::from_millis(1);
             fail(&mut backoff, &mut now);

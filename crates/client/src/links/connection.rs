@@ -1,4 +1,4 @@
-//! The states of a link's connection, the same for both links. What is known of one that is up is each link's own.
+//! The states of a link's connection, shared by both links. Each link has its own data for a connection that is up.
 //!
 //! ```text
 //!   Down --> Connecting --> Up --> Leaving, until Bye is answered
@@ -10,16 +10,15 @@ use std::time::{Duration, Instant};
 
 use super::ids::ConnectionId;
 
-/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
+/// How long a goodbye waits for the daemon. A stopped daemon finds out later, from the socket, that this process is gone.
 pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
-/// In the order in which they follow each other.
 #[derive(Debug)]
-pub(super) enum Connection<U> {
+pub(super) enum ConnectionState<U> {
     Down,
     Connecting(ConnectionId),
     Up(U),
-    /// Bye is sent; until its answer or that time.
+    /// Bye was sent as request `bye`. Ends with its answer, or at `until`.
     Leaving {
         id: ConnectionId,
         bye: u64,
@@ -27,8 +26,8 @@ pub(super) enum Connection<U> {
     },
 }
 
-impl<U> Connection<U> {
-    /// Bye was sent as this request.
+impl<U> ConnectionState<U> {
+    /// After Bye was sent as request `bye`.
     pub(super) fn leaving(id: ConnectionId, bye: u64, now: Instant) -> Self {
         Self::Leaving { id, bye, until: now + GOODBYE }
     }
@@ -37,17 +36,17 @@ impl<U> Connection<U> {
         matches!(self, Self::Down)
     }
 
-    /// Whether this one is being made. Another one is not wanted any more.
+    /// Whether the driver is making this connection. The link has given up any other.
     pub(super) fn is_connecting(&self, connection: ConnectionId) -> bool {
         matches!(self, Self::Connecting(id) if *id == connection)
     }
 
-    /// Whether Bye was sent over this one.
+    /// Whether Bye was sent over this connection.
     pub(super) fn is_leaving(&self, connection: ConnectionId) -> bool {
         matches!(self, Self::Leaving { id, .. } if *id == connection)
     }
 
-    /// Whether an answer over this connection is the goodbye's.
+    /// Whether this is the answer to Bye.
     pub(super) fn is_goodbye(&self, connection: ConnectionId, answer: u64) -> bool {
         matches!(self, Self::Leaving { id, bye, .. } if (*id, *bye) == (connection, answer))
     }
@@ -66,7 +65,7 @@ impl<U> Connection<U> {
         }
     }
 
-    /// Is down from now on; what was known of the one that was up.
+    /// Goes Down, and returns the data of a connection that was up.
     pub(super) fn take_up(&mut self) -> Option<U> {
         match std::mem::replace(self, Self::Down) {
             Self::Up(up) => Some(up),

@@ -1,4 +1,4 @@
-//! The words that say how far a load is: where they lie in GPU memory, and what is written into them.
+//! Assigns each load its flags: words in GPU memory that tell the engine's stream which layers have arrived.
 
 use kvlane_engine_memory::{FLAGS_MAX, word_address};
 
@@ -6,11 +6,11 @@ pub use kvlane_engine_memory::Flags;
 
 use super::group::GroupMemory;
 
-/// Bytes of each block between two flags: pieces of so many layers are copied about as fast as all layers at once.
+/// Bytes of each block between two flags. Copies of this size are about as fast as one copy of all layers.
 const FLAG_BYTES: u64 = 256 << 10;
 
-/// Where the flags of each event's load lie, and the value that its next load writes. Values ascend, so that a late write
-/// for a former load does not satisfy who waits for a new one.
+/// The flags of each event's load: where they lie, and the value that the next load writes. Values ascend, so that a late
+/// write for a former load does not satisfy a stream that waits for a new one.
 #[derive(Debug, Clone)]
 pub struct FlagTable {
     first_word: u64,
@@ -18,12 +18,13 @@ pub struct FlagTable {
 }
 
 impl FlagTable {
-    /// For so many events; the words of one lie behind those of the one before.
+    /// `first_word`: address of the first flag of event 0. Each event's words follow those of the event before.
     pub fn new(first_word: u64, events: u32) -> Self {
         Self { first_word, values: vec![1; events as usize] }
     }
 
-    /// Flags for a load of a group that waits for this event. None where its parts cannot be told apart by flags.
+    /// Flags for a load of this group that waits for this event. None if there is no such event, the group has no regions, or
+    /// the load would need more than [`FLAGS_MAX`] flags.
     pub fn next(&mut self, event: u32, group: &GroupMemory) -> Option<Flags> {
         let regions = group.regions();
         let mut region_ends = Vec::new();

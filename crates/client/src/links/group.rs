@@ -1,11 +1,11 @@
-//! A worker's group, as the daemon is told of it.
+//! Encodes a worker's KV cache groups for the daemon.
 
 use bytes::Bytes;
 use kvlane_block::{Region, ShardLayout};
 pub use kvlane_engine_memory::{BlockPages, GroupMemory};
 use kvlane_proto::{shard_layout::encode_shard_layout, v1};
 
-/// For RegisterWorker.
+/// The group's message in RegisterWorker.
 pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
     let slice = |regions: &Vec<Region>| v1::Slice { regions: wire_regions(regions) };
     v1::WorkerGroup {
@@ -20,7 +20,7 @@ pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
     }
 }
 
-/// Its bytes for the wire. A layout that nobody could decode is not told: the engine goes on as one that tells nothing.
+/// The encoded layout; empty if it exceeds the bounds of the wire. The engine then works as one that describes no layout.
 fn described(layout: &ShardLayout) -> Bytes {
     encode_shard_layout(layout).unwrap_or_default()
 }

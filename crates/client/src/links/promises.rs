@@ -1,11 +1,13 @@
-//! Which pools stay mapped: the present one, and former ones while promises on them may be open.
+//! Decides which pools stay mapped in a worker: the present one, and former ones that promised loads may still read.
 //!
-//! The scheduler may promise a hit of a boot as long as it does not know that this boot is over, and the promise reaches
-//! the worker steps later. So a worker lets a former pool go only when a step tells that the scheduler makes no promise
-//! on it any more ([`Promises`]). The scheduler says so of a boot once it has seen the end of the daemon's process: as long as
-//! that lives, the scheduler may be connected to it again. (Where the kernel does not tell of ends, it says so as soon as it
-//! has left the boot, although it may come back.) While no step comes the
-//! engine is idle; then a minute is enough, since a scheduler looks at its connection before it promises.
+//! The scheduler may promise a hit of a boot until it learns that this boot is over, and the promise reaches the worker some
+//! steps later. So a worker unmaps a former pool only after a step has said that the scheduler makes no promise on it any more
+//! ([`Promises`]).
+//!
+//! The scheduler says so once it has seen the end of the daemon's process. Until then it may connect to that daemon again. (If
+//! the kernel does not report the end, the scheduler says so as soon as it has left the boot, although it may come back.)
+//!
+//! An engine without steps is idle. A minute is enough then, because a scheduler checks its connection before it promises.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -15,49 +17,50 @@ use std::{
 use super::ids::{Life, ProcessId};
 use crate::boot::BootId;
 
-/// What a step tells of the promises that its scheduler makes from the next step on.
+/// The boots that the scheduler may promise hits of from the next step on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Promises {
-    /// The boot that it is connected to, if all loads of this step are of that boot.
+    /// The boot that the scheduler is connected to, if all loads of this step are of that boot.
     pub present: Option<BootId>,
-    /// Boots that it has been connected to and never is again; none of this step's loads is of one.
+    /// Boots that the scheduler has left for good; no load of this step is of one.
     pub gone: Vec<BootId>,
 }
 
-/// An engine outside a step that does not poll is idle, has no open promise, and must not hold a dead daemon's memory for ever.
-/// Counted in rounds of the mover, not in time: a stopped process does not count.
+/// Rounds without a step after which former pools are unmapped. An engine that runs no step has no open promise, and must not
+/// keep a dead daemon's memory for ever. Counted in rounds of the mover, not in time, because a stopped process does not count.
 const IDLE_ROUNDS_TO_FORGET: u64 = 60;
-/// Former pools; beyond it the oldest is let go. Each is a daemon that died within one step of the engine.
+/// Most former pools; beyond that, the oldest is unmapped. Each is a daemon that died within one step of the engine.
 const FORMER_MAX: usize = 8;
-/// Length of such a round.
+/// Length of a round of the mover.
 pub const ROUND: Duration = Duration::from_secs(1);
 
-/// The pools that are mapped, by boot.
+/// The pools that a worker has mapped, by boot.
 #[derive(Debug, Default)]
 pub struct PoolBook {
     present: Option<Pool>,
-    /// The oldest first.
+    /// In the order in which their daemons were lost.
     former: VecDeque<Former>,
 }
 
 #[derive(Debug)]
 struct Pool {
     boot: BootId,
-    /// As long as the daemon lives, its pool keeps its memory, mapped here or not.
+    /// While the daemon lives, unmapping its pool here would free no memory.
     life: Life,
 }
 
 #[derive(Debug)]
 struct Former {
     pool: Pool,
+    /// Rounds outside a step.
     rounds: u64,
-    /// The scheduler has said so, for good.
+    /// A step has said so; this does not change back.
     without_promises: bool,
 }
 
-/// Each call answers the boots whose pools are to be unmapped. `in_use` are those that a load which is not over copies from.
+/// Each call returns the boots whose pools the driver unmaps. `in_use` are the boots of loads that are not over.
 impl PoolBook {
-    /// The daemon of the present pool is there again, or another one is.
+    /// The worker has mapped the pool of this boot, its former one or another one.
     pub fn set(&mut self, boot: BootId, life: Life) -> Vec<BootId> {
         let is_other = self.present.as_ref().is_some_and(|present| present.boot != boot);
         let unmapped = if is_other { self.lost() } else { Vec::new() };
@@ -66,7 +69,7 @@ impl PoolBook {
         unmapped
     }
 
-    /// The daemon went away; promises on its pool may still be open.
+    /// The connection to the daemon was lost. Its pool becomes a former one, because promises on it may be open.
     pub fn lost(&mut self) -> Vec<BootId> {
         let Some(pool) = self.present.take() else { return Vec::new() };
         let mut unmapped = Vec::new();
@@ -77,31 +80,31 @@ impl PoolBook {
         unmapped
     }
 
-    /// A step has begun. Whoever calls this has told of the loads of all steps before it.
+    /// A step has begun. The caller has started the loads of all steps before it, so `in_use` has their boots.
     pub fn step_begins(&mut self, promises: &Promises, in_use: &BTreeSet<BootId>) -> Vec<BootId> {
-        // What was mapped before the scheduler's present boot is older than it.
+        // If the scheduler is at the present boot, it has left all former ones.
         let all_older =
             self.present.as_ref().is_some_and(|present| promises.present.as_ref() == Some(&present.boot));
         for former in &mut self.former {
             former.without_promises |= all_older || promises.gone.contains(&former.pool.boot);
         }
-        self.let_go(in_use)
+        self.remove_unneeded(in_use)
     }
 
-    /// One round of the mover passed; former pools go on which no promise can be open.
+    /// A round of the mover has passed.
     pub fn round(&mut self, in_step: bool, in_use: &BTreeSet<BootId>) -> Vec<BootId> {
         for former in &mut self.former {
             former.rounds += u64::from(!in_step);
         }
-        self.let_go(in_use)
+        self.remove_unneeded(in_use)
     }
 
-    /// Notes that a daemon has ended. Its pool goes with a step or a round.
+    /// Records that a daemon's process has ended. The next step or round may then unmap its pool.
     pub fn process_ended(&mut self, process: ProcessId) {
         self.pools_mut().for_each(|pool| pool.life.ended(process));
     }
 
-    /// Whether a pool waits for the end of this process.
+    /// Whether a pool is kept until this process ends.
     pub fn needs(&self, process: ProcessId) -> bool {
         self.pools().any(|pool| pool.life.needs(process))
     }
@@ -111,7 +114,7 @@ impl PoolBook {
         self.pools().any(|pool| pool.boot == *boot)
     }
 
-    /// Whether rounds must be counted.
+    /// Whether the link has to call [`round`](Self::round).
     pub fn has_former(&self) -> bool {
         !self.former.is_empty()
     }
@@ -124,7 +127,7 @@ impl PoolBook {
         self.present.iter_mut().chain(self.former.iter_mut().map(|former| &mut former.pool))
     }
 
-    fn let_go(&mut self, in_use: &BTreeSet<BootId>) -> Vec<BootId> {
+    fn remove_unneeded(&mut self, in_use: &BTreeSet<BootId>) -> Vec<BootId> {
         let mut unmapped = Vec::new();
         self.former.retain(|former| {
             let is_free = former.without_promises || former.rounds >= IDLE_ROUNDS_TO_FORGET;
@@ -165,7 +168,7 @@ mod tests {
         assert!(!pools.holds(&[1; 16]), "an idle engine holds it no longer");
     }
 
-    /// A request that waits for room waits for any number of steps; the pool used to go after three of them.
+    /// A request may wait for room for any number of steps; the pool was unmapped after three of them.
     #[test]
     fn a_lost_pool_goes_when_the_scheduler_promises_nothing_on_it() {
         let mut pools = lost_pool();
@@ -176,7 +179,7 @@ mod tests {
         assert!(!pools.holds(&[1; 16]));
     }
 
-    /// Of two restarts in a row only the last former pool used to be kept.
+    /// After two restarts in a row, only the last former pool was kept.
     #[test]
     fn pools_of_several_boots_stay_until_the_scheduler_is_at_the_last_one() {
         let mut pools = lost_pool();

@@ -1,4 +1,4 @@
-//! The scheduler's side of the wire, without I/O: lookups, leases, cancelled saves of one engine, and the journal.
+//! The scheduler's side of the wire, without I/O: one engine's lookups, leases and cancelled saves, and the daemon's journal.
 //!
 //! ```text
 //!        Connect         Connected        Welcome           EngineOpened
@@ -6,9 +6,9 @@
 //!    ^               |                 |              |                    |
 //!    +--- backoff ---+-----------------+--------------+------ lost --------+     Close: Leaving, until Bye is answered
 //! ```
-//! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses. Once one has
-//! waited in vain, and nothing was heard since it was asked, others are misses at once until the daemon speaks.
-//! [`Scheduler`](crate::Scheduler) is its driver.
+//! A lookup that is started while Greeting or Opening waits for Open, within its own deadline; while Down it is a miss. If a
+//! lookup times out and no reply has come since it was sent, the daemon counts as silent: new lookups are misses at once,
+//! until the next reply. [`Scheduler`](crate::Scheduler) is the driver.
 
 mod asking;
 mod cancelling;
@@ -35,7 +35,7 @@ use kvlane_proto::{v1, v1::request::Body as Ask};
 use self::{
     cancelling::{Cancelling, Readers},
     lookups::{Lookup, Unsent},
-    up::{HEARTBEAT, Stage, Up, send},
+    up::{HEARTBEAT, SchedulerStage, SchedulerUp, send},
 };
 pub use self::{
     event::{LookupState, SchedulerAction, SchedulerEvent},
@@ -45,21 +45,21 @@ pub use self::{
     stats::SchedulerStats,
 };
 use crate::{
+    awaited_save::AwaitedSave,
     boot::BootId,
-    hand_off::HandOff,
     hit::Hit,
     links::{
-        connection::Connection,
+        connection::ConnectionState,
         ids::{ConnectionId, ProcessId},
     },
 };
 
-/// How often the daemon is asked whether the workers are ready, until they are. Until then nothing is saved, and while no
-/// new request comes no other answer tells.
+/// Interval of lookups of nothing, which ask the daemon whether the workers are ready, until they are. Until then nothing is
+/// saved, and without a new request no other answer would say so.
 const READY_PROBE: Duration = Duration::from_millis(20);
 
 impl SchedulerLink {
-    /// Takes an event in; what is to be done for it is added to `actions`.
+    /// Handles an event, and appends the driver's actions.
     pub fn handle(&mut self, event: SchedulerEvent, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
         match event {
             SchedulerEvent::Tick => self.tick(now, actions),
@@ -70,8 +70,8 @@ impl SchedulerLink {
             SchedulerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
             SchedulerEvent::Lost { connection, why } => self.lost(connection, &why, now, actions),
             SchedulerEvent::ProcessEnded(process) => self.process_ended(process),
-            SchedulerEvent::LookUp { request, groups, max_tokens, hand_off, timeout } => {
-                let hand_off = hand_off.map(HandOff::into_wire);
+            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout } => {
+                let hand_off = awaited_save.map(AwaitedSave::into_wire);
                 let ask = v1::Lookup { groups, max_tokens, may_wait: true, hand_off };
                 self.look_up(request, ask, timeout, now, actions);
             }
@@ -80,15 +80,15 @@ impl SchedulerLink {
             SchedulerEvent::CancelSaves { below, until } => {
                 self.cancelled_below = self.cancelled_below.max(below);
                 let mut cancelling = Cancelling::new(below, until);
-                cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
+                cancelling.send_cancel(self.connection.up(), &mut self.last_request, now, actions);
                 self.cancelling = Some(cancelling);
             }
             SchedulerEvent::Close => self.close(now, actions),
         }
     }
 
-    /// The answer to a lookup, which ends with it; pending while none came within its time. A lookup that was never asked,
-    /// timed out, or met no daemon is a miss.
+    /// The answer to a lookup, which ends with it; pending until the answer or the timeout. A lookup that was never started,
+    /// timed out, or found no daemon is a miss.
     pub fn poll_lookup(&mut self, request: &str, now: Instant) -> LookupState {
         let until = match self.lookups.get(request) {
             None => return LookupState::Over(Hit::default()),
@@ -106,7 +106,7 @@ impl SchedulerLink {
             Some(Lookup::Sent { id, .. }) => self.give_up(id),
             Some(Lookup::Unsent(_)) => {
                 if let Some(up) = self.connection.up_mut() {
-                    up.waited_in_vain = true;
+                    up.open_timed_out = true;
                 }
             }
             None => {}
@@ -114,8 +114,8 @@ impl SchedulerLink {
         LookupState::Over(Hit::default())
     }
 
-    /// The answer to the last [`CancelSaves`](SchedulerEvent::CancelSaves), once; `None` while it is open. True when no former
-    /// daemon and not the present one reads the engine's blocks for these saves, nor takes any of them.
+    /// The answer to the last [`CancelSaves`](SchedulerEvent::CancelSaves), once; `None` while it is open. True if neither the
+    /// present daemon nor a former one reads the engine's blocks for these saves, or accepts any of them.
     pub fn cancelled(&mut self, now: Instant) -> Option<bool> {
         let readers = match self.former.are_over(now) {
             false => Readers::Former,
@@ -127,15 +127,16 @@ impl SchedulerLink {
         Some(answer)
     }
 
-    /// When there is something to do, if nothing happens before. Lookups have no timer: who polls them is told.
+    /// When the driver has to feed the next `Tick`, unless something happens before. Lookups need no timer, because
+    /// [`poll_lookup`](Self::poll_lookup) checks their time.
     pub fn wake_at(&self) -> Option<Instant> {
         let connection = match &self.connection {
-            Connection::Down if self.may_connect() => Some(self.backoff.due()),
-            Connection::Up(up) if up.stage == Stage::Open => {
+            ConnectionState::Down if self.may_connect() => Some(self.backoff.due()),
+            ConnectionState::Up(up) if up.stage == SchedulerStage::Open => {
                 let probe_at = up.wants_probe().then_some(up.probe_at);
                 probe_at.into_iter().chain(self.journal.due()).chain([up.heartbeat_at]).min()
             }
-            Connection::Leaving { until, .. } => Some(*until),
+            ConnectionState::Leaving { until, .. } => Some(*until),
             _ => None,
         };
         let cancelling = self.cancelling.as_ref();
@@ -143,15 +144,15 @@ impl SchedulerLink {
         [connection, an_end, cancelling.map(Cancelling::until)].into_iter().flatten().min()
     }
 
-    /// The end of this process is to be told.
+    /// Whether the driver has to report the end of this process.
     pub fn needs(&self, process: ProcessId) -> bool {
         let present = self.connection.up().is_some_and(|up| up.life.needs(process));
         present || self.former.needs(process)
     }
 
-    /// The daemon greeted us and opened the engine.
+    /// The daemon has welcomed this process and opened the engine.
     pub fn is_connected(&self) -> bool {
-        self.connection.up().is_some_and(|up| up.stage == Stage::Open)
+        self.connection.up().is_some_and(|up| up.stage == SchedulerStage::Open)
     }
 
     /// The last answer said that all workers of the engine have mapped the pool.
@@ -159,51 +160,52 @@ impl SchedulerLink {
         self.connection.up().is_some_and(|up| up.ready)
     }
 
-    /// On the way to an open engine.
+    /// Connecting, or connected and not open yet.
     pub fn is_opening(&self) -> bool {
         match &self.connection {
-            Connection::Connecting(_) => true,
-            Connection::Up(up) => up.stage != Stage::Open,
-            Connection::Down | Connection::Leaving { .. } => false,
+            ConnectionState::Connecting(_) => true,
+            ConnectionState::Up(up) => up.stage != SchedulerStage::Open,
+            ConnectionState::Down | ConnectionState::Leaving { .. } => false,
         }
     }
 
-    /// The daemon's run, once it has greeted.
+    /// The daemon's run, once it has welcomed this process.
     pub fn boot(&self) -> Option<BootId> {
-        self.connection.up().and_then(Up::run)
+        self.connection.up().and_then(SchedulerUp::run)
     }
 
-    /// Runs that this was connected to and is no more, the last eight.
+    /// Runs of the daemon that this link has left, the last eight.
     pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.former.gone()
     }
 
-    /// Those of [`gone`](Self::gone) whose processes have ended, where the kernel tells: this never comes back to them.
+    /// Runs in [`gone`](Self::gone) that this link cannot come back to: their processes have ended, as far as the kernel reports
+    /// it.
     pub fn over(&self) -> impl Iterator<Item = BootId> + '_ {
         self.former.over()
     }
 
-    /// The end of a run that was left is still to be seen.
+    /// Whether the end of a run that was left is still to be reported.
     pub fn awaits_an_end(&self) -> bool {
         self.former.awaits_an_end()
     }
 
-    /// Names the process and role of this link to the daemon, over all its connections.
+    /// Identifies this process and role to the daemon, over all its connections.
     pub fn nonce(&self) -> [u8; 16] {
         self.options.nonce
     }
 
-    /// The name of the engine.
+    /// As in the options; the engine's workers use the same.
     pub fn engine_id(&self) -> &str {
         &self.options.engine_id
     }
 
-    /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.
+    /// Why the daemon refused the last time, or belongs to another user; None again once it opens the engine.
     pub fn refusal(&self) -> Option<&str> {
         self.refusal.as_deref()
     }
 
-    /// Blocks that came and went since the last call. The daemon is asked for more once these are taken.
+    /// Blocks that became visible or went since the last call. The link reads on in the journal once these are taken.
     pub fn take_changes(&mut self) -> BlockChanges {
         self.journal.take()
     }
@@ -213,15 +215,15 @@ impl SchedulerLink {
         std::mem::take(&mut self.stats)
     }
 
-    /// Closed, and nothing more will come.
+    /// Whether the link is closed and its connection ended.
     pub fn is_over(&self) -> bool {
         self.is_closed && self.connection.is_down()
     }
 
-    /// Nothing is asked, held, cancelled or watched any more. For tests of leaks.
+    /// Whether nothing is pending, leased, cancelled or watched. For tests of leaks.
     pub fn at_rest(&self) -> bool {
-        let nothing_asked = self.connection.up().is_none_or(|up| up.asked.is_empty());
-        nothing_asked
+        let nothing_pending = self.connection.up().is_none_or(|up| up.pending.is_empty());
+        nothing_pending
             && self.lookups.is_empty()
             && self.leases.is_empty()
             && self.cancelling.is_none()
@@ -236,19 +238,19 @@ impl SchedulerLink {
         self.former.forget_over(now);
         let may_connect = self.may_connect() && self.backoff.is_due(now);
         match &mut self.connection {
-            Connection::Down if may_connect => {
+            ConnectionState::Down if may_connect => {
                 self.last_connection += 1;
                 let id = ConnectionId(self.last_connection);
-                self.connection = Connection::Connecting(id);
+                self.connection = ConnectionState::Connecting(id);
                 actions.push_back(SchedulerAction::Connect(id));
             }
-            Connection::Leaving { id, until, .. } if now >= *until => {
+            ConnectionState::Leaving { id, until, .. } if now >= *until => {
                 actions.push_back(SchedulerAction::Close(*id));
-                self.connection = Connection::Down;
+                self.connection = ConnectionState::Down;
             }
-            Connection::Up(up) if up.stage == Stage::Open => {
+            ConnectionState::Up(up) if up.stage == SchedulerStage::Open => {
                 if up.wants_heartbeat(now) {
-                    (up.heartbeat_at, up.awaits_sign) = (now + HEARTBEAT, true);
+                    (up.heartbeat_at, up.awaits_heartbeat_reply) = (now + HEARTBEAT, true);
                     let live_leases = self.leases.live();
                     let heartbeat = Ask::Heartbeat(v1::Heartbeat { live_leases });
                     send(&mut self.last_request, up.id, heartbeat, actions);
@@ -257,9 +259,9 @@ impl SchedulerLink {
                     up.probe_at = now + READY_PROBE;
                     let id = send(&mut self.last_request, up.id, self.options.probe(), actions);
                     let timeout = self.options.lookup_timeout;
-                    up.note_asked(id, None, 0, now, now + timeout, timeout);
+                    up.add_pending(id, None, 0, now, now + timeout, timeout);
                 }
-                self.journal.ask(up.id, &mut self.last_request, now, actions);
+                self.journal.poll(up.id, &mut self.last_request, now, actions);
             }
             _ => {}
         }

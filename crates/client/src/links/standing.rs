@@ -1,4 +1,4 @@
-//! What an engine's link to the daemon tells the user's log: a sentence for each change, and none for what is known.
+//! Logs each change between an engine's link and the daemon once: absent, refused, connected, lost, back.
 //!
 //! ```text
 //!            +--> Absent <--+        connected: "is connected to" the first time, afterwards "is back ... after n s"
@@ -11,21 +11,21 @@ use std::time::Instant;
 
 use kvlane_proto::{Address, v1};
 
-/// How urgent a sentence is.
+/// Level of a notice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Urgency {
-    /// Something that works, or works again.
+    /// The link works, or works again.
     Info,
-    /// Somebody may want to do something.
+    /// The engine runs without the cache, or slower; an operator may want to act.
     Warning,
 }
 
 /// A sentence for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Notice {
-    /// How urgent it is.
+    /// Becomes the level of the log line.
     pub urgency: Urgency,
-    /// What stands in the log.
+    /// The text of the log line.
     pub sentence: String,
 }
 
@@ -38,43 +38,43 @@ pub fn log_notice(notice: Option<Notice>) {
     }
 }
 
-/// What a daemon says of itself when it greets, in words.
+/// The daemon's version and pool size, as its Welcome names them.
 pub fn describe(welcome: &v1::Welcome) -> String {
     format!("kvlane {}, a pool of {:.1} GB", welcome.version, welcome.pool_bytes as f64 / 1e9)
 }
 
-/// The state that the log knows of.
+/// The state that the log has last reported.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum State {
+enum LoggedState {
     New,
     Up,
-    /// Nobody answers, or nobody does any more.
+    /// No daemon answers, or the connection was lost.
     Absent,
     /// The daemon answers, but does not serve this engine: its sentence.
     Refused(String),
 }
 
-/// One link's standing with the daemon.
+/// One link's standing with the daemon. Each call returns a notice if the log does not have its news yet.
 #[derive(Debug)]
 pub struct Standing {
     /// "the scheduler", "rank 3".
     who: String,
     address: Address,
-    state: State,
+    state: LoggedState,
     /// When the present outage began.
     down_since: Instant,
     was_up: bool,
 }
 
 impl Standing {
-    /// Nothing was tried yet.
+    /// Before the first attempt to connect.
     pub fn new(who: String, address: Address, now: Instant) -> Self {
-        Self { who, address, state: State::New, down_since: now, was_up: false }
+        Self { who, address, state: LoggedState::New, down_since: now, was_up: false }
     }
 
-    /// The daemon serves this link. `how` says what a user may want to know of it.
+    /// The daemon serves this link. `how` describes the connection for the user.
     pub fn connected(&mut self, how: &str, now: Instant) -> Option<Notice> {
-        if self.state == State::Up {
+        if self.state == LoggedState::Up {
             return None;
         }
         let (who, address) = (&self.who, &self.address);
@@ -84,40 +84,42 @@ impl Standing {
         } else {
             format!("kvlane: {who} is connected to {address}: {how}")
         };
-        (self.state, self.was_up) = (State::Up, true);
+        (self.state, self.was_up) = (LoggedState::Up, true);
         Some(Notice { urgency: Urgency::Info, sentence })
     }
 
-    /// An attempt to connect failed. After a loss there is nothing new in it.
+    /// An attempt to connect failed. After a loss that is no news.
     pub fn absent(&mut self, why: &str) -> Option<Notice> {
-        if matches!(self.state, State::Absent) {
+        if matches!(self.state, LoggedState::Absent) {
             return None;
         }
-        self.state = State::Absent;
+        self.state = LoggedState::Absent;
         let sentence = format!(
-            "kvlane: {}: {why}. The engine computes without the cache; kvlane goes on trying",
+            "kvlane: {}: {why}. The engine computes without the cache; kvlane keeps trying",
             self.who
         );
         Some(Notice { urgency: Urgency::Warning, sentence })
     }
 
-    /// A connection ended before the daemon served this link. If it had refused, that was told.
-    pub fn broken_off(&mut self, why: &str) -> Option<Notice> {
+    /// A connection ended before the daemon served this link. After a refusal or a loss that is no news.
+    pub fn handshake_failed(&mut self, why: &str) -> Option<Notice> {
         match self.state {
-            State::New => self.absent(&format!("the daemon at {} broke off: {why}", self.address)),
+            LoggedState::New => {
+                self.absent(&format!("the handshake with the daemon at {} failed: {why}", self.address))
+            }
             _ => None,
         }
     }
 
     /// The daemon does not serve this engine, or cannot be used by it.
     pub fn refused(&mut self, why: &str, now: Instant) -> Option<Notice> {
-        if matches!(&self.state, State::Refused(known) if known == why) {
+        if matches!(&self.state, LoggedState::Refused(logged) if logged == why) {
             return None;
         }
-        if self.state == State::Up {
+        if self.state == LoggedState::Up {
             self.down_since = now;
         }
-        self.state = State::Refused(why.to_owned());
+        self.state = LoggedState::Refused(why.to_owned());
         let (who, address) = (&self.who, &self.address);
         let sentence = format!(
             "kvlane: {who} cannot use the daemon at {address}: {why}. The engine computes without the cache"
@@ -125,12 +127,12 @@ impl Standing {
         Some(Notice { urgency: Urgency::Warning, sentence })
     }
 
-    /// The connection ended. Nothing new if the daemon had refused before.
+    /// A connection that served this link was lost. After a refusal that is no news.
     pub fn lost(&mut self, why: &str, now: Instant) -> Option<Notice> {
-        if self.state != State::Up {
+        if self.state != LoggedState::Up {
             return None;
         }
-        (self.state, self.down_since) = (State::Absent, now);
+        (self.state, self.down_since) = (LoggedState::Absent, now);
         let sentence = format!(
             "kvlane: {} lost the daemon at {}: {why}. The engine computes without the cache until it is back",
             self.who, self.address
@@ -153,7 +155,7 @@ mod tests {
         notice.map_or(String::new(), |notice| notice.sentence)
     }
 
-    /// An engine used to run for days without the cache, and its log did not have a line of it.
+    /// An engine ran for days without the cache, and its log had no line of it.
     #[test]
     fn each_change_is_told_once() {
         let start = Instant::now();
@@ -164,7 +166,7 @@ mod tests {
         assert!(said(link.refused("another user", at(1))).ends_with(
             "rank 3 cannot use the daemon at unix:/run/k.sock: another user. The engine computes without the cache"
         ));
-        assert_eq!(link.broken_off("it hung up"), None, "that is what a refusal ends with");
+        assert_eq!(link.handshake_failed("it hung up"), None, "that is what a refusal ends with");
         assert_eq!(link.refused("another user", at(2)), None);
         assert!(said(link.refused("too many sessions", at(3))).contains("too many sessions"));
         assert!(said(link.absent("no daemon answers")).contains("no daemon"), "it has gone away since");

@@ -1,11 +1,11 @@
-//! A worker's side of the wire, without I/O: connects and registers, asks for saves and loads, gives up on a silent daemon.
+//! A worker's side of the wire, without I/O: registers, requests saves and loads, and gives up on a silent daemon.
 //!
 //! ```text
 //!   Down --> Connecting --> Greeting --Welcome--> Sharing --Done of each--> Registering --WorkerRegistered--> AskingForPool
 //!    ^                                                                                                    | PoolDescriptor
 //!    +---------------------- lost, refused (backoff) <----- Open <----- Done ----- Confirming <-- Mapping <-+
 //! ```
-//! Jobs outlive connections: worker/saves.rs and worker/loads.rs say how each ends.
+//! Jobs outlive connections. worker/saves.rs and worker/loads.rs describe how a save and a load end.
 
 pub mod event;
 pub mod failures;
@@ -28,10 +28,10 @@ use self::{
     event::{Actions, Peer, WorkerAction, WorkerEvent},
     link::{end, end_save, log},
     load::Loading,
-    up::{Asked, Misfit, Stage, Up},
+    up::{PendingRequest, UnexpectedReply, WorkerStage, WorkerUp},
 };
 use super::{
-    connection::Connection,
+    connection::ConnectionState,
     ids::{ConnectionId, NotConnected, ProcessId},
     promises::ROUND,
     standing::{Notice, Urgency},
@@ -42,7 +42,7 @@ use crate::{
 };
 
 impl WorkerLink {
-    /// Takes an event, and appends what is to be done.
+    /// Handles an event, and appends the driver's actions.
     pub fn handle(&mut self, event: WorkerEvent, now: Instant, actions: &mut Actions) {
         match event {
             WorkerEvent::Start(job) => self.start(job, now, actions),
@@ -59,7 +59,7 @@ impl WorkerLink {
                 }
             }
             WorkerEvent::NotShared { connection, why } => {
-                if self.up_as(connection).is_some_and(|up| matches!(up.stage, Stage::Sharing { .. })) {
+                if self.up_as(connection).is_some_and(|up| matches!(up.stage, WorkerStage::Sharing { .. })) {
                     self.turn_away(&why, now, actions);
                 }
             }
@@ -73,7 +73,7 @@ impl WorkerLink {
             WorkerEvent::ProcessEnded(process) => self.process_ended(process, now, actions),
             WorkerEvent::Step(seen) => {
                 if let Some(promises) = &seen.promises {
-                    // After the jobs that were queued before that step.
+                    // The driver has fed the jobs of all steps before, so `in_use` has the boots of their loads.
                     let in_use = self.boots_in_use();
                     let unmapped = self.pools.step_begins(promises, &in_use);
                     actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
@@ -89,39 +89,39 @@ impl WorkerLink {
         }
     }
 
-    /// When the next `Tick` has something to do, at the latest.
+    /// When the driver has to feed the next `Tick`, at the latest.
     pub fn wake_at(&self) -> Option<Instant> {
         let connection = match &self.connection {
-            Connection::Down => self.may_connect().then(|| self.backoff.due()),
-            Connection::Connecting(_) => None,
-            Connection::Up(up) => up.asked.values().filter_map(Asked::deadline).min(),
-            Connection::Leaving { until, .. } => Some(*until),
+            ConnectionState::Down => self.may_connect().then(|| self.backoff.due()),
+            ConnectionState::Connecting(_) => None,
+            ConnectionState::Up(up) => up.pending.values().filter_map(PendingRequest::deadline).min(),
+            ConnectionState::Leaving { until, .. } => Some(*until),
         };
         let loads = self.loads.values().filter_map(|load| load.wake_at(self.is_closing));
         let round = self.pools.has_former().then_some(self.round_at);
         loads.chain(connection).chain(round).min()
     }
 
-    /// Whether the end of this process matters.
+    /// Whether the driver has to report the end of this process.
     pub fn needs(&self, process: ProcessId) -> bool {
         let peer = self.connection.up().is_some_and(|up| up.peer.life.needs(process));
         peer || self.pools.needs(process) || self.loads.values().any(|load| load.needs(process))
     }
 
-    /// Closed, and every job has ended.
+    /// Whether the link is closed and every job has ended.
     pub fn is_over(&self) -> bool {
         self.is_closing && self.connection.is_down() && self.loads.is_empty() && self.writes.is_empty()
     }
 
-    /// For tests of leaks: nothing is asked, loading, writing, former or leaving.
+    /// Whether nothing is pending, loading, writing or leaving, and no former pool is mapped. For tests of leaks.
     pub fn at_rest(&self) -> bool {
-        let nothing_asked = match &self.connection {
-            Connection::Up(up) => up.asked.is_empty(),
-            Connection::Leaving { .. } => false,
+        let nothing_pending = match &self.connection {
+            ConnectionState::Up(up) => up.pending.is_empty(),
+            ConnectionState::Leaving { .. } => false,
             _ => true,
         };
         let no_jobs = self.loads.is_empty() && self.writes.is_empty();
-        nothing_asked && no_jobs && !self.pools.has_former()
+        nothing_pending && no_jobs && !self.pools.has_former()
     }
 
     fn start(&mut self, job: Job, now: Instant, actions: &mut Actions) {
@@ -138,15 +138,15 @@ impl WorkerLink {
         if !self.connection.is_connecting(connection) {
             return actions.push_back(WorkerAction::Close(connection));
         }
-        self.connection = Connection::Up(Up {
+        self.connection = ConnectionState::Up(WorkerUp {
             id: connection,
             peer,
             boot: [0; 16],
             daemon: String::new(),
-            stage: Stage::Greeting { hello: self.last_request + 1 },
+            stage: WorkerStage::Greeting { hello: self.last_request + 1 },
             method: self.options.save_method,
             reason: String::new(),
-            asked: BTreeMap::new(),
+            pending: BTreeMap::new(),
             silent: false,
         });
         self.send(messages::hello(&self.options), actions);
@@ -170,7 +170,7 @@ impl WorkerLink {
             NotConnected::Refused(sentence) => self.refuse(sentence, now, actions),
         }
         self.backoff.failed(now);
-        self.connection = Connection::Down;
+        self.connection = ConnectionState::Down;
     }
 
     fn take_reply(
@@ -186,7 +186,7 @@ impl WorkerLink {
         let Some(up) = self.up_as(connection) else { return };
         up.silent = false;
         let v1::Reply { id, boot_id, body, .. } = reply;
-        let is_open = matches!(up.stage, Stage::Open);
+        let is_open = matches!(up.stage, WorkerStage::Open);
         let is_of_another_run = up.is_of_another_run(&boot_id);
         if let Some(Answer::Refused(refused)) = &body {
             if !is_open {
@@ -198,38 +198,44 @@ impl WorkerLink {
                 log(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
             }
         }
-        let fits = match self.up().and_then(|up| up.asked.remove(&id)) {
-            Some(asked) if !is_of_another_run && asked.fits(body.as_ref()) => {
-                self.answered(asked, body, now, actions);
+        let fits = match self.up().and_then(|up| up.pending.remove(&id)) {
+            Some(pending) if !is_of_another_run && pending.fits(body.as_ref()) => {
+                self.answered(pending, body, now, actions);
                 Ok(())
             }
-            Some(asked) => {
-                // It ends with the connection.
+            Some(pending) => {
+                // The request stays pending, so that its job ends with the connection.
                 if let Some(up) = self.up() {
-                    up.asked.insert(id, asked);
+                    up.pending.insert(id, pending);
                 }
-                Err(Misfit)
+                Err(UnexpectedReply)
             }
             None if is_of_another_run && self.up().is_some_and(|up| up.stage.awaits() == Some(id)) => {
-                Err(Misfit)
+                Err(UnexpectedReply)
             }
             None if !is_open => {
                 let boot = boot_id.as_ref().try_into().unwrap_or_default();
-                self.greeting_answered(id, boot, body, now, actions)
+                self.handshake_reply(id, boot, body, now, actions)
             }
-            // A second answer.
+            // A second answer to a request.
             None => Ok(()),
         };
-        if let Err(Misfit) = fits {
+        if let Err(UnexpectedReply) = fits {
             self.lose("the daemon answered what nobody asked", now, actions);
         }
     }
 
-    /// The answer to a save, claim, commit or load, of a kind that fits.
-    fn answered(&mut self, asked: Asked, answer: Option<Answer>, now: Instant, actions: &mut Actions) {
-        match asked {
-            Asked::Load { key, .. } => self.load_answered(key, answer, now, actions),
-            asked => self.save_answered(asked, answer, now, actions),
+    /// Handles the answer to a save, claim, commit or load. Its kind fits the request.
+    fn answered(
+        &mut self,
+        pending: PendingRequest,
+        answer: Option<Answer>,
+        now: Instant,
+        actions: &mut Actions,
+    ) {
+        match pending {
+            PendingRequest::Load { key, .. } => self.load_answered(key, answer, now, actions),
+            pending => self.save_answered(pending, answer, now, actions),
         }
     }
 
@@ -238,7 +244,7 @@ impl WorkerLink {
         if let Some(up) = self.up() {
             up.peer.life.ended(process);
         }
-        self.daemons_are_out(now, actions, |_, life, _| life.needs(process));
+        self.retire_daemons(now, actions, |_, life, _| life.needs(process));
     }
 
     fn tick(&mut self, now: Instant, actions: &mut Actions) {
@@ -251,40 +257,43 @@ impl WorkerLink {
             actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
         }
         match &self.connection {
-            Connection::Down if self.may_connect() && self.backoff.is_due(now) => {
+            ConnectionState::Down if self.may_connect() && self.backoff.is_due(now) => {
                 self.last_connection += 1;
                 let connection = ConnectionId(self.last_connection);
-                self.connection = Connection::Connecting(connection);
+                self.connection = ConnectionState::Connecting(connection);
                 actions.push_back(WorkerAction::Connect(connection));
             }
-            Connection::Leaving { until, .. } if now >= *until => self.hang_up(None, now, actions),
+            ConnectionState::Leaving { until, .. } if now >= *until => self.hang_up(None, now, actions),
             _ => {}
         }
     }
 
-    /// A greeting says that our own copies have ended, so none is made while one is under way.
+    /// Whether to connect. A greeting tells the daemon that our own copies into its pool have ended, so not before they have.
     fn may_connect(&self) -> bool {
         !self.is_closing && self.writes.is_empty()
     }
 
-    /// The connection is over, whoever ended it.
+    /// Handles the end of the connection, by the daemon or by us.
     fn lose(&mut self, why: &str, now: Instant, actions: &mut Actions) {
         let Some(up) = self.connection.take_up() else { return };
         if self.is_closing {
             actions.push_back(WorkerAction::Close(up.id));
-            self.stop_asking(up.boot, up.peer.life, now);
+            self.leave_daemon(up.boot, up.peer.life, now);
             return self.end_loads(None, now, actions);
         }
-        let was_open = matches!(up.stage, Stage::Open);
-        // It may have ended without the daemon: what that still copies must not count.
+        let was_open = matches!(up.stage, WorkerStage::Open);
+        // The daemon may live on and still copy. The raised fence discards those copies.
         self.raise_fence(actions);
         actions.push_back(WorkerAction::Unregistered { was_open });
-        // The engine goes on first. The blocks of loads are free once nothing can write them any more.
+        // Loads first, because the engine waits for them. Their blocks are free once neither side can write them any more.
         self.leave_loads(up.boot, up.peer.life, now, actions);
-        up.asked.into_values().for_each(|asked| end_save(asked, "the daemon went away", now, actions));
+        up.pending.into_values().for_each(|pending| end_save(pending, "the daemon went away", now, actions));
         actions.push_back(WorkerAction::Close(up.id));
         self.backoff.failed(now);
-        log(if was_open { self.standing.lost(why, now) } else { self.standing.broken_off(why) }, actions);
+        log(
+            if was_open { self.standing.lost(why, now) } else { self.standing.handshake_failed(why) },
+            actions,
+        );
         let unmapped = self.pools.lost();
         actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
         self.round_at = now + ROUND;
@@ -296,50 +305,52 @@ impl WorkerLink {
         }
         self.raise_fence(actions);
         if let Some(up) = self.up() {
-            for asked in std::mem::take(&mut up.asked).into_values() {
-                end_save(asked, "the worker is closed", now, actions);
+            for pending in std::mem::take(&mut up.pending).into_values() {
+                end_save(pending, "the worker is closed", now, actions);
             }
         } else {
-            self.connection = Connection::Down;
+            self.connection = ConnectionState::Down;
             self.end_loads(None, now, actions);
         }
     }
 
-    /// Says goodbye as soon as this process copies nothing: the daemon may free what it held for us.
+    /// Says goodbye once this process makes no copy any more, because the daemon then frees the session's blocks.
     fn say_goodbye(&mut self, now: Instant, actions: &mut Actions) {
         let is_copying = !self.writes.is_empty() || self.loads.values().any(Loading::is_copying);
         if is_copying {
             return;
         }
         let Some((id, boot, life)) = self.up().map(|up| (up.id, up.boot, up.peer.life)) else { return };
-        // Should no answer come, it may go on writing.
-        self.stop_asking(boot, life, now);
+        // If no answer comes, the daemon may still write.
+        self.leave_daemon(boot, life, now);
         let bye = self.send(Ask::Bye(v1::Bye {}), actions);
-        self.connection = Connection::leaving(id, bye, now);
+        self.connection = ConnectionState::leaving(id, bye, now);
     }
 
-    /// The daemon has answered our goodbye, as the run that is named: it has freed what it held for us. Or none has answered,
-    /// and it will find out.
+    /// Ends the connection after the goodbye. `answered` is the run that answered it, and so has ended its copies for us; None if
+    /// no answer came in time.
     fn hang_up(&mut self, answered: Option<BootId>, now: Instant, actions: &mut Actions) {
-        if let Connection::Leaving { id, .. } = std::mem::replace(&mut self.connection, Connection::Down) {
+        if let ConnectionState::Leaving { id, .. } =
+            std::mem::replace(&mut self.connection, ConnectionState::Down)
+        {
             actions.push_back(WorkerAction::Close(id));
         }
         self.end_loads(answered, now, actions);
     }
 
-    /// Refuses the daemon, or is refused by it, before it serves this worker.
+    /// Ends the handshake, because this worker or the daemon refuses the other.
     fn turn_away(&mut self, sentence: &str, now: Instant, actions: &mut Actions) {
         self.refuse(sentence, now, actions);
         self.lose("the daemon closed the connection", now, actions);
     }
 
-    /// This daemon cannot be used.
+    /// Logs and reports that this worker cannot use the daemon.
     fn refuse(&mut self, sentence: &str, now: Instant, actions: &mut Actions) {
         log(self.standing.refused(sentence, now), actions);
         self.note_refusal(sentence, actions);
     }
 
-    /// Whoever waits for the registration learns why it does not come. True for a sentence that is new.
+    /// Tells callers that wait for the registration why it does not come. True if the sentence is new.
     fn note_refusal(&mut self, sentence: &str, actions: &mut Actions) -> bool {
         let is_new = self.refusal != sentence;
         if is_new {

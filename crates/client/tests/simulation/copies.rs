@@ -1,5 +1,5 @@
-//! Memory as tokens: blocks of workers and pages of pools hold a word each, which tells what was written last. Copies of the
-//! daemon move words one by one, at moments of their own, so that a block that is used anew in the middle is seen.
+//! Simulated memory: each block of a worker and each page of a pool holds one word, which names its last write. The daemon's
+//! copies move words one by one, at random times, so that the test sees a block that is reused in the middle of a copy.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! What one run of the daemon answers: a model of crates/server without its threads, its memory and its mistakes. Time is in
-//! microseconds. `crates/server/tests/model_agrees.rs` asks the real one the same.
+//! A model of one run of the daemon: the answers of crates/server, without its threads and memory. Time is in microseconds.
+//! `crates/server/tests/model_agrees.rs` compares its answers with the real daemon's.
 #![allow(dead_code, unreachable_pub, reason = "a test of the server uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,4 +1,5 @@
-//! Defects that the controls plant, between a link and its driver or in the daemon: the code under test has no branch for them.
+//! Defects that the simulation must catch, planted between a link and its driver or in the daemon. The code under test has no
+//! branch for them.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Defect {

@@ -1,4 +1,4 @@
-//! Chance.
+//! Random numbers of a seed.
 
 /// Numbers that follow from a seed (splitmix64).
 pub(crate) struct Dice(pub(crate) u64);

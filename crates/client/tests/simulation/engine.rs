@@ -1,5 +1,5 @@
-//! An engine as its workers see it: steps with saves and loads, and what its scheduler promises. The scheduler's own link is the
-//! other half of the simulation; here it is connected, or not, as the seed wants it.
+//! An engine as its workers see it: steps with saves and loads, and the promises of its scheduler. The scheduler's own link is
+//! played in the other half of the simulation; here the seed decides whether it is connected.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

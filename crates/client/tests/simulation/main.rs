@@ -1,9 +1,9 @@
-//! An engine's links against a simulated daemon that stops, dies, starts anew, refuses, answers late, twice or wrongly, over
-//! connections that are cut within any frame. In one half the schedulers' links play, and the saves of workers are begun and
-//! ended by the daemon's model; in the other the workers' links play, with a stand-in for their scheduler.
+//! An engine's links against a simulated daemon that stops, dies, restarts, refuses, answers late, twice or wrongly, over
+//! connections that are cut within any frame. One half plays the schedulers' links, while the daemon's model begins and ends the
+//! workers' saves. The other half plays the workers' links, with a stand-in for their scheduler.
 //!
-//! `KVLANE_TEST_SEEDS` sets how many seeds of each half run, `KVLANE_TEST_SEED` the first, which otherwise is another one each
-//! time. For each property defects.rs has a defect that the seeds must catch.
+//! `KVLANE_TEST_SEEDS` sets the number of seeds of each half, `KVLANE_TEST_SEED` the first one, which is random otherwise. For
+//! each property defects.rs has a defect that the seeds must catch.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 mod copies;

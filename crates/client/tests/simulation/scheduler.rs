@@ -1,4 +1,5 @@
-//! An engine's scheduler: its link, the driver's part, what the connector does with hits, and what is asked of all that.
+//! An engine's scheduler: its link, the driver's part, the connector's use of hits, and the properties S1 to S7 that all
+//! of it must keep.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use kvlane_client::links::scheduler::{
     BlockChange, BlockChanges, LookupState, SchedulerAction, SchedulerEvent, SchedulerLink,
     SchedulerLinkOptions,
 };
-use kvlane_client::{GroupSpec, HandOff, Hit};
+use kvlane_client::{AwaitedSave, GroupSpec, Hit};
 use kvlane_proto::{Address, WIRE_OF_JOURNAL, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use crate::daemon::Name;
@@ -43,7 +44,7 @@ struct Known {
     max_tokens: u64,
     timeout: u64,
     forget_after: Option<u64>,
-    hand_off: Option<HandOff>,
+    awaited_save: Option<AwaitedSave>,
     /// Has to be a hit of the whole prompt.
     is_last: bool,
     bound: u64,
@@ -173,8 +174,8 @@ impl SchedulerSide {
                 prompt_blocks(prompt) * TOKENS - world.dice.below(2) * world.dice.below(20).min(15);
             let timeout = [250 * MS, 250 * MS, 50 * MS, 2 * SECOND][world.dice.below(4) as usize];
             let forget_after = world.dice.one_in(6).then(|| world.dice.below(timeout));
-            let hand_off = world.dice.one_in(3).then(|| self.hand_off(prompt, world));
-            self.know(prompt, max_tokens, timeout, (forget_after, hand_off), false);
+            let awaited_save = world.dice.one_in(3).then(|| self.awaited_save(prompt, world));
+            self.know(prompt, max_tokens, timeout, (forget_after, awaited_save), false);
             let at = world.dice.below(trouble);
             world.later(at, Next::Engine(engine, SchedulerAct::LookUp { index }));
         }
@@ -195,7 +196,7 @@ impl SchedulerSide {
         prompt: usize,
         max_tokens: u64,
         timeout: u64,
-        (forget_after, hand_off): (Option<u64>, Option<HandOff>),
+        (forget_after, awaited_save): (Option<u64>, Option<AwaitedSave>),
         is_last: bool,
     ) {
         self.known.push(Known {
@@ -203,7 +204,7 @@ impl SchedulerSide {
             max_tokens,
             timeout,
             forget_after,
-            hand_off,
+            awaited_save,
             is_last,
             bound: 0,
             sent: None,
@@ -214,12 +215,12 @@ impl SchedulerSide {
     }
 
     /// Of an engine that may be there or not, in this life or another.
-    fn hand_off(&self, prompt: usize, world: &mut World) -> HandOff {
+    fn awaited_save(&self, prompt: usize, world: &mut World) -> AwaitedSave {
         let saver = world.dice.below(2) as usize;
         let run = if world.dice.one_in(8) { [0xdd; 16] } else { nonce(saver) };
         let tokens = prompt_blocks(prompt) * TOKENS + world.dice.below(2 * TOKENS);
         let wait_ms = [0, 100, 2000, 2000, 10_000, u32::MAX][world.dice.below(6) as usize];
-        HandOff { engine_id: engine_id(saver), run, tokens, wait_ms }
+        AwaitedSave { engine_id: engine_id(saver), run, tokens, wait_ms }
     }
 
     /// Nothing goes wrong any more. Then a prompt is saved and looked up: after it, or before, and then it waits for it. Begun
@@ -235,8 +236,8 @@ impl SchedulerSide {
         let tokens = prompt_blocks(prompt) * TOKENS;
         let (engine_id, run) = (engine_id(self.engine), nonce(self.engine));
         let is_before = world.dice.one_in(2);
-        let hand_off = is_before.then_some(HandOff { engine_id, run, tokens, wait_ms: 5500 });
-        self.know(prompt, tokens, 250 * MS, (None, hand_off), true);
+        let awaited_save = is_before.then_some(AwaitedSave { engine_id, run, tokens, wait_ms: 5500 });
+        self.know(prompt, tokens, 250 * MS, (None, awaited_save), true);
         let look_at = if is_before { at.saturating_sub(4 * SECOND) } else { at + 6 * SECOND };
         world.later(at, Next::Engine(self.engine, SchedulerAct::Save { prompt }));
         world.later(look_at, Next::Engine(self.engine, SchedulerAct::LookUp { index }));
@@ -531,7 +532,7 @@ impl SchedulerSide {
         let known = &mut self.known[index];
         known.bound = world.now + known.timeout;
         let (prompt, max_tokens, timeout) = (known.prompt, known.max_tokens, known.timeout);
-        let hand_off = known.hand_off.clone();
+        let awaited_save = known.awaited_save.clone();
         let group = |group: usize| {
             let mut hashes: Vec<u8> =
                 (0..prompt_blocks(prompt)).flat_map(|block| hash(prompt, block)).collect();
@@ -543,7 +544,7 @@ impl SchedulerSide {
         let must_not_wait = self.is_silent;
         let request = index.to_string();
         self.feed(
-            SchedulerEvent::LookUp { request, groups, max_tokens, hand_off, timeout: micros(timeout) },
+            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout: micros(timeout) },
             world,
         );
         if let Some(after) = self.known[index].forget_after {

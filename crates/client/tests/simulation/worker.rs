@@ -1,4 +1,5 @@
-//! An engine's worker: its link, the driver's part, and what is asked of both. Copies of this process take time here.
+//! An engine's worker: its link, the driver's part, and the properties that both must keep. Copies of this process take time
+//! here.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -9,7 +10,9 @@ use kvlane_client::links::group::GroupMemory;
 use kvlane_client::links::ids::{ConnectionId, CopyId, JobKey, ProcessId};
 use kvlane_client::links::promises::Promises;
 use kvlane_client::links::worker::WorkerLink;
-use kvlane_client::links::worker::event::{Card, Peer, Seen, WorkerAction, WorkerEvent, WorkerLinkOptions};
+use kvlane_client::links::worker::event::{
+    Card, Peer, StepState, WorkerAction, WorkerEvent, WorkerLinkOptions,
+};
 use kvlane_client::links::worker::failures::{NotCopied, NotMapped};
 use kvlane_client::{Copied, Finished, Job, JobKind, LoadGroup, OwnError, SaveMethod, Work, WorkerGroupSpec};
 use kvlane_proto::{Address, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
@@ -57,7 +60,7 @@ pub(crate) struct WorkerSide {
     actions: VecDeque<WorkerAction>,
     line: Option<(ConnectionId, usize)>,
     inbox: Vec<Job>,
-    seen: Seen,
+    seen: StepState,
     closes: bool,
     told_ended: Vec<ProcessId>,
     mapped: BTreeSet<Name>,
@@ -131,7 +134,7 @@ impl WorkerSide {
             actions: VecDeque::new(),
             line: None,
             inbox: Vec::new(),
-            seen: Seen::default(),
+            seen: StepState::default(),
             closes: false,
             told_ended: Vec::new(),
             mapped: BTreeSet::new(),
@@ -173,7 +176,7 @@ impl WorkerSide {
             self.inbox.push(Job { key, number, queued: world.instant(), work, event });
         }
         let shortest_step = Some(Duration::from_micros(length)).filter(|step| !step.is_zero());
-        self.seen = Seen { in_step: true, promises: Some(promises), shortest_step };
+        self.seen = StepState { in_step: true, promises: Some(promises), shortest_step };
         world.soon(MS, Next::Turn(WORKERS + self.index));
     }
 
@@ -230,7 +233,7 @@ impl WorkerSide {
                 self.feed(WorkerEvent::ProcessEnded(process), world);
             }
         }
-        let seen = Seen { promises: self.seen.promises.take(), ..self.seen.clone() };
+        let seen = StepState { promises: self.seen.promises.take(), ..self.seen.clone() };
         self.feed(WorkerEvent::Step(seen), world);
         if world.defect != Defect::NeverTicks || self.line.is_none() {
             if world.defect == Defect::TicksAhead && self.line.is_none() {
@@ -413,22 +416,22 @@ impl WorkerSide {
             WorkerAction::WriteFlags(flags) if world.defect != Defect::KeepsFlags => {
                 world.memories[self.index].flags.insert(flags.address, flags.value);
             }
-            WorkerAction::Release { key, told, flags } => self.released(key, &told, flags, world),
-            WorkerAction::End { key, told } => {
+            WorkerAction::Release { key, finished, flags } => self.released(key, &finished, flags, world),
+            WorkerAction::End { key, finished } => {
                 self.ends += 1;
                 if world.defect == Defect::LosesEnds && world.memories[self.index].jobs[&key].is_released {
                     return None;
                 }
                 if world.defect == Defect::EndsTwice && self.ends.is_multiple_of(4) {
-                    self.ended(key, told.clone(), world);
+                    self.ended(key, finished.clone(), world);
                 }
-                self.ended(key, told, world);
+                self.ended(key, finished, world);
             }
             WorkerAction::Registered { .. } => {
                 self.failures = 0;
                 world.seen.push("registered");
             }
-            WorkerAction::Log(notice) if notice.sentence.contains("carries out its load itself") => {
+            WorkerAction::Log(notice) if notice.sentence.contains("copies its load itself") => {
                 self.cause = Cause::Silent;
             }
             WorkerAction::Unregistered { was_open } => {
@@ -643,9 +646,10 @@ impl WorkerSide {
         }
     }
 
-    fn released(&mut self, key: JobKey, told: &Finished, flags: Option<Flags>, world: &mut World) {
+    fn released(&mut self, key: JobKey, finished: &Finished, flags: Option<Flags>, world: &mut World) {
         let of = world.memories[self.index].jobs.get_mut(&key).unwrap();
-        let is_second = of.is_released || of.ended.is_some() || of.is_save || told.kind != JobKind::Released;
+        let is_second =
+            of.is_released || of.ended.is_some() || of.is_save || finished.kind != JobKind::Released;
         of.is_released = true;
         if flags.is_some() {
             of.flags = flags;
@@ -673,13 +677,13 @@ impl WorkerSide {
         }
     }
 
-    fn ended(&mut self, key: JobKey, told: Finished, world: &mut World) {
+    fn ended(&mut self, key: JobKey, finished: Finished, world: &mut World) {
         let memory = &mut world.memories[self.index];
         let of = memory.jobs.get_mut(&key).unwrap();
         if of.ended.is_some() {
             return world.is_wrong(|| format!("W1: {key:?} ends twice"));
         }
-        of.ended = Some(told.clone());
+        of.ended = Some(finished.clone());
         let (is_save, is_released, own_failed) = (of.is_save, of.is_released, of.own_failed);
         let held = of.flags.as_ref().map(|flags| (flags.address, flags.value));
         let (blocks, event) = (of.blocks.clone(), of.event);
@@ -692,14 +696,14 @@ impl WorkerSide {
         {
             world.is_wrong(|| format!("W6: {key:?} has ended, and streams wait for its flags"));
         }
-        if !is_save && told.ok {
+        if !is_save && finished.ok {
             self.check_blocks(key, world);
         }
-        if !is_save && !told.ok && !own_failed && !self.is_closed {
+        if !is_save && !finished.ok && !own_failed && !self.is_closed {
             let what = if is_released { "W6: a released load failed" } else { "W3: a promised load failed" };
-            world.is_wrong(|| format!("{what}: {}", told.detail));
+            world.is_wrong(|| format!("{what}: {}", finished.detail));
         }
-        world.seen.push(match (is_save, told.ok, told.detail.as_str()) {
+        world.seen.push(match (is_save, finished.ok, finished.detail.as_str()) {
             (true, true, _) => "saved",
             (true, false, "no kvlane daemon") => "save without daemon",
             (true, false, "the daemon went away") => "save lost",

@@ -1,4 +1,4 @@
-//! Who is who: an engine's scheduler and its ranks, in each of the engine's runs.
+//! Ids, endpoints and addresses of an engine's scheduler and ranks, in each of the engine's runs.
 
 use std::net::SocketAddr;
 

@@ -1,4 +1,4 @@
-//! Chance.
+//! Random numbers of a seed.
 
 use std::time::Duration;
 

@@ -1,10 +1,10 @@
-//! An engine: its scheduler with both machines, its ranks with theirs, and the blocks that all ranks have.
+//! An engine: the state machines of its scheduler and its ranks, and the blocks that all ranks have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvlane_fabric::EngineId;
-use kvlane_handoff::{HandoffId, LandingOptions, Landings, LegOptions, Legs, Offering, Reading};
+use kvlane_handoff::{HandoffId, LandingOptions, Landings, LendingOptions, Lendings, Offering, Reading};
 
 use crate::agents::Agent;
 use crate::dice::{Dice, mix};
@@ -23,7 +23,7 @@ pub(crate) struct Shape {
     pub(crate) digest: [u8; 16],
     pub(crate) ranks: u32,
     pub(crate) regions: u32,
-    pub(crate) legs_max: usize,
+    pub(crate) lendings_max: usize,
 }
 
 /// Who uses a block.
@@ -56,7 +56,7 @@ pub(crate) struct Rank {
 pub(crate) struct Engine {
     pub(crate) shape: Shape,
     pub(crate) run: u64,
-    pub(crate) legs: Legs,
+    pub(crate) lendings: Lendings,
     pub(crate) landings: Landings,
     pub(crate) ranks: Vec<Rank>,
     pub(crate) owners: Vec<Owner>,
@@ -76,16 +76,16 @@ impl Engine {
             memory: vec![vec![0; shape.regions as usize]; BLOCKS],
             windows: BTreeMap::new(),
         };
-        let legs = LegOptions {
+        let lendings = LendingOptions {
             // Never: a message that is lost for good is to be seen.
-            ask_again: Duration::MAX,
+            retry_every: Duration::MAX,
             lease: LEASE,
             early: EARLY,
             report_every: Duration::from_millis(100),
-            legs_max: shape.legs_max,
+            lendings_max: shape.lendings_max,
         };
         let landings = LandingOptions {
-            ask_again: Duration::MAX,
+            retry_every: Duration::MAX,
             unheard: Duration::from_millis(300),
             stalled: Duration::from_millis(1000),
             want_every: Duration::from_millis(150),
@@ -94,7 +94,7 @@ impl Engine {
         Engine {
             shape,
             run,
-            legs: Legs::new(legs, shape.digest, endpoints.clone()),
+            lendings: Lendings::new(lendings, shape.digest, endpoints.clone()),
             landings: Landings::new(landings, shape.digest, agent(None).endpoint(), endpoints),
             ranks: (0..shape.ranks).map(rank).collect(),
             owners: vec![Owner::Nobody; BLOCKS],
@@ -125,11 +125,11 @@ impl Engine {
     /// When one of its machines has something to do.
     pub(crate) fn next_tick(&self) -> Option<Duration> {
         let of_ranks = self.ranks.iter().filter_map(|rank| rank.reading.next_tick());
-        of_ranks.chain(self.legs.next_tick()).chain(self.landings.next_tick()).min()
+        of_ranks.chain(self.lendings.next_tick()).chain(self.landings.next_tick()).min()
     }
 
     pub(crate) fn tick(&mut self, now: Duration) {
-        self.legs.tick(now);
+        self.lendings.tick(now);
         self.landings.tick(now);
         self.ranks.iter_mut().for_each(|rank| rank.reading.tick(now));
     }
@@ -141,7 +141,8 @@ impl Engine {
         let open = self.ranks.iter().flat_map(|rank| rank.windows.values());
         let open = open.filter(|window| !window.is_closed).count();
         let used = self.owners.iter().filter(|owner| **owner != Owner::Nobody).count();
-        let machines = (self.legs.live(), self.landings.live().next().is_some(), in_ranks, self.next_tick());
+        let machines =
+            (self.lendings.live(), self.landings.live().next().is_some(), in_ranks, self.next_tick());
         let is_empty =
             machines == (0, false, 0, None) && open + used + self.prompts.len() + self.tasks.len() == 0;
         (!is_empty).then(|| {

@@ -1,4 +1,5 @@
-//! What the controls do wrong on purpose: in the network, the memory or the applications. The machines have no branch for it.
+//! Faults that the simulation must catch, in the network, the memory or the applications. The state machines have no branch for
+//! them.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {

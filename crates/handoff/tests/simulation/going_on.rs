@@ -1,5 +1,5 @@
-//! The application of an engine that goes on with prompts: its blocks are for the hand-off until that is over; those that have
-//! arrived are right then, and all are used again at once.
+//! The application of a decode engine. It leaves a landing's blocks alone until the landing is over, checks that those which
+//! arrived are right, and reuses all of them at once.
 
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ impl World {
         }
     }
 
-    pub(crate) fn give_landing_up(&mut self, at: Agent, id: HandoffId) {
+    pub(crate) fn give_up_landing(&mut self, at: Agent, id: HandoffId) {
         let engine = &mut self.engines[at.engine];
         engine.landings.give_up(id);
         if self.fault != Fault::FreesEarly {
@@ -77,7 +77,7 @@ impl World {
     /// Takes what has arrived of hand-offs that are over.
     pub(crate) fn take_over(&mut self, at: Agent) -> Result<(), String> {
         let engine = &mut self.engines[at.engine];
-        let standing = |id| engine.landings.standing(id);
+        let standing = |id| engine.landings.status(id);
         let over: Vec<_> = engine.tasks.keys().filter_map(|id| Some((*id, standing(*id)?))).collect();
         for (id, standing) in over {
             let Some(outcome) = standing.outcome else { continue };

@@ -1,6 +1,6 @@
-//! Engines hand prompts over to each other: all four machines of each, in simulated time, over a network that is late and loses
-//! messages, with READs that copy at any moment, and blocks that are used again as soon as they may be.
-//! `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first, which otherwise is another one each time.
+//! Engines hand prompts over to each other in simulated time, with all four state machines of each. The network is late and
+//! loses messages, READs copy at any moment, and engines reuse blocks as soon as they may.
+//! `KVLANE_TEST_SEEDS` sets the number of seeds, `KVLANE_TEST_SEED` the first one, which is random otherwise.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 mod agents;

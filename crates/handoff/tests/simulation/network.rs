@@ -1,5 +1,5 @@
-//! Messages between agents: late, in order for each pair, and lost where one of the two cannot be reached any more. Whoever
-//! sends hears of that, as from its agent; what it sends until then is lost too.
+//! Messages between agents: late, in order for each pair, and lost if one of the two cannot be reached any more. The sender
+//! hears of that later, as from its agent; its messages until then are lost, too.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -68,16 +68,16 @@ impl World {
         let engine = &mut self.engines[to.engine];
         match to.rank {
             None if from.scheduler() == to => {
-                engine.legs.rank_said(from.rank.unwrap_or(0), &message);
+                engine.lendings.rank_said(from.rank.unwrap_or(0), &message);
                 engine.landings.rank_said(now, from.rank.unwrap_or(0), message);
             }
             None => match message {
-                Message::Want(_) | Message::Landed(_) => engine.legs.message(now, from.id(), message),
+                Message::Want(_) | Message::Landed(_) => engine.lendings.message(now, from.id(), message),
                 Message::Queued(_) | Message::Refused(..) => {
                     engine.landings.message(now, from.id(), message);
                 }
                 _ => {
-                    engine.legs.message(now, from.id(), message.clone());
+                    engine.lendings.message(now, from.id(), message.clone());
                     engine.landings.message(now, from.id(), message);
                 }
             },
@@ -85,8 +85,8 @@ impl World {
                 let rank = self.rank(to);
                 match message {
                     Message::Offer(offer) => rank.reading.offer(now, from.id(), offer),
-                    Message::Serve { .. } | Message::Close(_) => rank.offering.told(message),
-                    _ => rank.reading.told(message),
+                    Message::Serve { .. } | Message::Close(_) => rank.offering.scheduler_said(message),
+                    _ => rank.reading.scheduler_said(message),
                 }
             }
         }
@@ -99,8 +99,8 @@ impl World {
         let (Some(count), true) = (self.abort_one_in, self.is_alive(agent)) else { return Ok(()) };
         let at = agent.scheduler();
         match (self.dice.below(count * 8), id) {
-            (0..8, Some(id)) => self.engines[at.engine].legs.give_up(id),
-            (8..16, Some(id)) => self.give_landing_up(at, id),
+            (0..8, Some(id)) => self.engines[at.engine].lendings.give_up(id),
+            (8..16, Some(id)) => self.give_up_landing(at, id),
             (16, _) => self.reset(at),
             _ => return Ok(()),
         }
@@ -109,10 +109,10 @@ impl World {
 
     /// All of both sides is given up, as before a cache is reset.
     pub(crate) fn reset(&mut self, at: Agent) {
-        self.engines[at.engine].legs.give_all_up();
+        self.engines[at.engine].lendings.give_up_all();
         let ids: Vec<_> = self.engines[at.engine].tasks.keys().copied().collect();
-        ids.into_iter().for_each(|id| self.give_landing_up(at, id));
-        self.engines[at.engine].landings.give_all_up();
+        ids.into_iter().for_each(|id| self.give_up_landing(at, id));
+        self.engines[at.engine].landings.give_up_all();
     }
 
     /// Two agents of different engines cannot reach each other, for a while; sometimes only one of them sees it.
@@ -133,7 +133,7 @@ impl World {
         self.way(at, gone).is_broken = false;
         let engine = &mut self.engines[at.engine];
         if at.rank.is_none() && gone.rank.is_none() {
-            engine.legs.peer_gone(gone.id());
+            engine.lendings.peer_gone(gone.id());
             engine.landings.peer_gone(gone.id());
         }
         self.settle(at.engine)

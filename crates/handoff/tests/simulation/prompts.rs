@@ -1,4 +1,4 @@
-//! The application of an engine that computes: prompts, whose blocks are pinned while a hand-off may read them.
+//! The application of a prefill engine: prompts, whose blocks stay pinned while a hand-off may read them.
 
 use std::time::Duration;
 
@@ -23,9 +23,9 @@ pub(crate) struct Prompt {
 
 impl World {
     pub(crate) fn begin_prompt(&mut self, at: Agent, id: HandoffId, content: [u8; 16], total: u32) {
-        let ends_by = self.now + self.leg_bound();
+        let ends_by = self.now + self.lending_bound();
         let engine = &mut self.engines[at.engine];
-        if !engine.used.insert(id) || !engine.legs.begin(self.now, id, content) {
+        if !engine.used.insert(id) || !engine.lendings.begin(self.now, id, content) {
             return;
         }
         let (blocks, in_steps, is_free) = (Vec::new(), 0, false);
@@ -38,7 +38,7 @@ impl World {
         let calm = self.is_calm;
         let engine = &mut self.engines[at.engine];
         let Some(prompt) = engine.prompts.get(&id) else { return };
-        if !engine.legs.goes_on(id) {
+        if !engine.lendings.is_open(id) {
             return;
         }
         let (first_block, total) = (prompt.blocks.len() as u32, prompt.total);
@@ -49,7 +49,7 @@ impl World {
         prompt.blocks.extend(&blocks);
         let end = prompt.blocks.len() as u32;
         let ahead = self.dice.below(3) as u32;
-        engine.legs.progress(id, ahead, u64::from(end));
+        engine.lendings.progress(id, ahead, u64::from(end));
         if !blocks.is_empty() {
             let hash = (!self.dice.one_in(4)).then(|| hash(id, end - 1));
             let (ranks, all) = (engine.ranks.len() as u32, engine.shape.regions);
@@ -102,7 +102,7 @@ impl World {
     pub(crate) fn take_free(&mut self, at: Agent) -> Result<(), String> {
         let mut to_release = Vec::new();
         let engine = &mut self.engines[at.engine];
-        for id in engine.legs.take_free() {
+        for id in engine.lendings.take_free() {
             let Some(prompt) = engine.prompts.get_mut(&id) else {
                 if self.fault == Fault::UnpinsEarly {
                     continue;
@@ -119,7 +119,7 @@ impl World {
             to_release.push(id);
         }
         if self.fault == Fault::UnpinsEarly {
-            let over = engine.prompts.iter_mut().filter(|(id, _)| !engine.legs.goes_on(**id));
+            let over = engine.prompts.iter_mut().filter(|(id, _)| !engine.lendings.is_open(**id));
             for (id, prompt) in over.filter(|(_, prompt)| !prompt.is_free) {
                 prompt.is_free = true;
                 to_release.push(*id);

@@ -1,8 +1,7 @@
-//! Windows and READs: a READ copies its pieces one after the other, at any time until it is over, as long as its window is
-//! not closed.
+//! Windows and READs. A READ copies its pieces one after the other, at any time until it is over, while its window is open.
 
 use kvlane_fabric::{EngineId, MemoryKind, WindowDescriptor};
-use kvlane_handoff::{Computed, Endpoint, HandoffId, Message, Offer, whose};
+use kvlane_handoff::{Computed, Endpoint, HandoffId, Message, Offer, engine_of};
 
 use crate::agents::Agent;
 use crate::engine::{Owner, Window};
@@ -26,7 +25,7 @@ pub(crate) struct Read {
 impl World {
     /// As a rank's agent does it: blocks are offered in parts.
     pub(crate) fn offer(&mut self, at: Agent, id: HandoffId, reader: &Endpoint, computed: &Computed) {
-        let Some(reader) = whose(reader) else { return };
+        let Some(reader) = engine_of(reader) else { return };
         let together = self.dice.between(1, 4) as usize;
         let mut first_block = computed.first_block;
         let parts: Vec<&[u32]> = computed.blocks.chunks(together).collect();
@@ -79,7 +78,7 @@ impl World {
         offer: &Offer,
         blocks: &[u32],
     ) {
-        let Some(from) = whose(source).map(Agent::of) else { return };
+        let Some(from) = engine_of(source).map(Agent::of) else { return };
         let regions = offer.first_region..offer.first_region + offer.regions;
         let of_region = |region| blocks.iter().enumerate().map(move |(at, block)| (at, *block, region));
         let mut pieces: Vec<(usize, u32, u32)> = regions.flat_map(of_region).collect();

@@ -1,11 +1,11 @@
-//! Engines in simulated time, what their applications do, and what befalls them.
+//! Engines in simulated time, the plans of their applications, and the losses, restarts and resets that a seed draws.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use kvlane_handoff::{
-    Computed, HandoffId, LandingAction, LegAction, Message, OfferingAction, ReadingAction, Wanted,
+    Computed, HandoffId, LandingAction, LendingAction, Message, OfferingAction, ReadingAction, Wanted,
 };
 
 use crate::agents::{Agent, address};
@@ -117,7 +117,7 @@ impl World {
             digest: [1; 16],
             ranks: dice.between(1, 2) as u32,
             regions: dice.between(1, 2) as u32,
-            legs_max: if is_calm || !dice.one_in(5) { 64 } else { 2 },
+            lendings_max: if is_calm || !dice.one_in(5) { 64 } else { 2 },
         };
         let mut engines = Vec::new();
         for number in 0..dice.between(2, 3) as usize {
@@ -228,7 +228,7 @@ impl World {
     }
 
     /// The last Want comes late and brings a lease; then Close, windows' ends, Closed.
-    pub(crate) fn leg_bound(&self) -> Duration {
+    pub(crate) fn lending_bound(&self) -> Duration {
         let wanted = Duration::from_millis(BUSY_MS + PATIENCE_MS + LATE_MS);
         wanted + EARLY + LEASE + self.stop_bound()
     }
@@ -352,10 +352,10 @@ impl World {
     pub(crate) fn settle(&mut self, number: usize) -> Result<(), String> {
         let at = self.scheduler(number);
         let rank_of = |rank| Agent { rank: Some(rank), ..at };
-        while let Some(action) = self.engines[number].legs.next_action() {
+        while let Some(action) = self.engines[number].lendings.next_action() {
             match action {
-                LegAction::Send(to, message) => self.send(at, Agent::of(to), message),
-                LegAction::Rank(rank, message) => self.send(at, rank_of(rank), message),
+                LendingAction::Send(to, message) => self.send(at, Agent::of(to), message),
+                LendingAction::Rank(rank, message) => self.send(at, rank_of(rank), message),
             }
         }
         while let Some(action) = self.engines[number].landings.next_action() {

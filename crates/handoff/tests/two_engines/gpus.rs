@@ -112,7 +112,7 @@ fn a_layer_lands_once_the_stream_has_computed_it_and_not_before() {
     let source = layers_to_compute(&gpu);
     let id = id(21);
     let blocks: Vec<u32> = (0..32).collect();
-    p.scheduler.begin_leg(id, CONTENT);
+    p.scheduler.begin_lending(id, CONTENT);
     d.scheduler.begin_landing(id, wanted(p.address, 0, 32));
     d.scheduler.give_room(id, &blocks);
     // The whole step is enqueued, and the next one too, before the stream computes any of it.
@@ -130,7 +130,7 @@ fn a_layer_lands_once_the_stream_has_computed_it_and_not_before() {
         until("the layer", || at_d.holds(layer, 31, of_layer(layer)));
         if layer + 1 < LAYERS {
             assert!(at_d.holds(layer + 1, 0, 0), "the stream has not come to the next layer");
-            assert_eq!(d.scheduler.standing(id).unwrap().end_block, 0);
+            assert_eq!(d.scheduler.landing_status(id).unwrap().end_block, 0);
         }
     }
     let standing = d.over(id);
@@ -148,7 +148,7 @@ fn blocks_go_between_a_gpu_and_the_memory_of_the_host() {
     let (rank, on_gpu) = gpu_rank(0, "l", &driver);
     let gpu = side_of(vec![rank], SHAPE, "l");
     let mut host = side(1, SHAPE, "l");
-    host.scheduler.begin_leg(id(22), CONTENT);
+    host.scheduler.begin_lending(id(22), CONTENT);
     host.compute(id(22), 0, &[5, 9]);
     gpu.scheduler.begin_landing(id(22), wanted(host.address, 0, 2));
     gpu.scheduler.give_room(id(22), &[1, 40]);
@@ -159,7 +159,7 @@ fn blocks_go_between_a_gpu_and_the_memory_of_the_host() {
                 && on_gpu.holds(layer, 40, crate::value(0, layer, 1))
         );
     }
-    gpu.scheduler.begin_leg(id(23), CONTENT);
+    gpu.scheduler.begin_lending(id(23), CONTENT);
     gpu.ranks[0].agent.step_begins(vec![Filled {
         id: id(23),
         first_block: 0,

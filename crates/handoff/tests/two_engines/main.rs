@@ -18,8 +18,8 @@ use kvlane_block::Region;
 use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Transport, Trust};
 use kvlane_gpu::EngineStream;
 use kvlane_handoff::{
-    AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RANKS_MAX, RankAddress,
-    RankAgent, RankOptions, ReadCounts, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LandingStatus, LendingOptions, Outcome, RANKS_MAX,
+    RankAddress, RankAgent, RankOptions, ReadCounts, Reason, SchedulerAgent, SchedulerOptions, Wanted,
 };
 
 const BLOCKS: u64 = 64;
@@ -102,7 +102,7 @@ fn side_by(engine: Engine, ranks: Vec<Rank>, shape: [u8; 16]) -> Side {
         ranks: ranks.iter().map(of_rank).collect(),
         shape,
         networks: Vec::new(),
-        legs: LegOptions { lease: Duration::from_secs(3), ..LegOptions::default() },
+        lendings: LendingOptions { lease: Duration::from_secs(3), ..LendingOptions::default() },
         landings: LandingOptions::default(),
     };
     Side { scheduler: SchedulerAgent::start(engine, options).unwrap(), address, ranks }
@@ -148,9 +148,13 @@ fn until(what: &str, done: impl Fn() -> bool) {
 }
 
 impl Side {
-    fn over(&self, id: HandoffId) -> Standing {
-        assert!(self.scheduler.wait_over(id, SOON), "{id:?} is not over: {:?}", self.scheduler.standing(id));
-        self.scheduler.standing(id).unwrap()
+    fn over(&self, id: HandoffId) -> LandingStatus {
+        assert!(
+            self.scheduler.wait_over(id, SOON),
+            "{id:?} is not over: {:?}",
+            self.scheduler.landing_status(id)
+        );
+        self.scheduler.landing_status(id).unwrap()
     }
 
     /// Blocks of the prompt, in these blocks of the engine.
@@ -174,7 +178,7 @@ impl Side {
     fn is_free(&self, id: HandoffId) {
         let free = std::cell::RefCell::new(Vec::new());
         until("the end of the hand-off at P", || {
-            free.borrow_mut().extend(self.scheduler.take_free_legs());
+            free.borrow_mut().extend(self.scheduler.take_free_lendings());
             free.borrow().contains(&id)
         });
     }
@@ -184,16 +188,16 @@ impl Side {
 fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
     let (mut p, mut d) = (side(2, SHAPE, "a"), side(2, SHAPE, "a"));
     let id = id(1);
-    assert!(p.scheduler.begin_leg(id, CONTENT));
+    assert!(p.scheduler.begin_lending(id, CONTENT));
     p.compute(id, 0, &[5, 6, 7]);
     assert!(d.scheduler.begin_landing(id, wanted(p.address, 2, 8)));
     d.scheduler.give_room(id, &[11, 30, 31]);
-    until("the first block", || d.scheduler.standing(id).unwrap().end_block == 3);
+    until("the first block", || d.scheduler.landing_status(id).unwrap().end_block == 3);
     p.compute(id, 3, &[20, 9]);
-    until("the next two", || d.scheduler.standing(id).unwrap().end_block == 5);
+    until("the next two", || d.scheduler.landing_status(id).unwrap().end_block == 5);
     // No room yet: what is offered waits.
     p.compute(id, 5, &[40, 41, 42]);
-    assert_eq!(d.scheduler.standing(id).unwrap().end_block, 5);
+    assert_eq!(d.scheduler.landing_status(id).unwrap().end_block, 5);
     d.scheduler.give_room(id, &[1, 2, 3]);
     let standing = d.over(id);
     assert_eq!((standing.outcome, standing.end_block), (Some(Outcome::Landed), 8));
@@ -202,7 +206,7 @@ fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
     assert!(!d.holds(2, &[11, 30, 31, 1, 3, 2]), "the control");
     p.is_free(id);
     d.scheduler.forget_landing(id);
-    assert!(!p.scheduler.begin_leg(id, CONTENT), "an id is used once");
+    assert!(!p.scheduler.begin_lending(id, CONTENT), "an id is used once");
 }
 
 #[test]
@@ -211,7 +215,7 @@ fn how_blocks_come_can_be_demanded_and_is_counted() {
         let mut p = side(1, SHAPE, "j");
         let mut d = side_of(vec![rank_by(0, "j", Some(transport))], SHAPE, "j");
         let id = id(14);
-        p.scheduler.begin_leg(id, CONTENT);
+        p.scheduler.begin_lending(id, CONTENT);
         d.scheduler.begin_landing(id, wanted(p.address, 0, 3));
         d.scheduler.give_room(id, &[7, 9, 8]);
         p.compute(id, 0, &[1, 2, 40]);
@@ -238,7 +242,7 @@ fn layers_are_read_while_their_step_computes_the_next_ones() {
     let id = id(13);
     // A layer of so many blocks is a MiB.
     let blocks: Vec<u32> = (0..32).collect();
-    p.scheduler.begin_leg(id, CONTENT);
+    p.scheduler.begin_lending(id, CONTENT);
     d.scheduler.begin_landing(id, wanted(p.address, 0, 32));
     d.scheduler.give_room(id, &blocks);
     let filled = Filled { id, first_block: 0, blocks: blocks.clone(), hash: Some([1; 16]) };
@@ -251,7 +255,11 @@ fn layers_are_read_while_their_step_computes_the_next_ones() {
         if layer + 1 < LAYERS {
             let last = layer * BLOCKS * PIECE + 31 * PIECE + PIECE - 1;
             until("the layer", || look(d.ranks[0].memory, last) == value(0, layer, 31));
-            assert_eq!(d.scheduler.standing(id).unwrap().end_block, 0, "a block has all layers or none");
+            assert_eq!(
+                d.scheduler.landing_status(id).unwrap().end_block,
+                0,
+                "a block has all layers or none"
+            );
         }
     }
     p.ranks[0].agent.step_ends(&EngineStream::DEFAULT).unwrap();
@@ -264,7 +272,7 @@ fn layers_are_read_while_their_step_computes_the_next_ones() {
 fn a_step_of_which_nobody_says_the_end_does_not_count_for_the_next_one() {
     let (mut p, mut d) = (side(1, SHAPE, "m"), side(1, SHAPE, "m"));
     let id = id(15);
-    p.scheduler.begin_leg(id, CONTENT);
+    p.scheduler.begin_lending(id, CONTENT);
     d.scheduler.begin_landing(id, wanted(p.address, 0, 3));
     d.scheduler.give_room(id, &[3, 4, 5]);
     let regions = LAYERS as u32;
@@ -272,9 +280,9 @@ fn a_step_of_which_nobody_says_the_end_does_not_count_for_the_next_one() {
         let agent = &p.ranks[0].agent;
         agent.step_begins(vec![Filled { id, first_block: of_prompt, blocks: vec![block], hash: None }]);
         // Long enough that what is offered too early would land: the block of the step before it does.
-        until("the block before", || d.scheduler.standing(id).unwrap().end_block == of_prompt);
+        until("the block before", || d.scheduler.landing_status(id).unwrap().end_block == of_prompt);
         std::thread::sleep(Duration::from_millis(20));
-        assert_eq!(d.scheduler.standing(id).unwrap().end_block, of_prompt);
+        assert_eq!(d.scheduler.landing_status(id).unwrap().end_block, of_prompt);
         p.ranks[0].compute(0, of_prompt, block);
         p.ranks[0].agent.layers_computed(regions, &EngineStream::DEFAULT).unwrap();
     }
@@ -292,7 +300,7 @@ fn the_want_may_come_before_the_request() {
     // It is there: another one that nobody computes is refused, after it has waited.
     let other = self::id(3);
     assert!(d.scheduler.begin_landing(other, wanted(p.address, 0, 2)));
-    assert!(p.scheduler.begin_leg(id, CONTENT));
+    assert!(p.scheduler.begin_lending(id, CONTENT));
     p.compute(id, 0, &[0, 1]);
     assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
     assert!(d.holds(0, &[3, 4]));
@@ -304,8 +312,8 @@ fn the_want_may_come_before_the_request() {
 fn other_content_another_shape_and_nobody_are_told_apart() {
     let (p, d, other) = (side(1, SHAPE, "c"), side(1, SHAPE, "c"), side(1, [8; 16], "c"));
     let (wrong_content, wrong_shape, nobody) = (id(4), id(5), id(6));
-    p.scheduler.begin_leg(wrong_content, [1; 16]);
-    p.scheduler.begin_leg(wrong_shape, CONTENT);
+    p.scheduler.begin_lending(wrong_content, [1; 16]);
+    p.scheduler.begin_lending(wrong_shape, CONTENT);
     d.scheduler.begin_landing(wrong_content, wanted(p.address, 0, 1));
     other.scheduler.begin_landing(wrong_shape, wanted(p.address, 0, 1));
     d.scheduler.begin_landing(nobody, wanted("127.0.0.1:1".parse().unwrap(), 0, 1));
@@ -323,15 +331,15 @@ fn what_had_landed_is_kept_when_the_other_engine_gives_up_or_goes() {
     for goes in [false, true] {
         let (mut p, mut d) = (side(2, SHAPE, "d"), side(2, SHAPE, "d"));
         let id = id(8);
-        p.scheduler.begin_leg(id, CONTENT);
+        p.scheduler.begin_lending(id, CONTENT);
         d.scheduler.begin_landing(id, wanted(p.address, 0, 10));
         d.scheduler.give_room(id, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
         p.compute(id, 0, &[9, 8, 7, 6, 5, 4, 3, 2]);
-        until("four fifths", || d.scheduler.standing(id).unwrap().end_block == 8);
+        until("four fifths", || d.scheduler.landing_status(id).unwrap().end_block == 8);
         if goes {
             drop(p);
         } else {
-            p.scheduler.give_leg_up(id);
+            p.scheduler.give_up_lending(id);
             p.is_free(id);
         }
         let standing = d.over(id);
@@ -347,19 +355,19 @@ fn a_reset_of_either_side_ends_everything_before_it_returns() {
     let (mut p, d) = (side(2, SHAPE, "e"), side(2, SHAPE, "e"));
     let (first, second) = (id(9), id(10));
     for id in [first, second] {
-        p.scheduler.begin_leg(id, CONTENT);
+        p.scheduler.begin_lending(id, CONTENT);
         d.scheduler.begin_landing(id, wanted(p.address, 0, 4));
         d.scheduler.give_room(id, if id == first { &[1, 2, 3, 4] } else { &[5, 6, 7, 8] });
     }
     p.compute(first, 0, &[1, 2]);
     p.compute(second, 0, &[3, 4]);
     until("both begin", || {
-        [first, second].iter().all(|id| d.scheduler.standing(*id).unwrap().end_block == 2)
+        [first, second].iter().all(|id| d.scheduler.landing_status(*id).unwrap().end_block == 2)
     });
     assert!(d.scheduler.end_all(SOON));
     assert_eq!(d.over(first).outcome, Some(Outcome::GivenUp));
     assert!(p.scheduler.end_all(SOON));
-    let mut free = p.scheduler.take_free_legs();
+    let mut free = p.scheduler.take_free_lendings();
     free.sort();
     assert_eq!(free, [first, second]);
 }
@@ -370,7 +378,7 @@ fn hand_offs_that_begin_at_once_share_one_connection_and_all_land() {
     let (mut p, d) = (side(1, SHAPE, "h"), side(1, SHAPE, "h"));
     let ids: Vec<HandoffId> = (20..28).map(id).collect();
     for id in &ids {
-        assert!(p.scheduler.begin_leg(*id, CONTENT));
+        assert!(p.scheduler.begin_lending(*id, CONTENT));
     }
     for (number, id) in (0..).zip(&ids) {
         assert!(d.scheduler.begin_landing(*id, wanted(p.address, 0, 1)));
@@ -386,17 +394,17 @@ fn hand_offs_that_begin_at_once_share_one_connection_and_all_land() {
 fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
     let (mut p, d) = (side(1, SHAPE, "f"), side(1, SHAPE, "f"));
     let (unwanted, left) = (id(11), id(12));
-    p.scheduler.begin_leg(unwanted, CONTENT);
-    p.scheduler.begin_leg(left, CONTENT);
+    p.scheduler.begin_lending(unwanted, CONTENT);
+    p.scheduler.begin_lending(left, CONTENT);
     p.compute(left, 0, &[1]);
     d.scheduler.begin_landing(left, wanted(p.address, 0, 2));
     d.scheduler.give_room(left, &[1, 2]);
-    until("one block", || d.scheduler.standing(left).unwrap().end_block == 1);
+    until("one block", || d.scheduler.landing_status(left).unwrap().end_block == 1);
     // It does not say goodbye.
     drop(d);
     let free = std::cell::RefCell::new(Vec::new());
     until("both leases' ends", || {
-        free.borrow_mut().extend(p.scheduler.take_free_legs());
+        free.borrow_mut().extend(p.scheduler.take_free_lendings());
         free.borrow().len() == 2
     });
 }
@@ -417,7 +425,7 @@ fn more_pieces_than_windows_may_show_at_once_wait_until_another_hand_off_is_over
     let (mut p, d) = (make(), make());
     (0..).zip(p.ranks[0].memory.iter_mut()).for_each(|(at, byte): (usize, _)| *byte = (at / 8 % 251) as u8);
     let begin = |id: HandoffId, first: u32, count: u32| {
-        assert!(p.scheduler.begin_leg(id, CONTENT));
+        assert!(p.scheduler.begin_lending(id, CONTENT));
         assert!(d.scheduler.begin_landing(id, wanted(p.address, 0, count)));
         let blocks: Vec<u32> = (first..first + count).collect();
         let filled = Filled { id, first_block: 0, blocks: blocks.clone(), hash: Some([1; 16]) };
@@ -428,16 +436,16 @@ fn more_pieces_than_windows_may_show_at_once_wait_until_another_hand_off_is_over
     let (first, second, last, small) = (id(30), id(31), id(32), id(33));
     for (number, id) in (0..).zip([first, second]) {
         begin(id, number * EACH, EACH);
-        until("its first window", || d.scheduler.standing(id).unwrap().end_block == 8);
+        until("its first window", || d.scheduler.landing_status(id).unwrap().end_block == 8);
     }
     begin(last, 2 * EACH, LAST);
     assert!(!d.scheduler.wait_over(last, Duration::from_millis(500)), "there is no room for its windows");
     begin(small, 2 * EACH + LAST, 1);
     assert_eq!(d.over(small).outcome, Some(Outcome::Landed), "what has room goes on");
-    assert_eq!(d.scheduler.standing(last).unwrap().outcome, None);
-    d.scheduler.give_landing_up(first);
+    assert_eq!(d.scheduler.landing_status(last).unwrap().outcome, None);
+    d.scheduler.give_up_landing(first);
     assert_eq!(d.over(last).outcome, Some(Outcome::Landed));
-    assert_eq!(d.scheduler.standing(second).unwrap().outcome, None, "the others go on");
+    assert_eq!(d.scheduler.landing_status(second).unwrap().outcome, None, "the others go on");
     let (p, d) = (&p.ranks[0].memory, &d.ranks[0].memory);
     let from = (u64::from(2 * EACH) * PIECES * 16) as usize;
     assert!((from..d.len()).all(|at| d[at] == if at % 16 < 8 { p[at] } else { 0 }));
@@ -454,7 +462,7 @@ fn more_ranks_than_a_message_can_name_are_refused_at_the_start() {
             ranks: vec![RankAddress { endpoint: rank, key: [0; 16] }; count],
             shape: SHAPE,
             networks: Vec::new(),
-            legs: LegOptions::default(),
+            lendings: LendingOptions::default(),
             landings: LandingOptions::default(),
         };
         SchedulerAgent::start(engine("g"), options).map(drop)

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use kvlane_fabric::{Engine, EngineOptions, Tls, Transport};
-use kvlane_handoff::{LandingOptions, LegOptions, RankAddress, SchedulerAgent, SchedulerOptions};
+use kvlane_handoff::{LandingOptions, LendingOptions, RankAddress, SchedulerAgent, SchedulerOptions};
 
 use crate::certificates::Authority;
 use crate::{BLOCKS, CONTENT, LAYERS, PIECE, SHAPE, Side, id, layers, rank_of, wanted};
@@ -44,7 +44,7 @@ fn side(address: &str, folder: &Path, name: &str) -> Side {
         ranks: vec![RankAddress { endpoint: rank.agent.endpoint().clone(), key: rank.key }],
         shape: SHAPE,
         networks: vec![(network, 24)],
-        legs: LegOptions::default(),
+        lendings: LendingOptions::default(),
         landings: LandingOptions::default(),
     };
     let scheduler = SchedulerAgent::start(scheduler, options).unwrap();
@@ -175,7 +175,7 @@ fn ten_of_ten_prompts_land_between_two_network_namespaces_with_tls_and_a_token()
     let bytes = u64::from(PROMPT_BLOCKS) * LAYERS * PIECE;
     for number in 0..PROMPTS {
         let id = id(100 + number);
-        assert!(p.scheduler.begin_leg(id, CONTENT));
+        assert!(p.scheduler.begin_lending(id, CONTENT));
         let blocks: Vec<u32> = (0..PROMPT_BLOCKS).map(|block| block * 5 + u32::from(number)).collect();
         p.compute(id, 0, &blocks);
         let said = far.ask(&format!("land {} {}", 100 + number, p.address));

@@ -26,10 +26,10 @@ fn encrypted_engines_hand_over_and_others_are_not_talked_to() {
     let stranger = encrypted(0, &Authority::new("another").files(folder.path(), "stranger"));
     let plain = side(1, SHAPE, "t");
     for (number, other) in (31..).zip([&stranger, &plain]) {
-        p.scheduler.begin_leg(id(number), CONTENT);
+        p.scheduler.begin_lending(id(number), CONTENT);
         other.scheduler.begin_landing(id(number), wanted(p.address, 0, 2));
     }
-    p.scheduler.begin_leg(id(30), CONTENT);
+    p.scheduler.begin_lending(id(30), CONTENT);
     d.scheduler.begin_landing(id(30), wanted(p.address, 0, 2));
     d.scheduler.give_room(id(30), &[5, 4]);
     p.compute(id(30), 0, &[1, 2]);

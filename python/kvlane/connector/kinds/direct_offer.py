@@ -100,7 +100,7 @@ class OfferDirect(SchedulerKind):
     def _begin(self, state: RequestState, leg: Leg) -> None:
         direct, shared = self._shared.direct, self._shared
         assert direct is not None and direct.agent is not None
-        if not direct.agent.begin_leg(leg.id, direct.content(shared.hashes.key(state))):
+        if not direct.agent.begin_lending(leg.id, direct.content(shared.hashes.key(state))):
             self._tell("full", "too many hand-offs are under way, or its id was used before")
             return
         shared.counters.add("direct_legs")
@@ -159,7 +159,7 @@ class OfferDirect(SchedulerKind):
         tokens = request.num_computed_tokens + scheduled
         if state.awaits_tokens:
             return []
-        if not direct.agent.leg_progress(offered.leg.id, 0, tokens):
+        if not direct.agent.lending_progress(offered.leg.id, 0, tokens):
             self._end_request(request.request_id, is_complete=False)
             return []
         size, prompt, first = direct.group.tokens_per_block, request.num_prompt_tokens, len(offered.pinned)
@@ -200,7 +200,7 @@ class OfferDirect(SchedulerKind):
         if len(self._legs[leg].pinned) + blocks > most:
             return False
         while sum(len(offered.pinned) for offered in self._legs.values()) + blocks > most:
-            unwanted = direct.agent.end_oldest_unwanted_leg(leg)
+            unwanted = direct.agent.end_oldest_unwanted_lending(leg)
             if unwanted is None:
                 return False
             self._unpin(unwanted)
@@ -221,7 +221,7 @@ class OfferDirect(SchedulerKind):
         if offered is None:
             return
         if not is_complete and direct is not None and direct.agent is not None:
-            direct.agent.give_leg_up(offered.leg.id)
+            direct.agent.give_up_lending(offered.leg.id)
             offered.request_id = None
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
@@ -241,7 +241,7 @@ class OfferDirect(SchedulerKind):
         direct = self._shared.direct
         if direct is None or direct.agent is None or not self._legs:
             return
-        for leg in direct.agent.take_free_legs():
+        for leg in direct.agent.take_free_lendings():
             self._unpin(leg)
 
     def _unpin(self, leg: bytes) -> None:

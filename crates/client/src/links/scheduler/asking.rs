@@ -1,4 +1,4 @@
-//! One lookup after the other: asked, answered, given up; and leases given back.
+//! Starts, answers and gives up lookups, and releases leases.
 
 use std::{
     collections::VecDeque,
@@ -11,9 +11,9 @@ use super::{
     event::SchedulerAction,
     link::SchedulerLink,
     lookups::{Lookup, Unsent},
-    up::{Asked, Stage, send},
+    up::{PendingLookup, SchedulerStage, send},
 };
-use crate::{boot::BootId, hit::Hit, links::connection::Connection};
+use crate::{boot::BootId, hit::Hit, links::connection::ConnectionState};
 
 impl SchedulerLink {
     pub(super) fn look_up(
@@ -33,7 +33,7 @@ impl SchedulerLink {
         self.ask(request, ask, now + timeout, timeout, now, actions);
     }
 
-    /// Sends a lookup if the engine is open, else keeps it until then.
+    /// Sends a lookup if the engine is open, else holds it until then.
     pub(super) fn ask(
         &mut self,
         request: String,
@@ -44,10 +44,10 @@ impl SchedulerLink {
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         let lookup = match &mut self.connection {
-            Connection::Up(up) if up.stage == Stage::Open => {
+            ConnectionState::Up(up) if up.stage == SchedulerStage::Open => {
                 let max_tokens = self.options.most_tokens(&ask);
                 let id = send(&mut self.last_request, up.id, Ask::Lookup(ask), actions);
-                up.note_asked(id, Some(request.clone()), max_tokens, now, until, timeout);
+                up.add_pending(id, Some(request.clone()), max_tokens, now, until, timeout);
                 Lookup::Sent { id, until }
             }
             _ => Lookup::Unsent(Unsent { ask, until, timeout }),
@@ -55,35 +55,35 @@ impl SchedulerLink {
         self.lookups.insert(request, lookup);
     }
 
-    /// Whether an answer is to be expected: connected or connecting, and not silent.
+    /// Whether the daemon can be expected to answer: connected or connecting, and not silent.
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         match &self.connection {
-            Connection::Connecting(_) => true,
-            Connection::Up(up) => !up.is_silent(now),
-            Connection::Down | Connection::Leaving { .. } => false,
+            ConnectionState::Connecting(_) => true,
+            ConnectionState::Up(up) => !up.is_silent(now),
+            ConnectionState::Down | ConnectionState::Leaving { .. } => false,
         }
     }
 
-    /// A lookup or a probe has its answer.
+    /// Handles the answer to a lookup or a probe.
     pub(super) fn answered(
         &mut self,
-        asked: Option<Asked>,
+        pending: Option<PendingLookup>,
         hit: Hit,
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
-        let Some(asked) = asked else { return };
+        let Some(pending) = pending else { return };
         if hit.tokens > 0 {
             self.leases.note(hit.boot, hit.lease);
         }
-        let Some(request) = asked.request else {
-            // Given up meanwhile.
+        let Some(request) = pending.request else {
+            // The engine gave the lookup up, so the hit's lease goes back.
             if hit.tokens > 0 {
                 self.release(hit.boot, hit.lease, actions);
             }
             return;
         };
-        self.stats.lookup_seconds += now.saturating_duration_since(asked.since).as_secs_f64();
+        self.stats.lookup_seconds += now.saturating_duration_since(pending.since).as_secs_f64();
         if hit.tokens > 0 {
             self.stats.hits += 1;
         } else {
@@ -100,17 +100,17 @@ impl SchedulerLink {
         }
     }
 
-    /// Nobody waits for this answer any more. It still counts as silence if neither it nor another one comes, and its lease
-    /// is given back if it does.
+    /// Gives up a lookup that was sent. If its answer comes, its lease is released. If no answer at all comes by its deadline,
+    /// the daemon counts as silent.
     pub(super) fn give_up(&mut self, id: u64) {
         if let Some(up) = self.connection.up_mut()
-            && let Some(asked) = up.asked.get_mut(&id)
+            && let Some(pending) = up.pending.get_mut(&id)
         {
-            asked.request = None;
+            pending.request = None;
         }
     }
 
-    /// One of another run is gone already.
+    /// Releases a lease. A lease of another run ended with that run.
     pub(super) fn release(&mut self, boot: BootId, lease: u64, actions: &mut VecDeque<SchedulerAction>) {
         self.leases.forget(&boot, lease);
         if let Some(up) = self.connection.up()

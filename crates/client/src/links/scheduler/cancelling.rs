@@ -1,4 +1,4 @@
-//! The engine's wish that saves do not become blocks.
+//! Cancels saves: no save below a job may become a block any more, and no daemon may read the engine's blocks for it.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -6,7 +6,7 @@ use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use super::{
     event::SchedulerAction,
-    up::{Stage, Up, send},
+    up::{SchedulerStage, SchedulerUp, send},
 };
 
 /// The daemons that may read the engine's blocks for saves.
@@ -14,69 +14,68 @@ use super::{
 pub(super) enum Readers {
     /// No daemon: the connection is down, and every former daemon has stopped.
     Nobody,
-    /// The daemon of the present connection at most.
+    /// At most the daemon of the present connection.
     Present,
-    /// A former daemon too.
+    /// Perhaps a former daemon, too.
     Former,
 }
 
-/// The last wish.
+/// The engine's last CancelSaves.
 #[derive(Debug)]
 pub(super) struct Cancelling {
     below: u64,
     until: Instant,
-    /// The request of the present connection.
-    asked: Option<u64>,
+    /// Its id on the present connection, once it is sent.
+    request: Option<u64>,
     answer: Option<bool>,
 }
 
 impl Cancelling {
     pub(super) fn new(below: u64, until: Instant) -> Self {
-        Self { below, until, asked: None, answer: None }
+        Self { below, until, request: None, answer: None }
     }
 
-    /// Tells the daemon. While the engine is being opened, saves of a former connection may still be accepted: it waits for
-    /// that.
-    pub(super) fn ask(
+    /// Sends it once the engine is open. Before that, the daemon may still accept saves of a former connection.
+    pub(super) fn send_cancel(
         &mut self,
-        up: Option<&Up>,
+        up: Option<&SchedulerUp>,
         last_request: &mut u64,
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         let left = self.until.saturating_duration_since(now);
         if let Some(up) = up
-            && up.stage == Stage::Open
+            && up.stage == SchedulerStage::Open
             && !left.is_zero()
         {
             let cancel = v1::CancelSaves { below_job: self.below, timeout_ms: left.as_millis() as u32 };
-            self.asked = Some(send(last_request, up.id, Ask::CancelSaves(cancel), actions));
+            self.request = Some(send(last_request, up.id, Ask::CancelSaves(cancel), actions));
         }
     }
 
-    /// The connection is over. The saves may be its daemon's, which is a former one now.
-    pub(super) fn ask_again(&mut self) {
-        (self.asked, self.answer) = (None, None);
+    /// The connection ended, so the answer is open again: its daemon is a former one now, and may still read for the saves.
+    pub(super) fn forget_request(&mut self) {
+        (self.request, self.answer) = (None, None);
     }
 
-    /// Under this id, of the present connection.
-    pub(super) fn is_asked(&self, id: u64) -> bool {
-        self.asked == Some(id)
+    /// Whether it was sent under this id, on the present connection.
+    pub(super) fn is_request(&self, id: u64) -> bool {
+        self.request == Some(id)
     }
 
-    /// The daemon has answered the request with this id, which may be another.
+    /// Records the daemon's answer, if this is its request.
     pub(super) fn answered(&mut self, id: u64, done: bool) {
-        if self.is_asked(id) {
+        if self.is_request(id) {
             self.answer = Some(done);
         }
     }
 
-    /// Without an answer by then it is "no".
+    /// When the answer becomes "no", if none has come.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
 
-    /// Whether nobody reads for the saves any more, once that is known: neither this daemon nor a former one.
+    /// Whether no daemon reads for the saves any more; None while that is open.
     pub(super) fn verdict(&self, readers: Readers, now: Instant) -> Option<bool> {
         match self.answer {
             _ if readers == Readers::Nobody => Some(true),

@@ -1,4 +1,4 @@
-//! From no connection to an open engine, and back.
+//! Connects, greets and opens the engine; handles replies, refusals, losses and the close.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -12,13 +12,13 @@ use super::{
     event::SchedulerAction,
     link::SchedulerLink,
     lookups::Unsent,
-    up::{HEARTBEAT, Stage, Up, log, send},
+    up::{HEARTBEAT, SchedulerStage, SchedulerUp, log, send},
 };
 use crate::{
     boot::BootId,
     hit::Hit,
     links::{
-        connection::Connection,
+        connection::ConnectionState,
         ids::{ConnectionId, Life, NotConnected},
         standing::{Notice, Urgency, describe},
     },
@@ -33,24 +33,24 @@ impl SchedulerLink {
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         if !self.connection.is_connecting(id) {
-            // Nobody wants it any more.
+            // The link was closed meanwhile.
             return actions.push_back(SchedulerAction::Close(id));
         }
         let hello = self.options.hello(self.leases.live());
         let hello = send(&mut self.last_request, id, hello, actions);
-        self.connection = Connection::Up(Up {
+        self.connection = ConnectionState::Up(SchedulerUp {
             id,
             life,
-            stage: Stage::Greeting { hello },
+            stage: SchedulerStage::Greeting { hello },
             boot: [0; 16],
             daemon: String::new(),
             ready: false,
             heartbeat_at: now + HEARTBEAT,
-            awaits_sign: false,
+            awaits_heartbeat_reply: false,
             probe_at: now,
-            asked: BTreeMap::new(),
-            heard: 0,
-            waited_in_vain: false,
+            pending: BTreeMap::new(),
+            replies: 0,
+            open_timed_out: false,
         });
     }
 
@@ -64,7 +64,7 @@ impl SchedulerLink {
         if !self.connection.is_connecting(id) {
             return;
         }
-        self.connection = Connection::Down;
+        self.connection = ConnectionState::Down;
         self.backoff.failed(now);
         match why {
             NotConnected::Absent(sentence) => log(self.standing.absent(&sentence), actions),
@@ -83,21 +83,21 @@ impl SchedulerLink {
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         if self.connection.is_goodbye(connection, reply.id) {
-            self.connection = Connection::Down;
+            self.connection = ConnectionState::Down;
             return actions.push_back(SchedulerAction::Close(connection));
         }
         let Some(up) = self.connection.up_mut().filter(|up| up.id == connection) else { return };
-        up.has_spoken();
+        up.note_reply();
         let id = reply.id;
         let boot = BootId::try_from(reply.boot_id.as_ref()).ok();
         if up.run().is_some() && up.run() != boot {
-            return self.misfit(connection, &"it names another run of the daemon", now, actions);
+            return self.reject(connection, &"it names another run of the daemon", now, actions);
         }
         match (up.stage, reply.body) {
             (_, Some(Answer::Refused(refused))) => self.refused(connection, id, refused, now, actions),
-            (Stage::Greeting { hello }, Some(Answer::Welcome(welcome))) if id == hello => {
+            (SchedulerStage::Greeting { hello }, Some(Answer::Welcome(welcome))) if id == hello => {
                 let Some(boot) = boot else {
-                    return self.misfit(connection, &"a run's name has 16 bytes", now, actions);
+                    return self.reject(connection, &"a run's name has 16 bytes", now, actions);
                 };
                 up.daemon = describe(&welcome);
                 up.boot = boot;
@@ -106,49 +106,49 @@ impl SchedulerLink {
                 log(self.journal.greeted(boot, welcome.wire, &up.daemon, now), actions);
                 let open = self.options.open_engine(self.cancelled_below);
                 let open = send(&mut self.last_request, up.id, open, actions);
-                up.stage = Stage::Opening { open };
+                up.stage = SchedulerStage::Opening { open };
             }
-            (Stage::Opening { open }, Some(Answer::EngineOpened(opened))) if id == open => {
-                up.stage = Stage::Open;
+            (SchedulerStage::Opening { open }, Some(Answer::EngineOpened(opened))) if id == open => {
+                up.stage = SchedulerStage::Open;
                 up.ready = opened.ready;
                 self.opened(now, actions);
             }
-            (_, Some(Answer::LookupResult(result))) if up.asked.contains_key(&id) => {
+            (_, Some(Answer::LookupResult(result))) if up.pending.contains_key(&id) => {
                 up.ready = result.ready;
-                let asked = up.asked.remove(&id);
+                let pending = up.pending.remove(&id);
                 let hit = Hit::from_reply(up.boot, result);
-                let max_tokens = asked.as_ref().map_or(0, |asked| asked.max_tokens);
+                let max_tokens = pending.as_ref().map_or(0, |pending| pending.max_tokens);
                 match hit.check(&self.options.groups, self.options.workers, max_tokens) {
-                    Ok(()) => self.answered(asked, hit, now, actions),
-                    Err(misfit) => self.misfit(connection, &misfit, now, actions),
+                    Ok(()) => self.answered(pending, hit, now, actions),
+                    Err(misfit) => self.reject(connection, &misfit, now, actions),
                 }
             }
-            (_, Some(Answer::LookupPending(pending))) if up.asked.contains_key(&id) => {
-                let Some(asked) = up.asked.get_mut(&id) else { return };
-                let wait = Duration::from_millis(pending.wait_ms.into());
-                let until = asked.prolong(wait, up.heard, now);
-                if let Some(request) = &asked.request {
-                    self.lookups.prolong(request, id, until);
+            (_, Some(Answer::LookupPending(delay))) if up.pending.contains_key(&id) => {
+                let Some(pending) = up.pending.get_mut(&id) else { return };
+                let wait = Duration::from_millis(delay.wait_ms.into());
+                let until = pending.extend(wait, up.replies, now);
+                if let Some(request) = &pending.request {
+                    self.lookups.extend(request, id, until);
                 }
             }
-            (_, Some(Answer::Done(_))) if self.cancelling.as_ref().is_some_and(|c| c.is_asked(id)) => {
+            (_, Some(Answer::Done(_))) if self.cancelling.as_ref().is_some_and(|c| c.is_request(id)) => {
                 if let Some(cancelling) = &mut self.cancelling {
                     cancelling.answered(id, true);
                 }
             }
-            (_, Some(Answer::JournalEntries(told))) if self.journal.is_asked(id) => {
-                if let Err(misfit) = self.journal.answered(told, self.options.groups.len(), now) {
-                    self.misfit(connection, &misfit, now, actions);
+            (_, Some(Answer::JournalEntries(entries))) if self.journal.is_request(id) => {
+                if let Err(misfit) = self.journal.answered(entries, self.options.groups.len(), now) {
+                    self.reject(connection, &misfit, now, actions);
                 }
             }
             _ => {
-                let is_known = up.stage.request() == Some(id)
-                    || self.journal.is_asked(id)
-                    || up.asked.contains_key(&id)
-                    || self.cancelling.as_ref().is_some_and(|cancelling| cancelling.is_asked(id));
-                // Others are second answers, and those to releases and heartbeats.
-                if is_known {
-                    self.misfit(connection, &"it is of another kind", now, actions);
+                let is_pending = up.stage.request() == Some(id)
+                    || self.journal.is_request(id)
+                    || up.pending.contains_key(&id)
+                    || self.cancelling.as_ref().is_some_and(|cancelling| cancelling.is_request(id));
+                // Other ids are second answers, or answers to releases and heartbeats.
+                if is_pending {
+                    self.reject(connection, &"it is of another kind", now, actions);
                 }
             }
         }
@@ -161,18 +161,18 @@ impl SchedulerLink {
         self.stats.connects += 1;
         self.refusal = None;
         log(self.standing.connected(&up.daemon, now), actions);
-        // Before anything can be saved over this connection.
-        self.journal.ask(up.id, &mut self.last_request, now, actions);
+        // The first read of the journal comes before anything is saved over this connection, so that it misses nothing.
+        self.journal.poll(up.id, &mut self.last_request, now, actions);
         for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
             self.ask(request, ask, until, timeout, now, actions);
         }
         if let Some(cancelling) = &mut self.cancelling {
-            cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
+            cancelling.send_cancel(self.connection.up(), &mut self.last_request, now, actions);
         }
     }
 
-    /// A daemon that answers what was not asked is left: whatever it says next may be as wrong.
-    fn misfit(
+    /// Closes the connection because an answer does not fit its request: later answers may be as wrong.
+    fn reject(
         &mut self,
         connection: ConnectionId,
         what: &dyn Display,
@@ -200,14 +200,14 @@ impl SchedulerLink {
         self.journal.refused(id, now);
         let Some(up) = self.connection.up_mut() else { return };
         let sentence = refused.sentence;
-        if up.stage == Stage::Open {
-            let asked = up.asked.remove(&id);
+        if up.stage == SchedulerStage::Open {
+            let pending = up.pending.remove(&id);
             if self.refusal.as_ref() != Some(&sentence) {
                 let address = &self.options.address;
-                let told = format!("kvlane: the daemon at {address} refused a request: {sentence}");
-                log(Some(Notice { urgency: Urgency::Warning, sentence: told }), actions);
+                let sentence = format!("kvlane: the daemon at {address} refused a request: {sentence}");
+                log(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
             }
-            self.answered(asked, Hit::default(), now, actions);
+            self.answered(pending, Hit::default(), now, actions);
         } else {
             log(self.standing.refused(&sentence, now), actions);
             self.leave(now);
@@ -225,27 +225,29 @@ impl SchedulerLink {
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         if self.connection.is_leaving(connection) {
-            self.connection = Connection::Down;
+            self.connection = ConnectionState::Down;
         }
         let Some(up) = self.connection.up().filter(|up| up.id == connection) else { return };
-        let told = match up.stage {
-            Stage::Open => self.standing.lost(why, now),
-            Stage::Greeting { .. } | Stage::Opening { .. } => self.standing.broken_off(why),
+        let notice = match up.stage {
+            SchedulerStage::Open => self.standing.lost(why, now),
+            SchedulerStage::Greeting { .. } | SchedulerStage::Opening { .. } => {
+                self.standing.handshake_failed(why)
+            }
         };
-        log(told, actions);
+        log(notice, actions);
         self.leave(now);
         self.stats.losses += 1;
         self.backoff.failed(now);
-        // Nobody will give these leases back: greetings and heartbeats must not name them any more.
+        // The engine cannot take these hits any more, so it will not release them. Greetings and heartbeats must not name them.
         for hit in self.lookups.clear() {
             self.leases.forget(&hit.boot, hit.lease);
         }
     }
 
-    /// The connection is over, and with it what was asked over it.
+    /// The connection is over, and with it every request that was sent over it.
     pub(super) fn leave(&mut self, now: Instant) {
         if let Some(cancelling) = &mut self.cancelling {
-            cancelling.ask_again();
+            cancelling.forget_request();
         }
         self.journal.left();
         if let Some(up) = self.connection.take_up()
@@ -262,13 +264,13 @@ impl SchedulerLink {
         self.lookups.clear();
         self.leases.clear();
         match &self.connection {
-            Connection::Connecting(_) => self.connection = Connection::Down,
-            Connection::Up(up) => {
+            ConnectionState::Connecting(_) => self.connection = ConnectionState::Down,
+            ConnectionState::Up(up) => {
                 let id = up.id;
                 let bye = send(&mut self.last_request, id, Ask::Bye(v1::Bye {}), actions);
-                self.connection = Connection::leaving(id, bye, now);
+                self.connection = ConnectionState::leaving(id, bye, now);
             }
-            Connection::Down | Connection::Leaving { .. } => {}
+            ConnectionState::Down | ConnectionState::Leaving { .. } => {}
         }
     }
 }

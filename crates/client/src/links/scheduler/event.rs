@@ -1,12 +1,12 @@
-//! What a scheduler's link is told, and what it wants done.
+//! Events and actions of a scheduler's link.
 
 use std::time::{Duration, Instant};
 
 use kvlane_proto::v1;
 
 use crate::{
+    awaited_save::AwaitedSave,
     boot::BootId,
-    hand_off::HandOff,
     hit::Hit,
     links::{
         ids::{ConnectionId, Life, NotConnected, ProcessId},
@@ -14,101 +14,101 @@ use crate::{
     },
 };
 
-/// What happened, or what the engine wants.
+/// An event, or a call of the engine, that the driver feeds to the link.
 #[derive(Debug)]
 pub enum SchedulerEvent {
-    /// Time has passed. Also the end of every turn.
+    /// Time has passed. The driver ends every turn with it.
     Tick,
-    /// The connection is there.
+    /// An answer to [`SchedulerAction::Connect`]: the connection is up.
     Connected {
-        /// Which one was asked for.
+        /// As the action named it.
         connection: ConnectionId,
-        /// What is known of the end of the process that listens.
+        /// Whether the end of the listening process will be reported.
         life: Life,
     },
-    /// The connection was not made.
+    /// The other answer to [`SchedulerAction::Connect`].
     NotConnected {
-        /// Which one was asked for.
+        /// As the action named it.
         connection: ConnectionId,
-        /// Whether somebody else listens, or nobody.
+        /// No daemon answers, or another user's process does.
         why: NotConnected,
     },
-    /// The daemon answered.
+    /// The daemon answered a request.
     Reply {
-        /// The one that the reply came over: one of a former connection is left alone.
+        /// The connection that the reply came over. Replies over a former one are ignored.
         connection: ConnectionId,
-        /// Its id says which question it is the answer to.
+        /// Carries the id of its request.
         reply: v1::Reply,
     },
     /// A connection ended.
     Lost {
-        /// The one that ended: that of a former one changes nothing.
+        /// The end of a former connection is ignored.
         connection: ConnectionId,
-        /// A sentence for the log.
+        /// The reason, for the log.
         why: String,
     },
-    /// The process of a daemon ended.
+    /// A daemon's process ended.
     ProcessEnded(ProcessId),
-    /// The engine asks for a prefix.
+    /// The engine looks up a prefix.
     LookUp {
-        /// The engine's name of it. One that is asked already is forgotten first.
+        /// The engine's name of the lookup. A former lookup of this name is forgotten first.
         request: String,
         /// Block hashes as they go over the wire.
         groups: Vec<v1::LookupGroup>,
         /// Upper bound of the answer in tokens.
         max_tokens: u64,
-        /// The engine that saves the prompt meanwhile, if another one does.
-        hand_off: Option<HandOff>,
-        /// Without an answer by then it is a miss, but for the time that the daemon says it needs.
+        /// The saves of another engine that the daemon waits for before it answers.
+        awaited_save: Option<AwaitedSave>,
+        /// After it the lookup is a miss. The daemon may extend it, if it needs longer.
         timeout: Duration,
     },
-    /// The engine wants no answer any more.
+    /// The engine gives a lookup up.
     Forget {
-        /// The engine's name of it.
+        /// The name given in `LookUp`.
         request: String,
     },
-    /// The engine gives a lease back.
+    /// The engine releases a lease.
     Release {
-        /// The run that gave it.
+        /// The run of the daemon that granted it.
         boot: BootId,
-        /// As the daemon named it in the hit.
+        /// As [`Hit::lease`] names it.
         lease: u64,
     },
     /// No save below this job may become a block any more; [`cancelled`](super::SchedulerLink::cancelled) answers.
     CancelSaves {
-        /// The first job that is not meant.
+        /// The first job that is not cancelled.
         below: u64,
-        /// Without an answer by then it is "no".
+        /// When the answer becomes "no", if none has come.
         until: Instant,
     },
-    /// The engine ends: a goodbye is said, and there is no connection after it.
+    /// The engine ends. The link says goodbye, and never connects again.
     Close,
 }
 
-/// What the driver is to do, in this order.
+/// An action for the driver. The driver carries actions out in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SchedulerAction {
     /// Answered by `Connected` or `NotConnected`.
     Connect(ConnectionId),
-    /// A failure is told by `Lost`.
+    /// Hand a request to the connection. A failure is reported as `Lost`.
     Send {
-        /// The link's present one.
+        /// The link's present connection.
         connection: ConnectionId,
         /// The request, with its id.
         request: v1::Request,
     },
-    /// The connection is not needed any more; nothing is told of it afterwards.
+    /// Close the connection; no event of it follows.
     Close(ConnectionId),
-    /// A sentence for the log.
+    /// Write a line to the log.
     Log(Notice),
 }
 
-/// What becomes of a lookup.
+/// Progress of a lookup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LookupState {
-    /// Without an answer by then it is a miss.
+    /// The daemon has not answered.
     Pending {
-        /// Moves on when the daemon says that it needs longer.
+        /// Then the lookup becomes a miss. Later if the daemon says that it needs longer.
         until: Instant,
     },
     /// The answer, which the caller owns with its lease; a miss if there was none.

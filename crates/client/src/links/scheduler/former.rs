@@ -1,4 +1,4 @@
-//! Runs of the daemon that this was connected to and is no more.
+//! Tracks runs of the daemon that the link has left: they may still read the engine's blocks for saves.
 
 use std::{
     collections::VecDeque,
@@ -10,21 +10,21 @@ use crate::{
     links::ids::{Life, ProcessId},
 };
 
-/// How long saves of a worker may last, and then some: longer than any save timeout.
+/// After this time no save is in flight that the run has accepted: longer than any save timeout.
 const SAVES_END: Duration = Duration::from_secs(60);
-/// Former runs that are remembered, for the workers.
+/// Most former runs that are remembered, for the workers.
 const GONE_MAX: usize = 8;
 
 /// A run whose process may still read for saves.
 #[derive(Debug)]
-struct Left {
+struct LeftRun {
     boot: BootId,
     at: Instant,
     life: Life,
 }
 
-impl Left {
-    /// Nothing of it can become a block of this engine's any more.
+impl LeftRun {
+    /// Whether the run can read for no save of this engine any more.
     fn is_over(&self, now: Instant) -> bool {
         match self.life {
             Life::Watched(_) => false,
@@ -34,19 +34,19 @@ impl Left {
     }
 }
 
-/// Former runs: which they were, and which may still read.
+/// Former runs, and those of them that may still read.
 #[derive(Debug, Default)]
 pub(super) struct FormerRuns {
-    /// The last one last.
+    /// In the order in which they were left.
     gone: VecDeque<BootId>,
-    left: Vec<Left>,
+    left: Vec<LeftRun>,
 }
 
 impl FormerRuns {
-    /// The connection to this run is over.
+    /// The connection to this run has ended.
     pub(super) fn leave(&mut self, boot: BootId, life: Life, now: Instant) {
         if life != Life::Ended {
-            self.left.push(Left { boot, at: now, life });
+            self.left.push(LeftRun { boot, at: now, life });
         }
         self.gone.push_back(boot);
         if self.gone.len() > GONE_MAX {
@@ -54,7 +54,7 @@ impl FormerRuns {
         }
     }
 
-    /// This run has greeted: it is not a former one.
+    /// This run has welcomed the engine again, so it is not a former one.
     pub(super) fn welcome(&mut self, boot: &BootId) {
         self.gone.retain(|of| of != boot);
         self.left.retain(|left| left.boot != *boot);
@@ -64,22 +64,22 @@ impl FormerRuns {
         self.left.retain(|left| !left.life.needs(process));
     }
 
-    /// Forgets those whose time is over.
+    /// Forgets runs that can read for no save any more.
     pub(super) fn forget_over(&mut self, now: Instant) {
         self.left.retain(|left| !left.is_over(now));
     }
 
-    /// None that may read is left.
+    /// Whether no run is tracked that may still read.
     pub(super) fn is_empty(&self) -> bool {
         self.left.is_empty()
     }
 
-    /// None of them can read for a save any more.
+    /// Whether no former run can read for a save any more.
     pub(super) fn are_over(&self, now: Instant) -> bool {
         self.left.iter().all(|left| left.is_over(now))
     }
 
-    /// When the next one of those is over that the kernel tells nothing about.
+    /// When the next run is over whose end the kernel does not report.
     pub(super) fn next_end(&self) -> Option<Instant> {
         let unknown = self.left.iter().filter(|left| left.life == Life::Unknown);
         unknown.map(|left| left.at + SAVES_END).min()
@@ -89,18 +89,18 @@ impl FormerRuns {
         self.left.iter().any(|left| left.life.needs(process))
     }
 
-    /// Those of `gone` that this can never be connected to again, as far as the kernel tells: their processes have ended.
+    /// Runs in `gone` that the link cannot connect to again: their processes have ended, as far as the kernel reports it.
     pub(super) fn over(&self) -> impl Iterator<Item = BootId> + '_ {
-        let lives = |left: &Left| matches!(left.life, Life::Watched(_));
+        let lives = |left: &LeftRun| matches!(left.life, Life::Watched(_));
         self.gone().filter(move |boot| !self.left.iter().any(|left| left.boot == *boot && lives(left)))
     }
 
-    /// There is one whose process lives, or has ended unseen.
+    /// Whether the driver has not yet reported the end of a former run's process.
     pub(super) fn awaits_an_end(&self) -> bool {
         self.left.iter().any(|left| matches!(left.life, Life::Watched(_)))
     }
 
-    /// The last eight, the last one last.
+    /// The last eight former runs, in the order in which they were left.
     pub(super) fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.gone.iter().copied()
     }

@@ -1,6 +1,7 @@
-//! Which blocks came and went, as the daemon's journal tells it: asked for every 100 ms where the engine wants to hear of it.
+//! Reads the daemon's journal, every 100 ms, if the engine wants to know which blocks become visible and which go.
 //!
-//! One question at a time, and none before the engine has taken what came: so no more than one answer is held.
+//! One read is in flight at a time, and none is sent before the engine has taken the last answer. So at most one answer is
+//! held.
 
 use std::{
     collections::VecDeque,
@@ -23,76 +24,77 @@ use crate::{
     },
 };
 
-/// How often the daemon is asked.
+/// Pause between two reads.
 pub(super) const INTERVAL: Duration = Duration::from_millis(100);
-/// After a refusal it is left alone for so long.
+/// Pause after a read that the daemon refused.
 const AFTER_REFUSAL: Duration = Duration::from_secs(1);
-/// Entries that are asked for.
+/// Most entries of one read.
 const MOST: u32 = 4096;
 
-/// A block came or went.
+/// A block became visible, or went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockChange {
     /// Index of the group among the engine's.
     pub group: u32,
-    /// As it was saved.
+    /// The block's hash, as the engine saved it.
     pub hash: [u8; 16],
-    /// Lookups find it in RAM; else they do not any more.
+    /// True: lookups find the block in RAM from now on. False: they do not any more.
     pub is_visible: bool,
 }
 
-/// What happened since the engine last asked.
+/// Changes since the engine last took them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockChanges {
-    /// What is known of the daemon's blocks from before is worth nothing: something was missed, or it is another run.
+    /// The engine must forget the blocks that it knew of, because entries were missed or the daemon was restarted.
     pub start_again: bool,
-    /// What happened since, in order.
+    /// Changes after that, in order.
     pub changes: Vec<BlockChange>,
 }
 
-/// What the link knows of the journal of the daemon's present run.
+/// Reads the journal of the daemon's present run.
 #[derive(Debug)]
-pub(super) struct Following {
-    /// The engine wants to hear of it.
+pub(super) struct JournalReader {
+    /// The engine wants changes.
     is_wanted: bool,
-    /// The present connection's daemon has one.
+    /// The daemon of the present connection has a journal.
     is_there: bool,
-    /// The run that the cursor is of.
+    /// The run that the cursor belongs to.
     run: Option<BootId>,
+    /// Number of the last entry read; 0 before the first answer of a run.
     cursor: u64,
-    asked: Option<u64>,
+    request: Option<u64>,
     due: Instant,
     untaken: BlockChanges,
-    /// The user knows that a daemon does not tell.
-    has_told: bool,
+    /// The log has the warning about a daemon without a journal.
+    has_warned: bool,
 }
 
-impl Following {
+impl JournalReader {
     pub(super) fn new(is_wanted: bool, now: Instant) -> Self {
         Self {
             is_wanted,
             is_there: false,
             run: None,
             cursor: 0,
-            asked: None,
+            request: None,
             due: now,
             untaken: BlockChanges::default(),
-            has_told: false,
+            has_warned: false,
         }
     }
 
-    /// A daemon has greeted. What it has to say of a former connection to the same run goes on where that ended.
+    /// A daemon has welcomed the engine. If it is the run of the former connection, the next read continues at the cursor.
     pub(super) fn greeted(&mut self, run: BootId, wire: u32, daemon: &str, now: Instant) -> Option<Notice> {
         self.is_there = wire >= WIRE_OF_JOURNAL;
         self.due = now;
         if self.run != Some(run) {
-            // What was said of another run's blocks means nothing any more. The first answer of this one is to start again.
+            // Changes of another run are void. The first answer of this run says `start_again`.
             (self.run, self.cursor, self.untaken) = (Some(run), 0, BlockChanges::default());
         }
-        if !self.is_wanted || self.is_there || self.has_told {
+        if !self.is_wanted || self.is_there || self.has_warned {
             return None;
         }
-        self.has_told = true;
+        self.has_warned = true;
         let sentence = format!(
             "kvlane: this daemon ({daemon}) is older than the engine and does not tell which blocks it evicts, so KV events \
              tell of blocks that come and not of those that go; install the engine's version of kvlane for the daemon"
@@ -100,19 +102,19 @@ impl Following {
         Some(Notice { urgency: Urgency::Warning, sentence })
     }
 
-    /// The connection is over.
+    /// The connection has ended.
     pub(super) fn left(&mut self) {
-        (self.is_there, self.asked) = (false, None);
+        (self.is_there, self.request) = (false, None);
     }
 
-    /// When the daemon is to be asked. None while it cannot be, or has yet to answer, or the engine has yet to take what it said.
+    /// When the next read is due. None without a journal, while a read is in flight, or until the engine has taken the answer.
     pub(super) fn due(&self) -> Option<Instant> {
-        let waits = self.asked.is_some() || self.untaken != BlockChanges::default();
+        let waits = self.request.is_some() || self.untaken != BlockChanges::default();
         (self.is_wanted && self.is_there && !waits).then_some(self.due)
     }
 
-    /// Asks, if it is time.
-    pub(super) fn ask(
+    /// Sends a read if one is due.
+    pub(super) fn poll(
         &mut self,
         connection: ConnectionId,
         last_request: &mut u64,
@@ -121,35 +123,36 @@ impl Following {
     ) {
         if self.due().is_some_and(|due| now >= due) {
             let read = v1::ReadJournal { cursor: self.cursor, max: MOST };
-            self.asked = Some(send(last_request, connection, Ask::ReadJournal(read), actions));
+            self.request = Some(send(last_request, connection, Ask::ReadJournal(read), actions));
             self.due = now + INTERVAL;
         }
     }
 
-    /// Under this id, of the present connection.
-    pub(super) fn is_asked(&self, id: u64) -> bool {
-        self.asked == Some(id)
+    /// Whether the read in flight has this id.
+    pub(super) fn is_request(&self, id: u64) -> bool {
+        self.request == Some(id)
     }
 
-    /// The daemon has answered.
+    /// Takes the daemon's answer.
     ///
     /// # Errors
-    /// What does not fit the question.
+    /// The first thing in the answer that does not fit the read.
     pub(super) fn answered(
         &mut self,
-        told: v1::JournalEntries,
+        answer: v1::JournalEntries,
         groups: usize,
         now: Instant,
     ) -> Result<(), &'static str> {
-        self.asked = None;
-        let count = told.entries.len() / CHANGE_BYTES;
-        if told.cursor == 0 || told.start_again && count > 0 {
+        self.request = None;
+        let count = answer.entries.len() / CHANGE_BYTES;
+        if answer.cursor == 0 || answer.start_again && count > 0 {
             return Err("a journal without a place to go on from");
         }
         if count > MOST as usize + groups {
             return Err("more entries of the journal than were asked for");
         }
-        let changes = parse_changes(&told.entries).map_err(|_| "entries of the journal that are cut off")?;
+        let changes =
+            parse_changes(&answer.entries).map_err(|_| "entries of the journal that are cut off")?;
         let mut kept = Vec::with_capacity(count);
         for change in changes {
             if usize::from(change.group) >= groups {
@@ -162,22 +165,22 @@ impl Following {
             };
             kept.push(BlockChange { group: change.group.into(), hash: change.hash, is_visible });
         }
-        self.cursor = told.cursor;
-        self.untaken = BlockChanges { start_again: told.start_again, changes: kept };
-        if told.has_more {
+        self.cursor = answer.cursor;
+        self.untaken = BlockChanges { start_again: answer.start_again, changes: kept };
+        if answer.has_more {
             self.due = now;
         }
         Ok(())
     }
 
-    /// The daemon has refused the request with this id, which may be another.
+    /// Delays the next read, if the daemon refused the one in flight.
     pub(super) fn refused(&mut self, id: u64, now: Instant) {
-        if self.is_asked(id) {
-            (self.asked, self.due) = (None, now + AFTER_REFUSAL);
+        if self.is_request(id) {
+            (self.request, self.due) = (None, now + AFTER_REFUSAL);
         }
     }
 
-    /// What came since the last call.
+    /// Changes since the last call.
     pub(super) fn take(&mut self) -> BlockChanges {
         std::mem::take(&mut self.untaken)
     }

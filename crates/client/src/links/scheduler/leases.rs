@@ -1,43 +1,42 @@
-//! Leases that the engine holds, or that wait to be taken with their hit, by the run that gave them.
+//! Leases that the engine holds, those of hits that it has not taken included.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::boot::BootId;
 
-/// Leases by run.
 #[derive(Debug, Default)]
 pub(super) struct Leases {
-    of: BTreeMap<BootId, BTreeSet<u64>>,
+    by_run: BTreeMap<BootId, BTreeSet<u64>>,
 }
 
 impl Leases {
-    /// This lease came with a hit.
+    /// Adds the lease of a hit.
     pub(super) fn note(&mut self, boot: BootId, lease: u64) {
-        self.of.entry(boot).or_default().insert(lease);
+        self.by_run.entry(boot).or_default().insert(lease);
     }
 
-    /// This lease is given back.
+    /// Removes a lease that was released.
     pub(super) fn forget(&mut self, boot: &BootId, lease: u64) {
-        if let Some(of_boot) = self.of.get_mut(boot) {
-            of_boot.remove(&lease);
+        if let Some(of_run) = self.by_run.get_mut(boot) {
+            of_run.remove(&lease);
         }
     }
 
-    /// A lease of another run died with that daemon.
+    /// Removes the leases of other runs, which died with their daemons.
     pub(super) fn keep_only(&mut self, boot: &BootId) {
-        self.of.retain(|of, _| of == boot);
+        self.by_run.retain(|run, _| run == boot);
     }
 
     pub(super) fn clear(&mut self) {
-        self.of.clear();
+        self.by_run.clear();
     }
 
-    /// All of them, as greetings and heartbeats name them.
+    /// All leases, for greetings and heartbeats.
     pub(super) fn live(&self) -> Vec<u64> {
-        self.of.values().flatten().copied().collect()
+        self.by_run.values().flatten().copied().collect()
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.of.values().all(BTreeSet::is_empty)
+        self.by_run.values().all(BTreeSet::is_empty)
     }
 }

@@ -1,9 +1,9 @@
-//! The engine's lookups by its names of them, from asking until the answer is taken.
+//! The engine's lookups, by the names that the engine gives them, from their start until it takes the answer.
 //!
 //! ```text
 //!   Unsent --(the engine is open)--> Sent --(LookupResult, Refused)--> Answered --> taken
 //!      |                               |                                  |
-//!      +---- out of time, forgotten ---+------- forgotten: its lease goes back
+//!      +---- timeout, forgotten -------+------- forgotten: its lease is released
 //! ```
 
 use std::{
@@ -15,30 +15,31 @@ use kvlane_proto::v1;
 
 use crate::hit::Hit;
 
-/// Lookups that wait for their answer to be taken; beyond it new ones are misses.
+/// Most lookups whose answer is not taken; beyond that, new ones are misses.
 pub(super) const PENDING_MAX: usize = 4096;
 
-/// A lookup that nobody was asked yet.
+/// A lookup that is held until the engine is open.
 #[derive(Debug)]
 pub(super) struct Unsent {
     pub(super) ask: v1::Lookup,
-    /// Without an answer by then it is a miss.
+    /// When it becomes a miss.
     pub(super) until: Instant,
     pub(super) timeout: Duration,
 }
 
-/// One lookup.
 #[derive(Debug)]
 pub(super) enum Lookup {
-    /// To be sent when the engine is open.
     Unsent(Unsent),
-    /// On its way under this id.
-    Sent { id: u64, until: Instant },
-    /// Waits to be taken.
+    /// In flight under this request id; becomes a miss at `until`.
+    Sent {
+        id: u64,
+        until: Instant,
+    },
+    /// Answered, and not taken by the engine.
     Answered(Hit),
 }
 
-/// All lookups that were not taken yet.
+/// All lookups whose answer the engine has not taken.
 #[derive(Debug, Default)]
 pub(super) struct Lookups {
     by_request: HashMap<String, Lookup>,
@@ -65,7 +66,7 @@ impl Lookups {
         self.by_request.remove(request)
     }
 
-    /// Takes out what was not sent.
+    /// Takes the lookups that were not sent, in the order of their names.
     pub(super) fn take_unsent(&mut self) -> Vec<(String, Unsent)> {
         let (mut unsent, mut others) = (Vec::new(), HashMap::new());
         for (request, lookup) in self.by_request.drain() {
@@ -75,13 +76,13 @@ impl Lookups {
             }
         }
         self.by_request = others;
-        // A map has no order of its own, and a seed of the simulation is to play the same again.
+        // A hash map has no stable order, and a seed of the simulation has to repeat exactly.
         unsent.sort_by(|(one, _), (other, _)| one.cmp(other));
         unsent
     }
 
-    /// The daemon needs longer for what was sent under this id.
-    pub(super) fn prolong(&mut self, request: &str, id: u64, longer: Instant) {
+    /// Moves the deadline of the lookup that was sent under this id, because the daemon needs longer.
+    pub(super) fn extend(&mut self, request: &str, id: u64, longer: Instant) {
         if let Some(Lookup::Sent { id: sent, until }) = self.by_request.get_mut(request)
             && *sent == id
         {
@@ -89,7 +90,7 @@ impl Lookups {
         }
     }
 
-    /// What was asked will not be answered, and what was answered is of a run that is over. The hits that nobody has taken.
+    /// Drops all lookups, because the connection is over. Returns the hits that the engine has not taken.
     pub(super) fn clear(&mut self) -> Vec<Hit> {
         let untaken = self.by_request.drain().filter_map(|(_, lookup)| match lookup {
             Lookup::Answered(hit) if hit.tokens > 0 => Some(hit),

@@ -1,4 +1,4 @@
-//! What a scheduler's link says to the daemon of itself and its engine.
+//! The requests by which a scheduler's link presents its engine to the daemon.
 
 use std::time::Duration;
 
@@ -10,29 +10,29 @@ use crate::group_spec::GroupSpec;
 /// Bytes of one block's hash.
 const HASH_BYTES: usize = 16;
 
-/// What a scheduler's link has to know.
+/// Arguments of [`SchedulerLink::new`](super::SchedulerLink::new).
 #[derive(Debug, Clone)]
 pub struct SchedulerLinkOptions {
-    /// Of the daemon, for sentences only.
+    /// The daemon's address, for log lines only.
     pub address: Address,
-    /// Name of the engine instance; its workers give the same.
+    /// Name of the engine instance; its workers use the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
-    /// Random; names this process and role over all its connections.
+    /// Random; identifies this process and role over all its connections.
     pub nonce: [u8; 16],
     /// The index of a group in this list is its number everywhere.
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// Of probes; a lookup brings its own.
+    /// Timeout of probes. Each lookup brings its own.
     pub lookup_timeout: Duration,
-    /// The daemon is asked which blocks come and go; [`take_changes`](super::SchedulerLink::take_changes) has them.
+    /// Whether to read the daemon's journal, for [`take_changes`](super::SchedulerLink::take_changes).
     pub follows_journal: bool,
 }
 
 impl SchedulerLinkOptions {
-    /// Which run answers is not known yet; leases of other runs mean nothing to it.
+    /// `live_leases` are those of every run, because the run that answers is not known yet. It ignores those of other runs.
     pub(super) fn hello(&self, live_leases: Vec<u64>) -> Ask {
         Ask::Hello(v1::Hello {
             wire_min: WIRE_MIN,
@@ -55,14 +55,14 @@ impl SchedulerLinkOptions {
         Ask::OpenEngine(v1::OpenEngine { groups: groups.collect(), workers: self.workers, cancelled_below })
     }
 
-    /// Looks up nothing, to hear whether the workers are ready.
+    /// A lookup of nothing, whose answer says whether the workers are ready.
     pub(super) fn probe(&self) -> Ask {
         let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
         let groups = (0..self.groups.len() as u32).map(nothing).collect();
         Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false, hand_off: None })
     }
 
-    /// What may be answered to a lookup: no more than its hashes and its bound allow.
+    /// The most tokens that the answer to a lookup may have: its hashes and its own bound limit it.
     pub(super) fn most_tokens(&self, ask: &v1::Lookup) -> u64 {
         let blocks = ask.groups.iter().map(|group| group.hashes.len() / HASH_BYTES);
         let tokens = self.groups.iter().zip(blocks);

@@ -7,7 +7,7 @@ use kvlane_proto::{
     v1::reply::Body as Answer,
 };
 
-use super::{up::ASKED_MAX, *};
+use super::{up::PENDING_LOOKUPS_MAX, *};
 use crate::{
     group_spec::GroupSpec,
     links::{
@@ -115,7 +115,7 @@ impl Play {
             request: request.into(),
             groups,
             max_tokens: 64,
-            hand_off: None,
+            awaited_save: None,
             timeout: TIMEOUT,
         };
         self.feed(event);
@@ -355,10 +355,16 @@ fn a_hit_is_answered_once_with_its_lease() {
 #[test]
 fn a_hand_off_is_sent_and_its_wait_is_prolonged_as_often_as_the_daemon_says_but_not_for_ever() {
     let mut play = Play::open();
-    let hand_off = HandOff { engine_id: "p".into(), run: [9; 16], tokens: 40, wait_ms: 2000 };
+    let hand_off = AwaitedSave { engine_id: "p".into(), run: [9; 16], tokens: 40, wait_ms: 2000 };
     let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 64]) }];
     let (request, hand_off) = (String::from("a"), Some(hand_off));
-    play.feed(SchedulerEvent::LookUp { request, groups, max_tokens: 64, hand_off, timeout: TIMEOUT });
+    play.feed(SchedulerEvent::LookUp {
+        request,
+        groups,
+        max_tokens: 64,
+        awaited_save: hand_off,
+        timeout: TIMEOUT,
+    });
     let id = play.last_request();
     let expected =
         v1::HandOff { engine_id: "p".into(), run: Bytes::from_static(&[9; 16]), tokens: 40, wait_ms: 2000 };
@@ -508,7 +514,7 @@ fn a_connection_that_breaks_off_while_greeting_leaves_no_run() {
     let mut play = Play::greeting();
     play.actions.clear();
     play.lose();
-    assert!(play.told().contains("broke off"));
+    assert!(play.told().contains("handshake"));
     assert_eq!((play.link.gone().count(), play.stats().losses), (0, 1));
     assert!(!play.link.needs(PROCESS));
 }
@@ -648,13 +654,13 @@ fn a_daemon_that_asked_for_time_and_fell_silent_costs_one_wait() {
 fn answers_that_never_come_are_remembered_within_a_bound() {
     let mut play = Play::open();
     let first = play.look_up("lost");
-    for _ in 0..ASKED_MAX + 9 {
+    for _ in 0..PENDING_LOOKUPS_MAX + 9 {
         play.look_up("lost");
         play.actions.clear();
     }
-    let Connection::Up(up) = &play.link.connection else { panic!("it is open") };
-    assert_eq!(up.asked.len(), ASKED_MAX);
-    assert!(!up.asked.contains_key(&first), "the oldest one is forgotten");
+    let ConnectionState::Up(up) = &play.link.connection else { panic!("it is open") };
+    assert_eq!(up.pending.len(), PENDING_LOOKUPS_MAX);
+    assert!(!up.pending.contains_key(&first), "the oldest one is forgotten");
     play.answer(play.last_request(), RUN, hit(5));
     assert!(play.poll("lost").is_some_and(|hit| hit.lease == 5), "but none that is waited for");
 }
@@ -737,7 +743,7 @@ fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
         request: "a".into(),
         groups,
         max_tokens: u64::MAX,
-        hand_off: None,
+        awaited_save: None,
         timeout: TIMEOUT,
     };
     play.feed(event);
@@ -901,7 +907,7 @@ fn closing_says_goodbye_and_is_over_with_its_answer_its_time_or_the_connection()
     assert_eq!(play.stats().losses, 0);
 }
 
-/// Nobody takes the answer of a closed link, so its time stayed in the past, and a driver that sleeps until then never slept.
+/// A closed link's answer is never taken, so its deadline stayed in the past, and a driver that sleeps until then spun.
 #[test]
 fn a_closed_link_does_not_wake_for_saves_that_were_to_be_cancelled() {
     let mut play = Play::open();
@@ -996,7 +1002,7 @@ fn over_a_new_connection_to_the_same_run_it_goes_on_and_of_another_run_it_begins
         play.now += Duration::from_secs(1);
         play.connect(Life::Unknown);
         play.answer(play.last_request(), run, welcome_of(WIRE_OF_JOURNAL));
-        // What the former run had is not told of this one.
+        // Changes of a former run are not reported for the new one.
         let heard = play.heard().1;
         assert_eq!(heard.len(), usize::from(run == RUN));
         play.cursors();
@@ -1020,7 +1026,7 @@ fn a_daemon_of_before_the_journal_is_not_asked_and_that_is_told_once() {
         assert_eq!(play.cursors(), []);
         play.lose();
     }
-    // Nobody asks for an engine that does not want to hear of it.
+    // The link does not read the journal for an engine that does not want changes.
     let mut play = Play::open();
     play.pass(Duration::from_secs(1));
     assert_eq!(play.cursors(), []);

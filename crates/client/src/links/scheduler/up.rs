@@ -1,4 +1,4 @@
-//! A scheduler's connection that is up, and what waits for an answer over it.
+//! A scheduler's connection that is up, its pending lookups, and whether its daemon is silent.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -16,50 +16,50 @@ use crate::{
     },
 };
 
-/// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
-/// well below its lease time.
+/// Interval of heartbeats, which renew leases. The daemon frees a lease that no later heartbeat names, so the interval is well
+/// below its lease time.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(10);
 
-/// Longest time that a daemon may take for bringing blocks to RAM before it answers.
+/// Longest time that a daemon may extend a lookup, for fetching blocks to RAM.
 const FETCH_MAX: Duration = Duration::from_secs(60);
 
-/// Lookups and probes without an answer that are remembered, as many as may wait. Beyond it the oldest that nobody waits
-/// for is forgotten.
-pub(super) const ASKED_MAX: usize = super::lookups::PENDING_MAX;
+/// Most pending lookups and probes, as many as may wait for an answer. Beyond that, the oldest one that was given up is
+/// forgotten.
+pub(super) const PENDING_LOOKUPS_MAX: usize = super::lookups::PENDING_MAX;
 
-/// A connection, how far it is, and what was asked over it.
+/// A connection that is up, and the lookups that were sent over it.
 #[derive(Debug)]
-pub(super) struct Up {
+pub(super) struct SchedulerUp {
     pub(super) id: ConnectionId,
     pub(super) life: Life,
-    pub(super) stage: Stage,
+    pub(super) stage: SchedulerStage,
     /// The daemon's run; zeros while greeting.
     pub(super) boot: BootId,
-    /// What the daemon said of itself, for the log.
+    /// The daemon's version and pool size, for the log.
     pub(super) daemon: String,
-    /// All workers of the engine have mapped the pool, as the last answer said.
+    /// All workers of the engine have mapped the pool, by the daemon's last answer.
     pub(super) ready: bool,
     pub(super) heartbeat_at: Instant,
-    /// A heartbeat was sent, and nothing was heard since.
-    pub(super) awaits_sign: bool,
+    /// No reply has come since the last heartbeat.
+    pub(super) awaits_heartbeat_reply: bool,
     pub(super) probe_at: Instant,
-    /// Lookups and probes without an answer, in the order in which they were sent.
-    pub(super) asked: BTreeMap<u64, Asked>,
-    /// How often the daemon has spoken.
-    pub(super) heard: u64,
-    /// A lookup has waited for the engine to be opened in vain. Until the daemon speaks no other one does.
-    pub(super) waited_in_vain: bool,
+    /// Lookups and probes without an answer, by request id: in the order in which they were sent.
+    pub(super) pending: BTreeMap<u64, PendingLookup>,
+    /// Number of replies over this connection.
+    pub(super) replies: u64,
+    /// A lookup has timed out while it waited for the engine to be opened. Until the next reply, other lookups are misses.
+    pub(super) open_timed_out: bool,
 }
 
-/// What the connection waits for, by the id of that request: no other answer moves it on.
+/// The stage of the handshake, with the id of the request whose answer ends it. No other answer does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum SchedulerStage {
     Greeting { hello: u64 },
     Opening { open: u64 },
     Open,
 }
 
-impl Stage {
+impl SchedulerStage {
     pub(super) fn request(self) -> Option<u64> {
         match self {
             Self::Greeting { hello: id } | Self::Opening { open: id } => Some(id),
@@ -68,46 +68,46 @@ impl Stage {
     }
 }
 
-/// A lookup without an answer.
+/// A lookup or a probe without an answer.
 #[derive(Debug)]
-pub(super) struct Asked {
-    /// None for a probe, and once it was given up.
+pub(super) struct PendingLookup {
+    /// The engine's name of it. None for a probe, and once it was given up.
     pub(super) request: Option<String>,
     pub(super) since: Instant,
-    /// Without an answer by then the daemon counts as silent, if it has said nothing else since.
+    /// The daemon counts as silent after this, unless any reply has come since this lookup was sent.
     pub(super) until: Instant,
-    /// How often the daemon had spoken when this was asked, or when it said that it needs longer.
-    heard: u64,
-    /// The daemon does not prolong it beyond.
+    /// [`SchedulerUp::replies`] when this was sent, or last extended.
+    replies: u64,
+    /// The daemon cannot extend `until` beyond this.
     pub(super) latest: Instant,
     pub(super) timeout: Duration,
-    /// What may be answered.
+    /// The most tokens that the answer may have.
     pub(super) max_tokens: u64,
 }
 
-impl Asked {
-    /// The daemon needs that much longer. Answers until when it has time now.
-    pub(super) fn prolong(&mut self, wait: Duration, heard: u64, now: Instant) -> Instant {
-        self.heard = heard;
+impl PendingLookup {
+    /// Moves the deadline, because the daemon needs `wait` longer. Returns the new one.
+    pub(super) fn extend(&mut self, wait: Duration, replies: u64, now: Instant) -> Instant {
+        self.replies = replies;
         self.until = (now + wait.min(FETCH_MAX) + self.timeout).min(self.latest);
         self.until
     }
 }
 
-impl Up {
-    /// The daemon's run, once it has greeted.
+impl SchedulerUp {
+    /// The daemon's run, once it has welcomed this process.
     pub(super) fn run(&self) -> Option<BootId> {
-        (!matches!(self.stage, Stage::Greeting { .. })).then_some(self.boot)
+        (!matches!(self.stage, SchedulerStage::Greeting { .. })).then_some(self.boot)
     }
 
-    /// The daemon has spoken, which tells that it is alive: answers that it owes for longer may be lost.
-    pub(super) fn has_spoken(&mut self) {
-        self.heard += 1;
-        (self.waited_in_vain, self.awaits_sign) = (false, false);
+    /// Records a reply. It proves that the daemon is alive, so older lookups without an answer do not make it silent.
+    pub(super) fn note_reply(&mut self) {
+        self.replies += 1;
+        (self.open_timed_out, self.awaits_heartbeat_reply) = (false, false);
     }
 
-    /// Notes a lookup, or a probe, which nobody waits for, with its time to answer.
-    pub(super) fn note_asked(
+    /// Adds a lookup that was sent, or a probe (`request` is None).
+    pub(super) fn add_pending(
         &mut self,
         id: u64,
         request: Option<String>,
@@ -116,38 +116,40 @@ impl Up {
         until: Instant,
         timeout: Duration,
     ) {
-        if self.asked.len() >= ASKED_MAX {
-            let given_up = self.asked.iter().find(|(_, asked)| asked.request.is_none()).map(|(id, _)| *id);
-            given_up.and_then(|id| self.asked.remove(&id));
+        if self.pending.len() >= PENDING_LOOKUPS_MAX {
+            let given_up =
+                self.pending.iter().find(|(_, pending)| pending.request.is_none()).map(|(id, _)| *id);
+            given_up.and_then(|id| self.pending.remove(&id));
         }
         let latest = now + FETCH_MAX + timeout;
-        let asked = Asked { request, since: now, until, heard: self.heard, latest, timeout, max_tokens };
-        self.asked.insert(id, asked);
+        let pending =
+            PendingLookup { request, since: now, until, replies: self.replies, latest, timeout, max_tokens };
+        self.pending.insert(id, pending);
     }
 
-    /// What was asked since the daemon has spoken.
-    fn asked_since(&self) -> impl Iterator<Item = &Asked> {
-        self.asked.values().filter(|asked| asked.heard == self.heard)
+    /// Pending lookups that were sent after the last reply.
+    fn pending_since_reply(&self) -> impl Iterator<Item = &PendingLookup> {
+        self.pending.values().filter(|pending| pending.replies == self.replies)
     }
 
-    /// Something has waited in vain, and nothing was heard since it was asked.
+    /// Whether a lookup has timed out, and no reply has come since it was sent.
     pub(super) fn is_silent(&self, now: Instant) -> bool {
-        self.waited_in_vain || self.asked_since().any(|asked| now >= asked.until)
+        self.open_timed_out || self.pending_since_reply().any(|pending| now >= pending.until)
     }
 
-    /// A heartbeat is due: in its turn, or for a sign of life from a daemon that seems silent. No lookup is sent to that one,
-    /// so nothing else would be answered.
+    /// Whether a heartbeat is due: at its interval, or once to a silent daemon. No lookup is sent to a silent daemon, so only
+    /// the answer to a heartbeat can show that it is back.
     pub(super) fn wants_heartbeat(&self, now: Instant) -> bool {
-        now >= self.heartbeat_at || (!self.awaits_sign && self.is_silent(now))
+        now >= self.heartbeat_at || (!self.awaits_heartbeat_reply && self.is_silent(now))
     }
 
-    /// Any answer that is still to come tells whether the workers are ready, too.
+    /// Whether to probe. A lookup that is pending makes a probe needless, because any answer says whether the workers are ready.
     pub(super) fn wants_probe(&self) -> bool {
-        !self.ready && self.asked_since().next().is_none()
+        !self.ready && self.pending_since_reply().next().is_none()
     }
 }
 
-/// Has a request sent under the next id, which is answered.
+/// Sends a request under the next id, and returns that id.
 pub(super) fn send(
     last_request: &mut u64,
     connection: ConnectionId,

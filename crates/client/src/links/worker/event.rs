@@ -1,4 +1,4 @@
-//! What a worker's link is told, and what it wants done.
+//! Events and actions of a worker's link.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -18,233 +18,233 @@ use crate::{
     jobs::{Copied, Finished, Job, LoadGroup, SaveMethod},
 };
 
-/// What a link has to know of its worker.
+/// Arguments of [`WorkerLink::new`](super::WorkerLink::new).
 #[derive(Debug, Clone)]
 pub struct WorkerLinkOptions {
-    /// Where the daemon is looked for; for sentences only.
+    /// The daemon's address, for log lines only.
     pub address: Address,
-    /// Name of the engine instance.
+    /// Name of the engine instance; its scheduler uses the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
-    /// Names this process, in the greeting and in the fence.
+    /// Random; identifies this process in the greeting and in the fence.
     pub nonce: [u8; 16],
-    /// Which of the engine's workers this is.
+    /// This worker's rank.
     pub rank: Rank,
     /// Number of the engine's workers.
     pub workers: u32,
     /// Groups in the scheduler's order.
     pub groups: Vec<GroupMemory>,
-    /// As the user wants it: probed at each registration where that is `Auto`.
+    /// The user's choice. For `Auto` the daemon probes at each registration.
     pub save_method: SaveMethod,
-    /// A save without an answer for so long is given up.
+    /// A save without an answer for this long is given up.
     pub save_timeout: Duration,
-    /// Of the fence in host memory.
+    /// Address of the fence in host memory.
     pub fence_address: u64,
-    /// The GPU that the blocks lie on; None for host memory.
+    /// The GPU that holds the blocks; None for host memory.
     pub card: Option<Card>,
 }
 
-/// What a link has to know of the worker's GPU.
+/// The GPU that holds a worker's blocks.
 #[derive(Debug, Clone)]
 pub struct Card {
-    /// What the daemon is told of it.
+    /// As RegisterWorker describes it to the daemon.
     pub described: v1::WorkerGpu,
-    /// Batches of chunks that are shared before registering.
+    /// Batches of chunks to share before registering.
     pub batches: usize,
-    /// Where the flags of loads lie.
+    /// Assigns flags to loads.
     pub flags: FlagTable,
 }
 
-/// Who listens, as the driver found when it connected.
+/// The process that listens, as the driver found when it connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Whether the end of its process will be told.
+    /// Whether the end of the process will be reported.
     pub life: Life,
-    /// Its process; 0 where it is not visible.
+    /// Its process id; 0 if it is not visible here.
     pub pid: u32,
 }
 
-/// What the engine has told of its steps. The driver takes it together with the queue of jobs.
+/// The engine's steps. The driver takes this together with the queue of jobs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct StepState {
     /// A step began and is not over.
     pub in_step: bool,
-    /// Of the last step, until they were seen once.
+    /// The last step's promises, in the first turn after it began.
     pub promises: Option<Promises>,
-    /// None as long as no two steps that compute followed each other.
+    /// As [`StepClock::shortest`](super::super::pace::StepClock::shortest).
     pub shortest_step: Option<Duration>,
 }
 
-/// What has happened.
+/// An event, or a call of the engine, that the driver feeds to the link.
 #[derive(Debug)]
 pub enum WorkerEvent {
-    /// The engine asks for a save or a load.
+    /// The engine requests a save or a load.
     Start(Job),
-    /// The answer to [`WorkerAction::Connect`].
+    /// An answer to [`WorkerAction::Connect`]: the connection is up.
     Connected {
-        /// The number that the action named.
+        /// As the action named it.
         connection: ConnectionId,
         /// The process at the other end, as far as the kernel names it.
         peer: Peer,
     },
     /// The other answer to [`WorkerAction::Connect`].
     NotConnected {
-        /// The number that the action named.
+        /// As the action named it.
         connection: ConnectionId,
-        /// Whether nobody answers, or somebody else than the daemon that is wanted.
+        /// No daemon answers, or another user's process does.
         why: NotConnected,
     },
-    /// The daemon has answered.
+    /// The daemon answered a request.
     Reply {
-        /// The one that the reply came over: one of a former connection is left alone.
+        /// The connection that the reply came over. Replies over a former one are ignored.
         connection: ConnectionId,
-        /// Its id says which question it is the answer to.
+        /// Carries the id of its request.
         reply: v1::Reply,
     },
-    /// The connection has ended, or could not take a request.
+    /// The connection ended, or could not take a request.
     Lost {
-        /// The one that ended: that of a former one changes nothing.
+        /// The end of a former connection is ignored.
         connection: ConnectionId,
-        /// The reason, for people.
+        /// The reason, for the log.
         why: String,
     },
-    /// The answer to [`WorkerAction::ShareChunks`] where the chunks could not be exported.
+    /// The answer to [`WorkerAction::ShareChunks`] if the chunks could not be exported.
     NotShared {
-        /// Over which connection they were to go.
+        /// As the action named it.
         connection: ConnectionId,
-        /// The reason, for people.
+        /// The reason, for the log.
         why: String,
     },
     /// The answer to [`WorkerAction::MapPool`].
     Mapped {
-        /// The number that the action named.
+        /// As the action named it. The connection may be over by now.
         connection: ConnectionId,
-        /// Whose pool it is. The connection may be over by now.
+        /// The run of the daemon whose pool it is.
         boot: BootId,
-        /// It is, or why it is not.
+        /// Ok if the pool is mapped.
         mapped: Result<(), NotMapped>,
     },
     /// The answer to [`WorkerAction::CopyIn`] and [`WorkerAction::CopyOut`].
     Copied {
-        /// As the action named it. Each is answered once.
+        /// As the action named it. Each copy is answered once.
         copy: CopyId,
-        /// What it brought, or why it did not.
+        /// Blocks and bytes copied, or why the copy failed.
         copied: Result<Copied, NotCopied>,
     },
-    /// A daemon's process has ended.
+    /// A daemon's process ended.
     ProcessEnded(ProcessId),
-    /// What the engine has told since the last turn.
-    Step(Seen),
-    /// Time has passed. Also the end of every turn.
+    /// The engine's steps, once a turn.
+    Step(StepState),
+    /// Time has passed. The driver ends every turn with it.
     Tick,
-    /// The engine wants nothing any more.
+    /// The engine closes the worker.
     Close,
 }
 
-/// What is to be done.
+/// An action for the driver. The driver carries actions out in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub enum WorkerAction {
     /// Answered by `Connected` or `NotConnected`.
     Connect(ConnectionId),
-    /// A failure is told by `Lost`.
+    /// Hand a request to the connection. A failure is reported as `Lost`.
     Send {
-        /// The link's present one.
+        /// The link's present connection.
         connection: ConnectionId,
-        /// With the id by which its reply is known.
+        /// The request; its reply has the same id.
         request: v1::Request,
     },
-    /// Exports a batch of chunks and sends it under this number, with its descriptors. Where they cannot be exported,
-    /// `NotShared` tells so.
+    /// Export a batch of chunks and send it with its descriptors. If the chunks cannot be exported, `NotShared` follows.
     ShareChunks {
-        /// The link's present one, whose descriptors these become.
+        /// The link's present connection.
         connection: ConnectionId,
-        /// The number that the request gets, and its reply has.
+        /// Id of the request and of its reply.
         id: u64,
         /// Index of the batch.
         batch: usize,
     },
-    /// Lets the daemon's process read this one, where the kernel wants that to be said. Before `RegisterWorker`.
+    /// Let the daemon's process read this one's memory, if the kernel (Yama) wants that declared. Comes before
+    /// `RegisterWorker`.
     AllowReads {
         /// Process id of the daemon, as the kernel names the peer.
         pid: u32,
     },
-    /// Maps the pool whose descriptor came last, in place of a former mapping of the same boot. Answered by `Mapped`.
+    /// Map the pool whose descriptor came last, in place of a former mapping of the same boot. Answered by `Mapped`.
     MapPool {
-        /// Over which connection it came.
+        /// The connection that the descriptor came over.
         connection: ConnectionId,
-        /// Whose pool it is.
+        /// The run of the daemon whose pool it is.
         boot: BootId,
-        /// As many bytes as the daemon says that the pool has.
+        /// Size of the pool, as the daemon names it.
         bytes: u64,
-        /// Whether this process writes saves into it.
+        /// Whether this process writes saves into the pool.
         writable: bool,
     },
-    /// Lets a mapped pool go. Copies under way keep their view.
+    /// Unmap a pool. Copies in flight keep their view of it.
     Unmap(BootId),
-    /// From here on no copy that was asked for under a former epoch can be committed. Over when it returns, in the GPU's memory
-    /// too.
+    /// Raise the fence: from here on, no copy that was requested under a former epoch can be committed. The fence in GPU memory
+    /// is written before this returns, too.
     RaiseFence {
-        /// Above all that were raised before, and named in later requests.
+        /// Higher than all epochs before; later requests name it.
         epoch: u64,
     },
-    /// Copies from the mapped pool of that boot into the engine. Answered by `Copied`, once every byte has arrived.
+    /// Copy from the mapped pool of that boot into the engine. Answered by `Copied`, once every byte has arrived.
     CopyIn {
-        /// Names the copy in the answer.
+        /// Names the copy in its answer.
         copy: CopyId,
-        /// The run of the daemon in whose pool the blocks lie.
+        /// The run of the daemon whose pool holds the blocks.
         boot: BootId,
-        /// What, and where to.
+        /// The blocks to copy, and their pages in the pool.
         groups: Arc<[LoadGroup]>,
-        /// On a GPU: the copy begins after it.
+        /// On a GPU: the event after which the copy begins.
         event: Option<u32>,
     },
-    /// Copies from the engine into the present pool. Answered by `Copied`.
+    /// Copy from the engine into the present pool. Answered by `Copied`.
     CopyOut {
-        /// Names the copy in the answer.
+        /// Names the copy in its answer.
         copy: CopyId,
-        /// By index of the group.
+        /// Blocks and their pages, by index of the group.
         places: Vec<(u32, BlockPages)>,
     },
-    /// Writes all flags of a load, so that no stream waits for them.
+    /// Write all flags of a load, so that no stream waits for them.
     WriteFlags(Flags),
-    /// The request of a load may compute. With flags, streams are to wait for them.
+    /// Release a load: its request may compute. With flags, the engine's streams wait for them.
     Release {
-        /// The load that is released; its end is told later.
+        /// The load. `End` follows later.
         key: JobKey,
-        /// What the engine hears.
-        told: Finished,
-        /// What its streams wait for.
+        /// Reported to the engine.
+        finished: Finished,
+        /// The flags that the engine's streams wait for.
         flags: Option<Flags>,
     },
-    /// A job is over; exactly once for each. Its flags are forgotten and its event is given back.
+    /// End a job, exactly once. The driver forgets its flags and takes its event back.
     End {
-        /// Not used again by another job of this process.
+        /// No other job of this process gets this key.
         key: JobKey,
-        /// What the engine hears.
-        told: Finished,
+        /// Reported to the engine.
+        finished: Finished,
     },
     /// The worker is registered, and the daemon serves it.
     Registered {
-        /// By which of the two ways saves travel until the connection ends; never `Auto`.
+        /// How saves travel until the connection ends; never `Auto`.
         method: SaveMethod,
-        /// The daemon's sentence where it could not take the other way; else empty.
+        /// Why the daemon chose this method, in its words.
         reason: String,
     },
-    /// There is no connection any more.
+    /// The connection has ended.
     Unregistered {
-        /// The worker was registered, so this is a loss.
+        /// The worker was registered, so this counts as a loss.
         was_open: bool,
     },
-    /// Why the daemon cannot be used, or refused. Whoever waits for the registration hears it.
+    /// Why the daemon cannot be used, or refuses: for callers that wait for the registration.
     Refused(String),
-    /// So many saves were given up because the daemon was silent.
+    /// This many saves were given up because the daemon was silent.
     CountTimeouts(u64),
-    /// Hangs up.
+    /// Close the connection; no event of it follows.
     Close(ConnectionId),
-    /// A sentence for the log.
+    /// Write a line to the log.
     Log(Notice),
 }
 
-/// What is to be done, in that order.
+/// Actions in the order in which the driver carries them out.
 pub type Actions = VecDeque<WorkerAction>;

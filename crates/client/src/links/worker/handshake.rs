@@ -1,4 +1,4 @@
-//! From the greeting to a worker that is served: share chunks, register, map the pool.
+//! The handshake, from the daemon's Welcome to a worker that it serves: share chunks, register, map the pool.
 
 use std::time::Instant;
 
@@ -10,36 +10,36 @@ use super::{
     failures::NotMapped,
     link::{WorkerLink, log},
     messages,
-    up::{Misfit, Stage},
+    up::{UnexpectedReply, WorkerStage},
 };
 use crate::{boot::BootId, jobs::SaveMethod};
 
 impl WorkerLink {
-    /// An answer before the worker is served.
-    pub(super) fn greeting_answered(
+    /// Handles an answer before the daemon serves the worker.
+    pub(super) fn handshake_reply(
         &mut self,
         id: u64,
         boot: BootId,
         answer: Option<Answer>,
         now: Instant,
         actions: &mut Actions,
-    ) -> Result<(), Misfit> {
+    ) -> Result<(), UnexpectedReply> {
         let has_card = self.options.card.is_some();
         let Some(up) = self.up() else { return Ok(()) };
         match (up.stage, answer) {
-            (Stage::Greeting { hello }, Some(Answer::Welcome(welcome))) if hello == id => {
+            (WorkerStage::Greeting { hello }, Some(Answer::Welcome(welcome))) if hello == id => {
                 up.daemon = describe(&welcome);
                 up.boot = boot;
                 let pid = up.peer.pid;
-                // This run says that the copies that it did for us have ended.
-                self.daemons_are_out(now, actions, |of, _, _| *of == boot);
+                // A daemon greets a process only after its copies for the former connection have ended.
+                self.retire_daemons(now, actions, |of, _, _| *of == boot);
                 actions.push_back(WorkerAction::AllowReads { pid });
                 self.share_or_register(0, actions);
             }
-            (Stage::Sharing { request, batch }, Some(Answer::Done(_))) if request == id => {
+            (WorkerStage::Sharing { request, batch }, Some(Answer::Done(_))) if request == id => {
                 self.share_or_register(batch + 1, actions);
             }
-            (Stage::Registering { request }, Some(Answer::WorkerRegistered(registered)))
+            (WorkerStage::Registering { request }, Some(Answer::WorkerRegistered(registered)))
                 if request == id && (registered.method() == Method::Gpu) == has_card =>
             {
                 up.method = match registered.method() {
@@ -50,25 +50,25 @@ impl WorkerLink {
                 up.reason = registered.reason;
                 let writable = up.method == SaveMethod::Mapped;
                 let request = self.send(Ask::MapPool(v1::MapPool { writable }), actions);
-                self.set_stage(Stage::AskingForPool { request });
+                self.set_stage(WorkerStage::AskingForPool { request });
             }
-            (Stage::AskingForPool { request }, Some(Answer::PoolDescriptor(pool))) if request == id => {
-                up.stage = Stage::Mapping;
+            (WorkerStage::AskingForPool { request }, Some(Answer::PoolDescriptor(pool))) if request == id => {
+                up.stage = WorkerStage::Mapping;
                 let (connection, boot, writable) = (up.id, up.boot, up.method == SaveMethod::Mapped);
                 let bytes = pool.bytes;
                 actions.push_back(WorkerAction::MapPool { connection, boot, bytes, writable });
             }
-            (Stage::Confirming { request }, Some(Answer::Done(_))) if request == id => {
+            (WorkerStage::Confirming { request }, Some(Answer::Done(_))) if request == id => {
                 self.registered(now, actions);
             }
-            (stage, _) if stage.awaits() == Some(id) => return Err(Misfit),
-            // A second answer.
+            (stage, _) if stage.awaits() == Some(id) => return Err(UnexpectedReply),
+            // A second answer to a request.
             _ => {}
         }
         Ok(())
     }
 
-    /// The pool is mapped, or cannot be.
+    /// Handles the outcome of MapPool.
     pub(super) fn mapped(
         &mut self,
         connection: ConnectionId,
@@ -77,8 +77,8 @@ impl WorkerLink {
         now: Instant,
         actions: &mut Actions,
     ) {
-        let Some(up) = self.up_as(connection).filter(|up| up.stage == Stage::Mapping) else {
-            // Its connection is over. Nobody else would let it go.
+        let Some(up) = self.up_as(connection).filter(|up| up.stage == WorkerStage::Mapping) else {
+            // The connection ended meanwhile. The pool is in no book, so nothing else would unmap it.
             if mapped.is_ok() && !self.pools.holds(&boot) {
                 actions.push_back(WorkerAction::Unmap(boot));
             }
@@ -90,29 +90,29 @@ impl WorkerLink {
                 let unmapped = self.pools.set(boot, life);
                 actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
                 let request = self.send(Ask::PoolMapped(v1::PoolMapped {}), actions);
-                self.set_stage(Stage::Confirming { request });
+                self.set_stage(WorkerStage::Confirming { request });
             }
             Err(why) => self.turn_away(&why.to_string(), now, actions),
         }
     }
 
-    /// Shares the next chunks of GPU memory, or registers when all are shared.
+    /// Shares the next batch of GPU memory, or registers once all are shared.
     fn share_or_register(&mut self, batch: usize, actions: &mut Actions) {
         if batch < self.options.card.as_ref().map_or(0, |card| card.batches) {
             self.last_request += 1;
             let request = self.last_request;
-            self.set_stage(Stage::Sharing { request, batch });
+            self.set_stage(WorkerStage::Sharing { request, batch });
             let connection = self.up().map(|up| up.id);
             let share = |connection| WorkerAction::ShareChunks { connection, id: request, batch };
             return actions.extend(connection.map(share));
         }
         let request = self.send(messages::register(&self.options), actions);
-        self.set_stage(Stage::Registering { request });
+        self.set_stage(WorkerStage::Registering { request });
     }
 
     fn registered(&mut self, now: Instant, actions: &mut Actions) {
         let Some(up) = self.up() else { return };
-        up.stage = Stage::Open;
+        up.stage = WorkerStage::Open;
         let (method, reason) = (up.method, up.reason.clone());
         let how = format!("{}, saves by {} ({reason})", up.daemon, method.name());
         self.backoff.opened(now);
@@ -121,7 +121,7 @@ impl WorkerLink {
         actions.push_back(WorkerAction::Registered { method, reason });
     }
 
-    fn set_stage(&mut self, stage: Stage) {
+    fn set_stage(&mut self, stage: WorkerStage) {
         if let Some(up) = self.up() {
             up.stage = stage;
         }

@@ -1,4 +1,4 @@
-//! One load: what its two hands are at, and when its request may compute.
+//! One load: the state of its two copies, the daemon's and this process's, and when its request may compute.
 
 use std::time::{Duration, Instant};
 
@@ -14,63 +14,65 @@ use crate::{
     jobs::{Finished, Job, JobKind, Release, Work},
 };
 
-/// A released load holds up what the engine computes, so a silent daemon is not waited for long: it was idle when it was
-/// asked, or is near the load's end, and needs only the time of the copy.
+/// How long a daemon may be silent about a released load, which holds up the engine's stream. The daemon was idle when the load
+/// was requested, or is near the load's end, so it needs only the time of the copy.
 const TAKE_OVER_RELEASED: Duration = Duration::from_millis(300);
-/// Other loads hold up only their request, and may stand behind saves and long steps.
+/// The same for other loads. They hold up only their own request, and may be queued behind saves and long steps.
 pub(super) const TAKE_OVER_WAITING: Duration = Duration::from_secs(5);
-/// Bytes a second that any link brings.
+/// Bytes a second that even a slow link copies.
 const SLOW_LINK: f64 = 4e9;
-/// One load.
+
 #[derive(Debug)]
 pub(super) struct Loading {
     pub(super) job: Job,
     pub(super) bytes: u64,
-    /// What the engine's streams wait for, once it is released.
+    /// The engine's streams wait for them once the load is released.
     pub(super) flags: Option<Flags>,
     pub(super) release: ReleaseAt,
-    pub(super) asked: Instant,
-    /// No other was with the daemon when it was asked.
+    pub(super) requested_at: Instant,
+    /// No other load was pending at the daemon when this one was requested.
     pub(super) alone: bool,
-    pub(super) daemon: Daemon,
-    pub(super) own: Own,
+    pub(super) daemon: DaemonCopy,
+    pub(super) own: OwnCopy,
 }
 
 /// When the request of a load may compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReleaseAt {
-    /// The next `Tick` says when, as it knows the engine's last steps.
+    /// The next `Tick` decides, because it knows the engine's last steps.
     Unknown,
-    /// At that time, if the load is not over before.
+    /// At this time, or at the end of the load if that comes first.
     At(Instant),
-    /// At its end.
+    /// At the end of the load.
     Never,
-    /// It may already.
+    /// The request was released.
     Released,
 }
 
+/// The daemon's copy into the engine.
 #[derive(Debug)]
-pub(super) enum Daemon {
-    /// It may still write.
-    Asked,
-    /// The connection is over; it counts as gone when its process ends, its run greets us anew, or then.
+pub(super) enum DaemonCopy {
+    /// Requested; the daemon may write.
+    Pending,
+    /// The connection is over, and the daemon may still write: until its process ends, its run greets us again, or `until`.
     Leaving { boot: BootId, life: Life, until: Instant },
-    /// It has brought everything.
+    /// The daemon has copied every byte.
     Done { blocks: u64, bytes: u64 },
-    /// Refused, gone, or never asked.
+    /// The daemon does not write: it refused, is gone, or got no request.
     Out,
 }
 
+/// This process's copy from its mapping of the pool.
 #[derive(Debug)]
-pub(super) enum Own {
-    /// Begun at that time if the daemon is silent.
+pub(super) enum OwnCopy {
+    /// Begins at this time if the daemon is silent.
     Due(Instant),
-    /// Begun when it is its turn.
+    /// Begins when it is its turn.
     Waiting,
     Copying(CopyId),
-    /// The end of the job, for when the daemon has answered or is gone.
+    /// Every byte is copied. The job ends with this once the daemon's copy is over, too.
     Done(Finished),
-    /// Tried while the daemon might still answer.
+    /// Failed while the daemon might still answer.
     Failed,
 }
 
@@ -83,27 +85,27 @@ impl Loading {
     }
 
     pub(super) fn is_copying(&self) -> bool {
-        matches!(self.own, Own::Copying(_))
+        matches!(self.own, OwnCopy::Copying(_))
     }
 
-    /// What the engine asked for later may stand behind the flags of this load, which nobody has written yet.
+    /// Whether the engine's stream may wait for flags of this load that are not written. Events of later jobs stand behind them.
     pub(super) fn holds_up_the_stream(&self) -> bool {
-        let are_written = matches!(self.own, Own::Done(_));
+        let are_written = matches!(self.own, OwnCopy::Done(_));
         self.release == ReleaseAt::Released && self.flags.is_some() && !are_written
     }
 
     pub(super) fn needs(&self, process: ProcessId) -> bool {
-        matches!(self.daemon, Daemon::Leaving { life, .. } if life.needs(process))
+        matches!(self.daemon, DaemonCopy::Leaving { life, .. } if life.needs(process))
     }
 
-    /// When `Tick` has something to do for it. One that is closed is only watched to its end.
+    /// When the load needs a `Tick`. After the worker is closed, only the end of a daemon's copy matters.
     pub(super) fn wake_at(&self, is_closing: bool) -> Option<Instant> {
         let leaving = match self.daemon {
-            Daemon::Leaving { until, .. } => Some(until),
+            DaemonCopy::Leaving { until, .. } => Some(until),
             _ => None,
         };
         let due = match self.own {
-            Own::Due(due) if !is_closing => Some(due),
+            OwnCopy::Due(due) if !is_closing => Some(due),
             _ => None,
         };
         let release = match self.release {
@@ -113,14 +115,14 @@ impl Loading {
         [leaving, due, release].into_iter().flatten().min()
     }
 
-    /// When the request may compute, if the load is predicted to be near its end at `near`.
-    pub(super) fn when(&self, near: Option<Instant>) -> ReleaseAt {
+    /// When the request may compute; `near` is when the load is predicted to be near its end.
+    pub(super) fn release_time(&self, near: Option<Instant>) -> ReleaseAt {
         let release = match self.job.work {
             Work::Load { release, .. } if self.flags.is_some() => release,
             _ => Release::AtEnd,
         };
         match (release, near) {
-            (Release::AtOnce, _) => ReleaseAt::At(self.asked),
+            (Release::AtOnce, _) => ReleaseAt::At(self.requested_at),
             (Release::WhenNear, Some(near)) => ReleaseAt::At(near),
             _ => ReleaseAt::Never,
         }
@@ -130,21 +132,21 @@ impl Loading {
         if !matches!(self.release, ReleaseAt::At(at) if now >= at) {
             return;
         }
-        // From now on it may hold up what the engine computes.
-        self.own = Own::Due(now + patience(TAKE_OVER_RELEASED, self.bytes));
+        // From now on the load may hold up the engine's stream.
+        self.own = OwnCopy::Due(now + patience(TAKE_OVER_RELEASED, self.bytes));
         let flags = self.flags.clone();
         self.release(flags, now, actions);
     }
 
-    /// Tells the engine that it may compute.
+    /// Releases the load: the engine may compute its request.
     pub(super) fn release(&mut self, flags: Option<Flags>, now: Instant, actions: &mut Actions) {
         self.release = ReleaseAt::Released;
-        let told = Finished { ok: true, kind: JobKind::Released, ..self.job.failed("", now) };
-        actions.push_back(WorkerAction::Release { key: self.job.key, told, flags });
+        let finished = Finished { ok: true, kind: JobKind::Released, ..self.job.failed("", now) };
+        actions.push_back(WorkerAction::Release { key: self.job.key, finished, flags });
     }
 }
 
-/// How long a daemon may be silent about a load of so many bytes.
+/// How long a daemon may be silent about a load of this size: the time of the copy on a slow link, and `beside_the_copy`.
 pub(super) fn patience(beside_the_copy: Duration, bytes: u64) -> Duration {
     beside_the_copy + Duration::from_secs_f64(bytes as f64 / SLOW_LINK)
 }

@@ -1,10 +1,10 @@
-//! Saves, from asking to the end.
+//! Carries saves from their request to their end.
 //!
 //! ```text
 //!   by the daemon:   Save ----------------------------------------> SaveResult: the end
 //!   by this process: Claim --> ClaimResult --> copy --> Commit ----> Done: the end
 //!                      |                        |
-//!                      +-- no answer in time ---+--> the fence is raised, then the end; a later grant is handed back
+//!                      +-- no answer in time ---+--> the fence is raised, then the end; a claim granted later is aborted
 //! ```
 
 use std::time::Instant;
@@ -23,11 +23,11 @@ use super::{
     failures::NotCopied,
     link::{WorkerLink, Write, end, end_save, warn},
     messages,
-    up::{Asked, OfSave},
+    up::{PendingRequest, SaveRequest},
 };
 use crate::jobs::{Copied, Finished, Job, SaveGroupSpec, SaveMethod, Work};
 
-/// Blocks of one save; their hashes and ids have to fit into a frame.
+/// Most blocks of one save, so that their hashes and ids fit into a frame.
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
 impl WorkerLink {
@@ -43,58 +43,58 @@ impl WorkerLink {
         let Some(up) = self.open().filter(|up| !up.silent) else {
             return end(&job, "no kvlane daemon", now, actions);
         };
-        let (ask, asked) = if up.method == SaveMethod::Mapped {
-            (messages::claim(groups, job.number), Asked::Claim { job, deadline })
+        let (ask, pending) = if up.method == SaveMethod::Mapped {
+            (messages::claim(groups, job.number), PendingRequest::Claim { job, deadline })
         } else {
-            (messages::save(groups, epoch, job.event, job.number), Asked::Save { job, deadline })
+            (messages::save(groups, epoch, job.event, job.number), PendingRequest::Save { job, deadline })
         };
-        self.ask(ask, asked, actions);
+        self.ask(ask, pending, actions);
     }
 
-    /// Sends a request whose answer is awaited.
-    pub(super) fn ask(&mut self, ask: Ask, asked: Asked, actions: &mut Actions) {
+    /// Sends a request and waits for its answer.
+    pub(super) fn ask(&mut self, ask: Ask, pending: PendingRequest, actions: &mut Actions) {
         let id = self.send(ask, actions);
         if let Some(up) = self.up() {
-            up.asked.insert(id, asked);
+            up.pending.insert(id, pending);
         }
     }
 
-    /// The answer to a save, claim or commit.
+    /// Handles the answer to a save, claim or commit.
     pub(super) fn save_answered(
         &mut self,
-        asked: Asked,
+        pending: PendingRequest,
         answer: Option<Answer>,
         now: Instant,
         actions: &mut Actions,
     ) {
-        match (asked, answer) {
-            (asked, Some(Answer::Refused(refused))) => end_save(asked, &refused.sentence, now, actions),
-            (Asked::Save { job, .. }, Some(Answer::SaveResult(result))) => {
+        match (pending, answer) {
+            (pending, Some(Answer::Refused(refused))) => end_save(pending, &refused.sentence, now, actions),
+            (PendingRequest::Save { job, .. }, Some(Answer::SaveResult(result))) => {
                 let detail = if result.failed > 0 { "the copy failed or was cancelled" } else { "" };
-                let told = Finished {
+                let finished = Finished {
                     ok: result.failed == 0,
                     blocks: result.saved,
                     present: result.present + result.in_flight,
                     bytes: result.bytes,
                     ..job.failed(detail, now)
                 };
-                actions.push_back(WorkerAction::End { key: job.key, told });
+                actions.push_back(WorkerAction::End { key: job.key, finished });
             }
-            (Asked::Claim { job, .. }, Some(Answer::ClaimResult(result))) => {
+            (PendingRequest::Claim { job, .. }, Some(Answer::ClaimResult(result))) => {
                 self.write_claimed(job, &result, now, actions);
             }
-            (Asked::Commit { key, end, .. }, Some(Answer::Done(_))) => {
-                actions.push_back(WorkerAction::End { key, told: end });
+            (PendingRequest::Commit { key, end, .. }, Some(Answer::Done(_))) => {
+                actions.push_back(WorkerAction::End { key, finished: end });
             }
-            (Asked::GivenUp(_), Some(Answer::ClaimResult(result))) => {
+            (PendingRequest::GivenUp(_), Some(Answer::ClaimResult(result))) => {
                 let commit = v1::Commit { claim: result.claim, written: false };
-                self.ask(Ask::Commit(commit), Asked::GivenUp(OfSave::Commit), actions);
+                self.ask(Ask::Commit(commit), PendingRequest::GivenUp(SaveRequest::Commit), actions);
             }
             _ => {}
         }
     }
 
-    /// Writes the blocks that were claimed for us.
+    /// Has the driver copy the claimed blocks into the pool.
     fn write_claimed(&mut self, job: Job, result: &v1::ClaimResult, now: Instant, actions: &mut Actions) {
         let (Work::Save(groups), Some(connection)) = (&job.work, self.up().map(|up| up.id)) else { return };
         let claim = result.claim;
@@ -111,7 +111,7 @@ impl WorkerLink {
         }
     }
 
-    /// Claimed blocks were written, or could not be.
+    /// Handles the end of the copy into claimed blocks.
     pub(super) fn written(
         &mut self,
         write: Write,
@@ -138,30 +138,31 @@ impl WorkerLink {
     fn commit(&mut self, claim: u64, key: JobKey, end: Finished, now: Instant, actions: &mut Actions) {
         let deadline = now + self.options.save_timeout;
         let commit = v1::Commit { claim, written: end.ok };
-        self.ask(Ask::Commit(commit), Asked::Commit { key, end, deadline }, actions);
+        self.ask(Ask::Commit(commit), PendingRequest::Commit { key, end, deadline }, actions);
     }
 
-    /// Ends saves whose answer does not come. The fence is raised first: whatever the daemon still copies on
-    /// their behalf is discarded, so the engine may reuse the blocks. Of one epoch all end together.
+    /// If a save is overdue, ends all pending saves, because they share an epoch. The fence is raised first: the daemon then
+    /// discards what it still copies for them, so the engine may reuse the blocks.
     pub(super) fn give_up_overdue(&mut self, now: Instant, actions: &mut Actions) {
         let Some(up) = self.up() else { return };
-        if !up.asked.values().filter_map(Asked::deadline).any(|deadline| now >= deadline) {
+        if !up.pending.values().filter_map(PendingRequest::deadline).any(|deadline| now >= deadline) {
             return;
         }
         up.silent = true;
-        // Not loads: the daemon may still be about to write.
-        let given_up: Vec<Asked> = up.asked.values_mut().filter_map(Asked::give_up).collect();
+        // Loads stay pending, because the daemon may still write into their blocks.
+        let given_up: Vec<PendingRequest> =
+            up.pending.values_mut().filter_map(PendingRequest::give_up).collect();
         self.raise_fence(actions);
         let count = given_up.len() as u64;
-        for asked in given_up {
-            end_save(asked, "the daemon did not answer in time", now, actions);
+        for pending in given_up {
+            end_save(pending, "the daemon did not answer in time", now, actions);
         }
         actions.push_back(WorkerAction::CountTimeouts(count));
         warn(format!("kvlane: the daemon does not answer; the worker gives up its saves ({count})"), actions);
     }
 }
 
-/// The answer to a claim that cannot be written by.
+/// An answer to a claim that names no usable pages.
 #[derive(Debug, thiserror::Error)]
 enum BadClaim {
     #[error("the daemon answered for fewer blocks than asked")]
@@ -170,7 +171,7 @@ enum BadClaim {
     Packed(#[from] PackedError),
 }
 
-/// Where claimed blocks are to be written, by group, and how many the daemon has or gets from another.
+/// Claimed blocks with their pages, by group; and the number of blocks that the daemon has, or gets from another engine.
 type Claimed = (Vec<(u32, BlockPages)>, u64);
 
 fn claimed_places(groups: &[SaveGroupSpec], result: &v1::ClaimResult) -> Result<Claimed, BadClaim> {

@@ -12,7 +12,7 @@ use kvlane_proto::{
 };
 
 use super::{
-    event::{Card, Seen, WorkerLinkOptions},
+    event::{Card, StepState, WorkerLinkOptions},
     failures::{NotCopied, NotMapped},
     *,
 };
@@ -142,7 +142,7 @@ impl Play {
         self.feed(WorkerEvent::Lost { connection, why: "it hung up".into() });
     }
 
-    /// What was sent last, if that is the last action.
+    /// The request of the last action, if that sends one.
     fn sent(&self) -> Option<&Ask> {
         match self.actions.back() {
             Some(WorkerAction::Send { request, .. }) => request.body.as_ref(),
@@ -183,10 +183,10 @@ impl Play {
     fn told(&mut self) -> Vec<String> {
         let actions = std::mem::take(&mut self.actions);
         let tell = |action: WorkerAction| match action {
-            WorkerAction::End { key, told } if told.ok => format!("end {}", key.0),
+            WorkerAction::End { key, finished } if finished.ok => format!("end {}", key.0),
             WorkerAction::End { key, .. } => format!("fail {}", key.0),
-            WorkerAction::Release { key, told, flags } => {
-                assert_eq!((told.kind, told.ok), (JobKind::Released, true));
+            WorkerAction::Release { key, finished, flags } => {
+                assert_eq!((finished.kind, finished.ok), (JobKind::Released, true));
                 format!("release {}{}", key.0, if flags.is_some() { " with flags" } else { "" })
             }
             WorkerAction::RaiseFence { epoch } => format!("fence {epoch}"),
@@ -316,8 +316,8 @@ fn claimed_blocks_are_written_here_and_committed() {
     play.copied(Ok(Copied { blocks: 1, bytes: 4096 }));
     assert!(matches!(play.sent(), Some(Ask::Commit(v1::Commit { claim: 9, written: true }))));
     play.answer(done());
-    assert!(matches!(play.actions.back(), Some(WorkerAction::End { told, .. })
-        if (told.ok, told.blocks, told.present) == (true, 1, 1)));
+    assert!(matches!(play.actions.back(), Some(WorkerAction::End { finished, .. })
+        if (finished.ok, finished.blocks, finished.present) == (true, 1, 1)));
     assert!(play.link.at_rest());
 }
 
@@ -367,7 +367,7 @@ fn a_load_for_which_nobody_else_waits_is_released_once_it_was_asked_for() {
 fn a_load_beside_other_requests_is_released_a_step_before_its_end() {
     let mut play = Play::open(Method::Gpu);
     let ms = Duration::from_millis;
-    play.feed(WorkerEvent::Step(Seen { shortest_step: Some(ms(10)), ..Seen::default() }));
+    play.feed(WorkerEvent::Step(StepState { shortest_step: Some(ms(10)), ..StepState::default() }));
     play.load(1, Release::WhenNear);
     play.pass(ms(30));
     play.answer(loaded());
@@ -379,7 +379,7 @@ fn a_load_beside_other_requests_is_released_a_step_before_its_end() {
     assert_eq!(play.told(), ["Load", "release 2 with flags"]);
     play.answer(loaded());
     play.told();
-    play.feed(WorkerEvent::Step(Seen { shortest_step: Some(ms(40)), ..Seen::default() }));
+    play.feed(WorkerEvent::Step(StepState { shortest_step: Some(ms(40)), ..StepState::default() }));
     play.load(3, Release::WhenNear);
     play.answer(loaded());
     assert_eq!(
@@ -507,7 +507,7 @@ fn a_pool_goes_when_nobody_promises_on_it_and_its_daemon_has_ended() {
     play.lose();
     play.told();
     let promises = Some(Promises { present: None, gone: vec![RUN] });
-    play.feed(WorkerEvent::Step(Seen { promises, ..Seen::default() }));
+    play.feed(WorkerEvent::Step(StepState { promises, ..StepState::default() }));
     assert!(play.told().is_empty());
     play.feed(WorkerEvent::ProcessEnded(PROCESS));
     play.pass(Duration::from_secs(1));
@@ -515,8 +515,8 @@ fn a_pool_goes_when_nobody_promises_on_it_and_its_daemon_has_ended() {
     assert!(!play.link.needs(PROCESS));
 }
 
-/// A mapping may take until its connection is over. Nobody knew of that pool then, and nobody let it go: it held the memory of a
-/// daemon that was gone.
+/// A mapping may take until its connection is over. The link then did not record the pool and never unmapped it, so it held the
+/// memory of a dead daemon.
 #[test]
 fn a_pool_that_is_mapped_when_its_connection_is_over_is_let_go() {
     let mut play = Play::new(false);

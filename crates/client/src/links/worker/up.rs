@@ -1,4 +1,4 @@
-//! A worker's connection that is up: how far it is, and what was asked over it.
+//! A worker's connection that is up: the stage of its handshake, and its pending requests.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -13,34 +13,35 @@ use crate::{
     jobs::{Finished, Job, SaveMethod},
 };
 
-/// A connection and what was asked over it.
+/// A connection that is up, and the requests that were sent over it.
 #[derive(Debug)]
-pub(super) struct Up {
+pub(super) struct WorkerUp {
     pub(super) id: ConnectionId,
     pub(super) peer: Peer,
-    /// Zeros while greeting.
+    /// The daemon's run; zeros while greeting.
     pub(super) boot: BootId,
-    /// What the daemon said of itself, for the log.
+    /// The daemon's version and pool size, for the log.
     pub(super) daemon: String,
-    pub(super) stage: Stage,
+    pub(super) stage: WorkerStage,
     pub(super) method: SaveMethod,
-    /// Why saves travel so.
+    /// Why the daemon chose this method.
     pub(super) reason: String,
-    pub(super) asked: BTreeMap<u64, Asked>,
-    /// A save timed out and nothing was heard since: no more are asked for.
+    /// By id of the request.
+    pub(super) pending: BTreeMap<u64, PendingRequest>,
+    /// A save timed out and no reply has come since: new saves end at once.
     pub(super) silent: bool,
 }
 
-/// The daemon answered what nobody asked: it cannot be relied on.
-pub(super) struct Misfit;
+/// An answer that does not fit its request. The link leaves such a daemon.
+pub(super) struct UnexpectedReply;
 
-/// What is awaited, by the number of its request: no other answer moves it on.
+/// The stage of the handshake, with the id of the request whose answer ends it. No other answer does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum WorkerStage {
     Greeting {
         hello: u64,
     },
-    /// GPU memory, chunk by chunk, where it consists of chunks: this batch is on its way.
+    /// Only for GPU memory that consists of chunks: this batch was sent.
     Sharing {
         request: u64,
         batch: usize,
@@ -51,7 +52,7 @@ pub(super) enum Stage {
     AskingForPool {
         request: u64,
     },
-    /// The driver maps it.
+    /// The driver is mapping the pool.
     Mapping,
     Confirming {
         request: u64,
@@ -59,38 +60,38 @@ pub(super) enum Stage {
     Open,
 }
 
-/// What was asked for and has no answer yet.
+/// A request without an answer.
 #[derive(Debug)]
-pub(super) enum Asked {
+pub(super) enum PendingRequest {
     /// Save by the daemon: the answer ends the job.
     Save { job: Job, deadline: Instant },
-    /// Save through the mapping: the answer says where to write.
+    /// Save through the mapping: the answer names the pages to write.
     Claim { job: Job, deadline: Instant },
-    /// Written through the mapping: the answer ends the job, as told.
+    /// After writing through the mapping: the answer ends the job with `end`.
     Commit { key: JobKey, end: Finished, deadline: Instant },
-    /// A load of so many blocks, which ends by its own rules.
+    /// A load of so many blocks, which ends by its own rules (loads.rs).
     Load { key: JobKey, blocks: u64 },
-    /// Nobody waits; a claim that is granted now must be handed back.
-    GivenUp(OfSave),
+    /// The job has ended. A claim that is granted now must be aborted.
+    GivenUp(SaveRequest),
 }
 
-/// What is asked for a save.
+/// The kind of a save's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OfSave {
+pub(super) enum SaveRequest {
     Save,
     Claim,
     Commit,
 }
 
-impl Up {
-    /// Whether an answer names another run of the daemon than the one that has greeted us.
+impl WorkerUp {
+    /// Whether an answer names another run of the daemon than its Welcome did.
     pub(super) fn is_of_another_run(&self, boot_id: &[u8]) -> bool {
         self.boot != BootId::default() && self.boot != boot_id
     }
 }
 
-impl Stage {
-    /// The request whose answer is awaited.
+impl WorkerStage {
+    /// The request whose answer ends this stage.
     pub(super) fn awaits(self) -> Option<u64> {
         match self {
             Self::Greeting { hello: request }
@@ -103,20 +104,20 @@ impl Stage {
     }
 }
 
-impl Asked {
-    /// Whether that answer may come: its kind, and of a load its size.
+impl PendingRequest {
+    /// Whether the answer fits: its kind, and for a load its number of blocks.
     pub(super) fn fits(&self, answer: Option<&Answer>) -> bool {
         match (self, answer) {
             (_, Some(Answer::Refused(_)))
-            | (Self::Save { .. } | Self::GivenUp(OfSave::Save), Some(Answer::SaveResult(_)))
-            | (Self::Claim { .. } | Self::GivenUp(OfSave::Claim), Some(Answer::ClaimResult(_)))
-            | (Self::Commit { .. } | Self::GivenUp(OfSave::Commit), Some(Answer::Done(_))) => true,
+            | (Self::Save { .. } | Self::GivenUp(SaveRequest::Save), Some(Answer::SaveResult(_)))
+            | (Self::Claim { .. } | Self::GivenUp(SaveRequest::Claim), Some(Answer::ClaimResult(_)))
+            | (Self::Commit { .. } | Self::GivenUp(SaveRequest::Commit), Some(Answer::Done(_))) => true,
             (Self::Load { blocks, .. }, Some(Answer::LoadResult(result))) => result.blocks == *blocks,
             _ => false,
         }
     }
 
-    /// When it is given up.
+    /// When a save is given up. Loads have no deadline here.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
@@ -126,12 +127,12 @@ impl Asked {
         }
     }
 
-    /// Nobody waits for it any more: what was asked for a save, or none for what is none.
+    /// Gives a save up, and returns it as it was; None for a load, or if it was given up before.
     pub(super) fn give_up(&mut self) -> Option<Self> {
         let of_save = match self {
-            Self::Save { .. } => OfSave::Save,
-            Self::Claim { .. } => OfSave::Claim,
-            Self::Commit { .. } => OfSave::Commit,
+            Self::Save { .. } => SaveRequest::Save,
+            Self::Claim { .. } => SaveRequest::Claim,
+            Self::Commit { .. } => SaveRequest::Commit,
             Self::Load { .. } | Self::GivenUp(_) => return None,
         };
         Some(std::mem::replace(self, Self::GivenUp(of_save)))

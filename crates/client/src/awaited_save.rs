@@ -1,26 +1,26 @@
-//! A prompt that another engine hands over: it has computed it, and saves its blocks.
+//! Lets a lookup wait for blocks that another engine has computed and is saving.
 
 use std::time::Duration;
 
 use kvlane_proto::v1;
 
-/// No daemon waits longer without progress.
+/// Longest wait without progress; the daemon has the same bound.
 const WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// Whom a lookup waits for, and how long.
+/// The saves that a lookup waits for, and how long it waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HandOff {
+pub struct AwaitedSave {
     /// The engine that saves, as its scheduler and workers name it to the daemon.
     pub engine_id: String,
-    /// [`Scheduler::run`](crate::Scheduler::run) of its scheduler: another process under this name is not waited for.
+    /// [`Scheduler::run`](crate::Scheduler::run) of its scheduler. The daemon does not wait for another process of this name.
     pub run: [u8; 16],
-    /// Tokens from the prompt's start that it stores.
+    /// Number of tokens, from the prompt's start, that the engine saves.
     pub tokens: u64,
-    /// Milliseconds without progress of their saves after which the lookup is answered with what is there.
+    /// After so many milliseconds without progress of these saves, the daemon answers with the blocks that it has.
     pub wait_ms: u32,
 }
 
-impl HandOff {
+impl AwaitedSave {
     /// How long the daemon waits without progress.
     pub(crate) fn wait(&self) -> Duration {
         Duration::from_millis(self.wait_ms.into()).min(WAIT_MAX)
