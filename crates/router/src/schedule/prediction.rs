@@ -86,7 +86,7 @@ impl Prediction {
     }
 
     /// Time to load a token, divided by the time to compute one: from 0 to 1. None until calibrated, and with fewer than
-    /// [`LOADS_MIN`] loads.
+    /// `LOADS_MIN` loads.
     pub fn load_share(&self) -> Option<f64> {
         let computed = self.prefill(USUAL_TOKENS, 0) / USUAL_TOKENS as f64;
         let loaded = self.first.coefficients[4].max(0.0) / 1e3;
