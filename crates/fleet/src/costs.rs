@@ -11,7 +11,7 @@ use thiserror::Error;
 /// ```text
 /// a step   = step + request * (requests that decode) + cached_token * (tokens of all these)
 ///                 + sum over parts of prompts: token * n + pair * n * (c + n / 2)      n new tokens behind c
-/// a prompt = known * (tokens found in a cache) + before                                   in parallel with steps
+/// a prompt = found * (tokens found in a cache) + before                                   in parallel with steps
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
@@ -26,7 +26,7 @@ pub struct Costs {
     /// Added by each pair of a prefilled token and one before it.
     pub pair: f64,
     /// Added to `before` by each token of a prompt that is found in a cache.
-    pub known: f64,
+    pub found: f64,
     /// Overhead of a request: from its arrival to its first step, and from its token to the client.
     pub before: f64,
 }
@@ -86,7 +86,7 @@ impl Costs {
         cached_token: 4.30e-5,
         token: 0.021_42,
         pair: 7.48e-7,
-        known: 0.000_585,
+        found: 0.000_585,
         before: 3.98,
     };
 
@@ -102,7 +102,7 @@ impl Costs {
             cached_token: decode.token_ms,
             token: prefill.token_ms,
             pair: prefill.pair_ms,
-            known: prefill.known_ms,
+            found: prefill.known_ms,
             // A prompt alone takes one step plus the overhead.
             before: (prefill.base_ms - decode.base_ms).max(0.0),
         };
@@ -127,14 +127,14 @@ impl Costs {
     /// # Errors
     /// One is negative, not a number, or longer than a minute.
     pub fn checked(self) -> Result<Self, CostsError> {
-        let Self { step, request, cached_token, token, pair, known, before } = self;
+        let Self { step, request, cached_token, token, pair, found, before } = self;
         let all = [
             ("a step", step),
             ("a request", request),
             ("a cached token", cached_token),
             ("a token", token),
             ("a pair", pair),
-            ("a known token", known),
+            ("a found token", found),
             ("what is before", before),
         ];
         match all.into_iter().find(|(_, value)| !(0.0..=60_000.0).contains(value)) {
@@ -156,9 +156,9 @@ impl Costs {
         self.token * new + self.pair * new * (before + new / 2.0)
     }
 
-    /// Time from a prompt's arrival to its first step, with `known` tokens found in a cache.
-    pub fn before(&self, known: u64) -> Duration {
-        milliseconds(self.before + self.known * known as f64)
+    /// Time from a prompt's arrival to its first step, with `found` tokens from a cache.
+    pub fn before(&self, found: u64) -> Duration {
+        milliseconds(self.before + self.found * found as f64)
     }
 }
 
@@ -183,7 +183,7 @@ mod tests {
             (ours.cached_token, measured.cached_token),
             (ours.token, measured.token),
             (ours.pair, measured.pair),
-            (ours.known, measured.known),
+            (ours.found, measured.found),
             (ours.before, measured.before),
         ] {
             assert!(close(ours, theirs), "{ours} {theirs}");

@@ -86,7 +86,7 @@ struct Running {
     generated: u64,
     /// The part of `generated` from before a preemption, which `prompt` includes.
     before: u64,
-    /// When the found tokens have been loaded.
+    /// When its prompt can be prefilled: after its overhead, and once the found tokens are loaded.
     ready_at: Duration,
     /// Its tokens in the present step.
     part: u64,
@@ -169,7 +169,8 @@ impl Engine {
     /// Begins a step, and returns its end.
     ///
     /// # Errors
-    /// A step is under way, or there is no work now. Holds the time at which a load will have ended, if one is under way.
+    /// A step is under way, or there is no work now. Holds the time at which the next prompt will be ready, if one waits
+    /// for its overhead or its load.
     pub(crate) fn begin_step(&mut self, trace: &Trace, now: Duration) -> Result<Duration, Option<Duration>> {
         if self.is_in_step {
             return Err(None);
@@ -228,7 +229,7 @@ impl Engine {
         let tokens = |blocks: usize| (blocks as u64 * trace.block_tokens).min(request.prompt_tokens - 1);
         let in_cache = tokens(own + pooled);
         let found = if job.is_handed_over && generated == 0 { prompt - 1 } else { in_cache };
-        let known = if job.is_handed_over { 0 } else { found };
+        let cached = if job.is_handed_over { 0 } else { found };
         let loads = if job.is_handed_over { 0 } else { in_cache - tokens(own) };
         let loading = self.pool.as_ref().map_or(0.0, |pool| pool.load_ms(loads));
         self.running.push(Running {
@@ -238,7 +239,7 @@ impl Engine {
             found,
             generated,
             before: generated,
-            ready_at: now + self.class.costs.before(known) + milliseconds(loading),
+            ready_at: now + self.class.costs.before(cached) + milliseconds(loading),
             part: 0,
         });
         true
@@ -311,8 +312,8 @@ fn keep(cache: &mut CacheModel, blocks: &[u64], observer: &mut Option<(usize, &m
         return;
     };
     let mut gone = Vec::new();
-    let known = cache.request(blocks, |evicted| gone.push(evicted.key)).prefix_hits;
-    let (before, behind) = blocks.split_at(known);
+    let hits = cache.request(blocks, |evicted| gone.push(evicted.key)).prefix_hits;
+    let (before, behind) = blocks.split_at(hits);
     let new = behind.iter().take_while(|block| cache.contains(**block)).count();
     if !gone.is_empty() {
         chooser.evicted(*node, &gone);

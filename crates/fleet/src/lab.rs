@@ -38,7 +38,7 @@ impl Lab for () {
 pub trait Chooser {
     /// Chooses for a request that has come, or that starts again: the number of its node. If it is None, or a node that
     /// accepts no requests, the request is lost.
-    fn choose(&mut self, request: usize, asked: &Request) -> Option<usize>;
+    fn choose(&mut self, request: usize, recorded: &Request) -> Option<usize>;
 
     /// The request's first token has come.
     fn prefilled(&mut self, request: usize);

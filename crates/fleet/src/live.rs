@@ -42,7 +42,8 @@ impl LiveEngine {
     /// Begins a step, and returns its end.
     ///
     /// # Errors
-    /// A step is under way, or there is no work now. Holds the time at which a load will have ended, if one is under way.
+    /// A step is under way, or there is no work now. Holds the time at which the next prompt will be ready, if one waits
+    /// for its overhead or its load.
     pub fn begin_step(&mut self, now: Duration) -> Result<Duration, Option<Duration>> {
         self.engine.begin_step(&self.trace, now)
     }

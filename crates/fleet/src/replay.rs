@@ -17,8 +17,8 @@ use kvlane_policy::spread;
 use kvlane_router::balance::{self, BalanceSettings, Balancers};
 use kvlane_router::body::Mark;
 use kvlane_router::schedule::{
-    Cached, CachedPrefixes, Chosen, Connector, LegEnd, Node, NodeId, NodeState, Reported, Request as Asked,
-    Reservation, Role, Scheduler, SchedulerSettings,
+    Cached, CachedPrefixes, Chosen, Connector, LegEnd, Node, NodeId, NodeState, Reported,
+    Request as ToSchedule, Reservation, Role, Scheduler, SchedulerSettings,
 };
 
 use crate::costs::milliseconds;
@@ -136,7 +136,7 @@ enum Event {
     Starts(usize, usize, u32),
     /// A node's step has ended: node, life.
     StepOver(usize, u32),
-    /// A node's load has ended, so it may begin a step.
+    /// A prompt is ready at a node, so that a step may begin.
     Wake(usize),
     /// A transfer has ended: request, attempt.
     HandedOver(usize, u32),
@@ -381,11 +381,16 @@ impl<'a, L: Lab> World<'a, L> {
             let others = self.nodes.iter().enumerate().filter(|(number, _)| Some(*number) != node);
             tried.extend(others.map(|(_, other)| other.id));
         }
-        let asked =
-            Asked { model: None, marks: &self.marks[request], one_node: false, streams: true, tried: &tried };
+        let to_schedule = ToSchedule {
+            model: None,
+            marks: &self.marks[request],
+            one_node: false,
+            streams: true,
+            tried: &tried,
+        };
         let cached =
             if self.setup.signals.kv_events { self.cached(request) } else { CachedPrefixes::default() };
-        let chosen = self.scheduler.choose_with(&asked, cached, self.start + now);
+        let chosen = self.scheduler.choose_with(&to_schedule, cached, self.start + now);
         tried.truncate(dead);
         let open = &mut self.open[request];
         open.tried = tried;
@@ -410,18 +415,18 @@ impl<'a, L: Lab> World<'a, L> {
 
     /// The tokens of a prompt that each engine and pool has, or will have once it has prefilled its requests.
     fn cached(&self, request: usize) -> CachedPrefixes {
-        let asked = &self.trace.requests[request];
-        let mut prefixes = CachedPrefixes::of_length(asked.prompt_tokens);
+        let recorded = &self.trace.requests[request];
+        let mut prefixes = CachedPrefixes::of_length(recorded.prompt_tokens);
         for (pool, setup) in self.pools.iter().zip(&self.setup.pools).filter(|(_, setup)| setup.is_reported) {
             if let Some(slot) = self.scheduler.pool_slot(&setup.name) {
-                let tokens = pool.leading_blocks(&asked.blocks) as u64 * self.trace.block_tokens;
+                let tokens = pool.leading_blocks(&recorded.blocks) as u64 * self.trace.block_tokens;
                 prefixes.set_pooled(slot, tokens);
             }
         }
         for node in self.nodes.iter().filter(|node| node.is_alive) {
-            let tokens = node.engine.leading_blocks(&asked.blocks) * self.trace.block_tokens;
+            let tokens = node.engine.leading_blocks(&recorded.blocks) * self.trace.block_tokens;
             let cached =
-                Cached { tokens: tokens.min(asked.prompt_tokens), block_size: self.trace.block_tokens };
+                Cached { tokens: tokens.min(recorded.prompt_tokens), block_size: self.trace.block_tokens };
             prefixes.set(node.id, cached);
         }
         prefixes

@@ -168,9 +168,9 @@ fn faster_arrivals_make_longer_waits() {
 fn a_router_that_learns_what_nodes_take_spares_the_slow_ones() {
     let all = (0..2000).map(|number| request(number * 60, 500 + number * 37 % 7000, 20, number * 100));
     let trace = trace(all.collect());
-    let Costs { step, request, cached_token, token, pair, known, before } = Costs::H100_LLAMA_8B;
+    let Costs { step, request, cached_token, token, pair, found, before } = Costs::H100_LLAMA_8B;
     let [step, request, token, pair] = [step, request, token, pair].map(|each| 3.0 * each);
-    let costs = Costs { step, request, cached_token, token, pair, known, before };
+    let costs = Costs { step, request, cached_token, token, pair, found, before };
     let slow = Class { name: "slow".into(), costs, ..Class::default() };
     let at = |policy| {
         let mut setup = fleet(&[Role::Worker; 2], &Class::default(), policy);

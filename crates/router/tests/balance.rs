@@ -1,4 +1,4 @@
-//! Nodes change their roles as the work does.
+//! The balancer: it changes the nodes' roles as the work changes.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::time::{Duration, Instant};

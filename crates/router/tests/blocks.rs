@@ -1,4 +1,4 @@
-//! What engines tell of their blocks, in any order and any number of times, against plain sets.
+//! Blocks by KV events, in any order and any number of times, against plain sets.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{

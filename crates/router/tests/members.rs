@@ -1,4 +1,4 @@
-//! Which nodes there are, after any order of flags, beats, answers of DNS, probes and what operators do.
+//! The members after flags, beats, DNS answers, probes and operators' calls in any order.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{

@@ -1,4 +1,4 @@
-//! Nodes by the addresses of a name: what a resolver answers, carried out.
+//! Nodes by the addresses of a DNS name: a resolver's answers become nodes of the scheduler.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{

@@ -1,4 +1,4 @@
-//! Pools that several nodes share: a prompt that one of them has prefilled is loaded by the others, for a price.
+//! Pools that several nodes share: once one node has prefilled a prompt, the others can load it, at a cost.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{

@@ -1,5 +1,5 @@
-//! Choices: each policy, pairs, failures, and that what is reserved is given back. "Complaint n" is what users of other routers
-//! reported (docs/routing.md names them).
+//! Choices: each policy, pairs, failures, and that every reservation is released. "Complaint n" is a report of users of other
+//! routers (docs/routing.md names them).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::time::{Duration, Instant};

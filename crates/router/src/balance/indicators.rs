@@ -124,8 +124,8 @@ impl Window {
         let mut means = [None; NAMES.len()];
         let Some(newest) = self.samples.back() else { return means };
         for (at, mean) in means.iter_mut().enumerate().filter(|(at, _)| newest[*at].is_some()) {
-            let known = || self.samples.iter().filter_map(|sample| sample[at]);
-            *mean = Some(known().sum::<f64>() / known().count().max(1) as f64);
+            let reported = || self.samples.iter().filter_map(|sample| sample[at]);
+            *mean = Some(reported().sum::<f64>() / reported().count().max(1) as f64);
         }
         means
     }
@@ -134,9 +134,9 @@ impl Window {
 /// The weighted mean of the indicators that are reported; None if none of these has a weight. A missing indicator loses its
 /// weight, because counted as 0 it would make a loaded node look idle.
 pub fn score(indicators: &Indicators, weights: &[f64; NAMES.len()]) -> Option<f64> {
-    let known = || indicators.iter().zip(weights).filter_map(|(value, weight)| Some(((*value)?, *weight)));
-    let weight: f64 = known().map(|(_, weight)| weight).sum();
-    (weight > 0.0).then(|| known().map(|(value, weight)| value * weight).sum::<f64>() / weight)
+    let reported = || indicators.iter().zip(weights).filter_map(|(value, weight)| Some(((*value)?, *weight)));
+    let weight: f64 = reported().map(|(_, weight)| weight).sum();
+    (weight > 0.0).then(|| reported().map(|(value, weight)| value * weight).sum::<f64>() / weight)
 }
 
 #[cfg(test)]
@@ -196,11 +196,11 @@ mod tests {
         #[test]
         fn whatever_is_told_a_score_is_a_number_within_its_bounds(
             tokens in any::<u64>(), decoding in any::<u64>(),
-            told in prop::array::uniform7(prop::option::of(prop_oneof![
+            reported in prop::array::uniform7(prop::option::of(prop_oneof![
                 any::<f64>(), Just(f64::NAN), Just(f64::INFINITY), Just(-1.0), Just(1e18),
             ])),
         ) {
-            let [sending, waiting, preempted, step_tokens, cache_used, gpu_used, memory_used] = told;
+            let [sending, waiting, preempted, step_tokens, cache_used, gpu_used, memory_used] = reported;
             let sample = Sample {
                 prefill_tokens: tokens, decoding, sending, waiting, preempted, step_tokens, cache_used,
                 gpu_used, memory_used,

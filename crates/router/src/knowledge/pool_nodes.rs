@@ -25,14 +25,14 @@ impl PoolNodes {
             pool.block_size = None;
         }
         let (table, bit) = (slot / NODES_A_TABLE, 1 << (slot % NODES_A_TABLE));
-        match pool.tables.iter_mut().find(|(known, _)| *known == table) {
+        match pool.tables.iter_mut().find(|(number, _)| *number == table) {
             Some((_, bits)) => *bits |= bit,
             None => pool.tables.push((table, bit)),
         }
     }
 
     /// The pools whose nodes all publish events: slot, size of blocks, nodes.
-    pub(super) fn known(&self) -> impl Iterator<Item = (usize, u32, &[(usize, u64)])> {
+    pub(super) fn reported(&self) -> impl Iterator<Item = (usize, u32, &[(usize, u64)])> {
         self.0.iter().filter_map(|(slot, pool)| Some((*slot, pool.block_size?, &*pool.tables)))
     }
 }

@@ -9,7 +9,7 @@ use crate::schedule::Index;
 /// Shortest time that a promise holds.
 pub(super) const LIFETIME: Duration = Duration::from_secs(5);
 
-/// Two generations of promises. Every [`LIFETIME`] the old one is emptied and becomes the young one.
+/// Two generations of promises. Every [`LIFETIME`] the young one becomes the old one, whose own promises expire.
 #[derive(Debug)]
 pub(super) struct Promises {
     young: Index,

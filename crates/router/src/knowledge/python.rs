@@ -76,8 +76,8 @@ fn dump_all(
 ) -> Result<(), Error> {
     json.push(open);
     let is_empty = members.is_empty();
-    for (place, (key, value)) in members.into_iter().enumerate() {
-        if place > 0 {
+    for (number, (key, value)) in members.into_iter().enumerate() {
+        if number > 0 {
             json.push_str(if indent.is_some() { "," } else { ", " });
         }
         new_line(indent, level + 1, json);

@@ -290,7 +290,7 @@ impl Knowledge {
                 }
             });
         }
-        for (pool, size, nodes) in pools.known() {
+        for (pool, size, nodes) in pools.reported() {
             let blocks = chains.get(&size).map_or(0, |chain| state.blocks.pooled(chain, nodes));
             cached.set_pooled(pool, blocks as u64 * u64::from(size));
         }

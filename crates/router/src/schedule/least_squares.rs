@@ -74,13 +74,13 @@ impl<const TERMS: usize> LeastSquares<TERMS> {
         for (row, gain) in self.covariance.iter().zip(&mut gain) {
             *gain = row.iter().zip(&terms).map(|(value, term)| value * term).sum();
         }
-        let known: f64 = KEPT + gain.iter().zip(&terms).map(|(gain, term)| gain * term).sum::<f64>();
+        let denominator: f64 = KEPT + gain.iter().zip(&terms).map(|(gain, term)| gain * term).sum::<f64>();
         let off = took / scale - self.value(&terms);
         let mut next = self.clone();
         for at in 0..TERMS {
-            next.coefficients[at] += gain[at] / known * off;
+            next.coefficients[at] += gain[at] / denominator * off;
             for other in 0..TERMS {
-                let less = gain[at] * gain[other] / known;
+                let less = gain[at] * gain[other] / denominator;
                 next.covariance[at][other] = (self.covariance[at][other] - less) / KEPT;
             }
             // Without this cap the variance of a term that does not vary would grow without bound.

@@ -62,7 +62,7 @@ impl Pools {
     }
 
     pub(super) fn slot_of(&self, name: &str) -> Option<usize> {
-        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(known, _)| &**known == name))
+        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(own, _)| &**own == name))
     }
 
     /// A node leaves the pool. After the last one, the pool's prompts are forgotten.
