@@ -133,7 +133,7 @@ def router(program: str, engines: list[str], knows: bool) -> Iterator[str]:
             for line in process.stderr:
                 seen = re.search(r"routes at http://(\S+?):? ", line)
                 address = seen[1] if seen else address
-                ready += "a node is ready" in line
+                ready += "node ready" in line
                 if address and ready == len(engines):
                     break
             threading.Thread(target=process.stderr.read, daemon=True).start()

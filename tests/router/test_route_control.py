@@ -88,7 +88,7 @@ def test_engines_are_added_and_removed_while_it_runs(at: Path) -> None:
         assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 503
         assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
         until("it has gone", lambda: not listed(at))
-        assert sum("a node goes" in line for line in router.lines) == 2
+        assert sum("node removed" in line for line in router.lines) == 2
 
 
 def test_it_does_what_the_page_tells_it(at: Path) -> None:
@@ -189,6 +189,6 @@ def test_another_user_is_turned_away() -> None:
 
             assert "nodes" in as_user(os.geteuid(), ask_it), "the control: its own user is served"
             assert "nodes" not in as_user(54321, ask_it)
-            until("it is told", lambda: any("turned away" in line for line in router.lines))
+            until("it is told", lambda: any("the peer is another user" in line for line in router.lines))
     finally:
         shutil.rmtree(folder)

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
 use kvlane_router::{
-    balance::{NAMES, RoleSettings, Settings, Thresholds},
+    balance::{BalanceSettings, NAMES, RoleSettings, Thresholds},
     webhook::WebhookUrl,
 };
 use serde::Deserialize;
@@ -66,9 +66,9 @@ impl BalanceTable {
     }
 
     /// A mistake is told with its key.
-    pub(crate) fn settings(&self) -> Result<Settings> {
-        let usual = Settings::default();
-        Ok(Settings {
+    pub(crate) fn settings(&self) -> Result<BalanceSettings> {
+        let usual = BalanceSettings::default();
+        Ok(BalanceSettings {
             every: time("every-ms", self.every_ms, usual.every, 10.0)?,
             window: match self.window {
                 Some(window @ (0 | 10_001..)) => bail!("balance.window = {window}: from 1 to 10000 looks"),
@@ -151,7 +151,7 @@ fn number(key: &str, value: Option<f64>, usual: f64, least: f64, most: f64) -> R
 mod tests {
     use super::*;
 
-    fn parsed(text: &str) -> Result<Settings> {
+    fn parsed(text: &str) -> Result<BalanceSettings> {
         let table = toml::from_str::<BalanceTable>(text)?;
         table.webhook()?;
         table.refuse()?;
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn what_is_not_named_is_as_by_default() {
-        assert_eq!(parsed("").unwrap(), Settings::default());
+        assert_eq!(parsed("").unwrap(), BalanceSettings::default());
         let one = parsed("flips = false\n[decode]\nweights = { running = 7 }").unwrap();
         assert!(!one.flips);
         assert_eq!(one.decode.weights, [7.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
@@ -173,7 +173,7 @@ mod tests {
         let (table, _) = from.split_once("```").unwrap();
         let table = table.replace("[balance.", "[");
         assert!(table.contains("prefill-rate") && table.contains("[decode]"));
-        assert_eq!(parsed(&table).unwrap(), Settings::default());
+        assert_eq!(parsed(&table).unwrap(), BalanceSettings::default());
     }
 
     #[test]

@@ -118,7 +118,7 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     let listen =
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
     let listeners = args.listen.iter().map(listen).collect::<Result<Vec<_>>>()?;
-    let shared = Shared::knowing(settings, scheduler, random()?, knowledge);
+    let shared = Shared::with_knowledge(settings, scheduler, random()?, knowledge);
     if let Some(settings) = balance {
         shared.balance(settings);
     }

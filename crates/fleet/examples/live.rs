@@ -19,7 +19,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full, combinators::BoxBody};
 use hyper::{Method, Request, Response, body::Frame, body::Incoming, client, server, service::service_fn};
 use hyper_util::rt::TokioIo;
-use kvlane_fleet::{Brought, Class, LiveEngine, Request as Asked};
+use kvlane_fleet::{Class, LiveEngine, LiveOutput, Request as Asked};
 use serde_json::{Value, json};
 use tokio::{net::TcpListener, net::TcpStream, sync::Notify, sync::mpsc, time::sleep_until};
 
@@ -68,12 +68,12 @@ impl Server {
         let (engine, waiting) = &mut *self.state.lock().unwrap();
         for brought in engine.end_step() {
             match brought {
-                Brought::First(number) => {
+                LiveOutput::First(number) => {
                     if let Some((events, _)) = waiting.get(&number) {
                         let _ = events.send(tokens(1));
                     }
                 }
-                Brought::Last(number) => {
+                LiveOutput::Last(number) => {
                     if let Some((events, output)) = waiting.remove(&number) {
                         // Those between are not sent one by one: nobody looks at them here.
                         let _ = events.send(tokens(output.saturating_sub(1)));

@@ -1,48 +1,48 @@
-//! What an engine's steps take, by formulas whose coefficients were measured: within a quarter of each point, within a fiftieth
-//! where requests only decode.
+//! Predicts the times of an engine's steps, by formulas with measured coefficients. They come within a quarter of each measured
+//! point, and within a fiftieth where requests only decode.
 
 use std::time::Duration;
 
 use serde::Deserialize;
 use thiserror::Error;
 
-/// Times of an engine's steps on one kind of hardware, of one model. In milliseconds; nothing is negative.
+/// Coefficients for one model on one kind of hardware. Each is in milliseconds and not negative.
 ///
 /// ```text
 /// a step   = step + request * (requests that decode) + cached_token * (tokens of all these)
 ///                 + sum over parts of prompts: token * n + pair * n * (c + n / 2)      n new tokens behind c
-/// a prompt = known * (tokens that it does not compute), and before    beside the steps
+/// a prompt = found * (tokens found in a cache) + before                                   in parallel with steps
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// Of each step.
+    /// Time of an empty step.
     pub step: f64,
-    /// Of each request that decodes in a step.
+    /// Added by each request that decodes in a step.
     pub request: f64,
-    /// Of each token of a request that decodes.
+    /// Added by each token that a decoding request has so far.
     pub cached_token: f64,
-    /// Of each token that is prefilled.
+    /// Added by each prefilled token.
     pub token: f64,
-    /// Of each pair of a token that is prefilled and one before it.
+    /// Added by each pair of a prefilled token and one before it.
     pub pair: f64,
-    /// Of each token of a prompt that is found in a cache.
-    pub known: f64,
-    /// From a request's arrival to its first step, and from its token to the client.
+    /// Added to `before` by each token of a prompt that is found in a cache.
+    pub found: f64,
+    /// Overhead of a request: from its arrival to its first step, and from its token to the client.
     pub before: f64,
 }
 
-/// What is wrong with a file of measurements.
+/// Why a file of measurements cannot be used.
 #[derive(Debug, Error)]
 pub enum CostsError {
-    /// It is none that `bench/gpu/steps.py` has written.
+    /// `bench/gpu/steps.py` did not write it.
     #[error("this is no file of bench/gpu/steps.py: {0}")]
     Json(#[from] serde_json::Error),
-    /// A number that no engine has.
+    /// A coefficient out of range.
     #[error("{name} is {value} ms: at least 0 and at most a minute")]
     Value {
-        /// Which.
+        /// As in the error's text.
         name: &'static str,
-        /// What it is.
+        /// In milliseconds.
         value: f64,
     },
 }
@@ -79,21 +79,21 @@ struct Decode {
 }
 
 impl Costs {
-    /// Llama-3.1-8B's shape by vLLM 0.26 on one H100, with CUDA graphs: bench/gpu/results/2026-11-26-h100-steps.json.
+    /// Llama-3.1-8B's shape in vLLM 0.26 on one H100, with CUDA graphs: bench/gpu/results/2026-11-26-h100-steps.json.
     pub const H100_LLAMA_8B: Self = Self {
         step: 6.52,
         request: 0.007_38,
         cached_token: 4.30e-5,
         token: 0.021_42,
         pair: 7.48e-7,
-        known: 0.000_585,
+        found: 0.000_585,
         before: 3.98,
     };
 
-    /// Those that `bench/gpu/steps.py` has measured and written as JSON.
+    /// Reads the JSON that `bench/gpu/steps.py` writes.
     ///
     /// # Errors
-    /// It is another file, or has numbers that make no sense.
+    /// It is another file, or a coefficient is out of range.
     pub fn from_steps(json: &str) -> Result<Self, CostsError> {
         let Fit { prefill, decode } = serde_json::from_str::<File>(json)?.found.fit;
         let costs = Self {
@@ -102,14 +102,14 @@ impl Costs {
             cached_token: decode.token_ms,
             token: prefill.token_ms,
             pair: prefill.pair_ms,
-            known: prefill.known_ms,
-            // A prompt alone takes a step, and what is beside it.
+            found: prefill.known_ms,
+            // A prompt alone takes one step plus the overhead.
             before: (prefill.base_ms - decode.base_ms).max(0.0),
         };
         costs.checked()
     }
 
-    /// Of hardware on which prompts take so many times as long, and steps and requests that decode.
+    /// Scales to other hardware: `prefill` multiplies the cost of prompts, `decode` that of steps and of decoding requests.
     #[must_use]
     pub fn times(self, prefill: f64, decode: f64) -> Self {
         Self {
@@ -122,19 +122,19 @@ impl Costs {
         }
     }
 
-    /// The same, if its numbers make sense.
+    /// Checks that all coefficients are in range.
     ///
     /// # Errors
     /// One is negative, not a number, or longer than a minute.
     pub fn checked(self) -> Result<Self, CostsError> {
-        let Self { step, request, cached_token, token, pair, known, before } = self;
+        let Self { step, request, cached_token, token, pair, found, before } = self;
         let all = [
             ("a step", step),
             ("a request", request),
             ("a cached token", cached_token),
             ("a token", token),
             ("a pair", pair),
-            ("a known token", known),
+            ("a found token", found),
             ("what is before", before),
         ];
         match all.into_iter().find(|(_, value)| !(0.0..=60_000.0).contains(value)) {
@@ -143,22 +143,22 @@ impl Costs {
         }
     }
 
-    /// A step in which `requests` decode, which have `cached` tokens together, and these parts of prompts are prefilled: new
-    /// tokens, and those before them.
+    /// Time of a step in which `requests` decode that have `cached` tokens together. `parts` are the parts of prompts that it
+    /// prefills: new tokens, and tokens before them.
     pub fn step(&self, requests: u64, cached: u64, parts: impl Iterator<Item = (u64, u64)>) -> Duration {
         let parts: f64 = parts.map(|(new, before)| self.prefill(new, before)).sum();
         milliseconds(self.step + self.request * requests as f64 + self.cached_token * cached as f64 + parts)
     }
 
-    /// Milliseconds that `new` tokens behind `before` others add to a step.
+    /// Milliseconds that prefilling `new` tokens behind `before` others adds to a step.
     pub fn prefill(&self, new: u64, before: u64) -> f64 {
         let (new, before) = (new as f64, before as f64);
         self.token * new + self.pair * new * (before + new / 2.0)
     }
 
-    /// What a prompt waits for before its first step, of which so many tokens are found.
-    pub fn before(&self, known: u64) -> Duration {
-        milliseconds(self.before + self.known * known as f64)
+    /// Time from a prompt's arrival to its first step, with `found` tokens from a cache.
+    pub fn before(&self, found: u64) -> Duration {
+        milliseconds(self.before + self.found * found as f64)
     }
 }
 
@@ -183,14 +183,14 @@ mod tests {
             (ours.cached_token, measured.cached_token),
             (ours.token, measured.token),
             (ours.pair, measured.pair),
-            (ours.known, measured.known),
+            (ours.found, measured.found),
             (ours.before, measured.before),
         ] {
             assert!(close(ours, theirs), "{ours} {theirs}");
         }
     }
 
-    /// Of the points that were measured themselves, and not of what was fitted to them.
+    /// Compares with the measured points themselves, not with the formulas that were fitted to them.
     #[test]
     fn the_formulas_come_near_what_was_measured() {
         let file: serde_json::Value = serde_json::from_str(MEASURED).unwrap();

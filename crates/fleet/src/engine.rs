@@ -1,4 +1,4 @@
-//! One engine: requests wait, are prefilled in parts, and decode together, step after step.
+//! One simulated engine. Requests wait, are prefilled in parts, and decode together, step by step.
 //!
 //! ```text
 //!   push --> waiting --- room in the KV cache ---> running: prompt in parts, then a token a step --> finished
@@ -18,23 +18,23 @@ use crate::lab::Chooser;
 use crate::pool::Pool;
 use crate::trace::Trace;
 
-/// Engines that are alike.
+/// Engines of one kind: hardware, model and settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Class {
-    /// For people.
+    /// The router's class of such nodes too, unless an experiment changes it.
     pub name: String,
-    /// What their steps take.
+    /// Times of its steps.
     pub costs: Costs,
-    /// Tokens that the requests which run may have together.
+    /// Most tokens of all running requests together.
     pub kv_tokens: u64,
-    /// Tokens whose blocks are found again, in the engine's own cache and in its daemon's pool. An engine that shares a pool with
-    /// others finds the blocks of its `kv_tokens`, and those of the pool.
+    /// Tokens whose blocks stay cached, in the engine's own cache and in its daemon's pool. An engine that shares a pool with
+    /// others caches blocks of its `kv_tokens` instead; the pool keeps its own.
     pub cached_tokens: u64,
-    /// Which of these blocks make room for others.
+    /// Policy by which its cache evicts blocks.
     pub eviction: PolicyKind,
-    /// Requests that run at once, at the most.
+    /// Most requests that run at once.
     pub requests_max: usize,
-    /// Tokens of a step, at the most.
+    /// Most tokens of a step.
     pub step_tokens: u64,
 }
 
@@ -53,42 +53,42 @@ impl Default for Class {
     }
 }
 
-/// What an engine does for a request.
+/// One attempt of a request at one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Job {
-    /// Its number in the trace.
+    /// Number in the trace.
     pub(crate) request: usize,
-    /// Tokens that it generates, in all.
+    /// Tokens to generate.
     pub(crate) output: u64,
-    /// Another engine has computed its prompt, but for the last token.
+    /// Another engine has computed the prompt, except its last token.
     pub(crate) is_handed_over: bool,
-    /// How often the request was begun anew, so that a word of an earlier time is told from it.
+    /// Number of the attempt, so that results of an earlier one are ignored.
     pub(crate) attempt: u32,
 }
 
-/// What a step has brought.
+/// A token that a step has generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Came {
-    /// The first token, with so many tokens of the prompt found in a cache.
+pub(crate) enum StepOutput {
+    /// A job's first token. `found`: tokens of its prompt that were cached.
     First { job: Job, found: u64 },
-    /// The last one.
+    /// A job's last token.
     Last(Job),
 }
 
 #[derive(Debug)]
 struct Running {
     job: Job,
-    /// The prompt's tokens, and after a preemption those that were generated before.
+    /// Tokens to prefill: the prompt, and after a preemption also those generated before.
     prompt: u64,
-    /// Of these, computed or found.
+    /// The part of `prompt` that is computed or found.
     done: u64,
     found: u64,
     generated: u64,
-    /// Of these, before it was preempted: part of `prompt`.
+    /// The part of `generated` from before a preemption, which `prompt` includes.
     before: u64,
-    /// What is found has come from the cache by then.
+    /// When its prompt can be prefilled: after its overhead, and once the found tokens are loaded.
     ready_at: Duration,
-    /// New tokens of the step that is under way.
+    /// Its tokens in the present step.
     part: u64,
 }
 
@@ -97,21 +97,22 @@ impl Running {
         self.done == self.prompt
     }
 
-    /// That it has in the KV cache, or will have before its next token.
+    /// Tokens that it has in the KV cache, or will have before its next token.
     fn tokens(&self) -> u64 {
         self.prompt + self.generated - self.before
     }
 }
 
-/// One of the fleet.
+/// The state of one engine. It knows no time; callers pass it.
 pub(crate) struct Engine {
     class: Arc<Class>,
     cache: CacheModel,
     pool: Option<Pool>,
+    /// Jobs, each with the tokens that it generated before a preemption.
     waiting: VecDeque<(Job, u64)>,
     running: Vec<Running>,
     is_in_step: bool,
-    /// Blocks of prompts that it was given and has not prefilled yet: of how many prompts.
+    /// Blocks of prompts that it was given and has not prefilled yet, each with the number of these prompts.
     expected: HashMap<u64, u32>,
 }
 
@@ -130,28 +131,28 @@ impl Engine {
         }
     }
 
-    /// A request has come.
+    /// Adds a job to the queue.
     pub(crate) fn push(&mut self, job: Job) {
         self.waiting.push_back((job, 0));
     }
 
-    /// A prompt of these blocks will come.
+    /// Notes that a prompt of these blocks will come.
     pub(crate) fn expect(&mut self, blocks: &[u64]) {
         blocks.iter().for_each(|block| *self.expected.entry(*block).or_default() += 1);
     }
 
-    /// How many of these blocks it has, or will have, from the first one on.
+    /// Number of leading blocks that it has, or will have.
     pub(crate) fn leading_blocks(&self, blocks: &[u64]) -> u64 {
         let has = |block: &&u64| self.cache.contains(**block) || self.expected.contains_key(*block);
         blocks.iter().take_while(has).count() as u64
     }
 
-    /// Requests that run or wait, as its metrics tell.
+    /// Requests that run or wait, as in its metrics.
     pub(crate) fn requests(&self) -> u64 {
         (self.waiting.len() + self.running.len()) as u64
     }
 
-    /// Requests that wait.
+    /// As in its metrics.
     pub(crate) fn waiting(&self) -> u64 {
         self.waiting.len() as u64
     }
@@ -165,8 +166,11 @@ impl Engine {
         self.running.iter().map(Running::tokens).sum()
     }
 
-    /// Begins a step, if none is under way and something is to be done: when it will be over. An error tells when to ask again,
-    /// if something comes by itself.
+    /// Begins a step, and returns its end.
+    ///
+    /// # Errors
+    /// A step is under way, or there is no work now. Holds the time at which the next prompt will be ready, if one waits
+    /// for its overhead or its load.
     pub(crate) fn begin_step(&mut self, trace: &Trace, now: Duration) -> Result<Duration, Option<Duration>> {
         if self.is_in_step {
             return Err(None);
@@ -201,7 +205,7 @@ impl Engine {
         Ok(now + takes)
     }
 
-    /// Who came last goes back to the queue while there is no room for a token of each.
+    /// Preempts the latest requests, until each running one has room for a token. They return to the front of the queue.
     fn make_room(&mut self) {
         while self.running.len() > 1 && self.used() + self.running.len() as u64 > self.class.kv_tokens {
             let Some(last) = self.running.pop() else { return };
@@ -209,13 +213,13 @@ impl Engine {
         }
     }
 
-    /// The next request begins, if there is room for it.
+    /// Starts the next waiting request, if there is room for it. Returns whether it did.
     fn admit(&mut self, trace: &Trace, now: Duration) -> bool {
         let Some(&(job, generated)) = self.waiting.front() else { return false };
         let request = &trace.requests[job.request];
         let prompt = request.prompt_tokens + generated;
         let has_room = self.used() + prompt + (self.running.len() as u64) < self.class.kv_tokens;
-        // One that fits nowhere would wait for ever: alone it runs in any case.
+        // A request runs alone even if it does not fit, because otherwise it would wait for ever.
         if !self.running.is_empty() && (!has_room || self.running.len() >= self.class.requests_max) {
             return false;
         }
@@ -225,7 +229,7 @@ impl Engine {
         let tokens = |blocks: usize| (blocks as u64 * trace.block_tokens).min(request.prompt_tokens - 1);
         let in_cache = tokens(own + pooled);
         let found = if job.is_handed_over && generated == 0 { prompt - 1 } else { in_cache };
-        let known = if job.is_handed_over { 0 } else { found };
+        let cached = if job.is_handed_over { 0 } else { found };
         let loads = if job.is_handed_over { 0 } else { in_cache - tokens(own) };
         let loading = self.pool.as_ref().map_or(0.0, |pool| pool.load_ms(loads));
         self.running.push(Running {
@@ -235,20 +239,21 @@ impl Engine {
             found,
             generated,
             before: generated,
-            ready_at: now + self.class.costs.before(known) + milliseconds(loading),
+            ready_at: now + self.class.costs.before(cached) + milliseconds(loading),
             part: 0,
         });
         true
     }
 
-    /// The step is over: what it has brought. `told`: the engine's number, and who hears what its cache keeps and drops.
+    /// Ends the step, and returns the first and last tokens that it generated. `observer`: the engine's number, and the
+    /// chooser that hears of its cache's changes.
     pub(crate) fn end_step(
         &mut self,
         trace: &Trace,
-        mut told: Option<(usize, &mut impl Chooser)>,
-    ) -> Vec<Came> {
+        mut observer: Option<(usize, &mut impl Chooser)>,
+    ) -> Vec<StepOutput> {
         self.is_in_step = false;
-        let mut came = Vec::new();
+        let mut output = Vec::new();
         for running in &mut self.running {
             if running.part == 0 {
                 continue;
@@ -259,27 +264,27 @@ impl Engine {
                     continue;
                 }
                 let blocks = &trace.requests[running.job.request].blocks;
-                keep(&mut self.cache, blocks, &mut told);
+                keep(&mut self.cache, blocks, &mut observer);
                 self.pool.iter().for_each(|pool| pool.keep(blocks));
                 if running.generated == 0 {
-                    // One that was handed over was not expected here.
+                    // A handed-over prompt was not expected here.
                     if !running.job.is_handed_over {
-                        expect_no_more(&mut self.expected, blocks);
+                        forget_expected(&mut self.expected, blocks);
                     }
-                    came.push(Came::First { job: running.job, found: running.found });
+                    output.push(StepOutput::First { job: running.job, found: running.found });
                 }
             }
             running.generated += 1;
             if running.generated >= running.job.output {
-                came.push(Came::Last(running.job));
+                output.push(StepOutput::Last(running.job));
             }
         }
         self.running.retain(|running| running.generated < running.job.output || !running.decodes());
         self.running.iter_mut().for_each(|running| running.part = 0);
-        came
+        output
     }
 
-    /// The process dies: its requests, and all that it had.
+    /// Kills the process: it loses its cache and its jobs, which are returned. The shared pool stays.
     pub(crate) fn die(&mut self, block_tokens: u64) -> Vec<Job> {
         let lost = self.running.drain(..).map(|running| running.job);
         let lost = lost.chain(self.waiting.drain(..).map(|(job, _)| job)).collect();
@@ -288,8 +293,8 @@ impl Engine {
     }
 }
 
-/// A prompt of these blocks has come.
-fn expect_no_more(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
+/// Takes back one [`Engine::expect`], because its prompt has been prefilled.
+fn forget_expected(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
     for block in blocks {
         if let Entry::Occupied(mut count) = expected.entry(*block) {
             *count.get_mut() -= 1;
@@ -300,15 +305,15 @@ fn expect_no_more(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
     }
 }
 
-/// A prompt's blocks come into the cache.
-fn keep(cache: &mut CacheModel, blocks: &[u64], told: &mut Option<(usize, &mut impl Chooser)>) {
-    let Some((node, chooser)) = told else {
+/// Stores a prompt's blocks in the cache, and tells the observer which were stored and evicted.
+fn keep(cache: &mut CacheModel, blocks: &[u64], observer: &mut Option<(usize, &mut impl Chooser)>) {
+    let Some((node, chooser)) = observer else {
         cache.request(blocks, |_| ());
         return;
     };
     let mut gone = Vec::new();
-    let known = cache.request(blocks, |evicted| gone.push(evicted.key)).prefix_hits;
-    let (before, behind) = blocks.split_at(known);
+    let hits = cache.request(blocks, |evicted| gone.push(evicted.key)).prefix_hits;
+    let (before, behind) = blocks.split_at(hits);
     let new = behind.iter().take_while(|block| cache.contains(**block)).count();
     if !gone.is_empty() {
         chooser.evicted(*node, &gone);

@@ -1,23 +1,24 @@
-//! What an experiment may change about the router of a replay. Tests and bench/replay/dynamo do; `kvlane replay` does not.
+//! Hooks by which an experiment changes the router of a replay. Tests and bench/replay/dynamo use them; `kvlane replay` does
+//! not.
 
 use std::time::Duration;
 
 use crate::trace::Request;
 
-/// An experiment. `()` changes nothing.
+/// An experiment on a replay's router. `()` changes nothing.
 pub trait Lab {
-    /// Chooses nodes in place of the router's policies. [`NoChooser`] leaves that to them.
+    /// Chooses nodes in place of the router's policies; [`NoChooser`] if these choose.
     type Chooser: Chooser;
 
     /// The chooser; None if the router's policies choose.
     fn chooser(&mut self) -> Option<&mut Self::Chooser>;
 
-    /// The class that the router takes a node for, which is of class `name`.
+    /// The class under which the router knows a node of class `name`.
     fn class<'n>(&self, name: &'n str) -> &'n str {
         name
     }
 
-    /// How long something of a request took, as the router reads it: it learns from that what nodes take.
+    /// A time of a request as the router observes it. The router's predictions learn from it.
     fn read(&self, time: Duration, request: usize) -> Duration {
         let _ = request;
         time
@@ -32,22 +33,24 @@ impl Lab for () {
     }
 }
 
-/// Picks the node of each request in a replay, in place of the router's own policies. It hears what engines tell of first
-/// tokens, of ends, and of their caches, at the moment when it happens.
+/// Chooses the node of each request in place of the router's policies. It hears of first tokens, ends and cache changes at the
+/// moment when they happen.
 pub trait Chooser {
-    /// A request has come, or is begun anew: the number of the node that gets it. None, or a node that takes none: it is lost.
-    fn choose(&mut self, request: usize, asked: &Request) -> Option<usize>;
+    /// Chooses for a request that has come, or that starts again: the number of its node. If it is None, or a node that
+    /// accepts no requests, the request is lost.
+    fn choose(&mut self, request: usize, recorded: &Request) -> Option<usize>;
 
-    /// Its first token has come.
+    /// The request's first token has come.
     fn prefilled(&mut self, request: usize);
 
-    /// It is over, served or not, or is about to be begun anew.
+    /// The request has ended, served or not, or is about to start again.
     fn over(&mut self, request: usize);
 
-    /// A node's cache has these blocks from now on, one behind the other, and behind `parent` if they are not a prompt's first.
+    /// A node's cache has stored these blocks, which follow each other. `parent` is the block before them; None: they begin a
+    /// prompt.
     fn stored(&mut self, node: usize, parent: Option<u64>, blocks: &[u64]);
 
-    /// It has them no longer. Of a node that dies nothing is told.
+    /// A node's cache has evicted these blocks. A node that dies reports nothing.
     fn evicted(&mut self, node: usize, blocks: &[u64]);
 }
 

@@ -1,13 +1,12 @@
-//! Engines that are simulated in virtual time, behind the router's own scheduler: what a cluster would do with a recorded
-//! trace.
+//! Replays a recorded trace against a simulated fleet: the router's own scheduler in front of engines in virtual time.
 //!
-//! No I/O, no clock, no chance but from a seed: the same arguments give the same answers. Nothing here moves a byte; what an
-//! engine's steps take comes from measurements of a real one ([`Costs`]).
+//! No I/O, no clock, and random numbers from a seed only, so the same arguments give the same results. No bytes move; the
+//! times of engines' steps come from measurements of a real engine ([`Costs`]).
 //!
 //! ```text
 //!  trace --> arrivals --> Scheduler --> engine: waiting -> prefill in parts -> decode --> outcome of each request
 //!                            ^              |  steps, one after the other; prefixes in a cache
-//!                            '-- /metrics --'  hand-over: from a prefill node's last token to the decode node's first
+//!                            '-- /metrics --'  transfer: from a prefill node's last token to the decode node's first
 //! ```
 #![forbid(unsafe_code)]
 
@@ -24,9 +23,9 @@ pub use self::{
     costs::{Costs, CostsError},
     engine::Class,
     lab::{Chooser, Lab, NoChooser},
-    live::{Brought, LiveEngine},
+    live::{LiveEngine, LiveOutput},
     outcome::{Limits, Served, Summary},
     pool::{Pool, PoolSetup},
-    replay::{HandOver, NodeSetup, Replayed, Setup, Signals, Turn, replay, replay_in},
+    replay::{NodeSetup, Replayed, RoleChange, Setup, Signals, TransferSetup, replay, replay_in},
     trace::{Request, Trace},
 };

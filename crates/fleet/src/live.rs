@@ -1,37 +1,37 @@
-//! A simulated engine in real time, for a server that pretends to be it: the same steps as in a replay.
+//! One simulated engine for a server that runs it in real time, with the same steps as in a replay.
 
 use std::{sync::Arc, time::Duration};
 
 use crate::{
-    engine::{Came, Class, Engine, Job},
+    engine::{Class, Engine, Job, StepOutput},
     lab::NoChooser,
     pool::Pool,
     trace::{Request, Trace},
 };
 
-/// One engine. Times count from whichever moment the caller chooses.
+/// One engine. The caller chooses the moment from which times count.
 pub struct LiveEngine {
     engine: Engine,
     trace: Trace,
 }
 
-/// What a step has brought to a request, by the number that [`LiveEngine::push`] gave it.
+/// A token that a step has generated, with the request's number from [`LiveEngine::push`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Brought {
-    /// Its first token.
+pub enum LiveOutput {
+    /// A request's first token.
     First(usize),
-    /// Its last one.
+    /// A request's last token.
     Last(usize),
 }
 
 impl LiveEngine {
-    /// An idle engine, with the pool that it shares with others, if any.
+    /// An idle engine. `pool` is the one that it shares with others.
     pub fn new(class: Class, block_tokens: u64, pool: Option<Pool>) -> Self {
         let trace = Trace::new(block_tokens, Vec::new());
         Self { engine: Engine::new(Arc::new(class), block_tokens, pool), trace }
     }
 
-    /// A request has come. Its blocks are hashes of the prompt up to each block's end.
+    /// Adds a request, and returns its number. Its blocks are hashes of the prompt up to each block's end.
     pub fn push(&mut self, request: Request) -> usize {
         let (number, output) = (self.trace.requests.len(), request.output_tokens);
         self.trace.requests.push(request);
@@ -39,24 +39,25 @@ impl LiveEngine {
         number
     }
 
-    /// Begins a step, if none is under way and something is to be done: when it will be over.
+    /// Begins a step, and returns its end.
     ///
     /// # Errors
-    /// Nothing can be done now. When to ask again, if something comes by itself.
+    /// A step is under way, or there is no work now. Holds the time at which the next prompt will be ready, if one waits
+    /// for its overhead or its load.
     pub fn begin_step(&mut self, now: Duration) -> Result<Duration, Option<Duration>> {
         self.engine.begin_step(&self.trace, now)
     }
 
-    /// The step is over.
-    pub fn end_step(&mut self) -> Vec<Brought> {
-        let brought = |came| match came {
-            Came::First { job, .. } => Brought::First(job.request),
-            Came::Last(job) => Brought::Last(job.request),
+    /// Ends the step, and returns the first and last tokens that it generated.
+    pub fn end_step(&mut self) -> Vec<LiveOutput> {
+        let output = |token| match token {
+            StepOutput::First { job, .. } => LiveOutput::First(job.request),
+            StepOutput::Last(job) => LiveOutput::Last(job.request),
         };
-        self.engine.end_step(&self.trace, None::<(usize, &mut NoChooser)>).into_iter().map(brought).collect()
+        self.engine.end_step(&self.trace, None::<(usize, &mut NoChooser)>).into_iter().map(output).collect()
     }
 
-    /// Requests that run, that wait, and percent of the KV cache that is used.
+    /// Running requests, waiting requests, and percent of the KV cache that is in use.
     pub fn load(&self) -> (u64, u64, u64) {
         let waiting = self.engine.waiting();
         (self.engine.requests() - waiting, waiting, self.engine.cache_percent())

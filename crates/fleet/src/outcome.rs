@@ -1,47 +1,47 @@
-//! What became of requests.
+//! The outcome of each request of a replay, and its summary.
 
 use std::time::Duration;
 
-/// What became of one.
+/// The outcome of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Served {
-    /// When it came.
+    /// When it came, from the replay's start.
     pub at: Duration,
-    /// Tokens of its prompt.
+    /// Length of its prompt.
     pub prompt_tokens: u64,
-    /// Of these, found in the cache of the engine that prefilled.
+    /// The part of `prompt_tokens` that the prefilling engine found in its cache or pool.
     pub found_tokens: u64,
-    /// Tokens of its answer.
+    /// Length of its answer.
     pub output_tokens: u64,
-    /// Until its first token; None if none came.
+    /// Time to its first token; None if none came.
     pub first: Option<Duration>,
-    /// Until its last token; None if it did not come.
+    /// Time to its last token; None if it did not come.
     pub last: Option<Duration>,
-    /// The node that prefilled, by its number.
+    /// Number of the node that prefilled.
     pub prefill: Option<usize>,
-    /// The node that decoded.
+    /// Number of the node that decoded.
     pub decode: Option<usize>,
-    /// How often it was begun, because a node died.
+    /// Times that it was started: more than one if a node died.
     pub attempts: u32,
 }
 
 impl Served {
-    /// Time to the first token.
+    /// Time to the first token; None if none came.
     pub fn ttft(&self) -> Option<Duration> {
         self.first
     }
 
-    /// Time per token behind the first one; None for one token, or none.
+    /// Mean time per token after the first one. None for a single token, or if the last one did not come.
     pub fn tpot(&self) -> Option<Duration> {
         let behind = u32::try_from(self.output_tokens).ok()?.checked_sub(1).filter(|count| *count > 0)?;
         Some((self.last? - self.first?) / behind)
     }
 }
 
-/// What a request may take.
+/// Limits on a request's times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Until its first token.
+    /// To its first token.
     pub ttft: Duration,
     /// Between its tokens, on average.
     pub tpot: Duration,
@@ -56,29 +56,29 @@ impl Limits {
     }
 }
 
-/// Of all requests of a replay.
+/// Figures of all requests of a replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
     /// Mean time to the first token.
     pub ttft_mean: Duration,
-    /// Time to the first token: half of the requests waited no longer.
+    /// Median time to the first token.
     pub ttft_p50: Duration,
-    /// And 99 of 100.
+    /// The 99th percentile.
     pub ttft_p99: Duration,
-    /// Time per token.
+    /// Median time per token.
     pub tpot_p50: Duration,
-    /// And of 99 of 100.
+    /// The 99th percentile.
     pub tpot_p99: Duration,
-    /// Share that was served within the limits, 0 to 1.
+    /// Share of the requests that were served within the limits, 0 to 1.
     pub within: f64,
-    /// Share of the prompts' tokens that was found in a cache, 0 to 1.
+    /// Share of the prompts' tokens that were found in a cache, 0 to 1.
     pub found: f64,
     /// Requests without a last token.
     pub lost: usize,
 }
 
 impl Summary {
-    /// Of these.
+    /// Summarises these requests.
     pub fn of(served: &[Served], limits: Limits) -> Self {
         let mut ttft: Vec<Duration> = served.iter().filter_map(Served::ttft).collect();
         let mut tpot: Vec<Duration> = served.iter().filter_map(Served::tpot).collect();
@@ -101,7 +101,7 @@ impl Summary {
     }
 }
 
-/// The smallest of them that `percent` of 100 do not exceed; zero of none.
+/// The smallest value that `percent` of 100 do not exceed; zero if there are none.
 fn quantile(sorted: &[Duration], percent: usize) -> Duration {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied().unwrap_or_default()

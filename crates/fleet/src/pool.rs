@@ -1,22 +1,22 @@
-//! A pool of blocks that several engines share, as those of one host share their daemon's memory.
+//! A simulated pool of blocks that several engines share, as the engines of one host share their daemon's memory.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvlane_policy::{CacheModel, PolicyKind};
 
-/// A pool as it is set up.
+/// How a pool is set up.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolSetup {
     /// Name in the file and in messages.
     pub name: String,
-    /// Tokens whose blocks it keeps. Each engine keeps those of its own `kv_tokens` beside it.
+    /// Tokens whose blocks it keeps. Each engine also keeps blocks of its own `kv_tokens`.
     pub tokens: u64,
     /// Policy by which blocks are evicted.
     pub eviction: PolicyKind,
     /// Milliseconds to load a token, during which the engine computes other requests.
     pub load_token_ms: f64,
     /// Whether the router learns which nodes share the pool.
-    pub is_told: bool,
+    pub is_reported: bool,
 }
 
 impl Default for PoolSetup {
@@ -27,7 +27,7 @@ impl Default for PoolSetup {
             tokens: 2_000_000,
             eviction: PolicyKind::Lru,
             load_token_ms: 0.003,
-            is_told: true,
+            is_reported: true,
         }
     }
 }

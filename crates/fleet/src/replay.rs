@@ -1,4 +1,12 @@
-//! A trace through a router and a fleet, event by event.
+//! Replays a trace through a scheduler and a fleet of simulated engines, event by event in virtual time.
+//!
+//! ```text
+//!   Arrives --> choose --> Starts --> StepOver* --> one node: ended after the last token
+//!                 ^                       '-------> pair: first token --> HandedOver --> StepOver* --> ended
+//!                 '--- a node dies before the client has got a token: at most ATTEMPTS times
+//! ```
+//! Further events: Scrape and Metrics (the router reads engines' metrics), BalanceTick, and nodes that join, drain, die and
+//! return.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -6,79 +14,80 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_policy::spread;
-use kvlane_router::balance::{self, Balancers};
+use kvlane_router::balance::{self, BalanceSettings, Balancers};
 use kvlane_router::body::Mark;
 use kvlane_router::schedule::{
-    Cached, Chosen, Connector, Known, LegEnd, Node, NodeId, NodeState, Reported, Request as Asked,
-    Reservation, Role, Scheduler, Settings,
+    Cached, CachedPrefixes, Chosen, Connector, LegEnd, Node, NodeId, NodeState, Reported,
+    Request as ToSchedule, Reservation, Role, Scheduler, SchedulerSettings,
 };
 
 use crate::costs::milliseconds;
-use crate::engine::{Came, Class, Engine, Job};
+use crate::engine::{Class, Engine, Job, StepOutput};
 use crate::lab::{Chooser, Lab};
 use crate::outcome::Served;
 use crate::pool::{Pool, PoolSetup};
 use crate::trace::Trace;
 
-/// A request is begun so often, if nodes die under it.
+/// Most attempts of a request whose nodes die.
 const ATTEMPTS: u32 = 3;
 
 /// A node of the fleet.
 #[derive(Debug, Clone)]
 pub struct NodeSetup {
-    /// What it is for.
+    /// At the start; the balancer may change it.
     pub role: Role,
-    /// What it is.
+    /// Hardware and settings of its engine.
     pub class: Arc<Class>,
-    /// Where it is.
+    /// Decides whether a transfer stays within a host.
     pub host: String,
-    /// Index of the node's pool.
+    /// Index into [`Setup::pools`].
     pub pool: Option<usize>,
-    /// It dies then, if it does, and comes back with nothing so much later, if it does.
+    /// When it dies, and after which time it returns with an empty cache. None: it does not.
     pub dies: Option<(Duration, Option<Duration>)>,
-    /// It is there from then on only, with nothing in its cache.
+    /// When it joins, with an empty cache. None: it is there from the start.
     pub joins: Option<Duration>,
-    /// From then on it gets no more requests, and finishes those that it has.
+    /// When it starts to drain: it finishes its requests and gets no new ones. None: never.
     pub drains: Option<Duration>,
 }
 
 impl NodeSetup {
-    /// One that is there all the time.
+    /// A node that is there all the time.
     pub fn new(role: Role, class: Arc<Class>) -> Self {
         Self { role, class, host: String::new(), pool: None, dies: None, joins: None, drains: None }
     }
 }
 
-/// How prompts go from a prefill node to a decode node.
+/// The time of a prompt's transfer from a prefill to a decode node.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct HandOver {
-    /// Milliseconds from the last token of the prompt until the decode node has all, whatever its length.
+pub struct TransferSetup {
+    /// Milliseconds from the prefill node's last token until the decode node has all: the part that does not depend on the
+    /// prompt's length.
     pub base_ms: f64,
-    /// Milliseconds more for each token.
+    /// Further milliseconds for each token of the prompt.
     pub token_ms: f64,
-    /// In place of that between nodes of different hosts; None: no other.
+    /// The same between nodes of different hosts. None: as `token_ms`.
     pub far_token_ms: Option<f64>,
 }
 
-impl Default for HandOver {
+impl Default for TransferSetup {
     /// From the last layer to landed, over sockets: bench/pd/results/2026-11-26-handoff-10000-tokens.json, and a round trip.
     fn default() -> Self {
         Self { base_ms: 2.0, token_ms: 0.001, far_token_ms: None }
     }
 }
 
-/// What the router hears of nodes.
+/// The signals by which the router hears of nodes, and their delays.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Signals {
-    /// Their metrics are asked for so often.
+    /// Time between two scrapes of their metrics.
     pub every: Duration,
-    /// An answer is so old when it comes.
+    /// Age of a scrape's answer when it comes.
     pub late: Duration,
-    /// So many of 100 do not come.
+    /// Percent of the answers that do not come.
     pub lost_percent: u8,
-    /// A node that has died gets no more requests after so long.
+    /// Time from a node's death until the router stops sending it requests.
     pub death: Duration,
-    /// Engines tell which blocks they have, at once and without loss; else the router goes by the prompts that it has sent.
+    /// Whether engines report their blocks, at once and without loss. If not, the router goes by the prompts that it has sent.
     pub kv_events: bool,
 }
 
@@ -98,20 +107,20 @@ impl Default for Signals {
 /// A fleet and its router.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// At least one.
+    /// Numbered from 0; at least one.
     pub nodes: Vec<NodeSetup>,
     /// Pools that nodes share.
     pub pools: Vec<PoolSetup>,
-    /// Of the scheduler.
-    pub scheduler: Settings,
-    /// Requests come so many times as fast as they were recorded.
+    /// The router's scheduler.
+    pub scheduler: SchedulerSettings,
+    /// Factor by which requests come faster than they were recorded.
     pub speed: f64,
     /// Between prefill and decode nodes.
-    pub hand_over: HandOver,
-    /// What the router hears.
+    pub transfer: TransferSetup,
+    /// From all nodes to the router.
     pub signals: Signals,
-    /// How the router divides nodes between both roles; None: they keep theirs.
-    pub balance: Option<balance::Settings>,
+    /// Settings of the router's balancer. None: nodes keep their roles.
+    pub balance: Option<BalanceSettings>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -120,42 +129,50 @@ enum Event {
     Drains(usize),
     Dies(usize),
     Returns(usize),
-    Hidden(usize),
+    /// The router notices that a node is dead.
+    DeathNoticed(usize),
     Arrives(usize),
-    /// The request may be looked at by the engine: node, request, attempt.
+    /// A request reaches its engine: node, request, attempt.
     Starts(usize, usize, u32),
+    /// A node's step has ended: node, life.
     StepOver(usize, u32),
+    /// A prompt is ready at a node, so that a step may begin.
     Wake(usize),
+    /// A transfer has ended: request, attempt.
     HandedOver(usize, u32),
-    Asked,
-    Told(usize, Told),
-    Looked,
+    /// The router scrapes all nodes.
+    Scrape,
+    /// A node's answer to a scrape reaches the router.
+    Metrics(usize, Scraped),
+    BalanceTick,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Told {
+struct Scraped {
     requests: u64,
     waiting: u64,
     cache_percent: u64,
+    /// The router's own requests at the node before the scrape.
     own_before: u64,
 }
 
-/// A request that is under way.
+/// A request's present attempt.
 #[derive(Debug, Default)]
 struct Open {
     prefill: Option<Reservation>,
     decode: Option<Reservation>,
     attempt: u32,
+    /// Nodes that died with an earlier attempt.
     tried: Vec<NodeId>,
     is_pair: bool,
     /// When its nodes were chosen.
     chosen: Duration,
 }
 
-struct Place {
+struct SimulatedNode {
     engine: Engine,
     id: NodeId,
-    /// Counts its lives: a step of an earlier one is over for nobody.
+    /// Counts its deaths, so that the end of a step from before one is ignored.
     life: u32,
     is_alive: bool,
 }
@@ -167,45 +184,47 @@ struct World<'a, L> {
     scheduler: Scheduler,
     balancer: Option<Balancers>,
     lab: &'a mut L,
-    places: Vec<Place>,
+    nodes: Vec<SimulatedNode>,
     pools: Vec<Pool>,
     marks: Vec<Vec<Mark>>,
     open: Vec<Open>,
     served: Vec<Served>,
+    /// By time, then by number.
     events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
-    next: u64,
-    /// Requests that are not over.
+    /// Number of the last event.
+    event_number: u64,
+    /// Requests that have not ended.
     left: usize,
-    chance: u64,
-    turns: Vec<Turn>,
+    rng: u64,
+    role_changes: Vec<RoleChange>,
 }
 
-/// What a replay has brought.
+/// The result of a replay.
 #[derive(Debug, Clone, Default)]
 pub struct Replayed {
     /// One for each request of the trace, in its order.
     pub served: Vec<Served>,
-    /// By time.
-    pub turns: Vec<Turn>,
+    /// Ordered by time.
+    pub role_changes: Vec<RoleChange>,
 }
 
-/// A node has got another role.
+/// The balancer changed a node's role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Turn {
-    /// Since the replay began.
+pub struct RoleChange {
+    /// From the replay's start.
     pub at: Duration,
-    /// By its number.
+    /// Number of the node.
     pub node: usize,
-    /// That it has from then on.
+    /// Its role from then on.
     pub role: Role,
 }
 
-/// Replays a whole trace; `progress` is told now and then how many more requests are over.
+/// Replays a whole trace. Calls `progress` from time to time with the number of requests that have ended since the last call.
 pub fn replay(trace: &Trace, setup: &Setup, progress: impl FnMut(usize)) -> Replayed {
     replay_in(&mut (), trace, setup, progress)
 }
 
-/// The same with a router that an experiment changes. One that chooses nodes itself is for fleets of workers.
+/// As [`replay`], with a router that an experiment changes. An experiment that chooses nodes needs a fleet of workers.
 pub fn replay_in(
     lab: &mut impl Lab,
     trace: &Trace,
@@ -213,34 +232,34 @@ pub fn replay_in(
     mut progress: impl FnMut(usize),
 ) -> Replayed {
     let mut world = World::new(trace, setup, lab);
-    let mut told = world.left;
+    let mut reported = world.left;
     while world.left > 0 {
         let Some(Reverse((now, _, event))) = world.events.pop() else { break };
-        world.happens(now, event);
-        if told - world.left >= 256 {
-            progress(told - world.left);
-            told = world.left;
+        world.handle(now, event);
+        if reported - world.left >= 256 {
+            progress(reported - world.left);
+            reported = world.left;
         }
     }
-    progress(told - world.left);
-    debug_assert!(world.left > 0 || world.is_at_rest(), "whoever is over holds nothing");
-    Replayed { served: world.served, turns: world.turns }
+    progress(reported - world.left);
+    debug_assert!(world.left > 0 || world.is_at_rest(), "a reservation of an ended request is left");
+    Replayed { served: world.served, role_changes: world.role_changes }
 }
 
 impl<'a, L: Lab> World<'a, L> {
     fn new(trace: &'a Trace, setup: &'a Setup, lab: &'a mut L) -> Self {
         let mut scheduler = Scheduler::new(setup.scheduler.clone());
         let pools: Vec<Pool> = setup.pools.iter().map(|pool| Pool::new(pool, trace.block_tokens)).collect();
-        let places = setup.nodes.iter().enumerate().map(|(number, node)| {
-            let id = scheduler.add(of_scheduler(number, node, lab.class(&node.class.name)));
-            if let Some(pool) = told_pool(setup, node) {
+        let nodes = setup.nodes.iter().enumerate().map(|(number, node)| {
+            let id = scheduler.add(scheduler_node(number, node, lab.class(&node.class.name)));
+            if let Some(pool) = reported_pool(setup, node) {
                 scheduler.set_pool(id, Some(&pool.name.as_str().into()), true);
             }
             let pool = node.pool.and_then(|pool| pools.get(pool)).cloned();
             let engine = Engine::new(Arc::clone(&node.class), trace.block_tokens, pool);
-            Place { engine, id, life: 0, is_alive: true }
+            SimulatedNode { engine, id, life: 0, is_alive: true }
         });
-        let places = places.collect();
+        let nodes = nodes.collect();
         let count = trace.requests.len();
         let bytes = setup.scheduler.bytes_per_token.max(1);
         let marks = trace.requests.iter().map(|request| {
@@ -264,16 +283,16 @@ impl<'a, L: Lab> World<'a, L> {
             scheduler,
             balancer: setup.balance.map(Balancers::new),
             lab,
-            places,
+            nodes,
             pools,
             marks: marks.collect(),
             open: (0..count).map(|_| Open::default()).collect(),
             served: served.collect(),
             events: BinaryHeap::new(),
-            next: 0,
+            event_number: 0,
             left: count,
-            turns: Vec::new(),
-            chance: setup.scheduler.seed ^ 0x9e37_79b9_7f4a_7c15,
+            role_changes: Vec::new(),
+            rng: setup.scheduler.seed ^ 0x9e37_79b9_7f4a_7c15,
         };
         for request in 0..count {
             world.later(world.served[request].at, Event::Arrives(request));
@@ -286,13 +305,14 @@ impl<'a, L: Lab> World<'a, L> {
                 back.into_iter().for_each(|back| world.later(at + back, Event::Returns(number)));
             }
         }
-        world.later(setup.signals.every, Event::Asked);
+        world.later(setup.signals.every, Event::Scrape);
         if setup.balance.is_some() {
-            world.later(Duration::ZERO, Event::Looked);
+            world.later(Duration::ZERO, Event::BalanceTick);
         }
         world
     }
 
+    /// Whether no reservation is left.
     fn is_at_rest(&self) -> bool {
         self.scheduler.nodes().all(|(_, node)| {
             let load = &node.load;
@@ -301,75 +321,83 @@ impl<'a, L: Lab> World<'a, L> {
         })
     }
 
+    /// Adds an event. Events of one time are handled in the order in which they were added.
     fn later(&mut self, at: Duration, event: Event) {
-        self.next += 1;
-        self.events.push(Reverse((at, self.next, event)));
+        self.event_number += 1;
+        self.events.push(Reverse((at, self.event_number, event)));
     }
 
-    fn happens(&mut self, now: Duration, event: Event) {
+    fn handle(&mut self, now: Duration, event: Event) {
         match event {
             Event::Arrives(request) => self.arrives(now, request),
             Event::Starts(node, request, attempt) => self.starts(now, node, request, attempt),
-            Event::StepOver(node, life) if self.places[node].life == life => self.step_over(now, node),
+            Event::StepOver(node, life) if self.nodes[node].life == life => self.step_over(now, node),
             Event::StepOver(..) => {}
             Event::Wake(node) => self.step(now, node),
             Event::HandedOver(request, attempt) => self.handed_over(now, request, attempt),
-            Event::Asked => self.ask_for_metrics(now),
-            Event::Told(node, told) => self.told(node, told),
-            Event::Looked => self.look(now),
+            Event::Scrape => self.scrape(now),
+            Event::Metrics(node, scraped) => self.observe(node, scraped),
+            Event::BalanceTick => self.tick_balance(now),
             Event::Joins(node) => self.set_state(node, NodeState::Ready),
             Event::Drains(node) => self.set_state(node, NodeState::Draining),
             Event::Dies(node) => self.dies(now, node),
-            Event::Hidden(node) if !self.places[node].is_alive => {
+            Event::DeathNoticed(node) if !self.nodes[node].is_alive => {
                 self.set_state(node, self.state_of(node, now, NodeState::Suspect));
             }
-            Event::Hidden(_) => {}
+            Event::DeathNoticed(_) => {}
             Event::Returns(node) => {
-                self.places[node].is_alive = true;
-                // What it was given while nobody knew that it is dead is not there.
-                self.places[node].engine.die(self.trace.block_tokens);
-                self.scheduler.forget_prefixes(self.places[node].id);
+                self.nodes[node].is_alive = true;
+                // Requests that the router sent before it noticed the death are lost too.
+                self.nodes[node].engine.die(self.trace.block_tokens);
+                self.scheduler.forget_prefixes(self.nodes[node].id);
                 self.set_state(node, self.state_of(node, now, NodeState::Ready));
             }
         }
     }
 
-    /// This one, unless it has left.
+    /// This state, unless the node drains.
     fn state_of(&self, node: usize, now: Duration, state: NodeState) -> NodeState {
-        let has_left = self.setup.nodes[node].drains.is_some_and(|drains| drains <= now);
-        if has_left { NodeState::Draining } else { state }
+        let is_draining = self.setup.nodes[node].drains.is_some_and(|drains| drains <= now);
+        if is_draining { NodeState::Draining } else { state }
     }
 
     fn set_state(&mut self, node: usize, state: NodeState) {
-        if let Some(node) = self.scheduler.node_mut(self.places[node].id) {
+        if let Some(node) = self.scheduler.node_mut(self.nodes[node].id) {
             node.state = state;
         }
     }
 
-    fn place_of(&self, id: NodeId) -> Option<usize> {
-        self.places.iter().position(|place| place.id == id)
+    fn number_of(&self, id: NodeId) -> Option<usize> {
+        self.nodes.iter().position(|node| node.id == id)
     }
 
+    /// Starts an attempt: chooses nodes, and sends the request to the first one.
     fn arrives(&mut self, now: Duration, request: usize) {
         let mut tried = std::mem::take(&mut self.open[request].tried);
         let dead = tried.len();
         if let Some(chooser) = self.lab.chooser() {
-            // The scheduler takes the only one that is left to it.
+            // All other nodes count as tried, so the scheduler has to take this one.
             let node = chooser.choose(request, &self.trace.requests[request]);
-            let others = self.places.iter().enumerate().filter(|(number, _)| Some(*number) != node);
-            tried.extend(others.map(|(_, place)| place.id));
+            let others = self.nodes.iter().enumerate().filter(|(number, _)| Some(*number) != node);
+            tried.extend(others.map(|(_, other)| other.id));
         }
-        let asked =
-            Asked { model: None, marks: &self.marks[request], one_node: false, streams: true, tried: &tried };
-        let known = if self.setup.signals.kv_events { self.known(request) } else { Known::default() };
-        let chosen = self.scheduler.choose_knowing(&asked, known, self.start + now);
+        let to_schedule = ToSchedule {
+            model: None,
+            marks: &self.marks[request],
+            one_node: false,
+            streams: true,
+            tried: &tried,
+        };
+        let cached =
+            if self.setup.signals.kv_events { self.cached(request) } else { CachedPrefixes::default() };
+        let chosen = self.scheduler.choose_with(&to_schedule, cached, self.start + now);
         tried.truncate(dead);
         let open = &mut self.open[request];
         open.tried = tried;
         (open.attempt, open.chosen) = (open.attempt + 1, now);
         self.served[request].attempts = open.attempt;
         let (first, second) = match chosen.map(|choice| choice.chosen) {
-            Err(_) => return self.is_over(request),
+            Err(_) => return self.end(request),
             Ok(Chosen::One(one)) => (one, None),
             Ok(Chosen::Pair { prefill, decode }) => (prefill, Some(decode)),
         };
@@ -377,51 +405,51 @@ impl<'a, L: Lab> World<'a, L> {
         let (attempt, prefill) = (open.attempt, first.node);
         let decode = second.as_ref().map_or(prefill, |second| second.node);
         (open.prefill, open.decode) = (Some(first), second);
-        self.served[request].prefill = self.place_of(prefill);
-        self.served[request].decode = self.place_of(decode);
-        if let Some(node) = self.place_of(prefill) {
-            self.places[node].engine.expect(&self.trace.requests[request].blocks);
+        self.served[request].prefill = self.number_of(prefill);
+        self.served[request].decode = self.number_of(decode);
+        if let Some(node) = self.number_of(prefill) {
+            self.nodes[node].engine.expect(&self.trace.requests[request].blocks);
             self.later(now, Event::Starts(node, request, attempt));
         }
     }
 
-    /// What engines have of a prompt, or will have once they have prefilled what they got.
-    fn known(&self, request: usize) -> Known {
-        let asked = &self.trace.requests[request];
-        let mut known = Known::counted(asked.prompt_tokens);
-        for (pool, setup) in self.pools.iter().zip(&self.setup.pools).filter(|(_, setup)| setup.is_told) {
+    /// The tokens of a prompt that each engine and pool has, or will have once it has prefilled its requests.
+    fn cached(&self, request: usize) -> CachedPrefixes {
+        let recorded = &self.trace.requests[request];
+        let mut prefixes = CachedPrefixes::of_length(recorded.prompt_tokens);
+        for (pool, setup) in self.pools.iter().zip(&self.setup.pools).filter(|(_, setup)| setup.is_reported) {
             if let Some(slot) = self.scheduler.pool_slot(&setup.name) {
-                let tokens = pool.leading_blocks(&asked.blocks) as u64 * self.trace.block_tokens;
-                known.set_pooled(slot, tokens);
+                let tokens = pool.leading_blocks(&recorded.blocks) as u64 * self.trace.block_tokens;
+                prefixes.set_pooled(slot, tokens);
             }
         }
-        for place in self.places.iter().filter(|place| place.is_alive) {
-            let tokens = place.engine.leading_blocks(&asked.blocks) * self.trace.block_tokens;
+        for node in self.nodes.iter().filter(|node| node.is_alive) {
+            let tokens = node.engine.leading_blocks(&recorded.blocks) * self.trace.block_tokens;
             let cached =
-                Cached { tokens: tokens.min(asked.prompt_tokens), block_size: self.trace.block_tokens };
-            known.set(place.id, cached);
+                Cached { tokens: tokens.min(recorded.prompt_tokens), block_size: self.trace.block_tokens };
+            prefixes.set(node.id, cached);
         }
-        known
+        prefixes
     }
 
     fn starts(&mut self, now: Duration, node: usize, request: usize, attempt: u32) {
         if self.open[request].attempt != attempt {
             return;
         }
-        if !self.places[node].is_alive {
+        if !self.nodes[node].is_alive {
             return self.fails(now, request);
         }
         let output = if self.open[request].is_pair { 1 } else { self.served[request].output_tokens };
-        self.places[node].engine.push(Job { request, output, is_handed_over: false, attempt });
+        self.nodes[node].engine.push(Job { request, output, is_handed_over: false, attempt });
         self.step(now, node);
     }
 
     fn step(&mut self, now: Duration, node: usize) {
-        if !self.places[node].is_alive {
+        if !self.nodes[node].is_alive {
             return;
         }
-        let life = self.places[node].life;
-        match self.places[node].engine.begin_step(self.trace, now) {
+        let life = self.nodes[node].life;
+        match self.nodes[node].engine.begin_step(self.trace, now) {
             Ok(over) => self.later(over, Event::StepOver(node, life)),
             Err(Some(ready)) => self.later(ready, Event::Wake(node)),
             Err(None) => {}
@@ -429,20 +457,21 @@ impl<'a, L: Lab> World<'a, L> {
     }
 
     fn step_over(&mut self, now: Duration, node: usize) {
-        let told = self.lab.chooser().map(|chooser| (node, chooser));
-        for came in self.places[node].engine.end_step(self.trace, told) {
-            let (Came::First { job, .. } | Came::Last(job)) = came;
+        let observer = self.lab.chooser().map(|chooser| (node, chooser));
+        for output in self.nodes[node].engine.end_step(self.trace, observer) {
+            let (StepOutput::First { job, .. } | StepOutput::Last(job)) = output;
             if self.open[job.request].attempt != job.attempt {
                 continue;
             }
-            match came {
-                Came::First { job, found } => self.first(now, job, found),
-                Came::Last(job) => self.last(now, job),
+            match output {
+                StepOutput::First { job, found } => self.first(now, job, found),
+                StepOutput::Last(job) => self.last(now, job),
             }
         }
         self.step(now, node);
     }
 
+    /// A leg's first token has come.
     fn first(&mut self, now: Duration, job: Job, found: u64) {
         let Job { request, is_handed_over, .. } = job;
         let is_pair = self.open[request].is_pair;
@@ -464,34 +493,35 @@ impl<'a, L: Lab> World<'a, L> {
         }
     }
 
+    /// A leg's last token has come: its reservation ends, and a prefill leg's transfer begins.
     fn last(&mut self, now: Duration, job: Job) {
         let Job { request, is_handed_over, attempt, .. } = job;
         let read = self.read_at(now, request);
         let open = &mut self.open[request];
-        let goes_on = open.is_pair && !is_handed_over;
+        let is_prefill = open.is_pair && !is_handed_over;
         let reservation = if is_handed_over { open.decode.take() } else { open.prefill.take() };
         if let Some(mut reservation) = reservation {
             reservation.generated(job.output);
             self.scheduler.end(reservation, LegEnd::Served, read);
         }
-        if goes_on {
-            let takes = self.hand_over(&self.served[request]);
+        if is_prefill {
+            let takes = self.transfer_time(&self.served[request]);
             return self.later(now + takes, Event::HandedOver(request, attempt));
         }
         let at = self.served[request].at;
         self.served[request].last = Some(now - at);
-        self.is_over(request);
+        self.end(request);
     }
 
-    fn hand_over(&self, served: &Served) -> Duration {
-        let HandOver { base_ms, token_ms, far_token_ms } = self.setup.hand_over;
+    fn transfer_time(&self, served: &Served) -> Duration {
+        let TransferSetup { base_ms, token_ms, far_token_ms } = self.setup.transfer;
         let [from, to] =
             [served.prefill, served.decode].map(|node| node.map(|node| &self.setup.nodes[node].host));
         let token_ms = if from == to { token_ms } else { far_token_ms.unwrap_or(token_ms) };
         milliseconds(base_ms + token_ms * served.prompt_tokens as f64)
     }
 
-    /// When something of a request happened, as the router reads it.
+    /// The present time as the router observes it for this request ([`Lab::read`]).
     fn read_at(&self, now: Duration, request: usize) -> Instant {
         let chosen = self.open[request].chosen;
         self.start + chosen + self.lab.read(now.saturating_sub(chosen), request)
@@ -501,34 +531,34 @@ impl<'a, L: Lab> World<'a, L> {
         let Some(node) = self.served[request].decode.filter(|_| self.open[request].attempt == attempt) else {
             return;
         };
-        if !self.places[node].is_alive {
+        if !self.nodes[node].is_alive {
             return self.fails(now, request);
         }
         let output = self.served[request].output_tokens;
-        self.places[node].engine.push(Job { request, output, is_handed_over: true, attempt });
+        self.nodes[node].engine.push(Job { request, output, is_handed_over: true, attempt });
         self.step(now, node);
     }
 
-    fn ask_for_metrics(&mut self, now: Duration) {
-        for node in 0..self.places.len() {
-            let is_lost = self.any() % 100 < u64::from(self.setup.signals.lost_percent);
-            let place = &self.places[node];
-            if is_lost || !place.is_alive {
+    fn scrape(&mut self, now: Duration) {
+        for number in 0..self.nodes.len() {
+            let is_lost = self.random() % 100 < u64::from(self.setup.signals.lost_percent);
+            let node = &self.nodes[number];
+            if is_lost || !node.is_alive {
                 continue;
             }
-            let own_before = self.scheduler.node(place.id).map_or(0, |node| node.load.own_requests);
-            let engine = &place.engine;
+            let own_before = self.scheduler.node(node.id).map_or(0, |node| node.load.own_requests);
+            let engine = &node.engine;
             let (requests, waiting, cache_percent) =
                 (engine.requests(), engine.waiting(), engine.cache_percent());
-            let told = Told { requests, waiting, cache_percent, own_before };
-            self.later(now + self.setup.signals.late, Event::Told(node, told));
+            let scraped = Scraped { requests, waiting, cache_percent, own_before };
+            self.later(now + self.setup.signals.late, Event::Metrics(number, scraped));
         }
-        self.later(now + self.setup.signals.every.max(Duration::from_millis(1)), Event::Asked);
+        self.later(now + self.setup.signals.every.max(Duration::from_millis(1)), Event::Scrape);
     }
 
-    fn told(&mut self, node: usize, told: Told) {
-        let Told { requests, waiting, cache_percent, own_before } = told;
-        if let Some(node) = self.scheduler.node_mut(self.places[node].id) {
+    fn observe(&mut self, node: usize, scraped: Scraped) {
+        let Scraped { requests, waiting, cache_percent, own_before } = scraped;
+        if let Some(node) = self.scheduler.node_mut(self.nodes[node].id) {
             node.load.observe(
                 Reported {
                     requests,
@@ -541,26 +571,26 @@ impl<'a, L: Lab> World<'a, L> {
         }
     }
 
-    fn look(&mut self, now: Duration) {
+    fn tick_balance(&mut self, now: Duration) {
         let Some(balancer) = &mut self.balancer else { return };
-        let looked = balancer.look(&mut self.scheduler, self.start + now);
-        let turns = looked.iter().flat_map(|looked| &looked.acts).filter_map(|act| match act {
+        let reports = balancer.tick(&mut self.scheduler, self.start + now);
+        let changes = reports.iter().flat_map(|report| &report.acts).filter_map(|act| match act {
             balance::Act::Turn(id, role) => {
-                let node = self.places.iter().position(|place| place.id == *id)?;
-                Some(Turn { at: now, node, role: *role })
+                let node = self.nodes.iter().position(|node| node.id == *id)?;
+                Some(RoleChange { at: now, node, role: *role })
             }
             _ => None,
         });
-        self.turns.extend(turns);
+        self.role_changes.extend(changes);
         let every = balancer.settings().every.max(Duration::from_millis(10));
-        self.later(now + every, Event::Looked);
+        self.later(now + every, Event::BalanceTick);
     }
 
     fn dies(&mut self, now: Duration, node: usize) {
-        let place = &mut self.places[node];
-        (place.is_alive, place.life) = (false, place.life + 1);
-        let lost = place.engine.die(self.trace.block_tokens);
-        self.later(now + self.setup.signals.death, Event::Hidden(node));
+        let dead = &mut self.nodes[node];
+        (dead.is_alive, dead.life) = (false, dead.life + 1);
+        let lost = dead.engine.die(self.trace.block_tokens);
+        self.later(now + self.setup.signals.death, Event::DeathNoticed(node));
         for job in lost {
             if self.open[job.request].attempt == job.attempt {
                 self.fails(now, job.request);
@@ -568,12 +598,12 @@ impl<'a, L: Lab> World<'a, L> {
         }
     }
 
-    /// A node that had it is dead. Another one begins it anew, as long as its client has heard nothing.
+    /// A node of the request is dead: ends its reservations. If its client has got no token yet, another attempt starts.
     fn fails(&mut self, now: Duration, request: usize) {
         let open = &mut self.open[request];
         let legs: Vec<Reservation> = open.prefill.take().into_iter().chain(open.decode.take()).collect();
         for leg in legs {
-            let is_dead = self.places.iter().any(|place| place.id == leg.node && !place.is_alive);
+            let is_dead = self.nodes.iter().any(|node| node.id == leg.node && !node.is_alive);
             if is_dead {
                 self.open[request].tried.push(leg.node);
             }
@@ -582,7 +612,7 @@ impl<'a, L: Lab> World<'a, L> {
         }
         if self.served[request].first.is_some() || self.open[request].attempt >= ATTEMPTS {
             self.open[request].attempt += 1;
-            return self.is_over(request);
+            return self.end(request);
         }
         self.served[request].found_tokens = 0;
         if let Some(chooser) = self.lab.chooser() {
@@ -591,7 +621,8 @@ impl<'a, L: Lab> World<'a, L> {
         self.arrives(now, request);
     }
 
-    fn is_over(&mut self, request: usize) {
+    /// The request has ended, served or not.
+    fn end(&mut self, request: usize) {
         debug_assert!(self.open[request].prefill.is_none() && self.open[request].decode.is_none());
         self.left -= 1;
         if let Some(chooser) = self.lab.chooser() {
@@ -599,32 +630,32 @@ impl<'a, L: Lab> World<'a, L> {
         }
     }
 
-    fn any(&mut self) -> u64 {
-        self.chance = self.chance.wrapping_add(1);
-        mixed(self.chance)
+    fn random(&mut self) -> u64 {
+        self.rng = self.rng.wrapping_add(1);
+        mixed(self.rng)
     }
 }
 
-/// Any number, always the same for the same one: SplitMix64.
+/// SplitMix64: a random number that depends on `number` only.
 fn mixed(number: u64) -> u64 {
     spread(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Pool of a node, if the router learns of it.
-fn told_pool<'s>(setup: &'s Setup, node: &NodeSetup) -> Option<&'s PoolSetup> {
-    setup.pools.get(node.pool?).filter(|pool| pool.is_told)
+/// The pool of a node, if the router learns of it.
+fn reported_pool<'s>(setup: &'s Setup, node: &NodeSetup) -> Option<&'s PoolSetup> {
+    setup.pools.get(node.pool?).filter(|pool| pool.is_reported)
 }
 
-/// `class`: what the router takes the node's class for.
-fn of_scheduler(number: usize, setup: &NodeSetup, class: &str) -> Node {
+/// A node as the router knows it. `class`: the class under which the router knows it.
+fn scheduler_node(number: usize, setup: &NodeSetup, class: &str) -> Node {
     let mut node = Node::new(&format!("{}-{number}", setup.role), setup.role, "fleet");
     node.class = class.into();
-    // Who is not there yet gets as little as who leaves.
+    // A node that joins later gets no requests until then, as if it drained.
     let state = if setup.joins.is_some() { NodeState::Draining } else { NodeState::Ready };
     (node.state, node.connector) = (state, Connector::Direct);
     node.may_flip = setup.role == Role::Worker;
     node.host = setup.host.as_str().into();
-    // Who hands over directly has an address for that.
+    // Nodes that hand over directly need an address for it.
     node.connector_address = Some("fleet:1".into());
     node
 }

@@ -1,33 +1,33 @@
-//! Requests that were recorded.
+//! A recorded trace: requests with their lengths and the blocks of their prompts.
 
 use std::time::Duration;
 
 use kvlane_policy::spread;
 
-/// One request.
+/// One recorded request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// Since the trace began.
+    /// When it came, from the trace's start.
     pub at: Duration,
-    /// Tokens of its prompt, at least 1.
+    /// Length of its prompt, at least 1.
     pub prompt_tokens: u64,
-    /// Tokens of its answer, at least 1.
+    /// Length of its answer, at least 1.
     pub output_tokens: u64,
-    /// The blocks of its prompt: an id names a block and all before it.
+    /// The blocks of its prompt. An id stands for a block and all blocks before it.
     pub blocks: Vec<u64>,
 }
 
-/// Requests in the order in which they came.
+/// Recorded requests in the order in which they came.
 #[derive(Debug, Clone, Default)]
 pub struct Trace {
-    /// Of each block.
+    /// Tokens of a block.
     pub block_tokens: u64,
-    /// All of them, by time.
+    /// Ordered by time.
     pub requests: Vec<Request>,
 }
 
 impl Trace {
-    /// Those of `requests` that have a prompt and an answer, by time. A request's length counts where its blocks are more.
+    /// Sorts `requests` by time, and drops those without a prompt or an answer. Blocks beyond a prompt's length are dropped.
     pub fn new(block_tokens: u64, requests: Vec<Request>) -> Self {
         let mut requests: Vec<Request> = requests
             .into_iter()
@@ -36,7 +36,7 @@ impl Trace {
         for request in &mut requests {
             let most = request.prompt_tokens.div_ceil(block_tokens.max(1));
             request.blocks.truncate(usize::try_from(most).unwrap_or(usize::MAX));
-            // Caches and the router's index take keys for hashes, and traces number their blocks.
+            // Traces number their blocks, and caches and the router's index expect hashes.
             request.blocks.iter_mut().for_each(|block| *block = spread(*block));
         }
         requests.sort_by_key(|request| request.at);

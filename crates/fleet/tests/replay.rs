@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Brought, Class, Costs, HandOver, Limits, LiveEngine, NodeSetup, PoolSetup, Request, Served, Setup,
-    Signals, Summary, Trace, replay,
+    Class, Costs, Limits, LiveEngine, LiveOutput, NodeSetup, PoolSetup, Request, Served, Setup, Signals,
+    Summary, Trace, TransferSetup, replay,
 };
-use kvlane_router::balance;
-use kvlane_router::schedule::{Policy, Role, Settings};
+use kvlane_router::balance::BalanceSettings;
+use kvlane_router::schedule::{Policy, Role, SchedulerSettings};
 use proptest::prelude::*;
 
 mod lab;
@@ -34,9 +34,9 @@ fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
     Setup {
         nodes: roles.iter().map(|role| node(*role, class)).collect(),
         pools: Vec::new(),
-        scheduler: Settings { policy, decode_policy: policy, ..Settings::default() },
+        scheduler: SchedulerSettings { policy, decode_policy: policy, ..SchedulerSettings::default() },
         speed: 1.0,
-        hand_over: HandOver::default(),
+        transfer: TransferSetup::default(),
         signals: Signals::default(),
         balance: None,
     }
@@ -103,9 +103,9 @@ fn a_router_that_knows_prefixes_finds_more_of_them() {
 
 #[test]
 fn a_pair_hands_over_and_its_first_token_comes_from_the_node_that_decodes() {
-    let hand_over = HandOver { base_ms: 30.0, token_ms: 0.01, ..HandOver::default() };
+    let transfer = TransferSetup { base_ms: 30.0, token_ms: 0.01, ..TransferSetup::default() };
     let setup =
-        Setup { hand_over, ..fleet(&[Role::Prefill, Role::Decode], &Class::default(), Policy::LeastWork) };
+        Setup { transfer, ..fleet(&[Role::Prefill, Role::Decode], &Class::default(), Policy::LeastWork) };
     let trace = trace(vec![request(0, 2000, 3, 0)]);
     let served = run(&trace, &setup)[0];
     assert_eq!((served.prefill, served.decode), (Some(0), Some(1)));
@@ -168,9 +168,9 @@ fn faster_arrivals_make_longer_waits() {
 fn a_router_that_learns_what_nodes_take_spares_the_slow_ones() {
     let all = (0..2000).map(|number| request(number * 60, 500 + number * 37 % 7000, 20, number * 100));
     let trace = trace(all.collect());
-    let Costs { step, request, cached_token, token, pair, known, before } = Costs::H100_LLAMA_8B;
+    let Costs { step, request, cached_token, token, pair, found, before } = Costs::H100_LLAMA_8B;
     let [step, request, token, pair] = [step, request, token, pair].map(|each| 3.0 * each);
-    let costs = Costs { step, request, cached_token, token, pair, known, before };
+    let costs = Costs { step, request, cached_token, token, pair, found, before };
     let slow = Class { name: "slow".into(), costs, ..Class::default() };
     let at = |policy| {
         let mut setup = fleet(&[Role::Worker; 2], &Class::default(), policy);
@@ -195,7 +195,7 @@ fn roles_follow_the_work_and_serve_more_than_roles_that_stay() {
     let limits = Limits { ttft: Duration::from_millis(500), tpot: Duration::from_millis(30) };
     let within = |setup: &Setup| {
         let replayed = replay(&trace, setup, |_| ());
-        (Summary::of(&replayed.served, limits), replayed.turns)
+        (Summary::of(&replayed.served, limits), replayed.role_changes)
     };
     let (half, _) = within(&fleet(
         &[[Role::Prefill; 3], [Role::Decode; 3]].concat(),
@@ -203,22 +203,22 @@ fn roles_follow_the_work_and_serve_more_than_roles_that_stay() {
         Policy::LeastWork,
     ));
     let workers = fleet(&[Role::Worker; 6], &Class::default(), Policy::LeastWork);
-    let settings = balance::Settings {
+    let settings = BalanceSettings {
         ttft: limits.ttft,
         tpot: limits.tpot,
         // Decode nodes that help out would do without changes.
         relief: 0.0,
-        ..balance::Settings::default()
+        ..BalanceSettings::default()
     };
     for drains in [false, true] {
-        let balance = Some(balance::Settings { drains, ..settings });
-        let (ours, turns) = within(&Setup { balance, ..workers.clone() });
+        let balance = Some(BalanceSettings { drains, ..settings });
+        let (ours, changes) = within(&Setup { balance, ..workers.clone() });
         assert_eq!(ours.lost, 0);
         assert!(ours.within > half.within + 0.2, "{ours:?} {half:?}");
         let prefill_at = |at: Duration| {
-            let before = turns.iter().filter(|turn| turn.at <= at);
+            let before = changes.iter().filter(|change| change.at <= at);
             let mut roles = [Role::Worker; 6];
-            before.for_each(|turn| roles[turn.node] = turn.role);
+            before.for_each(|change| roles[change.node] = change.role);
             roles.iter().filter(|role| **role == Role::Prefill).count()
         };
         let (first, second) = (prefill_at(Duration::from_secs(85)), prefill_at(Duration::from_secs(170)));
@@ -242,8 +242,8 @@ fn a_live_engine_takes_the_same_time_as_one_in_a_replay() {
                 now = over;
                 for brought in engine.end_step() {
                     match brought {
-                        Brought::First(number) => firsts[number] = Some(now),
-                        Brought::Last(number) => lasts[number] = Some(now),
+                        LiveOutput::First(number) => firsts[number] = Some(now),
+                        LiveOutput::Last(number) => lasts[number] = Some(now),
                     }
                 }
             }
@@ -284,7 +284,7 @@ fn any_setup() -> impl Strategy<Value = Setup> {
             let mut setup = fleet(&roles, &class, policy);
             setup.scheduler.seed = seed;
             setup.signals.lost_percent = lost_percent;
-            setup.balance = is_balanced.then(balance::Settings::default);
+            setup.balance = is_balanced.then(BalanceSettings::default);
             setup.nodes[0].dies =
                 dies.map(|(at, back)| (Duration::from_millis(at), back.map(Duration::from_millis)));
             setup
@@ -337,7 +337,7 @@ fn prompts_stay_on_their_host_as_long_as_tokens_come_about_as_soon_there() {
     let roles = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode, Role::Decode];
     let run = |policy, output| {
         let mut setup = fleet(&roles, &Class::default(), policy);
-        setup.hand_over.far_token_ms = Some(0.1);
+        setup.transfer.far_token_ms = Some(0.1);
         setup.nodes[..3].iter_mut().for_each(|node| node.host = "a".into());
         let requests =
             (0..1500).map(|number| request(number * 50, 1500 + number % 9 * 100, output, number * 100));
@@ -391,9 +391,9 @@ fn a_router_that_knows_of_a_pool_spreads_the_prompts_that_it_holds() {
     let trace = trace(first.chain(again).collect());
     let class = Class { costs: Costs::H100_LLAMA_8B.times(20.0, 1.0), requests_max: 6, ..Class::default() };
     for kv_events in [false, true] {
-        let summary = |is_told| {
+        let summary = |is_reported| {
             let mut setup = fleet(&[Role::Worker; 4], &class, Policy::LeastWork);
-            setup.pools = vec![PoolSetup { is_told, ..PoolSetup::default() }];
+            setup.pools = vec![PoolSetup { is_reported, ..PoolSetup::default() }];
             setup.nodes.iter_mut().for_each(|node| node.pool = Some(0));
             setup.signals.kv_events = kv_events;
             Summary::of(&run(&trace, &setup), Limits { ttft: Duration::MAX, tpot: Duration::MAX })

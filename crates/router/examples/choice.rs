@@ -12,7 +12,9 @@ use std::{
 
 use kvlane_router::{
     body::Mark,
-    schedule::{Chosen, LegEnd, Node, NodeState, Policy, Request, Reservation, Role, Scheduler, Settings},
+    schedule::{
+        Chosen, LegEnd, Node, NodeState, Policy, Request, Reservation, Role, Scheduler, SchedulerSettings,
+    },
 };
 use serde_json::{Value, json};
 
@@ -50,7 +52,12 @@ fn quantiles(mut times: Vec<Duration>) -> Value {
 }
 
 fn choices(policy: Policy, nodes: usize, is_pairs: bool) -> Value {
-    let settings = Settings { policy, decode_policy: policy, marks_max: 1 << 22, ..Settings::default() };
+    let settings = SchedulerSettings {
+        policy,
+        decode_policy: policy,
+        marks_max: 1 << 22,
+        ..SchedulerSettings::default()
+    };
     let mut scheduler = Scheduler::new(settings);
     for number in 0..nodes {
         let role = match (is_pairs, number % 2) {

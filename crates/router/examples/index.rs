@@ -1,5 +1,5 @@
-//! What the router's indexes cost: bytes a mark, nanoseconds to insert one, microseconds to look a prompt up. JSON, beside a plain
-//! map of the same in the same run. Processor time of this thread, the median of several rounds.
+//! Cost of the router's indexes: bytes a mark, nanoseconds to insert one, microseconds to look a prompt up. JSON, with a plain map
+//! of the same in the same run. Processor time of this thread, the median of several rounds.
 //!
 //! ```sh
 //! cargo run --release -p kvlane-router --example index
@@ -11,7 +11,7 @@ use std::{collections::HashMap, fs, hint::black_box, time::Instant};
 use kvlane_kv_events::{BlockStored, ExternalHash};
 use kvlane_router::{
     body::{Mark, marks, scan},
-    knowledge::{Before, Blocks, chain},
+    knowledge::{Blocks, Parent, chain},
     schedule::Index,
 };
 use serde_json::{Value, json};
@@ -157,9 +157,9 @@ fn blocks_of_tokens() -> Value {
     for round in 0..=ROUNDS {
         let start = now();
         for (place, event) in events.iter().enumerate() {
-            let mut next = Some((0, Before::AsTold));
-            while let Some((from, before)) = next {
-                next = blocks.stored((place + round) % NODES, event, from, before);
+            let mut next = Some((0, Parent::OfEvent));
+            while let Some((from, parent)) = next {
+                next = blocks.stored((place + round) % NODES, event, from, parent);
             }
         }
         inserts.push((now() - start) / (events.len() * of_an_event) as f64);

@@ -97,10 +97,10 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "prefixes": status.grade.name(),
                     "prefixes_reason": status.reason.map(Reason::name),
                     "prefixes_why": status.reason.map(Reason::sentence),
-                    "block_size": status.told.block_size,
-                    "blocks_stored": status.told.stored,
-                    "blocks_removed": status.told.removed,
-                    "blocks_unattached": status.told.unattached,
+                    "block_size": status.blocks.block_size,
+                    "blocks_stored": status.blocks.stored,
+                    "blocks_removed": status.blocks.removed,
+                    "blocks_unattached": status.blocks.unattached,
                 })
             })
             .collect()

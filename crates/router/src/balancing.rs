@@ -27,7 +27,7 @@ impl Balancing {
                     () = stopped.wait() => break,
                     () = sleep(every) => {}
                 }
-                for record in shared.look(Instant::now()) {
+                for record in shared.tick_balance(Instant::now()) {
                     webhook.iter().for_each(|webhook| webhook.tell(record.clone()));
                 }
             }

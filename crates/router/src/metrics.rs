@@ -30,7 +30,7 @@ pub fn metrics() -> impl Iterator<Item = &'static Metric> {
 /// The page that Prometheus reads.
 pub(crate) fn page(shared: &Shared) -> String {
     let mut page = String::new();
-    shared.requests.prune(|node| shared.is_there(node));
+    shared.requests.prune(|node| shared.has_node(node));
     write_metrics(&mut page, METRICS, shared);
     write_metrics(&mut page, request_rows::METRICS, shared);
     write_metrics(&mut page, PROCESS_METRICS, &Process::read());
@@ -126,7 +126,7 @@ const METRICS: &[Row<Shared>] = &[
         Gauge,
         NODE,
         "Whether prompts go to decode nodes alone, since this prefill node handed nothing over: 1, or 0.",
-        |shared| of_nodes(shared, |node| u64::from(node.hand_offs.is_stopped())),
+        |shared| of_nodes(shared, |node| u64::from(node.pairing.is_stopped())),
     ),
     each("kvlane_route_node_requests", Gauge, NODE, "Requests of this router that the node has.", |shared| {
         of_nodes(shared, |node| node.load.own_requests)
@@ -178,21 +178,21 @@ const METRICS: &[Row<Shared>] = &[
         Counter,
         NODE,
         "Blocks that the node's engine said it has stored.",
-        |shared| told(shared, |status| status.told.stored),
+        |shared| told(shared, |status| status.blocks.stored),
     ),
     each(
         "kvlane_route_node_blocks_removed_total",
         Counter,
         NODE,
         "Blocks that the node's engine said are gone.",
-        |shared| told(shared, |status| status.told.removed),
+        |shared| told(shared, |status| status.blocks.removed),
     ),
     each(
         "kvlane_route_node_blocks_unattached_total",
         Counter,
         NODE,
         "Stored blocks that were not taken in, since what comes before them is not known.",
-        |shared| told(shared, |status| status.told.unattached),
+        |shared| told(shared, |status| status.blocks.unattached),
     ),
     each(
         "kvlane_route_node_restarts_total",

@@ -196,7 +196,7 @@ fn prune(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{Node, Role, Scheduler, Settings};
+    use crate::schedule::{Node, Role, Scheduler, SchedulerSettings};
 
     #[test]
     fn clients_cannot_make_series_beyond_the_bound() {
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_node_that_goes_takes_its_series_along() {
-        let mut scheduler = Scheduler::new(Settings::default());
+        let mut scheduler = Scheduler::new(SchedulerSettings::default());
         let [goes, stays] = ["a", "b"].map(|name| scheduler.add(Node::new(name, Role::Worker, "")));
         let metrics = RequestMetrics::default();
         for node in [goes, stays] {

@@ -5,7 +5,7 @@ use std::{collections::VecDeque, sync::Arc, time::SystemTime};
 use serde_json::{Value, json};
 
 use crate::{
-    balance::{Act, Group, Indicators, Looked, NAMES, State},
+    balance::{Act, Group, GroupReport, Indicators, NAMES, State},
     schedule::{NodeId, Role},
 };
 
@@ -35,16 +35,20 @@ pub(crate) struct Records {
 
 impl Records {
     /// Remembers and logs what a look has found; answers it as JSON. `name`: of a node.
-    pub(crate) fn note(&mut self, looked: &Looked, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
+    pub(crate) fn note(
+        &mut self,
+        report: &GroupReport,
+        name: impl Fn(NodeId) -> Option<Arc<str>>,
+    ) -> Vec<Value> {
         let mut pages = Vec::new();
-        let Looked { group, state, scores, is_new, acts, untold } = looked;
+        let GroupReport { group, state, scores, is_new, acts, missing } = report;
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
             tracing::info!(group = &*group.name, model = &*group.model, %prefill, %decode, "the state is {}", state.name());
-            pages.push(self.push(looked, None));
+            pages.push(self.push(report, None));
         }
-        for (role, indicator) in untold {
+        for (role, indicator) in missing {
             tracing::warn!(
                 group = &*group.name,
                 model = &*group.model,
@@ -66,20 +70,20 @@ impl Records {
             }
             let node_name = node.as_deref().unwrap_or("");
             tracing::info!(node = node_name, group = &*group.name, model = &*group.model, %prefill, %decode, "{what} {role}");
-            pages.push(self.push(looked, Some((what, node, role))));
+            pages.push(self.push(report, Some((what, node, role))));
         }
         pages
     }
 
-    fn push(&mut self, looked: &Looked, act: Option<(&'static str, Option<Arc<str>>, Role)>) -> Value {
+    fn push(&mut self, report: &GroupReport, act: Option<(&'static str, Option<Arc<str>>, Role)>) -> Value {
         if self.records.len() == RECORDS_MAX {
             self.records.pop_front();
         }
         let record = Record {
             at: SystemTime::now(),
-            group: looked.group.clone(),
-            state: looked.state,
-            scores: looked.scores,
+            group: report.group.clone(),
+            state: report.state,
+            scores: report.scores,
             act,
         };
         let page = record.page();

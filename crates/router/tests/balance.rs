@@ -1,9 +1,9 @@
-//! Nodes change their roles as the work does.
+//! The balancer: it changes the nodes' roles as the work changes.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::time::{Duration, Instant};
 
-use kvlane_router::balance::{Act, Balancer, Balancers, Capacity, Sample, Settings, State, View};
+use kvlane_router::balance::{Act, BalanceSettings, Balancer, Balancers, Capacity, Sample, State, View};
 use kvlane_router::schedule::{Node, NodeId, NodeState, Role, Scheduler};
 use proptest::prelude::*;
 
@@ -16,7 +16,7 @@ const CAPACITY: Capacity = Capacity {
 };
 
 fn ids(count: usize) -> Vec<NodeId> {
-    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::SchedulerSettings::default());
     (0..count).map(|_| scheduler.add(Node::new("a", Role::Worker, ""))).collect()
 }
 
@@ -57,7 +57,7 @@ fn carry_out(views: &mut [View], acts: &[Act]) {
 }
 
 /// Eight workers that have got their roles, four of each.
-fn eight(settings: Settings, now: Instant) -> (Balancer, Vec<View>) {
+fn eight(settings: BalanceSettings, now: Instant) -> (Balancer, Vec<View>) {
     let mut balancer = Balancer::new(settings);
     let mut views: Vec<View> = ids(8).into_iter().map(|id| view(id, Role::Worker)).collect();
     let acts = balancer.tick(&views, now);
@@ -110,7 +110,8 @@ fn states_follow_both_levels() {
     ];
     for (prefill_tokens, decoding, wanted) in rows {
         let mut now = Instant::now();
-        let (mut balancer, mut views) = eight(Settings { flips: true, ..Settings::default() }, now);
+        let (mut balancer, mut views) =
+            eight(BalanceSettings { flips: true, ..BalanceSettings::default() }, now);
         // Nobody may change: only the state is looked at.
         views.iter_mut().for_each(|view| view.may_flip = false);
         looks(&mut balancer, &mut views, &mut now, (prefill_tokens, decoding), 40);
@@ -121,7 +122,7 @@ fn states_follow_both_levels() {
 #[test]
 fn idle_decode_nodes_become_prefill_nodes_and_come_back() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     looks(&mut balancer, &mut views, &mut now, (40_000, 5), 400);
     assert_eq!(prefill_nodes(&views), 7, "one always decodes");
     looks(&mut balancer, &mut views, &mut now, (0, 120), 400);
@@ -132,7 +133,7 @@ fn idle_decode_nodes_become_prefill_nodes_and_come_back() {
 #[test]
 fn a_node_whose_work_the_others_of_its_role_cannot_take_stays() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     // Four decode nodes that are half full: three would be at two thirds, which is too much.
     let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 62), 100);
     assert_eq!((balancer.state(), acts), (State::Imbalanced(Role::Prefill), vec![]));
@@ -142,7 +143,7 @@ fn a_node_whose_work_the_others_of_its_role_cannot_take_stays() {
 fn a_node_that_drains_changes_when_its_requests_are_over() {
     let mut now = Instant::now();
     let (mut balancer, mut views) =
-        eight(Settings { drains: true, flips_at_once: 1, ..Settings::default() }, now);
+        eight(BalanceSettings { drains: true, flips_at_once: 1, ..BalanceSettings::default() }, now);
     views.iter_mut().for_each(|view| view.requests = 3);
     let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 5), 100);
     let [Act::Drain(id, Role::Prefill)] = acts[..] else { panic!("{acts:?}") };
@@ -155,7 +156,7 @@ fn a_node_that_drains_changes_when_its_requests_are_over() {
 #[test]
 fn the_node_that_is_better_at_it_changes_and_two_that_are_better_at_the_others_work_swap() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     let decode: Vec<NodeId> =
         views.iter().filter(|view| view.role == Role::Decode).map(|view| view.id).collect();
     views
@@ -164,7 +165,7 @@ fn the_node_that_is_better_at_it_changes_and_two_that_are_better_at_the_others_w
     let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 5), 41);
     assert!(acts.starts_with(&[Act::Turn(decode[2], Role::Prefill)]), "{acts:?}");
 
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     for view in &mut views {
         view.leans_to_prefill = Some(if view.role == Role::Decode { 6.0 } else { 1.0 });
     }
@@ -177,7 +178,7 @@ fn the_node_that_is_better_at_it_changes_and_two_that_are_better_at_the_others_w
 #[test]
 fn nodes_are_asked_for_after_a_long_overload_and_offered_after_a_longer_underload() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     views.iter_mut().for_each(|view| view.may_flip = false);
     let acts = looks(&mut balancer, &mut views, &mut now, (400_000, 150), 4 * 40);
     assert_eq!(acts, [Act::ScaleUp(Role::Prefill); 2], "once each 15 s");
@@ -193,7 +194,7 @@ fn nodes_are_asked_for_after_a_long_overload_and_offered_after_a_longer_underloa
 fn a_role_that_loses_its_last_node_gets_another_one_at_once() {
     for (lost, other) in [(Role::Decode, Role::Prefill), (Role::Prefill, Role::Decode)] {
         let mut now = Instant::now();
-        let (mut balancer, mut views) = eight(Settings::default(), now);
+        let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
         views.iter_mut().filter(|view| view.role == lost).for_each(|view| view.is_ready = false);
         let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 120), 1);
         let [Act::Turn(id, role)] = acts[..] else { panic!("{acts:?}") };
@@ -205,7 +206,7 @@ fn a_role_that_loses_its_last_node_gets_another_one_at_once() {
 #[test]
 fn one_node_alone_keeps_serving_all_and_nothing_is_said_of_a_role_without_nodes() {
     let mut now = Instant::now();
-    let mut balancer = Balancer::new(Settings::default());
+    let mut balancer = Balancer::new(BalanceSettings::default());
     let mut views: Vec<View> = ids(3).into_iter().map(|id| view(id, Role::Worker)).collect();
     views[1].is_ready = false;
     views[2].is_ready = false;
@@ -218,7 +219,7 @@ fn one_node_alone_keeps_serving_all_and_nothing_is_said_of_a_role_without_nodes(
 
 #[test]
 fn nodes_of_two_models_are_two_groups() {
-    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::SchedulerSettings::default());
     let ids: Vec<NodeId> = ["a", "b", "a", "b"]
         .into_iter()
         .map(|model| {
@@ -227,7 +228,7 @@ fn nodes_of_two_models_are_two_groups() {
             scheduler.add(node)
         })
         .collect();
-    Balancers::new(Settings::default()).look(&mut scheduler, Instant::now());
+    Balancers::new(BalanceSettings::default()).tick(&mut scheduler, Instant::now());
     let roles: Vec<Role> = ids.iter().map(|id| scheduler.node(*id).unwrap().role).collect();
     assert_eq!(roles, [Role::Decode, Role::Decode, Role::Prefill, Role::Prefill]);
 }
@@ -235,7 +236,7 @@ fn nodes_of_two_models_are_two_groups() {
 #[test]
 fn decode_nodes_that_prefill_by_themselves_get_help() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     for _ in 0..200 {
         now += balancer.settings().every;
         views.iter_mut().for_each(|view| {
@@ -251,7 +252,7 @@ fn decode_nodes_that_prefill_by_themselves_get_help() {
 #[test]
 fn a_switch_that_is_off_changes_nothing() {
     let mut now = Instant::now();
-    let mut balancer = Balancer::new(Settings { flips: false, ..Settings::default() });
+    let mut balancer = Balancer::new(BalanceSettings { flips: false, ..BalanceSettings::default() });
     let mut views: Vec<View> = ids(4).into_iter().map(|id| view(id, Role::Worker)).collect();
     views[0].role = Role::Prefill;
     views[1].role = Role::Decode;
@@ -272,7 +273,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #[test]
     fn whatever_comes_no_role_is_emptied_and_no_node_changes_before_its_time(steps in steps(), drains: bool) {
-        let settings = Settings { drains, ..Settings::default() };
+        let settings = BalanceSettings { drains, ..BalanceSettings::default() };
         let mut balancer = Balancer::new(settings);
         let mut views: Vec<View> = ids(6).into_iter().map(|id| view(id, Role::Worker)).collect();
         let start = Instant::now() + Duration::from_secs(1000);
@@ -326,37 +327,37 @@ proptest! {
 #[test]
 fn nodes_that_come_and_go_are_forgotten_and_a_new_one_gets_a_role() {
     let mut now = Instant::now();
-    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let (mut balancer, mut views) = eight(BalanceSettings::default(), now);
     let gone = views.pop().unwrap();
     looks(&mut balancer, &mut views, &mut now, (4000, 50), 1);
     assert!(balancer.score(gone.id).is_none());
-    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::SchedulerSettings::default());
     let mut node = Node::new("b", Role::Worker, "");
     (node.state, node.may_flip) = (NodeState::Ready, true);
     let mut other = Node::new("a", Role::Decode, "");
     other.state = NodeState::Ready;
     scheduler.add(other);
     let id = scheduler.add(node);
-    let looked = Balancers::new(Settings::default()).look(&mut scheduler, now);
-    let [looked] = &looked[..] else { panic!("{looked:?}") };
-    assert_eq!(looked.acts, [Act::Turn(id, Role::Prefill)], "the other one decodes already");
+    let reports = Balancers::new(BalanceSettings::default()).tick(&mut scheduler, now);
+    let [report] = &reports[..] else { panic!("{reports:?}") };
+    assert_eq!(report.acts, [Act::Turn(id, Role::Prefill)], "the other one decodes already");
     assert_eq!(scheduler.node(id).unwrap().role, Role::Prefill);
 }
 
 #[test]
 fn what_has_a_weight_and_no_node_tells_is_named_once() {
-    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
-    let mut balancers = Balancers::new(Settings::default());
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::SchedulerSettings::default());
+    let mut balancers = Balancers::new(BalanceSettings::default());
     for _ in 0..4 {
         let mut node = Node::new("a", Role::Worker, "");
         (node.state, node.may_flip) = (NodeState::Ready, true);
         scheduler.add(node);
     }
     let begin = Instant::now();
-    let mut untold = Vec::new();
-    for look in 0..400 {
-        let looked = balancers.look(&mut scheduler, begin + Duration::from_millis(250 * look));
-        untold.extend(looked.into_iter().flat_map(|looked| looked.untold));
+    let mut missing = Vec::new();
+    for tick in 0..400 {
+        let reports = balancers.tick(&mut scheduler, begin + Duration::from_millis(250 * tick));
+        missing.extend(reports.into_iter().flat_map(|report| report.missing));
     }
-    assert_eq!(untold, [(Role::Decode, "waiting"), (Role::Decode, "kv-cache")]);
+    assert_eq!(missing, [(Role::Decode, "waiting"), (Role::Decode, "kv-cache")]);
 }

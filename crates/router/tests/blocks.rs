@@ -1,4 +1,4 @@
-//! What engines tell of their blocks, in any order and any number of times, against plain sets.
+//! Blocks by KV events, in any order and any number of times, against plain sets.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{
@@ -7,7 +7,7 @@ use std::{
 };
 
 use kvlane_kv_events::{BlockRemoved, BlockStored, ExternalHash, ExtraKey};
-use kvlane_router::knowledge::{Before, Blocks, Told, chain, seed};
+use kvlane_router::knowledge::{BlockStats, Blocks, Parent, chain, seed};
 use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -38,9 +38,9 @@ fn stored(pieces: &[u8], from: usize, salt: u64, medium: Option<&str>) -> BlockS
 }
 
 fn take(blocks: &mut Blocks, node: usize, event: &BlockStored) {
-    let mut next = Some((0, Before::AsTold));
-    while let Some((from, before)) = next {
-        next = blocks.stored(node, event, from, before);
+    let mut next = Some((0, Parent::OfEvent));
+    while let Some((from, parent)) = next {
+        next = blocks.stored(node, event, from, parent);
     }
 }
 
@@ -114,7 +114,7 @@ proptest! {
                 Step::Restart(node) => {
                     blocks.forget(node);
                     held.retain(|(of, _, _)| *of != node);
-                    prop_assert_eq!(blocks.told(node), Told::default());
+                    prop_assert_eq!(blocks.stats(node), BlockStats::default());
                 }
                 Step::Match(pieces) => {
                     let found = found(&mut blocks, &chain(&tokens(&pieces), SIZE, None, None));
@@ -204,7 +204,7 @@ fn blocks_that_move_to_another_medium_without_their_tokens_are_still_held() {
     assert_eq!(count(&mut blocks, &[1, 2], 0), 0);
     // One whose tokens were never told is counted, and not guessed.
     take(&mut blocks, 0, &BlockStored { hashes: vec![engines(&[7], 0)], ..offloaded });
-    assert_eq!(blocks.told(0).unattached, 1);
+    assert_eq!(blocks.stats(0).unattached, 1);
 }
 
 /// Complaint 30 (Infera 73): a hybrid model's block of 768 tokens was read as none.
@@ -219,7 +219,7 @@ fn blocks_are_as_long_as_the_engine_says() {
         ..stored(&[1], 0, 0, None)
     };
     take(&mut blocks, 3, &event);
-    assert_eq!(blocks.told(3).block_size, Some(768));
+    assert_eq!(blocks.stats(3).block_size, Some(768));
     assert_eq!(found(&mut blocks, &chain(&long, 768, None, None))[&3], 2);
     // Events that do not fit together change nothing but a count; nor do those of other groups of layers.
     for wrong in [
@@ -228,12 +228,12 @@ fn blocks_are_as_long_as_the_engine_says() {
         BlockStored { tokens: long[..10].to_vec(), ..event.clone() },
         BlockStored { block_size: u32::MAX, ..event.clone() },
     ] {
-        let before = blocks.told(3).unattached;
+        let before = blocks.stats(3).unattached;
         take(&mut blocks, 3, &wrong);
-        assert_eq!((blocks.told(3).unattached, blocks.told(3).block_size), (before + 2, Some(768)));
+        assert_eq!((blocks.stats(3).unattached, blocks.stats(3).block_size), (before + 2, Some(768)));
     }
     take(&mut blocks, 4, &BlockStored { group: Some(1), ..event });
-    assert_eq!(blocks.told(4), Told::default());
+    assert_eq!(blocks.stats(4), BlockStats::default());
 }
 
 #[test]

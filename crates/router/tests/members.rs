@@ -1,4 +1,4 @@
-//! Which nodes there are, after any order of flags, beats, answers of DNS, probes and what operators do.
+//! The members after flags, beats, DNS answers, probes and operators' calls in any order.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
 
 use kvlane_router::{
     address::Address,
-    members::{Change, Event, FORGOTTEN, Members, NODES_MAX, Refusal, Spec},
+    members::{Event, FORGET_AFTER, Members, NODES_MAX, NodeChange, Refusal, Spec},
     schedule::{Connector, NodeState, Role},
 };
 use proptest::prelude::*;
@@ -43,32 +43,32 @@ impl World {
         Self { members: Members::default(), now: Instant::now(), there: BTreeMap::new(), epoch: 0 }
     }
 
-    fn tell(&mut self, event: Event) -> Result<Vec<Change>, Refusal> {
-        let changes = self.members.tell(event, self.now)?;
+    fn tell(&mut self, event: Event) -> Result<Vec<NodeChange>, Refusal> {
+        let changes = self.members.apply(event, self.now)?;
         for change in &changes {
             match change {
-                Change::Join { spec, epoch } => {
+                NodeChange::Join { spec, epoch } => {
                     assert!(*epoch > self.epoch, "epochs grow");
                     self.epoch = *epoch;
                     let name = spec.address.to_string();
                     let before = self.there.insert(name, (*epoch, NodeState::Suspect, spec.clone()));
                     assert!(before.is_none(), "no node joins twice");
                 }
-                Change::Leave { address, epoch, .. } => {
+                NodeChange::Leave { address, epoch, .. } => {
                     let left = self.there.remove(&address.to_string()).expect("only what is there goes");
                     assert_eq!(left.0, *epoch);
                 }
-                Change::State { address, state, .. } => {
+                NodeChange::State { address, state, .. } => {
                     let there = self.there.get_mut(&address.to_string()).expect("it is there");
                     assert_ne!(there.1, *state, "a change changes something");
                     there.1 = *state;
                 }
-                Change::HandsOver { address, connector, connector_address } => {
+                NodeChange::HandsOver { address, connector, connector_address } => {
                     let there = self.there.get_mut(&address.to_string()).expect("it is there");
                     (there.2.connector, there.2.connector_address) =
                         (Some(*connector), connector_address.clone());
                 }
-                Change::KnownBy { address, .. } => assert!(self.there.contains_key(&address.to_string())),
+                NodeChange::KnownBy { address, .. } => assert!(self.there.contains_key(&address.to_string())),
             }
         }
         Ok(changes)
@@ -527,7 +527,7 @@ proptest! {
             let _ = world.tell(Event::Silent(address(&url(node))));
             let _ = world.tell(Event::Silent(address(&format!("http://10.0.0.{node}:8100"))));
         }
-        world.wait(FORGOTTEN.as_secs() + 1);
+        world.wait(FORGET_AFTER.as_secs() + 1);
         for (name, (_, state, _)) in &world.there {
             let stays = (0..2).any(|number| *name == url(number)) || added.contains(name) || configured.contains(name);
             let goes = world.members.leaving().iter().any(|address| address.to_string() == *name);

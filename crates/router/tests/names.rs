@@ -1,4 +1,4 @@
-//! Nodes by the addresses of a name: what a resolver answers, carried out.
+//! Nodes by the addresses of a DNS name: a resolver's answers become nodes of the scheduler.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{
@@ -10,7 +10,7 @@ use std::{
 
 use kvlane_router::{
     members::{DnsName, Membership, MembershipOptions, Resolve, Resolving, Spec},
-    schedule::{Role, Scheduler, Settings},
+    schedule::{Role, Scheduler, SchedulerSettings},
     shared::{ProxySettings, Shared},
 };
 
@@ -32,7 +32,7 @@ impl Resolve for Scripted {
 
 #[test]
 fn a_failed_look_up_changes_nothing_and_each_rank_is_a_node() {
-    let shared = Shared::new(ProxySettings::default(), Scheduler::new(Settings::default()), 1);
+    let shared = Shared::new(ProxySettings::default(), Scheduler::new(SchedulerSettings::default()), 1);
     let hosts = ["127.0.0.1", "::1", "127.0.0.1"].map(|host| host.parse().unwrap());
     let (asked, asks) = mpsc::channel();
     let resolver = Arc::new(Scripted { answers: Mutex::new(vec![Ok(hosts.to_vec())]), asked });

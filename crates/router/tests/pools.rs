@@ -1,4 +1,4 @@
-//! Pools that several nodes share: a prompt that one of them has prefilled is loaded by the others, for a price.
+//! Pools that several nodes share: once one node has prefilled a prompt, the others can load it, at a cost.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{
@@ -9,8 +9,8 @@ use std::{
 use kvlane_router::{
     body::Mark,
     schedule::{
-        Cached, Chosen, Known, LegEnd, Node, NodeId, NodeState, Policy, Request, Reservation, Role,
-        Scheduler, Settings,
+        Cached, CachedPrefixes, Chosen, LegEnd, Node, NodeId, NodeState, Policy, Request, Reservation, Role,
+        Scheduler, SchedulerSettings,
     },
 };
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -37,7 +37,12 @@ struct World {
 impl World {
     /// Workers, each of the pool of this name if it has one.
     fn new(policy: Policy, pools: &[Option<&str>]) -> Self {
-        let settings = Settings { policy, decode_policy: policy, marks_max: 1 << 14, ..Settings::default() };
+        let settings = SchedulerSettings {
+            policy,
+            decode_policy: policy,
+            marks_max: 1 << 14,
+            ..SchedulerSettings::default()
+        };
         let mut scheduler = Scheduler::new(settings);
         let mut ids = Vec::new();
         for (number, pool) in pools.iter().enumerate() {
@@ -52,16 +57,16 @@ impl World {
         Self { scheduler, ids, now: Instant::now() }
     }
 
-    fn ask_knowing(&mut self, marks: &[Mark], known: Known) -> (usize, u64, Reservation) {
+    fn ask_with(&mut self, marks: &[Mark], cached: CachedPrefixes) -> (usize, u64, Reservation) {
         let request = Request { model: None, marks, one_node: false, streams: true, tried: &[] };
-        let choice = self.scheduler.choose_knowing(&request, known, self.now).unwrap();
+        let choice = self.scheduler.choose_with(&request, cached, self.now).unwrap();
         let Chosen::One(reservation) = choice.chosen else { panic!("a pair") };
         let number = self.ids.iter().position(|id| *id == reservation.node).unwrap();
         (number, choice.cached_tokens, reservation)
     }
 
     fn ask(&mut self, marks: &[Mark]) -> (usize, Reservation) {
-        let (number, _, reservation) = self.ask_knowing(marks, Known::default());
+        let (number, _, reservation) = self.ask_with(marks, CachedPrefixes::default());
         (number, reservation)
     }
 
@@ -187,13 +192,13 @@ fn what_engines_tell_of_their_pool_counts_more_than_texts() {
     let first = world.serve(&marks, Duration::from_millis(100));
     let slot = world.scheduler.set_pool(world.ids[0], Some(&"a".into()), false).unwrap();
     for (pooled, wanted) in [(0, 0), (3000, 3000)] {
-        let mut known = Known::counted(4032);
+        let mut prefixes = CachedPrefixes::of_length(4032);
         for id in &world.ids {
-            known.set(*id, Cached { tokens: 0, block_size: 16 });
+            prefixes.set(*id, Cached { tokens: 0, block_size: 16 });
         }
-        known.set_pooled(slot, pooled);
+        prefixes.set_pooled(slot, pooled);
         world.scheduler.node_mut(world.ids[first]).unwrap().state = NodeState::Draining;
-        let (number, cached, reservation) = world.ask_knowing(&marks, known);
+        let (number, cached, reservation) = world.ask_with(&marks, prefixes);
         assert_eq!((number, cached), (1 - first, wanted));
         world.scheduler.node_mut(world.ids[first]).unwrap().state = NodeState::Ready;
         world.scheduler.end(reservation, LegEnd::Served, world.now);

@@ -1,5 +1,5 @@
-//! Choices: each policy, pairs, failures, and that what is reserved is given back. "Complaint n" is what users of other routers
-//! reported (docs/routing.md names them).
+//! Choices: each policy, pairs, failures, and that every reservation is released. "Complaint n" is a report of users of other
+//! routers (docs/routing.md names them).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use kvlane_router::{
     body::Mark,
     schedule::{
         Choice, Chosen, Connector, Doubt, LegEnd, NoNode, Node, NodeId, NodeState, Pairing, Policy, Reported,
-        Request, Reservation, Role, Scheduler, Settings, Turn, Why,
+        Request, Reservation, Role, Scheduler, SchedulerSettings, Turn, Why,
     },
 };
 use proptest::prelude::*;
@@ -39,8 +39,13 @@ struct World {
 
 impl World {
     fn new(policy: Policy, roles: &[Role]) -> Self {
-        let settings =
-            Settings { policy, decode_policy: policy, seed: 1, marks_max: 1 << 12, ..Settings::default() };
+        let settings = SchedulerSettings {
+            policy,
+            decode_policy: policy,
+            seed: 1,
+            marks_max: 1 << 12,
+            ..SchedulerSettings::default()
+        };
         let mut scheduler = Scheduler::new(settings);
         let ids = roles
             .iter()
@@ -532,7 +537,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let settings =
-            Settings { policy, decode_policy: policy, seed, marks_max: 1 << 12, ..Settings::default() };
+            SchedulerSettings { policy, decode_policy: policy, seed, marks_max: 1 << 12, ..SchedulerSettings::default() };
         let mut scheduler = Scheduler::new(settings);
         let now = Instant::now();
         let mut all = Vec::new();

@@ -11,7 +11,7 @@ use std::{
 
 use kvlane_router::{
     proxy::Proxy,
-    schedule::{Node, NodeState, Role, Scheduler, Settings},
+    schedule::{Node, NodeState, Role, Scheduler, SchedulerSettings},
     shared::{ProxySettings, Shared},
 };
 
@@ -48,7 +48,7 @@ fn a_client_that_does_not_read_ends_its_request_in_the_engine() {
     let engine = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", engine.local_addr().unwrap());
     let settings = ProxySettings { client_timeout: Duration::from_secs(1), ..ProxySettings::default() };
-    let shared = Shared::new(settings, Scheduler::new(Settings::default()), 1);
+    let shared = Shared::new(settings, Scheduler::new(SchedulerSettings::default()), 1);
     let node = shared.add(Node::new(&address, Role::Worker, ""), address.parse().unwrap());
     shared.set_models(node, vec![("m".into(), "{}".into())]);
     shared.with_scheduler(|scheduler| scheduler.node_mut(node).unwrap().state = NodeState::Ready);

@@ -10,7 +10,7 @@ use std::{
 
 use kvlane_router::{
     proxy::Proxy,
-    schedule::{Scheduler, Settings},
+    schedule::{Scheduler, SchedulerSettings},
     shared::{ProxySettings, Shared},
 };
 
@@ -18,7 +18,7 @@ use kvlane_router::{
 #[test]
 fn a_body_that_comes_too_slowly_is_given_up_though_each_piece_comes_in_time() {
     let settings = ProxySettings { client_timeout: Duration::from_secs(1), ..ProxySettings::default() };
-    let shared = Shared::new(settings, Scheduler::new(Settings::default()), 1);
+    let shared = Shared::new(settings, Scheduler::new(SchedulerSettings::default()), 1);
     let proxy = Proxy::start(TcpListener::bind("127.0.0.1:0").unwrap(), &shared).unwrap();
     let mut client = TcpStream::connect(proxy.address()).unwrap();
     client.write_all(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 9999\r\n\r\n{").unwrap();

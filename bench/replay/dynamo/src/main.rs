@@ -8,9 +8,9 @@ use std::{env, fs, thread};
 
 use anyhow::{Context, Result, anyhow, bail};
 use kvlane_fleet::{
-    Class, HandOver, Limits, NodeSetup, Request, Setup, Signals, Summary, Trace, replay, replay_in,
+    Class, Limits, NodeSetup, Request, Setup, Signals, Summary, Trace, TransferSetup, replay, replay_in,
 };
-use kvlane_router::schedule::{Policy, Role, Settings};
+use kvlane_router::schedule::{Policy, Role, SchedulerSettings};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -122,9 +122,9 @@ fn setup(class: &Arc<Class>, policy: Policy, kv_events: bool, speed: f64) -> Set
     let node = NodeSetup::new(Role::Worker, Arc::clone(class));
     Setup {
         nodes: vec![node; WORKERS],
-        scheduler: Settings { policy, decode_policy: policy, ..Settings::default() },
+        scheduler: SchedulerSettings { policy, decode_policy: policy, ..SchedulerSettings::default() },
         speed,
-        hand_over: HandOver::default(),
+        transfer: TransferSetup::default(),
         signals: Signals { kv_events, ..Signals::default() },
         balance: None,
     }
@@ -233,7 +233,7 @@ fn main() -> Result<()> {
         "dynamo_block_tokens": args.block_tokens,
         "ttft_limit_ms": milliseconds(LIMITS.ttft),
         "tpot_limit_ms": milliseconds(LIMITS.tpot),
-        "seed": Settings::default().seed,
+        "seed": SchedulerSettings::default().seed,
         "results": results,
     });
     if let Some(path) = args.json {

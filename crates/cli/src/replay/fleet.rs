@@ -44,7 +44,7 @@ pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> 
         setup.speed = load * capacity / recorded;
         let replayed = replay(&trace, &setup, |count| bar.inc(count as u64));
         let over_time = over_time(&replayed, &setup, fleet.limits);
-        (Summary::of(&replayed.served, fleet.limits), replayed.turns.len(), over_time)
+        (Summary::of(&replayed.served, fleet.limits), replayed.role_changes.len(), over_time)
     });
     bar.finish_and_clear();
     let results: Vec<Value> = cases
@@ -85,7 +85,7 @@ pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> 
 /// nodes of each role there were at its end.
 fn over_time(replayed: &Replayed, setup: &Setup, limits: Limits) -> Vec<Value> {
     let mut roles: Vec<Role> = setup.nodes.iter().map(|node| node.role).collect();
-    let mut turns = replayed.turns.iter().peekable();
+    let mut changes = replayed.role_changes.iter().peekable();
     let end = replayed.served.iter().map(|served| served.at).max().unwrap_or_default();
     let span = (end / SPANS).max(Duration::from_secs(1));
     let mut requests = replayed.served.iter().peekable();
@@ -93,8 +93,8 @@ fn over_time(replayed: &Replayed, setup: &Setup, limits: Limits) -> Vec<Value> {
     let mut from = Duration::ZERO;
     while from <= end {
         let to = from + span;
-        while let Some(turn) = turns.next_if(|turn| turn.at < to) {
-            roles[turn.node] = turn.role;
+        while let Some(change) = changes.next_if(|change| change.at < to) {
+            roles[change.node] = change.role;
         }
         let came: Vec<_> = std::iter::from_fn(|| requests.next_if(|served| served.at < to)).collect();
         let within = came.iter().filter(|served| limits.hold(served)).count();

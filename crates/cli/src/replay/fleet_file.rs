@@ -3,9 +3,9 @@
 use std::{collections::HashMap, fs, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
-use kvlane_fleet::{Class, Costs, HandOver, Limits, NodeSetup, PoolSetup, Setup, Signals};
+use kvlane_fleet::{Class, Costs, Limits, NodeSetup, PoolSetup, Setup, Signals, TransferSetup};
 use kvlane_policy::PolicyKind;
-use kvlane_router::schedule::{Policy, Role, Settings};
+use kvlane_router::schedule::{Policy, Role, SchedulerSettings};
 use serde::Deserialize;
 
 use super::pool_table::{PoolTable, pools};
@@ -52,7 +52,7 @@ impl Default for File {
             loads: vec![0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
             speeds: Vec::new(),
             seed: 0,
-            short_tokens: Settings::default().short_tokens,
+            short_tokens: SchedulerSettings::default().short_tokens,
             ttft_ms: 2000.0,
             tpot_ms: 50.0,
             class: Vec::new(),
@@ -115,7 +115,7 @@ struct HandOverTable {
 
 impl Default for HandOverTable {
     fn default() -> Self {
-        let HandOver { base_ms, token_ms, far_token_ms } = HandOver::default();
+        let TransferSetup { base_ms, token_ms, far_token_ms } = TransferSetup::default();
         Self { base_ms, token_ms, far_token_ms }
     }
 }
@@ -170,15 +170,15 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
     let setup = Setup {
         nodes: nodes(file.node, &classes(file.class, folder)?, &pools)?,
         pools,
-        scheduler: Settings {
+        scheduler: SchedulerSettings {
             policy: first,
             decode_policy: first,
             short_tokens: file.short_tokens,
             seed: file.seed,
-            ..Settings::default()
+            ..SchedulerSettings::default()
         },
         speed: 1.0,
-        hand_over: HandOver {
+        transfer: TransferSetup {
             base_ms: number("hand-over.base-ms", file.hand_over.base_ms)?,
             token_ms: number("hand-over.token-ms", file.hand_over.token_ms)?,
             far_token_ms: file
@@ -355,7 +355,8 @@ mod tests {
             told = false
         ";
         let setup = parsed(text).unwrap().setup;
-        let pool = PoolSetup { name: "host".into(), tokens: 9000, is_told: false, ..PoolSetup::default() };
+        let pool =
+            PoolSetup { name: "host".into(), tokens: 9000, is_reported: false, ..PoolSetup::default() };
         assert_eq!(setup.pools, [pool]);
         let nodes = setup.nodes;
         assert_eq!((nodes[2].pool, nodes[3].pool), (None, Some(0)));

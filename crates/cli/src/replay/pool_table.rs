@@ -40,7 +40,7 @@ pub(super) fn pools(tables: Vec<PoolTable>) -> Result<Vec<PoolSetup>> {
             tokens,
             eviction,
             load_token_ms,
-            is_told: table.told.unwrap_or(usual.is_told),
+            is_reported: table.told.unwrap_or(usual.is_reported),
         });
     }
     Ok(pools)

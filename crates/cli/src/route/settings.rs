@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use kvlane_door::Names;
-use kvlane_router::{schedule::Settings, shared::ProxySettings};
+use kvlane_router::{schedule::SchedulerSettings, shared::ProxySettings};
 
 use super::{args::RouteArgs, key_file};
 
@@ -48,13 +48,13 @@ pub(super) fn proxies(args: &RouteArgs) -> Result<ProxySettings> {
 }
 
 /// The scheduler's settings.
-pub(super) fn scheduler(args: &RouteArgs, seed: u64) -> Settings {
-    Settings {
+pub(super) fn scheduler(args: &RouteArgs, seed: u64) -> SchedulerSettings {
+    SchedulerSettings {
         policy: args.policy,
         decode_policy: args.decode_policy.unwrap_or(args.policy),
         short_tokens: args.short_prompt,
         seed,
-        ..Settings::default()
+        ..SchedulerSettings::default()
     }
 }
 

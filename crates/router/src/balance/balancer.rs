@@ -1,4 +1,4 @@
-//! From loads to a state, and from a state to what is done.
+//! The balancer of one group: from the levels of both roles to a state, and from the state to acts.
 //!
 //! ```text
 //!                        decode nodes
@@ -7,6 +7,13 @@
 //! prefill mid   normal     |   normal     | imbalanced: to decode
 //! nodes   high  imbalanced: to prefill    | overload
 //! ```
+//! A tick returns, in this order:
+//!
+//! 1. roles for workers that have none yet, and the new role of each node that has drained;
+//! 2. a node for a role that has lost its last one;
+//! 3. only if there was nothing of 1 and 2: one flip towards the overloaded role; else a swap of two nodes that are each
+//!    better at the other's work;
+//! 4. a wish for one node more or less, if an overload or underload has lasted.
 
 use std::{
     collections::HashMap,
@@ -16,58 +23,59 @@ use std::{
 use super::{
     indicators::{Capacity, Indicators, NAMES, Sample, Window, score},
     level::{Latch, Level},
-    settings::{RoleSettings, Settings},
-    untold::Untold,
+    missing::MissingIndicators,
+    settings::{BalanceSettings, RoleSettings},
 };
 use crate::schedule::{NodeId, Role};
 
-/// What the balancer is told of a node.
+/// A node as the balancer sees it at one tick.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct View {
-    /// Which one.
+    /// The scheduler's id.
     pub id: NodeId,
-    /// What it does now.
+    /// The role that it has now.
     pub role: Role,
-    /// The role that it takes when its requests are over; it gets no others until then.
+    /// The role that it takes once its requests have ended; until then it gets no new ones.
     pub next_role: Option<Role>,
-    /// Whether its role may change.
+    /// Whether the balancer may change its role.
     pub may_flip: bool,
-    /// Whether it gets requests, but for a change of its role.
+    /// Whether it is up; a node that changes its role may be ready and get no requests.
     pub is_ready: bool,
-    /// Requests that are not over.
+    /// Legs of this router that have not ended.
     pub requests: u64,
-    /// How much better it is at prefilling than at decoding, beside nodes of other classes; None while that is not known.
+    /// How much better it is at prefilling than at decoding: [`Prediction::leans_to_prefill`](crate::schedule::Prediction).
+    /// None until learned.
     pub leans_to_prefill: Option<f64>,
-    /// Its load.
+    /// Its load at this tick.
     pub sample: Sample,
-    /// What it can take.
+    /// The load that it can take.
     pub capacity: Capacity,
 }
 
-/// What is to be done.
+/// A change that the caller has to carry out, or a wish for the operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
-    /// The node gets no more requests, and another role once it has none.
+    /// The node gets no new requests, and this role once its requests have ended.
     Drain(NodeId, Role),
-    /// The node has this role from now on.
+    /// The node takes this role now.
     Turn(NodeId, Role),
-    /// One node more of this role is wanted: all have had too much to do for long.
+    /// One node more of this role is wanted, because both roles have been overloaded for long.
     ScaleUp(Role),
-    /// One node of this role could go: the others can take its work.
+    /// One node of this role could go, because the others can take its work.
     ScaleDown(Role),
 }
 
-/// How the work fits the nodes.
+/// How well the nodes of both roles fit the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum State {
-    /// It does.
+    /// Neither role has too much to do, and not both have too little.
     #[default]
     Normal,
-    /// Nodes of this role have too much to do, those of the other one do not.
+    /// The nodes of this role have too much to do; those of the other one do not.
     Imbalanced(Role),
-    /// All have too much to do.
+    /// Both roles have too much to do.
     Overload,
-    /// All have so little to do that fewer would be enough.
+    /// Both roles have so little to do that fewer nodes would be enough.
     Underload,
 }
 
@@ -94,36 +102,41 @@ impl State {
     }
 }
 
-/// Nodes are alike that differ by less than this factor in how much better they are at prefilling than at decoding.
+/// Nodes whose `leans_to_prefill` differ by no more than this factor count as equally good at both roles.
 const ALIKE: f64 = 1.25;
 
 #[derive(Debug, Clone, Default)]
-struct Watched {
+struct NodeWindow {
+    /// The role that the window's samples are of.
     role: Option<Role>,
-    /// When it took its role from this balancer; None if it had it before.
+    /// When this balancer gave it its role; None if it did not.
     since: Option<Instant>,
     window: Window,
 }
 
-/// Looks at all nodes now and then.
+/// Decides the roles of one group's nodes, tick by tick.
 #[derive(Debug)]
 pub struct Balancer {
-    settings: Settings,
-    nodes: HashMap<NodeId, Watched>,
+    settings: BalanceSettings,
+    nodes: HashMap<NodeId, NodeWindow>,
     prefill: Latch,
     decode: Latch,
+    /// Means of prefill and of decode nodes.
     scores: (Option<f64>, Option<f64>),
     state: State,
+    /// When `state` began.
     since: Option<Instant>,
+    /// When a node last changed its role by a refill, flip or swap.
     flipped: Option<Instant>,
-    /// When more or fewer nodes were asked for last.
+    /// When this state last asked for more or fewer nodes.
     scaled: Option<Instant>,
-    untold: (Untold, Untold),
+    /// Those of prefill and of decode nodes.
+    missing: (MissingIndicators, MissingIndicators),
 }
 
 impl Balancer {
-    /// One that has seen nothing.
-    pub fn new(settings: Settings) -> Self {
+    /// A balancer before its first tick.
+    pub fn new(settings: BalanceSettings) -> Self {
         Self {
             settings,
             nodes: HashMap::new(),
@@ -134,31 +147,31 @@ impl Balancer {
             since: None,
             flipped: None,
             scaled: None,
-            untold: <(Untold, Untold)>::default(),
+            missing: <(MissingIndicators, MissingIndicators)>::default(),
         }
     }
 
-    /// What was set.
-    pub fn settings(&self) -> &Settings {
+    /// As given to [`Self::new`].
+    pub fn settings(&self) -> &BalanceSettings {
         &self.settings
     }
 
-    /// The state at the last look.
+    /// At the last tick.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Mean scores of prefill and of decode nodes at the last look; None where there are none.
+    /// Mean scores of prefill and of decode nodes at the last tick; None for a role without nodes.
     pub fn scores(&self) -> (Option<f64>, Option<f64>) {
         self.scores
     }
 
-    /// The means of a node's indicators, of the role that it has.
+    /// The means of a node's indicators in its present role.
     pub fn indicators(&self, id: NodeId) -> Option<Indicators> {
         self.nodes.get(&id).map(|watched| watched.window.mean())
     }
 
-    /// A node's score, of the role that it has.
+    /// A node's score in its present role. None for a worker.
     pub fn score(&self, id: NodeId) -> Option<f64> {
         let watched = self.nodes.get(&id)?;
         let role = watched.role.filter(|role| *role != Role::Worker)?;
@@ -172,28 +185,28 @@ impl Balancer {
         }
     }
 
-    /// Indicators that have a weight, and that no node of the role has told for half a minute: each once. To be asked after a
-    /// look.
-    pub fn untold(&mut self, views: &[View], now: Instant) -> Vec<(Role, &'static str)> {
+    /// Indicators with a weight that no node of the role has reported for half a minute, each once. Call it after
+    /// [`Self::tick`].
+    pub fn missing_indicators(&mut self, views: &[View], now: Instant) -> Vec<(Role, &'static str)> {
         let means = |role| -> Vec<Indicators> {
             serving(views, role).filter_map(|view| self.indicators(view.id)).collect()
         };
         let (prefill, decode) = (means(Role::Prefill), means(Role::Decode));
-        let (of_prefill, of_decode) = &mut self.untold;
-        let prefill = of_prefill.see(prefill.iter(), &self.settings.prefill.weights, now);
-        let decode = of_decode.see(decode.iter(), &self.settings.decode.weights, now);
+        let (of_prefill, of_decode) = &mut self.missing;
+        let prefill = of_prefill.observe(prefill.iter(), &self.settings.prefill.weights, now);
+        let decode = of_decode.observe(decode.iter(), &self.settings.decode.weights, now);
         let prefill = prefill.into_iter().map(|name| (Role::Prefill, name));
         prefill.chain(decode.into_iter().map(|name| (Role::Decode, name))).collect()
     }
 
-    /// A look at all nodes.
+    /// Takes in the views of all nodes, and decides. Returns the acts to carry out, in order.
     pub fn tick(&mut self, views: &[View], now: Instant) -> Vec<Act> {
         self.watch(views);
         self.scores = (self.mean(views, Role::Prefill), self.mean(views, Role::Decode));
-        let Settings { level_dwell, prefill, decode, .. } = self.settings;
+        let BalanceSettings { level_dwell, prefill, decode, .. } = self.settings;
         let (of_prefill, of_decode) = self.scores;
-        let prefill = self.prefill.see(of_prefill, &prefill.thresholds, level_dwell, now);
-        let decode = self.decode.see(of_decode, &decode.thresholds, level_dwell, now);
+        let prefill = self.prefill.update(of_prefill, &prefill.thresholds, level_dwell, now);
+        let decode = self.decode.update(of_decode, &decode.thresholds, level_dwell, now);
         let state = State::of(prefill, decode);
         if state != self.state {
             (self.state, self.since, self.scaled) = (state, Some(now), None);
@@ -217,7 +230,7 @@ impl Balancer {
             acts.push(scale);
         }
         if !self.settings.drains {
-            // The other role's requests come at once.
+            // Without draining, the node takes the other role's requests at once.
             acts.iter_mut().for_each(|act| {
                 if let Act::Drain(id, role) = *act {
                     *act = Act::Turn(id, role);
@@ -226,7 +239,8 @@ impl Balancer {
         }
         for act in &acts {
             if let Act::Turn(id, role) = act {
-                self.nodes.insert(*id, Watched { role: Some(*role), since: Some(now), ..Watched::default() });
+                self.nodes
+                    .insert(*id, NodeWindow { role: Some(*role), since: Some(now), ..NodeWindow::default() });
             }
         }
         acts
@@ -237,7 +251,7 @@ impl Balancer {
         for view in views {
             let watched = self.nodes.entry(view.id).or_default();
             if watched.role != Some(view.role) {
-                *watched = Watched { role: Some(view.role), ..Watched::default() };
+                *watched = NodeWindow { role: Some(view.role), ..NodeWindow::default() };
             }
             let sample = match view.role {
                 Role::Prefill => view.sample.of_prefill(&view.capacity),
@@ -247,15 +261,15 @@ impl Balancer {
         }
     }
 
-    /// Of the nodes that get requests.
+    /// Mean score of the role's nodes that get requests.
     fn mean(&self, views: &[View], role: Role) -> Option<f64> {
         let scores = serving(views, role).filter_map(|view| self.score(view.id));
         let (sum, count) = scores.fold((0.0, 0.0), |(sum, count), score| (sum + score, count + 1.0));
         (count > 0.0).then(|| sum / count)
     }
 
-    /// Nodes that have no role of their own get one: of both, the one that fewer have. A decode node serves alone, too. Where one
-    /// node is all there is, it keeps serving all.
+    /// Gives each worker the role that fewer nodes have; at a tie decode, because a decode node also serves alone. A single
+    /// node stays a worker and serves everything.
     fn first_roles(&self, views: &[View]) -> Vec<Act> {
         let ready = || views.iter().filter(|view| view.is_ready);
         if !self.settings.flips || ready().count() < 2 {
@@ -272,7 +286,7 @@ impl Balancer {
         .collect()
     }
 
-    /// A role that has lost its last node gets one of the other role's at once, if that has two.
+    /// Gives a role that has lost its last node one of the other role's nodes at once, if that role has two.
     fn refill(&self, views: &[View]) -> Option<(NodeId, Role)> {
         if !self.settings.flips {
             return None;
@@ -284,7 +298,7 @@ impl Balancer {
                 if serving(views, empty).next().is_some() {
                     return None;
                 }
-                // Who is on its way there need not drain first, and who is leaving comes back.
+                // A node that is draining towards this role takes it now; one that is draining away from it stays.
                 let coming = ready().find(|view| view.next_role == Some(empty));
                 let leaving = || ready().find(|view| view.role == empty && view.next_role.is_some());
                 let has_two = serving(views, other).nth(1).is_some();
@@ -295,8 +309,7 @@ impl Balancer {
         )
     }
 
-    /// A node of the role that has less to do goes over to the one that has too much, if the others of its role can take its
-    /// work.
+    /// Moves a node to the overloaded role, if the other nodes of its own role can take its work.
     fn flip(&self, views: &[View], now: Instant) -> Option<Act> {
         let settings = &self.settings;
         let State::Imbalanced(hot) = self.state else { return None };
@@ -316,7 +329,7 @@ impl Balancer {
             return None;
         }
         let may_turn: Vec<&View> = self.movable(views, cold, now).collect();
-        // Those that are best at it, and of these the one with the least to do.
+        // Among the nodes that are best at the new role, takes the one with the least to do.
         let leans = |view: &View| match (view.leans_to_prefill, hot) {
             (None, _) => None,
             (Some(leans), Role::Prefill) => Some(leans),
@@ -329,8 +342,8 @@ impl Balancer {
         Some(Act::Drain(node.id, hot))
     }
 
-    /// What the mean score of a role's nodes would be if one of them were gone; None if none were left. What prefill nodes still
-    /// decode, since they did so before, counts for decode nodes: whatever comes in its place will come to them.
+    /// The mean score of a role's nodes if one of them were gone; None if none were left. Prefill nodes may still decode
+    /// requests from before their flip. These count for the decode nodes, because their successors will come there.
     fn score_of_one_less(&self, views: &[View], role: Role) -> Option<f64> {
         let count = serving(views, role).count();
         let left = count.checked_sub(1).filter(|left| *left > 0)?;
@@ -340,7 +353,7 @@ impl Balancer {
         Some((score * count as f64 + still) / left as f64)
     }
 
-    /// Whether more or fewer nodes are wanted, each time that the state has lasted so long.
+    /// Asks for one node more or less, once for each `scale_up_after` or `scale_down_after` that the state lasts.
     fn scale(&self, views: &[View], now: Instant) -> Option<Act> {
         let lasts = |time| is_over(self.since, time, now) && is_over(self.scaled, time, now);
         let (prefill, decode) = (self.scores.0?, self.scores.1?);
@@ -365,7 +378,7 @@ impl Balancer {
         }
     }
 
-    /// Those of a role that may take another one.
+    /// The role's nodes that may change it now.
     fn movable<'a>(&'a self, views: &'a [View], role: Role, now: Instant) -> impl Iterator<Item = &'a View> {
         let since = |view: &View| self.nodes.get(&view.id).and_then(|watched| watched.since);
         serving(views, role)
@@ -373,13 +386,13 @@ impl Balancer {
             .filter(move |view| is_over(since(view), self.settings.role_dwell, now))
     }
 
-    /// A prefill and a decode node change places, if each is better at the other's work.
+    /// Swaps the roles of a prefill and a decode node, if each is better at the other's work.
     fn swap(&self, views: &[View], now: Instant) -> Vec<Act> {
         let settings = &self.settings;
         if !settings.flips || !is_over(self.flipped, settings.flip_every.max(settings.role_dwell), now) {
             return Vec::new();
         }
-        // Nodes that drain serve neither role meanwhile.
+        // Nodes that drain serve neither role meanwhile, so one more has to stay.
         let least_left = if settings.drains { 2 } else { 1 };
         let is_enough = |role| serving(views, role).count() >= least_left;
         let is_under_way = views.iter().any(|view| view.next_role.is_some());
@@ -403,12 +416,12 @@ fn is_over(since: Option<Instant>, time: Duration, now: Instant) -> bool {
     since.is_none_or(|since| now.saturating_duration_since(since) >= time)
 }
 
-/// Those of a role that get requests.
+/// The role's nodes that get requests.
 fn serving(views: &[View], role: Role) -> impl Iterator<Item = &View> {
     views.iter().filter(move |view| view.is_ready && view.role == role && view.next_role.is_none())
 }
 
-/// Those whose requests are over.
+/// The new role of each node whose requests have ended.
 fn drained(views: &[View]) -> impl Iterator<Item = Act> {
     let is_over = |view: &&View| view.requests == 0;
     views.iter().filter(is_over).filter_map(|view| Some(Act::Turn(view.id, view.next_role?)))

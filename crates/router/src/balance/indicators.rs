@@ -1,34 +1,34 @@
-//! What is known of a node's load, in numbers that can be compared: 0 is idle, 1 is what it can take.
+//! Indicators of a node's load that can be compared: 0 is idle, 1 is all that the node can take.
 //!
-//! FlowKV (arXiv 2504.03775, section 3.4) names twelve: four queues of prefill work, four of decode work, and four that both
-//! share. A score of a role sees the queues of this role and the shared ones, eight in all.
+//! FlowKV (arXiv 2504.03775, section 3.4) has twelve: four for queues of prefill work, four for queues of decode work, and
+//! four that both roles share. A role's score uses its own four and the shared ones, eight in all.
 
 use std::{collections::VecDeque, time::Duration};
 
-/// Of a score's eight indicators, in the order in which all arrays of this module have them.
+/// Names of a score's eight indicators, in the order of all arrays of this module.
 pub const NAMES: [&str; 8] =
     ["running", "waiting", "swapped", "sending", "token-budget", "kv-cache", "gpu", "memory-bandwidth"];
 
-/// One for each of [`NAMES`]; None where nobody tells.
+/// One for each of [`NAMES`]; None if no source reports it.
 pub type Indicators = [Option<f64>; NAMES.len()];
 
-/// No indicator counts for more than this: what is absurd says no more than "too much".
+/// Cap of an indicator: an absurd value means no more than "too much".
 const MOST: f64 = 2.0;
 
-/// What is known of a node at one moment. None: nobody tells.
+/// A node's load at one moment. None: no source reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sample {
-    /// Tokens of prompts that it has yet to prefill.
+    /// Tokens of prompts that it still has to prefill.
     pub prefill_tokens: u64,
-    /// Requests whose first token it has generated, or that were handed over to it.
+    /// Requests that it decodes: their first token has been generated here, or they were handed over.
     pub decoding: u64,
-    /// Prompts that it has prefilled, and that have not been handed over yet.
+    /// Prompts that it has prefilled and not yet transferred.
     pub sending: Option<f64>,
     /// Requests that wait in the engine.
     pub waiting: Option<f64>,
-    /// Requests that the engine has put off for lack of room, a second.
+    /// Requests a second that the engine preempts for lack of room.
     pub preempted: Option<f64>,
-    /// Tokens that a step computes, on average.
+    /// Mean tokens of a step.
     pub step_tokens: Option<f64>,
     /// Share of the KV cache that running requests use, 0 to 1.
     pub cache_used: Option<f64>,
@@ -38,35 +38,35 @@ pub struct Sample {
     pub memory_used: Option<f64>,
 }
 
-/// What a node can take, as far as its role's work goes.
+/// The load that a node can take.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
-    /// Tokens that it prefills in a second.
+    /// Tokens a second that it prefills.
     pub prefill_rate: f64,
-    /// Requests that it decodes at once within their limit.
+    /// Requests that it decodes at once within the limit on a token's time.
     pub decodes: f64,
-    /// Tokens of a step, at the most.
+    /// Most tokens of a step.
     pub step_tokens: f64,
-    /// Prompts on their way to decode nodes, and requests that wait at one: with so many it is fully loaded.
+    /// Prompts in transfer, or requests waiting at a decode node, that are a full load.
     pub queue: f64,
-    /// Time to a first token that is still well.
+    /// Limit on the time to a first token.
     pub ttft: Duration,
 }
 
 impl Capacity {
-    /// How long so many tokens take, of the time to a first token that is still well.
+    /// The time to prefill these tokens, as a share of `ttft`.
     fn wait(&self, tokens: f64) -> f64 {
         tokens / self.prefill_rate / self.ttft.as_secs_f64()
     }
 }
 
 impl Sample {
-    /// How much of a node's capacity its decoding takes.
+    /// Share of the node's capacity that its decoding takes.
     pub(super) fn decodes(&self, capacity: &Capacity) -> f64 {
         self.decoding as f64 / capacity.decodes
     }
 
-    /// How loaded a prefill node is.
+    /// The indicators of a prefill node.
     pub fn of_prefill(&self, capacity: &Capacity) -> Indicators {
         let tokens = self.prefill_tokens as f64;
         let in_step = tokens.min(capacity.step_tokens);
@@ -78,9 +78,9 @@ impl Sample {
         )
     }
 
-    /// How loaded a decode node is. It sends nothing.
+    /// The indicators of a decode node, which sends nothing.
     pub fn of_decode(&self, capacity: &Capacity) -> Indicators {
-        // Whichever is used up first: places in a step, room for tokens, or time, where it prefills by itself.
+        // Whichever runs out first: requests in a step, room in the KV cache, or time for prompts that it prefills itself.
         let running = self
             .decodes(capacity)
             .max(self.cache_used.unwrap_or(0.0))
@@ -98,19 +98,19 @@ impl Sample {
     }
 }
 
-/// Not a number says nothing, less than nothing is nothing.
+/// Drops NaN, and clamps to 0..=[`MOST`].
 fn sane(value: Option<f64>) -> Option<f64> {
     value.filter(|value| !value.is_nan()).map(|value| value.clamp(0.0, MOST))
 }
 
-/// The last samples of a node, from which means are taken.
+/// The last samples of a node, for their means.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Window {
     samples: VecDeque<Indicators>,
 }
 
 impl Window {
-    /// Another sample; the oldest go where there are more than `most`.
+    /// Adds a sample, and drops the oldest ones above `most`.
     pub(super) fn push(&mut self, sample: Indicators, most: usize) {
         self.samples.push_back(sample);
         while self.samples.len() > most.max(1) {
@@ -118,25 +118,25 @@ impl Window {
         }
     }
 
-    /// The mean of each indicator over the samples that have it. One that the newest sample lacks is missing: what was known
-    /// once says nothing of now.
+    /// The mean of each indicator over the samples that have it. None if the newest sample lacks it, because old values say
+    /// nothing about now.
     pub(super) fn mean(&self) -> Indicators {
         let mut means = [None; NAMES.len()];
         let Some(newest) = self.samples.back() else { return means };
         for (at, mean) in means.iter_mut().enumerate().filter(|(at, _)| newest[*at].is_some()) {
-            let known = || self.samples.iter().filter_map(|sample| sample[at]);
-            *mean = Some(known().sum::<f64>() / known().count().max(1) as f64);
+            let reported = || self.samples.iter().filter_map(|sample| sample[at]);
+            *mean = Some(reported().sum::<f64>() / reported().count().max(1) as f64);
         }
         means
     }
 }
 
-/// The weighted mean of what is known; None if nothing is that counts. What is missing loses its weight: as 0 it would make a
-/// loaded node look idle.
+/// The weighted mean of the indicators that are reported; None if none of these has a weight. A missing indicator loses its
+/// weight, because counted as 0 it would make a loaded node look idle.
 pub fn score(indicators: &Indicators, weights: &[f64; NAMES.len()]) -> Option<f64> {
-    let known = || indicators.iter().zip(weights).filter_map(|(value, weight)| Some(((*value)?, *weight)));
-    let weight: f64 = known().map(|(_, weight)| weight).sum();
-    (weight > 0.0).then(|| known().map(|(value, weight)| value * weight).sum::<f64>() / weight)
+    let reported = || indicators.iter().zip(weights).filter_map(|(value, weight)| Some(((*value)?, *weight)));
+    let weight: f64 = reported().map(|(_, weight)| weight).sum();
+    (weight > 0.0).then(|| reported().map(|(value, weight)| value * weight).sum::<f64>() / weight)
 }
 
 #[cfg(test)]
@@ -196,11 +196,11 @@ mod tests {
         #[test]
         fn whatever_is_told_a_score_is_a_number_within_its_bounds(
             tokens in any::<u64>(), decoding in any::<u64>(),
-            told in prop::array::uniform7(prop::option::of(prop_oneof![
+            reported in prop::array::uniform7(prop::option::of(prop_oneof![
                 any::<f64>(), Just(f64::NAN), Just(f64::INFINITY), Just(-1.0), Just(1e18),
             ])),
         ) {
-            let [sending, waiting, preempted, step_tokens, cache_used, gpu_used, memory_used] = told;
+            let [sending, waiting, preempted, step_tokens, cache_used, gpu_used, memory_used] = reported;
             let sample = Sample {
                 prefill_tokens: tokens, decoding, sending, waiting, preempted, step_tokens, cache_used,
                 gpu_used, memory_used,

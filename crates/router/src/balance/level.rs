@@ -1,4 +1,4 @@
-//! How loaded a role is, in three levels that do not flicker.
+//! A role's load as one of three levels, with hysteresis and a dwell time so that the level does not flicker.
 //!
 //! ```text
 //!         low-enter    low-exit           high-exit    high-enter
@@ -9,41 +9,42 @@
 
 use std::time::{Duration, Instant};
 
-/// How loaded a role is.
+/// How loaded a role's nodes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Level {
-    /// So little that fewer nodes would do.
+    /// So little that fewer nodes would be enough.
     Low,
-    /// As it should be.
+    /// Neither low nor high; also without a score.
     #[default]
     Middle,
-    /// So much that more nodes are needed.
+    /// Enough that more nodes are needed.
     High,
 }
 
 /// Where a level begins and ends.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// A score of at least this is high.
+    /// The level becomes high at this score or above.
     pub high_enter: f64,
-    /// Until it is below this.
+    /// A high level stays down to this score.
     pub high_exit: f64,
-    /// A score of at most this is low.
+    /// The level becomes low at this score or below.
     pub low_enter: f64,
-    /// Until it is above this.
+    /// A low level stays up to this score.
     pub low_exit: f64,
 }
 
-/// A level that changes only when the score has gone a good way, and not at once again.
+/// A role's level with its hysteresis.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Latch {
     level: Level,
+    /// When it last changed.
     since: Option<Instant>,
 }
 
 impl Latch {
-    /// The score is this now; a level stays for `dwell` at least. Without a score nothing is known: the level is in the middle.
-    pub(super) fn see(
+    /// Updates the level with a new score. A level lasts at least `dwell`. Without a score it is the middle one at once.
+    pub(super) fn update(
         &mut self,
         score: Option<f64>,
         thresholds: &Thresholds,
@@ -96,7 +97,7 @@ mod tests {
         ];
         for (at, (score, level)) in steps.into_iter().enumerate() {
             let now = start + Duration::from_secs(at as u64);
-            assert_eq!(latch.see(Some(score), &THRESHOLDS, Duration::ZERO, now), level, "step {at}");
+            assert_eq!(latch.update(Some(score), &THRESHOLDS, Duration::ZERO, now), level, "step {at}");
         }
     }
 
@@ -104,13 +105,13 @@ mod tests {
     fn it_stays_for_its_time_also_where_the_clock_goes_back() {
         let (mut latch, start) = (Latch::default(), Instant::now() + Duration::from_secs(60));
         let dwell = Duration::from_secs(2);
-        assert_eq!(latch.see(Some(0.9), &THRESHOLDS, dwell, start), Level::High);
+        assert_eq!(latch.update(Some(0.9), &THRESHOLDS, dwell, start), Level::High);
         assert_eq!(
-            latch.see(Some(0.1), &THRESHOLDS, dwell, start + Duration::from_millis(1999)),
+            latch.update(Some(0.1), &THRESHOLDS, dwell, start + Duration::from_millis(1999)),
             Level::High
         );
-        assert_eq!(latch.see(Some(0.1), &THRESHOLDS, dwell, start - Duration::from_secs(30)), Level::High);
-        assert_eq!(latch.see(Some(0.1), &THRESHOLDS, dwell, start + dwell), Level::Low);
-        assert_eq!(latch.see(None, &THRESHOLDS, dwell, start + dwell), Level::Middle);
+        assert_eq!(latch.update(Some(0.1), &THRESHOLDS, dwell, start - Duration::from_secs(30)), Level::High);
+        assert_eq!(latch.update(Some(0.1), &THRESHOLDS, dwell, start + dwell), Level::Low);
+        assert_eq!(latch.update(None, &THRESHOLDS, dwell, start + dwell), Level::Middle);
     }
 }

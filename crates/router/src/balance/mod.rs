@@ -1,20 +1,21 @@
-//! Which nodes prefill and which decode, as the work changes: FlowKV's load-aware scheduling (arXiv 2504.03775), made
-//! definite where the paper leaves it open.
+//! The balancer: changes which nodes prefill and which decode as the work changes. It is FlowKV's load-aware scheduling
+//! (arXiv 2504.03775), with definite rules where the paper leaves them open.
 //!
 //! ```text
-//!  samples of each node -> indicators -> windows -> scores -> means of both roles -> levels -> state -> what is done
+//!  a sample of each node -> indicators -> windows -> scores -> means of both roles -> levels -> state -> acts
 //! ```
-//! All of it is pure: who calls it brings samples and the time, and carries out what is answered.
+//! Pure. [`Balancer`] decides for one group of nodes: the caller passes views of the nodes and the time, and carries out the
+//! acts that come back. [`Balancers`] is that caller: it takes the views from the scheduler and changes roles there.
 
 mod balancer;
+mod groups;
 mod indicators;
 mod level;
-mod look;
+mod missing;
 mod settings;
-mod untold;
 
 pub use balancer::{Act, Balancer, State, View};
+pub use groups::{Balancers, Group, GroupReport};
 pub use indicators::{Capacity, Indicators, NAMES, Sample, score};
 pub use level::{Level, Thresholds};
-pub use look::{Balancers, Group, Looked};
-pub use settings::{RoleSettings, Settings};
+pub use settings::{BalanceSettings, RoleSettings};

@@ -1,63 +1,63 @@
-//! What an operator sets of the balancer, and what each default is good for.
+//! The balancer's settings and their defaults.
 
 use std::time::Duration;
 
 use super::{indicators::NAMES, level::Thresholds};
 
-/// Of one role's score.
+/// How one role is scored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RoleSettings {
-    /// What each indicator counts, in the order of [`NAMES`].
+    /// Weights of the indicators, in the order of [`NAMES`].
     pub weights: [f64; NAMES.len()],
-    /// Between its levels.
+    /// Bounds of the role's levels, for its mean score.
     pub thresholds: Thresholds,
 }
 
-/// What an operator sets. docs/routing.md has each default with its reason.
+/// Set by the file. docs/routing.md has each default with its reason.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Settings {
-    /// Nodes' loads are looked at so often.
+pub struct BalanceSettings {
+    /// Time between two ticks.
     pub every: Duration,
-    /// A score is the mean of so many looks.
+    /// Ticks whose mean is a score.
     pub window: usize,
-    /// A level stays for this time at least.
+    /// Shortest time that a level lasts.
     pub level_dwell: Duration,
-    /// Of prefill nodes.
+    /// How prefill nodes are scored.
     pub prefill: RoleSettings,
-    /// Of decode nodes.
+    /// How decode nodes are scored.
     pub decode: RoleSettings,
-    /// Time to a first token that is still well.
+    /// Limit on the time to a first token.
     pub ttft: Duration,
-    /// Time per token that is still well.
+    /// Limit on the time per token.
     pub tpot: Duration,
-    /// Tokens of a step, at the most: vLLM's max_num_batched_tokens.
+    /// Most tokens of a step: vLLM's max_num_batched_tokens.
     pub step_tokens: f64,
-    /// Requests that run at once, at the most: vLLM's max_num_seqs.
+    /// Most requests that run at once: vLLM's max_num_seqs.
     pub decodes: f64,
-    /// Tokens that a node prefills in a second, until that is known.
+    /// Tokens a second that a node prefills, until its class's rate is learned.
     pub prefill_rate: f64,
     /// Whether nodes change their role.
     pub flips: bool,
-    /// An imbalance lasts so long before a node changes its role.
+    /// How long an imbalance lasts before a node changes its role.
     pub flip_after: Duration,
-    /// Between two nodes that change.
+    /// Shortest time between two changes of role.
     pub flip_every: Duration,
-    /// A node keeps a role for this time at least.
+    /// Shortest time that a node keeps a role from the balancer.
     pub role_dwell: Duration,
-    /// So many nodes change at once, at the most.
+    /// Most nodes that drain for a change of role at once.
     pub flips_at_once: usize,
-    /// A node that changes takes the other role's requests when its own are over, and not before.
+    /// Whether a node that changes its role first finishes its requests.
     pub drains: bool,
-    /// A prompt that would wait at prefill nodes for more than this share of [`Self::ttft`] is prefilled by a decode node
-    /// that prefills nothing else then and has room. 0: none is.
+    /// Share of [`Self::ttft`]. If a prompt would wait longer at the prefill nodes, a decode node prefills it that has room and
+    /// prefills nothing else. 0: the prompt waits.
     pub relief: f64,
-    /// An overload lasts so long before more nodes are asked for.
+    /// How long an overload lasts before the balancer asks for a node.
     pub scale_up_after: Duration,
-    /// An underload lasts so long before fewer are asked for.
+    /// How long an underload lasts before the balancer offers a node.
     pub scale_down_after: Duration,
 }
 
-impl Default for Settings {
+impl Default for BalanceSettings {
     fn default() -> Self {
         Self {
             every: Duration::from_millis(250),

@@ -1,39 +1,41 @@
-//! Whether our count of a prompt's tokens is the engine's: `usage.prompt_tokens` of its answers.
+//! Checks a tokenizer: whether the router counts as many tokens of a prompt as the engine does, by `usage.prompt_tokens` of its
+//! answers.
 
-/// Comparisons that count.
+/// Comparisons that are kept.
 const WINDOW: u32 = 100;
-/// Of them, how many may differ: one in a hundred.
+/// Most of these that may differ: one in a hundred.
 const DIFFERING_MAX: u32 = 1;
-/// Comparisons that it takes to say that both agree.
+/// Comparisons that an agreement needs.
 const ENOUGH: u32 = 3;
 
-/// The last 100 comparisons.
+/// The last 100 comparisons with one node's counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Agreement {
-    /// A bit each, the newest lowest: set where the counts differ.
+    /// A bit a comparison, the newest lowest; set if the counts differed.
     differs: u128,
     compared: u32,
 }
 
 impl Agreement {
-    /// The engine counted `theirs` where we counted `ours`.
+    /// Adds a comparison: the router counted `ours`, the engine `theirs`.
     pub fn compared(&mut self, ours: u64, theirs: u64) {
         self.differs = (self.differs << 1 | u128::from(ours != theirs)) & ((1 << WINDOW) - 1);
         self.compared = (self.compared + 1).min(WINDOW);
     }
 
-    /// More than one of a hundred differ.
+    /// Whether more than one of a hundred differ.
     pub fn is_broken(&self) -> bool {
         self.differs.count_ones() > DIFFERING_MAX
     }
 
-    /// Enough were compared, and they are the same.
+    /// Whether enough were compared, and at most one differs.
     pub fn holds(&self) -> bool {
         self.compared >= ENOUGH && !self.is_broken()
     }
 }
 
-/// `usage.prompt_tokens` of an answer in one piece: the last number of that name. Answers are not parsed for it.
+/// `usage.prompt_tokens` of an answer in one piece: the last number with that name. It is searched for, because parsing answers
+/// would cost too much.
 pub(super) fn prompt_tokens(answer: &[u8]) -> Option<u64> {
     const NAME: &[u8] = b"\"prompt_tokens\":";
     let at = answer.windows(NAME.len()).rposition(|window| window == NAME)? + NAME.len();

@@ -1,7 +1,8 @@
-//! Which nodes hold which blocks, by what their engines tell of it. Pure.
+//! Which nodes hold which blocks, by their engines' KV events. Pure.
 //!
-//! A block counts as held while any medium holds it: GPU memory, or what an engine can load from, as kvlane's pool. What
-//! follows a block that is not known is not attached anywhere: at the root it would be another prompt's beginning.
+//! A node holds a block while any medium of it does: GPU memory, or a medium that the engine can load from, such as kvlane's
+//! pool. Blocks with an unknown parent are counted and dropped, because as first blocks they would be another prompt's
+//! beginning.
 
 use std::time::Instant;
 
@@ -14,114 +15,117 @@ use super::{
 };
 use crate::schedule::{FETCHED_AT_ONCE, Index, NODES_A_TABLE};
 
-/// Longest block that is believed, in tokens. Hybrid models have blocks of many hundreds.
+/// Longest block that is accepted, in tokens. Hybrid models have blocks of many hundreds.
 const BLOCK_SIZE_MAX: u32 = 1 << 16;
-/// Blocks of an event that are taken in at a time, so that nobody waits long for the lock around this.
+/// Blocks of an event that are applied at a time, so that no thread waits long for the lock around this.
 pub const BLOCKS_A_STEP: usize = 256;
-/// Stands for a key beside the tokens that is no text: no prompt of a client has it.
+/// Stands for an extra key that is no text. No client's prompt can have it.
 const NO_TEXT: &str = "\u{0}no text";
 
-/// What is known of a node's blocks.
+/// Counts of a node's events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Told {
-    /// Tokens of a block, once the engine has said it.
+pub struct BlockStats {
+    /// Tokens of a block. None until the engine's first stored block.
     pub block_size: Option<u32>,
-    /// Blocks that the engine said it has stored, in all.
+    /// Blocks that the engine reported as stored.
     pub stored: u64,
-    /// Blocks that it said are gone.
+    /// Blocks that it reported as removed.
     pub removed: u64,
-    /// Stored blocks that were not taken in: what comes before them is not known, or the event does not fit together.
+    /// Stored blocks that were dropped, because their parent is unknown or the event is inconsistent.
     pub unattached: u64,
 }
 
-/// Blocks by node. Nodes are numbered from 0.
+/// The nodes that hold each block. Nodes are numbered from 0: the scheduler's slots.
 #[derive(Debug)]
 pub struct Blocks {
+    /// Blocks in GPU memory.
     device: Index,
+    /// Blocks on other media.
     other: Index,
     promises: Promises,
     translation: Translation,
-    told: Vec<Told>,
+    stats: Vec<BlockStats>,
 }
 
-/// What comes before the blocks of an event.
+/// The block before the next blocks of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Before {
-    /// What the event says.
-    AsTold,
-    /// This block of ours: an earlier part of the same event.
+pub enum Parent {
+    /// The parent that the event names.
+    OfEvent,
+    /// Our hash of the last block that was applied, of the same event.
     Ours(u64),
 }
 
 impl Blocks {
-    /// Room for about that many different blocks, on each medium and for each 64 nodes. Memory is taken when the first event comes.
+    /// Room for about `blocks_max` different blocks, on each medium and for each 64 nodes. The first event allocates the
+    /// memory.
     pub fn new(blocks_max: usize) -> Self {
         Self {
             device: Index::new(blocks_max),
             other: Index::new(blocks_max),
             promises: Promises::new(blocks_max / 16),
             translation: Translation::new(blocks_max),
-            told: Vec::new(),
+            stats: Vec::new(),
         }
     }
 
-    /// Bytes of memory.
+    /// Memory of all tables.
     pub fn bytes(&self) -> usize {
         self.device.bytes() + self.other.bytes() + self.promises.bytes() + self.translation.bytes()
     }
 
-    /// What a node's engine told so far.
-    pub fn told(&self, node: usize) -> Told {
-        self.told.get(node).copied().unwrap_or_default()
+    /// Counts of a node's events so far.
+    pub fn stats(&self, node: usize) -> BlockStats {
+        self.stats.get(node).copied().unwrap_or_default()
     }
 
-    /// Takes in the blocks `from..` of an event, at most [`BLOCKS_A_STEP`]. Answers the last of them, and how far it came; None
-    /// where nothing of the event is left to do.
+    /// Applies the blocks of an event from index `from` on, at most [`BLOCKS_A_STEP`]. Returns the next `from` and parent;
+    /// None once nothing of the event is left.
     pub fn stored(
         &mut self,
         node: usize,
         event: &BlockStored,
         from: usize,
-        before: Before,
-    ) -> Option<(usize, Before)> {
+        parent: Parent,
+    ) -> Option<(usize, Parent)> {
         let to = event.hashes.len().min(from + BLOCKS_A_STEP);
         let hashes = event.hashes.get(from..to).filter(|hashes| !hashes.is_empty())?;
-        if !is_ours_to_know(event.group) {
+        if !is_prefix_group(event.group) {
             return None;
         }
-        self.told_mut(node).stored += hashes.len() as u64;
+        self.stats_mut(node).stored += hashes.len() as u64;
         if event.tokens.is_empty() {
-            // An offloading connector names blocks that were on the GPU, without their tokens.
-            self.stored_elsewhere(node, hashes, event.medium.as_deref());
-            return Some((to, Before::AsTold));
+            // An offloading connector names blocks by hash only, without tokens, because they were on the GPU before.
+            self.stored_by_hash(node, hashes, event.medium.as_deref());
+            return Some((to, Parent::OfEvent));
         }
         let size = event.block_size;
         let fits = (1..=BLOCK_SIZE_MAX).contains(&size)
             && event.tokens.len() == event.hashes.len().saturating_mul(size as usize);
         let adapter = adapter_of(event);
-        let parent = match (before, &event.parent) {
-            (Before::Ours(ours), _) => Some(ours),
-            (Before::AsTold, Some(parent)) => self.translation.get(parent),
-            (Before::AsTold, None) => Some(seed(size, adapter.as_deref())),
+        let parent = match (parent, &event.parent) {
+            (Parent::Ours(ours), _) => Some(ours),
+            (Parent::OfEvent, Some(parent)) => self.translation.get(parent),
+            (Parent::OfEvent, None) => Some(seed(size, adapter.as_deref())),
         };
         let Some(mut ours) = parent.filter(|_| fits) else {
-            self.told_mut(node).unattached += event.hashes.len().saturating_sub(from) as u64;
+            self.stats_mut(node).unattached += event.hashes.len().saturating_sub(from) as u64;
             return None;
         };
-        self.told_mut(node).block_size = Some(size);
-        let mut places = (from..).zip(hashes);
+        self.stats_mut(node).block_size = Some(size);
+        let mut numbered = (from..).zip(hashes);
         loop {
-            let part: Vec<(&ExternalHash, u64)> = places
+            let part: Vec<(&ExternalHash, u64)> = numbered
                 .by_ref()
                 .take(FETCHED_AT_ONCE)
-                .map(|(place, engines)| {
-                    let tokens = &event.tokens[place * size as usize..(place + 1) * size as usize];
-                    ours = block(ours, tokens, beside(event, place));
+                .map(|(number, engines)| {
+                    let tokens = &event.tokens[number * size as usize..(number + 1) * size as usize];
+                    ours = block(ours, tokens, extra_keys(event, number));
                     (engines, ours)
                 })
                 .collect();
             if part.is_empty() {
-                return Some((to, Before::Ours(ours)));
+                return Some((to, Parent::Ours(ours)));
             }
             self.translation.fetch(part.iter().map(|(engines, _)| *engines));
             let index = if is_device(event.medium.as_deref()) { &mut self.device } else { &mut self.other };
@@ -133,18 +137,18 @@ impl Blocks {
         }
     }
 
-    fn stored_elsewhere(&mut self, node: usize, hashes: &[ExternalHash], medium: Option<&str>) {
+    fn stored_by_hash(&mut self, node: usize, hashes: &[ExternalHash], medium: Option<&str>) {
         for engines in hashes {
             match self.translation.get(engines) {
                 Some(ours) => self.medium_mut(medium).insert_one(ours, node),
-                None => self.told_mut(node).unattached += 1,
+                None => self.stats_mut(node).unattached += 1,
             }
         }
     }
 
-    /// Blocks are gone from one medium.
+    /// Applies the removal of blocks from one medium.
     pub fn removed(&mut self, node: usize, event: &BlockRemoved) {
-        if !is_ours_to_know(event.group) {
+        if !is_prefix_group(event.group) {
             return;
         }
         for engines in &event.hashes {
@@ -152,31 +156,31 @@ impl Blocks {
                 self.medium_mut(event.medium.as_deref()).remove_one(ours, node);
             }
         }
-        self.told_mut(node).removed += event.hashes.len() as u64;
+        self.stats_mut(node).removed += event.hashes.len() as u64;
     }
 
-    /// The node has nothing any more. What an engine said of its blocks' size holds until it says another one.
+    /// Drops all blocks of a node. The size of its blocks still holds, until its engine reports another one.
     pub fn cleared(&mut self, node: usize) {
         self.device.forget(node);
         self.other.forget(node);
         self.promises.forget(node);
     }
 
-    /// Another engine is there now, of which nothing is known.
+    /// Drops all that is known of a node, because another engine runs there now.
     pub fn forget(&mut self, node: usize) {
         self.cleared(node);
-        *self.told_mut(node) = Told::default();
+        *self.stats_mut(node) = BlockStats::default();
     }
 
-    /// The node was given a prompt of these blocks, and will have them.
+    /// Records that the node will have these blocks, because it was given a prompt of them.
     pub fn promise(&mut self, blocks: &[u64], node: usize, now: Instant) {
         self.promises.add(blocks, node, now);
     }
 
-    /// Blocks of the chain, from its beginning, that each of the nodes has; a bit each in `of`, for 64 nodes. `found` is called
-    /// once for each node.
+    /// Finds the number of leading blocks of the chain that each of these nodes has. `of` has a bit for each node, 64 in a
+    /// word. Calls `found(node, blocks)` once for each.
     pub fn matched(&mut self, chain: &[u64], of: &[u64], now: Instant, mut found: impl FnMut(usize, usize)) {
-        self.promises.age(now);
+        self.promises.expire(now);
         for (table, &nodes) in of.iter().enumerate() {
             let mut end = |count: usize, mut nodes: u64| {
                 while nodes != 0 {
@@ -205,8 +209,8 @@ impl Blocks {
         }
     }
 
-    /// Leading blocks of the chain that one of these nodes can load from its pool, because a medium other than its device holds
-    /// them. Each table has 64 nodes, with a bit each.
+    /// Number of leading blocks of the chain that these nodes can load from their pool: each is on another medium than GPU
+    /// memory of one of them. `of` has tables and their bit sets of 64 nodes.
     pub fn pooled(&self, chain: &[u64], of: &[(usize, u64)]) -> usize {
         let is_held =
             |block: &&u64| of.iter().any(|(table, nodes)| self.other.nodes_of(**block, *table) & nodes != 0);
@@ -217,11 +221,11 @@ impl Blocks {
         if is_device(medium) { &mut self.device } else { &mut self.other }
     }
 
-    fn told_mut(&mut self, node: usize) -> &mut Told {
-        if self.told.len() <= node {
-            self.told.resize(node + 1, Told::default());
+    fn stats_mut(&mut self, node: usize) -> &mut BlockStats {
+        if self.stats.len() <= node {
+            self.stats.resize(node + 1, BlockStats::default());
         }
-        &mut self.told[node]
+        &mut self.stats[node]
     }
 }
 
@@ -229,19 +233,19 @@ fn is_device(medium: Option<&str>) -> bool {
     medium.is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"))
 }
 
-/// Hybrid models have groups of layers, each with blocks of its own; the first group's tell of prefixes.
-fn is_ours_to_know(group: Option<u32>) -> bool {
+/// Hybrid models have groups of layers, each with its own blocks. Only the first group's blocks stand for prefixes.
+fn is_prefix_group(group: Option<u32>) -> bool {
     group.is_none_or(|group| group == 0)
 }
 
-/// Engines before the adapter's name told a number only, which no request names.
+/// Older engines report an adapter's number only, which no request names, so their blocks match no prompt.
 fn adapter_of(event: &BlockStored) -> Option<String> {
     event.lora_name.clone().or_else(|| event.lora_id.map(|id| format!("\u{0}number {id}")))
 }
 
-/// What decides a block's content beside its tokens; the adapter, which vLLM lists there, is in the seed already.
-fn beside(event: &BlockStored, place: usize) -> impl Iterator<Item = &str> {
-    let keys = event.extra_keys.get(place).into_iter().flatten();
+/// The keys that decide a block's content beside its tokens. vLLM lists the adapter there too, which the seed already has.
+fn extra_keys(event: &BlockStored, number: usize) -> impl Iterator<Item = &str> {
+    let keys = event.extra_keys.get(number).into_iter().flatten();
     keys.filter_map(|key| match key {
         ExtraKey::Text(text) if Some(text) == event.lora_name.as_ref() => None,
         ExtraKey::Text(text) => Some(text.as_str()),

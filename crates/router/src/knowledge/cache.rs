@@ -1,28 +1,28 @@
-//! Tokens of texts that came before: a conversation comes again with each turn.
+//! A cache of texts' tokens, because a conversation's text comes again with each turn.
 
 use std::{collections::HashMap, sync::Arc};
 
-/// Bytes that an entry takes beside its tokens.
+/// Memory of an entry beside its tokens.
 const ENTRY_BYTES: usize = 64;
 
-/// Texts by a hash of 128 bits. Two halves: when the younger one is full, the older one goes and it takes its place. What is
-/// asked for comes back into the younger half.
+/// Tokens by a 128-bit hash of the text. It has two generations: when the young one is full, it replaces the old one, which is
+/// dropped. A hit in the old one moves to the young one.
 #[derive(Debug)]
 pub(super) struct TokenCache {
     young: HashMap<u128, Arc<[u32]>>,
     old: HashMap<u128, Arc<[u32]>>,
     bytes_of_young: usize,
-    /// Of one half.
+    /// Bound of one generation.
     bytes_max: usize,
 }
 
 impl TokenCache {
-    /// One that takes so much memory at most.
+    /// A cache that takes at most this much memory.
     pub(super) fn new(bytes_max: usize) -> Self {
         Self { young: HashMap::new(), old: HashMap::new(), bytes_of_young: 0, bytes_max: bytes_max / 2 }
     }
 
-    /// The tokens of a text.
+    /// The tokens of the text with this hash.
     pub(super) fn get(&mut self, text: u128) -> Option<Arc<[u32]>> {
         if let Some(tokens) = self.young.get(&text) {
             return Some(Arc::clone(tokens));
@@ -32,7 +32,7 @@ impl TokenCache {
         Some(tokens)
     }
 
-    /// Keeps a text's tokens, unless they alone are too many.
+    /// Keeps a text's tokens, unless they alone exceed a generation.
     pub(super) fn put(&mut self, text: u128, tokens: Arc<[u32]>) {
         let bytes = size_of_val(&*tokens) + ENTRY_BYTES;
         if bytes > self.bytes_max {

@@ -1,13 +1,13 @@
-//! What a router's knowledge of a node's prefixes is worth, and why it is not more.
+//! How exact the router's knowledge of a node's prefixes is, and why it is not better. Metrics and `/nodes` show both.
 
-/// How prefixes are known.
+/// How a node's prefixes are known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Grade {
-    /// The engine tells of its blocks, and our tokens are its tokens.
+    /// By the engine's KV events, with the engine's tokens.
     Exact,
-    /// By hashes of texts that were sent there; our count of tokens agrees with the engine's.
+    /// By hashes of the texts that were sent there. The router counts tokens as the engine does.
     Checked,
-    /// By hashes of texts that were sent there.
+    /// By hashes of the texts that were sent there.
     Approximate,
 }
 
@@ -22,35 +22,35 @@ impl Grade {
     }
 }
 
-/// Why knowledge is not exact: of a node, or of one request.
+/// Why knowledge of a node, or of one request's prompt, is not exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// No events of the node are read.
+    /// The router reads no events of the node.
     NoEvents,
-    /// Its events cannot be read now.
+    /// The node's events cannot be read now.
     EventsLost,
-    /// No event told yet how long its blocks are.
+    /// No event has reported the size of its blocks yet.
     BlockSizeUnknown,
-    /// None of its models has a tokenizer here.
+    /// The router has no tokenizer for any of its models.
     NoTokenizer,
-    /// It counts other tokens than we do.
+    /// The engine counts other tokens than the router does.
     TokensDiffer,
     /// The request's model has a tokenizer, but no chat template.
     NoTemplate,
     /// The template refused the request.
     Template,
-    /// The request has a form whose prompt cannot be known here.
+    /// Only the engine can know the prompt of such a request: pictures, several prompts.
     Form,
-    /// The prompt is too long to be tokenized.
+    /// The prompt is longer than the router tokenizes.
     TooLong,
-    /// Tokenizing took too long.
+    /// Tokenizing took longer than a request waits.
     Late,
     /// Too many prompts are being tokenized.
     Busy,
 }
 
 impl Reason {
-    /// All of them.
+    /// In the order of the variants, which counters are indexed by.
     pub const ALL: [Self; 11] = [
         Self::NoEvents,
         Self::EventsLost,
@@ -82,15 +82,15 @@ impl Reason {
         }
     }
 
-    /// What it means and what to do, in a sentence.
+    /// A sentence for logs and `/nodes`: the meaning, and what to do.
     pub fn sentence(self) -> &'static str {
         match self {
-            Self::NoEvents => "no events of this engine are read: name them with --kv-events",
+            Self::NoEvents => "the router reads no events of this engine: name them with --kv-events",
             Self::EventsLost => {
                 "the engine's events cannot be read: see whether it publishes them at the address of --kv-events"
             }
             Self::BlockSizeUnknown => {
-                "no event has told yet how long the engine's blocks are: the first block it stores does"
+                "no event has reported the size of the engine's blocks yet: its first stored block will"
             }
             Self::NoTokenizer => "none of its models has a tokenizer here: name it with --tokenizer",
             Self::TokensDiffer => {

@@ -1,18 +1,18 @@
-//! A chat's messages and tools as vLLM hands them to a template, which is not quite as they came.
+//! Converts a chat's messages and tools to what vLLM passes to a template, which differs from the request in some members.
 
 use minijinja::{Value, value::ValueKind};
 
-/// Members of a tool's function that vLLM names whether they are there or not, in its order.
+/// Members of a tool's function that vLLM always passes, in this order, also if the request lacks them.
 const OF_A_FUNCTION: [&str; 3] = ["name", "description", "parameters"];
 
-/// What a router cannot know of a chat's prompt: pictures, sounds, messages of no known shape.
+/// Content whose prompt only the engine knows: pictures, sounds, messages of no known shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotText;
 
 /// The messages of a body. `as_parts`: the template expects lists of parts.
 ///
 /// # Errors
-/// [`NotText`].
+/// A message is not text.
 pub fn messages(raw: &[u8], as_parts: bool) -> Result<Value, NotText> {
     let parsed: Value = serde_json::from_slice(raw).map_err(|_| NotText)?;
     let each = parsed.try_iter().map_err(|_| NotText)?;
@@ -68,7 +68,7 @@ fn text_of(part: &Value) -> Result<String, NotText> {
     text.as_str().map(str::to_owned).ok_or(NotText)
 }
 
-/// Arguments come as a text of JSON, and templates want what it says.
+/// Parses the arguments of tool calls, because they come as a string of JSON and templates expect its value.
 fn calls(given: &Value) -> Result<Value, NotText> {
     let each = given.try_iter().map_err(|_| NotText)?;
     let call = |call: Value| -> Result<Value, NotText> {
@@ -86,10 +86,10 @@ fn calls(given: &Value) -> Result<Value, NotText> {
     each.map(call).collect::<Result<Vec<_>, _>>().map(Value::from)
 }
 
-/// The tools of a body. None where there are none.
+/// The tools of a body. None if it has none.
 ///
 /// # Errors
-/// [`NotText`].
+/// A tool has no known shape.
 pub fn tools(raw: &[u8]) -> Result<Option<Value>, NotText> {
     let parsed: Value = serde_json::from_slice(raw).map_err(|_| NotText)?;
     if parsed.is_none() {
@@ -119,7 +119,7 @@ fn member(of: &Value, name: &str) -> Option<Value> {
     of.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
-/// A map with one member replaced at its place, or added.
+/// A copy of the map with one member replaced in its position, or appended.
 fn with(map: &Value, name: &str, value: Value) -> Result<Value, NotText> {
     let mut members = Vec::new();
     let mut value = Some(value);

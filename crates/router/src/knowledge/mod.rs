@@ -1,15 +1,15 @@
-//! What nodes have of prompts, exactly: by the tokens that the engine's tokenizer makes of a prompt, and by what engines tell
-//! of their caches.
+//! Exact knowledge of prefixes: how many tokens of a prompt each node has cached. The router tokenizes prompts as the engines
+//! do, and reads the KV events by which engines report their blocks.
 //!
 //! ```text
 //!  request --> template, tokenizer --> tokens --> chain: our hash of each block ----.
 //!                                                                                   v
-//!  engine --- KV events ---> reader ---> blocks: our hash of each block --> nodes that hold it --> look: tokens that
-//!             in order, replayed,        by tokens, parent, adapter, salt;                          each node has
-//!             forgotten at restarts      the engine's hash only names what goes
+//!  engine --- KV events ---> reader ---> blocks: our hash of each block --> nodes that hold it --> look_up: tokens
+//!             in order, replayed,        by tokens, parent, adapter, salt;                         that each node has
+//!             forgotten at restarts      the engine's hash only names a block that is removed
 //! ```
-//! Where something of it is missing, the scheduler goes by [marks](crate::body::marks) of the text, as if none of this was
-//! there; [`Grade`] and [`Reason`] say so for each node.
+//! If a tokenizer, template or event is missing, the scheduler falls back to [marks](crate::body::marks) of the text.
+//! [`Grade`] and [`Reason`] show that for each node.
 
 mod agreement;
 mod blocks;
@@ -32,7 +32,7 @@ mod translation;
 
 pub use self::{
     agreement::Agreement,
-    blocks::{BLOCKS_A_STEP, Before, Blocks, Told},
+    blocks::{BLOCKS_A_STEP, BlockStats, Blocks, Parent},
     chain::{block, chain, seed},
     grade::{Grade, Reason},
     messages::{NotText, messages, tools},
@@ -41,7 +41,7 @@ pub use self::{
     prompt::{Prompt, Text, text, token_ids},
     reader::{EventReaders, ListNodes},
     settings::{Endpoint, EventSource, EventSourceError, KnowledgeSettings},
-    shared::{Knowledge, Looked},
+    shared::{Knowledge, Lookup},
     template::{Template, TemplateError},
     tokenizer::{Pieces, Tokenizer, TokenizerError},
 };

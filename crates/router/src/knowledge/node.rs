@@ -1,33 +1,33 @@
-//! One node, as far as it concerns what is known of its prefixes.
+//! Grades the router's knowledge of one node's prefixes, and logs each new grade.
 
 use std::{collections::HashSet, sync::Arc};
 
 use super::{
     agreement::Agreement,
-    blocks::Told,
+    blocks::BlockStats,
     grade::{Grade, Reason},
 };
 
-/// What the router knows of a node's prefixes, for those who look.
+/// The knowledge of a node's prefixes, for `/nodes` and metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
-    /// What it is worth.
+    /// How exact the knowledge is.
     pub grade: Grade,
-    /// Why it is not more.
+    /// Why it is not exact.
     pub reason: Option<Reason>,
-    /// What its engine told.
-    pub told: Told,
-    /// Times that its engine began anew, as far as its events show.
+    /// Counts of its engine's events.
+    pub blocks: BlockStats,
+    /// Restarts of its engine that the events have shown.
     pub restarts: u64,
-    /// Times that events were lost for good, and all was forgotten.
+    /// Times that events were lost for good, so that all its blocks were dropped.
     pub gaps: u64,
 }
 
-/// Of a node that is not there.
+/// The status of a node that does not exist.
 impl Default for Status {
     fn default() -> Self {
         let reason = Some(Reason::NoEvents);
-        Self { grade: Grade::Approximate, reason, told: Told::default(), restarts: 0, gaps: 0 }
+        Self { grade: Grade::Approximate, reason, blocks: BlockStats::default(), restarts: 0, gaps: 0 }
     }
 }
 
@@ -36,20 +36,22 @@ pub(super) struct KnownNode {
     pub(super) name: Arc<str>,
     /// Models and adapters, with an adapter's base model.
     pub(super) models: Vec<(Arc<str>, Option<String>)>,
+    /// Whether its events are to be read.
     pub(super) has_source: bool,
+    /// Whether its events can be read now.
     pub(super) is_live: bool,
     /// Slot of the pool that the node shares with others.
     pub(super) pool: Option<usize>,
     pub(super) agreement: Agreement,
     pub(super) restarts: u64,
     pub(super) gaps: u64,
-    /// What was known of it last.
+    /// The grade that was logged or counted last.
     pub(super) last: Option<(Grade, Option<Reason>)>,
-    said: HashSet<(Grade, Option<Reason>)>,
+    /// Grades that were logged.
+    logged: HashSet<(Grade, Option<Reason>)>,
 }
 
 impl KnownNode {
-    /// `has_source`: its events are to be read.
     pub(super) fn new(name: Arc<str>, has_source: bool) -> Self {
         Self {
             name,
@@ -61,21 +63,25 @@ impl KnownNode {
             restarts: 0,
             gaps: 0,
             last: None,
-            said: HashSet::new(),
+            logged: HashSet::new(),
         }
     }
 
-    /// Whether what its engine tells may be believed.
+    /// Whether the blocks that its engine reports may be used: the events are live, and both count the same tokens.
     pub(super) fn is_exact(&self) -> bool {
         self.is_live && !self.agreement.is_broken()
     }
 
-    pub(super) fn status(&self, told: Told, has_tokenizer: impl Fn(&str) -> bool) -> Status {
-        let (grade, reason) = self.grade(told, has_tokenizer);
-        Status { grade, reason, told, restarts: self.restarts, gaps: self.gaps }
+    pub(super) fn status(&self, blocks: BlockStats, has_tokenizer: impl Fn(&str) -> bool) -> Status {
+        let (grade, reason) = self.grade(blocks, has_tokenizer);
+        Status { grade, reason, blocks, restarts: self.restarts, gaps: self.gaps }
     }
 
-    pub(super) fn grade(&self, told: Told, has_tokenizer: impl Fn(&str) -> bool) -> (Grade, Option<Reason>) {
+    pub(super) fn grade(
+        &self,
+        blocks: BlockStats,
+        has_tokenizer: impl Fn(&str) -> bool,
+    ) -> (Grade, Option<Reason>) {
         let base = |(name, base): &(Arc<str>, Option<String>)| has_tokenizer(base.as_deref().unwrap_or(name));
         let has_tokenizer = self.models.iter().any(base);
         let reason = if !has_tokenizer {
@@ -86,7 +92,7 @@ impl KnownNode {
             Reason::NoEvents
         } else if !self.is_live {
             Reason::EventsLost
-        } else if told.block_size.is_none() {
+        } else if blocks.block_size.is_none() {
             Reason::BlockSizeUnknown
         } else {
             return (Grade::Exact, None);
@@ -95,29 +101,32 @@ impl KnownNode {
         (if is_checked { Grade::Checked } else { Grade::Approximate }, Some(reason))
     }
 
-    /// Logs what is known of it now, once for each kind.
-    pub(super) fn say(&mut self, now: (Grade, Option<Reason>)) {
-        if !self.said.insert(now) {
+    /// Logs a grade and its reason, each pair once.
+    pub(super) fn log(&mut self, now: (Grade, Option<Reason>)) {
+        if !self.logged.insert(now) {
             return;
         }
         let (name, grade) = (&self.name, now.0.name());
         match now.1 {
-            None => tracing::info!(node = %name, "prefixes of a node are known exactly, by its events"),
+            None => {
+                tracing::info!(once = true, node = %name, "prefixes known exactly, by the engine's events")
+            }
             Some(reason @ Reason::BlockSizeUnknown) => {
-                tracing::info!(node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
+                tracing::info!(once = true, node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
             }
             Some(reason) => tracing::warn!(
+                once = true,
                 node = %name,
                 knowledge = grade,
                 reason = reason.name(),
-                "prefixes of a node are not known exactly: {}. Further cases are only counted",
+                "prefixes not known exactly: {}; further cases are only counted",
                 reason.sentence()
             ),
         }
     }
 }
 
-/// The base model of an adapter, by how a node describes it.
+/// The base model of an adapter, from the JSON object that describes it in `/v1/models`.
 pub(super) fn parent(described: &str) -> Option<String> {
     let described: serde_json::Value = serde_json::from_str(described).ok()?;
     described.get("parent")?.as_str().map(str::to_owned)

@@ -1,93 +1,94 @@
-//! How far an engine's events have come: which messages are taken in, which are missing, and whether it is the same engine.
+//! The reader's position in an engine's events: which messages were applied, which are missing, and whether it is still the
+//! same engine. Pure.
 //!
 //! ```text
-//!   connect --> subscribe --> replay from the last message that was taken in --> live messages
-//!                               |  it is not there, or another one: the engine began anew      | a number is missing
-//!                               v                                                              v
-//!                             forget all, replay from 0                                     replay from it
+//!   connect --> subscribe --> replay from the last applied message --> live messages
+//!                               |  it is missing or differs:             | a number is missing
+//!                               v  the engine has restarted              v
+//!                             drop all, replay from 0                  replay from it
 //! ```
-//! Without a replay socket, what is missing is lost: all that was known is forgotten then. Pure.
+//! Without a replay socket missing messages are lost, so all known blocks are dropped then.
 
 use kvlane_kv_events::sequence::{Step, Tracker};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What is to be done with a message.
+/// The reader's next action for a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// Take it in.
-    Take,
-    /// It was taken in before.
+    /// Apply it, because it is the next one.
+    Apply,
+    /// Skip it, because it was applied before.
     Skip,
-    /// The engine began anew: forget all, and take it in.
-    ForgetAndTake,
-    /// Messages before it are missing, from this number on: have them replayed, this one with them.
+    /// Drop all known blocks, because the engine has restarted, and apply it.
+    ForgetAndApply,
+    /// Replay from this number on, because messages are missing. The replay has this message too.
     Replay(u64),
 }
 
-/// Of one engine.
+/// The position in one engine's events.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
-    /// The last message that was taken in, and a hash of what it said.
-    taken: Option<(u64, u64)>,
-    /// Of this connection.
+    /// Number of the last applied message, and a hash of its payload.
+    applied: Option<(u64, u64)>,
+    /// Numbers of this connection's live messages.
     live: Tracker,
 }
 
 impl Progress {
-    /// A new connection: nothing came over it yet.
+    /// Starts a new connection.
     pub fn connected(&mut self) {
         self.live = Tracker::default();
     }
 
-    /// All is forgotten, as of an engine that began anew.
+    /// Starts from nothing, as with a new engine.
     pub fn forgotten(&mut self) {
-        self.taken = None;
+        self.applied = None;
     }
 
-    /// The number from which messages should be replayed: the last that was taken in, so that it can be compared.
+    /// The number to replay from: the last applied message, so that the replay shows whether it is the same engine.
     pub fn replay_from(&self) -> u64 {
-        self.taken.map_or(0, |(number, _)| number)
+        self.applied.map_or(0, |(number, _)| number)
     }
 
-    /// Whether anything was taken in.
+    /// Whether any message was applied.
     pub fn has_begun(&self) -> bool {
-        self.taken.is_some()
+        self.applied.is_some()
     }
 
-    /// A live message came.
+    /// Decides on a live message.
     pub fn live(&mut self, number: u64) -> Next {
         let step = self.live.take(number);
-        let Some((taken, _)) = self.taken else { return Next::Take };
+        let Some((applied, _)) = self.applied else { return Next::Apply };
         match step {
-            Step::Restarted => Next::ForgetAndTake,
+            Step::Restarted => Next::ForgetAndApply,
             Step::Duplicate => Next::Skip,
-            Step::InOrder | Step::Gap { .. } if number <= taken => Next::Skip,
-            Step::InOrder | Step::Gap { .. } if number == taken + 1 => Next::Take,
-            Step::InOrder | Step::Gap { .. } => Next::Replay(taken + 1),
+            Step::InOrder | Step::Gap { .. } if number <= applied => Next::Skip,
+            Step::InOrder | Step::Gap { .. } if number == applied + 1 => Next::Apply,
+            Step::InOrder | Step::Gap { .. } => Next::Replay(applied + 1),
         }
     }
 
-    /// A replayed message came. `is_first`: of this replay, which began with [`Progress::replay_from`].
+    /// Decides on a replayed message. `is_first`: it is the first one of a replay from [`Progress::replay_from`].
     pub fn replayed(&self, number: u64, payload: &[u8], is_first: bool) -> Next {
-        match self.taken {
-            None => Next::Take,
-            Some((taken, said)) if number == taken => {
-                if said == xxh3_64(payload) {
+        match self.applied {
+            None => Next::Apply,
+            Some((applied, hash)) if number == applied => {
+                if hash == xxh3_64(payload) {
                     Next::Skip
                 } else {
-                    Next::ForgetAndTake
+                    Next::ForgetAndApply
                 }
             }
-            // The engine no longer has the message that was asked for, so what lies between is lost.
-            Some((taken, _)) if number > taken + 1 || is_first => Next::ForgetAndTake,
-            Some((taken, _)) if number < taken => Next::Skip,
-            Some(_) => Next::Take,
+            // The engine no longer has the requested message, so those in between are lost.
+            Some((applied, _)) if number > applied + 1 || is_first => Next::ForgetAndApply,
+            Some((applied, _)) if number < applied => Next::Skip,
+            Some(_) => Next::Apply,
         }
     }
 
-    /// A message was taken in.
-    pub fn took(&mut self, number: u64, payload: &[u8]) {
-        self.taken = Some((number, xxh3_64(payload)));
+    /// Records that a message was applied.
+    pub fn applied(&mut self, number: u64, payload: &[u8]) {
+        self.applied = Some((number, xxh3_64(payload)));
     }
 }
 
@@ -97,21 +98,21 @@ mod tests {
 
     fn at(number: u64) -> Progress {
         let mut progress = Progress::default();
-        progress.took(number, b"as before");
+        progress.applied(number, b"as before");
         progress
     }
 
     #[test]
     fn live_messages_are_taken_in_once_and_gaps_are_replayed() {
         let mut progress = Progress::default();
-        assert_eq!(progress.live(7), Next::Take);
-        progress.took(7, b"");
+        assert_eq!(progress.live(7), Next::Apply);
+        progress.applied(7, b"");
         assert_eq!((progress.live(7), progress.live(9)), (Next::Skip, Next::Replay(8)));
-        progress.took(9, b"");
-        assert_eq!(progress.live(10), Next::Take);
-        progress.took(10, b"");
+        progress.applied(9, b"");
+        assert_eq!(progress.live(10), Next::Apply);
+        progress.applied(10, b"");
         // Complaints 21 and 23: a number that falls is an engine that began anew, also where nothing can be replayed.
-        assert_eq!(progress.live(0), Next::ForgetAndTake);
+        assert_eq!(progress.live(0), Next::ForgetAndApply);
     }
 
     #[test]
@@ -122,7 +123,7 @@ mod tests {
             (progress.live(18), progress.live(19), progress.live(20)),
             (Next::Skip, Next::Skip, Next::Skip)
         );
-        assert_eq!((progress.live(21), progress.live(3)), (Next::Take, Next::ForgetAndTake));
+        assert_eq!((progress.live(21), progress.live(3)), (Next::Apply, Next::ForgetAndApply));
     }
 
     #[test]
@@ -130,10 +131,10 @@ mod tests {
         let progress = at(5);
         assert_eq!(progress.replay_from(), 5);
         assert_eq!(progress.replayed(5, b"as before", true), Next::Skip);
-        assert_eq!(progress.replayed(6, b"new", false), Next::Take);
+        assert_eq!(progress.replayed(6, b"new", false), Next::Apply);
         // Another one that has come as far; one whose buffer begins later; a hole within.
-        assert_eq!(progress.replayed(5, b"something else", true), Next::ForgetAndTake);
-        assert_eq!(progress.replayed(6, b"new", true), Next::ForgetAndTake);
-        assert_eq!(progress.replayed(8, b"new", false), Next::ForgetAndTake);
+        assert_eq!(progress.replayed(5, b"something else", true), Next::ForgetAndApply);
+        assert_eq!(progress.replayed(6, b"new", true), Next::ForgetAndApply);
+        assert_eq!(progress.replayed(8, b"new", false), Next::ForgetAndApply);
     }
 }

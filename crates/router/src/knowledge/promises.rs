@@ -1,35 +1,37 @@
-//! Blocks that nodes will have, since they were just given prompts with them: an engine tells of blocks only when it has
-//! computed them, and equal prompts that come meanwhile shall meet. Promises end by themselves, after one to two [`LIFETIME`]s.
+//! Promises: blocks that nodes will have, because they were just given prompts of them. An engine reports blocks only once it
+//! has computed them, and equal prompts that come before should meet at one node. A promise expires after one to two
+//! [`LIFETIME`]s.
 
 use std::time::{Duration, Instant};
 
 use crate::schedule::Index;
 
-/// How long a promise holds at least.
+/// Shortest time that a promise holds.
 pub(super) const LIFETIME: Duration = Duration::from_secs(5);
 
-/// Two tables, of which the older one is emptied when the younger one's time is over.
+/// Two generations of promises. Every [`LIFETIME`] the young one becomes the old one, whose own promises expire.
 #[derive(Debug)]
 pub(super) struct Promises {
     young: Index,
     old: Index,
+    /// When the young generation began.
     since: Option<Instant>,
 }
 
 impl Promises {
-    /// Room for about that many blocks at a time.
+    /// Room for about `blocks_max` blocks in each generation.
     pub(super) fn new(blocks_max: usize) -> Self {
         Self { young: Index::new(blocks_max), old: Index::new(blocks_max), since: None }
     }
 
-    /// The node was given a prompt of these blocks.
+    /// Promises these blocks at a node.
     pub(super) fn add(&mut self, blocks: &[u64], node: usize, now: Instant) {
-        self.age(now);
+        self.expire(now);
         blocks.iter().rev().for_each(|&block| self.young.insert_one(block, node));
     }
 
-    /// What is too old goes.
-    pub(super) fn age(&mut self, now: Instant) {
+    /// Drops promises that have expired.
+    pub(super) fn expire(&mut self, now: Instant) {
         let since = *self.since.get_or_insert(now);
         let age = now.saturating_duration_since(since);
         if age < LIFETIME {
@@ -48,13 +50,13 @@ impl Promises {
         self.young.nodes_of(block, table) | self.old.nodes_of(block, table)
     }
 
-    /// The node keeps no promise.
+    /// Drops all promises at a node.
     pub(super) fn forget(&mut self, node: usize) {
         self.young.forget(node);
         self.old.forget(node);
     }
 
-    /// Bytes of memory.
+    /// Memory of both generations.
     pub(super) fn bytes(&self) -> usize {
         self.young.bytes() + self.old.bytes()
     }
@@ -70,12 +72,12 @@ mod tests {
         let [one, two, five] = [1 << 40, 2 << 40, 5 << 40];
         let mut promises = Promises::new(64);
         promises.add(&[one, two], 3, start);
-        promises.age(start + LIFETIME);
+        promises.expire(start + LIFETIME);
         assert_eq!((promises.nodes_of(one, 0), promises.nodes_of(two, 0)), (8, 8));
         promises.add(&[five], 0, start + LIFETIME);
-        promises.age(start + 2 * LIFETIME);
+        promises.expire(start + 2 * LIFETIME);
         assert_eq!((promises.nodes_of(one, 0), promises.nodes_of(five, 0)), (0, 1));
-        promises.age(start + 5 * LIFETIME);
+        promises.expire(start + 5 * LIFETIME);
         assert_eq!(promises.nodes_of(five, 0), 0);
     }
 }

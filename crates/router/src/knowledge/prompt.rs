@@ -1,4 +1,4 @@
-//! A request's prompt as tokens.
+//! Extracts the text or the token ids of a request's prompt from its body, as the engine would.
 
 use std::time::Duration;
 
@@ -11,36 +11,36 @@ use super::{
 };
 use crate::body::Scan;
 
-/// Text whose tokens are found at once, on the thread that serves clients: some tens of microseconds.
+/// Longest uncached text that is tokenized on the request's thread, which takes some tens of microseconds.
 pub(super) const INLINE_BYTES_MAX: usize = 2 << 10;
-/// Longest body that is rendered on the request's thread. A longer one takes milliseconds, even if all its tokens are cached.
+/// Longest body that is rendered on the request's thread. A longer one takes milliseconds, even with all tokens cached.
 pub(super) const INLINE_BODY_BYTES_MAX: usize = 128 << 10;
-/// Text that is tokenized at all.
+/// Longest text that is tokenized.
 pub(super) const TEXT_BYTES_MAX: usize = 1 << 20;
-/// How long a request waits for its tokens; a choice by its text is ready at once.
+/// Longest wait of a request for its tokens. Without them the scheduler chooses by its text at once.
 pub(super) const PATIENCE: Duration = Duration::from_millis(25);
 
-/// What is known of a prompt.
+/// A prompt as tokens, with all else that decides its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
-    /// All of it.
+    /// All tokens of the prompt.
     pub tokens: Vec<u32>,
-    /// The adapter that it is for.
+    /// The adapter that the request names.
     pub adapter: Option<String>,
-    /// What keeps its blocks apart from others'.
+    /// `cache_salt`, which keeps its blocks apart from other clients'.
     pub salt: Option<String>,
 }
 
-/// The text that an engine makes tokens of.
+/// The text that the engine tokenizes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Text {
-    /// All of it.
+    /// Rendered by the chat template, if it is a chat.
     pub text: String,
-    /// Whether the tokenizer adds what it puts before each text.
+    /// Whether the tokenizer adds its special tokens.
     pub special: bool,
 }
 
-/// Token ids in `prompt`, which need no tokenizer. None where it is no list of them.
+/// The token ids in `prompt`, which need no tokenizer. None if it is no list of them.
 pub fn token_ids(scan: &Scan<'_>) -> Option<Vec<u32>> {
     let raw = scan.raw("prompt").filter(|raw| raw.first() == Some(&b'['))?;
     serde_json::from_slice::<Vec<u32>>(raw)
@@ -52,10 +52,10 @@ pub fn token_ids(scan: &Scan<'_>) -> Option<Vec<u32>> {
         .filter(|tokens| !tokens.is_empty())
 }
 
-/// The text of a body of /v1/completions, or of a chat as the model's template has it.
+/// The text of a body of `/v1/completions`, or of a chat as the model's template renders it.
 ///
 /// # Errors
-/// What cannot be known here: several prompts, pictures, members that change the prompt in ways of the engine's own.
+/// Only the engine knows the prompt: several prompts, pictures, or members that change the prompt inside the engine.
 pub fn text(scan: &Scan<'_>, is_chat: bool, tokenizer: &Tokenizer) -> Result<Text, Reason> {
     let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
     let unknown = ["truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"];
@@ -107,7 +107,7 @@ fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Text, Reason> {
     }
     let rendered = template.render(messages, tools, add_generation_prompt, more);
     let text = rendered.map_err(|error| {
-        tracing::debug!(error = format!("{error:#}"), "a chat template refused a request");
+        tracing::debug!(error = format!("{error:#}"), "chat template refused a request");
         Reason::Template
     })?;
     Ok(Text { text, special: scan.is_true("add_special_tokens") })

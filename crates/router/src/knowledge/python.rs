@@ -1,4 +1,4 @@
-//! What templates expect of Python: JSON as `json.dumps` writes it, and the date of today.
+//! Functions of Python that chat templates use: JSON as `json.dumps` writes it, and `strftime_now`.
 
 use std::{
     fmt::Write,
@@ -10,7 +10,7 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
-/// Levels of lists and maps.
+/// Most levels of nested lists and maps.
 const DEPTH_MAX: usize = 200;
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 const MONTHS: [&str; 12] = [
@@ -28,10 +28,10 @@ const MONTHS: [&str; 12] = [
     "December",
 ];
 
-/// The filter `tojson`, as Hugging Face's templates have it: members in their order, nothing escaped for HTML.
+/// The filter `tojson` as in Hugging Face's templates: members in their order, nothing escaped for HTML.
 pub(super) fn to_json(value: &Value, given: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = given.get("indent")?;
-    // Names that Python's function knows, whose defaults are what we do.
+    // Further arguments of Python's function. They are accepted, and their defaults apply.
     let _: (Option<Value>, Option<Value>, Option<Value>) =
         (given.get("ensure_ascii")?, given.get("separators")?, given.get("sort_keys")?);
     let mut json = String::new();
@@ -76,8 +76,8 @@ fn dump_all(
 ) -> Result<(), Error> {
     json.push(open);
     let is_empty = members.is_empty();
-    for (place, (key, value)) in members.into_iter().enumerate() {
-        if place > 0 {
+    for (number, (key, value)) in members.into_iter().enumerate() {
+        if number > 0 {
             json.push_str(if indent.is_some() { "," } else { ", " });
         }
         new_line(indent, level + 1, json);
@@ -105,13 +105,13 @@ fn quote(text: &str, json: &mut String) {
     json.push_str(&serde_json::Value::from(text).to_string());
 }
 
-/// The function `strftime_now`. In UTC: engines mostly run in it, and a router need not stand where they do.
+/// The function `strftime_now`, in UTC: most engines run in it, and the router may be in another time zone than they are.
 pub(super) fn strftime_now(format: &str) -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     strftime(format, now)
 }
 
-/// A time since 1970 in words, as Python's `strftime` has it; what it does not know stays as it is.
+/// A time since 1970 as Python's `strftime` formats it. Unknown directives stay as they are.
 fn strftime(format: &str, since: Duration) -> String {
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
     let (year, month, day) = date(days);
@@ -149,7 +149,7 @@ fn strftime(format: &str, since: Duration) -> String {
     text
 }
 
-/// Year, month and day of a day since 1970, by the calendar's cycle of 400 years that begins with a March.
+/// Year, month and day of a day since 1970, by the calendar's cycle of 400 years, counted from a March.
 fn date(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (cycle, day) = (days / 146_097, days % 146_097);

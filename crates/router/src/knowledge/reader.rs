@@ -1,4 +1,8 @@
-//! Reads the KV events of nodes' engines, on a thread of its own.
+//! Reads the KV events of all nodes' engines, on one thread. Each node has a task that
+//!
+//! 1. subscribes at the engine's socket, and then replays what was published before, so that no message falls in between;
+//! 2. applies live messages in order, and replays missing ones ([`progress`](super::progress) decides);
+//! 3. on an error marks the node as not live, and connects again after a pause.
 
 use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
@@ -18,28 +22,28 @@ use super::{
 };
 use crate::schedule::NodeId;
 
-/// How often nodes that joined or left are looked for.
-const LOOK: Duration = Duration::from_millis(500);
-/// Between two tries to connect, at first and at most.
+/// Period of the check for nodes that joined or left.
+const SCAN_PERIOD: Duration = Duration::from_millis(500);
+/// Pause before the next connection attempt: the first, which then doubles, and the longest.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A silent engine is asked whether it is still the same after this time.
+/// After this time without a message the task connects again, because the replay shows whether it is still the same engine.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
-/// Each message of a replay has to come within this time.
+/// Time for each message of a replay to come.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Messages of one replay. vLLM keeps ten thousand.
+/// Most messages of one replay. vLLM keeps ten thousand.
 const REPLAYED_MAX: usize = 1 << 20;
-/// Topic, number and what surrounds a batch.
+/// Bytes of a message beside its batch: topic, number and framing.
 const AROUND_A_BATCH: usize = 64 << 10;
 
-/// Names the nodes that there are.
+/// Lists the nodes that exist.
 pub type ListNodes = dyn Fn() -> Vec<(NodeId, Arc<str>)> + Send;
 
 /// The reading thread.
 #[derive(Debug)]
 pub struct EventReaders(RuntimeThread);
 
-/// Why events cannot be read now.
+/// Why the connection to an engine's events has ended.
 #[derive(Debug, Error)]
 enum ReadError {
     #[error("the name {0} cannot be resolved")]
@@ -67,16 +71,16 @@ impl EventReaders {
         Ok(Self(RuntimeThread::start("kvlane-events", read)?))
     }
 
-    /// Reads no more.
+    /// Stops all tasks and the thread.
     pub fn stop(self) {
         self.0.stop();
     }
 }
 
-/// A reader for each node that there is and that publishes.
+/// Keeps one running reader for each node that publishes events.
 async fn follow(knowledge: &Arc<Knowledge>, nodes: Box<ListNodes>) {
     let mut readers: HashMap<NodeId, Task<()>> = HashMap::new();
-    let mut period = tokio::time::interval(LOOK);
+    let mut period = tokio::time::interval(SCAN_PERIOD);
     loop {
         period.tick().await;
         let there: HashMap<NodeId, Arc<str>> = nodes().into_iter().collect();
@@ -122,14 +126,14 @@ impl Reader {
             if matches!(error, ReadError::Silent) {
                 continue;
             }
-            tracing::debug!(node = self.source.node, %error, "a node's events cannot be read");
+            tracing::debug!(node = self.source.node, %error, "cannot read a node's events; connecting again");
             self.knowledge.set_live(self.id, false);
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
-    /// Reads until something fails.
+    /// Connects, catches up, and applies live messages until an error.
     async fn read(&mut self, was_live: &mut bool) -> Result<std::convert::Infallible, ReadError> {
         let at = self.source.events.clone();
         let failed = |error| ReadError::Connection(at.clone(), error);
@@ -139,7 +143,7 @@ impl Reader {
         if self.source.replay.is_some() {
             self.catch_up().await?;
         } else if self.progress.has_begun() {
-            // What happened meanwhile is not known, nor whether it is the same engine.
+            // Messages were lost meanwhile, and it may be another engine.
             self.progress.forgotten();
             self.knowledge.lost(self.id);
         }
@@ -162,9 +166,9 @@ impl Reader {
         let Published { sequence, payload, .. } = Published::of_frames(frames).map_err(wrong)?;
         match self.progress.live(sequence) {
             Next::Skip => return Ok(()),
-            Next::Take => {}
+            Next::Apply => {}
             next => {
-                if next == Next::ForgetAndTake {
+                if next == Next::ForgetAndApply {
                     self.knowledge.restarted(self.id);
                     self.progress.forgotten();
                 }
@@ -173,16 +177,16 @@ impl Reader {
                     if self.progress.has_begun() && self.progress.replay_from() >= sequence {
                         return Ok(());
                     }
-                } else if next != Next::ForgetAndTake {
+                } else if next != Next::ForgetAndApply {
                     self.knowledge.lost(self.id);
                 }
             }
         }
-        self.take(sequence, payload);
+        self.apply(sequence, payload);
         Ok(())
     }
 
-    /// Has the engine say again what was missed.
+    /// Replays the messages that were missed. If the engine has restarted, all blocks are dropped first.
     async fn catch_up(&mut self) -> Result<(), ReadError> {
         let Some(at) = self.source.replay.clone() else { return Ok(()) };
         if !self.replay(&at).await? {
@@ -193,7 +197,7 @@ impl Reader {
         Ok(())
     }
 
-    /// One replay, from the last message that was taken in; false if the engine no longer has that message.
+    /// One replay from the last applied message. False if the engine does not have that message.
     async fn replay(&mut self, at: &Endpoint) -> Result<bool, ReadError> {
         let failed = |error| ReadError::Connection(at.clone(), error);
         let mut dealer =
@@ -210,27 +214,27 @@ impl Reader {
             let Replayed::Batch { sequence, payload } = replayed else { return Ok(!(had_begun && is_first)) };
             match self.progress.replayed(sequence, payload, is_first) {
                 Next::Skip => {}
-                Next::ForgetAndTake if had_begun => return Ok(false),
-                Next::ForgetAndTake => {
+                Next::ForgetAndApply if had_begun => return Ok(false),
+                Next::ForgetAndApply => {
                     self.knowledge.lost(self.id);
-                    self.take(sequence, payload);
+                    self.apply(sequence, payload);
                 }
-                Next::Take | Next::Replay(_) => self.take(sequence, payload),
+                Next::Apply | Next::Replay(_) => self.apply(sequence, payload),
             }
             is_first = false;
         }
         Err(ReadError::Endless(at.clone()))
     }
 
-    fn take(&mut self, sequence: u64, payload: &[u8]) {
+    fn apply(&mut self, sequence: u64, payload: &[u8]) {
         match decode_batch(payload, &EventLimits::default()) {
             Ok(batch) => self.knowledge.apply(self.id, &batch),
             Err(error) => {
-                tracing::warn!(node = self.source.node, sequence, %error, "a node's events cannot be read: all that was known is forgotten");
+                tracing::warn!(node = self.source.node, sequence, %error, "cannot decode a node's events; its known blocks are dropped");
                 self.knowledge.lost(self.id);
             }
         }
-        self.progress.took(sequence, payload);
+        self.progress.applied(sequence, payload);
     }
 }
 

@@ -1,23 +1,23 @@
-//! What an operator sets of knowledge.
+//! The settings of exact knowledge, and the parser of `--kv-events`.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
 use thiserror::Error;
 
-/// Begins the addresses of ZeroMQ's sockets.
+/// Prefix of a ZeroMQ socket's address.
 const SCHEME: &str = "tcp://";
-/// Between a node's address and that of its events.
+/// Separates a node's address from that of its events.
 const SEPARATOR: &str = "=tcp://";
 const REPLAY: &str = ",replay=tcp://";
 
-/// What an operator sets. Nothing is known exactly where both lists are empty.
+/// Set by flags and the file. If both lists are empty, nothing is known exactly.
 #[derive(Debug, Clone)]
 pub struct KnowledgeSettings {
-    /// Models, and the folder or file of each one's tokenizer.
+    /// Models, each with the folder or file of its tokenizer.
     pub tokenizers: Vec<(String, PathBuf)>,
-    /// Where nodes publish what their caches hold.
+    /// Sockets at which nodes publish their KV events.
     pub events: Vec<EventSource>,
-    /// Different blocks that are known: on each medium for each 64 nodes, and of engines' own hashes in all.
+    /// Room for different blocks: on each medium for each 64 nodes, and for engines' own hashes in all.
     pub blocks_max: usize,
 }
 
@@ -34,20 +34,20 @@ pub struct EventSource {
     pub node: String,
     /// The engine's PUB socket.
     pub events: Endpoint,
-    /// Its ROUTER socket for those who missed some.
+    /// The engine's ROUTER socket, which replays missed messages.
     pub replay: Option<Endpoint>,
 }
 
 /// The TCP address of a ZeroMQ socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
-    /// Name or address.
+    /// Name or IP address.
     pub host: String,
-    /// The port.
+    /// From 1 to 65535.
     pub port: u16,
 }
 
-/// Not an address of events.
+/// A text that is no event source.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "{text}: {why}; write it as http://HOST:PORT=tcp://HOST:PORT, or with ,replay=tcp://HOST:PORT behind it"
@@ -66,7 +66,7 @@ impl fmt::Display for Endpoint {
 impl FromStr for Endpoint {
     type Err = &'static str;
 
-    /// `HOST:PORT`, with or without `tcp://`; addresses of IPv6 in brackets.
+    /// Parses `HOST:PORT`, with or without `tcp://`. IPv6 addresses stand in brackets.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let text = text.strip_prefix(SCHEME).unwrap_or(text);
         let (host, port) = text.rsplit_once(':').ok_or("an address has no port")?;

@@ -1,4 +1,7 @@
-//! What all threads know of nodes' prefixes.
+//! [`Knowledge`]: the exact knowledge of prefixes that all threads share.
+//!
+//! Serving threads tokenize a request's prompt ([`Knowledge::prompt`]), look it up ([`Knowledge::look_up`]), and promise it to
+//! the chosen node. The readers' thread applies engines' events. All of them share one lock, which is held for microseconds.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,7 +19,7 @@ use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
 use super::{
     agreement::prompt_tokens,
-    blocks::{Before, Blocks},
+    blocks::{Blocks, Parent},
     chain::chain,
     grade::Reason,
     node::{KnownNode, Status, parent},
@@ -29,39 +32,40 @@ use super::{
 };
 use crate::{
     body::{Scan, scan},
-    schedule::{Cached, Known, NODES_A_TABLE, NodeId},
+    schedule::{Cached, CachedPrefixes, NODES_A_TABLE, NodeId},
 };
 
-/// Long prompts that are tokenized at a time, beside the threads that serve clients.
+/// Long prompts that are tokenized at a time, on threads that do not serve clients.
 const TOKENIZING_MAX: usize = 4;
-/// Longest first piece of an answer that is searched for the count of its prompt's tokens.
+/// Longest first piece of an answer that is searched for its count of prompt tokens.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
-/// Tokenizers, and what engines told of their blocks.
+/// Tokenizers, and the blocks that engines report.
 #[derive(Debug)]
 pub struct Knowledge {
     tokenizers: HashMap<String, Arc<Tokenizer>>,
     sources: Vec<EventSource>,
     tokenizing: Arc<Semaphore>,
+    /// Counts by [`Reason`].
     fallbacks: [AtomicU64; Reason::ALL.len()],
-    /// Held for microseconds, but when a node's blocks are forgotten.
-    state: Mutex<State>,
+    /// Held for microseconds, except while a node's blocks are dropped.
+    state: Mutex<KnowledgeState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct KnowledgeState {
     blocks: Blocks,
     nodes: HashMap<NodeId, KnownNode>,
     /// The base model of each adapter.
     adapters: HashMap<Arc<str>, String>,
 }
 
-/// A prompt that was looked up.
+/// The result of looking a prompt up.
 #[derive(Debug, Default)]
-pub struct Looked {
-    /// For the scheduler.
-    pub known: Known,
-    /// The prompt's blocks, for each size of blocks.
+pub struct Lookup {
+    /// The tokens of it that nodes have, for the scheduler.
+    pub cached: CachedPrefixes,
+    /// The prompt's block hashes, by block size.
     chains: BTreeMap<u32, Vec<u64>>,
 }
 
@@ -77,19 +81,19 @@ impl Knowledge {
         Ok(Self { tokenizers, ..Self::with_events(settings.events, settings.blocks_max) })
     }
 
-    /// Knows nothing exactly.
+    /// No tokenizers and no events: nothing is known exactly.
     pub fn none() -> Self {
         Self::with_events(Vec::new(), 0)
     }
 
-    /// Without tokenizers.
+    /// Events, and no tokenizers.
     fn with_events(sources: Vec<EventSource>, blocks_max: usize) -> Self {
         Self {
             tokenizers: HashMap::new(),
             sources,
             tokenizing: Arc::new(Semaphore::new(TOKENIZING_MAX)),
             fallbacks: Default::default(),
-            state: Mutex::new(State {
+            state: Mutex::new(KnowledgeState {
                 blocks: Blocks::new(blocks_max),
                 nodes: HashMap::new(),
                 adapters: HashMap::new(),
@@ -101,12 +105,12 @@ impl Knowledge {
         !self.tokenizers.is_empty() || !self.sources.is_empty()
     }
 
-    /// Where this node's engine publishes its events.
+    /// The sockets at which this node's engine publishes its events.
     pub fn source_of(&self, name: &str) -> Option<&EventSource> {
         self.sources.iter().find(|source| source.node == name)
     }
 
-    /// A node joins.
+    /// Adds a node, and drops what was known of an earlier node in its slot.
     pub fn add(&self, id: NodeId, name: &Arc<str>) {
         let node = KnownNode::new(Arc::clone(name), self.source_of(name).is_some());
         let mut state = self.state.lock();
@@ -115,14 +119,14 @@ impl Knowledge {
         state.nodes.insert(id, node);
     }
 
-    /// The node shares the pool with this slot from now on; None: it shares none.
+    /// Sets the slot of the pool that a node shares; None: it shares none.
     pub(crate) fn set_pool(&self, id: NodeId, pool: Option<usize>) {
         if let Some(node) = self.state.lock().nodes.get_mut(&id) {
             node.pool = pool;
         }
     }
 
-    /// A node has told which models it serves: names, and the JSON object that describes each.
+    /// Sets the models that a node serves: names, and the JSON object that describes each.
     pub fn set_models(&self, id: NodeId, models: &[(Arc<str>, String)]) {
         if !self.is_on() {
             return;
@@ -136,10 +140,10 @@ impl Knowledge {
         node.models = models.iter().map(|(name, described)| (Arc::clone(name), parent(described))).collect();
         let all = state.nodes.values().flat_map(|node| &node.models);
         state.adapters = all.filter_map(|(name, base)| Some((Arc::clone(name), base.clone()?))).collect();
-        self.note(&mut state, id);
+        self.regrade(&mut state, id);
     }
 
-    /// The prompt of a request, if its tokens can be known. `scan` is the scan of its body.
+    /// The prompt of a request as tokens. None if the router cannot know them, or not in time. `scan` is the scan of its body.
     pub async fn prompt(
         &self,
         path: &str,
@@ -161,7 +165,7 @@ impl Knowledge {
             tokenizer?;
             Err(Reason::TooLong)
         } else if body.len() > INLINE_BODY_BYTES_MAX {
-            self.read_beside(body, is_chat, tokenizer).await
+            self.tokenize_body(body, is_chat, tokenizer).await
         } else if let Some(tokens) = token_ids(scan).filter(|_| !is_chat) {
             Ok(Some(tokens))
         } else {
@@ -176,8 +180,9 @@ impl Knowledge {
             Err(reason) => {
                 if self.count(reason) {
                     tracing::warn!(
+                        once = true,
                         reason = reason.name(),
-                        "a prompt is known by its text only: {}. Further cases are only counted",
+                        "prompt known by its text only: {}; further cases are only counted",
                         reason.sentence()
                     );
                 }
@@ -186,16 +191,16 @@ impl Knowledge {
         }
     }
 
-    /// Tokens of a long body. Other threads than those that serve clients do all of the work. None if the prompt needs a
-    /// tokenizer that the router does not have.
-    async fn read_beside(
+    /// Tokens of a long body. Scanning, rendering and tokenizing all happen on a thread that serves no clients. None if the
+    /// prompt needs a tokenizer that the router does not have.
+    async fn tokenize_body(
         &self,
         body: &Bytes,
         is_chat: bool,
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> Result<Option<Vec<u32>>, Reason> {
         let (body, tokenizer) = (body.clone(), tokenizer.cloned());
-        self.beside(move || {
+        self.run_aside(move || {
             let scan = scan(&body).map_err(|_| Reason::Form)?;
             if let Some(tokens) = token_ids(&scan).filter(|_| !is_chat) {
                 return Ok(Some(tokens));
@@ -210,6 +215,7 @@ impl Knowledge {
         .await
     }
 
+    /// Tokens of a text: on this thread if little of it is uncached, else on another one.
     async fn tokenize(
         &self,
         tokenizer: &Arc<Tokenizer>,
@@ -224,11 +230,12 @@ impl Knowledge {
             return tokenizer.tokens(pieces).ok_or(Reason::Form);
         }
         let tokenizer = Arc::clone(tokenizer);
-        self.beside(move || tokenizer.tokens(tokenizer.pieces(&text, special)).ok_or(Reason::Form)).await
+        self.run_aside(move || tokenizer.tokens(tokenizer.pieces(&text, special)).ok_or(Reason::Form)).await
     }
 
-    /// Runs this in a thread of its own, and waits for at most 25 ms. A later result fills the cache for the next request.
-    async fn beside<T: Send + 'static>(
+    /// Runs this on another thread, and waits for at most [`PATIENCE`]. A later result still fills the cache for the next
+    /// request.
+    async fn run_aside<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, Reason> + Send + 'static,
     ) -> Result<T, Reason> {
@@ -244,8 +251,8 @@ impl Knowledge {
         }
     }
 
-    /// What nodes have of a prompt, where their engines told of it.
-    pub fn look(&self, prompt: &Prompt, now: Instant) -> Looked {
+    /// The tokens of a prompt that nodes and pools have, by their engines' events.
+    pub fn look_up(&self, prompt: &Prompt, now: Instant) -> Lookup {
         let count = prompt.tokens.len() as u64;
         let mut wanted: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
         let mut ids: HashMap<usize, NodeId> = HashMap::new();
@@ -253,7 +260,7 @@ impl Knowledge {
         {
             let state = self.state.lock();
             for (&id, node) in &state.nodes {
-                let size = state.blocks.told(id.slot()).block_size.filter(|_| node.is_exact());
+                let size = state.blocks.stats(id.slot()).block_size.filter(|_| node.is_exact());
                 if let Some(pool) = node.pool {
                     pools.add(pool, id.slot(), size);
                 }
@@ -270,63 +277,63 @@ impl Knowledge {
         let (adapter, salt) = (prompt.adapter.as_deref(), prompt.salt.as_deref());
         let chain_of = |&size: &u32| (size, chain(&prompt.tokens, size, adapter, salt));
         let chains: BTreeMap<u32, Vec<u64>> = wanted.keys().map(chain_of).collect();
-        let mut known = Known::counted(count);
+        let mut cached = CachedPrefixes::of_length(count);
         let mut state = self.state.lock();
         for (size, tables) in &wanted {
             let size_64 = u64::from(*size);
-            // The last token is always computed, and with it its block.
+            // The engine always computes the last token, and so its whole block.
             let most = count.saturating_sub(1) / size_64 * size_64;
             state.blocks.matched(&chains[size], tables, now, |slot, blocks| {
                 if let Some(&id) = ids.get(&slot) {
                     let tokens = (blocks as u64 * size_64).min(most);
-                    known.set(id, Cached { tokens, block_size: size_64 });
+                    cached.set(id, Cached { tokens, block_size: size_64 });
                 }
             });
         }
-        for (pool, size, nodes) in pools.known() {
+        for (pool, size, nodes) in pools.reported() {
             let blocks = chains.get(&size).map_or(0, |chain| state.blocks.pooled(chain, nodes));
-            known.set_pooled(pool, blocks as u64 * u64::from(size));
+            cached.set_pooled(pool, blocks as u64 * u64::from(size));
         }
-        Looked { known, chains }
+        Lookup { cached, chains }
     }
 
-    /// The node was given the prompt: it will have its blocks.
-    pub fn promise(&self, looked: &Looked, id: NodeId, now: Instant) {
+    /// Records that the node will have the prompt's blocks, because it was chosen for it.
+    pub fn promise(&self, lookup: &Lookup, id: NodeId, now: Instant) {
         let mut state = self.state.lock();
-        let size = state.blocks.told(id.slot()).block_size;
-        if let Some(chain) = size.and_then(|size| looked.chains.get(&size))
+        let size = state.blocks.stats(id.slot()).block_size;
+        if let Some(chain) = size.and_then(|size| lookup.chains.get(&size))
             && state.nodes.contains_key(&id)
         {
             state.blocks.promise(chain, id.slot(), now);
         }
     }
 
-    /// The node answered; `ours` is our count of the prompt's tokens.
+    /// Compares the prompt's tokens in a node's answer with the router's count, `ours`.
     pub fn compare(&self, id: NodeId, ours: usize, answer: &[u8]) {
         let is_short = answer.len() <= ANSWER_BYTES_MAX;
         let Some(theirs) = is_short.then(|| prompt_tokens(answer)).flatten() else { return };
         let mut state = self.state.lock();
         if let Some(node) = state.nodes.get_mut(&id) {
             node.agreement.compared(ours as u64, theirs);
-            self.note(&mut state, id);
+            self.regrade(&mut state, id);
         }
     }
 
-    /// A node's events can be read from now on, or no longer.
+    /// Sets whether a node's events can be read.
     pub(super) fn set_live(&self, id: NodeId, is_live: bool) {
         let mut state = self.state.lock();
         if let Some(node) = state.nodes.get_mut(&id) {
             node.is_live = is_live;
-            self.note(&mut state, id);
+            self.regrade(&mut state, id);
         }
     }
 
-    /// A node's engine has begun anew: nothing of it is known.
+    /// Drops a node's blocks, because its engine has restarted.
     pub(super) fn restarted(&self, id: NodeId) {
         self.forget(id, |node| node.restarts += 1);
     }
 
-    /// Events of a node are lost: what it has is not known.
+    /// Drops a node's blocks, because events were lost.
     pub(super) fn lost(&self, id: NodeId) {
         self.forget(id, |node| node.gaps += 1);
     }
@@ -336,50 +343,50 @@ impl Knowledge {
         let Some(node) = state.nodes.get_mut(&id) else { return };
         count(node);
         state.blocks.forget(id.slot());
-        self.note(&mut state, id);
+        self.regrade(&mut state, id);
     }
 
-    /// Takes in what a node's engine told.
+    /// Applies a batch of a node's events. Releases the lock between steps of [`BLOCKS_A_STEP`](super::BLOCKS_A_STEP) blocks.
     pub(super) fn apply(&self, id: NodeId, batch: &Batch) {
         for event in &batch.events {
-            let mut next = Some((0, Before::AsTold));
-            while let Some((from, before)) = next {
+            let mut next = Some((0, Parent::OfEvent));
+            while let Some((from, parent)) = next {
                 let mut state = self.state.lock();
                 if !state.nodes.contains_key(&id) {
                     return;
                 }
                 next = None;
                 match event {
-                    Event::Stored(stored) => next = state.blocks.stored(id.slot(), stored, from, before),
+                    Event::Stored(stored) => next = state.blocks.stored(id.slot(), stored, from, parent),
                     Event::Removed(removed) => state.blocks.removed(id.slot(), removed),
                     Event::Cleared => state.blocks.cleared(id.slot()),
                 }
                 if next.is_none() {
-                    self.note(&mut state, id);
+                    self.regrade(&mut state, id);
                 }
             }
         }
     }
 
-    /// What is known of a node.
+    /// The grade and the event counts of a node.
     pub fn status(&self, id: NodeId) -> Status {
         let state = self.state.lock();
-        let told = state.blocks.told(id.slot());
-        let of = |node: &KnownNode| node.status(told, |model| self.has_tokenizer(model));
+        let stats = state.blocks.stats(id.slot());
+        let of = |node: &KnownNode| node.status(stats, |model| self.has_tokenizer(model));
         state.nodes.get(&id).map(of).unwrap_or_default()
     }
 
-    /// Bytes of memory that blocks take.
+    /// Memory of all blocks, in bytes.
     pub fn blocks_bytes(&self) -> usize {
         self.state.lock().blocks.bytes()
     }
 
-    /// How often knowledge was less than exact for this reason.
+    /// Number of times that knowledge was not exact for this reason.
     pub fn fallbacks(&self, reason: Reason) -> u64 {
         self.fallbacks[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// One more; whether it is the first one.
+    /// Counts a fallback. Returns whether it is the first one for this reason.
     fn count(&self, reason: Reason) -> bool {
         self.fallbacks[reason as usize].fetch_add(1, Ordering::Relaxed) == 0
     }
@@ -388,23 +395,23 @@ impl Knowledge {
         self.tokenizers.contains_key(model)
     }
 
-    /// Counts and says a change of what is known of a node, each kind once.
-    fn note(&self, state: &mut State, id: NodeId) {
-        let told = state.blocks.told(id.slot());
+    /// Grades a node again. Counts and logs a new grade or reason.
+    fn regrade(&self, state: &mut KnowledgeState, id: NodeId) {
+        let stats = state.blocks.stats(id.slot());
         let Some(node) = state.nodes.get_mut(&id) else { return };
         if !self.is_on() || node.models.is_empty() {
             return;
         }
-        let now = node.grade(told, |model| self.has_tokenizer(model));
+        let now = node.grade(stats, |model| self.has_tokenizer(model));
         let before = node.last.replace(now);
         if before == Some(now) {
             return;
         }
-        // What is checked only falls short of exact for a reason that was counted when it came up.
+        // A change between checked and approximate keeps its reason, which was counted when it came up.
         let is_new = before.and_then(|(_, reason)| reason) != now.1;
         if let Some(reason) = now.1.filter(|_| is_new) {
             self.count(reason);
         }
-        node.say(now);
+        node.log(now);
     }
 }

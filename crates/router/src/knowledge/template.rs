@@ -1,4 +1,4 @@
-//! Chat templates as Hugging Face's tokenizers have them: Jinja with what Python adds to it.
+//! Renders chat templates of Hugging Face's tokenizers: Jinja, with the functions of Python that they use.
 
 use std::{fs, path::Path};
 
@@ -9,14 +9,14 @@ use thiserror::Error;
 
 use super::python::{strftime_now, to_json};
 
-/// Steps that one rendering may take: some tens of milliseconds, and thousands of messages.
+/// Most steps of one rendering: enough for thousands of messages, in some tens of milliseconds.
 const FUEL: u64 = 1_000_000;
-/// Depth of macros and includes.
+/// Deepest nesting of macros and includes.
 const DEPTH_MAX: usize = 100;
 /// The templates' names within their environment.
 const CHAT: &str = "chat";
 const WITH_TOOLS: &str = "tool_use";
-/// Names of special tokens that templates use.
+/// Special tokens that templates use by name.
 const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
 
@@ -26,20 +26,20 @@ pub enum TemplateError {
     /// A file cannot be read.
     #[error("{file} cannot be read: {error}")]
     Read {
-        /// Which.
+        /// Path of the file.
         file: String,
-        /// Why.
+        /// The file system's error.
         error: std::io::Error,
     },
     /// tokenizer_config.json is no JSON.
     #[error("{file} is no JSON: {error}")]
     Json {
-        /// Which.
+        /// Path of the file.
         file: String,
-        /// Where it is wrong.
+        /// Has the line and column.
         error: serde_json::Error,
     },
-    /// Not Jinja, or what only Python has.
+    /// Not Jinja, or it uses a function that only Python has.
     #[error("the chat template cannot be used: {0:#}")]
     Template(#[from] Error),
 }
@@ -49,17 +49,17 @@ pub enum TemplateError {
 pub struct Template {
     environment: Environment<'static>,
     has_tools: bool,
-    /// Names and texts of special tokens.
+    /// Names and texts of [`TOKENS`].
     tokens: Vec<(&'static str, String)>,
-    /// Whether it walks over a message's parts, and so expects a list of them.
+    /// Whether it loops over a message's parts, and so expects a list of them.
     wants_parts: bool,
 }
 
 impl Template {
-    /// The one of `chat_template.jinja` or `tokenizer_config.json` in this folder. None if there is none.
+    /// Loads `chat_template.jinja` in this folder, else the template in `tokenizer_config.json`. None if there is neither.
     ///
     /// # Errors
-    /// It is there, and cannot be used.
+    /// A file cannot be read, or its template cannot be used.
     pub fn of_folder(folder: &Path) -> Result<Option<Self>, TemplateError> {
         let config = match read(&folder.join("tokenizer_config.json"))? {
             Some((file, text)) => {
@@ -75,10 +75,11 @@ impl Template {
         Ok(Some(Self::new(&chat, with_tools.as_deref(), &config)?))
     }
 
-    /// From its text, another one for requests with tools if there is one, and `tokenizer_config.json`.
+    /// Compiles a template, and the one for requests with tools if there is one. `config` is `tokenizer_config.json`, for the
+    /// special tokens.
     ///
     /// # Errors
-    /// Not Jinja.
+    /// A template is not Jinja.
     pub fn new(chat: &str, with_tools: Option<&str>, config: &Json) -> Result<Self, Error> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -99,12 +100,12 @@ impl Template {
         Ok(Self { environment, has_tools: with_tools.is_some(), tokens, wants_parts: wants_parts(chat) })
     }
 
-    /// Whether messages have to be lists of parts.
+    /// Whether messages must be lists of parts.
     pub fn wants_parts(&self) -> bool {
         self.wants_parts
     }
 
-    /// The prompt of a chat.
+    /// Renders the prompt of a chat.
     ///
     /// # Errors
     /// The template refuses these messages, or takes too long.
@@ -135,7 +136,7 @@ fn read(file: &Path) -> Result<Option<(String, String)>, TemplateError> {
     }
 }
 
-/// The template of `tokenizer_config.json`: one, or several with names.
+/// The template in `tokenizer_config.json`, and the one for tools: a text, or several with names.
 fn in_config(config: &Json) -> Option<(String, Option<String>)> {
     match config.get("chat_template")? {
         Json::String(chat) => Some((chat.clone(), None)),
@@ -150,24 +151,24 @@ fn in_config(config: &Json) -> Option<(String, Option<String>)> {
     }
 }
 
-/// A special token: its text, or an object with it.
+/// A special token's text, which is the value or its member `content`.
 fn token(value: &Json) -> Option<String> {
     value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
 }
 
-/// Tags that mark what an assistant says, for training. They do not change the text.
+/// Replaces the tags that mark an assistant's text for training. They do not change the prompt.
 fn without_generation(template: &str) -> String {
     let mut text = template.to_owned();
     for tag in ["generation", "endgeneration"] {
         for (open, close) in [("{% ", " %}"), ("{%- ", " -%}"), ("{%- ", " %}"), ("{% ", " -%}")] {
-            // A block that does nothing keeps what the tag does to the space around it.
+            // A statement without effect treats the surrounding space as the tag does.
             text = text.replace(&format!("{open}{tag}{close}"), &format!("{open}set _ = 0{close}"));
         }
     }
     text
 }
 
-/// Whether a template loops over a message's content, as vLLM finds out by its syntax tree.
+/// Whether a template loops over a message's content. vLLM decides the same by the syntax tree.
 fn wants_parts(template: &str) -> bool {
     template.split("{%").skip(1).any(|block| {
         let block = block.split("%}").next().unwrap_or_default().trim_matches(['-', '+', ' ']);

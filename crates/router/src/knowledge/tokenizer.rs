@@ -1,10 +1,10 @@
-//! Text to tokens as the engine's tokenizer does it, with the work bounded.
+//! Tokenizes a text as the engine's tokenizer does, with a cache so that a conversation's earlier turns cost nothing.
 //!
 //! ```text
-//!   <|user|>How are you?<|end|> <|assistant|>Well.<|end|>     cut behind each special token: what follows is tokenized as
-//!   '- cached -'------------'------ cached ------'            if it stood alone, so each piece can come from a cache
+//!   <|user|>How are you?<|end|> <|assistant|>Well.<|end|>     cut after each special token: each piece is tokenized as if it
+//!   '- cached -'------------'------ cached ------'            stood alone, so each can come from the cache
 //! ```
-//! Not all tokenizers allow that; whether this one does is tried when it is loaded.
+//! Some tokenizers give other tokens if the text is cut. Loading tries that with samples.
 
 use std::{
     fmt,
@@ -22,25 +22,25 @@ use super::{
     template::{Template, TemplateError},
 };
 
-/// Memory of a tokenizer's cache.
+/// Memory of one tokenizer's cache.
 const CACHE_BYTES_MAX: usize = 64 << 20;
-/// Special tokens that cutting is tried with.
+/// Special tokens that loading tries cuts with.
 const SPECIALS_TRIED: usize = 4;
-/// Texts that cutting is tried with.
+/// Texts that loading tries cuts with.
 const SAMPLES: [&str; 6] = ["a", " a b", "\n\nHello, wörld 123", "  ", "system\nYou are", ". End"];
 
-/// A tokenizer cannot be loaded.
+/// Why a tokenizer cannot be loaded.
 #[derive(Debug, Error)]
 pub enum TokenizerError {
-    /// tokenizer.json.
+    /// `tokenizer.json` cannot be read or used.
     #[error("{file}: no tokenizer can be read from it: {error}")]
     Tokenizer {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What the library says.
+        /// The library's text.
         error: String,
     },
-    /// What stands beside it.
+    /// The chat template beside it cannot be used.
     #[error(transparent)]
     Template(#[from] TemplateError),
 }
@@ -49,9 +49,9 @@ pub enum TokenizerError {
 pub struct Tokenizer {
     encoder: Encoder,
     cache: Mutex<TokenCache>,
-    /// Texts of special tokens that a prompt may be cut behind, the longest first. Empty where cutting changes tokens.
+    /// Special tokens after which a text may be cut, longest first. Empty if cuts change tokens.
     cuts: Vec<String>,
-    /// What comes before a prompt of /v1/completions. None where more than that is added.
+    /// Tokens that the tokenizer puts before a prompt of `/v1/completions`. None if it adds more than that.
     lead: Option<Vec<u32>>,
     template: Option<Template>,
 }
@@ -62,12 +62,12 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// A prompt's text, of which some pieces' tokens are known.
+/// A text cut into pieces, some of which have cached tokens.
 #[derive(Debug)]
 pub struct Pieces<'t> {
     lead: &'t [u32],
     pieces: Vec<Piece<'t>>,
-    /// Whether special tokens have to be added to the only piece.
+    /// Whether the tokenizer has to add special tokens to the only piece.
     whole: bool,
 }
 
@@ -79,14 +79,14 @@ struct Piece<'t> {
 }
 
 impl Pieces<'_> {
-    /// Bytes of text that have to be tokenized.
+    /// Bytes of text without cached tokens.
     pub fn unknown(&self) -> usize {
         self.pieces.iter().filter(|piece| piece.tokens.is_none()).map(|piece| piece.text.len()).sum()
     }
 }
 
 impl Tokenizer {
-    /// From `tokenizer.json`, or the folder that it is in; `tokenizer_config.json` and `chat_template.jinja` lie beside it.
+    /// Loads `tokenizer.json`, or the one in this folder, with `tokenizer_config.json` and `chat_template.jinja` beside it.
     ///
     /// # Errors
     /// One of them cannot be used.
@@ -110,12 +110,12 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The model's chat template, if it has one.
+    /// None if the model has no chat template.
     pub fn template(&self) -> Option<&Template> {
         self.template.as_ref()
     }
 
-    /// Cuts a text, and looks for what is known of it. `special`: as for /v1/completions, with what the tokenizer adds.
+    /// Cuts a text, and takes cached tokens. `special`: the tokenizer adds its special tokens, as for `/v1/completions`.
     pub fn pieces<'t>(&'t self, text: &'t str, special: bool) -> Pieces<'t> {
         let lead = self.lead.as_deref().filter(|_| special);
         let whole = special && lead.is_none();
@@ -129,7 +129,7 @@ impl Tokenizer {
         Pieces { lead: lead.unwrap_or_default(), pieces, whole }
     }
 
-    /// The tokens of all pieces. Takes some microseconds for each hundred bytes that are not known. None where the library fails.
+    /// The tokens of all pieces. Takes some microseconds for each hundred uncached bytes. None if the library fails.
     pub fn tokens(&self, pieces: Pieces<'_>) -> Option<Vec<u32>> {
         let mut all = pieces.lead.to_vec();
         for piece in pieces.pieces {
@@ -150,11 +150,11 @@ impl Tokenizer {
         self.encoder.encode_fast(text, special).ok().map(|encoding| encoding.get_ids().to_vec())
     }
 
-    /// Pieces that end with a special token each, but the last.
+    /// Cuts a text into pieces that each end with a special token, except the last.
     fn cut<'t>(&self, text: &'t str) -> Vec<&'t str> {
         let mut pieces = Vec::new();
         let (mut start, mut at) = (0, 0);
-        // Most bytes begin none of hundreds of special tokens.
+        // A table of first bytes, because most bytes begin none of the hundreds of special tokens.
         let mut begins = [false; 256];
         self.cuts
             .iter()
@@ -178,7 +178,7 @@ impl Tokenizer {
         pieces
     }
 
-    /// What is put before each text, if that is all that is added to it.
+    /// The tokens that the tokenizer puts before each text. None if it adds others too.
     fn find_lead(&self) -> Option<Vec<u32>> {
         let lead = self.encode("", true)?;
         let is_all = |sample: &str| {
@@ -189,6 +189,7 @@ impl Tokenizer {
         SAMPLES.iter().all(|sample| is_all(sample) == Some(true)).then_some(lead)
     }
 
+    /// The special tokens after which the tokenizer starts afresh. Empty if a sample shows that cuts change tokens.
     fn find_cuts(&self) -> Vec<String> {
         let added = self.encoder.get_added_tokens_decoder();
         let is_plain = |token: &&tokenizers::AddedToken| {

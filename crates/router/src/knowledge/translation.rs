@@ -1,12 +1,12 @@
-//! From an engine's hash of a block to ours.
+//! Translates an engine's hash of a block to ours.
 //!
-//! What a hash names never changes, so no entry is ever wrong, and none has to be taken out: where a set is full, the one
-//! that was put in first goes. Engines that hash alike share entries. A set of six is a cache line, 10.7 bytes an entry:
+//! A hash always names the same block, so no entry ever becomes wrong or has to be removed. A full set drops its oldest entry.
+//! Engines that hash alike share entries. A set of six is one cache line, 10.7 bytes an entry:
 //!
 //! ```text
 //!   set = low half of a hash of the engine's:    | our hashes, 6 x 8 bytes | tags, 6 x 2 bytes | next to go |
 //! ```
-//! A hash that is not there is taken for another one in one of ten thousand cases: a guess of a hit is wrong then.
+//! In one of ten thousand cases the table takes a missing hash for another one, and the router guesses a hit wrong.
 
 use std::hint::black_box;
 
@@ -14,50 +14,52 @@ use kvlane_kv_events::ExternalHash;
 use xxhash_rust::xxh3::xxh3_64;
 
 const WAYS: usize = 6;
-/// Bytes of a hash that count. kvlane cuts vLLM's to these, so that both name the same block.
+/// Leading bytes of a hash that count. kvlane cuts vLLM's hashes to these, so both forms name the same block.
 const BYTES: usize = 16;
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(align(64))]
-struct Set {
+struct TranslationSet {
     ours: [u64; WAYS],
-    /// Zero where there is nothing.
+    /// Zero: the entry is free.
     tags: [u16; WAYS],
+    /// The entry to overwrite next.
     next: u8,
 }
 
 /// A table of fixed size.
 #[derive(Debug)]
 pub(super) struct Translation {
-    sets: Box<[Set]>,
-    most: usize,
+    /// Empty until the first entry.
+    sets: Box<[TranslationSet]>,
+    sets_max: usize,
 }
 
 impl Translation {
-    /// Room for about that many; memory is taken with the first.
+    /// Room for about `entries_max` entries. The first one allocates the memory.
     pub(super) fn new(entries_max: usize) -> Self {
-        Self { sets: Box::default(), most: (entries_max / WAYS).clamp(1, u32::MAX as usize) }
+        Self { sets: Box::default(), sets_max: (entries_max / WAYS).clamp(1, u32::MAX as usize) }
     }
 
-    /// Bytes of memory that it holds.
+    /// Memory of the table.
     pub(super) fn bytes(&self) -> usize {
-        self.sets.len() * size_of::<Set>()
+        self.sets.len() * size_of::<TranslationSet>()
     }
 
-    /// Our hash of what the engine names so.
+    /// Our hash of the block that the engine names by this hash.
     pub(super) fn get(&self, engines: &ExternalHash) -> Option<u64> {
-        let (place, tag) = self.place_of(engines);
-        let set = self.sets.get(place)?;
+        let (at, tag) = self.set_of(engines);
+        let set = self.sets.get(at)?;
         set.tags.iter().position(|&each| each == tag).map(|way| set.ours[way])
     }
 
-    /// The engine's hash names the same as ours.
+    /// Records that both hashes name the same block.
     pub(super) fn put(&mut self, engines: &ExternalHash, ours: u64) {
         if self.sets.is_empty() {
-            self.sets = vec![Set::default(); self.most].into_boxed_slice();
+            self.sets = vec![TranslationSet::default(); self.sets_max].into_boxed_slice();
         }
-        let (place, tag) = self.place_of(engines);
-        let set = &mut self.sets[place];
+        let (at, tag) = self.set_of(engines);
+        let set = &mut self.sets[at];
         let way = set.tags.iter().position(|&each| each == tag).unwrap_or_else(|| {
             let way = usize::from(set.next);
             set.next = ((way + 1) % WAYS) as u8;
@@ -66,20 +68,21 @@ impl Translation {
         (set.tags[way], set.ours[way]) = (tag, ours);
     }
 
-    /// Reads the sets of these hashes, as [`Index::fetch`](crate::schedule::Index) does.
+    /// Prefetches the sets of these hashes, as [`Index`](crate::schedule::Index) does.
     pub(super) fn fetch<'h>(&self, engines: impl Iterator<Item = &'h ExternalHash>) {
-        let next = |engines| self.sets.get(self.place_of(engines).0).map_or(0, |set| set.next);
+        let next = |engines| self.sets.get(self.set_of(engines).0).map_or(0, |set| set.next);
         black_box(engines.fold(0, |all, engines| all ^ next(engines)));
     }
 
-    fn place_of(&self, engines: &ExternalHash) -> (usize, u16) {
+    /// Number of the set, and the tag in it.
+    fn set_of(&self, engines: &ExternalHash) -> (usize, u16) {
         let hash = match engines {
             ExternalHash::Number(number) => xxh3_64(&number.to_le_bytes()),
             ExternalHash::Short(short) => xxh3_64(short),
             ExternalHash::Long(long) => xxh3_64(&long[..BYTES]),
         };
-        let place = ((hash & u64::from(u32::MAX)) * self.sets.len() as u64) >> 32;
-        (place as usize, ((hash >> 48) as u16).max(1))
+        let at = ((hash & u64::from(u32::MAX)) * self.sets.len() as u64) >> 32;
+        (at as usize, ((hash >> 48) as u16).max(1))
     }
 }
 

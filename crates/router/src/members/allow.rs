@@ -1,27 +1,27 @@
-//! Addresses from which beats are taken.
+//! The list of addresses that may send beats: `--ping-allow`.
 
 use std::{fmt, net::IpAddr, net::Ipv4Addr, net::Ipv6Addr, str::FromStr};
 
 use thiserror::Error;
 
-/// Blocks of addresses.
+/// Blocks of addresses; never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowList(Vec<Block>);
 
-/// Addresses that begin with the same bits.
+/// The addresses whose first `bits` bits are those of `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
     first: IpAddr,
     bits: u8,
 }
 
-/// No block of addresses.
+/// A text that is no block of addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0} is no block of addresses: write 10.1.0.0/16, fd00::/8, or one address")]
 pub struct AllowListError(String);
 
 impl Default for AllowList {
-    /// This host.
+    /// This host's addresses.
     fn default() -> Self {
         Self(vec![
             Block { first: IpAddr::V4(Ipv4Addr::LOCALHOST), bits: 8 },
@@ -31,12 +31,12 @@ impl Default for AllowList {
 }
 
 impl AllowList {
-    /// These blocks; this host's if there is none.
+    /// These blocks; this host's addresses if there are none.
     pub fn new(blocks: Vec<Block>) -> Self {
         if blocks.is_empty() { Self::default() } else { Self(blocks) }
     }
 
-    /// Whether an address is in one of them.
+    /// Whether an address is in one of the blocks. An IPv4 address mapped into IPv6 counts as IPv4.
     pub fn has(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|block| block.has(address))

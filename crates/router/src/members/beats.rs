@@ -1,4 +1,5 @@
-//! Beats of nodes: pings of vLLM's P2P NCCL engines, and heartbeats of `kvlane route beat`, over ZeroMQ.
+//! Beats of nodes over ZeroMQ: pings of vLLM's P2P NCCL engines, and heartbeats of `kvlane route beat`. The router receives
+//! them and applies each as an event; [`beat`] sends them.
 
 use std::{io, net::IpAddr, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -10,7 +11,7 @@ use tokio::{net::lookup_host, time::interval};
 use super::{
     allow::AllowList,
     event::{Event, Refusal, Spec},
-    inner::Inner,
+    registry::Registry,
 };
 use crate::{
     address::Address,
@@ -19,12 +20,12 @@ use crate::{
     schedule::{Connector, Role},
 };
 
-/// Between two beats, as vLLM's engines have it.
+/// Time between two beats, as in vLLM's engines.
 const PERIOD: Duration = Duration::from_secs(3);
-/// Nodes that may be connected at a time.
+/// Most connections of nodes at a time.
 const CONNECTIONS: usize = 2048;
 
-/// What is taken of a node.
+/// Bounds on what a peer may send.
 fn options() -> ListenerOptions {
     let limits = Limits {
         frame_bytes: MOST_PING_BYTES,
@@ -35,39 +36,39 @@ fn options() -> ListenerOptions {
     ListenerOptions { limits, connections: CONNECTIONS, ..ListenerOptions::default() }
 }
 
-/// Takes connections from then on.
+/// Binds the socket. It accepts connections from addresses in `allow` only.
 pub(super) async fn bind(at: SocketAddr, allow: AllowList) -> io::Result<Listener> {
     Listener::bind_for(at, options(), move |peer| allow.has(peer)).await
 }
 
-/// Tells of what comes, for ever.
-pub(super) async fn listen(mut listener: Listener, allow: AllowList, inner: Arc<Inner>) {
+/// Receives beats for ever, and applies each to the registry.
+pub(super) async fn listen(mut listener: Listener, allow: AllowList, registry: Arc<Registry>) {
     let mut second = interval(Duration::from_secs(1));
     let mut seen = Counts::default();
     loop {
         let received = tokio::select! {
             received = listener.recv() => received,
             _ = second.tick() => {
-                seen = note_counts(&inner, seen, listener.counts());
+                seen = count_refused(&registry, seen, listener.counts());
                 continue;
             }
         };
         let Some(received) = received else { return };
         // A REQ socket sends an empty frame first.
         let message = received.frames.last().map_or(&[][..], |frame| &frame[..]);
-        if let Err((reason, sentence)) = take(message, &allow, &inner) {
-            refuse(&inner, reason, 1, &format!("{sentence} (from {})", received.peer));
+        if let Err((reason, sentence)) = apply(message, &allow, &registry) {
+            refuse(&registry, reason, 1, &format!("{sentence} (from {})", received.peer));
         }
     }
 }
 
-fn take(message: &[u8], allow: &AllowList, inner: &Inner) -> Result<(), (BeatRefused, String)> {
+fn apply(message: &[u8], allow: &AllowList, registry: &Registry) -> Result<(), (BeatRefused, String)> {
     let ping = decode_ping(message).map_err(|error| (BeatRefused::Malformed, error.to_string()))?;
     let is_bye = ping.bye;
     let spec = spec_of(ping, allow)?;
     let event = if is_bye { Event::Bye(spec.address) } else { Event::Beat(spec) };
-    Counters::count(&inner.shared.counters.beats);
-    inner.tell(event).map_err(|refusal| {
+    Counters::count(&registry.shared.counters.beats);
+    registry.apply(event).map_err(|refusal| {
         let reason = match refusal {
             Refusal::WasRemoved(_) => BeatRefused::Removed,
             Refusal::Differs { .. } => BeatRefused::Differs,
@@ -78,12 +79,12 @@ fn take(message: &[u8], allow: &AllowList, inner: &Inner) -> Result<(), (BeatRef
     })
 }
 
-/// The node that a ping names.
+/// The node that a ping describes. Its addresses must be IP addresses in `allow`.
 fn spec_of(ping: Ping, allow: &AllowList) -> Result<Spec, (BeatRefused, String)> {
     for address in [Some(&ping.http_address), ping.zmq_address.as_ref()].into_iter().flatten() {
-        let is_allowed = number_of(address).is_some_and(|number| allow.has(number));
+        let is_allowed = ip_of(address).is_some_and(|ip| allow.has(ip));
         if !is_allowed {
-            let sentence = format!("a node names {address}, which is no number of --ping-allow");
+            let sentence = format!("a node names {address}, which is no IP address in --ping-allow");
             return Err((BeatRefused::Address, sentence));
         }
     }
@@ -96,7 +97,7 @@ fn spec_of(ping: Ping, allow: &AllowList) -> Result<Spec, (BeatRefused, String)>
     };
     let connector = match (&ping.connector, &ping.zmq_address) {
         (Some(name), _) => Some(name.parse().map_err(malformed)?),
-        // vLLM's engines name none.
+        // vLLM's engines name no connector.
         (None, Some(_)) => Some(Connector::P2pNccl),
         (None, None) => None,
     };
@@ -109,67 +110,68 @@ fn spec_of(ping: Ping, allow: &AllowList) -> Result<Spec, (BeatRefused, String)>
     })
 }
 
-/// The number of `HOST:PORT`.
-fn number_of(address: &str) -> Option<IpAddr> {
+/// The IP address of `HOST:PORT`.
+fn ip_of(address: &str) -> Option<IpAddr> {
     address.parse::<SocketAddr>().map(|address| address.ip()).ok()
 }
 
-/// Counts what the listener itself has refused.
-fn note_counts(inner: &Inner, before: Counts, now: Counts) -> Counts {
+/// Counts and logs the connections that the listener itself has refused.
+fn count_refused(registry: &Registry, before: Counts, now: Counts) -> Counts {
     let all = [
         (
             BeatRefused::Stranger,
             now.strangers - before.strangers,
-            "a connection comes from outside --ping-allow",
+            "a connection came from outside --ping-allow",
         ),
         (
             BeatRefused::Protocol,
             now.breaches - before.breaches,
-            "a peer speaks no ZeroMQ, or sends more than a ping has",
+            "a peer does not speak ZeroMQ, or sent more than a ping",
         ),
-        (BeatRefused::Connections, now.refused - before.refused, "there are as many connections as may be"),
+        (BeatRefused::Connections, now.refused - before.refused, "the connection limit is reached"),
     ];
     for (reason, more, sentence) in all {
         if more > 0 {
-            refuse(inner, reason, more, sentence);
+            refuse(registry, reason, more, sentence);
         }
     }
     now
 }
 
-fn refuse(inner: &Inner, reason: BeatRefused, more: u64, sentence: &str) {
-    if inner.shared.counters.beats_refused.add(reason, more) {
+fn refuse(registry: &Registry, reason: BeatRefused, more: u64, sentence: &str) {
+    if registry.shared.counters.beats_refused.add(reason, more) {
         tracing::warn!(
+            once = true,
             reason = reason.name(),
-            "{sentence}: it does not count. Further ones are only counted (kvlane_route_beats_refused_total)"
+            "beat refused: {sentence}; further ones are only counted (kvlane_route_beats_refused_total)"
         );
     }
 }
 
-/// Who beats, and for whom.
+/// A node to send beats for, and their receiver.
 #[derive(Debug, Clone)]
 pub struct BeatTo {
     /// The router's `--ping`, `HOST:PORT`.
     pub router: String,
-    /// The node that is there.
+    /// As the beats describe it.
     pub node: Spec,
 }
 
-/// A node that cannot be told of.
+/// A node that beats cannot describe.
 #[derive(Debug, Error)]
 pub enum BeatError {
-    /// Its name has no address now.
+    /// Its host name does not resolve.
     #[error("the address of {0} cannot be looked up: {1}")]
     Node(Address, io::Error),
-    /// Routers know nodes without a path only.
+    /// A beat has no field for a path or a rank.
     #[error("{0} has a path or a rank, which a beat cannot name: give http://HOST:PORT")]
     Path(Address),
 }
 
-/// Sends a beat every 3 s until `ended` is done, then a good-bye. A router that is away misses beats.
+/// Sends a beat every 3 s until `ended` completes, then a good-bye. If the router is away, it tries again every 3 s.
 ///
 /// # Errors
-/// The node cannot be told of.
+/// The beats cannot describe the node.
 pub async fn beat(to: &BeatTo, ended: impl Future<Output = ()>) -> Result<(), BeatError> {
     let address = &to.node.address;
     if !address.path.is_empty() || address.rank.is_some() {
@@ -180,21 +182,21 @@ pub async fn beat(to: &BeatTo, ended: impl Future<Output = ()>) -> Result<(), Be
     let at = found.next().ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
     let ping = ping_of(&to.node, at);
     let mut ended = std::pin::pin!(ended);
-    let mut is_told = false;
+    let mut is_logged = false;
     loop {
         let connected = tokio::select! {
             () = &mut ended => return Ok(()),
             connected = connect(&to.router) => connected,
         };
         let error = match connected {
-            Ok(mut router) => match say(&mut router, &ping, ended.as_mut()).await {
+            Ok(mut router) => match send_beats(&mut router, &ping, ended.as_mut()).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             },
             Err(error) => error,
         };
-        if !std::mem::replace(&mut is_told, true) {
-            tracing::warn!(router = to.router, %error, "the router cannot be reached: trying again every 3 s");
+        if !std::mem::replace(&mut is_logged, true) {
+            tracing::warn!(once = true, router = to.router, %error, "cannot reach the router; trying again every 3 s");
         }
         tokio::select! {
             () = &mut ended => return Ok(()),
@@ -209,8 +211,8 @@ async fn connect(router: &str) -> Result<Dealer, ConnectionError> {
     Dealer::connect(at, Default::default(), PeerOptions::default()).await
 }
 
-/// Beats over one connection, until the end.
-async fn say(
+/// Sends beats over one connection until `ended` completes, or the connection fails.
+async fn send_beats(
     router: &mut Dealer,
     ping: &Ping,
     mut ended: std::pin::Pin<&mut impl Future<Output = ()>>,
@@ -223,7 +225,7 @@ async fn say(
                 return router.send(&[encode_ping(&bye)]).await;
             }
             _ = period.tick() => router.send(&[encode_ping(ping)]).await?,
-            // A router says nothing; but this tells that it has gone.
+            // The router sends nothing, but receiving shows when it has gone.
             answer = router.recv() => drop(answer?),
         }
     }

@@ -1,4 +1,4 @@
-//! Nodes and names of flags and the file. A reload may change them.
+//! The nodes and DNS names of flags and the file, and what a reload of the file changes about them.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -7,17 +7,17 @@ use tokio::{runtime::Handle, task::JoinHandle};
 use super::{
     dns::{self, DnsName, Resolve},
     event::{Event, Refusal, Spec},
-    inner::Inner,
+    registry::Registry,
 };
 
-/// The configured nodes, and the look-ups of the configured names.
+/// The configured nodes, and the running look-ups of the configured names.
 pub(super) struct Configured {
-    inner: Arc<Inner>,
+    registry: Arc<Registry>,
     resolver: Arc<dyn Resolve>,
     runtime: Handle,
     nodes: Vec<Spec>,
     names: Vec<Name>,
-    /// Number of the next name. No two names share one, so the router can drop late records of a former name.
+    /// Number of the next name. Numbers are never reused, so late records of a dropped name match nothing.
     next: usize,
 }
 
@@ -51,19 +51,20 @@ impl fmt::Debug for Configured {
 }
 
 impl Configured {
-    /// `nodes` have joined already. The look-ups of `names` begin now.
+    /// Starts the look-ups of `names`. `nodes` have joined already.
     pub(super) fn start(
-        inner: Arc<Inner>,
+        registry: Arc<Registry>,
         resolver: Arc<dyn Resolve>,
         runtime: Handle,
         nodes: Vec<Spec>,
         names: Vec<DnsName>,
     ) -> Self {
-        let mut configured = Self { inner, resolver, runtime, nodes, names: Vec::new(), next: 0 };
+        let mut configured = Self { registry, resolver, runtime, nodes, names: Vec::new(), next: 0 };
         names.into_iter().for_each(|name| configured.look_up(name));
         configured
     }
 
+    /// Replaces the nodes and names.
     pub(super) fn change(&mut self, nodes: Vec<Spec>, names: Vec<DnsName>) -> Result<Reconfigured, Refusal> {
         let mut by_address: BTreeMap<String, &Spec> = BTreeMap::new();
         for spec in &nodes {
@@ -75,14 +76,14 @@ impl Configured {
             }
         }
         let mut done = Reconfigured::default();
-        // New nodes come first, so that a node that moves from a name to an entry does not drain in between.
+        // New nodes come first, so that a node that moves from a name's records to an entry does not drain in between.
         for spec in nodes.iter().filter(|spec| !self.nodes.contains(spec)) {
             done.nodes_named += 1;
-            self.inner.tell(Event::Reconfigured(spec.clone()))?;
+            self.registry.apply(Event::Reconfigured(spec.clone()))?;
         }
         for spec in self.nodes.iter().filter(|spec| !by_address.contains_key(&spec.address.to_string())) {
             done.nodes_dropped += 1;
-            self.inner.tell(Event::Unconfigured(spec.address.clone()))?;
+            self.registry.apply(Event::Unconfigured(spec.address.clone()))?;
         }
         let (kept, dropped): (Vec<Name>, Vec<Name>) =
             self.names.drain(..).partition(|looked_up| names.contains(&looked_up.name));
@@ -96,11 +97,11 @@ impl Configured {
         for Name { number, look_up, .. } in dropped {
             done.names_dropped += 1;
             look_up.abort();
-            let inner = Arc::clone(&self.inner);
-            // Sends this after the look-up has ended, so that no records of the name follow.
+            let registry = Arc::clone(&self.registry);
+            // Applied after the look-up has ended, so that no records of the name follow it.
             self.runtime.spawn(async move {
                 let _ = look_up.await;
-                let _ = inner.tell(Event::Unnamed(number));
+                let _ = registry.apply(Event::Unnamed(number));
             });
         }
         self.nodes = nodes;
@@ -110,7 +111,8 @@ impl Configured {
     fn look_up(&mut self, name: DnsName) {
         let number = self.next;
         self.next += 1;
-        let looking = dns::look_up(Arc::clone(&self.inner), Arc::clone(&self.resolver), number, name.clone());
+        let looking =
+            dns::look_up(Arc::clone(&self.registry), Arc::clone(&self.resolver), number, name.clone());
         self.names.push(Name { name, number, look_up: self.runtime.spawn(looking) });
     }
 }

@@ -1,4 +1,5 @@
-//! What operators ask of a running router over its Unix socket: one line of JSON, and one for an answer.
+//! Operators' calls to a running router over its Unix socket: one line of JSON for the call, one for the answer. [`ask`] is the
+//! client's side, for `kvlane route list` and its like.
 //!
 //! ```text
 //!   {"call": "list"}                                        {"nodes": [...]}
@@ -21,90 +22,90 @@ use thiserror::Error;
 
 use crate::schedule::Condition;
 
-/// Longest line that asks.
+/// Longest line of a call.
 pub const CALL_BYTES_MAX: usize = 4096;
-/// Longest line that answers.
+/// Longest line of an answer.
 pub const ANSWER_BYTES_MAX: usize = 8 << 20;
-/// An answer has to come within this time.
+/// Time for an answer to come.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is asked.
+/// An operator's call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "call", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Call {
-    /// All nodes.
+    /// Lists all nodes.
     List,
-    /// A node finishes what it has and gets nothing new.
+    /// Drains a node: it finishes its requests and gets no new ones.
     Drain {
-        /// Its name.
+        /// The node's name, which is its address.
         node: String,
     },
-    /// A node goes.
+    /// Removes a node, at once or when it is idle.
     Remove {
-        /// Its name.
+        /// The node's name, which is its address.
         node: String,
-        /// Without finishing what it has first.
+        /// Whether it leaves before its requests have ended.
         now: bool,
     },
-    /// A node joins, or gets requests again.
+    /// Adds a node, or ends its draining.
     Add {
-        /// Where it is.
+        /// The node's address.
         url: String,
-        /// What it is for.
+        /// As in flags: prefill, decode or worker.
         role: String,
-        /// Whom it hands over to.
+        /// Only nodes of one group pair. None: the default group.
         group: Option<String>,
-        /// How.
+        /// As in flags. None leaves it to the node's pings.
         connector: Option<String>,
         /// Where other engines reach its connector.
         connector_address: Option<String>,
     },
 }
 
-/// What comes back.
+/// The answer to a call.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// Nodes that were asked for.
+    /// The nodes that the call was about, as they are afterwards.
     #[serde(default)]
     pub nodes: Vec<Listed>,
-    /// Why nothing was done.
+    /// Why the router refused the call.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// One node.
+/// A node in an answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listed {
-    /// Its name.
+    /// Its name, which is its address.
     pub node: String,
-    /// What it is for.
+    /// As [`Role::name`](crate::schedule::Role::name).
     pub role: String,
-    /// Whom it hands over to.
+    /// Only nodes of one group pair.
     pub group: String,
-    /// How.
+    /// As [`Connector::name`](crate::schedule::Connector::name).
     pub connector: String,
-    /// Whether it gets requests.
+    /// As [`NodeState::name`](crate::schedule::NodeState::name).
     pub state: String,
-    /// Who has named it.
+    /// As [`KnownBy::names`](crate::schedule::KnownBy::names).
     pub known_by: Vec<String>,
-    /// Requests of this router that it works at.
+    /// Legs of this router that have not ended.
     pub requests: u64,
     /// Recent failures of the node, as `/nodes` shows them. Empty if the router is of an earlier release.
     #[serde(default)]
     pub condition: Condition,
-    /// Models and adapters; of many the first ones.
+    /// Models and adapters; at most the first 16.
     pub models: Vec<String>,
 }
 
-/// A line that asks for nothing that there is.
+/// A line that is no call.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("the router does not understand this: {0}")]
 pub struct CallError(String);
 
-/// Reads what is asked.
+/// Parses the line of a call.
 ///
 /// # Errors
-/// It is no call.
+/// It is no call, or too long.
 pub fn read_call(line: &[u8]) -> Result<Call, CallError> {
     if line.len() > CALL_BYTES_MAX {
         return Err(CallError(format!("a line has more than {CALL_BYTES_MAX} bytes")));
@@ -112,43 +113,43 @@ pub fn read_call(line: &[u8]) -> Result<Call, CallError> {
     serde_json::from_slice(line).map_err(|error| CallError(error.to_string()))
 }
 
-/// Whether a process of this user may ask, or answer: it is this user's, or root's.
+/// Whether the peer of a connection is this user's process, or root's. Both ends check it.
 pub(super) fn is_trusted(stream: impl std::os::fd::AsFd) -> io::Result<bool> {
     let uid = PeerCredentials::of(stream)?.uid;
     Ok(uid == 0 || uid == rustix::process::geteuid().as_raw() && !own_user_is_unclear())
 }
 
-/// A router that could not be asked.
+/// Why a call got no answer, or was refused.
 #[derive(Debug, Error)]
 pub enum AskError {
-    /// Nobody is there.
+    /// No process listens at the socket.
     #[error(
         "no router answers at {path}: {error}. Is `kvlane route` running, as this user, with this --socket?"
     )]
     Nobody {
-        /// Where it was looked for.
+        /// The socket's path.
         path: String,
-        /// Why not.
+        /// The failed connection's error.
         error: io::Error,
     },
-    /// Somebody else is.
+    /// Another user's process listens there.
     #[error("another user listens at {0}: nothing was said")]
     Stranger(String),
-    /// The folder may be somebody else's.
+    /// The runtime folder may be another user's.
     #[error(transparent)]
     Folder(#[from] FolderRefused),
-    /// No answer came, or no whole one.
+    /// No whole answer came.
     #[error("the router gave no answer: {0}")]
     Silent(io::Error),
-    /// It does not do what was asked.
+    /// The router refused the call.
     #[error("{0}")]
     Refused(String),
 }
 
-/// Asks the router that listens there.
+/// Sends a call to the router that listens at this path, and waits for its answer.
 ///
 /// # Errors
-/// It is not there, or refuses.
+/// No trusted router answers, or it refuses.
 pub fn ask(path: &Path, call: &Call) -> Result<Vec<Listed>, AskError> {
     let shown = || path.display().to_string();
     let runtime = RuntimeFolder::of_this_user();

@@ -1,4 +1,4 @@
-//! Nodes by the records of a name, such as a headless service's.
+//! Nodes from the DNS records of a name, such as a headless service's. Each name is resolved every 3 s.
 
 use std::{future::Future, io, net::IpAddr, pin::Pin, sync::Arc, time::Duration};
 
@@ -6,30 +6,30 @@ use tokio::time::timeout;
 
 use super::{
     event::{Event, Spec},
-    inner::Inner,
+    registry::Registry,
 };
 use crate::{address::Address, counters::Counters};
 
-/// Between two look-ups.
+/// Time between two look-ups of a name.
 const PERIOD: Duration = Duration::from_secs(3);
-/// A look-up that takes longer has failed.
+/// A look-up that takes longer counts as failed.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A name whose addresses are nodes.
+/// A name whose records are nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsName {
-    /// What the nodes are like; its address has the name, and the port of all of them.
+    /// A template for the nodes. Its address has the name, and the port of all nodes.
     pub like: Spec,
-    /// Data-parallel ranks of each server; 0 where it is one node.
+    /// Data-parallel ranks of each server; 0 if a server is one node.
     pub ranks: u32,
 }
 
-/// What comes of a look-up.
+/// The future of a look-up.
 pub type Resolving<'r> = Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'r>>;
 
-/// Looks names up.
+/// Resolves names; tests replace it.
 pub trait Resolve: Send + Sync {
-    /// All addresses of a name. An error says nothing of them.
+    /// All addresses of a name. On an error the name's nodes stay as they are.
     fn resolve<'r>(&'r self, host: &'r str, port: u16) -> Resolving<'r>;
 }
 
@@ -46,8 +46,13 @@ impl Resolve for SystemResolver {
     }
 }
 
-/// Looks a name up every few seconds, for ever. `number` tells it from others.
-pub(super) async fn look_up(inner: Arc<Inner>, resolver: Arc<dyn Resolve>, number: usize, name: DnsName) {
+/// Resolves a name every [`PERIOD`] for ever, and reports its addresses to the registry. `number` identifies the name.
+pub(super) async fn look_up(
+    registry: Arc<Registry>,
+    resolver: Arc<dyn Resolve>,
+    number: usize,
+    name: DnsName,
+) {
     let mut period = tokio::time::interval(PERIOD);
     period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let address = &name.like.address;
@@ -62,9 +67,9 @@ pub(super) async fn look_up(inner: Arc<Inner>, resolver: Arc<dyn Resolve>, numbe
         let mut hosts = match hosts {
             Ok(hosts) => hosts,
             Err(error) => {
-                Counters::count(&inner.shared.counters.names_failed);
+                Counters::count(&registry.shared.counters.names_failed);
                 if !std::mem::replace(&mut has_failed, true) {
-                    tracing::warn!(name = address.host, %error, "a name cannot be looked up: its nodes stay as they are");
+                    tracing::warn!(name = address.host, %error, "name cannot be looked up; its nodes stay as they are");
                 }
                 continue;
             }
@@ -76,8 +81,9 @@ pub(super) async fn look_up(inner: Arc<Inner>, resolver: Arc<dyn Resolve>, numbe
             if name.ranks == 0 { vec![None] } else { (0..name.ranks).map(Some).collect() };
         for rank in ranks {
             let like = Spec { address: Address { rank, ..address.clone() }, ..name.like.clone() };
-            if let Err(refusal) = inner.tell(Event::Resolved { name: number, like, hosts: hosts.clone() }) {
-                tracing::debug!(name = address.host, %refusal, "not all addresses of a name are nodes");
+            if let Err(refusal) = registry.apply(Event::Resolved { name: number, like, hosts: hosts.clone() })
+            {
+                tracing::debug!(name = address.host, %refusal, "some addresses of a name are not nodes");
             }
         }
     }

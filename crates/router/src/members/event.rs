@@ -1,4 +1,4 @@
-//! What happens to nodes, and what follows.
+//! Events that reach [`Members`](super::Members), and the changes and refusals that it returns.
 
 use std::{net::IpAddr, net::SocketAddr, str::FromStr, sync::Arc};
 
@@ -10,24 +10,24 @@ use crate::{
     schedule::{Connector, KnownBy, NodeState, Role},
 };
 
-/// A node as somebody names it.
+/// A node as a source describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spec {
-    /// Where it is: what tells it from others.
+    /// Identifies the node.
     pub address: Address,
-    /// What it is for.
+    /// The role under which it joins.
     pub role: Role,
-    /// Whom it can hand over to, or take over from.
+    /// Only nodes of one group can pair.
     pub group: Arc<str>,
-    /// Nodes of one class are alike: what one takes for a prompt says what the others take.
+    /// Nodes of one class are alike: times learned at one hold for the others.
     pub class: Arc<str>,
-    /// Where it runs, as far as that matters for hand-overs; None: the host of its address.
+    /// The host it runs on, which transfers depend on. None: the host of its address.
     pub host: Option<Arc<str>>,
-    /// How. None leaves it to the node's pings; [`Connector::Store`] if it sends none.
+    /// How it hands over. None leaves it to the node's pings; [`Connector::Store`] if it sends none.
     pub connector: Option<Connector>,
     /// Where other engines reach its connector, `HOST:PORT`.
     pub connector_address: Option<Arc<str>>,
-    /// Pool that the node shares with others; None leaves it to the node's metrics.
+    /// The pool that it shares with others. None leaves it to the node's metrics.
     pub pool: Option<Arc<str>>,
 }
 
@@ -47,8 +47,8 @@ impl Spec {
     }
 }
 
-/// The text of the address at which other engines reach an engine's connector, `HOST:PORT`: it becomes part of requests and of
-/// their ids, so it has nothing else in it.
+/// `HOST:PORT` at which other engines reach an engine's connector. It becomes part of requests and of their ids, so parsing
+/// admits no other characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectorAddress(pub Arc<str>);
 
@@ -70,10 +70,10 @@ impl FromStr for ConnectorAddress {
     }
 }
 
-/// What happens.
+/// An observation about a node, by its source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// A flag or the file names a node: it is never forgotten.
+    /// A flag or the file names a node, which is then never forgotten.
     Configured(Spec),
     /// The reloaded configuration adds or changes this node. Its role replaces that of other sources.
     Reconfigured(Spec),
@@ -81,114 +81,114 @@ pub enum Event {
     Unconfigured(Address),
     /// The reloaded configuration no longer has the name with this number.
     Unnamed(usize),
-    /// An operator adds a node, or ends its draining: it is never forgotten either.
+    /// An operator adds a node, or ends its draining. The node is never forgotten either.
     Added(Spec),
-    /// An operator has a node finish what it has, and gives it nothing new.
+    /// An operator drains a node: it finishes its requests and gets no new ones.
     Drained(Address),
-    /// An operator takes a node away: at once, or when it has finished what it has.
+    /// An operator removes a node: at once, or once it has finished its requests.
     Removed {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// Without waiting for what it has.
+        /// Whether it leaves before its requests have ended.
         now: bool,
     },
-    /// A node says that it is there.
+    /// A node's beat or ping.
     Beat(Spec),
-    /// A node that beats says that it goes.
+    /// A node's beats end with a good-bye.
     Bye(Address),
-    /// A name has these addresses now.
+    /// A name resolves to these addresses now.
     Resolved {
-        /// Which one of the names.
+        /// Number of the name.
         name: usize,
-        /// What the nodes at the addresses are like; of its address all but the host counts.
+        /// A template for the nodes at these addresses. The host of its own address does not count.
         like: Spec,
-        /// All of them.
+        /// All addresses of the name.
         hosts: Vec<IpAddr>,
     },
-    /// A node has answered a probe, over a connection to this address.
+    /// A node has answered a probe.
     Answered {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// Where it was reached.
+        /// The address of the probe's connection.
         at: Option<SocketAddr>,
     },
-    /// A node has not answered for so long that it counts as away.
+    /// A node has left too many probes unanswered.
     Silent(Address),
-    /// A node has nothing to do any more.
+    /// A node that is to leave has no requests any more.
     Idle(Address),
-    /// Time passes.
+    /// The clock: expires beats, DNS records and the names of removed nodes.
     Tick,
 }
 
-/// What follows. Changes of one event are carried out in order.
+/// A change that the scheduler's nodes need. The changes of one event are carried out in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
-    /// A node joins. It counts as suspect until something else is said.
+pub enum NodeChange {
+    /// A node joins, as suspect until a [`Self::State`] says otherwise.
     Join {
-        /// What it is; `connector` is known.
+        /// `connector` is set.
         spec: Spec,
-        /// Higher than that of any node before.
+        /// Higher than that of any earlier node.
         epoch: u64,
     },
-    /// A node goes.
+    /// A node leaves the router.
     Leave {
-        /// Which one.
+        /// Address of the node.
         address: Address,
         /// The epoch that it joined with.
         epoch: u64,
-        /// As in the log.
+        /// Reason for the log.
         why: &'static str,
     },
-    /// A node's state is another one.
+    /// A node changes its state.
     State {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// From now on.
+        /// The state from now on.
         state: NodeState,
-        /// As in the log.
+        /// Reason for the log.
         why: &'static str,
     },
-    /// Others than before have named a node.
+    /// The set of sources that name a node has changed.
     KnownBy {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// All who have.
+        /// All sources that name it now.
         known_by: KnownBy,
     },
-    /// A node has told how it hands over.
+    /// A node's pings say how it hands over.
     HandsOver {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// How.
+        /// Both nodes of a pair must have the same.
         connector: Connector,
         /// Where other engines reach its connector.
         connector_address: Option<Arc<str>>,
     },
 }
 
-/// An event that changes nothing, and why.
+/// Why an event changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Refusal {
-    /// Nobody knows it.
+    /// No node has this address.
     #[error("{0} is no node of this router; `kvlane route list` names them")]
     Unknown(Address),
-    /// It is there for something else.
+    /// The node exists with another role or group.
     #[error("{address} is there already, as {role} of the group '{group}': remove it first")]
     Differs {
-        /// Which one.
+        /// Address of the node.
         address: Address,
-        /// What it is.
+        /// The role that it has.
         role: Role,
-        /// Of which group.
+        /// The group that it has.
         group: Arc<str>,
     },
-    /// Its ZeroMQ address has changed more often than engines start.
+    /// Its ZeroMQ address changes more often than engines start.
     #[error("{0} names another ZeroMQ address again within {s} s: an engine does not start so often", s = BEAT_MISSED.as_secs())]
     TooOften(Address),
-    /// There are as many as may be.
+    /// The limit on nodes that neither flags nor the file name is reached.
     #[error("there are {NODES_MAX} nodes, which is the most that are not named by flags or the file")]
     TooMany,
-    /// An operator has removed it while it goes on to call.
+    /// An operator has removed it, and it still sends beats.
     #[error("{0} was removed by an operator, and stays away until it is added or has been silent for 30 s")]
     WasRemoved(Address),
 }

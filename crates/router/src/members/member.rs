@@ -1,85 +1,85 @@
-//! One node as members know it.
+//! One node's membership: who names it, whether it answers, and its state.
 //!
 //! ```text
 //!                    answers, and beats are not overdue
 //!   Join: suspect ---------------------------------------> ready
 //!            ^       silent, or 9 s without a beat           |
 //!            '-----------------------------------------------'
-//!   drained: draining, whatever it answers, until it is added again; if it is to be removed: until it is idle
-//!   Leave: nobody knows of it any more; or removed
+//!   drained: draining, whatever it answers, until it is added again; or until it is idle, if it is to leave
+//!   Leave: no source names it any more; or an operator has removed it
 //! ```
 
 use std::{net::SocketAddr, time::Instant};
 
-use super::{event::Spec, whose::Whose};
+use super::{event::Spec, sources::Sources};
 use crate::schedule::{Connector, KnownBy, NodeState};
 
-/// One node.
+/// A node that at least one source names, or that drains.
 #[derive(Debug, Clone)]
 pub(super) struct Member {
-    /// As it is now.
+    /// Changed by beats and reloads.
     pub(super) spec: Spec,
     pub(super) epoch: u64,
-    pub(super) whose: Whose,
-    /// Whether it answers probes.
+    pub(super) sources: Sources,
+    /// Whether the last probes got an answer.
     pub(super) answers: bool,
-    /// Where it was reached last: what a name stands for.
+    /// The address that the last probe reached: what its name resolves to.
     pub(super) at: Option<SocketAddr>,
     pub(super) drain: Option<Drain>,
-    /// When its beats said last that it has started anew.
+    /// When its beats last showed a restart.
     pub(super) restarted: Option<Instant>,
-    /// What was told of it last.
-    pub(super) told: NodeState,
-    pub(super) told_known_by: KnownBy,
+    /// As the last changes reported it.
+    pub(super) reported_state: NodeState,
+    pub(super) reported_known_by: KnownBy,
 }
 
-/// What an operator wants of a node that finishes.
+/// Why a node drains, and whether it leaves once it is idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Drain {
-    /// It stays.
+    /// An operator drained it: it stays.
     Stay,
-    /// It goes when it has nothing to do.
+    /// An operator removed it: it leaves once it is idle.
     Go,
-    /// The node leaves once it is idle, unless a source names it again before.
+    /// The configuration dropped it: it leaves once it is idle, unless a source names it again before.
     Unnamed,
 }
 
 impl Member {
-    pub(super) fn new(spec: Spec, epoch: u64, whose: Whose) -> Self {
+    pub(super) fn new(spec: Spec, epoch: u64, sources: Sources) -> Self {
         Self {
             spec,
             epoch,
-            whose,
+            sources,
             answers: false,
             at: None,
             drain: None,
             restarted: None,
-            told: NodeState::Suspect,
-            told_known_by: KnownBy::default(),
+            reported_state: NodeState::Suspect,
+            reported_known_by: KnownBy::default(),
         }
     }
 
-    /// What it should be told to be, and why.
+    /// Its state, and the reason for the log.
     pub(super) fn state(&self, now: Instant) -> (NodeState, &'static str) {
         if self.drain == Some(Drain::Unnamed) {
-            (NodeState::Draining, "the configuration does not name it any more")
+            (NodeState::Draining, "the configuration no longer names it")
         } else if self.drain.is_some() {
-            (NodeState::Draining, "an operator has it finish what it has")
+            (NodeState::Draining, "an operator drains it")
         } else if !self.answers {
             (NodeState::Suspect, "it does not answer")
-        } else if self.whose.is_overdue(now) {
-            (NodeState::Suspect, "three of its beats are missing")
+        } else if self.sources.is_overdue(now) {
+            (NodeState::Suspect, "it missed three beats")
         } else {
             (NodeState::Ready, "it answers")
         }
     }
 
-    /// The connector that counts.
+    /// The default one until its pings name it.
     pub(super) fn connector(&self) -> Connector {
         self.spec.connector.unwrap_or_default()
     }
 
-    /// Whether a node of this address is this one, be it by a name or by a number.
+    /// Whether this address means this node, as a host name or as an IP address.
     pub(super) fn is_at(&self, address: &crate::address::Address) -> bool {
         let own = &self.spec.address;
         let is_there = |at: SocketAddr| {

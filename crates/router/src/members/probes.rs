@@ -1,13 +1,13 @@
-//! Asks each node every few seconds which models it serves, and so whether it is there.
+//! Probes each node every 2 s with `GET /v1/models`: whether it answers, and which models it serves.
 //!
 //! ```text
 //!              answers                  MISSES in a row
 //!   suspect -----------> ready -----------------------------> suspect
-//!                          ^      what it had of prompts is       |
-//!                          |      forgotten: it may be another    |
-//!                          '--- answers: engine now --------------'
+//!                          ^      its prefixes are dropped:      |
+//!                          |      its engine may be another one  |
+//!                          '--- answers -------------------------'
 //! ```
-//! A single miss already means that the prefixes are forgotten at the next answer: engines restart within two periods.
+//! After a single miss the next answer already drops the node's prefixes, because an engine can restart within two periods.
 
 use std::{
     net::SocketAddr,
@@ -18,113 +18,112 @@ use std::{
 use serde_json::Value;
 use thiserror::Error;
 
-use super::{event::Event, inner::Inner};
+use super::{event::Event, registry::Registry};
 use crate::{
     address::Address,
     node_page::{self, PageError},
     schedule::NodeId,
 };
 
-/// Between two questions to a node. An adapter that was loaded appears within it.
+/// Between two probes of a node. A newly loaded adapter appears within this time.
 const PERIOD: Duration = Duration::from_secs(2);
-/// Questions without an answer, in a row, that make a node suspect.
+/// Probes in a row without an answer that make a node suspect.
 const MISSES: u32 = 3;
-/// Longest list of models.
+/// Longest answer, in bytes.
 const BYTES_MAX: usize = 256 << 10;
-/// Most models and adapters of a node, and the longest name of one.
+/// Most models and adapters of a node, and the longest name of one. A longer answer counts as a miss.
 const MODELS_MAX: usize = 1024;
 const NAME_BYTES_MAX: usize = 256;
 
-/// Why a node counts as missing.
+/// Why a probe failed.
 #[derive(Debug, Error)]
 pub(super) enum ProbeError {
-    /// Too slow, not well, or without such a page.
+    /// No connection, an error, too slow or too long.
     #[error(transparent)]
     Page(#[from] PageError),
-    /// Not a list of models.
+    /// Not a list of models, or longer than the bounds.
     #[error("its answer to GET /v1/models is no list of models")]
     NoModels,
 }
 
-/// By name, each with the JSON object that describes it.
+/// Names, each with the JSON object that describes the model.
 type Models = Vec<(Arc<str>, String)>;
 
-/// What is known of a node's health. Pure.
+/// Counts a node's misses. Pure.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Health {
+    /// Misses in a row.
     misses: u32,
 }
 
-/// What follows from an answer or a miss.
+/// The meaning of an answer or a miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Finding {
-    /// It is there, and was.
+    /// It answered, as before.
     Well,
-    /// It is there again: what it had is unknown.
+    /// It answered after a miss, so its prefixes are unknown.
     Back,
-    /// It missed one; that may happen.
+    /// It missed fewer than [`MISSES`], which may happen.
     Missed,
-    /// It has missed too many.
+    /// It missed [`MISSES`] or more.
     Gone,
 }
 
 impl Health {
-    /// It answered.
     pub(super) fn answered(&mut self) -> Finding {
         let misses = std::mem::take(&mut self.misses);
         if misses == 0 { Finding::Well } else { Finding::Back }
     }
 
-    /// It did not.
     pub(super) fn missed(&mut self) -> Finding {
         self.misses = self.misses.saturating_add(1);
         if self.misses < MISSES { Finding::Missed } else { Finding::Gone }
     }
 }
 
-/// Asks a node until it has gone.
-pub(super) async fn ask(members: Arc<Inner>, id: NodeId, address: Address) {
-    let shared = &members.shared;
-    let (mut health, mut is_told) = (Health::default(), false);
+/// Probes a node until it has left, and reports each answer and each loss to the registry.
+pub(super) async fn probe(registry: Arc<Registry>, id: NodeId, address: Address) {
+    let shared = &registry.shared;
+    let (mut health, mut is_logged) = (Health::default(), false);
     let mut period = tokio::time::interval(PERIOD);
     period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         period.tick().await;
         let started = Instant::now();
-        let asked = models_of(&address).await;
+        let answer = models_of(&address).await;
         if shared.with_scheduler(|scheduler| scheduler.node(id).is_none()) {
             return;
         }
-        let told = match asked {
+        let applied = match answer {
             Ok((models, at)) => {
-                is_told = false;
+                is_logged = false;
                 if health.answered() == Finding::Back {
                     shared.with_scheduler(|scheduler| scheduler.forget_prefixes(id));
                 }
                 shared.set_models(id, models);
-                tracing::trace!(node = %address, seconds = started.elapsed().as_secs_f64(), "a node answered");
-                members.tell(Event::Answered { address: address.clone(), at })
+                tracing::trace!(node = %address, seconds = started.elapsed().as_secs_f64(), "node answered its probe");
+                registry.apply(Event::Answered { address: address.clone(), at })
             }
             Err(error) => match health.missed() {
                 Finding::Gone => {
-                    if !std::mem::replace(&mut is_told, true) {
-                        tracing::warn!(node = %address, %error, "a node does not answer: it gets no requests until it does");
+                    if !std::mem::replace(&mut is_logged, true) {
+                        tracing::warn!(node = %address, %error, misses = MISSES, "node does not answer its probes");
                     }
-                    members.tell(Event::Silent(address.clone()))
+                    registry.apply(Event::Silent(address.clone()))
                 }
                 finding => {
-                    tracing::debug!(node = %address, %error, ?finding, "no answer");
+                    tracing::debug!(node = %address, %error, ?finding, "node missed a probe");
                     Ok(())
                 }
             },
         };
-        if let Err(refusal) = told {
-            tracing::debug!(node = %address, %refusal, "a probe counts for nothing");
+        if let Err(refusal) = applied {
+            tracing::debug!(node = %address, "probe ignored: {refusal}");
         }
     }
 }
 
-/// Names of the models that a node serves, each with the JSON object that describes it.
+/// The models that a node serves, and the address of the connection.
 async fn models_of(address: &Address) -> Result<(Models, Option<SocketAddr>), ProbeError> {
     let page = node_page::get(address, "/v1/models", BYTES_MAX).await?;
     let parsed: Value = serde_json::from_slice(&page.body).map_err(|_| ProbeError::NoModels)?;

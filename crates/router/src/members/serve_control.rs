@@ -1,4 +1,4 @@
-//! The router's side of its Unix socket.
+//! Serves operators' calls ([`Call`]) at the router's Unix socket.
 
 use std::{os::unix::net::UnixListener as StdListener, sync::Arc, time::Duration};
 
@@ -12,22 +12,22 @@ use tokio::{
 use super::{
     control::{Answer, CALL_BYTES_MAX, Call, is_trusted, read_call},
     event::{ConnectorAddress, Event, Spec},
-    inner::Inner,
+    registry::Registry,
 };
 use crate::address::Address;
 
 /// Connections at a time. More wait in the kernel's queue.
 const CONNECTIONS: usize = 16;
-/// A call has to come, and its answer to be taken, within this time.
+/// Time for a call to come and for its answer to be sent.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Answers, for ever.
-pub(super) async fn serve(listener: StdListener, inner: Arc<Inner>) -> std::io::Result<()> {
+/// Accepts connections for ever, from processes of this user and of root.
+pub(super) async fn serve(listener: StdListener, registry: Arc<Registry>) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = UnixListener::from_std(listener)?;
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let permits = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return Ok(()) };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return Ok(()) };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -39,29 +39,32 @@ pub(super) async fn serve(listener: StdListener, inner: Arc<Inner>) -> std::io::
         match is_trusted(&stream) {
             Ok(true) => {}
             refused => {
-                tracing::warn!(?refused, "a process of another user was turned away at the router's socket");
+                tracing::warn!(
+                    ?refused,
+                    "connection refused at the router's socket: the peer is another user"
+                );
                 continue;
             }
         }
-        let inner = Arc::clone(&inner);
+        let registry = Arc::clone(&registry);
         tokio::spawn(async move {
-            let served = timeout(PATIENCE, serve_one(stream, &inner)).await;
+            let served = timeout(PATIENCE, serve_one(stream, &registry)).await;
             if !matches!(served, Ok(Ok(()))) {
-                tracing::debug!(?served, "a connection at the router's socket ended");
+                tracing::debug!(?served, "connection at the router's socket ended without an answer");
             }
-            drop(place);
+            drop(permit);
         });
     }
 }
 
-async fn serve_one(mut stream: UnixStream, inner: &Inner) -> std::io::Result<()> {
+async fn serve_one(mut stream: UnixStream, registry: &Registry) -> std::io::Result<()> {
     let mut line = Vec::with_capacity(256);
-    // One byte more tells a line that is too long from one that has just the length.
+    // One byte more than the longest line shows that a line is too long.
     let mut limited = (&mut stream).take(CALL_BYTES_MAX as u64 + 1);
     while !line.contains(&b'\n') && limited.read_buf(&mut line).await? > 0 {}
     let end = line.iter().position(|byte| *byte == b'\n').unwrap_or(line.len());
     let answer = match read_call(&line[..end]) {
-        Ok(call) => carry_out(call, inner),
+        Ok(call) => carry_out(call, registry),
         Err(error) => Err(error.to_string()),
     };
     let answer = answer.unwrap_or_else(|sentence| Answer { error: Some(sentence), ..Answer::default() });
@@ -71,10 +74,10 @@ async fn serve_one(mut stream: UnixStream, inner: &Inner) -> std::io::Result<()>
     stream.shutdown().await
 }
 
-fn carry_out(call: Call, inner: &Inner) -> Result<Answer, String> {
+fn carry_out(call: Call, registry: &Registry) -> Result<Answer, String> {
     let parse = |text: &str| text.parse::<Address>().map_err(|error| error.to_string());
     let (address, event) = match call {
-        Call::List => return Ok(Answer { nodes: inner.list(None), error: None }),
+        Call::List => return Ok(Answer { nodes: registry.list(None), error: None }),
         Call::Drain { node } => {
             let address = parse(&node)?;
             (address.clone(), Event::Drained(address))
@@ -101,6 +104,6 @@ fn carry_out(call: Call, inner: &Inner) -> Result<Answer, String> {
             (address, Event::Added(spec))
         }
     };
-    inner.tell(event).map_err(|refusal| refusal.to_string())?;
-    Ok(Answer { nodes: inner.list(Some(&address)), error: None })
+    registry.apply(event).map_err(|refusal| refusal.to_string())?;
+    Ok(Answer { nodes: registry.list(Some(&address)), error: None })
 }

@@ -1,4 +1,4 @@
-//! Carries out what [`Members`] decides, and runs what tells it of events.
+//! [`Membership`]: the thread that runs all sources of events: probes, beats, DNS, the operators' socket and the clock.
 
 use std::{io, net::SocketAddr, os::unix::net::UnixListener, sync::Arc, time::Duration};
 
@@ -11,35 +11,36 @@ use super::{
     configured::{Configured, Reconfigured},
     dns::{self, DnsName, Resolve},
     event::{Event, Refusal, Spec},
-    inner::Inner,
-    probes, serve_control,
+    probes,
+    registry::Registry,
+    serve_control,
 };
 use crate::shared::Shared;
 
-/// How often it is looked whether something is over.
+/// Period of [`Event::Tick`], and of the removal of idle nodes.
 const TICK: Duration = Duration::from_millis(200);
 
-/// Where beats are taken.
+/// Where beats are received, and from whom.
 #[derive(Debug, Clone)]
 pub struct PingOptions {
-    /// The ZeroMQ socket.
+    /// Address of the ZeroMQ socket.
     pub at: SocketAddr,
-    /// Of nodes, and of what they name.
+    /// Both the senders and the addresses that their beats name must be in it.
     pub allow: AllowList,
 }
 
-/// What tells of nodes.
+/// The sources of nodes.
 #[derive(Default)]
 pub struct MembershipOptions {
-    /// Nodes of flags and the file.
+    /// Nodes that flags and the file name.
     pub nodes: Vec<Spec>,
     /// Names whose addresses are nodes.
     pub names: Vec<DnsName>,
-    /// Looks them up.
+    /// Resolves `names`. None: the system's resolver.
     pub resolver: Option<Arc<dyn Resolve>>,
-    /// Beats, if they are taken.
+    /// None: the router receives no beats.
     pub ping: Option<PingOptions>,
-    /// The socket for operators, if there is one.
+    /// The operators' socket, bound. None: there is none.
     pub control: Option<UnixListener>,
 }
 
@@ -55,7 +56,7 @@ impl std::fmt::Debug for MembershipOptions {
     }
 }
 
-/// Keeps the scheduler's nodes up to date, in a thread of its own.
+/// Keeps the scheduler's nodes up to date, on a thread of its own.
 #[derive(Debug)]
 pub struct Membership {
     thread: RuntimeThread,
@@ -64,21 +65,22 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Begins with the nodes that are known from the start.
+    /// Adds the configured nodes, and starts all sources.
     ///
     /// # Errors
-    /// Two of these nodes are one and have different roles, beats cannot be listened for, or the kernel gives no thread.
+    /// Two configured nodes have one address and different roles, the socket for beats cannot be bound, or the kernel gives no
+    /// thread.
     pub fn start(shared: &Arc<Shared>, options: MembershipOptions) -> io::Result<Self> {
         let (joined, mut joining) = mpsc::unbounded_channel();
-        let inner = Arc::new(Inner::new(Arc::clone(shared), joined));
+        let registry = Arc::new(Registry::new(Arc::clone(shared), joined));
         let MembershipOptions { nodes, names, resolver, ping, control } = options;
         for node in &nodes {
-            inner.tell(Event::Configured(node.clone())).map_err(io::Error::other)?;
+            registry.apply(Event::Configured(node.clone())).map_err(io::Error::other)?;
         }
-        let members = Arc::clone(&inner);
+        let probed = Arc::clone(&registry);
         let thread = RuntimeThread::start("kvlane-members", move || async move {
             while let Some((id, address)) = joining.recv().await {
-                tokio::spawn(probes::ask(Arc::clone(&members), id, address));
+                tokio::spawn(probes::probe(Arc::clone(&probed), id, address));
             }
         })?;
         let runtime = thread.runtime().clone();
@@ -91,48 +93,47 @@ impl Membership {
         };
         let ping = listener.as_ref().map(|(listener, _)| listener.address());
         if let Some((listener, allow)) = listener {
-            runtime.spawn(beats::listen(listener, allow, Arc::clone(&inner)));
+            runtime.spawn(beats::listen(listener, allow, Arc::clone(&registry)));
         }
         if let Some(control) = control {
-            let inner = Arc::clone(&inner);
+            let registry = Arc::clone(&registry);
             runtime.spawn(async move {
-                if let Err(error) = serve_control::serve(control, inner).await {
-                    tracing::error!(%error, "the router's socket is not served");
+                if let Err(error) = serve_control::serve(control, registry).await {
+                    tracing::error!(%error, "cannot serve the router's socket: `kvlane route list` and its like do not work");
                 }
             });
         }
-        runtime.spawn(tick(Arc::clone(&inner)));
+        runtime.spawn(tick(Arc::clone(&registry)));
         let resolver = resolver.unwrap_or_else(|| Arc::new(dns::SystemResolver));
-        let configured = Configured::start(inner, resolver, runtime, nodes, names);
+        let configured = Configured::start(registry, resolver, runtime, nodes, names);
         Ok(Self { thread, ping, configured })
     }
 
-    /// Replaces the nodes and names of flags and the file. Nodes that are gone drain, unless beats or operators name them.
+    /// Replaces the nodes and names of flags and the file. Dropped nodes drain, unless beats or operators name them.
     ///
     /// # Errors
-    /// Two of the nodes are one and have different roles. The former configuration stays.
+    /// Two nodes have one address and different roles. The former configuration stays.
     pub fn configure(&mut self, nodes: Vec<Spec>, names: Vec<DnsName>) -> Result<Reconfigured, Refusal> {
         self.configured.change(nodes, names)
     }
 
-    /// Where beats are taken.
+    /// The bound address for beats.
     pub fn ping(&self) -> Option<SocketAddr> {
         self.ping
     }
 
-    /// Ends; the nodes stay as they are.
+    /// Stops all sources. The scheduler's nodes stay as they are.
     pub fn stop(self) {
         self.thread.stop();
     }
 }
 
-/// Has time pass.
-async fn tick(inner: Arc<Inner>) {
+async fn tick(registry: Arc<Registry>) {
     let mut period = tokio::time::interval(TICK);
     period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         period.tick().await;
-        inner.end_idle();
-        let _ = inner.tell(Event::Tick);
+        registry.remove_idle();
+        let _ = registry.apply(Event::Tick);
     }
 }

@@ -1,4 +1,10 @@
-//! All nodes, and what becomes of them: (event, time) gives changes.
+//! All members, and the rules by which events change them: (event, time) gives changes.
+//!
+//! - A node stays while at least one [source](super::sources) names it, and leaves when the last one has gone silent.
+//! - Flags, the file, DNS names and operators decide a node's role and group. A beat decides only for nodes that nothing but
+//!   beats names, because any sender in `--ping-allow` may send one.
+//! - One engine may be known by a host name and by an IP address. Both are merged into one member as soon as a probe shows it.
+//! - A node that an operator has removed stays away while it still sends beats.
 
 use std::{
     collections::BTreeMap,
@@ -8,44 +14,45 @@ use std::{
 };
 
 use super::{
-    event::{Change, Event, Refusal, Spec},
-    limits::{BEAT_MISSED, FORGOTTEN, NODES_MAX},
+    event::{Event, NodeChange, Refusal, Spec},
+    limits::{BEAT_MISSED, FORGET_AFTER, NODES_MAX},
     member::{Drain, Member},
-    whose::Whose,
+    sources::Sources,
 };
 use crate::{address::Address, schedule::Connector};
 
-/// All nodes. Pure.
+/// All members. Pure: no I/O, no clock.
 #[derive(Debug, Default)]
 pub struct Members {
-    /// By their names.
+    /// Keyed by the address's text.
     members: BTreeMap<String, Member>,
+    /// Counts the nodes that have joined.
     epoch: u64,
-    /// Nodes that an operator has removed, and when they called last.
+    /// Addresses that an operator has removed, and when each last sent a beat.
     removed: BTreeMap<String, Instant>,
 }
 
 impl Members {
-    /// Something has happened.
+    /// Applies an event. Returns the changes that the scheduler's nodes need, in order.
     ///
     /// # Errors
-    /// It changes nothing, for a reason that whoever caused it should know.
-    pub fn tell(&mut self, event: Event, now: Instant) -> Result<Vec<Change>, Refusal> {
+    /// The event changes nothing; the refusal says why, for its source.
+    pub fn apply(&mut self, event: Event, now: Instant) -> Result<Vec<NodeChange>, Refusal> {
         let mut changes = Vec::new();
         match event {
             Event::Configured(spec) => {
-                self.name(spec, &mut changes, |whose| whose.configured = true)?;
+                self.name(spec, &mut changes, |sources| sources.configured = true)?;
             }
             Event::Reconfigured(spec) => self.reconfigure(spec, &mut changes),
             Event::Unconfigured(address) => {
                 if let Some(member) = self.members.get_mut(&address.to_string()) {
-                    member.whose.configured = false;
+                    member.sources.configured = false;
                     drain_unnamed(member, now);
                 }
             }
             Event::Unnamed(name) => {
                 for member in self.members.values_mut() {
-                    if member.whose.dns.remove(&name).is_some() {
+                    if member.sources.dns.remove(&name).is_some() {
                         drain_unnamed(member, now);
                     }
                 }
@@ -53,7 +60,7 @@ impl Members {
             Event::Added(spec) => self.add(spec, &mut changes)?,
             Event::Drained(address) => {
                 let member = self.named(&address)?;
-                // One that is to go goes on to go.
+                // A node that is to leave still leaves.
                 if member.drain != Some(Drain::Go) {
                     member.drain = Some(Drain::Stay);
                 }
@@ -73,32 +80,32 @@ impl Members {
                 match self.members.get(&key).and_then(|member| member.drain) {
                     Some(Drain::Go) => drop(self.leave(&key, "an operator has removed it", &mut changes)),
                     Some(Drain::Unnamed) => {
-                        self.leave(&key, "the configuration does not name it any more", &mut changes);
+                        self.leave(&key, "the configuration no longer names it", &mut changes);
                     }
                     Some(Drain::Stay) | None => {}
                 }
             }
             Event::Tick => {
-                self.removed.retain(|_, called| now.saturating_duration_since(*called) < FORGOTTEN)
+                self.removed.retain(|_, called| now.saturating_duration_since(*called) < FORGET_AFTER)
             }
         }
         self.settle(now, &mut changes);
         Ok(changes)
     }
 
-    /// Nodes that go as soon as they have nothing to do.
+    /// Nodes that leave as soon as they are idle.
     pub fn leaving(&self) -> Vec<Address> {
         let goes = |member: &&Member| matches!(member.drain, Some(Drain::Go | Drain::Unnamed));
         let leaving = self.members.values().filter(goes);
         leaving.map(|member| member.spec.address.clone()).collect()
     }
 
-    /// Forgets whom nobody knows, and tells what has become of the others.
-    fn settle(&mut self, now: Instant, changes: &mut Vec<Change>) {
+    /// Removes the nodes that no source keeps, and reports the other nodes' changes of state and sources.
+    fn settle(&mut self, now: Instant, changes: &mut Vec<NodeChange>) {
         let mut gone: Vec<String> = Vec::new();
         for (key, member) in &mut self.members {
-            match (member.drain, member.whose.is_forgotten(member.answers, now)) {
-                // The node leaves when it is idle.
+            match (member.drain, member.sources.is_forgotten(member.answers, now)) {
+                // It leaves once it is idle.
                 (Some(Drain::Unnamed), true) => {}
                 (Some(Drain::Unnamed), false) => member.drain = None,
                 (_, true) => gone.push(key.clone()),
@@ -106,18 +113,18 @@ impl Members {
             }
         }
         for key in gone {
-            self.leave(&key, "nothing was heard of it for 30 s", changes);
+            self.leave(&key, "no source has named it for 30 s", changes);
         }
         for member in self.members.values_mut() {
-            let known_by = member.whose.known_by();
-            if member.told_known_by != known_by {
-                member.told_known_by = known_by;
-                changes.push(Change::KnownBy { address: member.spec.address.clone(), known_by });
+            let known_by = member.sources.known_by();
+            if member.reported_known_by != known_by {
+                member.reported_known_by = known_by;
+                changes.push(NodeChange::KnownBy { address: member.spec.address.clone(), known_by });
             }
             let (state, why) = member.state(now);
-            if member.told != state {
-                member.told = state;
-                changes.push(Change::State { address: member.spec.address.clone(), state, why });
+            if member.reported_state != state {
+                member.reported_state = state;
+                changes.push(NodeChange::State { address: member.spec.address.clone(), state, why });
             }
         }
     }
@@ -126,67 +133,72 @@ impl Members {
         self.members.get_mut(&address.to_string()).ok_or_else(|| Refusal::Unknown(address.clone()))
     }
 
-    /// A source names a node: a new one, or one that is there with the same role and group. Flags, the file and DNS names replace
-    /// a node that is known by beats only. They and operators also take the place of one if there is no room.
+    /// A source names a node: a new one, or a member with the same role and group. Flags, the file and DNS names replace a
+    /// member of another role that only beats name. At the limit, they and operators evict one that only beats name.
     fn name(
         &mut self,
         spec: Spec,
-        changes: &mut Vec<Change>,
-        note: impl FnOnce(&mut Whose),
+        changes: &mut Vec<NodeChange>,
+        mark: impl FnOnce(&mut Sources),
     ) -> Result<(), Refusal> {
         let key = spec.address.to_string();
-        let mut whose = Whose::default();
-        note(&mut whose);
+        let mut sources = Sources::default();
+        mark(&mut sources);
         let mut drain = None;
         if let Some(member) = self.members.get_mut(&key) {
             let Spec { role, group, .. } = &member.spec;
             if (role, group) == (&spec.role, &spec.group) {
-                member.whose.merge(whose);
-                hands_over(member, member.spec.connector.or(spec.connector), spec.connector_address, changes);
+                member.sources.merge(sources);
+                set_connector(
+                    member,
+                    member.spec.connector.or(spec.connector),
+                    spec.connector_address,
+                    changes,
+                );
                 return Ok(());
             }
-            if !member.whose.is_only_beats() || whose.is_only_beats() || whose.added {
+            if !member.sources.is_only_beats() || sources.is_only_beats() || sources.added {
                 let (role, group) = (*role, group.clone());
                 return Err(Refusal::Differs { address: spec.address, role, group });
             }
             drain = member.drain;
-            self.leave(&key, "a flag, the file or a name says that it is for something else", changes);
+            self.leave(&key, "a flag, the file or a DNS name gives it another role or group", changes);
         }
-        let others = self.members.values().filter(|member| !member.whose.configured).count();
-        if !whose.configured && others >= NODES_MAX {
-            let gives_way = self.gives_way().filter(|_| !whose.is_only_beats()).ok_or(Refusal::TooMany)?;
-            self.leave(&gives_way, "known by beats only, and another node needs its place", changes);
+        let others = self.members.values().filter(|member| !member.sources.configured).count();
+        if !sources.configured && others >= NODES_MAX {
+            let victim = self.victim().filter(|_| !sources.is_only_beats()).ok_or(Refusal::TooMany)?;
+            self.leave(&victim, "node limit reached, and only beats name it", changes);
         }
-        self.join(key.clone(), spec, whose, changes);
+        self.join(key.clone(), spec, sources, changes);
         if let Some(member) = self.members.get_mut(&key) {
             member.drain = drain;
         }
         Ok(())
     }
 
-    /// The node to evict among those known by beats only: one that does not answer, else the oldest.
-    fn gives_way(&self) -> Option<String> {
-        let only_beats = self.members.iter().filter(|(_, member)| member.whose.is_only_beats());
+    /// The node to evict among those that only beats name: the oldest that does not answer, else the oldest.
+    fn victim(&self) -> Option<String> {
+        let only_beats = self.members.iter().filter(|(_, member)| member.sources.is_only_beats());
         only_beats.min_by_key(|(_, member)| (member.answers, member.epoch)).map(|(key, _)| key.clone())
     }
 
-    fn join(&mut self, key: String, spec: Spec, whose: Whose, changes: &mut Vec<Change>) {
+    fn join(&mut self, key: String, spec: Spec, sources: Sources, changes: &mut Vec<NodeChange>) {
         self.epoch += 1;
-        let member = Member::new(spec, self.epoch, whose);
-        let told = Spec { connector: Some(member.connector()), ..member.spec.clone() };
-        changes.push(Change::Join { spec: told, epoch: self.epoch });
+        let member = Member::new(spec, self.epoch, sources);
+        let spec = Spec { connector: Some(member.connector()), ..member.spec.clone() };
+        changes.push(NodeChange::Join { spec, epoch: self.epoch });
         self.members.insert(key, member);
     }
 
-    fn leave(&mut self, key: &str, why: &'static str, changes: &mut Vec<Change>) -> Option<Member> {
+    fn leave(&mut self, key: &str, why: &'static str, changes: &mut Vec<NodeChange>) -> Option<Member> {
         let member = self.members.remove(key)?;
-        changes.push(Change::Leave { address: member.spec.address.clone(), epoch: member.epoch, why });
+        changes.push(NodeChange::Leave { address: member.spec.address.clone(), epoch: member.epoch, why });
         Some(member)
     }
 
-    fn add(&mut self, spec: Spec, changes: &mut Vec<Change>) -> Result<(), Refusal> {
+    fn add(&mut self, spec: Spec, changes: &mut Vec<NodeChange>) -> Result<(), Refusal> {
         let key = spec.address.to_string();
-        self.name(spec, changes, |whose| whose.added = true)?;
+        self.name(spec, changes, |sources| sources.added = true)?;
         self.removed.remove(&key);
         if let Some(member) = self.members.get_mut(&key) {
             member.drain = None;
@@ -194,8 +206,8 @@ impl Members {
         Ok(())
     }
 
-    /// A node whose configuration differs joins anew. Requests of the former one go on, and count for no node.
-    fn reconfigure(&mut self, spec: Spec, changes: &mut Vec<Change>) {
+    /// A node whose configuration differs leaves and joins again. Requests to the former node continue, and count for no node.
+    fn reconfigure(&mut self, spec: Spec, changes: &mut Vec<NodeChange>) {
         let key = spec.address.to_string();
         self.removed.remove(&key);
         let differs = |member: &Member| {
@@ -206,18 +218,18 @@ impl Members {
                 || spec.connector_address.is_some() && is.connector_address != spec.connector_address
         };
         if let Some(member) = self.members.get_mut(&key) {
-            member.whose.configured = true;
-            // If an operator has removed the node, the operator's earlier addition no longer keeps it. An operator's drain stays.
-            member.whose.added &= member.drain != Some(Drain::Go);
+            member.sources.configured = true;
+            // An operator's removal also takes back the operator's earlier addition. An operator's drain stays.
+            member.sources.added &= member.drain != Some(Drain::Go);
             member.drain = member.drain.filter(|drain| *drain == Drain::Stay);
             if !differs(member) {
                 return;
             }
         }
-        let former = self.leave(&key, "the configuration says something else of it now", changes);
-        let (whose, at, drain) =
-            former.map_or_else(Default::default, |former| (former.whose, former.at, former.drain));
-        self.join(key.clone(), spec, Whose { configured: true, ..whose }, changes);
+        let former = self.leave(&key, "its configuration has changed", changes);
+        let (sources, at, drain) =
+            former.map_or_else(Default::default, |former| (former.sources, former.at, former.drain));
+        self.join(key.clone(), spec, Sources { configured: true, ..sources }, changes);
         if let Some(member) = self.members.get_mut(&key) {
             (member.at, member.drain) = (at, drain);
         }
@@ -228,37 +240,38 @@ impl Members {
         address: &Address,
         at_once: bool,
         now: Instant,
-        changes: &mut Vec<Change>,
+        changes: &mut Vec<NodeChange>,
     ) -> Result<(), Refusal> {
         let member = self.named(address)?;
         member.drain = Some(Drain::Go);
         let (key, at) = (address.to_string(), member.at);
-        // Its beats may name it by its number.
-        let by_number = at.map(|at| Address { rank: None, ..address.at_host(at.ip()) }.to_string());
-        self.removed.extend([Some(key.clone()), by_number].into_iter().flatten().map(|name| (name, now)));
+        // Its beats may name it by its IP address.
+        let by_ip = at.map(|at| Address { rank: None, ..address.at_host(at.ip()) }.to_string());
+        self.removed.extend([Some(key.clone()), by_ip].into_iter().flatten().map(|name| (name, now)));
         if at_once {
             self.leave(&key, "an operator has removed it", changes);
         }
         Ok(())
     }
 
-    /// A node that several know is one; a server's beat is that of all its ranks.
-    fn beat(&mut self, spec: &Spec, now: Instant, changes: &mut Vec<Change>) -> Result<(), Refusal> {
+    /// Applies a beat to all members at its address: a server's beat is that of all its ranks. Without one, a new node joins.
+    fn beat(&mut self, spec: &Spec, now: Instant, changes: &mut Vec<NodeChange>) -> Result<(), Refusal> {
         let refused = self.refuse_removed(&spec.address, now);
         let keys = self.keys_at(&spec.address);
         if keys.is_empty() {
-            return refused.and_then(|()| self.name(spec.clone(), changes, |whose| whose.beat = Some(now)));
+            return refused
+                .and_then(|()| self.name(spec.clone(), changes, |sources| sources.beat = Some(now)));
         }
         let mut refused = Ok(());
         for key in keys {
             let Some(member) = self.members.get_mut(&key) else { continue };
-            let is_its_own = member.whose.is_only_beats();
+            let is_only_beats = member.sources.is_only_beats();
             let has_moved = spec.connector_address.is_some()
                 && member.spec.connector_address.is_some()
                 && member.spec.connector_address != spec.connector_address;
             let is_other = (spec.role, &spec.group) != (member.spec.role, &member.spec.group);
-            // What a beat says of a role counts only where nobody else has said it: anybody of --ping-allow may send one.
-            if is_other && !is_its_own {
+            // A beat may change the role only of a node that only beats name, because any sender in --ping-allow may send one.
+            if is_other && !is_only_beats {
                 let (role, group) = (member.spec.role, member.spec.group.clone());
                 refused = Err(Refusal::Differs { address: spec.address.clone(), role, group });
                 continue;
@@ -268,14 +281,14 @@ impl Members {
                     refused = Err(Refusal::TooOften(spec.address.clone()));
                     continue;
                 }
-                member.whose.beat = Some(now);
-                self.restart(&key, spec, is_its_own, changes);
+                member.sources.beat = Some(now);
+                self.restart(&key, spec, is_only_beats, changes);
                 if let Some(member) = self.members.get_mut(&key) {
                     member.restarted = Some(now);
                 }
             } else {
-                member.whose.beat = Some(now);
-                hands_over(
+                member.sources.beat = Some(now);
+                set_connector(
                     member,
                     member.spec.connector.or(spec.connector),
                     spec.connector_address.clone(),
@@ -283,14 +296,14 @@ impl Members {
                 );
             }
         }
-        // What fits was taken nevertheless.
+        // Changes that were not refused stand, so only an event without any is refused.
         if changes.is_empty() { refused } else { Ok(()) }
     }
 
-    /// It is another engine now: what was known of the former one does not count.
-    fn restart(&mut self, key: &str, spec: &Spec, is_its_own: bool, changes: &mut Vec<Change>) {
-        let Some(former) = self.leave(key, "it has started anew", changes) else { return };
-        let new = if is_its_own {
+    /// The engine has restarted: the member leaves and joins again, because nothing known of the former engine holds.
+    fn restart(&mut self, key: &str, spec: &Spec, is_only_beats: bool, changes: &mut Vec<NodeChange>) {
+        let Some(former) = self.leave(key, "it has restarted", changes) else { return };
+        let new = if is_only_beats {
             spec.clone()
         } else {
             Spec {
@@ -299,19 +312,19 @@ impl Members {
                 ..former.spec
             }
         };
-        self.join(key.to_owned(), new, former.whose, changes);
+        self.join(key.to_owned(), new, former.sources, changes);
         if let Some(member) = self.members.get_mut(key) {
             member.drain = former.drain;
             member.at = former.at;
         }
     }
 
-    fn bye(&mut self, address: &Address, now: Instant, changes: &mut Vec<Change>) {
+    fn bye(&mut self, address: &Address, now: Instant, changes: &mut Vec<NodeChange>) {
         for key in self.keys_at(address) {
             let Some(member) = self.members.get_mut(&key) else { continue };
-            member.whose.beat = None;
-            if member.whose.is_forgotten(member.answers, now) {
-                self.leave(&key, "it said that it goes", changes);
+            member.sources.beat = None;
+            if member.sources.is_forgotten(member.answers, now) {
+                self.leave(&key, "its beats ended with a good-bye", changes);
             }
         }
     }
@@ -322,7 +335,7 @@ impl Members {
         like: &Spec,
         hosts: &[IpAddr],
         now: Instant,
-        changes: &mut Vec<Change>,
+        changes: &mut Vec<NodeChange>,
     ) -> Result<(), Refusal> {
         let there: Vec<Address> = hosts.iter().map(|&host| like.address.at_host(host)).collect();
         let is_at = |member: &Member, address: &Address| {
@@ -330,7 +343,7 @@ impl Members {
         };
         for member in self.members.values_mut() {
             let is_named = there.iter().any(|address| is_at(member, address));
-            if let Some(gone) = member.whose.dns.get_mut(&name) {
+            if let Some(gone) = member.sources.dns.get_mut(&name) {
                 *gone = if is_named { None } else { Some(gone.unwrap_or(now)) };
             }
         }
@@ -340,30 +353,30 @@ impl Members {
             {
                 continue;
             }
-            // Another name for a node that is there, and told its number when it answered.
+            // Another name of a member, as the address of its last probe shows.
             if let Some(member) = self.members.values_mut().find(|member| is_at(member, &address)) {
                 let is_same = (member.spec.role, &member.spec.group) == (like.role, &like.group);
                 if is_same && member.spec.address != address {
-                    member.whose.dns.insert(name, None);
+                    member.sources.dns.insert(name, None);
                     continue;
                 }
             }
             let spec = Spec { address, ..like.clone() };
-            let named = self.name(spec, changes, |whose| {
-                whose.dns.insert(name, None);
+            let named = self.name(spec, changes, |sources| {
+                sources.dns.insert(name, None);
             });
             refused = refused.and(named);
         }
-        // What fits was taken nevertheless.
+        // Changes that were not refused stand, so only an event without any is refused.
         if changes.is_empty() { refused } else { Ok(()) }
     }
 
-    fn answered(&mut self, address: &Address, at: Option<SocketAddr>, changes: &mut Vec<Change>) {
+    fn answered(&mut self, address: &Address, at: Option<SocketAddr>, changes: &mut Vec<NodeChange>) {
         let key = address.to_string();
         let Some(member) = self.members.get_mut(&key) else { return };
         member.answers = true;
         member.at = at;
-        // The name of one that is known by its number, too: its beats came before the name was known to mean it.
+        // Merges members that are the same engine by its IP address: their beats came before this probe resolved the name.
         let seen = member.clone();
         let twins: Vec<String> = self
             .members
@@ -372,16 +385,18 @@ impl Members {
                 **other != key
                     && twin.spec.address.rank.is_none_or(|rank| seen.spec.address.rank == Some(rank))
                     && seen.is_at(&twin.spec.address)
-                    && !twin.whose.configured
+                    && !twin.sources.configured
             })
             .map(|(other, _)| other.clone())
             .collect();
         for twin in twins {
-            let Some(twin) = self.leave(&twin, "it is known by another name too", changes) else { continue };
+            let Some(twin) = self.leave(&twin, "it is another node under a second address", changes) else {
+                continue;
+            };
             let Some(member) = self.members.get_mut(&key) else { return };
-            member.whose.merge(twin.whose);
+            member.sources.merge(twin.sources);
             member.drain = member.drain.or(twin.drain);
-            hands_over(
+            set_connector(
                 member,
                 member.spec.connector.or(twin.spec.connector),
                 twin.spec.connector_address,
@@ -390,12 +405,12 @@ impl Members {
         }
     }
 
-    /// All that are at this address: the ranks of one server.
+    /// All members at this address: the ranks of one server.
     fn keys_at(&self, address: &Address) -> Vec<String> {
         self.members.iter().filter(|(_, member)| member.is_at(address)).map(|(key, _)| key.clone()).collect()
     }
 
-    /// Notes that a removed node calls.
+    /// Refuses a node that an operator has removed, and extends its ban, because it still sends beats.
     fn refuse_removed(&mut self, address: &Address, now: Instant) -> Result<(), Refusal> {
         match self.removed.get_mut(&address.to_string()) {
             None => Ok(()),
@@ -407,19 +422,19 @@ impl Members {
     }
 }
 
-/// The configuration no longer names this node. It drains if no other source names it.
+/// Drains a node that the configuration has dropped, if no other source names it.
 fn drain_unnamed(member: &mut Member, now: Instant) {
-    if member.whose.is_forgotten(member.answers, now) {
+    if member.sources.is_forgotten(member.answers, now) {
         member.drain.get_or_insert(Drain::Unnamed);
     }
 }
 
-/// Notes how a node hands over, if that is new.
-fn hands_over(
+/// Sets how a node hands over, and reports it if it changed.
+fn set_connector(
     member: &mut Member,
     connector: Option<Connector>,
     connector_address: Option<Arc<str>>,
-    changes: &mut Vec<Change>,
+    changes: &mut Vec<NodeChange>,
 ) {
     let before = (member.connector(), member.spec.connector_address.clone());
     member.spec.connector = connector;
@@ -427,6 +442,6 @@ fn hands_over(
     let after = (member.connector(), member.spec.connector_address.clone());
     if before != after {
         let address = member.spec.address.clone();
-        changes.push(Change::HandsOver { address, connector: after.0, connector_address: after.1 });
+        changes.push(NodeChange::HandsOver { address, connector: after.0, connector_address: after.1 });
     }
 }

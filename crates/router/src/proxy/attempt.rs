@@ -38,7 +38,7 @@ use crate::{
     counters::Counters,
     decisions::Decision,
     ids::RequestId,
-    knowledge::{Looked, Prompt},
+    knowledge::{Lookup, Prompt},
     legs::{self, Api, Ask},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
     shared::Shared,
@@ -161,10 +161,10 @@ impl Work<'_> {
     fn choose(&self, tried: &[NodeId], attempt: u32) -> Result<Chosen, NoNode> {
         let request = self.request(tried);
         let now = Instant::now();
-        let looked = self.prompt.map(|prompt| self.shared.knowledge.look(prompt, now));
-        let known = looked.as_ref().map(|looked| looked.known.clone()).unwrap_or_default();
+        let lookup = self.prompt.map(|prompt| self.shared.knowledge.look_up(prompt, now));
+        let cached = lookup.as_ref().map(|lookup| lookup.cached.clone()).unwrap_or_default();
         let mut state = self.shared.state.lock();
-        let choice = state.scheduler.choose_knowing(&request, known, now)?;
+        let choice = state.scheduler.choose_with(&request, cached, now)?;
         let (prefill, node) = match &choice.chosen {
             Chosen::One(one) => (None, one.node),
             Chosen::Pair { prefill, decode } => (Some(prefill.node), decode.node),
@@ -194,15 +194,15 @@ impl Work<'_> {
         tracing::debug!(?decision, "chosen");
         state.decisions.push(decision);
         drop(state);
-        self.promise(looked, &choice.chosen, now);
+        self.promise(lookup, &choice.chosen, now);
         Ok(choice.chosen)
     }
 
     /// The node that prefills will have the prompt.
-    fn promise(&self, looked: Option<Looked>, chosen: &Chosen, now: Instant) {
+    fn promise(&self, lookup: Option<Lookup>, chosen: &Chosen, now: Instant) {
         let (Chosen::One(first) | Chosen::Pair { prefill: first, .. }) = chosen;
-        if let Some(looked) = looked {
-            self.shared.knowledge.promise(&looked, first.node, now);
+        if let Some(lookup) = lookup {
+            self.shared.knowledge.promise(&lookup, first.node, now);
         }
     }
 
@@ -358,7 +358,7 @@ impl Work<'_> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
         let node = prefill.node();
         let answer = self.prefill_answer(prefill, &Ask::prefill(), &id).await?;
-        let outlined = self.shared.walkers.outline(&answer).await.ok();
+        let outlined = self.shared.scanner.outline(&answer).await.ok();
         let handed_over = outlined.map(|outlined| Scan::new(&answer, outlined.outline));
         let transfer = handed_over.as_ref().and_then(legs::handed_over);
         let transfer = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok());

@@ -137,7 +137,7 @@ async fn serve(
     });
     spawn_local({
         let (shared, clients) = (Arc::clone(&shared), Rc::clone(&clients));
-        async move { shared.places.close_idle(|| clients.close_idle()).await }
+        async move { shared.connections.close_idle(|| clients.close_idle()).await }
     });
     let mut connections = JoinSet::new();
     loop {
@@ -149,7 +149,7 @@ async fn serve(
         match accepted {
             Ok((stream, _)) => {
                 let slot = tokio::select! {
-                    slot = shared.places.take() => slot,
+                    slot = shared.connections.take() => slot,
                     _ = stopped.changed() => break,
                 };
                 let Some(slot) = slot else { break };
@@ -159,7 +159,7 @@ async fn serve(
                     connection(stream, headless, stopped.clone(), upstreams.clone(), Rc::clone(&clients));
                 let task = connections.spawn_local(connection);
                 // All tasks run in this thread, so this one has not begun yet.
-                shared.places.headless.add(number, place, task);
+                shared.connections.headless.add(number, place, task);
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a client's connection");
@@ -197,7 +197,7 @@ async fn turn<'s>(
     match first_head(stream, upstreams, &shared.settings.keys, stopped).await? {
         First::OfClient => Some(None),
         First::OfStranger => {
-            let permit = timeout(HEAD_TIMEOUT, shared.places.strangers.acquire()).await.ok()?;
+            let permit = timeout(HEAD_TIMEOUT, shared.connections.strangers.acquire()).await.ok()?;
             Some(permit.ok())
         }
     }
@@ -286,7 +286,7 @@ struct Headless {
 
 impl Headless {
     fn new(shared: &Arc<Shared>, slot: OwnedSemaphorePermit) -> Self {
-        let number = shared.places.headless.number();
+        let number = shared.connections.headless.number();
         Self { shared: Arc::clone(shared), number, place: Place::new(slot) }
     }
 
@@ -298,7 +298,7 @@ impl Headless {
 
 impl Drop for Headless {
     fn drop(&mut self) {
-        self.shared.places.headless.remove(self.number);
+        self.shared.connections.headless.remove(self.number);
     }
 }
 

@@ -142,7 +142,7 @@ impl Arrived<'_> {
                 };
                 Problem::new(status, error.to_string())
             };
-            let outlined = shared.walkers.outline(body).await.map_err(refused)?;
+            let outlined = shared.scanner.outline(body).await.map_err(refused)?;
             held.take(outlined.bytes())?;
             (Some(Scan::new(body, outlined.outline)), outlined.marks)
         } else {

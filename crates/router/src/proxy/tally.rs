@@ -109,7 +109,7 @@ impl<'s> Tally<'s> {
             model.as_deref(),
             self.route,
             |model| shared.is_served(model),
-            |node| shared.is_there(node),
+            |node| shared.has_node(node),
         );
         series.answered(status.as_u16());
         series.prompt_tokens.fetch_add(self.prompt_tokens.get(), Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! A node's circuit breaker: after some failures in a row it gets no requests for a while, then one to try it with.
+//! A node's circuit breaker: after some failures in a row the node gets no requests for a while, then one trial request.
 //!
 //! ```text
 //!            FAILURES in a row                 pause over: one request
@@ -10,23 +10,23 @@
 
 use std::time::{Duration, Instant};
 
-/// Failures in a row that open it.
+/// Failures in a row that open the breaker.
 pub(super) const FAILURES: u32 = 3;
 /// The first pause.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The longest one.
+/// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// Counts what became of a node's requests.
+/// Counts a node's failures in a row, and decides whether it may get a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Breaker {
     failures: u32,
     pause: Duration,
-    /// While open.
+    /// End of the pause. None: closed.
     until: Option<Instant>,
-    /// Time at which it opened.
+    /// When it opened; None: closed.
     since: Option<Instant>,
-    /// Since when one request tries the node.
+    /// When the trial request was sent.
     trying: Option<Instant>,
 }
 
@@ -34,20 +34,20 @@ impl Breaker {
     /// Whether the node may get a request.
     pub fn allows(&self, now: Instant) -> bool {
         match (self.until, self.trying) {
-            // Whoever tried it may have gone without a word.
+            // The trial request may have been lost without an end, so after a further pause another one may try.
             (_, Some(since)) => now.saturating_duration_since(since) >= self.pause,
             (Some(until), None) => now >= until,
             (None, None) => true,
         }
     }
 
-    /// When it allows a request again, if it does not now.
+    /// Time until it allows a request. None if it does now.
     pub fn wait(&self, now: Instant) -> Option<Duration> {
         let until = self.trying.map(|since| since + self.pause).or(self.until)?;
         Some(until.saturating_duration_since(now)).filter(|wait| !wait.is_zero())
     }
 
-    /// The node gets a request.
+    /// The node gets a request: a trial, if the breaker is open.
     pub fn sent(&mut self, now: Instant) {
         if self.until.is_some() {
             self.trying = Some(now);
@@ -77,7 +77,7 @@ impl Breaker {
         Some(self.pause)
     }
 
-    /// Neither: the client left, or the request itself was wrong.
+    /// The request neither succeeded nor failed: the client left, or the node answered 500 in doubt. Ends a trial.
     pub fn left(&mut self) {
         self.trying = None;
     }
@@ -87,7 +87,7 @@ impl Breaker {
         self.failures
     }
 
-    /// Whether it is open or being tried.
+    /// Whether it is open, or a trial is under way.
     pub fn is_open(&self) -> bool {
         self.until.is_some()
     }

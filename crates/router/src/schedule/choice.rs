@@ -1,4 +1,4 @@
-//! What the scheduler is asked, and what it answers.
+//! The arguments and results of [`Scheduler::choose`](super::Scheduler::choose).
 
 use std::time::Duration;
 
@@ -7,25 +7,25 @@ use thiserror::Error;
 use super::{nodes::NodeId, reservation::Reservation};
 use crate::body::Mark;
 
-/// What is asked of the scheduler.
+/// A request that needs nodes.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
-    /// Model or adapter; any node will do for a request that names none.
+    /// Model or adapter. None: any node will do.
     pub model: Option<&'a str>,
-    /// Of the prompt, in order; the last one is at its end. Empty if nothing is known of it.
+    /// Marks of the prompt, in order; the last one is at its end. Empty if nothing is known of the prompt.
     pub marks: &'a [Mark],
-    /// Prefill and decode must not be apart.
+    /// One node must serve all of it: prefill and decode cannot be split.
     pub one_node: bool,
-    /// Its answer comes token by token: when its first byte comes, that is its first token.
+    /// The answer comes token by token, so its first byte is its first token.
     pub streams: bool,
-    /// Nodes that have failed this request.
+    /// Nodes that have failed this request; the choice leaves them out.
     pub tried: &'a [NodeId],
 }
 
-/// Who serves a request.
+/// The nodes that serve a request, by their reservations.
 #[derive(Debug)]
 pub enum Chosen {
-    /// One node all of it.
+    /// One node serves all of it.
     One(Reservation),
     /// Two nodes of one group.
     Pair {
@@ -39,17 +39,17 @@ pub enum Chosen {
 /// Why a request goes where it goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
-    /// No prefill and decode nodes are there for it.
+    /// No prefill and decode nodes could pair for it.
     NoPair,
     /// The decode node has little to prefill: the prompt is short.
     Short,
-    /// The decode node has little to prefill: it has most of the prompt.
+    /// The decode node has little to prefill, because it has most of the prompt.
     Cached,
-    /// Prefill nodes have too much to do, and this decode node has not.
+    /// The prompt would wait too long at the prefill nodes, and this decode node is free.
     Relief,
-    /// The request cannot be served by two.
+    /// The request cannot be split.
     MustStay,
-    /// Two nodes, which is what prefill and decode nodes are for.
+    /// Prefill and decode nodes split it, which is what they are for.
     Pair,
     /// The prefill nodes hand nothing over, so a pair would compute the prompt twice.
     NoHandOff,
@@ -73,34 +73,34 @@ impl Why {
     }
 }
 
-/// A choice and what led to it.
+/// The chosen nodes and the figures behind the choice, for `/decisions` and logs.
 #[derive(Debug)]
 pub struct Choice {
-    /// The nodes.
+    /// One node or a pair.
     pub chosen: Chosen,
-    /// What led to them.
+    /// The rule that led to them.
     pub why: Why,
-    /// Tokens of the prompt, estimated from its bytes.
+    /// Tokens of the prompt: counted by a tokenizer, or estimated from its bytes.
     pub prompt_tokens: u64,
-    /// Tokens of the prompt that the node that prefills probably has.
+    /// Tokens of the prompt that the prefilling node has or can load, as far as the router knows.
     pub cached_tokens: u64,
-    /// Nodes that could have prefilled it.
+    /// Number of nodes that could have prefilled it.
     pub candidates: usize,
 }
 
-/// Nobody can serve a request.
+/// No node can serve a request.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum NoNode {
     /// No node has the model, though some have others.
     #[error("no node serves the model {model}")]
     UnknownModel {
-        /// What was asked for.
+        /// As the request names it.
         model: String,
     },
-    /// None is there, or all have failed this request.
+    /// No node is up, or all have failed this request.
     #[error("no node is there to serve this")]
     NoneLeft {
-        /// When it is worth to ask again.
+        /// Time until the first breaker lets a request through; 1 s if none is open.
         retry_after: Duration,
     },
 }

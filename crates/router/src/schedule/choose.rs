@@ -1,10 +1,19 @@
-//! The choice: which nodes, and why.
+//! The choice: which nodes serve a request, and why.
+//!
+//! 1. If the request can be split, and prefill and decode nodes are up that can pair:
+//!    - a decode node alone, if it has fewer than `short_tokens` to prefill, or if no prefill node hands anything over;
+//!    - else a prefill node, and a decode node for it. If the prompt would wait too long there and a decode node is free, that
+//!      node alone.
+//! 2. Else one node: a worker, else a decode node, else a prefill node.
+//! 3. If there is none, as in 2 among nodes of last resort: those that are suspect, change their role, or have an open breaker.
+//!
+//! Among several candidates the policy decides ([`pick`](super::pick)). Each chosen node gets a [`Reservation`].
 
 use std::time::{Duration, Instant};
 
 use super::{
+    cached::CachedPrefixes,
     choice::{Choice, Chosen, NoNode, Request, Why},
-    known::Known,
     load::CACHE_PERCENT_MAX,
     nodes::{Node, NodeId, Role},
     pick::Candidate,
@@ -17,38 +26,38 @@ use super::{
 use crate::body::MARK_BYTES;
 
 impl Scheduler {
-    /// Chooses, and takes the load.
+    /// Chooses nodes and reserves their load. Judges cached prefixes by the prompt's marks only.
     ///
     /// # Errors
-    /// Nobody can serve it.
+    /// No node can serve it.
     pub fn choose(&mut self, request: &Request<'_>, now: Instant) -> Result<Choice, NoNode> {
-        self.choose_knowing(request, Known::default(), now)
+        self.choose_with(request, CachedPrefixes::default(), now)
     }
 
-    /// The same, where more is known of the prompt than its text.
+    /// As [`Self::choose`], with the tokens of the prompt that engines report to have.
     ///
     /// # Errors
-    /// Nobody can serve it.
-    pub fn choose_knowing(
+    /// No node can serve it.
+    pub fn choose_with(
         &mut self,
         request: &Request<'_>,
-        known: Known,
+        cached: CachedPrefixes,
         now: Instant,
     ) -> Result<Choice, NoNode> {
-        self.known = known;
+        self.cached = cached;
         if self.needs_prefixes() {
             self.index.matched(request.marks, &mut self.matched);
-            self.pools.look(request.marks);
+            self.pools.match_prompt(request.marks);
         }
         let choice = self.choose_pair(request, now).or_else(|| self.choose_one(request, now));
         let choice = choice.ok_or_else(|| self.no_node(request, now))?;
-        // Equal prompts that come together shall meet. A decode node has the prompt only when it was handed over.
+        // Noted now, so that equal prompts that come together meet. A decode node has the prompt only after its transfer.
         let (Chosen::One(first) | Chosen::Pair { prefill: first, .. }) = &choice.chosen;
-        self.note_prefix(request.marks, first.node);
+        self.record_prefix(request.marks, first.node);
         Ok(choice)
     }
 
-    /// Another decode node for what this prefill node has prefilled.
+    /// Chooses another decode node for a prompt that this prefill node has prefilled, after the first one failed.
     pub fn choose_decode(
         &mut self,
         request: &Request<'_>,
@@ -57,7 +66,7 @@ impl Scheduler {
     ) -> Option<Reservation> {
         let prefill = self.nodes.get(after)?;
         let is_partner = |node: &Node| node.role == Role::Decode && node.pairs_with(prefill);
-        // It may have become a decode node meanwhile.
+        // The prefill node may have become a decode node meanwhile.
         let tried: Vec<NodeId> = request.tried.iter().copied().chain([after]).collect();
         let request = &Request { tried: &tried, ..*request };
         let candidates = [false, true]
@@ -92,14 +101,14 @@ impl Scheduler {
             let why = if prompt_tokens < self.settings.short_tokens { Why::Short } else { Why::Cached };
             return Some(self.choice_of_one(request, one, why, near.len(), now));
         }
-        let hands_over = |id| self.nodes.get(id).is_some_and(|node| node.hand_offs.allows(now));
-        let handing: Vec<_> = prefills.iter().filter(|each| hands_over(each.id)).copied().collect();
+        let hands_over = |id| self.nodes.get(id).is_some_and(|node| node.pairing.allows(now));
+        let pairing: Vec<_> = prefills.iter().filter(|each| hands_over(each.id)).copied().collect();
         let alone: Vec<_> = decodes.iter().filter(|each| serves_alone(each.id)).copied().collect();
-        if handing.is_empty() && !alone.is_empty() {
+        if pairing.is_empty() && !alone.is_empty() {
             let one = self.pick(&alone, self.settings.policy, None);
             return Some(self.choice_of_one(request, one, Why::NoHandOff, alone.len(), now));
         }
-        let prefills = if handing.is_empty() { prefills } else { handing };
+        let prefills = if pairing.is_empty() { prefills } else { pairing };
         let prefill = self.pick(&prefills, self.settings.policy, None);
         if let Some(free) = self.free_decode(prefill, &decodes) {
             return Some(self.choice_of_one(request, free, Why::Relief, decodes.len(), now));
@@ -116,7 +125,7 @@ impl Scheduler {
         Some(self.choice_of_pair(request, (prefill, decode), prefills.len(), now))
     }
 
-    /// One node of so many gets the whole request.
+    /// One node gets the whole request. `candidates`: the number of nodes that it was picked from.
     fn choice_of_one(
         &mut self,
         request: &Request<'_>,
@@ -134,7 +143,7 @@ impl Scheduler {
         }
     }
 
-    /// A prefill node, of so many, and a decode node get a leg each.
+    /// A prefill and a decode node get a leg each. `candidates`: the number of prefill nodes that one was picked from.
     fn choice_of_pair(
         &mut self,
         request: &Request<'_>,
@@ -147,13 +156,13 @@ impl Scheduler {
         with.resize(with.len().max(decode.id.slot() + 1), 0);
         with[decode.id.slot()] = self.choices + 1;
         if let Some(node) = self.nodes.get_mut(prefill.id) {
-            node.hand_offs.sent(now);
+            node.pairing.sent(now);
         }
-        let handing = self.handing(prefill.id, decode.id, prompt_tokens);
+        let transfer = self.transfer(prefill.id, decode.id, prompt_tokens);
         let mut prefilling = self.reserve(request, prefill, Leg::Prefill, now);
         let mut decoding = self.reserve(request, decode, Leg::Decode, now);
-        prefilling.handing.clone_from(&handing);
-        decoding.handing = handing.filter(|_| request.streams);
+        prefilling.transfer.clone_from(&transfer);
+        decoding.transfer = transfer.filter(|_| request.streams);
         prefilling.await_at(&mut self.nodes, decoding.node);
         Choice {
             chosen: Chosen::Pair { prefill: prefilling, decode: decoding },
@@ -164,7 +173,8 @@ impl Scheduler {
         }
     }
 
-    /// A decode node that has time and room for a prompt which would wait too long at this prefill node.
+    /// The least loaded decode node with time and room for a prompt that would wait too long at this prefill node. None if it
+    /// would not, or if no such node is predicted to be sooner.
     fn free_decode(&self, prefill: Candidate, decodes: &[Candidate]) -> Option<Candidate> {
         let relief = self.relief?;
         let node = self.nodes.get(prefill.id)?;
@@ -187,7 +197,8 @@ impl Scheduler {
         decodes.iter().filter(is_free).min_by_key(batch).copied()
     }
 
-    /// Workers first, then decode nodes, which can prefill, then whatever is left.
+    /// Tries workers first, then decode nodes, because they can prefill, then prefill nodes; then all of these as a last
+    /// resort.
     fn choose_one(&mut self, request: &Request<'_>, now: Instant) -> Option<Choice> {
         let has_pairs = self.nodes.all().any(|(_, node)| node.role != Role::Worker);
         let why = match (request.one_node, has_pairs) {
@@ -221,11 +232,11 @@ impl Scheduler {
         let takes = |(id, node): &(NodeId, &Node)| {
             is_wanted(node)
                 && request.model.is_none_or(|model| node.serves(model))
-                && node.takes(is_last_resort, now)
+                && node.accepts(is_last_resort, now)
                 && !request.tried.contains(id)
         };
         let is_doubted = |(_, node): &(NodeId, &Node)| node.doubts.count(now) > 0;
-        // Without this, two nodes that answer 500 would send all requests to each other, past a node that could serve them.
+        // Otherwise two nodes that answer 500 would pass every request to each other, and never to a node that serves it.
         let avoids_doubted =
             !request.tried.is_empty() && self.nodes.all().filter(takes).any(|each| !is_doubted(&each));
         let mut load_costs = LoadCosts::new(&self.predictions);
@@ -235,8 +246,8 @@ impl Scheduler {
             .map(|(id, node)| {
                 let cached = self.cached_tokens(request, id);
                 let pooled = node.pool.as_ref().map_or(0, |pool| self.pooled_tokens(request, pool.slot));
-                // What is known roughly must not look like more than the prompt is: nodes known exactly would get all.
-                // The last token is always computed.
+                // A rough match is capped at the prompt's length, or exactly known nodes would win every time. The engine
+                // always computes the last token.
                 let miss = prompt_tokens.saturating_sub(cached.max(pooled)).max(1);
                 let found = prompt_tokens - miss.min(prompt_tokens);
                 let loads = found.saturating_sub(cached);
@@ -259,12 +270,12 @@ impl Scheduler {
         now: Instant,
     ) -> Reservation {
         self.choices += 1;
-        // A prefill node's answer is one token, whatever the client asks for.
+        // A prefill node answers one token, whatever the client asked for.
         let is_first_token = leg == Leg::Prefill || leg == Leg::Whole && request.streams;
         let Candidate { found, loads, .. } = candidate;
         // A load delays its own request only, because the node computes other requests meanwhile.
         let miss = candidate.miss.saturating_sub(candidate.load_cost);
-        let asked = self.nodes.get(candidate.id).filter(|_| is_first_token).map(|node| {
+        let first_token = self.nodes.get(candidate.id).filter(|_| is_first_token).map(|node| {
             let load = &node.load;
             (Terms::new(miss, found, load.own_tokens, load.batch()).loading(loads), now)
         });
@@ -273,8 +284,7 @@ impl Scheduler {
             node.breaker.sent(now);
         }
         let mut reservation = Reservation::take(&mut self.nodes, candidate.id, leg, miss);
-        (reservation.asked, reservation.streams) = (asked, request.streams);
-        // When the first token of a whole answer comes nobody sees.
+        (reservation.first_token, reservation.streams) = (first_token, request.streams);
         if leg == Leg::Whole && !request.streams {
             reservation.begin_unseen(&mut self.nodes);
         }
@@ -285,36 +295,37 @@ impl Scheduler {
         u64::from(bytes / self.settings.bytes_per_token)
     }
 
-    /// Tokens of the prompt that the node has: as its engine tells, or as its text was sent there before.
+    /// Tokens of the prompt that the node has: by its engine's events, else by the text that was sent there.
     fn cached_tokens(&self, request: &Request<'_>, id: NodeId) -> u64 {
-        if let Some(known) = self.known.of(id) {
-            return known.tokens;
+        if let Some(cached) = self.cached.of(id) {
+            return cached.tokens;
         }
         self.tokens_of_text(request, self.matched.get(id.slot()).copied().unwrap_or(0))
     }
 
-    /// Tokens of the prompt that a pool has, by its engines' events, or because one of them has prefilled its text.
+    /// Tokens of the prompt that a pool has: by its engines' events, else by the text that one of them has prefilled.
     fn pooled_tokens(&self, request: &Request<'_>, pool: usize) -> u64 {
-        let told = self.known.pooled(pool);
-        told.unwrap_or_else(|| self.tokens_of_text(request, self.pools.bytes_of(pool)))
+        let reported = self.cached.pooled(pool);
+        reported.unwrap_or_else(|| self.tokens_of_text(request, self.pools.bytes_of(pool)))
     }
 
     fn tokens_of_text(&self, request: &Request<'_>, bytes: u32) -> u64 {
-        match (self.known.prompt_tokens, request.marks.last()) {
-            // Both kinds of node are compared: what is known by its text has as many tokens as it has of the whole text.
+        match (self.cached.prompt_tokens, request.marks.last()) {
+            // Nodes known by text compete with nodes known exactly: their share of the text counts as the same share of the
+            // tokens.
             (Some(tokens), Some(last)) => tokens * u64::from(bytes) / u64::from(last.bytes).max(1),
             _ => self.tokens(bytes),
         }
     }
 
-    /// Tokens to within which it is known what the node has.
+    /// Resolution of [`Self::cached_tokens`], in tokens: a block of the node's engine, or the distance of two marks.
     fn grain(&self, id: NodeId) -> u64 {
-        self.known.of(id).map_or_else(|| self.tokens(MARK_BYTES as u32), |known| known.block_size)
+        self.cached.of(id).map_or_else(|| self.tokens(MARK_BYTES as u32), |cached| cached.block_size)
     }
 
     fn prompt_tokens(&self, request: &Request<'_>) -> u64 {
         let by_text = || self.tokens(request.marks.last().map_or(0, |mark| mark.bytes));
-        self.known.prompt_tokens.unwrap_or_else(by_text).max(1)
+        self.cached.prompt_tokens.unwrap_or_else(by_text).max(1)
     }
 
     fn no_node(&self, request: &Request<'_>, now: Instant) -> NoNode {

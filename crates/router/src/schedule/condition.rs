@@ -1,4 +1,4 @@
-//! Recent failures of a node, for `/nodes` and `kvlane route list`.
+//! A node's recent failures and the router's reaction, as `/nodes` and `kvlane route list` show them.
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ pub struct Condition {
     pub doubts: usize,
     /// Reason of the last failure, if the node has served no request since.
     pub last_failure: Option<String>,
-    /// Answers of a prefill node in a row that handed nothing over.
+    /// A prefill node's answers in a row without a hand-off.
     pub without_hand_off: u32,
-    /// Milliseconds until a pair tries a prefill node that was skipped for handing nothing over.
+    /// Milliseconds until a pair probes a prefill node whose pairs are stopped.
     pub probe_in_ms: Option<u64>,
 }
 
@@ -37,12 +37,12 @@ impl Condition {
             failures: node.breaker.failures(),
             doubts: node.doubts.count(now),
             last_failure: node.last_failure.as_deref().map(str::to_owned),
-            without_hand_off: node.hand_offs.missed(),
-            probe_in_ms: node.hand_offs.probe_in(now).map(ms),
+            without_hand_off: node.pairing.missed(),
+            probe_in_ms: node.pairing.probe_in(now).map(ms),
         }
     }
 
-    /// The condition as text; empty if nothing is wrong.
+    /// For people; empty if nothing is wrong.
     pub fn sentence(&self) -> String {
         let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
         let mut parts = Vec::new();

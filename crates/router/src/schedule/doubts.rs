@@ -1,7 +1,7 @@
-//! Answers of 500 at one node that may be the requests' fault, and the rules by which they count against the node.
+//! A node's answers of 500 that may be the requests' fault, and the rules by which they count against the node.
 //!
-//! vLLM answers 500 both if its engine is broken and if a request makes it fail. Only the first says something about the node. A
-//! 500 therefore counts in two cases:
+//! vLLM answers 500 both if its engine is broken and if a request makes it fail. Only the first says something about the node.
+//! A 500 therefore counts in two cases:
 //!
 //! - Another node then served the same leg of the same request. The caller reports this ([`Doubts::confirm`]).
 //! - Different requests of different clients failed here, and the node served none in between ([`Doubts::raise`]).
@@ -15,7 +15,7 @@ const OF_A_CLIENT: usize = 2;
 /// Most doubts that are remembered.
 const MOST: usize = 8;
 
-/// Fingerprints of a request that a node answered with 500, and of its client.
+/// Fingerprints of a request that a node answered with 500, and of its client. Equal fingerprints are one doubt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doubt {
     /// Differs between clients.

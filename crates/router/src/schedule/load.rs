@@ -1,68 +1,68 @@
-//! What a node has to do: what this router gave it, and what others did.
+//! A node's load: what this router reserved there ([`super`]), and what the engine's own metrics add for other clients.
 
-/// A decode node whose KV cache is fuller than this has no room for what could go elsewhere.
+/// A decode node with a KV cache this full, in percent, has no room for a request that could go elsewhere.
 pub(super) const CACHE_PERCENT_MAX: u64 = 80;
 
-/// What a node works at. Tokens are those of prompts.
+/// The load of a node. Tokens are those of prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Load {
-    /// Requests that this router has there.
+    /// Legs that this router has there.
     pub own_requests: u64,
-    /// Of these, requests that it decodes, or will: whoever prefilled them.
+    /// The part of `own_requests` that it decodes, or will decode once another node has prefilled the prompt.
     pub own_decodes: u64,
-    /// Of these, requests whose prompts other nodes have yet to prefill.
+    /// The part of `own_decodes` whose prompts prefill nodes have yet to prefill.
     pub own_awaited: u64,
-    /// Tokens of own requests that are still to be prefilled.
+    /// Tokens that it still has to prefill for `own_requests`.
     pub own_tokens: u64,
-    /// Of these, tokens of answers that come in one piece: when they have been prefilled nobody sees.
+    /// The part of `own_tokens` whose answers come in one piece: nothing shows when they are prefilled.
     pub own_unseen: u64,
-    /// Requests of others, by the node's own metrics.
+    /// Requests of other clients, by the node's own metrics.
     pub other_requests: u64,
-    /// Requests that wait in it, by its own metrics; None if they are not known.
+    /// As in [`Reported`].
     pub waiting: Option<u64>,
     /// As in [`Reported`].
     pub preempted: Option<f64>,
     /// As in [`Reported`].
     pub step_tokens: Option<f64>,
-    /// Percent of the node's KV cache that running requests use, by its own metrics; None if they are not known.
+    /// As in [`Reported`].
     pub cache_percent: Option<u64>,
 }
 
-/// What a node's own metrics say.
+/// The load that a node's own metrics report. None: the engine has no such metric.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Reported {
-    /// Requests that run and that wait, whoever sent them.
+    /// Requests that run or wait, of all clients.
     pub requests: u64,
-    /// Of these, those that wait; None where it does not tell.
+    /// The part of `requests` that waits.
     pub waiting: Option<u64>,
-    /// Percent of its KV cache that running requests use; None where it does not tell.
+    /// Percent of its KV cache that running requests use.
     pub cache_percent: Option<u64>,
-    /// Requests that it has put off for lack of room, a second, since it was asked before; None where it does not tell.
+    /// Requests a second that it preempted for lack of room, since the previous scrape.
     pub preempted: Option<f64>,
-    /// Tokens that a step has computed since then, on average, 0 if it has made none; None where it does not tell.
+    /// Mean tokens of a step since the previous scrape; 0 if it made none.
     pub step_tokens: Option<f64>,
 }
 
 impl Load {
-    /// All requests that it works at or that wait in it.
+    /// All requests that run or wait there, of this router and of others.
     pub fn batch(&self) -> u64 {
         self.own_requests + self.other_requests
     }
 
-    /// Tokens that are certainly still to be prefilled.
+    /// Tokens that it certainly still has to prefill.
     pub fn prefilling(&self) -> u64 {
         self.own_tokens.saturating_sub(self.own_unseen)
     }
 
     /// Own requests that it decodes now.
     pub fn decoding(&self) -> u64 {
-        // A leg may end before the one that it waits for.
+        // A decode leg may end before its prefill leg does.
         self.own_decodes.saturating_sub(self.own_awaited)
     }
 
-    /// The node's metrics have come. What they tell beyond this router's own requests is others'. The own ones come and go
-    /// while the node answers: `own_before` is how many there were when it was asked, and the greater number counts, since a
-    /// node must not look loaded by its own shadow.
+    /// Takes in the node's metrics. Requests beyond this router's own are other clients'. Own requests come and go during the
+    /// scrape. So the greater count of before (`own_before`) and now is subtracted. Otherwise the router would take its own
+    /// requests for others'.
     pub fn observe(&mut self, reported: Reported, own_before: u64) {
         self.other_requests = reported.requests.saturating_sub(self.own_requests.max(own_before));
         self.waiting = reported.waiting;
@@ -70,7 +70,7 @@ impl Load {
         self.cache_percent = reported.cache_percent;
     }
 
-    /// Nothing is known of others any more.
+    /// Drops all that the node's metrics reported, because they have failed for too long.
     pub fn observe_nothing(&mut self) {
         self.other_requests = 0;
         self.waiting = None;
@@ -78,11 +78,12 @@ impl Load {
         self.cache_percent = None;
     }
 
-    /// The product of the time until a request starts and what it slows down: (tokens to be prefilled before it is done) x
-    /// (requests that it shares the node with, and itself). Without weights, after LMetric (arXiv 2603.15202). `miss_tokens` is
-    /// known to within `grain` tokens only, so it counts as no less: else a node that has all of a prompt would get thousands
-    /// of requests for it before the first one goes elsewhere. `beside` counts as so many requests more: with 1, the request itself,
-    /// it is LMetric's.
+    /// LMetric's cost (arXiv 2603.15202), which has no weights: (tokens to prefill until this prompt is done) x (requests that
+    /// share the node). The first factor stands for the wait, the second for the requests that it slows down.
+    ///
+    /// - `miss_tokens` counts as at least `grain`, its resolution. Otherwise a node with all of a prompt would get thousands of
+    ///   requests for it before the first one goes elsewhere.
+    /// - `beside` is added to the node's requests. LMetric's own is 1: the request itself.
     pub fn work_with(&self, miss_tokens: u64, grain: u64, beside: u64) -> u128 {
         u128::from(self.own_tokens + miss_tokens.max(grain).max(1)) * u128::from(self.batch() + beside)
     }
@@ -103,7 +104,7 @@ mod tests {
         };
         load.observe(requests(10), 2);
         assert_eq!((load.other_requests, load.batch(), load.cache_percent), (7, 10, Some(40)));
-        // Requests that ended while the node answered are still in what it counted.
+        // Requests that ended during the scrape are still in the node's count.
         load.observe(requests(5), 6);
         assert_eq!((load.other_requests, load.own_requests), (0, 3));
         load.observe(requests(4), 3);

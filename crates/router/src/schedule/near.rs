@@ -1,44 +1,44 @@
-//! Which decode nodes a prompt reaches soon from a prefill node.
+//! Which decode nodes a prefill node's prompt reaches soonest, for [`Policy::LeastDelay`](super::Policy).
 
 use std::{sync::Arc, time::Instant};
 
 use super::{
-    hand_over::{Handing, Takes},
     load::CACHE_PERCENT_MAX,
     nodes::{Node, NodeId},
     pick::Candidate,
     prediction::Prediction,
     scheduler::Scheduler,
+    transfer_cost::{Transfer, TransferCost},
 };
 
-/// Decode nodes are as near as the nearest one, whose hand-over takes no longer than this many times as long, and
+/// A decode node is near if its transfer takes at most this many times as long as the fastest one,
 const NEAR: f64 = 1.1;
-/// so much.
+/// plus this many milliseconds.
 const NEAR_MS: f64 = 2.0;
-/// A decode node whose tokens take this many times as long as another one's has too much to do, also within the limit.
+/// A decode node is too busy, even within the limit, if its tokens take this many times as long as the fastest one's.
 const SLOWER: f64 = 1.5;
 
-/// What is known of decode nodes of one class, on the prefill node's host or on another one.
+/// Predictions for decode nodes of one class, on the prefill node's host or on other hosts.
 struct Reach<'a> {
     class: &'a Arc<str>,
     is_one_host: bool,
-    takes: Option<Takes<'a>>,
+    cost: Option<TransferCost<'a>>,
     prediction: Option<&'a Prediction>,
 }
 
 impl Scheduler {
-    /// What both legs of a pair keep of their hand-over.
-    pub(super) fn handing(
+    /// A new transfer, for the reservations of both legs.
+    pub(super) fn transfer(
         &self,
         prefill: NodeId,
         decode: NodeId,
         prompt_tokens: u64,
-    ) -> Option<Arc<Handing>> {
-        Some(Arc::new(Handing::of(self.nodes.get(prefill)?, self.nodes.get(decode)?, prompt_tokens)))
+    ) -> Option<Arc<Transfer>> {
+        Some(Arc::new(Transfer::new(self.nodes.get(prefill)?, self.nodes.get(decode)?, prompt_tokens)))
     }
 
-    /// Of decode nodes, those that this prefill node hands over to soonest, among those whose tokens come within the limit. None
-    /// if that is not known of each of them, or all of them are alike in this: so a way that was not taken for a while is.
+    /// The decode nodes that this prefill node reaches soonest, among those whose tokens come within the limit. None if all are
+    /// reached alike. None also if one path's cost is unknown or stale, so that choices go there and show it.
     pub(super) fn near(
         &self,
         prefill: NodeId,
@@ -48,7 +48,7 @@ impl Scheduler {
     ) -> Option<Vec<Candidate>> {
         let from = self.nodes.get(prefill)?;
         let nodes: Vec<&Node> = decodes.iter().map(|each| self.nodes.get(each.id)).collect::<Option<_>>()?;
-        // Of a thousand nodes few are reached in different ways.
+        // A thousand nodes share a few classes and hosts, so each is looked up once.
         let mut reaches: Vec<Reach<'_>> = Vec::new();
         let mut by: Vec<usize> = Vec::with_capacity(nodes.len());
         for node in &nodes {
@@ -57,19 +57,19 @@ impl Scheduler {
             by.push(match reaches.iter().position(is_this) {
                 Some(at) => at,
                 None => {
-                    let takes = self.ways.between(from, node, now);
+                    let cost = self.transfer_costs.between(from, node, now);
                     let prediction = self.predictions.get(&node.class);
-                    reaches.push(Reach { class: &node.class, is_one_host, takes, prediction });
+                    reaches.push(Reach { class: &node.class, is_one_host, cost, prediction });
                     reaches.len() - 1
                 }
             });
         }
-        if reaches.len() < 2 || reaches.iter().any(|reach| reach.takes.is_none()) {
+        if reaches.len() < 2 || reaches.iter().any(|reach| reach.cost.is_none()) {
             return None;
         }
         let takes = |at: usize| {
             let requests = nodes[at].load.batch();
-            reaches[by[at]].takes.map_or(f64::INFINITY, |takes| takes.predict(prompt_tokens, requests))
+            reaches[by[at]].cost.map_or(f64::INFINITY, |cost| cost.predict(prompt_tokens, requests))
         };
         let token = |at: usize| reaches[by[at]].prediction?.further_token(nodes[at].load.batch() + 1);
         let all = 0..decodes.len();

@@ -1,15 +1,15 @@
-//! The nodes that a router knows.
+//! A node as the scheduler sees it, and the numbered slots that hold all nodes.
 
 use std::{fmt, str::FromStr, sync::Arc, time::Instant};
 
-use super::{breaker::Breaker, doubts::Doubts, hand_offs::HandOffs, load::Load, pools::PoolOf};
+use super::{breaker::Breaker, doubts::Doubts, load::Load, pairing::PairingBreaker, pools::NodePool};
 
-/// What a node is for.
+/// The part of requests that a node serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Prefills prompts for decode nodes.
     Prefill,
-    /// Goes on where a prefill node ended; prefills short prompts itself.
+    /// Decodes what a prefill node has prefilled; prefills short prompts itself.
     Decode,
     /// Serves whole requests.
     Worker,
@@ -43,7 +43,7 @@ impl FromStr for Role {
     }
 }
 
-/// How a prefill node hands over to a decode node. Both ends of a pair have the same one.
+/// How blocks get from a prefill to a decode node. Both nodes of a pair have the same connector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Connector {
     /// Through a store that both share: the prefill node first, then the decode node, by `kv_transfer_params`.
@@ -53,12 +53,12 @@ pub enum Connector {
     Nixl,
     /// vLLM's P2pNcclConnector: by addresses in the request's id.
     P2pNccl,
-    /// Both at once: the decode node reads what the prefill node computes. kvlane's engines with `kvlane.direct`.
+    /// Both at once: the decode node reads blocks while the prefill node computes. kvlane's engines with `kvlane.direct`.
     Direct,
 }
 
 impl Connector {
-    /// All of them.
+    /// In the order in which errors name them.
     pub const ALL: [Self; 4] = [Self::Store, Self::Nixl, Self::P2pNccl, Self::Direct];
 
     /// As in flags, files and answers.
@@ -89,7 +89,7 @@ impl FromStr for Connector {
     }
 }
 
-/// Names a node for as long as it is known; a node that comes back has another one.
+/// Identifies a node from its join to its removal. A node that comes back gets a new id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId {
     pub(super) slot: u32,
@@ -97,7 +97,7 @@ pub struct NodeId {
 }
 
 impl NodeId {
-    /// The number that indexes have a bit for. Another node may have it later.
+    /// The node's bit in the indexes. A later node may reuse it.
     pub(crate) fn slot(self) -> usize {
         self.slot as usize
     }
@@ -112,11 +112,11 @@ impl fmt::Display for NodeId {
 /// Whether a node gets requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodeState {
-    /// It does.
+    /// Gets the requests of its role.
     Ready,
-    /// It has not answered, or not yet: only when no other node could serve a request.
+    /// Does not answer probes, or not yet. Gets requests only if no other node could serve them.
     Suspect,
-    /// It finishes what it has.
+    /// Gets no requests, and finishes those that it has.
     Draining,
 }
 
@@ -131,73 +131,73 @@ impl NodeState {
     }
 }
 
-/// Who has named a node.
+/// The sources that name a node, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KnownBy {
     /// A flag or the file.
     pub flag: bool,
-    /// An operator.
+    /// An operator's `kvlane route add`.
     pub operator: bool,
-    /// Records of a name.
+    /// DNS records of a name.
     pub dns: bool,
-    /// Its own beats.
+    /// Its own beats or pings.
     pub beat: bool,
 }
 
 impl KnownBy {
-    /// As in answers.
+    /// As in `/nodes` and `kvlane route list`.
     pub fn names(self) -> Vec<&'static str> {
         let all = [(self.flag, "flag"), (self.operator, "operator"), (self.dns, "dns"), (self.beat, "beat")];
         all.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
     }
 }
 
-/// One node.
+/// An engine's server, or one data-parallel rank of it.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// For people, metrics and logs: its address, and its rank if it is one of several.
+    /// Its address, and its rank if it is one of several. Metrics, pages and logs show it.
     pub name: Arc<str>,
-    /// What it is for.
+    /// Changed by the balancer if `may_flip`.
     pub role: Role,
-    /// Prefill and decode nodes of one group can hand over to each other: they share a daemon and a layout.
+    /// Only prefill and decode nodes of one group can pair, because they share a daemon and a layout.
     pub group: Arc<str>,
-    /// How they do that.
+    /// How the group's nodes hand over.
     pub connector: Connector,
-    /// Where other engines reach its connector, `HOST:PORT`: of [`Connector::P2pNccl`] its ZeroMQ socket, of
-    /// [`Connector::Direct`] where it hands over.
+    /// `HOST:PORT` at which other engines reach its connector: the ZeroMQ socket of [`Connector::P2pNccl`], the hand-off
+    /// address of [`Connector::Direct`].
     pub connector_address: Option<Arc<str>>,
-    /// Who has named it, for people.
+    /// For people only.
     pub known_by: KnownBy,
-    /// Where it runs: nodes of one host hand over to each other sooner, mostly.
+    /// Where it runs. Transfers within a host are mostly faster.
     pub host: Arc<str>,
-    /// Of nodes that are alike, so that what one takes says what the others take.
+    /// Nodes of one class are alike: times learned at one hold for the others.
     pub class: Arc<str>,
     /// Models and adapters that it serves.
     pub models: Vec<Arc<str>>,
     /// Whether it gets requests.
     pub state: NodeState,
-    /// Whether its role may change, as the work does.
+    /// Whether the balancer may change its role.
     pub may_flip: bool,
-    /// The role that it takes once its requests are over; it gets no others until then.
+    /// The role that it takes once its requests have ended; until then it gets no new ones.
     pub next_role: Option<Role>,
-    /// What it has to do.
+    /// Changed by reservations and by the node's metrics.
     pub load: Load,
     /// Keeps requests away while it fails.
     pub breaker: Breaker,
     /// The pool that it shares with other nodes: [`Scheduler::set_pool`](super::Scheduler::set_pool).
-    pub(super) pool: Option<PoolOf>,
+    pub(super) pool: Option<NodePool>,
     /// Answers of 500 that may be the requests' fault.
     pub(super) doubts: Doubts,
     /// Reason of its last failure; None after it has served a request.
     pub(super) last_failure: Option<Arc<str>>,
     /// Stops pairs with this node while it hands nothing over.
-    pub hand_offs: HandOffs,
-    /// Number of the choice that took it last.
+    pub pairing: PairingBreaker,
+    /// Number of the last choice that took it.
     pub(super) chosen: u64,
 }
 
 impl Node {
-    /// A node that has not answered yet.
+    /// A node that is suspect until its first answer.
     pub fn new(name: &str, role: Role, group: &str) -> Self {
         Self {
             name: name.into(),
@@ -217,12 +217,12 @@ impl Node {
             pool: None,
             doubts: Doubts::default(),
             last_failure: None,
-            hand_offs: HandOffs::default(),
+            pairing: PairingBreaker::default(),
             chosen: 0,
         }
     }
 
-    /// Whether it has this model or adapter.
+    /// Whether it serves this model or adapter.
     pub fn serves(&self, model: &str) -> bool {
         self.models.iter().any(|served| &**served == model)
     }
@@ -232,39 +232,38 @@ impl Node {
         self.pool.as_ref().map(|pool| &*pool.name)
     }
 
-    /// Whether this one can hand over to the other one.
+    /// Whether this node, as prefill node, can hand over to the other one.
     pub fn pairs_with(&self, other: &Self) -> bool {
         self.group == other.group
             && self.connector == other.connector
-            && self.can_be_named_as(Role::Prefill)
-            && other.can_be_named_as(Role::Decode)
+            && self.is_reachable_as(Role::Prefill)
+            && other.is_reachable_as(Role::Decode)
     }
 
-    /// Whether it is known where the other end finds it, as far as it looks for it. P2P NCCL engines look for each other; of a
-    /// direct pair the one that decodes looks for the other one.
-    fn can_be_named_as(&self, role: Role) -> bool {
+    /// Whether it has an address for the other node of a pair, if that one connects to it. P2P NCCL engines connect to each
+    /// other; in a direct pair only the decode node connects.
+    fn is_reachable_as(&self, role: Role) -> bool {
         match (self.connector, role) {
             (Connector::P2pNccl, _) | (Connector::Direct, Role::Prefill) => self.connector_address.is_some(),
             _ => true,
         }
     }
 
-    /// Whether it can serve a whole request. vLLM's P2pNcclConnector reads addresses from each request's id, and ends its engine
-    /// where there are none.
+    /// Whether it can serve a whole request. vLLM's P2pNcclConnector cannot: it reads addresses from each request's id, and its
+    /// engine crashes if there are none.
     pub fn serves_alone(&self) -> bool {
         self.connector != Connector::P2pNccl
     }
 
-    /// Whether it may get a request; suspects only where nobody else can.
-    pub(super) fn takes(&self, is_last_resort: bool, now: Instant) -> bool {
+    /// Whether it may get a request. As a last resort also if it is suspect, changes its role, or has an open breaker.
+    pub(super) fn accepts(&self, is_last_resort: bool, now: Instant) -> bool {
         let is_up = self.state == NodeState::Ready || is_last_resort && self.state == NodeState::Suspect;
-        // Whoever changes its role serves still, where nobody else does.
-        let is_here = self.next_role.is_none() || is_last_resort;
-        is_up && is_here && (is_last_resort || self.breaker.allows(now))
+        let keeps_role = self.next_role.is_none() || is_last_resort;
+        is_up && keeps_role && (is_last_resort || self.breaker.allows(now))
     }
 }
 
-/// Nodes in numbered slots, which the [index](super::Index) has bits for.
+/// All nodes, in numbered slots. The [index](super::Index) has a bit for each slot, so a new node takes the lowest free one.
 #[derive(Debug, Default)]
 pub(super) struct Nodes {
     slots: Vec<Slot>,
@@ -272,6 +271,7 @@ pub(super) struct Nodes {
 
 #[derive(Debug)]
 struct Slot {
+    /// Counts the nodes that have had this slot, so that ids of removed nodes match nothing.
     epoch: u32,
     node: Option<Node>,
 }
@@ -279,14 +279,14 @@ struct Slot {
 impl Nodes {
     pub(super) fn add(&mut self, node: Node) -> NodeId {
         let free = self.slots.iter().position(|slot| slot.node.is_none());
-        let slot = free.unwrap_or_else(|| {
+        let number = free.unwrap_or_else(|| {
             self.slots.push(Slot { epoch: 0, node: None });
             self.slots.len() - 1
         });
-        let place = &mut self.slots[slot];
-        place.epoch += 1;
-        place.node = Some(node);
-        NodeId { slot: slot as u32, epoch: place.epoch }
+        let slot = &mut self.slots[number];
+        slot.epoch += 1;
+        slot.node = Some(node);
+        NodeId { slot: number as u32, epoch: slot.epoch }
     }
 
     pub(super) fn remove(&mut self, id: NodeId) -> Option<Node> {
@@ -305,10 +305,10 @@ impl Nodes {
     }
 
     pub(super) fn all(&self) -> impl Iterator<Item = (NodeId, &Node)> {
-        let id = |slot: usize, epoch| NodeId { slot: slot as u32, epoch };
+        let id = |number: usize, epoch| NodeId { slot: number as u32, epoch };
         self.slots
             .iter()
             .enumerate()
-            .filter_map(move |(slot, place)| Some((id(slot, place.epoch), place.node.as_ref()?)))
+            .filter_map(move |(number, slot)| Some((id(number, slot.epoch), slot.node.as_ref()?)))
     }
 }

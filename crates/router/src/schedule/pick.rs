@@ -1,4 +1,4 @@
-//! One node of several, by a policy.
+//! Picks one of several candidates by a policy.
 
 use std::sync::Arc;
 
@@ -9,54 +9,55 @@ use super::{
     scheduler::Scheduler,
 };
 
-/// A node is overloaded for [`Policy::PrefixAffinity`] when it has this many requests more than the least loaded one, and half
-/// as many again.
+/// [`Policy::PrefixAffinity`] passes over a node that exceeds the least loaded one by more than this many requests; or by more
+/// than half of the least loaded one's requests, if that is more.
 const OVERLOAD: u64 = 8;
 
-/// Of the time that a prompt keeps a node from each of its other requests, so much counts beside its own first token, for
-/// [`Policy::LeastDelay`]. More lets long prompts wait for the shorter ones' sake; by replays of the conversation trace
-/// (docs/routing.md) 0.05 serves both.
+/// [`Policy::LeastDelay`]: weight of the delay that a prompt causes each of the node's other requests, relative to the wait
+/// for its own first token. A higher weight makes long prompts wait in favour of shorter ones. In replays of the conversation
+/// trace (docs/routing.md) 0.05 served both.
 const OTHERS_SHARE: f64 = 0.05;
 
-/// Among nodes that are alike [`Policy::LeastDelay`] counts so many requests more than a node has. The more, the less it matters
-/// whether a node has one request or two: long prompts go where more of them is found. By replays of the first half hour of the
-/// conversation trace (docs/routing.md).
+/// [`Policy::LeastDelay`]: pseudo-count added to each node's requests where all nodes are of one class. The higher it is, the
+/// less one request more or less matters, and the more long prompts go where more of them is cached. From replays of the first
+/// half hour of the conversation trace (docs/routing.md).
 const BESIDE: u64 = 4;
 
 /// A node that could take a request, and the tokens that it would prefill.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
     pub(super) id: NodeId,
-    /// Tokens to prefill, and the cost of its loads.
+    /// Tokens to prefill, plus `load_cost`.
     pub(super) miss: u64,
-    /// Tokens of the prompt that it need not prefill: it has them, or loads them.
+    /// Tokens of the prompt that it has or loads, and so need not prefill.
     pub(super) found: u64,
-    /// Tokens among these that it loads from its pool.
+    /// The part of `found` that it loads from its pool.
     pub(super) loads: u64,
-    /// Cost of these loads, in tokens that it could prefill meanwhile.
+    /// Cost of `loads`, in tokens that it could prefill meanwhile.
     pub(super) load_cost: u64,
-    /// Tokens to within which that is known.
+    /// Resolution of `found`, in tokens.
     pub(super) grain: u64,
 }
 
 impl Candidate {
-    /// A decode node gets the prompt from its prefill node: it prefills nothing, and loads nothing.
+    /// The candidate as decode node of a pair: it prefills and loads nothing, because its prefill node hands the prompt over.
     pub(super) fn handed_over(self) -> Self {
         Self { miss: 0, loads: 0, load_cost: 0, ..self }
     }
 }
 
 impl Scheduler {
-    /// One of several, at least one. A decode node is picked for a prefill node.
+    /// Picks one of at least one candidate. `partner`: the prefill node that a decode node is picked for.
     pub(super) fn pick(
         &mut self,
         candidates: &[Candidate],
         policy: Policy,
         partner: Option<NodeId>,
     ) -> Candidate {
-        let (one, two) = (self.any(candidates.len()), self.any(candidates.len().max(2) - 1));
+        let (one, two) =
+            (self.random_below(candidates.len()), self.random_below(candidates.len().max(2) - 1));
         let with = partner.and_then(|partner| self.pairs.get(&partner)).map_or(&[][..], Vec::as_slice);
-        let turn = |each: &Candidate| self.turn(each.id, with);
+        let turn = |each: &Candidate| self.last_taken(each.id, with);
         let batch = |each: &Candidate| self.batch(each.id);
         let least_loaded = || least(candidates, batch, turn);
         let least_work = |beside| least(candidates, |each| self.work(each, beside), turn);
@@ -88,15 +89,15 @@ impl Scheduler {
         picked.copied().unwrap_or(candidates[0])
     }
 
-    /// Microseconds until the first token at each of them, with a part of what others wait for it. None where all are alike, of
-    /// whom a product of work says more (docs/routing.md), and while that cannot be predicted of one of them: they would not
-    /// be compared fairly.
+    /// Predicted microseconds until the first token at each candidate, plus a share of the delay for others. None if all are
+    /// of one class, because the product of work decides better there (docs/routing.md). None also if one class is not
+    /// calibrated yet, because a prediction and a guess do not compare.
     fn delays(&self, candidates: &[Candidate]) -> Option<Vec<u64>> {
         let class = |each: &Candidate| self.nodes.get(each.id).map(|node| &node.class);
         if candidates.windows(2).all(|two| class(&two[0]) == class(&two[1])) {
             return None;
         }
-        // Neighbours are of one class mostly.
+        // Most neighbours are of one class, so the last look-up is kept.
         let mut last: Option<(&Arc<str>, &Prediction)> = None;
         let delay = |each: &Candidate| {
             let node = self.nodes.get(each.id)?;
@@ -115,7 +116,7 @@ impl Scheduler {
 
     fn work(&self, candidate: &Candidate, beside: u64) -> u128 {
         let Candidate { id, miss, load_cost, grain, .. } = *candidate;
-        // Computed tokens are known to within a grain. The cost of loads is added to them.
+        // `grain` is the resolution of the computed tokens only, so the cost of loads is added afterwards.
         let miss = miss.saturating_sub(load_cost).max(grain) + load_cost;
         self.nodes.get(id).map_or(u128::MAX, |node| node.load.work_with(miss, grain, beside))
     }
@@ -124,23 +125,23 @@ impl Scheduler {
         self.nodes.get(id).map_or(u64::MAX, |node| node.load.batch())
     }
 
-    /// Who was taken least recently comes first: together with a partner, then with any. `with`: of the partner, the last choice
-    /// of each.
-    fn turn(&self, id: NodeId, with: &[u64]) -> (u64, u64) {
+    /// Orders nodes by how long ago a choice took them: first together with the partner, then at all. `with`: by slot, the last
+    /// choice that took a node together with the partner.
+    fn last_taken(&self, id: NodeId, with: &[u64]) -> (u64, u64) {
         let together = with.get(id.slot()).copied();
         (together.unwrap_or(0), self.nodes.get(id).map_or(u64::MAX, |node| node.chosen))
     }
 
-    /// A number below `below`, by SplitMix64.
-    fn any(&mut self, below: usize) -> usize {
-        self.chance = self.chance.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.chance ^ (self.chance >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    /// A random number below `below`, by SplitMix64.
+    fn random_below(&mut self, below: usize) -> usize {
+        self.rng = self.rng.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.rng ^ (self.rng >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((u128::from(mixed ^ (mixed >> 31)) * below.max(1) as u128) >> 64) as usize
     }
 }
 
-/// The one with the least key, and of several with the least turn, which takes longer to find out.
+/// The one with the least key; a tie goes to the least turn. Turns are looked up for ties only, because that takes longer.
 fn least<T, K: Ord, U: Ord>(all: &[T], key: impl Fn(&T) -> K, turn: impl Fn(&T) -> U) -> Option<&T> {
     let least = all.iter().map(&key).min()?;
     all.iter().filter(|each| key(each) == least).min_by_key(|each| turn(each))

@@ -1,33 +1,34 @@
-//! The ways to choose one of several nodes.
+//! The policies by which one of several nodes is picked.
 
 use std::{fmt, str::FromStr};
 
 use thiserror::Error;
 
-/// How a node is chosen among those that could take a request.
+/// How a node is picked among those that could take a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Any of them.
+    /// One at random, each with the same chance.
     Random,
-    /// One after the other.
+    /// The one taken least recently.
     RoundRobin,
-    /// The less loaded of any two.
+    /// The less loaded of two random ones.
     PowerOfTwo,
     /// The one with the fewest requests.
     LeastLoaded,
-    /// The one that has most of the prompt, if that is half of it and it is not overloaded; else the least loaded.
+    /// The one that has most of the prompt, if it has at most half as much to prefill as another one and is not overloaded;
+    /// else the least loaded.
     PrefixAffinity,
-    /// The one with the least product of tokens to prefill and requests, where what it has of the prompt is not prefilled.
+    /// The one with the least product of tokens to prefill and requests. Cached tokens of the prompt need no prefill.
     #[default]
     LeastWork,
-    /// The one where the first token is predicted soonest, with a part of what the prompt keeps the others' tokens waiting. What
-    /// nodes take is learned from first tokens. Until that is known, and among nodes of one class: the least
-    /// product of tokens to prefill and requests, of which four more count than there are. Of decode nodes, those that the prefill
-    /// node hands over to soonest, as long as their tokens come in time; of these by the same product.
+    /// The one with the least predicted delay: time to the first token, plus a share of the delay for the node's other
+    /// requests. Predictions are learned from first tokens. Until they are calibrated, and among nodes of one class, it goes
+    /// by the least product of tokens to prefill and requests. Each node then counts four requests more. Decode nodes: by the
+    /// same product among those that the prefill node reaches soonest and whose tokens come in time.
     LeastDelay,
 }
 
-/// No policy has this name.
+/// A name that no policy has.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "{0} is no policy; choose one of random, round-robin, power-of-two, least-loaded, prefix-affinity, least-work, least-delay"
@@ -35,7 +36,7 @@ pub enum Policy {
 pub struct UnknownPolicy(String);
 
 impl Policy {
-    /// All of them.
+    /// In the order in which the error names them.
     pub const ALL: [Self; 7] = [
         Self::Random,
         Self::RoundRobin,
@@ -59,7 +60,7 @@ impl Policy {
         }
     }
 
-    /// Whether it asks who has which prefix.
+    /// Whether it needs to know which nodes have which prefixes.
     pub fn needs_prefixes(self) -> bool {
         matches!(self, Self::PrefixAffinity | Self::LeastWork | Self::LeastDelay)
     }

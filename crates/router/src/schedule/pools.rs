@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   first token at a node --> its pool has the prompt --> each node of the pool: loads what it lacks
-//!   choice at a node      --> the node will have it            cost of a load = share * tokens
+//!   choice at a node      --> the node will have it            cost of a load = grain + LOAD_WEIGHT * share * tokens
 //! ```
-//! A pool has a prompt once one of its nodes has prefilled it, because a node that was only given a prompt has not saved it yet.
+//! A pool has a prompt once one of its nodes has prefilled it. A node that was only given a prompt has not saved it yet.
 //! So equal new prompts that come together still meet at one node.
 
 use std::{collections::HashMap, sync::Arc};
@@ -12,29 +12,31 @@ use std::{collections::HashMap, sync::Arc};
 use super::{index::Index, prediction::Prediction};
 use crate::body::Mark;
 
-/// Load share until first tokens of the class have shown the real one. It is low, because only loads that are tried can show it.
+/// Load share until first tokens of the class have shown the real one. It is low, because only loads that are tried can show
+/// it.
 pub(super) const LOAD_SHARE: f64 = 0.01;
-/// Weight of a load's time in its cost, beside one grain of tokens. A load delays its own request, while one request less beside
-/// it gains little. A lower weight moves prompts away from nodes that have them and a single request, and first tokens come later
-/// at 30 % load. A higher weight keeps bursts of one prompt at one node. From replays of Zipf prompts (docs/routing.md).
+/// Weight of a load's time in its cost, which is that plus one grain of tokens. A load delays its own request, while one
+/// request less at the node gains little. A lower weight moves prompts away from nodes that have them and a single request,
+/// and first tokens come later at 30 % load. A higher weight keeps bursts of one prompt at one node. From replays of Zipf
+/// prompts (docs/routing.md).
 const LOAD_WEIGHT: f64 = 2.0;
 
-/// The source that names a node's pool.
+/// A node's membership in a pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct PoolOf {
+pub(super) struct NodePool {
     pub(super) name: Arc<str>,
     pub(super) slot: usize,
-    /// The router's file. It takes precedence over the engine's metrics.
+    /// Whether the router's file names the pool. The file takes precedence over the engine's metrics.
     pub(super) is_configured: bool,
 }
 
 /// All pools of nodes, in numbered slots.
 #[derive(Debug)]
 pub(super) struct Pools {
-    /// Names, and the number of nodes of each.
+    /// Name and number of nodes of each pool.
     slots: Vec<Option<(Arc<str>, usize)>>,
     index: Index,
-    /// Bytes of the looked-up prompt that each pool has. Kept to reuse its memory.
+    /// Leading bytes of the matched prompt that each pool has. Kept to reuse its memory.
     matched: Vec<u32>,
 }
 
@@ -60,7 +62,7 @@ impl Pools {
     }
 
     pub(super) fn slot_of(&self, name: &str) -> Option<usize> {
-        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(known, _)| &**known == name))
+        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|(own, _)| &**own == name))
     }
 
     /// A node leaves the pool. After the last one, the pool's prompts are forgotten.
@@ -79,19 +81,19 @@ impl Pools {
         self.index.insert(marks, slot);
     }
 
-    /// Looks up the bytes of a prompt that each pool has, for [`Pools::bytes_of`].
-    pub(super) fn look(&mut self, marks: &[Mark]) {
+    /// Matches a prompt against all pools; [`Pools::bytes_of`] then answers for each.
+    pub(super) fn match_prompt(&mut self, marks: &[Mark]) {
         if !self.slots.is_empty() {
             self.index.matched(marks, &mut self.matched);
         }
     }
 
-    /// Leading bytes of the last looked-up prompt that a pool has.
+    /// Leading bytes of the last matched prompt that a pool has.
     pub(super) fn bytes_of(&self, slot: usize) -> u32 {
         self.matched.get(slot).copied().unwrap_or(0)
     }
 
-    /// Bytes of memory that prefixes take.
+    /// Memory of all prefixes, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.index.bytes()
     }

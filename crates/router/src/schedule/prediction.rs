@@ -1,9 +1,9 @@
-//! How long a node takes to a first token and to each further one, learned from tokens that came.
+//! Predicts how long a node takes to a request's first token and to each further one. Learned from tokens that came.
 //!
 //! ```text
 //!  first token, ms     = a + b * waiting + c * miss * (found + miss / 2) + d * requests + g * loaded
-//!         waiting: tokens that the node still prefills, these among them; miss of them are this prompt's, behind `found` others,
-//!         of which the node loads `loaded` from its pool
+//!         waiting: tokens that the node has to prefill, this prompt's `miss` included; these follow `found` tokens, of which
+//!         the node loads `loaded` from its pool
 //!  further tokens, ms  = e + f * requests
 //! ```
 
@@ -11,38 +11,38 @@ use std::time::Duration;
 
 use super::least_squares::LeastSquares;
 
-/// Of a first token.
+/// Terms of a first token's formula.
 const TERMS: usize = 5;
-/// No engine generates a request's tokens faster, one after the other.
+/// No engine generates one request's tokens faster than this. Faster ones came in one piece.
 const FURTHER_LEAST: Duration = Duration::from_micros(500);
-/// For a rate, prompts of this length are looked at.
+/// Length of the prompts that rates are given for.
 const USUAL_TOKENS: u64 = 2000;
-/// Loaded prompts from which the load share is known.
+/// Loaded prompts that the load share needs.
 const LOADS_MIN: u64 = 20;
-/// Requests at which nodes' speeds are compared.
+/// Number of requests at which the speeds of nodes are compared.
 const USUAL_REQUESTS: u64 = 32;
 
-/// What a first token is said to depend on.
+/// The terms that a first token's time depends on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Terms([f64; TERMS]);
 
 impl Terms {
-    /// A prompt of which `miss` tokens are prefilled behind `found` others, at a node that has `pending` tokens to prefill
-    /// before it and `requests` to work at.
+    /// A prompt with `miss` tokens to prefill behind `found` others, at a node that has `pending` tokens to prefill before it,
+    /// and `requests` requests.
     pub(super) fn new(miss: u64, found: u64, pending: u64, requests: u64) -> Self {
         let [miss, found, pending, requests] = [miss, found, pending, requests].map(|count| count as f64);
-        // Of about the same size: the numbers of the covariance stay near each other.
+        // Scaled to about the same size, so that the covariance stays well conditioned.
         Self([1.0, (pending + miss) / 1e3, miss * (found + miss / 2.0) / 1e6, requests / 10.0, 0.0])
     }
 
-    /// The same prompt, if the node loads this many tokens from its pool.
+    /// Adds that the node loads this many tokens from its pool.
     pub(super) fn loading(mut self, tokens: u64) -> Self {
         self.0[4] = tokens as f64 / 1e3;
         self
     }
 }
 
-/// What is known of nodes that are alike.
+/// The learned times of one class of nodes.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Prediction {
     first: LeastSquares<TERMS>,
@@ -52,40 +52,41 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Whether it has seen enough first tokens to be right.
+    /// Whether its predictions of first tokens may be used.
     pub fn is_calibrated(&self) -> bool {
         self.first.is_calibrated()
     }
 
-    /// First tokens that it has learned from.
+    /// Number of first tokens that it has learned from.
     pub fn observations(&self) -> u64 {
         self.first.observations()
     }
 
-    /// Mean of the last relative errors, each of what was predicted before the first token came.
+    /// Mean relative error of recent predictions, each made before the first token came.
     pub fn error(&self) -> f64 {
         self.first.error()
     }
 
-    /// Milliseconds to a first token; 0 where the formula says less.
+    /// Milliseconds to a first token, at least 0.
     pub(super) fn first_token(&self, terms: Terms) -> f64 {
         self.first.predict(&terms.0)
     }
 
-    /// Milliseconds by which a prompt keeps a node from others, of which `miss` tokens are prefilled behind `found`.
+    /// Milliseconds of a node's time that a prompt takes, with `miss` tokens to prefill behind `found` others.
     pub(super) fn prefill(&self, miss: u64, found: u64) -> f64 {
         let Terms([_, tokens, pairs, ..]) = Terms::new(miss, found, 0, 0);
         let [_, token, pair, ..] = self.first.coefficients.map(|each| each.max(0.0));
         token * tokens + pair * pairs
     }
 
-    /// Tokens that a node prefills in a second, in prompts of two thousand; None while too little is known.
+    /// Tokens a second that a node prefills, in prompts of two thousand. None until calibrated.
     pub fn prefill_rate(&self) -> Option<f64> {
         let ms = self.prefill(USUAL_TOKENS, 0);
         (self.is_calibrated() && ms > 0.0).then(|| USUAL_TOKENS as f64 / ms * 1e3)
     }
 
-    /// Time to load a token, divided by the time to compute one: from 0 to 1. None if too few loads were seen.
+    /// Time to load a token, divided by the time to compute one: from 0 to 1. None until calibrated, and with fewer than
+    /// `LOADS_MIN` loads.
     pub fn load_share(&self) -> Option<f64> {
         let computed = self.prefill(USUAL_TOKENS, 0) / USUAL_TOKENS as f64;
         let loaded = self.first.coefficients[4].max(0.0) / 1e3;
@@ -93,12 +94,12 @@ impl Prediction {
         is_known.then(|| (loaded / computed).min(1.0))
     }
 
-    /// Milliseconds to each further token of a request beside others, all in all `requests`; None while too little is known.
+    /// Milliseconds between two tokens of a request at a node with `requests` requests in all. None until calibrated.
     pub fn further_token(&self, requests: u64) -> Option<f64> {
         self.further.is_calibrated().then(|| self.further.predict(&further(requests)))
     }
 
-    /// Requests at once whose further tokens come within `limit`; None while too little is known.
+    /// Number of requests at once whose further tokens come within `limit`. None until calibrated.
     pub fn requests_within(&self, limit: Duration) -> Option<f64> {
         let [alone, each] = self.further.coefficients;
         let left = limit.as_secs_f64() * 1e3 - alone;
@@ -106,21 +107,21 @@ impl Prediction {
         self.further.is_calibrated().then_some(requests)
     }
 
-    /// How much better these nodes are at prompts than at further tokens, beside others of which that is known as well. None while
-    /// too little is known.
+    /// How much better these nodes are at prefilling than at decoding. Only the ratio of two classes' values has a meaning.
+    /// None until calibrated.
     pub fn leans_to_prefill(&self) -> Option<f64> {
         Some(self.prefill_rate()? * self.further_token(USUAL_REQUESTS)?).filter(|leans| *leans > 0.0)
     }
 
-    /// A first token has come after so long.
+    /// Learns from a first token.
     pub(super) fn observe(&mut self, terms: Terms, took: Duration) {
         self.first.observe(&terms.0, took.as_secs_f64() * 1e3);
         self.loads += u64::from(terms.0[4] > 0.0);
     }
 
-    /// Further tokens have come, one in so long on average, beside others.
+    /// Learns from a request's further tokens: their mean time, at a node with `requests` requests.
     pub(super) fn observe_further(&mut self, requests: u64, took: Duration) {
-        // Faster ones came all at once, and say nothing of the node.
+        // Tokens that came in one piece say nothing about the node.
         if took >= FURTHER_LEAST {
             self.further.observe(&further(requests), took.as_secs_f64() * 1e3);
         }
@@ -137,7 +138,7 @@ mod tests {
 
     use super::*;
 
-    /// Of an engine that takes exactly that.
+    /// The time of an engine that follows the formula exactly.
     fn took(miss: u64, found: u64, pending: u64, requests: u64) -> Duration {
         let (miss, found) = (miss as f64, found as f64);
         let ms = 11.0

@@ -1,4 +1,5 @@
-//! What a request takes of a node from the choice to its last byte.
+//! A leg's share of its node's load, from the choice to the leg's end. The table in [`super`] shows when each count is added
+//! and released.
 
 use std::{
     sync::Arc,
@@ -6,22 +7,22 @@ use std::{
 };
 
 use super::{
-    hand_over::Handing,
     nodes::{NodeId, Nodes},
     prediction::Terms,
+    transfer_cost::Transfer,
 };
 
-/// Of fewer tokens behind the first one no mean is taken.
+/// Fewest tokens after the first one for a mean.
 const FURTHER_MIN: u32 = 8;
 
-/// What a node does for a request.
+/// A router's request to one engine: the part of a client's request that a node serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
-    /// All of it.
+    /// Prompt and answer.
     Whole,
-    /// The prompt.
+    /// The prompt, and one token.
     Prefill,
-    /// What comes after the prompt.
+    /// The answer, with the prompt's blocks from a prefill node.
     Decode,
 }
 
@@ -36,12 +37,12 @@ impl Leg {
     }
 }
 
-/// How a leg ended.
+/// How a leg ended, which decides whether the end counts for or against its node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LegEnd {
     /// With an answer, even if the answer is that the request was wrong.
     Served,
-    /// Without one, or the node said that it cannot.
+    /// Without an answer, or the node said that it cannot serve.
     Failed,
     /// The node answered 500, which may be the request's fault ([`Doubt`](super::Doubt)).
     InDoubt,
@@ -49,35 +50,37 @@ pub enum LegEnd {
     Left,
 }
 
-/// A leg's share of its node's load. It has to be given back to the scheduler, once: so it cannot be copied.
+/// A leg's share of its node's load. It cannot be copied, because [`Scheduler::end`](super::Scheduler::end) has to release it
+/// exactly once.
 #[derive(Debug, PartialEq)]
 #[must_use = "the node counts as loaded until the scheduler hears of the leg's end"]
 pub struct Reservation {
-    /// The node that it counts at.
+    /// The node whose load it is part of.
     pub node: NodeId,
-    /// What the node does.
+    /// The part of the request that the node serves.
     pub leg: Leg,
-    /// Tokens that were to be prefilled when the node was chosen, and are not yet.
+    /// Part of the node's `own_tokens`: tokens to prefill; 0 after the first byte.
     pub(super) tokens: u64,
-    /// Of its tokens, those that count as unseen.
+    /// Part of the node's `own_unseen`.
     unseen: u64,
-    /// Whether it counts as decoding.
+    /// Whether it is part of the node's `own_decodes`.
     decodes: bool,
-    /// The node that waits for this prompt.
+    /// Prefill leg: the decode node in whose `own_awaited` it is.
     awaited_by: Option<NodeId>,
-    /// When its first byte came, and how many requests the node had then.
-    pub(super) begun: Option<(Instant, u64)>,
-    /// Whether its tokens come one by one.
+    /// When the first byte came, and how many requests the node had then.
+    first_byte: Option<(Instant, u64)>,
+    /// Whether the answer comes token by token.
     pub(super) streams: bool,
-    /// Tokens that have come, as far as they are counted.
+    /// Tokens that the proxy has counted so far.
     generated: u64,
-    /// What its first token will depend on, and since when it is awaited, where that is to be learned.
-    pub(super) asked: Option<(Terms, Instant)>,
-    /// Of a leg of a pair, as long as its hand-over is to be learned from.
-    pub(super) handing: Option<Arc<Handing>>,
+    /// Terms of the first token's time, and when its wait began. None if the prediction learns nothing from it.
+    pub(super) first_token: Option<(Terms, Instant)>,
+    /// Leg of a pair: the transfer between both nodes, until its time was learned.
+    pub(super) transfer: Option<Arc<Transfer>>,
 }
 
 impl Reservation {
+    /// Adds the leg to its node's load.
     pub(super) fn take(nodes: &mut Nodes, node: NodeId, leg: Leg, tokens: u64) -> Self {
         if let Some(node) = nodes.get_mut(node) {
             node.load.own_requests += 1;
@@ -90,11 +93,11 @@ impl Reservation {
             leg,
             tokens,
             awaited_by: None,
-            begun: None,
+            first_byte: None,
             streams: false,
             generated: 0,
-            asked: None,
-            handing: None,
+            first_token: None,
+            transfer: None,
         };
         if leg == Leg::Decode {
             taken.begin_decoding(nodes);
@@ -102,7 +105,8 @@ impl Reservation {
         taken
     }
 
-    /// Its answer comes in one piece: it counts as decoding from now on, and when its prompt has been prefilled nobody sees.
+    /// The answer comes in one piece, so nothing shows when its prompt is prefilled: it counts as decoding from now on, and its
+    /// tokens as unseen.
     pub(super) fn begin_unseen(&mut self, nodes: &mut Nodes) {
         self.begin_decoding(nodes);
         if let Some(node) = nodes.get_mut(self.node) {
@@ -111,7 +115,7 @@ impl Reservation {
         }
     }
 
-    /// It counts as decoding from now on.
+    /// Counts it as decoding, once.
     pub(super) fn begin_decoding(&mut self, nodes: &mut Nodes) {
         if let Some(node) = nodes.get_mut(self.node).filter(|_| !self.decodes) {
             node.load.own_decodes += 1;
@@ -119,7 +123,7 @@ impl Reservation {
         }
     }
 
-    /// This node decodes what the leg prefills, and has nothing to do for it until then.
+    /// The decode node has nothing to do for this request until the leg has prefilled it.
     pub(super) fn await_at(&mut self, nodes: &mut Nodes, decode: NodeId) {
         if let Some(node) = nodes.get_mut(decode) {
             node.load.own_awaited += 1;
@@ -127,34 +131,35 @@ impl Reservation {
         }
     }
 
-    fn await_no_more(&mut self, nodes: &mut Nodes) {
+    fn end_await(&mut self, nodes: &mut Nodes) {
         if let Some(node) = self.awaited_by.take().and_then(|decode| nodes.get_mut(decode)) {
             node.load.own_awaited -= 1;
         }
     }
 
-    /// Its answer says nothing of what a first token takes.
+    /// The predictions learn nothing from this leg, because its answer's time does not show what a first token or a transfer
+    /// costs.
     pub fn learn_nothing(&mut self) {
-        (self.asked, self.handing) = (None, None);
+        (self.first_token, self.transfer) = (None, None);
     }
 
-    /// So many more tokens have come.
+    /// Counts tokens that have come.
     pub fn generated(&mut self, tokens: u64) {
         self.generated += tokens;
     }
 
-    /// How many requests there were beside it, on average, and how long it waited for each further token; None where that was not
-    /// counted, or is too little to tell.
-    pub(super) fn further(&self, requests_now: u64, now: Instant) -> Option<(u64, Duration)> {
-        let (begun, requests_then) = self.begun.filter(|_| self.streams && self.leg != Leg::Prefill)?;
+    /// The node's mean number of requests since the first byte, and the mean time for each further token. None for a prefill
+    /// leg, for an answer in one piece, and for fewer than [`FURTHER_MIN`] tokens.
+    pub(super) fn further_token(&self, requests_now: u64, now: Instant) -> Option<(u64, Duration)> {
+        let (begun, requests_then) = self.first_byte.filter(|_| self.streams && self.leg != Leg::Prefill)?;
         let behind =
             u32::try_from(self.generated).ok()?.checked_sub(1).filter(|behind| *behind >= FURTHER_MIN)?;
         Some((requests_then.midpoint(requests_now), now.saturating_duration_since(begun) / behind))
     }
 
-    /// The first byte has come: nothing is left to prefill.
+    /// The first byte has come, so nothing is left to prefill: releases the tokens.
     pub(super) fn prefilled(&mut self, nodes: &mut Nodes, now: Instant) {
-        self.await_no_more(nodes);
+        self.end_await(nodes);
         if self.leg == Leg::Whole {
             self.begin_decoding(nodes);
         }
@@ -162,13 +167,13 @@ impl Reservation {
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= tokens;
             node.load.own_unseen -= unseen;
-            self.begun.get_or_insert((now, node.load.batch()));
+            self.first_byte.get_or_insert((now, node.load.batch()));
         }
     }
 
-    /// The leg is over. A node that has gone meanwhile took its load with it.
-    pub(super) fn give_back(mut self, nodes: &mut Nodes) {
-        self.await_no_more(nodes);
+    /// Releases all that is left. If the node has been removed, its load went with it.
+    pub(super) fn release(mut self, nodes: &mut Nodes) {
+        self.end_await(nodes);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= self.tokens;
             node.load.own_unseen -= self.unseen;

@@ -1,4 +1,5 @@
-//! What the scheduler knows: nodes, loads, prefixes.
+//! The scheduler's state: nodes with their loads, prefixes and predictions; and the events that change it, from a node's join
+//! to a leg's end. [`choose`](super::choose) reads it.
 
 use std::{
     collections::HashMap,
@@ -7,48 +8,47 @@ use std::{
 };
 
 use super::{
+    cached::CachedPrefixes,
     doubts::Doubt,
-    hand_offs::Pairing,
-    hand_over::Ways,
     index::Index,
-    known::Known,
     nodes::{Node, NodeId, Nodes},
-    pools::{LOAD_SHARE, PoolOf, Pools},
+    pairing::Pairing,
+    pools::{LOAD_SHARE, NodePool, Pools},
     prediction::Prediction,
     reservation::{Leg, LegEnd, Reservation},
-    settings::Settings,
+    settings::SchedulerSettings,
+    transfer_cost::TransferCosts,
 };
 use crate::body::Mark;
 
-/// Nodes, their loads and prefixes.
+/// Chooses nodes for requests and keeps the load that its choices cause. Callers hold it behind one lock.
 #[derive(Debug)]
 pub struct Scheduler {
-    pub(super) settings: Settings,
+    pub(super) settings: SchedulerSettings,
     pub(super) nodes: Nodes,
     pub(super) index: Index,
-    /// Prompts that nodes can load, whichever node has prefilled them.
+    /// Prompts that nodes can load from a pool, whichever node prefilled them.
     pub(super) pools: Pools,
     pub(super) choices: u64,
-    /// The number of the choice that took a prefill and a decode node together last. Without it two roles that are both taken
-    /// in turn would meet in the same pairs for ever.
-    /// By prefill node, and the decode node's slot; 0 where there was none.
+    /// By prefill node and the decode node's slot: number of the choice that last paired them; 0 if none did. Without it, two
+    /// roles that both go round-robin would meet in the same pairs for ever.
     pub(super) pairs: HashMap<NodeId, Vec<u64>>,
-    pub(super) chance: u64,
+    /// State of SplitMix64.
+    pub(super) rng: u64,
     /// By class of nodes.
     pub(super) predictions: HashMap<Arc<str>, Prediction>,
-    /// What hand-overs take.
-    pub(super) ways: Ways,
-    /// Reused: bytes of the prompt that each node has.
+    pub(super) transfer_costs: TransferCosts,
+    /// By slot: leading bytes of the current request's prompt that each node has. Kept to reuse its memory.
     pub(super) matched: Vec<u32>,
-    /// Of the prompt that is looked at.
-    pub(super) known: Known,
-    /// A prompt that would wait longer at prefill nodes may be prefilled by a decode node.
+    /// Cached tokens of the current request's prompt.
+    pub(super) cached: CachedPrefixes,
+    /// Longest wait at prefill nodes; beyond it a decode node may prefill.
     pub(super) relief: Option<Duration>,
-    /// Tokens are to come within this time, one after the other.
+    /// Limit on the time between two tokens.
     pub(super) tpot: Option<Duration>,
 }
 
-/// A node was ejected, or has returned.
+/// A change of a node's [breaker](super::Breaker), for the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
     /// The node gets no requests for this time.
@@ -66,33 +66,33 @@ pub enum Turn {
 }
 
 impl Scheduler {
-    /// One without nodes.
-    pub fn new(settings: Settings) -> Self {
+    /// A scheduler without nodes.
+    pub fn new(settings: SchedulerSettings) -> Self {
         Self {
             index: Index::new(settings.marks_max),
             pools: Pools::new(settings.marks_max),
             nodes: Nodes::default(),
             choices: 0,
             pairs: HashMap::new(),
-            chance: settings.seed,
+            rng: settings.seed,
             predictions: HashMap::new(),
-            ways: Ways::default(),
+            transfer_costs: TransferCosts::default(),
             matched: Vec::new(),
-            known: Known::default(),
+            cached: CachedPrefixes::default(),
             relief: None,
             tpot: None,
-            settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
+            settings: SchedulerSettings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
         }
     }
 
-    /// A node joins.
+    /// Adds a node. Its slot may have been another node's, so prefixes of that slot are forgotten.
     pub fn add(&mut self, node: Node) -> NodeId {
         let id = self.nodes.add(node);
         self.index.forget(id.slot as usize);
         id
     }
 
-    /// A node goes, with all that was known of it.
+    /// Removes a node with its load and its pool. Reservations at it stay valid, and release nothing when they end.
     pub fn remove(&mut self, id: NodeId) -> Option<Node> {
         self.leave_pool(id);
         self.pairs.remove(&id);
@@ -100,8 +100,8 @@ impl Scheduler {
         self.nodes.remove(id)
     }
 
-    /// Sets the pool that a node shares with all nodes of that pool's name; None: it shares none. A configured pool stays,
-    /// whatever the engine's metrics name. Returns the pool's slot.
+    /// Puts a node into the pool of this name; None: into no pool. If the router's file named the node's pool, a name from the
+    /// engine's metrics (`is_configured` false) does not replace it. Returns the slot of the pool that counts.
     pub fn set_pool(&mut self, id: NodeId, name: Option<&Arc<str>>, is_configured: bool) -> Option<usize> {
         let node = self.nodes.get(id)?;
         let present = node.pool.as_ref();
@@ -113,11 +113,11 @@ impl Scheduler {
         self.leave_pool(id);
         let (name, node) = (name?, self.nodes.get_mut(id)?);
         let slot = self.pools.join(name);
-        node.pool = Some(PoolOf { name: Arc::clone(name), slot, is_configured });
+        node.pool = Some(NodePool { name: Arc::clone(name), slot, is_configured });
         Some(slot)
     }
 
-    /// The slot of a pool that nodes are of.
+    /// The slot of a pool that has nodes.
     pub fn pool_slot(&self, name: &str) -> Option<usize> {
         self.pools.slot_of(name)
     }
@@ -128,82 +128,85 @@ impl Scheduler {
         }
     }
 
-    /// Time to load a token at a node of this class, divided by the time to compute one; and whether first tokens have shown it.
+    /// Time to load a token at a node of this class, divided by the time to compute one; and whether it was learned. If not, it
+    /// is a default.
     pub fn load_share(&self, class: &str) -> (f64, bool) {
         let learned = self.predictions.get(class).and_then(Prediction::load_share);
         (learned.unwrap_or(LOAD_SHARE), learned.is_some())
     }
 
-    /// A node's engine has started anew: it has no prefix any more.
+    /// Drops all prefixes of a node, because its engine has restarted.
     pub fn forget_prefixes(&mut self, id: NodeId) {
         if self.nodes.get(id).is_some() {
             self.index.forget(id.slot as usize);
         }
     }
 
-    /// A node, if it is still there.
+    /// None once the node has been removed.
     pub fn node(&self, id: NodeId) -> Option<&Node> {
         self.nodes.get(id)
     }
 
-    /// The same, to change it.
+    /// As [`Self::node`].
     pub fn node_mut(&mut self, id: NodeId) -> Option<&mut Node> {
         self.nodes.get_mut(id)
     }
 
-    /// All nodes.
+    /// All nodes, by slot.
     pub fn nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
         self.nodes.all()
     }
 
-    /// A prompt that would wait longer than this at prefill nodes is prefilled by a decode node that has time and room for it;
-    /// None: it waits.
+    /// Sets the longest wait at prefill nodes. If a prompt would wait longer, a decode node with time and room prefills it.
+    /// None: the prompt waits.
     pub fn set_relief(&mut self, relief: Option<Duration>) {
         self.relief = relief;
     }
 
-    /// Tokens are to come within this time, one after the other; None: no limit is set.
+    /// Sets the limit on the time between two tokens, for [`Policy::LeastDelay`](super::Policy); None: no limit.
     pub fn set_tpot(&mut self, limit: Option<Duration>) {
         self.tpot = limit;
     }
 
-    /// What is known of the nodes of a class, if a first token has come from one.
+    /// The learned times of a class of nodes. None before its first token.
     pub fn prediction(&self, class: &str) -> Option<&Prediction> {
         self.predictions.get(class)
     }
 
-    /// Bytes of memory that prefixes take.
+    /// Memory of all prefixes, in bytes.
     pub fn index_bytes(&self) -> usize {
         self.index.bytes() + self.pools.bytes()
     }
 
-    /// A leg's first byte has come: its node has the prompt, which these are the marks of.
+    /// The first byte of a leg's answer has come, so its node has prefilled the prompt with these marks. Releases the leg's
+    /// tokens and learns from the time that they took.
     pub fn prefilled(&mut self, reservation: &mut Reservation, marks: &[Mark], now: Instant) {
         reservation.prefilled(&mut self.nodes, now);
         if let (Some((terms, since)), Some(node)) =
-            (reservation.asked.take(), self.nodes.get(reservation.node))
+            (reservation.first_token.take(), self.nodes.get(reservation.node))
         {
             let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
             prediction.observe(terms, now.saturating_duration_since(since));
         }
-        match (reservation.leg, reservation.handing.take()) {
-            (Leg::Decode, Some(handing)) => self.ways.observe(&handing, now),
-            (_, handing) => handing.iter().for_each(|handing| handing.begin(now)),
+        match (reservation.leg, reservation.transfer.take()) {
+            (Leg::Decode, Some(transfer)) => self.transfer_costs.observe(&transfer, now),
+            (_, transfer) => transfer.iter().for_each(|transfer| transfer.start(now)),
         }
         let pool = self.nodes.get(reservation.node).and_then(|node| node.pool.as_ref());
         if let Some(slot) = pool.map(|pool| pool.slot).filter(|_| self.needs_prefixes()) {
             self.pools.insert(marks, slot);
         }
         if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
-            self.note_prefix(marks, reservation.node);
+            self.record_prefix(marks, reservation.node);
         }
     }
 
-    /// A leg has ended, well or by its client.
+    /// A leg has ended: releases what is left of its reservation, and counts the end for or against the node. Returns what that
+    /// changed about the node's breaker.
     pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) -> Option<Turn> {
         let mut turn = None;
         if let Some(node) = self.nodes.get_mut(reservation.node) {
-            let further = reservation.further(node.load.batch(), now);
+            let further = reservation.further_token(node.load.batch(), now);
             if let Some((requests, took)) = further.filter(|_| end == LegEnd::Served) {
                 let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
                 prediction.observe_further(requests, took);
@@ -218,11 +221,11 @@ impl Scheduler {
                 LegEnd::InDoubt | LegEnd::Left => node.breaker.left(),
             }
         }
-        reservation.give_back(&mut self.nodes);
+        reservation.release(&mut self.nodes);
         turn
     }
 
-    /// Records the reason of a node's failure, for operators.
+    /// Records the reason of a node's failure, for `/nodes` and logs.
     pub fn note_failure(&mut self, id: NodeId, why: &str) {
         if let Some(node) = self.nodes.get_mut(id) {
             node.last_failure = Some(why.into());
@@ -234,7 +237,7 @@ impl Scheduler {
         self.nodes.get(id)?.last_failure.clone()
     }
 
-    /// A node has answered a request with 500.
+    /// A node has answered a request with 500: counts the failures that [`Doubt`] says follow from it.
     pub fn doubt(&mut self, id: NodeId, doubt: Doubt, now: Instant) -> Option<Turn> {
         let node = self.nodes.get_mut(id)?;
         let failures = node.doubts.raise(doubt, now);
@@ -247,12 +250,12 @@ impl Scheduler {
         if node.doubts.confirm(doubt) { failed(node, now) } else { None }
     }
 
-    /// A prefill node has answered: with a hand-off, or without one.
+    /// A prefill node has answered, with a hand-off or without one. Returns what that changed about its pairs.
     pub fn prefill_answered(&mut self, id: NodeId, handed_over: bool, now: Instant) -> Pairing {
-        self.nodes.get_mut(id).map_or(Pairing::Same, |node| node.hand_offs.answered(handed_over, now))
+        self.nodes.get_mut(id).map_or(Pairing::Same, |node| node.pairing.answered(handed_over, now))
     }
 
-    pub(super) fn note_prefix(&mut self, marks: &[Mark], id: NodeId) {
+    pub(super) fn record_prefix(&mut self, marks: &[Mark], id: NodeId) {
         if self.needs_prefixes() {
             self.index.insert(marks, id.slot as usize);
         }

@@ -1,25 +1,25 @@
-//! What an operator sets of the scheduler.
+//! The scheduler's settings.
 
 use super::policy::Policy;
 
-/// What an operator sets.
+/// Set by flags and the file; the default is what both leave out.
 #[derive(Debug, Clone)]
-pub struct Settings {
-    /// Chooses workers and prefill nodes.
+pub struct SchedulerSettings {
+    /// Picks workers and prefill nodes.
     pub policy: Policy,
-    /// Chooses decode nodes.
+    /// Picks decode nodes.
     pub decode_policy: Policy,
-    /// A prompt of which a decode node would prefill fewer tokens than this stays there.
+    /// A decode node serves a whole request if it has fewer tokens than this to prefill.
     pub short_tokens: u64,
-    /// Bytes of a prompt's text that count as one token.
+    /// Bytes of a prompt's text that count as one token where no tokenizer counts.
     pub bytes_per_token: u32,
-    /// Marks in the index, for each 64 nodes.
+    /// Room of the index, for each 64 nodes.
     pub marks_max: usize,
-    /// Of what is left to chance.
+    /// Seed of random choices.
     pub seed: u64,
 }
 
-impl Default for Settings {
+impl Default for SchedulerSettings {
     fn default() -> Self {
         Self {
             policy: Policy::default(),

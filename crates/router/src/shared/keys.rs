@@ -1,25 +1,25 @@
-//! Clients' keys, which may change while the router runs.
+//! The keys that clients show. They may change while the router runs.
 
 use std::{fmt, sync::Arc};
 
 use parking_lot::{RwLock, RwLockReadGuard};
 
-/// The keys that clients may show. Clones share them.
+/// A list of keys. Clones share it.
 #[derive(Clone, Default)]
 pub struct Keys(Arc<RwLock<Vec<String>>>);
 
 impl Keys {
-    /// Replaces the keys at once.
+    /// Replaces all keys, for all clones.
     pub fn replace(&self, keys: Vec<String>) {
         *self.0.write() = keys;
     }
 
-    /// Without keys the router serves everybody.
+    /// If so, the router serves every client.
     pub fn is_empty(&self) -> bool {
         self.0.read().is_empty()
     }
 
-    /// All keys. Never hold the guard across an await.
+    /// Never hold the guard across an await.
     pub fn read(&self) -> RwLockReadGuard<'_, Vec<String>> {
         self.0.read()
     }
@@ -31,7 +31,7 @@ impl From<Vec<String>> for Keys {
     }
 }
 
-/// Logs show the number of keys, and no key.
+/// Shows the number of keys only, so that no log has a key.
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} keys", self.read().len())

@@ -1,4 +1,4 @@
-//! What an operator sets of the proxy.
+//! The proxy's limits and deadlines.
 
 use std::time::Duration;
 
@@ -6,15 +6,15 @@ use kvlane_door::Names;
 
 use super::keys::Keys;
 
-/// Limits and deadlines.
+/// Set by flags and the file.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
-    /// Threads that serve, each with a runtime of its own.
+    /// Threads that serve clients, each with a runtime of its own.
     pub threads: usize,
-    /// Clients' connections at a time, over all threads. A further one takes the slot of one that has sent no whole head, or is
-    /// idle.
+    /// Most clients' connections at a time, over all threads. A further one takes the slot of one that has sent no whole head,
+    /// or is idle.
     pub connections_max: usize,
-    /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
+    /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: every client is served.
     pub keys: Keys,
     /// Names that the `Host` header may have, beside addresses and `localhost`. None: any name, because clients need a key.
     pub names: Option<Names>,
@@ -22,18 +22,19 @@ pub struct ProxySettings {
     pub allow_admin_paths: bool,
     /// Whether `/decisions` leaves out the members that reveal which prompts others have sent.
     pub quiet_decisions: bool,
-    /// Bytes of a request's body.
+    /// Longest body of a request.
     pub body_bytes_max: usize,
-    /// Bytes that all requests take at a time, each until its answer begins: bodies, and the ranges and hashes of their contents.
+    /// Most bytes that all requests take at a time, each until its answer begins: bodies, and the ranges and hashes of their
+    /// contents.
     pub bodies_bytes_max: usize,
-    /// Classes of requests that are refused while all nodes are overloaded, and when they may be sent again. The class is in the
-    /// header `X-Request-Class`; those without are of the class "default".
+    /// Classes of requests that are refused while all nodes are overloaded, each with the time to its retry. The header
+    /// `X-Request-Class` names a request's class; without it the class is "default".
     pub refuse: Vec<(String, Duration)>,
     /// Longest time for each piece of a client's body. After this time the body also has to come at a minimum rate.
     pub client_timeout: Duration,
-    /// How long a connection to a node may take.
+    /// Longest time to connect to a node.
     pub connect_timeout: Duration,
-    /// How long an answer's first byte may take; none by default, since the first byte of an unstreamed answer is its last.
+    /// Longest time to an answer's first byte. None by default, because an unstreamed answer sends no byte before it is whole.
     pub first_byte_timeout: Option<Duration>,
 }
 

@@ -1,4 +1,5 @@
-//! [`Shared`]: the nodes, what is known of them, and the last decisions.
+//! [`Shared`]: the state of the router that all its threads use. Methods take the lock for microseconds, and never over an
+//! await.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -11,10 +12,10 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{outlined::Walkers, places::Places, settings::ProxySettings};
+use super::{body_scanner::BodyScanner, connection_slots::ConnectionSlots, settings::ProxySettings};
 use crate::{
     address::Address,
-    balance::{self, Balancers, Indicators},
+    balance::{BalanceSettings, Balancers, Indicators},
     counters::Counters,
     decisions::Decisions,
     ids::Ids,
@@ -24,32 +25,31 @@ use crate::{
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
 };
 
-/// The scheduler, where its nodes are, and counters.
+/// The scheduler, its nodes' addresses, settings and counters.
 #[derive(Debug)]
 pub struct Shared {
     pub(crate) settings: ProxySettings,
-    /// For clients' connections, over all listeners.
-    pub(crate) places: Places,
-    /// Threads for bodies that are too long for the request's thread.
-    pub(crate) walkers: Walkers,
+    /// Slots for clients, over all listeners.
+    pub(crate) connections: ConnectionSlots,
+    pub(crate) scanner: BodyScanner,
     /// Held for microseconds, never over an await.
-    pub(crate) state: Mutex<State>,
-    /// What has happened.
+    pub(crate) state: Mutex<SharedState>,
+    /// Since the start; without the lock.
     pub counters: Counters,
     /// Request metrics by route, model and node.
     pub(crate) requests: RequestMetrics,
     pub(crate) is_stopping: AtomicBool,
-    /// Requests that were cut when the time to drain was over.
+    /// Requests that the router cut when its time to drain had passed.
     pub(crate) cut: AtomicUsize,
-    /// What nodes have of prompts, by what their engines tell.
+    /// The prefixes that nodes have, by their engines' events.
     pub knowledge: Arc<Knowledge>,
 }
 
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct SharedState {
     pub(crate) scheduler: Scheduler,
     pub(crate) addresses: HashMap<NodeId, Arc<Address>>,
-    /// How nodes describe their models: JSON objects by model.
+    /// Each node's models, with the JSON objects that describe them in its `/v1/models`.
     descriptions: HashMap<NodeId, Vec<(Arc<str>, String)>>,
     pub(crate) ids: Ids,
     pub(crate) decisions: Decisions,
@@ -59,19 +59,19 @@ pub(crate) struct State {
 }
 
 impl Shared {
-    /// Without nodes. `run` is random: it tells this run's requests from others'.
+    /// No nodes, and no knowledge beyond prompts' texts. `run` is random: it tells this run's request ids from another run's.
     pub fn new(settings: ProxySettings, scheduler: Scheduler, run: u64) -> Arc<Self> {
-        Self::knowing(settings, scheduler, run, Arc::new(Knowledge::none()))
+        Self::with_knowledge(settings, scheduler, run, Arc::new(Knowledge::none()))
     }
 
-    /// The same, with tokenizers, or engines that tell of their blocks.
-    pub fn knowing(
+    /// As [`Self::new`], with tokenizers, or engines that publish KV events.
+    pub fn with_knowledge(
         settings: ProxySettings,
         scheduler: Scheduler,
         run: u64,
         knowledge: Arc<Knowledge>,
     ) -> Arc<Self> {
-        let state = State {
+        let state = SharedState {
             scheduler,
             addresses: HashMap::new(),
             descriptions: HashMap::new(),
@@ -80,11 +80,11 @@ impl Shared {
             balancers: None,
             records: Records::default(),
         };
-        let places = Places::new(settings.connections_max);
+        let connections = ConnectionSlots::new(settings.connections_max);
         Arc::new(Self {
             settings,
-            places,
-            walkers: Walkers::default(),
+            connections,
+            scanner: BodyScanner::default(),
             state: Mutex::new(state),
             counters: Counters::default(),
             requests: RequestMetrics::default(),
@@ -94,41 +94,41 @@ impl Shared {
         })
     }
 
-    /// Nodes that serve whole requests prefill or decode from now on, as the work needs it.
-    pub fn balance(&self, settings: balance::Settings) {
+    /// Turns the balancer on: from now on it gives workers a role as the work needs it.
+    pub fn balance(&self, settings: BalanceSettings) {
         self.state.lock().balancers = Some(Balancers::new(settings));
     }
 
-    /// Whether nodes change their roles.
+    /// Whether the balancer is on.
     pub(crate) fn is_balancing(&self) -> bool {
         self.state.lock().balancers.is_some()
     }
 
-    /// Looks at the balancers, if there are some, and at what they did. Must not take long: all requests wait.
+    /// Runs `work` on the balancers and their records, if the balancer is on. It holds the lock, so all requests wait for it.
     pub(crate) fn with_balance<T>(&self, work: impl FnOnce(&Balancers, &Records) -> T) -> Option<T> {
         let state = self.state.lock();
         state.balancers.as_ref().map(|balancers| work(balancers, &state.records))
     }
 
-    /// Of each node: its score, and what it comes from. None where nodes keep their roles.
+    /// Each node's score and indicators. Empty if the balancer is off.
     pub(crate) fn scores(&self) -> HashMap<NodeId, (Option<f64>, Indicators)> {
         let state = self.state.lock();
         let Some(balancers) = &state.balancers else { return HashMap::new() };
         state.scheduler.nodes().filter_map(|(id, _)| Some((id, balancers.of(id)?))).collect()
     }
 
-    /// A look of the balancers at all nodes: what is new, as JSON.
-    pub(crate) fn look(&self, now: Instant) -> Vec<serde_json::Value> {
+    /// One tick of the balancers. Returns the records of what changed, as JSON.
+    pub(crate) fn tick_balance(&self, now: Instant) -> Vec<serde_json::Value> {
         let mut state = self.state.lock();
-        let State { scheduler, balancers, records, .. } = &mut *state;
+        let SharedState { scheduler, balancers, records, .. } = &mut *state;
         let Some(balancers) = balancers else { return Vec::new() };
-        let all = balancers.look(scheduler, now);
+        let reports = balancers.tick(scheduler, now);
         let name = |id| scheduler.node(id).map(|node| Arc::clone(&node.name));
-        all.iter().flat_map(|looked| records.note(looked, name)).collect()
+        reports.iter().flat_map(|report| records.note(report, name)).collect()
     }
 
-    /// How long a request of this class has to wait before it is sent again, if it is refused now: all nodes that serve the model
-    /// are overloaded, and the operator wants it.
+    /// The time to the retry of a request of this class, if the router refuses it now: the operator has named the class, and
+    /// all nodes that serve the model are overloaded.
     pub(crate) fn refusal(&self, class: &str, model: Option<&str>) -> Option<Duration> {
         let (_, wait) = self.settings.refuse.iter().find(|(name, _)| name == class)?;
         let state = self.state.lock();
@@ -140,7 +140,7 @@ impl Shared {
         is_overloaded.then_some(*wait)
     }
 
-    /// A node joins.
+    /// Adds a node to the scheduler and to the knowledge.
     pub fn add(&self, node: Node, address: Address) -> NodeId {
         let mut state = self.state.lock();
         let name = Arc::clone(&node.name);
@@ -150,7 +150,7 @@ impl Shared {
         id
     }
 
-    /// A node goes. What it works at goes on, and counts nowhere any more.
+    /// Removes a node. Its requests continue, and no longer count as any node's load.
     pub fn remove(&self, id: NodeId) -> Option<Node> {
         let mut state = self.state.lock();
         state.addresses.remove(&id);
@@ -159,7 +159,7 @@ impl Shared {
         state.scheduler.remove(id)
     }
 
-    /// A node has told how it hands over.
+    /// Sets how a node hands over, as its beat or ping says.
     pub fn set_connector(&self, id: NodeId, connector: Connector, connector_address: Option<Arc<str>>) {
         self.with_scheduler(|scheduler| {
             if let Some(node) = scheduler.node_mut(id) {
@@ -188,7 +188,7 @@ impl Shared {
         }
     }
 
-    /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.
+    /// Sets the models that a node serves: names, and the JSON object of each from its `/v1/models`.
     pub fn set_models(&self, id: NodeId, models: Vec<(Arc<str>, String)>) {
         self.knowledge.set_models(id, &models);
         let mut state = self.state.lock();
@@ -197,7 +197,7 @@ impl Shared {
         state.descriptions.insert(id, models);
     }
 
-    /// Where nodes are.
+    /// All nodes with their addresses.
     pub(crate) fn addresses(&self) -> Vec<(NodeId, Arc<Address>)> {
         let state = self.state.lock();
         let address = |(id, _)| Some((id, Arc::clone(state.addresses.get(&id)?)));
@@ -209,23 +209,24 @@ impl Shared {
         self.state.lock().scheduler.nodes().any(|(_, node)| node.serves(model))
     }
 
-    /// Whether the node is still known.
-    pub(crate) fn is_there(&self, id: NodeId) -> bool {
+    /// False once the node has been removed.
+    pub(crate) fn has_node(&self, id: NodeId) -> bool {
         self.state.lock().scheduler.node(id).is_some()
     }
 
-    /// Names of nodes.
+    /// All nodes with their names.
     pub fn names(&self) -> Vec<(NodeId, Arc<str>)> {
         let state = self.state.lock();
         state.scheduler.nodes().map(|(id, node)| (id, Arc::clone(&node.name))).collect()
     }
 
-    /// Requests of this router that a node has.
+    /// Legs of this router at a node.
     pub(crate) fn own_requests(&self, id: NodeId) -> u64 {
         self.state.lock().scheduler.node(id).map_or(0, |node| node.load.own_requests)
     }
 
-    /// A node's own metrics have come, and how many requests it had of this router when it was asked; or none came for long.
+    /// Takes in a node's metrics, with the number of this router's requests before the scrape. None: scrapes have failed for
+    /// long.
     pub(crate) fn observe_load(&self, id: NodeId, found: Option<(Reported, u64)>) {
         if let Some(node) = self.state.lock().scheduler.node_mut(id) {
             match found {
@@ -235,7 +236,7 @@ impl Shared {
         }
     }
 
-    /// JSON of all models that some node serves.
+    /// JSON of all models that at least one node serves, for `/v1/models`.
     pub(crate) fn models_page(&self) -> String {
         let state = self.state.lock();
         let all: BTreeMap<&str, &str> =
@@ -244,7 +245,7 @@ impl Shared {
         format!(r#"{{"object": "list", "data": [{}]}}"#, listed.join(", "))
     }
 
-    /// JSON of the last choices, and of the last changes of roles and states, the newest first.
+    /// JSON of the last choices, and of the last changes of roles and states, newest first.
     pub(crate) fn decisions_page(&self, most: usize) -> serde_json::Value {
         let state = self.state.lock();
         let decisions = state.decisions.page(most, self.settings.quiet_decisions);
@@ -253,10 +254,10 @@ impl Shared {
 
     /// Connections without a request that were closed because another one needed their slot.
     pub(crate) fn displaced(&self) -> u64 {
-        self.places.displaced()
+        self.connections.displaced()
     }
 
-    /// Looks at the scheduler, or changes it. Must not take long: all requests wait.
+    /// Runs `work` on the scheduler. It holds the lock, so all requests wait for it.
     pub fn with_scheduler<T>(&self, work: impl FnOnce(&mut Scheduler) -> T) -> T {
         work(&mut self.state.lock().scheduler)
     }

@@ -1,4 +1,5 @@
-//! Shutdown of the router: `/health` answers 503 first, then the router accepts no connections, then it waits for requests.
+//! Shutdown of the router: first `/health` answers 503, then the router accepts no more connections, then it waits for
+//! requests.
 
 use std::sync::atomic::Ordering;
 
@@ -15,7 +16,7 @@ impl Shared {
         self.is_stopping.load(Ordering::Relaxed)
     }
 
-    /// Requests that were cut because the time to drain was over.
+    /// Requests that the router cut because its time to drain had passed.
     pub fn cut(&self) -> usize {
         self.cut.load(Ordering::Relaxed)
     }

@@ -1,13 +1,13 @@
-//! Bounds the clients that are connected at a time, and chooses the connection to close when a further one comes.
+//! Bounds the clients' connections, and chooses which one to close when a further client connects.
 //!
 //! ```text
-//!   a slot is free                                    --> it gets that
-//!   none is, but a connection has sent no whole head  --> the oldest of these gives up its own, once it has had HEAD_GRACE
-//!   none is, but one is idle or amid a head           --> each thread closes the one that asks nothing for longest
-//!   all are being served                              --> it waits
+//!   a slot is free                                   --> the new connection gets it
+//!   else a connection has not sent its first head    --> it gets the oldest one's slot, once that has had HEAD_GRACE
+//!   else one is idle, or in the middle of a head     --> each thread closes the one that has been idle longest
+//!   all are being served                             --> the new connection waits
 //! ```
-//! Strangers show no key before their first head is there, and are disconnected after it. So they are all in the second row, and
-//! clients that have shown a key are closed last.
+//! A client shows its key in its first head, and the router disconnects strangers after theirs. So strangers are all in the
+//! second row, and clients that have shown a key are closed last.
 
 use std::{
     sync::{
@@ -24,7 +24,7 @@ use tokio::{
     time::timeout,
 };
 
-/// Time for a new client to send its head. Without it a crowd of clients would close each other's connections.
+/// Time for a new client to send its head. Without it, a crowd of clients would close each other's connections.
 const HEAD_GRACE: Duration = Duration::from_millis(100);
 /// Period at which a connection that waits for a slot tries to have another one closed.
 const CROWDED_RETRY: Duration = Duration::from_millis(100);
@@ -34,19 +34,19 @@ const STRANGERS_AT_ONCE: usize = 64;
 
 /// Slots for clients' connections, over all threads and listeners.
 #[derive(Debug)]
-pub(crate) struct Places {
+pub(crate) struct ConnectionSlots {
     slots: Arc<Semaphore>,
     /// Connections whose first head has not come, by age.
     pub(crate) headless: Waiting<OwnedSemaphorePermit>,
-    /// Permits for strangers' requests. Thousands at once would take memory that the allocator keeps.
+    /// Permits to answer strangers' requests. Thousands at once would take memory that the allocator keeps.
     pub(crate) strangers: Semaphore,
-    /// A connection waits for a slot, and all connections that hold one have sent a head.
+    /// Notified while a connection waits for a slot and all holders have sent a head.
     crowded: Notify,
     /// Connections that were closed because another one needed their slot.
     displaced: AtomicU64,
 }
 
-impl Places {
+impl ConnectionSlots {
     pub(crate) fn new(most: usize) -> Self {
         let slots = Arc::new(Semaphore::new(most));
         Self {
@@ -58,7 +58,7 @@ impl Places {
         }
     }
 
-    /// Takes a slot for a new connection.
+    /// Waits for a slot for a new connection, and closes others for it by the rules above.
     pub(crate) async fn take(&self) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
@@ -84,7 +84,8 @@ impl Places {
         }
     }
 
-    /// Has a thread close one of its idle connections when slots are needed; `close` tells whether it had one. Runs forever.
+    /// Closes one of a thread's idle connections whenever slots are needed, by `close`, which returns whether there was one.
+    /// Runs for ever.
     pub(crate) async fn close_idle(&self, close: impl Fn() -> bool) {
         loop {
             self.crowded.notified().await;
@@ -102,7 +103,8 @@ impl Places {
     fn count(&self) {
         if self.displaced.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(
-                "all connections are taken: closing the oldest without a request for each new one. Further cases are only counted"
+                once = true,
+                "connection limit reached: each new connection closes the oldest one without a request; further cases are only counted"
             );
         }
     }

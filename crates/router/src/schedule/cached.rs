@@ -1,34 +1,34 @@
-//! What is known of a prompt beside its text.
+//! How many tokens of a prompt each node and each pool has cached, by their engines' events.
 
 use super::nodes::NodeId;
 
-/// Tokens of a prompt that nodes have, where their engines tell of it. Others are judged by the prompt's marks.
+/// The cached tokens of one prompt. It has no entry for nodes without events; the scheduler judges these by the prompt's marks.
 #[derive(Debug, Clone, Default)]
-pub struct Known {
-    /// Tokens of the prompt, if they were counted.
+pub struct CachedPrefixes {
+    /// Length of the prompt in tokens, if a tokenizer counted them.
     pub prompt_tokens: Option<u64>,
-    /// By slot.
+    /// By the node's slot.
     cached: Vec<Option<(NodeId, Cached)>>,
-    /// Tokens that each pool has, by its slot. None if they are not known exactly.
+    /// Leading tokens that each pool has, by its slot. None if they are not known exactly.
     pooled: Vec<Option<u64>>,
 }
 
-/// What a node has of a prompt.
+/// The prefix of a prompt that a node has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cached {
-    /// Tokens, from the prompt's beginning.
+    /// Leading tokens of the prompt.
     pub tokens: u64,
-    /// Tokens of a block: they come and go together.
+    /// Tokens of a block of this engine.
     pub block_size: u64,
 }
 
-impl Known {
-    /// The prompt has so many tokens.
-    pub fn counted(tokens: u64) -> Self {
+impl CachedPrefixes {
+    /// A prompt of this length. No node has any of it yet, as far as is known.
+    pub fn of_length(tokens: u64) -> Self {
         Self { prompt_tokens: Some(tokens), ..Self::default() }
     }
 
-    /// The node has that much of it.
+    /// Sets the prefix that a node has.
     pub fn set(&mut self, id: NodeId, cached: Cached) {
         if self.cached.len() <= id.slot() {
             self.cached.resize(id.slot() + 1, None);
@@ -49,7 +49,7 @@ impl Known {
         self.pooled.get(pool).copied().flatten()
     }
 
-    /// What the node has of it. None where nothing is known exactly.
+    /// The prefix that a node has. None if its engine reports no events.
     pub fn of(&self, id: NodeId) -> Option<Cached> {
         self.cached.get(id.slot()).copied().flatten().filter(|(of, _)| *of == id).map(|(_, cached)| cached)
     }

@@ -1,43 +1,45 @@
-//! Indicators that have a weight, and that no node of a role tells: each is named once.
+//! Finds indicators that have a weight but that no node of a role reports. Each is named once, for the log.
 
 use std::time::{Duration, Instant};
 
 use super::indicators::{Indicators, NAMES};
 
-/// Nodes' metrics come every two seconds, and they may have to start first.
+/// Time without a report before an indicator counts as missing: engines may have to start first, and their metrics come every
+/// two seconds.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Of one role.
+/// The missing indicators of one role.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Untold {
+pub(super) struct MissingIndicators {
+    /// Since when no node reports an indicator; None while one does.
     since: [Option<Instant>; NAMES.len()],
-    is_said: [bool; NAMES.len()],
+    is_named: [bool; NAMES.len()],
 }
 
-impl Untold {
-    /// A look at what the role's nodes tell. Answers what they have not told for long, and was not answered before.
-    pub(super) fn see<'a>(
+impl MissingIndicators {
+    /// Takes in the indicators of the role's nodes. Returns the names that have been missing for [`PATIENCE`], each once.
+    pub(super) fn observe<'a>(
         &mut self,
         nodes: impl Iterator<Item = &'a Indicators>,
         weights: &[f64; NAMES.len()],
         now: Instant,
     ) -> Vec<&'static str> {
-        let mut told = None;
+        let mut reported = None;
         for node in nodes {
-            let told = told.get_or_insert([false; NAMES.len()]);
-            told.iter_mut().zip(node).for_each(|(told, value)| *told |= value.is_some());
+            let reported = reported.get_or_insert([false; NAMES.len()]);
+            reported.iter_mut().zip(node).for_each(|(reported, value)| *reported |= value.is_some());
         }
-        // Where there are no nodes there is nothing to be told.
-        let told = told.unwrap_or([true; NAMES.len()]);
+        // A role without nodes has no missing indicators.
+        let reported = reported.unwrap_or([true; NAMES.len()]);
         let mut news = Vec::new();
         for (at, name) in NAMES.iter().enumerate() {
-            if told[at] || weights[at] <= 0.0 {
+            if reported[at] || weights[at] <= 0.0 {
                 self.since[at] = None;
                 continue;
             }
             let since = *self.since[at].get_or_insert(now);
-            if !self.is_said[at] && now.saturating_duration_since(since) >= PATIENCE {
-                self.is_said[at] = true;
+            if !self.is_named[at] && now.saturating_duration_since(since) >= PATIENCE {
+                self.is_named[at] = true;
                 news.push(*name);
             }
         }
@@ -54,10 +56,10 @@ mod tests {
     #[test]
     fn what_counts_and_no_node_tells_for_long_is_named_once() {
         let begin = Instant::now();
-        let mut untold = Untold::default();
+        let mut missing = MissingIndicators::default();
         let mut node = [Some(1.0), None, None, None, None, None, None, None];
         let mut see = |nodes: &[Indicators], seconds| {
-            untold.see(nodes.iter(), &WEIGHTS, begin + Duration::from_secs(seconds))
+            missing.observe(nodes.iter(), &WEIGHTS, begin + Duration::from_secs(seconds))
         };
         assert!(see(&[node], 0).is_empty() && see(&[node], 29).is_empty());
         // One node of two is enough.

@@ -1,4 +1,5 @@
-//! Whether a prefill node hands prompts over. If it does not, its pairs compute each prompt twice.
+//! A prefill node's second breaker: stops its pairs while it hands nothing over, because each pair would compute the prompt
+//! twice.
 //!
 //! ```text
 //!            MISSED in a row without a hand-off                PROBE_EVERY over: one pair
@@ -15,22 +16,23 @@ const MISSED: u32 = 3;
 /// Time between two pairs that probe whether the node hands over again.
 const PROBE_EVERY: Duration = Duration::from_secs(10);
 
-/// Counts a prefill node's answers without a hand-off.
+/// Counts a prefill node's answers without a hand-off, and stops pairs after three in a row.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct HandOffs {
+pub struct PairingBreaker {
+    /// Answers in a row without a hand-off.
     missed: u32,
     /// Earliest time of the next probe. None: pairs are not stopped.
     probe_at: Option<Instant>,
 }
 
-/// Effect of a prefill node's answer.
+/// Effect of a prefill node's answer on its pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pairing {
     /// Nothing changed.
     Same,
     /// Pairs stop: prompts go to decode nodes alone until a pair probes the node.
     Stopped {
-        /// Answers in a row.
+        /// Answers in a row without a hand-off.
         missed: u32,
         /// Time until the next probe.
         probe_in: Duration,
@@ -39,7 +41,7 @@ pub enum Pairing {
     Resumed,
 }
 
-impl HandOffs {
+impl PairingBreaker {
     /// Whether the node may be one of a pair.
     pub fn allows(&self, now: Instant) -> bool {
         self.probe_at.is_none_or(|at| now >= at)
@@ -52,7 +54,7 @@ impl HandOffs {
         }
     }
 
-    /// The node answered a prefill leg, with a hand-off or without one.
+    /// Counts the node's answer to a prefill leg, with a hand-off or without one.
     pub fn answered(&mut self, handed_over: bool, now: Instant) -> Pairing {
         if handed_over {
             let was_stopped = self.probe_at.is_some();
@@ -89,20 +91,20 @@ mod tests {
 
     #[test]
     fn after_three_in_a_row_pairs_stop_and_one_in_ten_seconds_probes() {
-        let (mut hand_offs, start) = (HandOffs::default(), Instant::now());
-        assert_eq!(hand_offs.answered(false, start), Pairing::Same);
-        assert_eq!(hand_offs.answered(false, start), Pairing::Same);
-        assert!(hand_offs.allows(start));
+        let (mut pairing, start) = (PairingBreaker::default(), Instant::now());
+        assert_eq!(pairing.answered(false, start), Pairing::Same);
+        assert_eq!(pairing.answered(false, start), Pairing::Same);
+        assert!(pairing.allows(start));
         let stopped = Pairing::Stopped { missed: 3, probe_in: PROBE_EVERY };
-        assert_eq!(hand_offs.answered(false, start), stopped);
-        assert_eq!(hand_offs.answered(false, start), Pairing::Same, "it was under way already");
+        assert_eq!(pairing.answered(false, start), stopped);
+        assert_eq!(pairing.answered(false, start), Pairing::Same, "it was under way already");
         let mut probes = 0;
         for second in 0..60 {
             let now = start + Duration::from_secs(second);
-            if hand_offs.allows(now) {
-                hand_offs.sent(now);
-                assert!(!hand_offs.allows(now), "one at a time");
-                assert_eq!(hand_offs.answered(false, now), Pairing::Same);
+            if pairing.allows(now) {
+                pairing.sent(now);
+                assert!(!pairing.allows(now), "one at a time");
+                assert_eq!(pairing.answered(false, now), Pairing::Same);
                 probes += 1;
             }
         }
@@ -111,15 +113,15 @@ mod tests {
 
     #[test]
     fn one_hand_off_brings_pairs_back() {
-        let (mut hand_offs, start) = (HandOffs::default(), Instant::now());
+        let (mut pairing, start) = (PairingBreaker::default(), Instant::now());
         for _ in 0..2 {
-            (0..2).for_each(|_| assert_eq!(hand_offs.answered(false, start), Pairing::Same));
-            assert_eq!(hand_offs.answered(true, start), Pairing::Same, "not in a row");
+            (0..2).for_each(|_| assert_eq!(pairing.answered(false, start), Pairing::Same));
+            assert_eq!(pairing.answered(true, start), Pairing::Same, "not in a row");
         }
-        let last = (0..3).map(|_| hand_offs.answered(false, start)).last();
+        let last = (0..3).map(|_| pairing.answered(false, start)).last();
         assert_eq!(last, Some(Pairing::Stopped { missed: 3, probe_in: PROBE_EVERY }));
-        assert_eq!(hand_offs.probe_in(start), Some(PROBE_EVERY));
-        assert_eq!(hand_offs.answered(true, start + PROBE_EVERY), Pairing::Resumed);
-        assert!(hand_offs.allows(start) && hand_offs.probe_in(start).is_none());
+        assert_eq!(pairing.probe_in(start), Some(PROBE_EVERY));
+        assert_eq!(pairing.answered(true, start + PROBE_EVERY), Pairing::Resumed);
+        assert!(pairing.allows(start) && pairing.probe_in(start).is_none());
     }
 }

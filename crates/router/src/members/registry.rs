@@ -1,4 +1,5 @@
-//! Members, and the scheduler's nodes as they follow from them.
+//! Applies events to [`Members`] and carries the changes out at the scheduler, so that both always agree. All sources of events
+//! share one.
 
 use std::{collections::HashMap, sync::Arc, time::Instant};
 
@@ -7,7 +8,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
     control::Listed,
-    event::{Change, Event, Refusal, Spec},
+    event::{Event, NodeChange, Refusal, Spec},
     state::Members,
 };
 use crate::{
@@ -16,131 +17,131 @@ use crate::{
     shared::Shared,
 };
 
-/// Models of a node that are listed.
+/// Most models of a node that `kvlane route list` gets.
 const MODELS_LISTED: usize = 16;
 
-/// What all that tells of nodes shares.
+/// The members, and the scheduler's node of each.
 #[derive(Debug)]
-pub(super) struct Inner {
+pub(super) struct Registry {
     pub(super) shared: Arc<Shared>,
-    book: Mutex<Book>,
-    /// Hears of each node that has joined: as many as may join.
+    state: Mutex<RegistryState>,
+    /// Gets each node that joins, to be probed. Bounded by the limits on members.
     joined: UnboundedSender<(NodeId, Address)>,
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct RegistryState {
     members: Members,
     nodes: HashMap<Address, NodeId>,
 }
 
-impl Inner {
+impl Registry {
     pub(super) fn new(shared: Arc<Shared>, joined: UnboundedSender<(NodeId, Address)>) -> Self {
-        Self { shared, book: Mutex::default(), joined }
+        Self { shared, state: Mutex::default(), joined }
     }
 
-    /// Something has happened.
+    /// Applies an event, and carries its changes out before any other event's.
     ///
     /// # Errors
-    /// It changes nothing.
-    pub(super) fn tell(&self, event: Event) -> Result<(), Refusal> {
-        let mut book = self.book.lock();
-        let changes = book.members.tell(event, Instant::now())?;
+    /// The event changes nothing.
+    pub(super) fn apply(&self, event: Event) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        let changes = state.members.apply(event, Instant::now())?;
         for change in changes {
-            self.carry_out(&mut book, change);
+            self.carry_out(&mut state, change);
         }
         Ok(())
     }
 
-    fn carry_out(&self, book: &mut Book, change: Change) {
+    fn carry_out(&self, registry: &mut RegistryState, change: NodeChange) {
         match change {
-            Change::Join { spec, .. } => self.join(book, spec),
-            Change::Leave { address, why, .. } => {
-                if let Some(id) = book.nodes.remove(&address) {
+            NodeChange::Join { spec, .. } => self.join(registry, spec),
+            NodeChange::Leave { address, why, .. } => {
+                if let Some(id) = registry.nodes.remove(&address) {
                     self.shared.remove(id);
-                    tracing::info!(node = %address, "a node goes: {why}");
+                    tracing::info!(node = %address, "node removed: {why}");
                 }
             }
-            Change::State { address, state, why } => {
-                let Some(&id) = book.nodes.get(&address) else { return };
-                let told = self.shared.with_scheduler(|scheduler| {
+            NodeChange::State { address, state, why } => {
+                let Some(&id) = registry.nodes.get(&address) else { return };
+                let node = self.shared.with_scheduler(|scheduler| {
                     let node = scheduler.node_mut(id)?;
                     node.state = state;
                     Some((node.role, node.models.join(", ")))
                 });
-                let Some((role, models)) = told else { return };
+                let Some((role, models)) = node else { return };
                 match state {
-                    NodeState::Ready => tracing::info!(node = %address, %role, models, "a node is ready"),
+                    NodeState::Ready => tracing::info!(node = %address, %role, models, "node ready"),
                     NodeState::Draining => {
-                        tracing::info!(node = %address, %role, "a node is draining: {why}")
+                        tracing::info!(node = %address, %role, "node draining: {why}")
                     }
                     NodeState::Suspect => {
-                        tracing::warn!(node = %address, %role, "a node is suspect: {why}. It gets requests only where no other one is left");
+                        tracing::warn!(node = %address, %role, "node suspect: {why}; it gets requests only if no other node is left");
                     }
                 }
             }
-            Change::KnownBy { address, known_by } => {
-                let Some(&id) = book.nodes.get(&address) else { return };
-                tracing::debug!(node = %address, by = known_by.names().join(", "), "a node is known");
+            NodeChange::KnownBy { address, known_by } => {
+                let Some(&id) = registry.nodes.get(&address) else { return };
+                tracing::debug!(node = %address, by = known_by.names().join(", "), "sources of a node changed");
                 self.shared.with_scheduler(|scheduler| {
                     if let Some(node) = scheduler.node_mut(id) {
                         node.known_by = known_by;
                     }
                 });
             }
-            Change::HandsOver { address, connector, connector_address } => {
-                let Some(&id) = book.nodes.get(&address) else { return };
-                tracing::info!(node = %address, %connector, connector_address = connector_address.as_deref(), "a node has told how it hands over");
+            NodeChange::HandsOver { address, connector, connector_address } => {
+                let Some(&id) = registry.nodes.get(&address) else { return };
+                tracing::info!(node = %address, %connector, connector_address = connector_address.as_deref(), "node's connector changed");
                 self.shared.set_connector(id, connector, connector_address);
             }
         }
     }
 
-    fn join(&self, book: &mut Book, spec: Spec) {
+    fn join(&self, registry: &mut RegistryState, spec: Spec) {
         let Spec { address, role, group, class, host, connector, connector_address, pool } = spec;
-        tracing::info!(node = %address, %role, group = &*group, "a node joins");
+        tracing::info!(node = %address, %role, group = &*group, "node joined");
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
         node.class = class;
         node.host = host.unwrap_or_else(|| address.host.as_str().into());
-        // Whoever named it as a worker leaves it to the router what it does.
+        // The role worker leaves it to the balancer what the node does.
         node.may_flip = role == Role::Worker && self.shared.is_balancing();
         let id = self.shared.add(node, address.clone());
         if let Some(pool) = pool {
             self.shared.configure_pool(id, &pool);
         }
-        book.nodes.insert(address.clone(), id);
-        // The thread that asks it ends with this.
+        registry.nodes.insert(address.clone(), id);
+        // Sending fails only when the probing thread has ended, at shutdown.
         let _ = self.joined.send((id, address));
     }
 
-    /// Nodes that are to go and have nothing to do any more go.
-    pub(super) fn end_idle(&self) {
+    /// Removes the nodes that are to leave and have no requests any more.
+    pub(super) fn remove_idle(&self) {
         let idle: Vec<Address> = {
-            let book = self.book.lock();
-            let leaving = book.members.leaving();
+            let registry = self.state.lock();
+            let leaving = registry.members.leaving();
             if leaving.is_empty() {
                 return;
             }
             self.shared.with_scheduler(|scheduler| {
                 let requests = |address: &Address| {
-                    let node = book.nodes.get(address).and_then(|id| scheduler.node(*id));
+                    let node = registry.nodes.get(address).and_then(|id| scheduler.node(*id));
                     node.map_or(0, |node| node.load.own_requests)
                 };
                 leaving.into_iter().filter(|address| requests(address) == 0).collect()
             })
         };
         for address in idle {
-            let _ = self.tell(Event::Idle(address));
+            let _ = self.apply(Event::Idle(address));
         }
     }
 
-    /// All nodes, or one.
+    /// All nodes, or only the one at this address, by role and name.
     pub(super) fn list(&self, only: Option<&Address>) -> Vec<Listed> {
-        let (book, now) = (self.book.lock(), Instant::now());
+        let (registry, now) = (self.state.lock(), Instant::now());
         let named = |address: &Address| only.is_none_or(|only| only == address);
         let mut listed: Vec<Listed> = self.shared.with_scheduler(|scheduler| {
-            let nodes = book.nodes.iter().filter(|(address, _)| named(address));
+            let nodes = registry.nodes.iter().filter(|(address, _)| named(address));
             let nodes = nodes.filter_map(|(_, id)| {
                 let node = scheduler.node(*id)?;
                 Some(Listed {

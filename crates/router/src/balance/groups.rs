@@ -1,25 +1,26 @@
-//! A look at a scheduler's nodes, and what follows from it.
+//! One balancer for each group of nodes that can pair. A tick takes all groups' views from the scheduler, has each balancer
+//! decide, and carries the acts out at the scheduler.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{
     balancer::{Act, Balancer, State, View},
     indicators::{Capacity, Indicators, Sample},
-    settings::Settings,
+    settings::BalanceSettings,
 };
 use crate::schedule::{Node, NodeId, NodeState, Prediction, Role, Scheduler};
 
-/// So many requests that wait at a decode node, or prompts that wait to be handed over, are a full load.
+/// Requests waiting at a decode node, or prompts waiting for their transfer, that count as a full load.
 const QUEUE: f64 = 16.0;
 
-/// Nodes that can hand over to each other.
+/// Nodes that can pair: one group, one connector, one model.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Group {
     /// As the operator names it.
     pub name: Arc<str>,
-    /// How they hand over.
+    /// The connector's name.
     pub connector: &'static str,
-    /// The first model that they serve; empty while that is not known.
+    /// The first model that they serve; empty until their first answer.
     pub model: Arc<str>,
 }
 
@@ -33,58 +34,59 @@ impl Group {
     }
 }
 
-/// A balancer for all nodes that can hand over to each other.
+/// The balancers of all groups.
 #[derive(Debug)]
 pub struct Balancers {
-    settings: Settings,
+    settings: BalanceSettings,
     groups: BTreeMap<Group, Balancer>,
 }
 
-/// What a look has found and done.
+/// One group's state after a tick, and the acts of that tick.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Looked {
-    /// Of which nodes.
+pub struct GroupReport {
+    /// The group whose nodes these are.
     pub group: Group,
-    /// The state now.
+    /// The state after the tick.
     pub state: State,
-    /// Mean scores of prefill and of decode nodes.
+    /// Mean scores of prefill and of decode nodes; None for a role without nodes.
     pub scores: (Option<f64>, Option<f64>),
-    /// Whether the state is another one than at the look before.
+    /// Whether the tick changed the state.
     pub is_new: bool,
-    /// What was done.
+    /// In the order in which they were carried out.
     pub acts: Vec<Act>,
-    /// Indicators that have a weight and that no node of this role tells: each is named once.
-    pub untold: Vec<(Role, &'static str)>,
+    /// Indicators with a weight that no node of this role reports. Each is listed in one report only.
+    pub missing: Vec<(Role, &'static str)>,
 }
 
 impl Balancers {
-    /// Of nothing yet.
-    pub fn new(settings: Settings) -> Self {
+    /// No groups yet; ticks add them.
+    pub fn new(settings: BalanceSettings) -> Self {
         Self { settings, groups: BTreeMap::new() }
     }
 
-    /// What was set.
-    pub fn settings(&self) -> &Settings {
+    /// The settings of all groups.
+    pub fn settings(&self) -> &BalanceSettings {
         &self.settings
     }
 
-    /// Of each group.
+    /// Each group's balancer.
     pub fn groups(&self) -> impl Iterator<Item = (&Group, &Balancer)> {
         self.groups.iter()
     }
 
-    /// Whether the nodes that this one can hand over to are overloaded, and it with them.
+    /// Whether both roles of the node's group are overloaded.
     pub fn is_overloaded(&self, node: &Node) -> bool {
         self.groups.get(&Group::of(node)).is_some_and(|balancer| balancer.state() == State::Overload)
     }
 
-    /// A node's score and indicators, of the role that it has.
+    /// A node's score and indicators in its present role. None for a node that no tick has seen.
     pub fn of(&self, id: NodeId) -> Option<(Option<f64>, Indicators)> {
         self.groups.values().find_map(|balancer| Some((balancer.score(id), balancer.indicators(id)?)))
     }
 
-    /// Looks at the scheduler's nodes, and has it do what follows.
-    pub fn look(&mut self, scheduler: &mut Scheduler, now: Instant) -> Vec<Looked> {
+    /// Runs all balancers over the scheduler's nodes, and carries out their acts there. Call it every
+    /// [`BalanceSettings::every`].
+    pub fn tick(&mut self, scheduler: &mut Scheduler, now: Instant) -> Vec<GroupReport> {
         let mut views: BTreeMap<Group, Vec<View>> = BTreeMap::new();
         for (id, node) in scheduler.nodes() {
             views.entry(Group::of(node)).or_default().push(view(scheduler, id, node, &self.settings));
@@ -95,16 +97,16 @@ impl Balancers {
             let balancer = self.groups.entry(group.clone()).or_insert_with(|| Balancer::new(self.settings));
             let before = balancer.state();
             let acts = balancer.tick(&views, now);
-            let untold = balancer.untold(&views, now);
+            let missing = balancer.missing_indicators(&views, now);
             acts.iter().for_each(|act| carry_out(scheduler, *act));
             let state = balancer.state();
-            all.push(Looked {
+            all.push(GroupReport {
                 group,
                 state,
                 scores: balancer.scores(),
                 is_new: state != before,
                 acts,
-                untold,
+                missing,
             });
         }
         let relief = self.settings.ttft.mul_f64(self.settings.relief);
@@ -126,12 +128,12 @@ fn carry_out(scheduler: &mut Scheduler, act: Act) {
                 (node.role, node.next_role) = (role, None);
             }
         }
-        // Nodes are not ours to start and end.
+        // For the operator's webhook, because the router starts and stops no engines.
         Act::ScaleUp(_) | Act::ScaleDown(_) => {}
     }
 }
 
-fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> View {
+fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &BalanceSettings) -> View {
     let load = &node.load;
     let prediction = scheduler.prediction(&node.class);
     let rate = prediction.and_then(Prediction::prefill_rate);
@@ -140,7 +142,7 @@ fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> 
         id,
         role: node.role,
         next_role: node.next_role,
-        // It has to be able to do both, and to be found as either.
+        // It must be able to serve both roles, and to be reached in either.
         may_flip: node.may_flip && node.serves_alone() && node.pairs_with(node),
         is_ready: node.state == NodeState::Ready,
         requests: load.own_requests,
@@ -152,7 +154,7 @@ fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> 
             cache_used: load.cache_percent.map(|percent| percent as f64 / 100.0),
             preempted: load.preempted,
             step_tokens: load.step_tokens,
-            // Whoever waits to be handed over, and the GPU, nobody tells of yet.
+            // No source reports prompts that wait for their transfer, or the use of the GPU, yet.
             ..Sample::default()
         },
         capacity: Capacity {

@@ -1,9 +1,9 @@
-//! Scans bodies: short ones on the thread of the request, long ones on threads of their own.
+//! Scans clients' bodies: short ones on the request's thread, long ones on threads of their own.
 //!
 //! ```text
-//!   up to 128 KiB    on the thread of the request, within half a millisecond
-//!   up to 4 MiB      on one of two threads beside, within some tens of milliseconds
-//!   longer           on one thread beside
+//!   up to 128 KiB    on the request's thread, within half a millisecond
+//!   up to 4 MiB      on one of two other threads, within some tens of milliseconds
+//!   longer           on one other thread
 //! ```
 //! A long body waits only for bodies of its own class, and never keeps a thread that serves clients busy.
 
@@ -16,11 +16,11 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::body::{BodyError, Mark, Outline, Scan, marks, outline};
 
-/// Longest body that is scanned on the thread of the request.
+/// Longest body that is scanned on the request's thread.
 pub(crate) const INLINE_BYTES_MAX: usize = 128 << 10;
 /// Longest body of the middle class, which does not wait for longer ones.
 const MEDIUM_BYTES_MAX: usize = 4 << 20;
-/// Bodies of each class that are scanned at a time.
+/// Bodies of a class that are scanned at a time.
 const MEDIUM_AT_ONCE: usize = 2;
 const LONG_AT_ONCE: usize = 1;
 
@@ -32,16 +32,16 @@ pub(crate) struct Outlined {
 }
 
 impl Outlined {
-    /// Bytes of memory that it takes.
+    /// Memory that it takes.
     pub(crate) fn bytes(&self) -> usize {
         self.outline.bytes() + self.marks.capacity() * size_of::<Mark>()
     }
 }
 
-/// The scan of a body did not succeed.
+/// A body that could not be scanned.
 #[derive(Debug, Error)]
 pub(crate) enum OutlineError {
-    /// No engine could take it.
+    /// No engine would accept it.
     #[error(transparent)]
     Body(#[from] BodyError),
     /// The scanning thread has ended.
@@ -49,25 +49,25 @@ pub(crate) enum OutlineError {
     Ended,
 }
 
-/// Permits to scan long bodies.
+/// Scans bodies, and bounds how many long ones at a time.
 #[derive(Debug)]
-pub(crate) struct Walkers {
+pub(crate) struct BodyScanner {
     medium: Arc<Semaphore>,
     long: Arc<Semaphore>,
 }
 
-impl Default for Walkers {
+impl Default for BodyScanner {
     fn default() -> Self {
         let of = |permits| Arc::new(Semaphore::new(permits));
         Self { medium: of(MEDIUM_AT_ONCE), long: of(LONG_AT_ONCE) }
     }
 }
 
-impl Walkers {
+impl BodyScanner {
     /// Finds the members of a body, and the marks of its prompt.
     ///
     /// # Errors
-    /// The body cannot be taken.
+    /// See [`OutlineError`].
     pub(crate) async fn outline(&self, body: &Bytes) -> Result<Outlined, OutlineError> {
         if body.len() <= INLINE_BYTES_MAX {
             return Ok(outlined(body)?);
@@ -76,11 +76,11 @@ impl Walkers {
         let permit = Arc::clone(class).acquire_owned().await.map_err(|_| OutlineError::Ended)?;
         let body = body.clone();
         // The scan continues if its client leaves, and keeps its permit until it ends.
-        let walk = move || {
+        let scan = move || {
             let _permit = permit;
             outlined(&body)
         };
-        Ok(spawn_blocking(walk).await.map_err(|_| OutlineError::Ended)??)
+        Ok(spawn_blocking(scan).await.map_err(|_| OutlineError::Ended)??)
     }
 }
 

@@ -1,30 +1,30 @@
-//! Who knows of a node, which decides how long it is kept.
+//! The sources that name a node. They decide how long it is kept.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use super::limits::{BEAT_MISSED, FORGOTTEN};
+use super::limits::{BEAT_MISSED, FORGET_AFTER};
 use crate::schedule::KnownBy;
 
-/// Who has named a node, and when last.
+/// Which sources name a node, and since when each is silent.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Whose {
+pub(super) struct Sources {
     /// A flag or the file.
     pub(super) configured: bool,
-    /// An operator.
+    /// An operator's `kvlane route add`.
     pub(super) added: bool,
-    /// Names whose answers had it: since when they do not, if so.
+    /// DNS names by number: since when a name's records lack the node. None: they have it.
     pub(super) dns: BTreeMap<usize, Option<Instant>>,
-    /// The last beat.
+    /// When the last beat came.
     pub(super) beat: Option<Instant>,
 }
 
-impl Whose {
-    /// Whether nothing keeps the node any more.
+impl Sources {
+    /// Whether no source keeps the node any more. A node that answers probes outlives its DNS record.
     pub(super) fn is_forgotten(&self, answers: bool, now: Instant) -> bool {
-        let is_old = |since: Instant| now.saturating_duration_since(since) >= FORGOTTEN;
+        let is_old = |since: Instant| now.saturating_duration_since(since) >= FORGET_AFTER;
         let is_named = self.dns.values().any(|gone| gone.is_none_or(|since| answers || !is_old(since)));
         !self.configured && !self.added && !is_named && self.beat.is_none_or(is_old)
     }
@@ -34,7 +34,7 @@ impl Whose {
         !self.configured && !self.added && self.dns.is_empty()
     }
 
-    /// Whether beats are all that is known of the node, and too many are missing.
+    /// Whether only beats name the node, and too many are missing.
     pub(super) fn is_overdue(&self, now: Instant) -> bool {
         self.is_only_beats() && self.silence(now).is_some_and(|silence| silence >= BEAT_MISSED)
     }
@@ -43,7 +43,7 @@ impl Whose {
         self.beat.map(|last| now.saturating_duration_since(last))
     }
 
-    /// Both are of one node.
+    /// Adds another entry's sources, because both turned out to be one node.
     pub(super) fn merge(&mut self, other: Self) {
         self.configured |= other.configured;
         self.added |= other.added;
@@ -53,7 +53,7 @@ impl Whose {
         }
     }
 
-    /// For people.
+    /// The sources that name it, for people.
     pub(super) fn known_by(&self) -> KnownBy {
         KnownBy {
             flag: self.configured,
