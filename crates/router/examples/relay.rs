@@ -1,4 +1,5 @@
-//! What passing bytes on costs: between clients and engines, a connection for a connection, without a look at any of them. `bench/route_peers.py --relay` measures it beside the routers.
+//! Relays bytes between clients and engines, one connection for each, without parsing them. `bench/route_peers.py --relay`
+//! measures this cost beside the routers.
 //!
 //!     cargo run --release -p kvlane-router --example relay -- 127.0.0.1:8000 127.0.0.1:8100 127.0.0.1:8200
 
