@@ -1,13 +1,13 @@
 //! Bodies of requests, of any bytes: refused, or walked over as JSON, and what the legs of a pair get of them is JSON too.
 use kvlane_router::{
     body::{Scan, edit, marks, scan},
-    legs::{self, Api, Ask},
+    legs::{self, Api, LegRequest},
 };
 
 const APIS: [Api; 4] = [Api::Completions, Api::Chat, Api::Responses, Api::Messages];
 
-fn leg_of(api: Api, found: &Scan<'_>, ask: &Ask) -> Vec<u8> {
-    legs::body(Some(api), found, ask, "id").expect("this leg changes the body").to_vec()
+fn leg_of(api: Api, found: &Scan<'_>, request: &LegRequest) -> Vec<u8> {
+    legs::body(Some(api), found, request, "id").expect("this leg changes the body").to_vec()
 }
 
 /// Panics where something does not hold.
@@ -18,15 +18,15 @@ pub(crate) fn run(bytes: &[u8]) {
     assert!(all.windows(2).all(|pair| pair[0].bytes < pair[1].bytes));
     assert!(all.last().is_none_or(|last| last.bytes as usize <= bytes.len()));
     for api in APIS {
-        let _ = legs::stays_at(api, &found);
-        let prefill = leg_of(api, &found, &Ask::prefill());
+        let _ = legs::unsplittable_at(api, &found);
+        let prefill = leg_of(api, &found, &LegRequest::prefill());
         let leg = scan(&prefill).expect("the prefill leg is JSON");
         let most = if api == Api::Responses { "max_output_tokens" } else { "max_tokens" };
         assert_eq!(leg.raw(most), Some(&b"1"[..]));
         assert!(leg.raw("stream").is_none());
-        let transfer = legs::handed_over(&leg).expect("it asks for a transfer");
+        let transfer = legs::transfer_params(&leg).expect("it asks for a transfer");
         let text = std::str::from_utf8(transfer).expect("it is text");
-        let decode = leg_of(api, &found, &Ask::GoOn(text.into()));
+        let decode = leg_of(api, &found, &LegRequest::WithTransfer(text.into()));
         assert_eq!(scan(&decode).expect("the decode leg is JSON").raw(legs::TRANSFER), Some(transfer));
     }
 }

@@ -1,5 +1,5 @@
-//! Cost of the router's indexes: bytes a mark, nanoseconds to insert one, microseconds to look a prompt up. JSON, with a plain map
-//! of the same in the same run. Processor time of this thread, the median of several rounds.
+//! Measures the router's indexes: bytes a mark, nanoseconds to insert one, microseconds to look a prompt up. Prints JSON,
+//! beside a plain map of the same in the same run. Times are this thread's processor time, the median of several rounds.
 //!
 //! ```sh
 //! cargo run --release -p kvlane-router --example index

@@ -1,5 +1,5 @@
-//! Cost of relaying bytes: one connection to an engine for each client's connection, without reading any of them.
-//! `bench/route_peers.py --relay` measures it beside the routers.
+//! Relays bytes between clients and engines, one connection for each, without parsing them. `bench/route_peers.py --relay`
+//! measures this cost beside the routers.
 //!
 //!     cargo run --release -p kvlane-router --example relay -- 127.0.0.1:8000 127.0.0.1:8100 127.0.0.1:8200
 

@@ -1,4 +1,4 @@
-//! Where a node is reached.
+//! The address of a node: its server's URL, and its rank if the server has several.
 
 use std::{
     fmt,
@@ -9,23 +9,23 @@ use std::{
 use hyper::Uri;
 use thiserror::Error;
 
-/// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
-/// rank of a server.
+/// The address of a node: `http://HOST:PORT`, then the path before `/v1` if there is one. `#RANK` follows if the node is one
+/// data-parallel rank of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Address {
-    /// As in the Host header.
+    /// Value of the Host header: `HOST`, or `HOST:PORT`.
     pub authority: String,
-    /// Name or address.
+    /// Host name or IP address, without brackets.
     pub host: String,
-    /// The TCP port.
+    /// TCP port. 80 if the text names none.
     pub port: u16,
-    /// Without a slash at its end; empty mostly.
+    /// Path before `/v1`, without a slash at its end. Mostly empty.
     pub path: String,
-    /// Of a server that has several: requests name it in a header.
+    /// Data-parallel rank, if the server has several. Requests name it in the header `x-data-parallel-rank`.
     pub rank: Option<u32>,
 }
 
-/// No address of a node.
+/// A text is not the address of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{text} is no address of a node: {why}; write it as http://HOST:PORT")]
 pub struct AddressError {
@@ -42,14 +42,14 @@ impl FromStr for Address {
             Some((server, rank)) => {
                 let digits = rank.bytes().all(|byte| byte.is_ascii_digit());
                 let number = rank.parse().ok().filter(|_| digits);
-                (server, Some(number.ok_or_else(|| wrong("what follows # is no number of a rank"))?))
+                (server, Some(number.ok_or_else(|| wrong("the part after # is not the number of a rank"))?))
             }
             None => (text, None),
         };
         let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
         let uri: Uri = with_scheme.parse().map_err(|_| wrong("it cannot be read"))?;
         if uri.scheme_str() != Some("http") {
-            return Err(wrong("only http is spoken to nodes"));
+            return Err(wrong("the router speaks only http to nodes"));
         }
         let authority = uri.authority().ok_or_else(|| wrong("it names no host"))?;
         if authority.as_str().contains('@') {
@@ -74,18 +74,18 @@ impl FromStr for Address {
 }
 
 impl Address {
-    /// Whether both are of one server, be it of several ranks.
+    /// Whether both name the same server, whatever their ranks.
     pub fn is_same_server(&self, other: &Self) -> bool {
         (&self.host, self.port, &self.path) == (&other.host, other.port, &other.path)
     }
 
-    /// The same on another host.
+    /// The same address on another host.
     pub fn at_host(&self, host: IpAddr) -> Self {
         let authority = SocketAddr::new(host, self.port).to_string();
         Self { authority, host: host.to_string(), ..self.clone() }
     }
 
-    /// The same server's, one rank of it.
+    /// The address of one rank of the same server.
     pub fn with_rank(&self, rank: u32) -> Self {
         Self { rank: Some(rank), ..self.clone() }
     }

@@ -1,4 +1,4 @@
-//! What the admin port shows: health, metrics, nodes, the last decisions. Nothing can be changed there.
+//! The pages of the admin port: health, metrics, nodes, the last decisions. They change nothing.
 
 use std::{sync::Arc, time::Instant};
 
@@ -21,10 +21,10 @@ use crate::{
     shared::Shared,
 };
 
-/// Decisions that are shown where nobody says how many.
+/// Decisions that the page shows if its query sets no `limit`.
 const DECISIONS_SHOWN: usize = 100;
 
-/// The pages.
+/// The admin port's pages, by path.
 pub fn pages(shared: Arc<Shared>) -> Router {
     Router::new()
         .route("/health", get(health))

@@ -1,4 +1,4 @@
-//! Has nodes change their roles as the work does: looks at them four times a second, and says what it did and why.
+//! The thread that balances roles. It runs the balancers, by default four times a second, and sends their records to the webhook.
 
 use std::{io, sync::Arc, time::Instant};
 
@@ -7,12 +7,12 @@ use tokio::time::sleep;
 
 use crate::{shared::Shared, webhook::Webhook};
 
-/// The looking thread.
+/// The balancing thread.
 #[derive(Debug)]
 pub struct Balancing(RuntimeThread);
 
 impl Balancing {
-    /// Looks until it is stopped, if the router is to balance. What it does is told to the webhook, if there is one.
+    /// Starts the thread. None if the router does not balance. The webhook, if there is one, gets the balancers' records.
     ///
     /// # Errors
     /// The kernel gives no thread.
@@ -28,7 +28,7 @@ impl Balancing {
                     () = sleep(every) => {}
                 }
                 for record in shared.tick_balance(Instant::now()) {
-                    webhook.iter().for_each(|webhook| webhook.tell(record.clone()));
+                    webhook.iter().for_each(|webhook| webhook.send(record.clone()));
                 }
             }
             webhook.into_iter().for_each(Webhook::stop);
@@ -36,7 +36,7 @@ impl Balancing {
         Ok(Some(Self(thread)))
     }
 
-    /// Looks no more.
+    /// Stops the thread, and with it the webhook.
     pub fn stop(self) {
         self.0.stop();
     }

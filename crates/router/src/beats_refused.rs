@@ -1,32 +1,32 @@
-//! Beats of nodes that do not count, by their reasons.
+//! Counts the nodes' beats that the router refused, by reason.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a beat, or a connection for beats, does not count.
+/// Why the router refused a beat, or a connection for beats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BeatRefused {
-    /// The connection comes from an address that is not in the list.
+    /// The connection comes from an address outside `--ping-allow`.
     Stranger,
-    /// The node that it names is at an address that is not in the list, or at a name.
+    /// The beat names a node whose address is outside `--ping-allow`, or is a host name.
     Address,
-    /// It cannot be read.
+    /// The beat cannot be parsed.
     Malformed,
     /// The peer broke ZeroMQ's protocol, or sent more than a beat may have.
     Protocol,
-    /// There are as many connections as may be.
+    /// The limit of connections was reached.
     Connections,
-    /// There are as many nodes as may be.
+    /// The limit of nodes was reached.
     Nodes,
     /// An operator has removed the node.
     Removed,
-    /// Somebody else has said that the node is for something else.
+    /// Another source than beats gave the node another role or group.
     Differs,
-    /// The node says too often that it has started anew.
+    /// The node's ZeroMQ address or role changed again sooner than an engine restarts.
     TooOften,
 }
 
 impl BeatRefused {
-    /// All of them.
+    /// All reasons, in the order of their counters.
     pub const ALL: [Self; 9] = [
         Self::Stranger,
         Self::Address,
@@ -39,7 +39,7 @@ impl BeatRefused {
         Self::TooOften,
     ];
 
-    /// As in metrics.
+    /// Label `reason` of the metric.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stranger => "stranger",
@@ -55,17 +55,17 @@ impl BeatRefused {
     }
 }
 
-/// How many there were.
+/// Refused beats, by reason.
 #[derive(Debug, Default)]
 pub struct BeatsRefused([AtomicU64; BeatRefused::ALL.len()]);
 
 impl BeatsRefused {
-    /// So many more. Answers whether they are the first ones.
+    /// Counts further beats. Returns whether they are the first of this reason.
     pub(crate) fn add(&self, reason: BeatRefused, more: u64) -> bool {
         self.0[reason as usize].fetch_add(more, Ordering::Relaxed) == 0
     }
 
-    /// How many for this reason.
+    /// Beats that were refused for this reason.
     pub fn of(&self, reason: BeatRefused) -> u64 {
         self.0[reason as usize].load(Ordering::Relaxed)
     }

@@ -4,35 +4,35 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::beats_refused::BeatsRefused;
 
-/// What has happened since the start.
+/// Counts since the start of the router, and a few current values.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// Requests that no node could serve.
     pub refused: AtomicU64,
-    /// Requests that were refused in an overload.
+    /// Requests that were refused because all nodes were overloaded.
     pub shed: AtomicU64,
-    /// Pairs whose prefill node named no blocks: the decode node computes the prompt.
+    /// Pairs whose prefill node handed nothing over, so that the decode node computed the prompt.
     pub not_handed_over: AtomicU64,
-    /// Legs whose client left before the last byte.
+    /// Legs that were dropped before their last byte: the client left, or the other leg of a direct pair failed or ended first.
     pub left: AtomicU64,
-    /// Requests that went to a node of another role, since none of the right one was left.
+    /// Requests that went to a node of another role, because no node of the right role was left.
     pub other_role: AtomicU64,
-    /// Beats of nodes that counted.
+    /// Beats and pings that the router could parse, from nodes inside `--ping-allow`.
     pub beats: AtomicU64,
-    /// Beats, pings and connections for them that did not count.
+    /// Beats, pings and connections for them that the router refused.
     pub beats_refused: BeatsRefused,
-    /// Look-ups of names that failed.
+    /// DNS lookups that failed.
     pub names_failed: AtomicU64,
     /// Whether operators can reach the router over its socket: 1, or 0.
     pub control: AtomicU64,
-    /// Bytes of bodies that are held, and of the ranges and hashes of their contents.
+    /// Bytes of requests in memory: bodies, ranges and hashes of their contents, and answers that the router has read.
     pub body_bytes: AtomicU64,
-    /// Clients' connections that are open.
+    /// Open client connections.
     pub connections: AtomicU64,
 }
 
 impl Counters {
-    /// One more. Answers whether it is the first one.
+    /// Adds one. Returns whether it is the first.
     pub(crate) fn count(counter: &AtomicU64) -> bool {
         counter.fetch_add(1, Ordering::Relaxed) == 0
     }

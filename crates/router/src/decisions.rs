@@ -1,4 +1,4 @@
-//! The last choices, for people who ask why a request went where it went.
+//! Keeps the last choices of nodes, so that operators can see why a request went where it went.
 
 use std::{collections::VecDeque, sync::Arc, time::SystemTime};
 
@@ -6,46 +6,46 @@ use serde_json::{Value, json};
 
 use crate::{ids::RequestId, schedule::Why};
 
-/// Choices that are remembered.
+/// Most choices that are kept.
 pub const DECISIONS_MAX: usize = 1000;
 
-/// Members of a decision that reveal whether somebody has sent the beginning of a prompt before. `why` is one of them, because it
-/// says that a decode node has the prompt and needs no prefill node.
-const TELLS_OF_PREFIXES: [&str; 3] = ["cached_tokens", "prefill", "why"];
+/// Members of a decision that reveal whether somebody has sent the same prefix before. `why` is one of them, because it may say
+/// that a decode node has the prompt and needs no prefill node.
+const REVEAL_PREFIXES: [&str; 3] = ["cached_tokens", "prefill", "why"];
 
-/// One choice.
+/// One choice of nodes, for one attempt at a request.
 #[derive(Debug, Clone)]
 pub struct Decision {
-    /// When it was made.
+    /// When the choice was made.
     pub at: SystemTime,
-    /// Of which request.
+    /// The request's id in logs.
     pub id: RequestId,
-    /// What its client calls it.
+    /// The request's id at its client.
     pub client_id: String,
-    /// The model that it names.
+    /// The model that the request names.
     pub model: Option<String>,
-    /// How often it had been tried before.
+    /// Number of the attempt, from 0.
     pub attempt: u32,
-    /// The node that prefills for another one.
+    /// The prefill node of a pair.
     pub prefill: Option<Arc<str>>,
     /// The node that answers.
     pub node: Arc<str>,
-    /// What led to it.
+    /// Why the scheduler chose these nodes.
     pub why: Why,
     /// Tokens of the prompt, estimated.
     pub prompt_tokens: u64,
-    /// Of them, those that the prefilling node probably has.
+    /// Tokens of the prompt that the prefilling node probably has in its cache.
     pub cached_tokens: u64,
-    /// Nodes that could have prefilled it.
+    /// Nodes that could have prefilled the prompt.
     pub candidates: usize,
 }
 
-/// The last ones.
+/// The last [`DECISIONS_MAX`] choices.
 #[derive(Debug, Default)]
 pub struct Decisions(VecDeque<Decision>);
 
 impl Decisions {
-    /// Remembers one; the oldest goes.
+    /// Keeps a choice, and drops the oldest one if there are too many.
     pub fn push(&mut self, decision: Decision) {
         if self.0.len() == DECISIONS_MAX {
             self.0.pop_front();
@@ -76,7 +76,7 @@ impl Decision {
             "candidates": self.candidates,
         });
         if let (true, Some(members)) = (is_quiet, page.as_object_mut()) {
-            TELLS_OF_PREFIXES.iter().for_each(|name| drop(members.remove(*name)));
+            REVEAL_PREFIXES.iter().for_each(|name| drop(members.remove(*name)));
         }
         page
     }

@@ -1,5 +1,5 @@
-//! The ids that engines get of the router. A client's own id is never sent to an engine nor read: vLLM's P2P NCCL connector takes
-//! addresses from ids, and two clients may use the same one.
+//! Makes the request ids that the router sends to engines. The router neither reads a client's own id nor sends it to an engine.
+//! vLLM's P2P NCCL connector takes addresses from ids, so a client could name hosts there, and two clients may use the same id.
 //!
 //! ```text
 //!   kvlane-0123456789ab-2s-p1        at most 40 characters
@@ -11,17 +11,17 @@
 
 use crate::schedule::Leg;
 
-/// Longest id, but for [`RequestId::p2p_nccl`].
+/// Longest request id, except those of [`RequestId::p2p_nccl`].
 pub const ID_LENGTH_MAX: usize = 40;
 
-/// Names requests: a new one each time.
+/// Source of request ids. Each is new.
 #[derive(Debug)]
 pub struct Ids {
     run: u64,
     next: u64,
 }
 
-/// Names one request of a client, in logs and in answers.
+/// The id of one client's request. Its legs' ids are made of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RequestId {
     run: u64,
@@ -29,12 +29,12 @@ pub struct RequestId {
 }
 
 impl Ids {
-    /// `run` is random, of which 48 bits count.
+    /// `run` is random, and tells this run of the router from others. Its low 48 bits count.
     pub fn new(run: u64) -> Self {
         Self { run: run & 0xffff_ffff_ffff, next: 0 }
     }
 
-    /// The next request's.
+    /// The id of the next request.
     pub fn next_id(&mut self) -> RequestId {
         self.next += 1;
         RequestId { run: self.run, number: self.next }
@@ -42,12 +42,12 @@ impl Ids {
 }
 
 impl RequestId {
-    /// As in logs.
+    /// The id in logs, in `/decisions`, and in answers to clients that sent none.
     pub fn name(self) -> String {
         format!("kvlane-{:012x}-{}", self.run, base36(self.number))
     }
 
-    /// What the engine of this leg gets at this attempt.
+    /// The id that the engine of this leg gets at this attempt.
     pub fn of_leg(self, leg: Leg, attempt: u32) -> String {
         let letter = match leg {
             Leg::Whole => 'w',
@@ -63,8 +63,8 @@ impl RequestId {
         format!("{}-{:032x}", self.of_leg(Leg::Whole, attempt), u128::from_ne_bytes(random))
     }
 
-    /// What both engines of a P2P NCCL pair get, which find each other by it (vLLM's P2pNcclConnector up to 0.23): the addresses
-    /// of their ZeroMQ sockets, then a name of its own for each attempt.
+    /// The id that both engines of a P2P NCCL pair get, and find each other by (vLLM's P2pNcclConnector up to 0.23). It has the
+    /// addresses of their ZeroMQ sockets, then a name that is new at each attempt.
     pub fn p2p_nccl(self, prefill: &str, decode: &str, attempt: u32) -> String {
         let name = self.of_leg(Leg::Whole, attempt);
         format!("___prefill_addr_{prefill}___decode_addr_{decode}_{name}")

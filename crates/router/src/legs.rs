@@ -1,13 +1,26 @@
-//! What each leg of a request says: the prefill leg computes the prompt and one token, the decode leg gets what the prefill node
-//! answered.
+//! Builds the body of each leg of a request. Pure.
+//!
+//! A leg is a request of the router to one engine. A client's request has one leg, or two if it is split:
+//!
+//! ```text
+//!   one leg        whole    the client's body
+//!   by answer      prefill  the prompt and one token  --> answers kv_transfer_params: where the blocks are
+//!                  decode   the client's body, with these kv_transfer_params
+//!   by request id  prefill  the prompt and one token      the id has both engines' addresses
+//!                  decode   the client's body             the same id
+//!   direct         prefill  the prompt and one token, with the hand-off's id                 both at once
+//!                  decode   the client's body, with this id and the prefill engine's address
+//! ```
+//! - A request stays in one leg if two engines cannot serve it: [`unsplittable_at`] says why.
+//! - Only the router sets `kv_transfer_params`: [`reserved`] finds requests in which the client did.
 
 use std::borrow::Cow;
 
 use serde::Deserialize;
 
-use crate::body::{Change, Edited, Scan, edit, find_member};
+use crate::body::{BodyChange, Edited, Scan, edit, find_member};
 
-/// The member in which engines say where a prompt's blocks are: vLLM's name for it.
+/// The member in which engines say where a prompt's blocks are. The name is vLLM's.
 pub const TRANSFER: &str = "kv_transfer_params";
 
 /// Members from which vLLM takes hosts and blocks. vLLM also takes them out of [`EXTRA`], which it merges with them.
@@ -37,12 +50,12 @@ impl Reserved {
     }
 }
 
-/// The prefill leg's transfer: vLLM's connectors for two engines ask for exactly these (NixlConnector reads them all).
+/// `kv_transfer_params` of a prefill leg. vLLM's P/D connectors require exactly these members; NixlConnector reads all of them.
 const PREFILL_TRANSFER: &str = r#"{"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}"#;
 
-/// What has a meaning for the answer only, or is refused together with one token of it: `min_tokens` above `max_tokens`,
-/// `stream_options` without `stream`, several answers.
-const OF_THE_ANSWER: [&str; 8] = [
+/// Members that a prefill leg leaves out. They concern only the answer, or vLLM refuses them beside `max_tokens` 1: `min_tokens`
+/// above `max_tokens`, `stream_options` without `stream`, several answers.
+const ANSWER_MEMBERS: [&str; 8] = [
     "stream",
     "stream_options",
     "min_tokens",
@@ -52,9 +65,9 @@ const OF_THE_ANSWER: [&str; 8] = [
     "top_logprobs",
     "max_completion_tokens",
 ];
-/// Members of a request to `/v1/responses` that a prefill leg leaves out.
-const OF_A_RESPONSE: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
-/// Tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
+/// The same of a request to `/v1/responses`.
+const RESPONSE_MEMBERS: [&str; 4] = ["stream", "stream_options", "include", "top_logprobs"];
+/// Types of tools that the client runs. vLLM runs all others itself, and computes a further prompt with their results.
 const CLIENT_TOOLS: [&str; 3] = ["function", "custom", "namespace"];
 /// Longest `tools` and `thinking` that the router searches. Searching more would delay other clients.
 const TOOLS_BYTES_MAX: usize = 256 << 10;
@@ -74,7 +87,7 @@ pub enum Api {
 }
 
 impl Api {
-    /// The interface of a path. None: requests to this path cannot be split.
+    /// The interface that a path belongs to. None: requests to this path cannot be split.
     pub fn of(path: &str) -> Option<Self> {
         match path {
             "/v1/completions" => Some(Self::Completions),
@@ -86,21 +99,21 @@ impl Api {
     }
 }
 
-/// Space at the beginning of an array that is searched for its first element.
+/// Bytes at the beginning of an array that are searched for its first element.
 const SPACE_BYTES_MAX: usize = 1 << 10;
 
-/// Why a request cannot be served by two nodes.
+/// Why a request goes to one node and is not split into a prefill and a decode leg.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stays {
-    /// It asks for the prompt's log-probabilities: vLLM keeps such a request from its prefix cache.
+pub enum Unsplittable {
+    /// The request asks for log-probabilities of its prompt. vLLM computes such a prompt without its prefix cache.
     PromptLogprobs,
-    /// It has several prompts, of which each would have blocks of its own.
+    /// The request has several prompts, each with blocks of its own.
     ManyPrompts,
-    /// It searches with several beams, which share blocks.
+    /// The request searches with several beams, which share blocks.
     BeamSearch,
-    /// Its prompt is not text and not tokens.
+    /// The prompt is neither text nor tokens.
     Embeddings,
-    /// The prompt continues an answer that one engine stores.
+    /// The prompt continues an answer that only one engine stores.
     StoredAnswer,
     /// The engine answers before it has computed anything.
     Background,
@@ -122,39 +135,39 @@ pub fn reserved(scan: &Scan<'_>) -> Option<Reserved> {
     Some(Reserved::Transfer(format!("{EXTRA}.{found}")))
 }
 
-/// Why this request has to stay on one node, if it has to.
-pub fn stays(scan: &Scan<'_>) -> Option<Stays> {
+/// Why a request cannot be split, whatever its interface. None if it can.
+pub fn unsplittable(scan: &Scan<'_>) -> Option<Unsplittable> {
     let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null");
     if is_given("prompt_logprobs") || scan.is_true("echo") && is_given("logprobs") {
-        Some(Stays::PromptLogprobs)
+        Some(Unsplittable::PromptLogprobs)
     } else if is_given("prompt_embeds") {
-        Some(Stays::Embeddings)
+        Some(Unsplittable::Embeddings)
     } else if scan.is_true("use_beam_search") {
-        Some(Stays::BeamSearch)
+        Some(Unsplittable::BeamSearch)
     } else if has_many_prompts(scan) {
-        Some(Stays::ManyPrompts)
+        Some(Unsplittable::ManyPrompts)
     } else {
         None
     }
 }
 
-/// Why a request to this interface goes to one node; None if it can be split.
-pub fn stays_at(api: Api, scan: &Scan<'_>) -> Option<Stays> {
+/// Why a request to this interface cannot be split. None if it can.
+pub fn unsplittable_at(api: Api, scan: &Scan<'_>) -> Option<Unsplittable> {
     let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null");
     if api == Api::Responses {
         if is_given("previous_response_id") {
-            return Some(Stays::StoredAnswer);
+            return Some(Unsplittable::StoredAnswer);
         } else if is_given("background") && scan.raw("background") != Some(b"false") {
-            return Some(Stays::Background);
+            return Some(Unsplittable::Background);
         } else if has_engine_tools(scan) {
-            return Some(Stays::EngineTools);
+            return Some(Unsplittable::EngineTools);
         }
     }
-    stays(scan)
+    unsplittable(scan)
 }
 
-/// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with much white space counts as one, because
-/// no client writes it and searching it takes time.
+/// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with more than [`SPACE_BYTES_MAX`] of white
+/// space counts as one of prompts. No client writes that, and a longer search takes time.
 fn has_many_prompts(scan: &Scan<'_>) -> bool {
     let Some([b'[', inside @ ..]) = scan.raw("prompt") else { return false };
     let searched = &inside[..inside.len().min(SPACE_BYTES_MAX)];
@@ -162,14 +175,14 @@ fn has_many_prompts(scan: &Scan<'_>) -> bool {
     first.map_or(searched.len() < inside.len(), |&first| matches!(first, b'"' | b'['))
 }
 
-/// A member whose `type` decides.
+/// An object of which only the `type` matters.
 #[derive(Deserialize)]
 struct Typed<'a> {
     #[serde(borrow, rename = "type")]
     kind: Cow<'a, str>,
 }
 
-/// Whether `tools` names one that the engine runs. Tools that are malformed or too long count as such.
+/// Whether the engine runs one of the `tools`. Malformed or too long `tools` count as such.
 fn has_engine_tools(scan: &Scan<'_>) -> bool {
     let Some(raw) = scan.raw("tools").filter(|raw| *raw != b"null") else { return false };
     if raw.len() > TOOLS_BYTES_MAX {
@@ -179,92 +192,92 @@ fn has_engine_tools(scan: &Scan<'_>) -> bool {
     tools.map_or(true, |tools| tools.iter().any(|tool| !CLIENT_TOOLS.contains(&&*tool.kind)))
 }
 
-/// The kind of request that a leg sends to its node.
+/// The request that a leg sends to its node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ask {
-    /// The request as it came.
+pub enum LegRequest {
+    /// The client's request, unchanged.
     Whole,
-    /// The prompt and one token, with this JSON as its `kv_transfer_params`.
+    /// The prompt and one token, with this JSON as `kv_transfer_params` if it is given.
     OneToken(Option<String>),
-    /// The request, with this JSON as its `kv_transfer_params`.
-    GoOn(String),
+    /// The client's request, with this JSON as `kv_transfer_params`.
+    WithTransfer(String),
 }
 
-impl Ask {
-    /// The prefill leg of a pair whose prefill node answers where the blocks are.
+impl LegRequest {
+    /// The prefill leg of a pair whose prefill node says in its answer where the blocks are.
     pub fn prefill() -> Self {
         Self::OneToken(Some(PREFILL_TRANSFER.into()))
     }
 
-    /// The prefill leg of a P2P NCCL pair. Its request id holds everything about the transfer.
+    /// The prefill leg of a P2P NCCL pair. Its request id says everything about the transfer.
     pub fn prefill_by_id() -> Self {
         Self::OneToken(None)
     }
 
-    /// Both legs of a pair that work at the same time. `handoff` is the hand-off's id, `peer` the address at which the prefill
-    /// node hands over. Neither contains a character that JSON escapes.
+    /// The prefill and the decode leg of a direct pair, which run at the same time. `handoff` is the hand-off's id, `peer` the
+    /// address at which the prefill node offers its blocks. Neither contains a character that JSON escapes.
     pub fn direct(handoff: &str, peer: &str) -> (Self, Self) {
         let prefill = format!(
             r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
         );
-        let goes_on = format!(
+        let decode = format!(
             r#"{{"do_remote_decode": false, "do_remote_prefill": true, "kvlane": {{"handoff": "{handoff}", "peer": "{peer}"}}}}"#
         );
-        (Self::OneToken(Some(prefill)), Self::GoOn(goes_on))
+        (Self::OneToken(Some(prefill)), Self::WithTransfer(decode))
     }
 }
 
-/// The body of a leg with this id. None: the client's own bytes.
+/// The body of a leg whose request id is `id`. None: the leg sends the client's body as it is.
 ///
-/// vLLM takes the id of a request to `/v1/responses` from the body, not from a header, and finds stored answers only by ids that
+/// vLLM takes the id of a request to `/v1/responses` from the body, not from a header. It finds stored answers only by ids that
 /// begin with `resp_`.
-pub fn body<'b>(api: Option<Api>, scan: &Scan<'b>, ask: &Ask, id: &str) -> Option<Edited<'b>> {
+pub fn body<'b>(api: Option<Api>, scan: &Scan<'b>, request: &LegRequest, id: &str) -> Option<Edited<'b>> {
     let response_id = (api == Some(Api::Responses)).then(|| format!("\"resp_{id}\""));
-    let mut changes = match (ask, api) {
-        (Ask::Whole | Ask::GoOn(_), _) => Vec::new(),
-        (Ask::OneToken(_), Some(Api::Responses)) => one_token_of_a_response(),
-        (Ask::OneToken(_), Some(Api::Messages)) => one_token_of_a_message(scan),
-        (Ask::OneToken(_), _) => one_token(scan),
+    let mut changes = match (request, api) {
+        (LegRequest::Whole | LegRequest::WithTransfer(_), _) => Vec::new(),
+        (LegRequest::OneToken(_), Some(Api::Responses)) => one_token_of_a_response(),
+        (LegRequest::OneToken(_), Some(Api::Messages)) => one_token_of_a_message(scan),
+        (LegRequest::OneToken(_), _) => one_token(scan),
     };
-    if let Ask::OneToken(Some(transfer)) | Ask::GoOn(transfer) = ask {
-        changes.push(Change::Set(TRANSFER, transfer));
+    if let LegRequest::OneToken(Some(transfer)) | LegRequest::WithTransfer(transfer) = request {
+        changes.push(BodyChange::Set(TRANSFER, transfer));
     }
-    changes.extend(response_id.as_deref().map(|id| Change::Set("request_id", id)));
+    changes.extend(response_id.as_deref().map(|id| BodyChange::Set("request_id", id)));
     (!changes.is_empty()).then(|| edit(scan, &changes))
 }
 
-fn one_token(scan: &Scan<'_>) -> Vec<Change<'static>> {
-    let mut changes: Vec<_> = OF_THE_ANSWER
+fn one_token(scan: &Scan<'_>) -> Vec<BodyChange<'static>> {
+    let mut changes: Vec<_> = ANSWER_MEMBERS
         .into_iter()
         .map(|name| match (name, scan.member(name)) {
-            ("max_completion_tokens", Some(_)) => Change::Set(name, "1"),
-            _ => Change::Remove(name),
+            ("max_completion_tokens", Some(_)) => BodyChange::Set(name, "1"),
+            _ => BodyChange::Remove(name),
         })
         .collect();
-    changes.push(Change::Set("max_tokens", "1"));
+    changes.push(BodyChange::Set("max_tokens", "1"));
     changes
 }
 
-fn one_token_of_a_response() -> Vec<Change<'static>> {
-    let mut changes: Vec<_> = OF_A_RESPONSE.into_iter().map(Change::Remove).collect();
+fn one_token_of_a_response() -> Vec<BodyChange<'static>> {
+    let mut changes: Vec<_> = RESPONSE_MEMBERS.into_iter().map(BodyChange::Remove).collect();
     // The decode node, not the prefill node, stores the answer.
-    changes.extend([Change::Set("max_output_tokens", "1"), Change::Set("store", "false")]);
+    changes.extend([BodyChange::Set("max_output_tokens", "1"), BodyChange::Set("store", "false")]);
     changes
 }
 
-fn one_token_of_a_message(scan: &Scan<'_>) -> Vec<Change<'static>> {
-    let mut changes = vec![Change::Remove("stream"), Change::Set("max_tokens", "1")];
+fn one_token_of_a_message(scan: &Scan<'_>) -> Vec<BodyChange<'static>> {
+    let mut changes = vec![BodyChange::Remove("stream"), BodyChange::Set("max_tokens", "1")];
     // vLLM requires the token budget for thinking to be below `max_tokens`. The budget does not change the prompt; disabled
     // thinking does.
     let raw = scan.raw("thinking").filter(|raw| raw.len() <= THINKING_BYTES_MAX);
     let thinking = raw.and_then(|raw| serde_json::from_slice::<Typed<'_>>(raw).ok());
     if thinking.is_some_and(|thinking| thinking.kind == "enabled") {
-        changes.push(Change::Remove("thinking"));
+        changes.push(BodyChange::Remove("thinking"));
     }
     changes
 }
 
-/// What the prefill node answered for the decode node, as it stands in its answer; `None` if it answered nothing for it.
-pub fn handed_over<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
+/// The `kv_transfer_params` in a prefill node's answer: raw JSON for the decode leg. None if the node handed nothing over.
+pub fn transfer_params<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
     answer.raw(TRANSFER).filter(|value| value.first() == Some(&b'{'))
 }

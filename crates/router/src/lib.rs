@@ -1,25 +1,33 @@
-//! What `kvlane route` is made of: one OpenAI endpoint before prefill and decode engines.
+//! `kvlane route`: one OpenAI endpoint in front of vLLM's prefill and decode engines.
 //!
-//! - [`address`]: where a node is reached.
-//! - [`admin`]: what operators see.
-//! - [`answers`]: where engines' answers end. Pure.
-//! - [`balance`]: which nodes prefill and which decode, as the work changes. Pure.
-//! - [`balancing`]: has nodes change their roles.
-//! - [`beats_refused`]: nodes' beats that do not count.
-//! - [`body`]: request bodies, which are scanned and not parsed into trees.
-//! - [`counters`]: what has happened since the start.
-//! - [`decisions`]: the last choices.
-//! - [`ids`]: what engines get as a request's id.
-//! - [`knowledge`]: what nodes have of prompts, by what their engines tell.
-//! - [`legs`]: what a prefill node and a decode node are asked.
-//! - [`loads`]: asks nodes how much they have to do.
-//! - [`members`]: which nodes there are, and whether they answer.
-//! - [`metrics`]: what Prometheus reads.
-//! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
+//! A *node* is an engine's HTTP server, or one data-parallel rank of it. A *leg* is a request of the router to one node: a
+//! client's request has one leg, or a prefill leg and a decode leg.
+//!
+//! A request's way:
+//! - [`proxy`]: accepts requests over HTTP, sends their legs to nodes, and streams the answers back.
+//! - [`body`]: scans request bodies without parsing them into trees. Pure.
+//! - [`schedule`]: chooses the nodes of a request, by prefix and load. Pure.
+//! - [`legs`]: builds the body of each leg. Pure.
+//! - [`ids`]: makes the request ids that engines get. Pure.
+//! - [`answers`]: finds where an engine's answer ends. Pure.
+//!
+//! The nodes:
+//! - [`members`]: keeps the list of nodes, and probes them.
+//! - [`address`]: the address of a node.
+//! - [`loads`]: polls the nodes' own load metrics.
+//! - [`knowledge`]: tracks which blocks of prompts each node holds, by its engine's KV events.
+//! - [`balance`]: decides which nodes prefill and which decode, as the work changes. Pure.
+//! - [`balancing`]: the thread that runs [`balance`].
+//!
+//! For operators:
+//! - [`admin`]: the pages of the admin port.
+//! - [`metrics`]: the page that Prometheus reads.
+//! - [`counters`], [`beats_refused`]: counts since the start.
+//! - [`decisions`]: the last choices of nodes.
 //! - [`role_records`]: the last changes of roles.
-//! - [`schedule`]: which nodes a request goes to. Pure.
-//! - [`shared`]: the state that the threads share.
-//! - [`webhook`]: tells an operator's program what the balancer did.
+//! - [`webhook`]: POSTs the balancer's records to an operator's program.
+//!
+//! [`shared`] holds the state that the threads share.
 #![forbid(unsafe_code)]
 
 pub mod address;

@@ -1,7 +1,8 @@
-//! Reads what nodes themselves say of their load: `GET /metrics` of vLLM's server, every two seconds.
+//! Polls the nodes' own load metrics: `GET /metrics` of vLLM's server, every two seconds.
 //!
-//! Own counters are exact and at once; what is read here only adds what others than this router send to a node. No oftener than
-//! probes come: engines have become unresponsive by being asked for their metrics too often.
+//! The router's own counters are exact and immediate. The nodes' metrics only add the requests that others than this router send
+//! to them. The router polls no more often than it probes, because engines have become unresponsive when their metrics were
+//! polled too often.
 
 use std::{
     collections::HashMap,
@@ -25,16 +26,16 @@ use crate::{
     shared::Shared,
 };
 
-/// Between two questions to a node.
+/// Time between two polls of a node.
 const PERIOD: Duration = Duration::from_secs(2);
-/// Periods without an answer after which the last one counts no more.
+/// Failed polls in a row after which the last answer no longer counts.
 const MISSES_MAX: u32 = 3;
-/// No node has more requests.
+/// Larger counts of requests are absurd, and are cut to this.
 const REQUESTS_MAX: u64 = 1 << 32;
-/// Longest page of metrics.
+/// Longest page of metrics that the router reads.
 const BYTES_MAX: usize = 4 << 20;
 
-/// The asking thread.
+/// The polling thread.
 #[derive(Debug)]
 pub struct Loads(RuntimeThread);
 
@@ -47,42 +48,42 @@ enum LoadError {
     NotThere,
 }
 
-/// What a node has counted since its start.
+/// A node's totals since its engine started. None if its page lacks them.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Counted {
+pub struct EngineTotals {
     preemptions: Option<f64>,
     steps: Option<f64>,
     tokens: Option<f64>,
 }
 
-impl Counted {
-    /// Preemptions a second and tokens a step (0 without one), since `before`, so many seconds ago. None of what is not told, and of a node that
-    /// has started anew.
+impl EngineTotals {
+    /// Preemptions a second, and tokens a step (0 without a step), since `before`, which was so many seconds ago. None of totals
+    /// that a page lacks, or that an engine's restart has reset.
     fn since(&self, before: &Self, seconds: f64) -> (Option<f64>, Option<f64>) {
         let grown = |now: Option<f64>, then: Option<f64>| Some(now? - then?).filter(|grown| *grown >= 0.0);
         let preempted = grown(self.preemptions, before.preemptions).map(|count| count / seconds.max(1e-3));
         let steps = grown(self.steps, before.steps);
-        // Who has made no step has used nothing of its budget.
+        // No steps: none of the token budget was used.
         let mean = |(tokens, steps): (f64, f64)| if steps > 0.0 { tokens / steps } else { 0.0 };
         (preempted, grown(self.tokens, before.tokens).zip(steps).map(mean))
     }
 }
 
-/// What a page of metrics in Prometheus' text format says, summed over the engines that it lists. None if it says nothing of it.
-/// Of a server with several data-parallel ranks, only what it says of `rank`, if one is given.
-pub fn read(page: &str, rank: Option<u32>) -> Option<(Reported, Counted)> {
+/// Reads a page of metrics in Prometheus' text format. Counts are summed over the engines that it lists; the used part of the
+/// cache is the largest of theirs. None if it has no count of requests. With `rank`, only this data-parallel rank counts.
+pub fn read(page: &str, rank: Option<u32>) -> Option<(Reported, EngineTotals)> {
     let label = rank.map(|rank| format!("engine=\"{rank}\""));
     let mut found = None;
-    let (mut reported, mut counted) = (Reported::default(), Counted::default());
+    let (mut reported, mut totals) = (Reported::default(), EngineTotals::default());
     let is_of_rank = |line: &&str| label.as_ref().is_none_or(|label| line.contains(label.as_str()));
     for line in page.lines().filter(|line| line.starts_with("vllm:")).filter(is_of_rank) {
         let name = line.split(['{', ' ']).next().unwrap_or_default();
-        // Behind the labels, which may hold spaces and brackets; a time may follow.
+        // The value stands behind the labels, which may contain spaces and brackets. A time may follow it.
         let rest = line.rsplit_once('}').map_or(&line[name.len()..], |(_, rest)| rest);
         let Some(value) = rest.split_whitespace().next().and_then(|value| value.parse::<f64>().ok()) else {
             continue;
         };
-        // Not a number and less than nothing become 0.
+        // NaN and negative values become 0.
         let count = (value as u64).min(REQUESTS_MAX);
         match name {
             "vllm:num_requests_running" | "vllm:num_requests_waiting" => {
@@ -97,39 +98,39 @@ pub fn read(page: &str, rank: Option<u32>) -> Option<(Reported, Counted)> {
                 reported.cache_percent = Some(reported.cache_percent.unwrap_or(0).max(percent));
             }
             "vllm:num_preemptions_total" => {
-                counted.preemptions = Some(counted.preemptions.unwrap_or(0.0) + value)
+                totals.preemptions = Some(totals.preemptions.unwrap_or(0.0) + value)
             }
-            "vllm:iteration_tokens_total_sum" => counted.tokens = Some(counted.tokens.unwrap_or(0.0) + value),
-            "vllm:iteration_tokens_total_count" => counted.steps = Some(counted.steps.unwrap_or(0.0) + value),
+            "vllm:iteration_tokens_total_sum" => totals.tokens = Some(totals.tokens.unwrap_or(0.0) + value),
+            "vllm:iteration_tokens_total_count" => totals.steps = Some(totals.steps.unwrap_or(0.0) + value),
             _ => {}
         }
     }
-    found.map(|()| (reported, counted))
+    found.map(|()| (reported, totals))
 }
 
 impl Loads {
-    /// Asks all nodes that there are, and those that join later, until it is stopped.
+    /// Polls all nodes, also those that join later, until it is stopped.
     ///
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
         let shared = Arc::clone(shared);
-        Ok(Self(RuntimeThread::start("kvlane-loads", move || async move { follow(&shared).await })?))
+        Ok(Self(RuntimeThread::start("kvlane-loads", move || async move { poll_all(&shared).await })?))
     }
 
-    /// Asks no more.
+    /// Stops the thread, also in the middle of a poll.
     pub fn stop(self) {
         self.0.stop();
     }
 }
 
-async fn follow(shared: &Arc<Shared>) {
-    let mut asking: HashMap<NodeId, Task<()>> = HashMap::new();
+async fn poll_all(shared: &Arc<Shared>) {
+    let mut polls: HashMap<NodeId, Task<()>> = HashMap::new();
     let mut period = interval(PERIOD / 4);
     loop {
         period.tick().await;
         let there: HashMap<NodeId, Arc<Address>> = shared.addresses().into_iter().collect();
-        asking.retain(|id, task| {
+        polls.retain(|id, task| {
             let stays = there.contains_key(id);
             if !stays {
                 task.abort();
@@ -137,26 +138,27 @@ async fn follow(shared: &Arc<Shared>) {
             stays
         });
         for (id, address) in there {
-            asking.entry(id).or_insert_with(|| tokio::spawn(ask_for_ever(Arc::clone(shared), id, address)));
+            polls.entry(id).or_insert_with(|| tokio::spawn(poll_node(Arc::clone(shared), id, address)));
         }
     }
 }
 
-async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
+/// Polls one node. Runs forever.
+async fn poll_node(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
     let mut period = interval(PERIOD);
     period.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut misses, mut is_said) = (0, false);
-    let mut before: Option<(Counted, Instant)> = None;
+    let (mut misses, mut is_logged) = (0, false);
+    let mut before: Option<(EngineTotals, Instant)> = None;
     loop {
         period.tick().await;
         let own_before = shared.own_requests(id);
-        match told_by(&address).await {
-            Ok(((mut reported, counted), pool)) => {
+        match fetch(&address).await {
+            Ok(((mut reported, totals), pool)) => {
                 misses = 0;
                 shared.observe_pool(id, pool.as_deref());
-                if let Some((before, at)) = before.replace((counted, Instant::now())) {
+                if let Some((before, at)) = before.replace((totals, Instant::now())) {
                     (reported.preempted, reported.step_tokens) =
-                        counted.since(&before, at.elapsed().as_secs_f64());
+                        totals.since(&before, at.elapsed().as_secs_f64());
                 }
                 shared.observe_load(id, Some((reported, own_before)));
             }
@@ -165,12 +167,13 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
                 if misses == MISSES_MAX {
                     shared.observe_load(id, None);
                 }
-                if misses >= MISSES_MAX && !is_said {
-                    is_said = true;
+                if misses >= MISSES_MAX && !is_logged {
+                    is_logged = true;
                     tracing::warn!(
+                        once = true,
                         node = %address,
                         %error,
-                        "a node's own metrics cannot be read: what others send to it does not count. Said once"
+                        "cannot read the node's metrics: requests that others send to it do not count"
                     );
                 }
             }
@@ -178,12 +181,12 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
     }
 }
 
-/// What a node's page of metrics says: of its load, and of its pool.
-async fn told_by(address: &Address) -> Result<((Reported, Counted), Option<String>), LoadError> {
+/// Fetches a node's metrics: its load, and its pool.
+async fn fetch(address: &Address) -> Result<((Reported, EngineTotals), Option<String>), LoadError> {
     let page = node_page::get(address, "/metrics", BYTES_MAX).await?;
     let page = String::from_utf8_lossy(&page.body);
-    let told = read(&page, address.rank).ok_or(LoadError::NotThere)?;
-    Ok((told, pool_of(&page, address.rank)))
+    let load = read(&page, address.rank).ok_or(LoadError::NotThere)?;
+    Ok((load, pool_of(&page, address.rank)))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The table of the router's metrics, but for those of requests (`request_rows`), and the page with all of them.
+//! The table of the router's metrics, except those of requests (`request_rows`), and the page that Prometheus reads.
 
 use std::sync::atomic::Ordering;
 
@@ -27,7 +27,7 @@ pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     own.chain(PROCESS_METRICS.iter().map(|row| &row.metric))
 }
 
-/// The page that Prometheus reads.
+/// The page that Prometheus reads. Removes the request metrics of nodes that are gone.
 pub(crate) fn page(shared: &Shared) -> String {
     let mut page = String::new();
     shared.requests.prune(|node| shared.has_node(node));
@@ -39,31 +39,31 @@ pub(crate) fn page(shared: &Shared) -> String {
 
 /// All metrics but those of [requests](request_rows).
 const METRICS: &[Row<Shared>] = &[
-    total("kvlane_route_refused_total", Counter, "Requests that no node was there for.", |shared| {
+    total("kvlane_route_refused_total", Counter, "Requests that no node could serve.", |shared| {
         shared.counters.refused.load(Ordering::Relaxed)
     }),
     total(
         "kvlane_route_shed_total",
         Counter,
-        "Requests that were refused with 429, since all engines were overloaded.",
+        "Requests that were refused with 429, because all engines were overloaded.",
         |shared| shared.counters.shed.load(Ordering::Relaxed),
     ),
     total(
         "kvlane_route_not_handed_over_total",
         Counter,
-        "Requests whose prefill node named nothing for the decode node, which then computes the prompt again.",
+        "Requests whose prefill node handed nothing over, so that the decode node computed the prompt again.",
         |shared| shared.counters.not_handed_over.load(Ordering::Relaxed),
     ),
     total(
         "kvlane_route_left_total",
         Counter,
-        "Legs that were cut short: their client left, or the other leg of a direct pair failed.",
+        "Legs that were cut short: their client left, or the other leg of a direct pair failed or ended first.",
         |shared| shared.counters.left.load(Ordering::Relaxed),
     ),
     total(
         "kvlane_route_other_role_total",
         Counter,
-        "Requests that went to a node of another role, since none of the right one was left.",
+        "Requests that went to a node of another role, because no node of the right role was left.",
         |shared| shared.counters.other_role.load(Ordering::Relaxed),
     ),
     total("kvlane_route_beats_total", Counter, "Beats and pings of nodes.", |shared| {
@@ -73,7 +73,7 @@ const METRICS: &[Row<Shared>] = &[
         "kvlane_route_beats_refused_total",
         Counter,
         "reason",
-        "Beats and pings, and connections for them, that do not count.",
+        "Beats and pings, and connections for them, that were refused.",
         |shared| {
             let row = |reason: BeatRefused| {
                 (vec![reason.name().to_owned()], shared.counters.beats_refused.of(reason) as f64)
@@ -84,7 +84,7 @@ const METRICS: &[Row<Shared>] = &[
     total(
         "kvlane_route_names_failed_total",
         Counter,
-        "Look-ups of names that failed; their nodes stay as they were.",
+        "DNS lookups that failed; their nodes stay as they were.",
         |shared| shared.counters.names_failed.load(Ordering::Relaxed),
     ),
     total(
@@ -96,10 +96,10 @@ const METRICS: &[Row<Shared>] = &[
     total(
         "kvlane_route_body_bytes",
         Gauge,
-        "Bytes of requests that are held: bodies, what the router knows of them, and answers of prefill engines.",
+        "Bytes of requests in memory: bodies, ranges and hashes of their contents, and answers of prefill engines.",
         |shared| shared.counters.body_bytes.load(Ordering::Relaxed),
     ),
-    total("kvlane_route_connections", Gauge, "Clients' connections that are open.", |shared| {
+    total("kvlane_route_connections", Gauge, "Open client connections.", |shared| {
         shared.counters.connections.load(Ordering::Relaxed)
     }),
     total(
@@ -118,14 +118,14 @@ const METRICS: &[Row<Shared>] = &[
         "kvlane_route_node_open",
         Gauge,
         NODE,
-        "Whether the node is left alone since it failed: 1, or 0.",
+        "Whether the node gets no requests because it failed: 1, or 0.",
         |shared| of_nodes(shared, |node| u64::from(node.breaker.is_open())),
     ),
     each(
         "kvlane_route_node_hand_offs_stopped",
         Gauge,
         NODE,
-        "Whether prompts go to decode nodes alone, since this prefill node handed nothing over: 1, or 0.",
+        "Whether prompts go to decode nodes alone, because this prefill node handed nothing over: 1, or 0.",
         |shared| of_nodes(shared, |node| u64::from(node.pairing.is_stopped())),
     ),
     each("kvlane_route_node_requests", Gauge, NODE, "Requests of this router that the node has.", |shared| {
@@ -135,7 +135,7 @@ const METRICS: &[Row<Shared>] = &[
         "kvlane_route_node_prefill_tokens",
         Gauge,
         NODE,
-        "Tokens of them that are still to be prefilled, estimated.",
+        "Tokens of these requests that are still to be prefilled, estimated.",
         |shared| of_nodes(shared, |node| node.load.own_tokens),
     ),
     each(
@@ -177,36 +177,36 @@ const METRICS: &[Row<Shared>] = &[
         "kvlane_route_node_blocks_stored_total",
         Counter,
         NODE,
-        "Blocks that the node's engine said it has stored.",
-        |shared| told(shared, |status| status.blocks.stored),
+        "Blocks that the node's engine reported as stored.",
+        |shared| of_statuses(shared, |status| status.blocks.stored),
     ),
     each(
         "kvlane_route_node_blocks_removed_total",
         Counter,
         NODE,
-        "Blocks that the node's engine said are gone.",
-        |shared| told(shared, |status| status.blocks.removed),
+        "Blocks that the node's engine reported as removed.",
+        |shared| of_statuses(shared, |status| status.blocks.removed),
     ),
     each(
         "kvlane_route_node_blocks_unattached_total",
         Counter,
         NODE,
-        "Stored blocks that were not taken in, since what comes before them is not known.",
-        |shared| told(shared, |status| status.blocks.unattached),
+        "Stored blocks that the router ignored, because it does not know the block before them.",
+        |shared| of_statuses(shared, |status| status.blocks.unattached),
     ),
     each(
         "kvlane_route_node_restarts_total",
         Counter,
         NODE,
-        "Times that the node's engine began anew, as its events show.",
-        |shared| told(shared, |status| status.restarts),
+        "Restarts of the node's engine, as its events show.",
+        |shared| of_statuses(shared, |status| status.restarts),
     ),
     each(
         "kvlane_route_node_events_lost_total",
         Counter,
         NODE,
-        "Times that events of the node were lost, and all that was known of it was forgotten.",
-        |shared| told(shared, |status| status.gaps),
+        "Times that events of the node were lost, and the router forgot all its blocks.",
+        |shared| of_statuses(shared, |status| status.gaps),
     ),
     each(
         "kvlane_route_knowledge_fallbacks_total",
@@ -277,7 +277,7 @@ const METRICS: &[Row<Shared>] = &[
             shared.with_balance(|_, records| rows(records)).unwrap_or_default()
         },
     ),
-    total("kvlane_route_blocks_bytes", Gauge, "Memory of what engines told of their blocks.", |shared| {
+    total("kvlane_route_blocks_bytes", Gauge, "Memory of the blocks that engines reported.", |shared| {
         shared.knowledge.blocks_bytes() as u64
     }),
 ];
@@ -292,21 +292,21 @@ fn group_labels(group: &Group, last: &str) -> Labels {
     vec![name.to_string(), (*connector).to_owned(), model.to_string(), last.to_owned()]
 }
 
-/// A number of each node.
+/// A row for each node, with this number of it.
 fn of_nodes(shared: &Shared, number: fn(&Node) -> u64) -> Vec<(Labels, f64)> {
     shared.with_scheduler(|scheduler| {
         scheduler.nodes().map(|(_, node)| (labels(node), number(node) as f64)).collect()
     })
 }
 
-/// What is known of each node's prefixes, with its labels.
+/// Each node's labels, and how well the router knows its prefixes.
 fn statuses(shared: &Shared) -> Vec<(Labels, Status)> {
     let all: Vec<_> =
         shared.with_scheduler(|scheduler| scheduler.nodes().map(|(id, node)| (id, labels(node))).collect());
     all.into_iter().map(|(id, labels)| (labels, shared.knowledge.status(id))).collect()
 }
 
-/// A number of what each node's engine told of its blocks.
-fn told(shared: &Shared, number: fn(&Status) -> u64) -> Vec<(Labels, f64)> {
+/// A row for each node, with this number of its engine's events.
+fn of_statuses(shared: &Shared, number: fn(&Status) -> u64) -> Vec<(Labels, f64)> {
     statuses(shared).into_iter().map(|(labels, status)| (labels, number(&status) as f64)).collect()
 }

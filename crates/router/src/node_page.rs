@@ -1,4 +1,4 @@
-//! GETs a page of a node's server: one connection and one request, within two seconds.
+//! Fetches a page of a node's server: one connection and one GET, within two seconds.
 
 use std::{io, net::SocketAddr, time::Duration};
 
@@ -37,17 +37,17 @@ pub(crate) enum PageError {
     Length { path: &'static str, bytes_max: usize },
 }
 
-/// GETs the page at this path of a node, of at most so many bytes.
+/// Fetches the page at this path of a node. A page of more than `bytes_max` is an error.
 pub(crate) async fn get(
     address: &Address,
     path: &'static str,
     bytes_max: usize,
 ) -> Result<NodePage, PageError> {
-    let asked = timeout(PATIENCE, ask(address, path, bytes_max)).await;
-    asked.unwrap_or(Err(PageError::Late))
+    let fetched = timeout(PATIENCE, fetch(address, path, bytes_max)).await;
+    fetched.unwrap_or(Err(PageError::Late))
 }
 
-async fn ask(address: &Address, path: &'static str, bytes_max: usize) -> Result<NodePage, PageError> {
+async fn fetch(address: &Address, path: &'static str, bytes_max: usize) -> Result<NodePage, PageError> {
     let stream = TcpStream::connect((address.host.as_str(), address.port)).await?;
     let at = stream.peer_addr().ok();
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;

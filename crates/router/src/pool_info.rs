@@ -1,4 +1,4 @@
-//! Which pool an engine shares with others: `vllm:kvlane_pool_info` of its page of metrics.
+//! Reads which pool an engine shares with others, from `vllm:kvlane_pool_info` in its page of metrics.
 
 /// Metric that kvlane's connector sets to 1 for the daemon and the space that its engine uses, and to 0 for former ones.
 const NAME: &str = "vllm:kvlane_pool_info{";
@@ -27,7 +27,7 @@ pub(crate) fn pool_of(page: &str, rank: Option<u32>) -> Option<String> {
     found
 }
 
-/// The value of a label, if it is one of letters and digits.
+/// The value of a label, if it has only letters and digits, and at most [`LABEL_MAX`] of them.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let ahead = format!("{name}=\"");
     let is_whole = |at: &usize| *at == 0 || labels.as_bytes()[at - 1] == b',';

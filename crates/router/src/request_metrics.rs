@@ -1,8 +1,10 @@
 //! Request metrics by route, model and the node that answered.
 //!
-//! A request looks up its series once, when its answer begins, and tokens are counted without a lock. Clients choose paths and
-//! models, so the router bounds the number of series: paths come from a list, a model has its own series only if a node serves
-//! it, and series beyond [`SERIES_MAX`] share one.
+//! A request looks up its series once, when its answer begins, and then counts tokens without a lock. Clients choose paths and
+//! models, so the router bounds the number of series:
+//! - paths come from a list;
+//! - a model has its own series only if a node serves it;
+//! - series beyond [`SERIES_MAX`] share one.
 
 use std::{
     collections::HashMap,
@@ -36,7 +38,7 @@ pub(crate) const STATUSES: [u16; 16] =
 /// Most series of all nodes, models and routes together.
 pub(crate) const SERIES_MAX: usize = 2048;
 
-/// Upper bounds, in microseconds; some of vLLM's own, so that both can be compared.
+/// Upper bounds of buckets, in microseconds. Some are vLLM's own, so that both histograms can be compared.
 const FIRST_TOKEN_BOUNDS_US: &[u64] = &[
     10_000,
     40_000,
@@ -107,16 +109,16 @@ impl Series {
         }
     }
 
-    /// Counts an answer of this status.
+    /// Counts an answer with this status.
     pub(crate) fn answered(&self, status: u16) {
-        let place = STATUSES.iter().position(|known| *known == status).unwrap_or(STATUSES.len());
-        self.by_status[place].fetch_add(1, Ordering::Relaxed);
+        let index = STATUSES.iter().position(|known| *known == status).unwrap_or(STATUSES.len());
+        self.by_status[index].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Statuses that occurred, with their counts.
     pub(crate) fn statuses(&self) -> impl Iterator<Item = (String, u64)> {
-        let counted = |(place, count): (usize, &AtomicU64)| {
-            let name = STATUSES.get(place).map_or_else(|| OTHER.to_owned(), ToString::to_string);
+        let counted = |(index, count): (usize, &AtomicU64)| {
+            let name = STATUSES.get(index).map_or_else(|| OTHER.to_owned(), ToString::to_string);
             Some((name, count.load(Ordering::Relaxed))).filter(|(_, count)| *count > 0)
         };
         self.by_status.iter().enumerate().filter_map(counted)

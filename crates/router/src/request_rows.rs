@@ -66,14 +66,14 @@ pub(crate) const METRICS: &[Row<Shared>] = &[
         "kvlane_route_cached_tokens_total",
         Counter,
         LABELS,
-        "Of them, tokens that the chosen node probably has in its cache.",
+        "Tokens of prompts that the chosen node probably has in its cache.",
         |shared| totals(shared, |series| series.cached_tokens.load(Ordering::Relaxed)),
     ),
     each(
         "kvlane_route_generated_tokens_total",
         Counter,
         LABELS,
-        "Tokens of answers: events of streams, and what other answers say in usage.",
+        "Tokens of answers: events of streams, and the usage member of other answers.",
         |shared| totals(shared, |series| series.generated_tokens.load(Ordering::Relaxed)),
     ),
 ];

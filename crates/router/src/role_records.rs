@@ -1,4 +1,4 @@
-//! The last changes of roles and states, for people who ask why an engine has the role that it has.
+//! Keeps and logs the last changes of roles and states, so that operators can see why an engine has its role.
 
 use std::{collections::VecDeque, sync::Arc, time::SystemTime};
 
@@ -9,10 +9,10 @@ use crate::{
     schedule::{NodeId, Role},
 };
 
-/// Records that are remembered.
+/// Most records that are kept.
 const RECORDS_MAX: usize = 200;
 
-/// Something that was done, or a state that began.
+/// A change of a role, a wish for more or fewer nodes, or a state that began.
 #[derive(Debug, Clone)]
 struct Record {
     at: SystemTime,
@@ -22,37 +22,34 @@ struct Record {
     act: Option<(&'static str, Option<Arc<str>>, Role)>,
 }
 
-/// The last things that were done, for people.
+/// The last [`RECORDS_MAX`] records, and counts since the start.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     records: VecDeque<Record>,
     /// Changes of a node's role.
     pub(crate) turns: u64,
-    /// Times that more nodes, or fewer, were asked for.
+    /// Times that one node more, or one less, was wanted.
     pub(crate) scale_ups: u64,
     pub(crate) scale_downs: u64,
 }
 
 impl Records {
-    /// Remembers and logs what a look has found; answers it as JSON. `name`: of a node.
-    pub(crate) fn note(
-        &mut self,
-        report: &GroupReport,
-        name: impl Fn(NodeId) -> Option<Arc<str>>,
-    ) -> Vec<Value> {
+    /// Logs and keeps the results of one balancing tick. Returns them as JSON. `name` is the name of a node.
+    pub(crate) fn note(&mut self, report: &GroupReport, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
         let mut pages = Vec::new();
         let GroupReport { group, state, scores, is_new, acts, missing } = report;
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
-            tracing::info!(group = &*group.name, model = &*group.model, %prefill, %decode, "the state is {}", state.name());
+            tracing::info!(group = &*group.name, model = &*group.model, state = state.name(), %prefill, %decode, "balance state changed");
             pages.push(self.push(report, None));
         }
         for (role, indicator) in missing {
             tracing::warn!(
+                once = true,
                 group = &*group.name,
                 model = &*group.model,
-                "no {role} engine tells its {indicator}, which has a weight: the others count for it. Said once"
+                "no {role} engine reports its {indicator}, which has a weight: the other indicators count instead"
             );
         }
         for act in acts {
@@ -91,7 +88,7 @@ impl Records {
         page
     }
 
-    /// The last `most`, the newest first.
+    /// The last `most` records as JSON, newest first.
     pub(crate) fn page(&self, most: usize) -> Value {
         self.records.iter().rev().take(most).map(Record::page).collect()
     }
@@ -115,9 +112,9 @@ impl Record {
     }
 }
 
-/// A node's score and what it comes from, as JSON.
-pub(crate) fn score_page(of: Option<(Option<f64>, Indicators)>) -> Value {
-    let Some((score, indicators)) = of else { return Value::Null };
+/// A node's score and its indicators, as JSON.
+pub(crate) fn score_page(score: Option<(Option<f64>, Indicators)>) -> Value {
+    let Some((score, indicators)) = score else { return Value::Null };
     let known: serde_json::Map<String, Value> = NAMES
         .iter()
         .zip(indicators)

@@ -1,4 +1,4 @@
-//! Tells an operator's own program what the balancer did: each record as a POST of JSON.
+//! Sends the balancer's records to an operator's own program: each is a POST of JSON.
 
 use std::{
     fmt, io,
@@ -24,9 +24,9 @@ use tokio::{
     time::timeout,
 };
 
-/// Records that wait to be told; of more, the newest are not told.
+/// Most records that wait to be sent. [`Webhook::send`] drops further ones.
 const WAITING_MAX: usize = 64;
-/// For one POST.
+/// Time for one POST, with its connection.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Where records are POSTed. Its path and query may be secret: no log shows them.
@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub struct WebhookUrl(Uri);
 
 impl WebhookUrl {
-    /// What a log may show.
+    /// The host, which logs may show.
     fn host(&self) -> &str {
         self.0.host().unwrap_or_default()
     }
@@ -46,7 +46,7 @@ impl fmt::Debug for WebhookUrl {
     }
 }
 
-/// No address of a webhook.
+/// A text is not the address of a webhook.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0} is no address of a webhook: write it as http://HOST:PORT/PATH")]
 pub struct WebhookUrlError(String);
@@ -65,16 +65,16 @@ impl FromStr for WebhookUrl {
     }
 }
 
-/// Where records go. Telling never waits: a slow or dead program misses some.
+/// Queue and thread for records. Sending never waits, so a slow or dead program misses some records.
 #[derive(Debug)]
 pub struct Webhook {
     records: Sender<Value>,
-    /// Records were left out since the last one that was taken.
-    misses: AtomicBool,
+    /// Records were dropped since the last one that was queued.
+    is_dropping: AtomicBool,
     thread: RuntimeThread,
 }
 
-/// Why a record was not told.
+/// Why a POST failed.
 #[derive(Debug, Error)]
 enum WebhookError {
     #[error("no connection: {0}")]
@@ -88,37 +88,38 @@ enum WebhookError {
 }
 
 impl Webhook {
-    /// POSTs there.
+    /// Starts the thread that POSTs to `url`.
     ///
     /// # Errors
     /// The kernel gives no thread.
     pub fn start(url: WebhookUrl) -> io::Result<Self> {
         let (records, waiting) = channel(WAITING_MAX);
-        let tell = |stopped| tell_all(url, waiting, stopped);
-        let thread = RuntimeThread::start_graceful("kvlane-webhook", tell)?;
-        Ok(Self { records, misses: AtomicBool::new(false), thread })
+        let post = |stopped| post_all(url, waiting, stopped);
+        let thread = RuntimeThread::start_graceful("kvlane-webhook", post)?;
+        Ok(Self { records, is_dropping: AtomicBool::new(false), thread })
     }
 
-    /// Tells a record soon, if the program keeps up.
-    pub fn tell(&self, record: Value) {
+    /// Queues a record, or drops it if 64 records wait.
+    pub fn send(&self, record: Value) {
         let is_full = matches!(self.records.try_send(record), Err(TrySendError::Full(_)));
-        if is_full && !self.misses.swap(is_full, Ordering::Relaxed) {
+        if is_full && !self.is_dropping.swap(is_full, Ordering::Relaxed) {
             tracing::warn!(
-                "the webhook does not keep up: records are not told; said once until it takes one. /decisions has them"
+                once = true,
+                "webhook too slow: dropping records until it takes one. /decisions has them"
             );
         }
         if !is_full {
-            self.misses.store(false, Ordering::Relaxed);
+            self.is_dropping.store(false, Ordering::Relaxed);
         }
     }
 
-    /// Ends after the record that it is telling: within two seconds.
+    /// Stops the thread after the POST in flight, within two seconds. Drops records that wait.
     pub fn stop(self) {
         self.thread.stop();
     }
 }
 
-async fn tell_all(url: WebhookUrl, mut waiting: Receiver<Value>, mut stopped: Stopped) {
+async fn post_all(url: WebhookUrl, mut waiting: Receiver<Value>, mut stopped: Stopped) {
     let mut fails = false;
     loop {
         let record = tokio::select! {
@@ -127,17 +128,17 @@ async fn tell_all(url: WebhookUrl, mut waiting: Receiver<Value>, mut stopped: St
             record = waiting.recv() => record,
         };
         let Some(record) = record else { return };
-        // A stop waits for this one.
-        let told = timeout(PATIENCE, post(&url, record.to_string())).await;
-        match told.unwrap_or(Err(WebhookError::Late)) {
+        // A stop waits for this POST.
+        let posted = timeout(PATIENCE, post(&url, record.to_string())).await;
+        match posted.unwrap_or(Err(WebhookError::Late)) {
             Ok(()) if fails => {
                 fails = false;
-                tracing::info!(webhook = url.host(), "the webhook answers again");
+                tracing::info!(webhook = url.host(), "webhook answers again");
             }
             Ok(()) => {}
             Err(error) if !fails => {
                 fails = true;
-                tracing::warn!(webhook = url.host(), %error, "the webhook was not told a record; said once until it is told one");
+                tracing::warn!(once = true, webhook = url.host(), %error, "webhook failed to take a record; no further line until it takes one");
             }
             Err(_) => {}
         }

@@ -1,4 +1,4 @@
-//! Answers' heads and bodies: cut anywhere, they are the same; what could be read in two ways is refused.
+//! Heads and bodies of answers parse alike wherever the bytes are cut, and ambiguous ones are refused.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use hyper::StatusCode;
@@ -200,8 +200,8 @@ fn chunks_are_taken_only_as_they_should_be() {
         assert_eq!(chunked(&format!("0\r\n{trailer}")), Err(AnswerError::BadChunkEnd), "{trailer:?}");
     }
     let around = "x".repeat(16 << 10);
-    assert!(matches!(chunked(&format!("5;{around}\r\n")), Err(AnswerError::TooMuchAround(_))));
-    assert!(matches!(chunked(&format!("0\r\n{around}x\r\n")), Err(AnswerError::TooMuchAround(_))));
+    assert!(matches!(chunked(&format!("5;{around}\r\n")), Err(AnswerError::TooManyExtraBytes(_))));
+    assert!(matches!(chunked(&format!("0\r\n{around}x\r\n")), Err(AnswerError::TooManyExtraBytes(_))));
     let many = "1;x\r\na\r\n".repeat(9 << 10);
-    assert!(matches!(chunked(&many), Err(AnswerError::TooMuchAround(_))), "they count together");
+    assert!(matches!(chunked(&many), Err(AnswerError::TooManyExtraBytes(_))), "they count together");
 }

@@ -1,7 +1,7 @@
-//! Bodies against serde_json: what is taken and refused, what members hold, what edits leave.
+//! Bodies against serde_json: which are accepted, the values of members, and the bytes after edits.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use kvlane_router::body::{BodyError, Change, DEPTH_MAX, MARK_BYTES, edit, marks, scan};
+use kvlane_router::body::{BodyChange, BodyError, DEPTH_MAX, MARK_BYTES, edit, marks, scan};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
@@ -68,7 +68,7 @@ proptest! {
         let body = written(&object, is_pretty);
         let found = scan(&body).unwrap();
         let added_text = added.to_string();
-        let edited = edit(&found, &[Change::Set(set, &added_text), Change::Remove(removed)]).to_vec();
+        let edited = edit(&found, &[BodyChange::Set(set, &added_text), BodyChange::Remove(removed)]).to_vec();
         let mut expected = object.clone();
         expected.insert(set.into(), added);
         expected.remove(removed);
@@ -130,15 +130,20 @@ fn a_refusal_says_where() {
 fn space_around_commas_stays_and_commas_go_with_what_is_removed() {
     let body = b" { \"a\" : 1 ,  \"b\":2 , \"c\":3 } ";
     let found = scan(body).unwrap();
-    let edited = |changes: &[Change<'_>]| String::from_utf8(edit(&found, changes).to_vec()).unwrap();
+    let edited = |changes: &[BodyChange<'_>]| String::from_utf8(edit(&found, changes).to_vec()).unwrap();
     assert_eq!(edited(&[]).as_bytes(), body);
-    assert_eq!(edited(&[Change::Remove("a")]), " { \"b\":2 , \"c\":3 } ");
-    assert_eq!(edited(&[Change::Remove("c")]), " { \"a\" : 1 ,  \"b\":2 } ");
+    assert_eq!(edited(&[BodyChange::Remove("a")]), " { \"b\":2 , \"c\":3 } ");
+    assert_eq!(edited(&[BodyChange::Remove("c")]), " { \"a\" : 1 ,  \"b\":2 } ");
     assert_eq!(
-        edited(&[Change::Set("a", "[7]"), Change::Set("d", "4")]),
+        edited(&[BodyChange::Set("a", "[7]"), BodyChange::Set("d", "4")]),
         " { \"a\" : [7] ,  \"b\":2 , \"c\":3, \"d\": 4 } "
     );
-    let all = [Change::Remove("a"), Change::Remove("b"), Change::Remove("c"), Change::Set("d", "4")];
+    let all = [
+        BodyChange::Remove("a"),
+        BodyChange::Remove("b"),
+        BodyChange::Remove("c"),
+        BodyChange::Set("d", "4"),
+    ];
     assert_eq!(edited(&all), " {\"d\": 4 } ");
 }
 

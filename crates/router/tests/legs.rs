@@ -1,4 +1,4 @@
-//! What prefill and decode nodes are asked, and by which ids.
+//! The bodies and request ids of prefill and decode legs.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::HashSet;
@@ -6,24 +6,27 @@ use std::collections::HashSet;
 use kvlane_router::{
     body::scan,
     ids::{ID_LENGTH_MAX, Ids},
-    legs::{Api, Ask, Reserved, Stays, body, handed_over, reserved, stays, stays_at},
+    legs::{
+        Api, LegRequest, Reserved, Unsplittable, body, reserved, transfer_params, unsplittable,
+        unsplittable_at,
+    },
     schedule::Leg,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-fn leg_of(api: Api, request: &Value, ask: &Ask) -> Value {
+fn leg_of(api: Api, request: &Value, leg: &LegRequest) -> Value {
     let request = request.to_string().into_bytes();
-    serde_json::from_slice(&body(Some(api), &scan(&request).unwrap(), ask, "id").unwrap().to_vec()).unwrap()
+    serde_json::from_slice(&body(Some(api), &scan(&request).unwrap(), leg, "id").unwrap().to_vec()).unwrap()
 }
 
 fn prefill_of(request: &Value) -> Value {
-    leg_of(Api::Chat, request, &Ask::prefill())
+    leg_of(Api::Chat, request, &LegRequest::prefill())
 }
 
 /// A prefill leg of one of the interfaces that agents speak, without its transfer, which has to ask for a hand-off.
 fn agents_prefill(api: Api, request: &Value) -> Value {
-    let mut found = leg_of(api, request, &Ask::prefill());
+    let mut found = leg_of(api, request, &LegRequest::prefill());
     let transfer = found.as_object_mut().unwrap().remove("kv_transfer_params").unwrap();
     assert_eq!(transfer["do_remote_decode"], true);
     found
@@ -42,11 +45,11 @@ fn a_response_is_prefilled_as_one_token_that_no_engine_stores() {
         "request_id": "resp_id",
     });
     assert_eq!(agents_prefill(Api::Responses, &request), expected);
-    let goes_on = leg_of(Api::Responses, &request, &Ask::GoOn(r#"{"tokens": 3}"#.into()));
+    let decode = leg_of(Api::Responses, &request, &LegRequest::WithTransfer(r#"{"tokens": 3}"#.into()));
     let mut expected = request;
     expected["kv_transfer_params"] = json!({"tokens": 3});
     expected["request_id"] = json!("resp_id");
-    assert_eq!(goes_on, expected);
+    assert_eq!(decode, expected);
 }
 
 #[test]
@@ -77,20 +80,23 @@ fn a_response_that_one_engine_stores_or_works_at_alone_stays_there() {
             json!({"input": "p", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]}),
             None,
         ),
-        (json!({"input": "p", "previous_response_id": "resp_1"}), Some(Stays::StoredAnswer)),
-        (json!({"input": "p", "background": true}), Some(Stays::Background)),
-        (json!({"input": "p", "tools": [{"type": "web_search_preview"}]}), Some(Stays::EngineTools)),
-        (json!({"input": "p", "tools": [{"type": "mcp", "server_label": "x"}]}), Some(Stays::EngineTools)),
-        (json!({"input": "p", "tools": "x"}), Some(Stays::EngineTools)),
+        (json!({"input": "p", "previous_response_id": "resp_1"}), Some(Unsplittable::StoredAnswer)),
+        (json!({"input": "p", "background": true}), Some(Unsplittable::Background)),
+        (json!({"input": "p", "tools": [{"type": "web_search_preview"}]}), Some(Unsplittable::EngineTools)),
+        (
+            json!({"input": "p", "tools": [{"type": "mcp", "server_label": "x"}]}),
+            Some(Unsplittable::EngineTools),
+        ),
+        (json!({"input": "p", "tools": "x"}), Some(Unsplittable::EngineTools)),
         (
             json!({"input": "p", "tools": [{"type": "function", "name": "x".repeat(1 << 20)}]}),
-            Some(Stays::EngineTools),
+            Some(Unsplittable::EngineTools),
         ),
     ];
     for (request, expected) in cases {
         let text = request.to_string().into_bytes();
-        assert_eq!(stays_at(Api::Responses, &scan(&text).unwrap()), expected, "{request}");
-        assert_eq!(stays_at(Api::Messages, &scan(&text).unwrap()), None, "{request}");
+        assert_eq!(unsplittable_at(Api::Responses, &scan(&text).unwrap()), expected, "{request}");
+        assert_eq!(unsplittable_at(Api::Messages, &scan(&text).unwrap()), None, "{request}");
     }
 }
 
@@ -128,15 +134,15 @@ fn the_decode_leg_is_the_request_with_what_the_prefill_node_answered() {
     let answer =
         br#"{"id": "x", "choices": [], "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
     let answer = scan(answer).unwrap();
-    let transfer = std::str::from_utf8(handed_over(&answer).unwrap()).unwrap();
+    let transfer = std::str::from_utf8(transfer_params(&answer).unwrap()).unwrap();
     let request = br#"{"prompt":"p",  "stream":true}"#;
-    let asks = Ask::GoOn(transfer.into());
+    let asks = LegRequest::WithTransfer(transfer.into());
     let leg = body(Some(Api::Completions), &scan(request).unwrap(), &asks, "id").unwrap().to_vec();
     let expected =
         r#"{"prompt":"p",  "stream":true, "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
     assert_eq!(String::from_utf8(leg).unwrap(), expected, "byte for byte");
     for nothing in ["{}", r#"{"kv_transfer_params": null}"#, r#"{"kv_transfer_params": "x"}"#] {
-        assert_eq!(handed_over(&scan(nothing.as_bytes()).unwrap()), None);
+        assert_eq!(transfer_params(&scan(nothing.as_bytes()).unwrap()), None);
     }
 }
 
@@ -148,18 +154,18 @@ fn what_cannot_be_split_stays() {
         (json!({"prompt": []}), None),
         (json!({"prompt": "p", "prompt_logprobs": null, "logprobs": 3}), None),
         (json!({"prompt": "p", "echo": true}), None),
-        (json!({"prompt": "p", "prompt_logprobs": 0}), Some(Stays::PromptLogprobs)),
-        (json!({"prompt": "p", "echo": true, "logprobs": 1}), Some(Stays::PromptLogprobs)),
-        (json!({"prompt": ["p", "q"]}), Some(Stays::ManyPrompts)),
-        (json!({"prompt": [[1], [2]]}), Some(Stays::ManyPrompts)),
-        (json!({"prompt_embeds": "AAAA"}), Some(Stays::Embeddings)),
-        (json!({"messages": [], "use_beam_search": true}), Some(Stays::BeamSearch)),
+        (json!({"prompt": "p", "prompt_logprobs": 0}), Some(Unsplittable::PromptLogprobs)),
+        (json!({"prompt": "p", "echo": true, "logprobs": 1}), Some(Unsplittable::PromptLogprobs)),
+        (json!({"prompt": ["p", "q"]}), Some(Unsplittable::ManyPrompts)),
+        (json!({"prompt": [[1], [2]]}), Some(Unsplittable::ManyPrompts)),
+        (json!({"prompt_embeds": "AAAA"}), Some(Unsplittable::Embeddings)),
+        (json!({"messages": [], "use_beam_search": true}), Some(Unsplittable::BeamSearch)),
     ];
     for (body, expected) in cases {
         let text = body.to_string().into_bytes();
-        assert_eq!(stays(&scan(&text).unwrap()), expected, "{body}");
+        assert_eq!(unsplittable(&scan(&text).unwrap()), expected, "{body}");
     }
-    assert_eq!(stays(&scan(b"{\"prompt\": [ \n [1]]}").unwrap()), Some(Stays::ManyPrompts));
+    assert_eq!(unsplittable(&scan(b"{\"prompt\": [ \n [1]]}").unwrap()), Some(Unsplittable::ManyPrompts));
 }
 
 #[test]
@@ -192,7 +198,7 @@ fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
         [r#"{"input": "hello"}"#, r#"{"request_id": "___prefill_addr_10.0.0.1:1___", "input": "hello"}"#]
     {
         let scanned = scan(request.as_bytes()).unwrap();
-        let named = body(Some(Api::Responses), &scanned, &Ask::Whole, &run).unwrap().to_vec();
+        let named = body(Some(Api::Responses), &scanned, &LegRequest::Whole, &run).unwrap().to_vec();
         let named: Value = serde_json::from_slice(&named).unwrap();
         let id = format!("resp_{run}");
         assert!(id.len() <= ID_LENGTH_MAX);

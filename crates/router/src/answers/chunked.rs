@@ -1,22 +1,22 @@
-//! The chunks of a body: what is data, and where the last one ends.
+//! Parses a chunked body: finds its data, and the end of its last chunk.
 
 use super::error::AnswerError;
 
-/// Bytes of extensions and trailers together, which nobody reads.
-const AROUND_BYTES_MAX: usize = 16 << 10;
-/// Digits of a chunk's size: 2^60 bytes and more are no chunk.
+/// Most bytes of extensions and trailers together. Nothing reads them.
+const EXTRA_BYTES_MAX: usize = 16 << 10;
+/// Most digits of a chunk's size: no chunk has 2^60 bytes or more.
 const DIGITS_MAX: u8 = 15;
 
-/// Where a walk over chunks stands.
+/// A position in a chunked body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chunked {
-    at: At,
+    state: ChunkState,
     /// Bytes of extensions and trailers so far.
-    around: usize,
+    extra: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum At {
+enum ChunkState {
     /// In the digits of a size.
     Size {
         size: u64,
@@ -30,7 +30,7 @@ enum At {
     SizeLineFeed {
         size: u64,
     },
-    /// In the data.
+    /// In the data, of which so many bytes are to come.
     Data {
         left: u64,
     },
@@ -38,7 +38,7 @@ enum At {
     DataReturn,
     /// Behind the CR that follows the data.
     DataLineFeed,
-    /// At the beginning of a line behind the last chunk: a trailer, or the end.
+    /// At the beginning of a line behind the last chunk: a trailer or the end.
     Trailers,
     /// Within a trailer.
     Trailer,
@@ -51,14 +51,14 @@ enum At {
 
 impl Chunked {
     pub(super) fn new() -> Self {
-        Self { at: At::Size { size: 0, digits: 0 }, around: 0 }
+        Self { state: ChunkState::Size { size: 0, digits: 0 }, extra: 0 }
     }
 
     pub(super) fn is_over(&self) -> bool {
-        self.at == At::Over
+        self.state == ChunkState::Over
     }
 
-    /// Walks on. Each piece of data goes to `data`; answers how many of the bytes were of the body.
+    /// Parses further bytes. Each piece of data goes to `data`. Returns how many of the bytes belong to the body.
     pub(super) fn take<'b>(
         &mut self,
         bytes: &'b [u8],
@@ -66,18 +66,18 @@ impl Chunked {
     ) -> Result<usize, AnswerError> {
         let mut rest = bytes;
         while let Some((&byte, behind)) = rest.split_first() {
-            match self.at {
-                At::Data { left } => {
+            match self.state {
+                ChunkState::Data { left } => {
                     let length = usize::try_from(left).map_or(rest.len(), |left| left.min(rest.len()));
                     let (piece, behind) = rest.split_at(length);
                     data(piece);
                     rest = behind;
                     let left = left - length as u64;
-                    self.at = if left == 0 { At::DataReturn } else { At::Data { left } };
+                    self.state = if left == 0 { ChunkState::DataReturn } else { ChunkState::Data { left } };
                 }
-                At::Over => break,
-                at => {
-                    self.at = self.step(at, byte)?;
+                ChunkState::Over => break,
+                state => {
+                    self.state = self.step(state, byte)?;
                     rest = behind;
                 }
             }
@@ -85,40 +85,48 @@ impl Chunked {
         Ok(bytes.len() - rest.len())
     }
 
-    /// Over one byte that is no data.
-    fn step(&mut self, at: At, byte: u8) -> Result<At, AnswerError> {
-        match (at, byte) {
-            (At::Size { size, digits }, b'0'..=b'9' | b'a'..=b'f' | b'A'..=b'F') => {
+    /// The state behind one byte that is not data.
+    fn step(&mut self, state: ChunkState, byte: u8) -> Result<ChunkState, AnswerError> {
+        match (state, byte) {
+            (ChunkState::Size { size, digits }, b'0'..=b'9' | b'a'..=b'f' | b'A'..=b'F') => {
                 if digits == DIGITS_MAX {
                     return Err(AnswerError::BadChunkSize);
                 }
                 let digit = char::from(byte).to_digit(16).unwrap_or(0);
-                Ok(At::Size { size: size << 4 | u64::from(digit), digits: digits + 1 })
+                Ok(ChunkState::Size { size: size << 4 | u64::from(digit), digits: digits + 1 })
             }
-            (At::Size { digits: 0, .. }, _) => Err(AnswerError::BadChunkSize),
-            (At::Size { size, .. } | At::Extension { size }, b'\r') => Ok(At::SizeLineFeed { size }),
-            (At::Size { size, .. }, b';' | b' ' | b'\t') => self.around(At::Extension { size }),
-            (At::Extension { size }, byte) if byte != b'\n' => self.around(At::Extension { size }),
-            (At::SizeLineFeed { size: 0 }, b'\n') => Ok(At::Trailers),
-            (At::SizeLineFeed { size }, b'\n') => Ok(At::Data { left: size }),
-            (At::Size { .. } | At::Extension { .. } | At::SizeLineFeed { .. }, _) => {
+            (ChunkState::Size { digits: 0, .. }, _) => Err(AnswerError::BadChunkSize),
+            (ChunkState::Size { size, .. } | ChunkState::Extension { size }, b'\r') => {
+                Ok(ChunkState::SizeLineFeed { size })
+            }
+            (ChunkState::Size { size, .. }, b';' | b' ' | b'\t') => {
+                self.count_extra(ChunkState::Extension { size })
+            }
+            (ChunkState::Extension { size }, byte) if byte != b'\n' => {
+                self.count_extra(ChunkState::Extension { size })
+            }
+            (ChunkState::SizeLineFeed { size: 0 }, b'\n') => Ok(ChunkState::Trailers),
+            (ChunkState::SizeLineFeed { size }, b'\n') => Ok(ChunkState::Data { left: size }),
+            (ChunkState::Size { .. } | ChunkState::Extension { .. } | ChunkState::SizeLineFeed { .. }, _) => {
                 Err(AnswerError::BadChunkSize)
             }
-            (At::DataReturn, b'\r') => Ok(At::DataLineFeed),
-            (At::DataLineFeed, b'\n') => Ok(At::Size { size: 0, digits: 0 }),
-            (At::Trailers, b'\r') => Ok(At::LastLineFeed),
-            (At::Trailer, b'\r') => self.around(At::TrailerLineFeed),
-            (At::Trailers | At::Trailer, byte) if byte != b'\n' => self.around(At::Trailer),
-            (At::TrailerLineFeed, b'\n') => Ok(At::Trailers),
-            (At::LastLineFeed, b'\n') => Ok(At::Over),
+            (ChunkState::DataReturn, b'\r') => Ok(ChunkState::DataLineFeed),
+            (ChunkState::DataLineFeed, b'\n') => Ok(ChunkState::Size { size: 0, digits: 0 }),
+            (ChunkState::Trailers, b'\r') => Ok(ChunkState::LastLineFeed),
+            (ChunkState::Trailer, b'\r') => self.count_extra(ChunkState::TrailerLineFeed),
+            (ChunkState::Trailers | ChunkState::Trailer, byte) if byte != b'\n' => {
+                self.count_extra(ChunkState::Trailer)
+            }
+            (ChunkState::TrailerLineFeed, b'\n') => Ok(ChunkState::Trailers),
+            (ChunkState::LastLineFeed, b'\n') => Ok(ChunkState::Over),
             _ => Err(AnswerError::BadChunkEnd),
         }
     }
 
-    fn around(&mut self, next: At) -> Result<At, AnswerError> {
-        self.around += 1;
-        if self.around > AROUND_BYTES_MAX {
-            return Err(AnswerError::TooMuchAround(AROUND_BYTES_MAX));
+    fn count_extra(&mut self, next: ChunkState) -> Result<ChunkState, AnswerError> {
+        self.extra += 1;
+        if self.extra > EXTRA_BYTES_MAX {
+            return Err(AnswerError::TooManyExtraBytes(EXTRA_BYTES_MAX));
         }
         Ok(next)
     }

@@ -1,36 +1,36 @@
 //! Why an answer is refused.
 
-/// Bytes of an engine that are no answer, or could be read in two ways.
+/// An engine's bytes are not an answer, or could be read in two ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AnswerError {
     /// No status line, or no header where one should stand.
     #[error("its answer does not begin as HTTP/1.1 does: {0}")]
     NotHttp(httparse::Error),
-    /// A line that ends without CR.
+    /// A line of the head ends without CR.
     #[error("a line of its answer's head ends without CR")]
     BareLineFeed,
-    /// More than is taken.
+    /// The head is longer than the router accepts, or too many interim heads came before it.
     #[error("its answer's head has more than {0} bytes")]
     HeadTooLong(usize),
-    /// 101: nobody has asked for another protocol.
-    #[error("it switches protocols, unasked")]
+    /// Status 101, although the router has requested no other protocol.
+    #[error("it switches protocols, which the router has not requested")]
     Switches,
-    /// Content-Length beside Transfer-Encoding, or twice with two values.
+    /// Content-Length beside Transfer-Encoding, or two different Content-Lengths.
     #[error("its answer's length is given in two ways")]
     TwoLengths,
-    /// Not a number, or none that 64 bits hold.
+    /// Content-Length is not a number of at most 64 bits.
     #[error("its answer's Content-Length is no number")]
     BadLength,
-    /// Anything but `chunked`, or chunks in HTTP/1.0.
+    /// Any Transfer-Encoding but `chunked`, or one in HTTP/1.0.
     #[error("its answer's Transfer-Encoding is not \"chunked\"")]
     BadEncoding,
-    /// The line before a chunk is no hexadecimal number, or one too large.
+    /// The line before a chunk is not a hexadecimal number, or one that is too large.
     #[error("a chunk of its answer has no size")]
     BadChunkSize,
-    /// Something else stands where a chunk ends.
+    /// No CR and LF where a chunk or a trailer ends.
     #[error("a chunk of its answer does not end where it should")]
     BadChunkEnd,
-    /// Of chunks' extensions, or of trailers.
-    #[error("what stands around the chunks of its answer has more than {0} bytes")]
-    TooMuchAround(usize),
+    /// Chunk extensions and trailers together are longer than the router accepts.
+    #[error("the chunk extensions and trailers of its answer have more than {0} bytes")]
+    TooManyExtraBytes(usize),
 }

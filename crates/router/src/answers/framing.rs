@@ -1,14 +1,14 @@
-//! Which bytes behind a head are the body.
+//! Finds the bytes of a body behind its head: by length, by chunks, or up to the end of the connection.
 
 use super::{chunked::Chunked, error::AnswerError};
 
-/// How a body's end is known, and what is still to come of it.
+/// How the end of a body is found, and the position in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Framing(Kind);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Kind {
-    /// Bytes that are to come.
+    /// Bytes that are still to come.
     Length(u64),
     Chunked(Chunked),
     /// Everything until the connection ends.
@@ -16,7 +16,7 @@ enum Kind {
 }
 
 impl Framing {
-    /// A body of that many bytes.
+    /// A body of this many bytes.
     pub fn length(bytes: u64) -> Self {
         Self(Kind::Length(bytes))
     }
@@ -31,11 +31,11 @@ impl Framing {
         Self(Kind::UntilClose)
     }
 
-    /// Walks on over bytes that came. Each piece of the body goes to `data`. Answers how many bytes were of this answer: fewer than
-    /// all only if it ends among them.
+    /// Takes further bytes of the connection. Each piece of the body goes to `data`. Returns how many bytes belong to this body:
+    /// fewer than all only if it ends among them.
     ///
     /// # Errors
-    /// These are no chunks.
+    /// The bytes are not well-formed chunks.
     pub fn take<'b>(
         &mut self,
         bytes: &'b [u8],
@@ -60,7 +60,7 @@ impl Framing {
         }
     }
 
-    /// Whether all of the body has come. One that ends with its connection never knows.
+    /// Whether all of the body has arrived. Never true of a body that ends with its connection.
     pub fn is_over(&self) -> bool {
         match &self.0 {
             Kind::Length(left) => *left == 0,
@@ -69,7 +69,7 @@ impl Framing {
         }
     }
 
-    /// Whether the end of the connection is the body's end, and no failure.
+    /// Whether the end of the connection ends the body. Otherwise the body is incomplete then.
     pub fn ends_with_connection(&self) -> bool {
         self.0 == Kind::UntilClose
     }

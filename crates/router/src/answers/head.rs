@@ -1,4 +1,4 @@
-//! The head of an answer: status, headers, and how its body ends.
+//! Parses the head of an answer: its status and headers, and how its body ends.
 
 use hyper::{
     HeaderMap, StatusCode,
@@ -8,40 +8,41 @@ use hyper::{
 
 use super::{error::AnswerError, framing::Framing};
 
-/// Longest head.
+/// Longest head of an answer that the router accepts, in bytes.
 pub const HEAD_BYTES_MAX: usize = 64 << 10;
-/// Headers of an answer.
+/// Most headers of an answer.
 const HEADERS_MAX: usize = 100;
 
-/// What stands before a body.
+/// The status line and headers before a body.
 #[derive(Debug)]
 pub struct Head {
-    /// Below 200: another head follows.
+    /// Status. Below 200, another head follows.
     pub status: StatusCode,
-    /// Where it is not the usual one.
+    /// Reason phrase, if it is not the usual one for the status.
     pub reason: Option<ReasonPhrase>,
-    /// All of them, in their order.
+    /// All headers. Several values of one name are in their order.
     pub headers: HeaderMap,
-    /// Which bytes behind it are its body.
+    /// Finds the body in the bytes behind the head.
     pub framing: Framing,
-    /// Whether the connection takes another request afterwards.
+    /// Whether the engine takes another request over the connection afterwards.
     pub is_kept: bool,
 }
 
-/// Where the first head in these bytes ends, if it is all there. `searched` bytes were seen before, and it does not end in them.
+/// Where the first head in these bytes ends, if it is complete. An earlier call found no end in the first `searched` bytes.
 pub fn head_ends(received: &[u8], searched: usize) -> Option<usize> {
     let from = searched.saturating_sub(3).min(received.len());
     received[from..].windows(4).position(|four| four == b"\r\n\r\n").map(|at| from + at + 4)
 }
 
-/// The head of an answer to POST at the beginning of these bytes, and how long it is. None if it is not all there.
+/// Parses the head of an answer at the beginning of these bytes. Returns it and its length, or None if it is incomplete. The
+/// request was not a HEAD, whose answer has no body.
 ///
 /// # Errors
-/// This is no answer, or one whose end could be understood in two ways.
+/// The bytes are not an answer, or one whose end could be read in two ways.
 pub fn head(received: &[u8]) -> Result<Option<(Head, usize)>, AnswerError> {
     let mut room = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Response::new(&mut room);
-    // httparse steps over empty lines before a head: nothing of an answer stands there.
+    // httparse skips empty lines before a head, and an answer has none there.
     if received.first().is_some_and(|first| *first != b'H') {
         return Err(AnswerError::NotHttp(httparse::Error::Version));
     }
@@ -73,15 +74,15 @@ pub fn head(received: &[u8]) -> Result<Option<(Head, usize)>, AnswerError> {
         let value = value.map_err(|_| AnswerError::NotHttp(httparse::Error::HeaderValue))?;
         headers.append(name, value);
     }
-    let is_newer = parsed.version == Some(1);
-    let framing = framing(status, &headers, is_newer)?;
-    let is_kept = is_newer && !framing.ends_with_connection() && !says_close(&headers);
+    let is_http_1_1 = parsed.version == Some(1);
+    let framing = framing(status, &headers, is_http_1_1)?;
+    let is_kept = is_http_1_1 && !framing.ends_with_connection() && !says_close(&headers);
     let reason = reason.and_then(|reason| ReasonPhrase::try_from(reason.as_bytes()).ok());
     Ok(Some((Head { status, reason, headers, framing, is_kept }, length)))
 }
 
-/// RFC 9112, 6.3, but strict: what may be understood in two ways is refused.
-fn framing(status: StatusCode, headers: &HeaderMap, is_newer: bool) -> Result<Framing, AnswerError> {
+/// RFC 9112, 6.3, but strict: headers that can be read in two ways are refused.
+fn framing(status: StatusCode, headers: &HeaderMap, is_http_1_1: bool) -> Result<Framing, AnswerError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let mut encodings = headers.get_all(TRANSFER_ENCODING).iter();
     let (length, encoding) = (lengths.next(), encodings.next());
@@ -90,7 +91,7 @@ fn framing(status: StatusCode, headers: &HeaderMap, is_newer: bool) -> Result<Fr
     }
     let encoded = match encoding {
         None => false,
-        Some(given) if is_newer && given.as_bytes().eq_ignore_ascii_case(b"chunked") => true,
+        Some(given) if is_http_1_1 && given.as_bytes().eq_ignore_ascii_case(b"chunked") => true,
         Some(_) => return Err(AnswerError::BadEncoding),
     };
     if encodings.next().is_some() {

@@ -2,21 +2,21 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use super::scan::{Member, Scan};
+use super::scan::{BodyMember, Scan};
 
-/// What becomes of a member.
+/// A change of one member of a body.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change<'a> {
-    /// It has this value, which is JSON; a member that is not there is added at the end.
+pub enum BodyChange<'a> {
+    /// Gives the member of this name this value, which is JSON. Appends the member if there is none.
     Set(&'a str, &'a str),
-    /// It goes, if it is there.
+    /// Removes the member of this name, if there is one.
     Remove(&'a str),
 }
 
-impl Change<'_> {
+impl BodyChange<'_> {
     fn name(&self) -> &str {
         match self {
-            Change::Set(name, _) | Change::Remove(name) => name,
+            BodyChange::Set(name, _) | BodyChange::Remove(name) => name,
         }
     }
 }
@@ -27,7 +27,7 @@ impl Change<'_> {
 pub struct Edited<'b> {
     body: &'b [u8],
     pieces: Vec<Cow<'b, [u8]>>,
-    /// Range that was kept last and is not yet a piece.
+    /// Kept range at the end, which is not yet a piece.
     kept: Range<usize>,
 }
 
@@ -66,8 +66,8 @@ impl<'b> Edited<'b> {
     }
 }
 
-/// The body with these changes, at most one for each name. Names that are added need no escapes.
-pub fn edit<'b>(scan: &Scan<'b>, changes: &[Change<'_>]) -> Edited<'b> {
+/// Applies these changes, at most one for each name. Added names contain no character that JSON escapes.
+pub fn edit<'b>(scan: &Scan<'b>, changes: &[BodyChange<'_>]) -> Edited<'b> {
     let body = scan.body();
     let object = scan.object();
     let mut edited = Edited { body, pieces: Vec::new(), kept: 0..0 };
@@ -76,15 +76,15 @@ pub fn edit<'b>(scan: &Scan<'b>, changes: &[Change<'_>]) -> Edited<'b> {
     edited.keep(0..object.start + 1);
     let mut is_first = true;
     let mut end_before = object.start + 1;
-    for (name, Member { key, value }) in scan.all() {
+    for (name, BodyMember { key, value }) in scan.all() {
         let change = change_of(name);
-        if !matches!(change, Some(Change::Remove(_))) {
+        if !matches!(change, Some(BodyChange::Remove(_))) {
             // The space behind the bracket, or the comma with the space around it.
             let from = if is_first { object.start + 1..first_key } else { end_before..key.start };
             is_first = false;
             edited.keep(from);
             match change {
-                Some(Change::Set(_, new)) => {
+                Some(BodyChange::Set(_, new)) => {
                     edited.keep(key.start..value.start);
                     edited.add(new.as_bytes());
                 }
@@ -94,7 +94,7 @@ pub fn edit<'b>(scan: &Scan<'b>, changes: &[Change<'_>]) -> Edited<'b> {
         end_before = value.end;
     }
     for change in changes {
-        let Change::Set(name, value) = change else { continue };
+        let BodyChange::Set(name, value) = change else { continue };
         if scan.member(name).is_none() {
             if !is_first {
                 edited.add(b", ");

@@ -1,39 +1,39 @@
 //! Why a body is refused.
 
-/// A body that no engine could take: the sentence is for the client, `at` counts bytes from the body's first.
+/// The router cannot use a body. The text is for the client. `at` is an offset in bytes from the body's beginning.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BodyError {
-    /// JSON is UTF-8.
+    /// The body is not UTF-8, as JSON has to be.
     #[error("the body is not UTF-8 from byte {at} on")]
     NotUtf8 {
-        /// The first byte that fits nowhere.
+        /// Offset of the first byte that is not UTF-8.
         at: usize,
     },
-    /// Something else stands where JSON wants this.
+    /// The body breaks the grammar of JSON.
     #[error("the body is not JSON: at byte {at} there should be {expected}")]
     NotJson {
-        /// Bytes before the wrong one.
+        /// Offset of the first wrong byte.
         at: usize,
-        /// In words: "a value", "`,` or `}`".
+        /// Words for the client: "a value", "`,` or `}`".
         expected: &'static str,
     },
-    /// Brackets within brackets.
+    /// Objects and arrays are nested too deep.
     #[error("the body is nested deeper than {most} levels, at byte {at}")]
     TooDeep {
-        /// The bracket that is one too many.
+        /// Offset of the first bracket that is too deep.
         at: usize,
-        /// Levels that are taken.
+        /// Most levels that the router accepts.
         most: usize,
     },
-    /// JSON, but an array, a string, a number.
+    /// The body is another kind of JSON value, such as an array.
     #[error("the body is JSON, but not an object")]
     NotAnObject,
-    /// Which of the two an engine takes nobody can know.
+    /// A member occurs twice, and the router cannot know which one an engine takes.
     #[error("the body has \"{key}\" twice, the second time at byte {at}")]
     Twice {
-        /// The member's name.
+        /// Name of the member, without escapes.
         key: String,
-        /// Where the second one begins.
+        /// Offset of the second one.
         at: usize,
     },
     /// An array or object has more elements than the router keeps ranges of.
@@ -43,15 +43,15 @@ pub enum BodyError {
         what: &'static str,
         /// Offset of the first element that is too many.
         at: usize,
-        /// Number of elements that the router takes.
+        /// Most elements that the router accepts.
         most: usize,
     },
-    /// The name is longer than that of any member that engines know.
+    /// A name is longer than that of any member that engines know.
     #[error("the body has a member whose name is longer than {most} bytes, at byte {at}")]
     LongName {
         /// Offset at which the name begins.
         at: usize,
-        /// Longest name that the router takes.
+        /// Longest name that the router accepts.
         most: usize,
     },
 }

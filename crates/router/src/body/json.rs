@@ -1,21 +1,21 @@
-//! A cursor that walks over JSON (RFC 8259) and remembers nothing. It does not recurse: depth costs a bit each.
+//! A cursor that checks JSON (RFC 8259) and keeps nothing of it. The cursor does not recurse: each level costs one bit.
 
 use std::ops::Range;
 
 use super::error::BodyError;
 
-/// Levels of objects and arrays, the outermost counted.
+/// Most levels of objects and arrays, with the outermost one.
 pub const DEPTH_MAX: usize = 128;
 
-/// Bytes of text that are looked at together.
+/// Bytes of text that are compared at once.
 const STRIDE: usize = 16;
 
-/// Where a walk stands. The bytes are UTF-8.
+/// A position in JSON text, which is UTF-8.
 pub(super) struct Cursor<'b> {
     bytes: &'b [u8],
     at: usize,
     depth: usize,
-    /// A bit for each open bracket, the innermost lowest: set for an object.
+    /// One bit for each open bracket, the innermost lowest. A set bit is an object.
     objects: u128,
 }
 
@@ -38,8 +38,8 @@ impl<'b> Cursor<'b> {
         }
     }
 
-    /// Steps over this byte if it comes next.
-    pub(super) fn takes(&mut self, byte: u8) -> bool {
+    /// Steps over this byte if it comes next. Returns whether it did.
+    pub(super) fn accept(&mut self, byte: u8) -> bool {
         let is_next = self.peek() == Some(byte);
         self.at += usize::from(is_next);
         is_next
@@ -49,7 +49,7 @@ impl<'b> Cursor<'b> {
         Err(BodyError::NotJson { at: self.at, expected })
     }
 
-    /// Enters an object or array that comes next.
+    /// Steps over the opening bracket that comes next, and the space behind it.
     pub(super) fn enter(&mut self, is_object: bool) -> Result<(), BodyError> {
         if self.depth == DEPTH_MAX {
             return Err(BodyError::TooDeep { at: self.at, most: DEPTH_MAX });
@@ -61,17 +61,17 @@ impl<'b> Cursor<'b> {
         Ok(())
     }
 
-    /// Leaves the innermost one, over its bracket.
+    /// Steps over the closing bracket of the innermost object or array.
     pub(super) fn leave(&mut self) {
         self.depth -= 1;
         self.objects >>= 1;
         self.at += 1;
     }
 
-    /// A string, quotes included.
+    /// Steps over a string. Its range includes the quotes.
     pub(super) fn string(&mut self) -> Result<Range<usize>, BodyError> {
         let start = self.at;
-        if !self.takes(b'"') {
+        if !self.accept(b'"') {
             return self.wrong("a string");
         }
         loop {
@@ -89,7 +89,7 @@ impl<'b> Cursor<'b> {
         }
     }
 
-    /// Over text without quotes, escapes and control characters, as far as it takes whole strides: most of a long prompt.
+    /// Steps over whole strides of text without quotes, escapes and control characters, which is most of a long prompt.
     fn skip_plain(&mut self) {
         let is_special = |byte: &u8| *byte < 0x20 || *byte == b'"' || *byte == b'\\';
         let (strides, _) = self.bytes[self.at..].as_chunks::<STRIDE>();
@@ -117,30 +117,30 @@ impl<'b> Cursor<'b> {
         Ok(())
     }
 
-    /// A member's name and the colon behind it.
+    /// Steps over a member's name, and the colon and space behind it. The range is the name's.
     pub(super) fn key(&mut self) -> Result<Range<usize>, BodyError> {
         let key = self.string()?;
         self.skip_space();
-        if !self.takes(b':') {
+        if !self.accept(b':') {
             return self.wrong("`:`");
         }
         self.skip_space();
         Ok(key)
     }
 
-    /// Any value, with all that is in it.
+    /// Steps over a value of any kind, with all that is in it.
     pub(super) fn value(&mut self) -> Result<Range<usize>, BodyError> {
         let (start, outside) = (self.at, self.depth);
         loop {
-            let has_entered = self.value_begins()?;
-            if !has_entered && self.values_end(outside)? {
+            let has_entered = self.begin_value()?;
+            if !has_entered && self.end_values(outside)? {
                 return Ok(start..self.at);
             }
         }
     }
 
-    /// A whole scalar or empty bracket; or the way to the first value inside one: then true.
-    fn value_begins(&mut self) -> Result<bool, BodyError> {
+    /// Steps over a scalar or an empty bracket, and returns false; or enters a bracket up to its first value, and returns true.
+    fn begin_value(&mut self) -> Result<bool, BodyError> {
         match self.peek() {
             Some(bracket @ (b'{' | b'[')) => {
                 let is_object = bracket == b'{';
@@ -166,8 +166,9 @@ impl<'b> Cursor<'b> {
         Ok(false)
     }
 
-    /// Behind a value: true once the brackets that it stands in are closed down to `outside`, false if another value follows.
-    fn values_end(&mut self, outside: usize) -> Result<bool, BodyError> {
+    /// Steps on behind a value. Returns true once the brackets around it are closed down to depth `outside`, or false if another
+    /// value follows.
+    fn end_values(&mut self, outside: usize) -> Result<bool, BodyError> {
         while self.depth > outside {
             self.skip_space();
             let is_object = self.objects & 1 == 1;
@@ -189,15 +190,15 @@ impl<'b> Cursor<'b> {
     }
 
     fn number(&mut self) -> Result<(), BodyError> {
-        self.takes(b'-');
-        if !self.takes(b'0') {
+        self.accept(b'-');
+        if !self.accept(b'0') {
             self.digits()?;
         }
-        if self.takes(b'.') {
+        if self.accept(b'.') {
             self.digits()?;
         }
-        if self.takes(b'e') || self.takes(b'E') {
-            let _ = self.takes(b'+') || self.takes(b'-');
+        if self.accept(b'e') || self.accept(b'E') {
+            let _ = self.accept(b'+') || self.accept(b'-');
             self.digits()?;
         }
         Ok(())

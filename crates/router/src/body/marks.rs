@@ -1,8 +1,8 @@
-//! Marks of a prompt's text, by which a router knows prefixes without a tokenizer.
+//! Makes the marks of a prompt's text, by which the router finds common prefixes without a tokenizer.
 //!
-//! Two prompts that begin alike have their first marks in common: each mark hashes the bytes since the one before it, seeded with
-//! that one's hash. Marks stand at the ends of messages, and every [`MARK_BYTES`] bytes in between. The bytes are those of the
-//! body, with JSON's escapes, since a client writes the same text in the same way each time.
+//! Prompts with a common prefix have their first marks in common. Each mark hashes the bytes since the mark before it, seeded
+//! with that mark's hash. Marks stand at the ends of messages, and every [`MARK_BYTES`] bytes in between. The bytes are those of
+//! the body, with JSON's escapes, because a client writes the same text in the same way each time.
 
 use std::ops::Range;
 
@@ -10,19 +10,19 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::scan::Scan;
 
-/// Bytes between two marks, at most.
+/// Most bytes between two marks.
 pub const MARK_BYTES: usize = 256;
-/// Marks of one prompt. They cover 4 MiB of text, about a million tokens, which is as much as the longest contexts hold. The
+/// Most marks of one prompt. They cover 4 MiB of text, about a million tokens, which is as much as the longest contexts hold. The
 /// router ignores text beyond the last mark. Each choice looks up all marks under the scheduler's lock, so more marks would make
 /// other requests wait.
 pub const MARKS_MAX: usize = 16 << 10;
 
-/// A place in a prompt, and a name for all text before it.
+/// A position in a prompt, with a hash of all text before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mark {
-    /// Of all that stands before, and the seed.
+    /// Hash of all text before the mark, and of the seed.
     pub hash: u64,
-    /// Bytes of text before it.
+    /// Bytes of text before the mark.
     pub bytes: u32,
 }
 
@@ -64,7 +64,8 @@ impl Marks {
     }
 }
 
-/// A string without its quotes: its text goes on where another one's ends. An array without its last bracket, for the same reason.
+/// The range of a string without its quotes, or of an array without its last bracket. So a longer text, or array, has the same
+/// first marks.
 fn inside(body: &[u8], value: &Range<usize>) -> Range<usize> {
     match body[value.start] {
         b'"' => value.start + 1..value.end - 1,

@@ -1,5 +1,5 @@
-//! Bodies of OpenAI requests: one pass over their bytes finds what a router has to know, and what need not change passes byte
-//! for byte.
+//! Scans the JSON bodies of OpenAI requests. One pass over the bytes finds what the router has to know. Bytes that a leg does not
+//! change pass as they are. Pure.
 //!
 //! ```text
 //!   {"model": "m", "stream": true, "messages": [{...}, {...}]}     bytes as they came
@@ -15,9 +15,11 @@ mod marks;
 mod scan;
 
 pub use self::{
-    edit::{Change, Edited, edit},
+    edit::{BodyChange, Edited, edit},
     error::BodyError,
     json::DEPTH_MAX,
     marks::{MARK_BYTES, MARKS_MAX, Mark, marks},
-    scan::{MEMBERS_MAX, MESSAGES_MAX, Member, NAME_BYTES_MAX, Outline, Scan, find_member, outline, scan},
+    scan::{
+        BodyMember, MEMBERS_MAX, MESSAGES_MAX, NAME_BYTES_MAX, Outline, Scan, find_member, outline, scan,
+    },
 };

@@ -1,28 +1,29 @@
-//! One pass over a body: its members, and the messages in it.
+//! Scans a body in one pass: finds its members, and the messages of a chat.
 
 use std::{borrow::Cow, collections::HashSet, ops::Range};
 
 use super::{error::BodyError, json::Cursor};
 
-/// Members of a body. Requests have some tens. The router needs more memory for a member than its shortest form has bytes.
+/// Most members of a body. Requests have some tens. The bound is needed because the router takes more memory for a member than
+/// its shortest form has bytes.
 pub const MEMBERS_MAX: usize = 1024;
-/// Messages of a chat.
+/// Most messages of a chat.
 pub const MESSAGES_MAX: usize = 65_536;
 /// Longest name of a member, with its escapes.
 pub const NAME_BYTES_MAX: usize = 1024;
-/// So many members are compared with each new one; of more, a table of names is made.
+/// A new name is compared with up to this many earlier ones. Beyond that the scan makes a set of names.
 const MEMBERS_COMPARED: usize = 32;
 
 /// A member of the body: `"key": value`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
-    /// Its name with quotes and escapes, as it stands in the body.
+pub struct BodyMember {
+    /// Range of the name, with quotes and escapes.
     pub key: Range<usize>,
-    /// Its value, whatever it is.
+    /// Range of the value.
     pub value: Range<usize>,
 }
 
-/// Ranges of a body's members, without the body, so that another thread than the request's can find them.
+/// Ranges of a body's members, without the body, so that another thread than the request's can make the scan.
 #[derive(Debug, Clone, Default)]
 pub struct Outline {
     members: Vec<Named>,
@@ -35,17 +36,17 @@ pub struct Outline {
 struct Named {
     /// The name without its escapes, if it has any.
     unescaped: Option<Box<str>>,
-    member: Member,
+    member: BodyMember,
 }
 
-/// A body, which is one valid JSON object, and what stands where in it.
+/// A body that is one valid JSON object, with the ranges of its members.
 #[derive(Debug, Clone)]
 pub struct Scan<'b> {
     body: &'b [u8],
     outline: Outline,
 }
 
-/// Walks over a body once.
+/// Scans a body in one pass, and keeps a reference to it.
 ///
 /// # Errors
 /// The body is not one JSON object, names a member twice, is nested too deep, or has too many members or messages.
@@ -53,7 +54,7 @@ pub fn scan(body: &[u8]) -> Result<Scan<'_>, BodyError> {
     Ok(Scan::new(body, outline(body)?))
 }
 
-/// Scans a body without keeping it.
+/// Scans a body without keeping a reference to it.
 ///
 /// # Errors
 /// As for [`scan`].
@@ -107,12 +108,12 @@ impl Outline {
                 cursor.value()?
             };
             let unescaped = if body[key.clone()].contains(&b'\\') { Some(name.into()) } else { None };
-            self.members.push(Named { unescaped, member: Member { key, value } });
+            self.members.push(Named { unescaped, member: BodyMember { key, value } });
             cursor.skip_space();
             if cursor.peek() == Some(b'}') {
                 break;
             }
-            if !cursor.takes(b',') {
+            if !cursor.accept(b',') {
                 return cursor.wrong("`,` or `}`");
             }
             cursor.skip_space();
@@ -133,7 +134,7 @@ impl Outline {
             if cursor.peek() == Some(b']') {
                 break;
             }
-            if !cursor.takes(b',') {
+            if !cursor.accept(b',') {
                 return cursor.wrong("`,` or `]`");
             }
             cursor.skip_space();
@@ -142,12 +143,12 @@ impl Outline {
         Ok(start..cursor.at())
     }
 
-    fn member(&self, body: &[u8], name: &str) -> Option<&Member> {
+    fn member(&self, body: &[u8], name: &str) -> Option<&BodyMember> {
         let named = self.members.iter().find(|named| named.name(body) == name.as_bytes())?;
         Some(&named.member)
     }
 
-    /// Bytes of memory that it takes, without unescaped names: these are shorter than the body.
+    /// Bytes of memory that the ranges take. Unescaped names do not count, because they are shorter than the body.
     pub fn bytes(&self) -> usize {
         self.members.capacity() * size_of::<Named>() + self.messages.capacity() * size_of::<Range<usize>>()
     }
@@ -161,7 +162,7 @@ impl Named {
 }
 
 impl<'b> Scan<'b> {
-    /// A body, and its own outline.
+    /// Joins a body with the outline that was made of it.
     pub(crate) fn new(body: &'b [u8], outline: Outline) -> Self {
         Self { body, outline }
     }
@@ -176,13 +177,13 @@ impl<'b> Scan<'b> {
         self.body
     }
 
-    /// The member of that name.
-    pub fn member(&self, name: &str) -> Option<&Member> {
+    /// The member of this name. Names are compared without escapes.
+    pub fn member(&self, name: &str) -> Option<&BodyMember> {
         self.outline.member(self.body, name)
     }
 
-    /// All members in their order, by name.
-    pub fn all(&self) -> impl Iterator<Item = (&str, &Member)> {
+    /// All members in their order, with their unescaped names.
+    pub fn all(&self) -> impl Iterator<Item = (&str, &BodyMember)> {
         let all = self.outline.members.iter().map(|named| (named.name(self.body), &named.member));
         all.map(|(name, member)| (std::str::from_utf8(name).unwrap_or_default(), member))
     }
@@ -192,7 +193,7 @@ impl<'b> Scan<'b> {
         self.member(name).map(|member| &self.body[member.value.clone()])
     }
 
-    /// The value of a member that is a string; `None` if there is none, or it is something else.
+    /// The value of a member that is a string, without escapes. `None` if there is no member, or its value is no string.
     pub fn string(&self, name: &str) -> Option<Cow<'b, str>> {
         let value = &self.member(name)?.value;
         (self.body[value.start] == b'"').then(|| text(self.body, value))
@@ -203,7 +204,7 @@ impl<'b> Scan<'b> {
         self.raw(name) == Some(b"true")
     }
 
-    /// Elements of `messages`; none where that is no array.
+    /// Ranges of the elements of `messages`. Empty if that is not an array.
     pub fn messages_of_chat(&self) -> &[Range<usize>] {
         &self.outline.messages
     }
@@ -214,7 +215,8 @@ impl<'b> Scan<'b> {
     }
 }
 
-/// The first member of an object whose name is wanted; the object is part of a scanned body. None if the value is not an object.
+/// The name of the first member of an object that `is_wanted`. The object is part of a scanned body. None if the value is no
+/// object.
 pub fn find_member(object: &[u8], is_wanted: impl Fn(&str) -> bool) -> Option<Cow<'_, str>> {
     let mut cursor = Cursor::new(object);
     if cursor.peek() != Some(b'{') {
@@ -228,13 +230,13 @@ pub fn find_member(object: &[u8], is_wanted: impl Fn(&str) -> bool) -> Option<Co
         }
         cursor.value().ok()?;
         cursor.skip_space();
-        cursor.takes(b',');
+        cursor.accept(b',');
         cursor.skip_space();
     }
     None
 }
 
-/// What a string says. One with a lone surrogate, which is no text, stays as it was written.
+/// The text of a string, without escapes. A string with a lone surrogate is not text, and stays as it was written.
 fn text<'b>(body: &'b [u8], quoted: &Range<usize>) -> Cow<'b, str> {
     let inside = &body[quoted.start + 1..quoted.end - 1];
     let written = || String::from_utf8_lossy(inside);

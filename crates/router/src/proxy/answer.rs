@@ -1,4 +1,4 @@
-//! What clients get: engines' answers as they are, and our own errors in OpenAI's shape.
+//! Answers to clients: an engine's answer, passed on as it comes, or the router's own error in OpenAI's shape.
 
 use std::{
     pin::Pin,
@@ -21,29 +21,29 @@ use super::{
 };
 use crate::{body::Mark, schedule::LegEnd};
 
-/// The body of an answer.
+/// The body of an answer to a client.
 #[derive(Debug)]
 pub(super) enum AnswerBody {
-    /// The router's own.
-    Own(Full<Bytes>),
-    /// An engine's, on its way.
+    /// The router has all of it: its own answer, or an engine's that it has read.
+    Buffered(Full<Bytes>),
+    /// An engine's answer, passed on as it comes.
     Engine(Box<EngineBody>),
 }
 
-/// An engine's answer on its way to the client. It ends its leg when the engine has sent the last byte; a client that leaves drops
-/// it, and with it the connection to the engine, which aborts the request.
+/// An engine's answer on its way to the client. The leg ends when the engine has sent the last byte. A client that leaves drops
+/// this, and with it the connection to the engine, which aborts the request.
 #[derive(Debug)]
 pub(super) struct EngineBody {
-    /// Read already, so that an engine that fails before its first byte could be replaced.
+    /// The first piece. The router reads it before it answers, so that another engine can replace one that fails before that.
     first: Option<Frame<Bytes>>,
-    /// What is to come, with its connection. None at the end.
+    /// The rest of the body, with its connection. None at the end.
     rest: Option<Incoming>,
     leg: LegGuard,
     measure: Option<Measure>,
 }
 
 impl EngineBody {
-    /// The answer from its first piece on, which has come.
+    /// An answer whose first piece has arrived.
     pub(super) fn new(first: Frame<Bytes>, rest: Incoming, mut leg: LegGuard, marks: &[Mark]) -> Self {
         leg.prefilled(marks);
         let mut body = Self { first: Some(first), rest: Some(rest), leg, measure: None };
@@ -80,7 +80,7 @@ impl EngineBody {
                 let tokens = tokens(&frame);
                 self.leg.generated(tokens);
                 if let (Some(measure), Some(data)) = (&mut self.measure, frame.data_ref()) {
-                    measure.piece(data, tokens);
+                    measure.count_piece(data, tokens);
                 }
                 self.end_if_over();
                 Poll::Ready(Some(Ok(frame)))
@@ -102,16 +102,16 @@ impl EngineBody {
 impl AnswerBody {
     /// Lets `measure` count this answer from its first piece on.
     pub(super) fn measure(&mut self, mut measure: Option<Measure>) {
-        // Answers of the router itself end at once.
+        // A buffered answer ends at once.
         let Self::Engine(body) = self else { return };
         if let (Some(measure), Some(data)) = (&mut measure, body.first.as_ref().and_then(Frame::data_ref)) {
-            measure.piece(data, body.first.as_ref().map_or(0, tokens));
+            measure.count_piece(data, body.first.as_ref().map_or(0, tokens));
         }
         body.measure = measure;
     }
 }
 
-/// Tokens of a streamed answer: an event each. Of other answers there are none.
+/// Tokens in a piece of a streamed answer: one per event. Other answers have no events.
 fn tokens(frame: &Frame<Bytes>) -> u64 {
     frame.data_ref().map_or(0, |data| memchr::memmem::find_iter(data, b"data: ").count() as u64)
 }
@@ -125,28 +125,28 @@ impl Body for AnswerBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         match &mut *self {
-            Self::Own(body) => Pin::new(body).poll_frame(context).map_err(|never| match never {}),
+            Self::Buffered(body) => Pin::new(body).poll_frame(context).map_err(|never| match never {}),
             Self::Engine(body) => body.poll(context),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Self::Own(body) => body.is_end_stream(),
+            Self::Buffered(body) => body.is_end_stream(),
             Self::Engine(body) => body.first.is_none() && body.rest.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Self::Own(body) => body.size_hint(),
+            Self::Buffered(body) => body.size_hint(),
             // Content-Length, where the engine gave one, is in the headers already.
             Self::Engine(_) => SizeHint::default(),
         }
     }
 }
 
-/// An error of ours, in the shape of OpenAI's and vLLM's: `{"error": {"message", "type", "param", "code"}}`.
+/// An error of the router, in the shape of OpenAI's and vLLM's: `{"error": {"message", "type", "param", "code"}}`.
 #[derive(Debug, Clone)]
 pub(super) struct Problem {
     pub(super) status: StatusCode,
@@ -154,7 +154,7 @@ pub(super) struct Problem {
     /// The member of the body, or the header, that is wrong.
     pub(super) param: Option<String>,
     pub(super) retry_after: Option<Duration>,
-    /// The connection cannot go on, since the rest of the request was not read.
+    /// The connection closes, because the rest of the request was not read.
     pub(super) closes: bool,
 }
 
@@ -163,7 +163,7 @@ impl Problem {
         Self { status, message: message.into(), param: None, retry_after: None, closes: false }
     }
 
-    /// The request could be read in two ways, and so could the bytes behind it: the connection closes.
+    /// Closes the connection, because the request and the bytes behind it could be read in two ways.
     pub(super) fn bad_framing(fault: FramingFault) -> Self {
         Self { closes: true, ..Self::new(StatusCode::BAD_REQUEST, fault.to_string()) }
     }
@@ -196,9 +196,9 @@ impl Problem {
     }
 }
 
-/// JSON of ours.
+/// A JSON answer of the router itself.
 pub(super) fn json_answer(status: StatusCode, json: String) -> Response<AnswerBody> {
-    let mut response = Response::new(AnswerBody::Own(Full::new(json.into())));
+    let mut response = Response::new(AnswerBody::Buffered(Full::new(json.into())));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response

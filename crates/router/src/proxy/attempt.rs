@@ -1,4 +1,13 @@
-//! One request, from the choice of its nodes to the first byte of its answer.
+//! Runs one request, from the choice of its nodes to the first byte of its answer.
+//!
+//! An attempt chooses a node or a pair, and reserves load there; a [`LegGuard`] ends each reservation. If a leg fails, the next
+//! attempt chooses among the nodes that have not been tried. Attempts end:
+//! - with an answer, or with a node's refusal of the request itself, which other nodes would repeat;
+//! - if no node is left, or after [`ATTEMPTS_MAX`] nodes;
+//! - after [`TAKEN_MAX`] nodes that failed with the request in hand, or two that answered 500: the request may be the cause;
+//! - after two nodes in a row that missed the deadline for the first byte.
+//!
+//! After the first byte the client has received a part of the answer, so no other node can replace the one that sends it.
 
 use std::{
     cell::Cell,
@@ -24,11 +33,11 @@ use super::{
     exchange::Incoming,
     forward,
     gathered::Gathered,
-    hand_over::HandOver,
     held::Held,
     idle::Upstreams,
     leg::LegGuard,
     outgoing::Outgoing,
+    pairing::PairingMode,
     tally::Tally,
     upstream,
     upstream_error::UpstreamError,
@@ -39,78 +48,78 @@ use crate::{
     decisions::Decision,
     ids::RequestId,
     knowledge::{Lookup, Prompt},
-    legs::{self, Api, Ask},
+    legs::{self, Api, LegRequest},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
     shared::Shared,
 };
 
-/// Nodes that one request is tried on.
+/// Most nodes that one request is tried on.
 const ATTEMPTS_MAX: usize = 16;
-/// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
+/// Most of these nodes that may fail after they took the request, because the request itself may kill engines.
 const TAKEN_MAX: u32 = 3;
 /// Time for a concurrent prefill leg to end by itself after the decode node's first byte. Then the router cancels it.
 const PREFILL_GRACE: Duration = Duration::from_millis(100);
-/// Longest answer of a prefill node, or of one that refuses.
+/// Longest answer that the router reads as a whole: a prefill node's, or a refusal.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 
-/// A client's request.
+/// A client's request on its way to nodes.
 pub(super) struct Work<'a> {
     pub(super) shared: &'a Arc<Shared>,
     pub(super) upstreams: &'a Upstreams,
     pub(super) head: &'a request::Parts,
     pub(super) body: &'a Bytes,
-    /// None where the body is no JSON.
+    /// None if the body is not JSON.
     pub(super) scan: Option<&'a Scan<'a>>,
-    /// None where the request names none.
+    /// None if the request names no model.
     pub(super) model: Option<&'a str>,
     pub(super) marks: &'a [Mark],
-    /// Whether an engine computes its answer.
+    /// Whether an engine computes the answer, and not only its HTTP server.
     pub(super) computes: bool,
     /// Interface of the request; None if it cannot be split.
     pub(super) api: Option<Api>,
-    /// Its tokens, if they are known.
+    /// The prompt's tokens, if the router has the model's tokenizer.
     pub(super) prompt: Option<&'a Prompt>,
     pub(super) id: RequestId,
-    /// Memory that the request takes.
+    /// The request's share of the memory for all requests.
     pub(super) held: &'a Held,
-    /// What the client knows the request by.
+    /// The id under which the client knows the request.
     pub(super) client_id: &'a HeaderValue,
-    /// It cannot be split.
+    /// The request cannot be split.
     pub(super) one_node: bool,
-    /// Its answer comes token by token.
+    /// The answer comes token by token.
     pub(super) streams: bool,
-    /// Nodes that have failed after they took it.
+    /// Nodes that failed after they took the request.
     pub(super) taken: Cell<u32>,
     /// Nodes that have answered the request with 500.
     pub(super) doubted: Doubted<'a>,
-    /// The number of the next attempt.
+    /// Number of the next attempt, from 0.
     pub(super) attempts: Cell<u32>,
     pub(super) tally: &'a Tally<'a>,
 }
 
-/// A node failed a request before its first byte: another one may serve it.
-struct Failed {
+/// A leg that failed before the client received a byte. Another node may serve the request.
+struct FailedLeg {
     node: Option<NodeId>,
-    /// What the client gets if there is no other one.
+    /// Goes to the client if no other node serves the request.
     answer: Box<Response<AnswerBody>>,
-    /// Since the deadline for the first byte had passed.
+    /// The deadline for the first byte has passed.
     is_late: bool,
-    /// The node reset a kept connection, so it may have had the request.
+    /// The node reset a kept connection, so the router cannot tell whether it received the request.
     is_unsure: bool,
 }
 
-/// An answer whose head has come.
-struct Begun {
+/// An answer whose head has arrived.
+struct BegunAnswer {
     head: response::Parts,
     body: Incoming,
     guard: LegGuard,
 }
 
 impl Work<'_> {
-    /// Serves it, whoever can.
+    /// Makes attempts until they end (see the head of this file). Returns the answer, or the last failure.
     pub(super) async fn serve(&self) -> Response<AnswerBody> {
         let mut tried = Vec::new();
-        let mut last: Option<Failed> = None;
+        let mut last: Option<FailedLeg> = None;
         let mut unsure = None;
         for _ in 0..ATTEMPTS_MAX {
             let attempt = self.next_attempt();
@@ -118,8 +127,8 @@ impl Work<'_> {
                 let node = unsure.take().ok_or(none)?;
                 tracing::warn!(
                     id = self.id.name(),
-                    "a node reset a kept connection and no other node is left: the same node gets the request again, and may \
-                     run it twice"
+                    "kept connection reset and no other node left: sending the request to the same node again, which may run \
+                     it twice"
                 );
                 tried.retain(|each| *each != node);
                 self.choose(&tried, attempt)
@@ -143,7 +152,7 @@ impl Work<'_> {
             if failed.is_unsure {
                 unsure = failed.node;
             }
-            // A slow node may be slow for the request: two are enough.
+            // The request itself may be slow, so the router does not try a third node.
             if failed.is_late && last.as_ref().is_some_and(|last| last.is_late) {
                 return *failed.answer;
             }
@@ -169,7 +178,7 @@ impl Work<'_> {
             Chosen::One(one) => (None, one.node),
             Chosen::Pair { prefill, decode } => (Some(prefill.node), decode.node),
         };
-        self.tally.chosen(node, &choice);
+        self.tally.set_choice(node, &choice);
         let name = |id| state.scheduler.node(id).map(|node| Arc::clone(&node.name));
         let decision = Decision {
             at: SystemTime::now(),
@@ -186,19 +195,20 @@ impl Work<'_> {
         };
         if choice.why == Why::OtherRole && Counters::count(&self.shared.counters.other_role) {
             tracing::warn!(
+                once = true,
                 id = self.id.name(),
                 node = %decision.node,
-                "no node of the right role is left: one of another role serves. Further cases are only counted"
+                "no node of the right role left: a node of another role serves the request"
             );
         }
-        tracing::debug!(?decision, "chosen");
+        tracing::debug!(?decision, "nodes chosen");
         state.decisions.push(decision);
         drop(state);
         self.promise(lookup, &choice.chosen, now);
         Ok(choice.chosen)
     }
 
-    /// The node that prefills will have the prompt.
+    /// Notes that the prefilling node will have the prompt's blocks, so that equal prompts that come meanwhile go there.
     fn promise(&self, lookup: Option<Lookup>, chosen: &Chosen, now: Instant) {
         let (Chosen::One(first) | Chosen::Pair { prefill: first, .. }) = chosen;
         if let Some(lookup) = lookup {
@@ -206,7 +216,7 @@ impl Work<'_> {
         }
     }
 
-    /// A node has answered: whether it counts the prompt's tokens as we do.
+    /// Checks a node's count of the prompt's tokens, in its answer, against the router's own.
     fn compare(&self, node: Option<NodeId>, answer: &[u8]) {
         if let (Some(prompt), Some(node)) = (self.prompt, node) {
             self.shared.knowledge.compare(node, prompt.tokens.len(), answer);
@@ -223,11 +233,12 @@ impl Work<'_> {
         }
     }
 
-    async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {
+    /// Sends the request to one node.
+    async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, FailedLeg> {
         let guard = LegGuard::new(self.shared, whole);
         let guard = if self.computes { guard } else { guard.computes_nothing() };
         let id = self.id.of_leg(Leg::Whole, attempt);
-        let begun = self.send(guard, Leg::Whole, &Ask::Whole, &id).await?;
+        let begun = self.send(guard, Leg::Whole, &LegRequest::Whole, &id).await?;
         self.pass_on(begun).await
     }
 
@@ -237,7 +248,7 @@ impl Work<'_> {
         attempt
     }
 
-    /// Both legs of a pair, as its connector wants them.
+    /// Runs both legs of a pair, in its mode.
     async fn pair(
         &self,
         prefill: Reservation,
@@ -248,27 +259,28 @@ impl Work<'_> {
         let nodes = (prefill.node, decode.node);
         let guard = |reservation| LegGuard::new(self.shared, reservation);
         let pair = Pair { attempt, prefill: guard(prefill), decode: guard(decode) };
-        match self.shared.hand_over(nodes.0, nodes.1) {
-            Ok(HandOver::ByAnswer) => self.by_answer(pair, tried).await,
-            Ok(HandOver::ById { prefill, decode }) => {
+        match self.shared.pairing_mode(nodes.0, nodes.1) {
+            Ok(PairingMode::ByAnswer) => self.by_answer(pair, tried).await,
+            Ok(PairingMode::ByRequestId { prefill, decode }) => {
                 let id = self.id.p2p_nccl(&prefill, &decode, attempt);
-                self.by_id(pair, &id).await
+                self.by_request_id(pair, &id).await
             }
-            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, &peer, tried).await,
-            Err(gone) => Err(Failed::gone(Some(gone)).into()),
+            Ok(PairingMode::Concurrent(peer)) => self.concurrent(pair, &peer, tried).await,
+            Err(gone) => Err(FailedLeg::gone(Some(gone)).into()),
         }
     }
 
-    /// The decode leg gets what the prefill node answered.
+    /// Prefill, then decode with the `kv_transfer_params` of the prefill node's answer. If the decode node fails, another decode
+    /// node gets the same parameters.
     async fn by_answer(&self, pair: Pair, tried: &mut Vec<NodeId>) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
-        let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None).into()) };
-        let ask = match self.prefill(prefill, attempt).await {
-            Ok(Some(handed_over)) => Ask::GoOn(handed_over),
+        let Some(prefill_node) = prefill.node() else { return Err(FailedLeg::gone(None).into()) };
+        let request = match self.prefill(prefill, attempt).await {
+            Ok(Some(transfer)) => LegRequest::WithTransfer(transfer),
             Ok(None) => {
-                // It prefills by itself.
+                // The decode node computes the prompt itself, so its first token says nothing about hand-offs.
                 decode_guard.learn_nothing();
-                Ask::Whole
+                LegRequest::Whole
             }
             Err(unserved) => {
                 decode_guard.end(LegEnd::Left);
@@ -277,7 +289,7 @@ impl Work<'_> {
         };
         loop {
             let id = self.id.of_leg(Leg::Decode, attempt);
-            let sent = self.send(decode_guard, Leg::Decode, &ask, &id).await;
+            let sent = self.send(decode_guard, Leg::Decode, &request, &id).await;
             let failed = match sent {
                 Ok(begun) => match self.pass_on(begun).await {
                     Ok(answer) => return Ok(answer),
@@ -289,31 +301,30 @@ impl Work<'_> {
             if failed.is_late || self.is_given_up() || tried.len() >= ATTEMPTS_MAX {
                 return Err(failed.into());
             }
-            let request = self.request(tried);
-            let again =
-                self.shared.state.lock().scheduler.choose_decode(&request, prefill_node, Instant::now());
-            let Some(again) = again else { return Err(failed.into()) };
-            self.tally.tries(again.node);
+            let open = self.request(tried);
+            let next = self.shared.state.lock().scheduler.choose_decode(&open, prefill_node, Instant::now());
+            let Some(next) = next else { return Err(failed.into()) };
+            self.tally.count_attempt(next.node);
             attempt = self.next_attempt();
-            decode_guard = LegGuard::new(self.shared, again);
+            decode_guard = LegGuard::new(self.shared, next);
         }
     }
 
-    /// Both engines read in the request's id where the other one is. What was sent to a decode node that fails is lost: another
-    /// pair begins anew.
-    async fn by_id(&self, pair: Pair, id: &str) -> Result<Response<AnswerBody>, Unserved> {
+    /// Prefill, then decode, with one request id from which each engine takes the other's address. Blocks that went to a decode
+    /// node are lost if it fails, so a retry begins with another pair.
+    async fn by_request_id(&self, pair: Pair, id: &str) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { prefill, mut decode, .. } = pair;
-        if let Err(unserved) = self.prefill_answer(prefill, &Ask::prefill_by_id(), id).await {
+        if let Err(unserved) = self.prefill_answer(prefill, &LegRequest::prefill_by_id(), id).await {
             decode.end(LegEnd::Left);
             return Err(unserved);
         }
-        let begun = self.send(decode, Leg::Decode, &Ask::Whole, id).await?;
+        let begun = self.send(decode, Leg::Decode, &LegRequest::Whole, id).await?;
         Ok(self.pass_on(begun).await?)
     }
 
-    /// The decode node reads blocks from the prefill node, and computes those that do not come. So its answer is good even if the
-    /// prefill node fails, and the router tries another pair only if the decode node fails.
-    async fn at_once(
+    /// Both legs at once. The decode node reads blocks from the prefill node, and computes those that do not come. So its answer
+    /// is good even if the prefill node fails, and the router tries another pair only if the decode node fails.
+    async fn concurrent(
         &self,
         pair: Pair,
         peer: &str,
@@ -322,14 +333,15 @@ impl Work<'_> {
         let Pair { attempt, prefill, decode } = pair;
         let Ok(secret) = kvlane_memory::random() else {
             let sentence = "the operating system has no random bytes for a hand-off's name";
-            return Err(Failed::bad_gateway(decode.node(), sentence.into()).into());
+            return Err(FailedLeg::bad_gateway(decode.node(), sentence.into()).into());
         };
-        let (prefill_ask, decode_ask) = Ask::direct(&self.id.of_hand_off(attempt, secret), peer);
+        let (prefill_request, decode_request) =
+            LegRequest::direct(&self.id.of_hand_off(attempt, secret), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
-        let mut prefilling = pin!(self.prefill_answer(prefill, &prefill_ask, &prefill_id));
+        let mut prefilling = pin!(self.prefill_answer(prefill, &prefill_request, &prefill_id));
         let mut decoding = pin!(async {
             let id = self.id.of_leg(Leg::Decode, attempt);
-            let begun = self.send(decode, Leg::Decode, &decode_ask, &id).await?;
+            let begun = self.send(decode, Leg::Decode, &decode_request, &id).await?;
             self.pass_on(begun).await.map_err(Unserved::from)
         });
         tokio::select! {
@@ -352,15 +364,15 @@ impl Work<'_> {
         }
     }
 
-    /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets; None if
-    /// nothing was handed over.
+    /// Runs the prefill leg of a pair in mode [`PairingMode::ByAnswer`]. Returns `kv_transfer_params` for the decode leg, or None
+    /// if the node handed nothing over.
     async fn prefill(&self, prefill: LegGuard, attempt: u32) -> Result<Option<String>, Unserved> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
         let node = prefill.node();
-        let answer = self.prefill_answer(prefill, &Ask::prefill(), &id).await?;
+        let answer = self.prefill_answer(prefill, &LegRequest::prefill(), &id).await?;
         let outlined = self.shared.scanner.outline(&answer).await.ok();
-        let handed_over = outlined.map(|outlined| Scan::new(&answer, outlined.outline));
-        let transfer = handed_over.as_ref().and_then(legs::handed_over);
+        let scanned = outlined.map(|outlined| Scan::new(&answer, outlined.outline));
+        let transfer = scanned.as_ref().and_then(legs::transfer_params);
         let transfer = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok());
         if let Some(node) = node {
             self.shared.prefill_answered(node, transfer.is_some());
@@ -368,42 +380,53 @@ impl Work<'_> {
         Ok(transfer.map(str::to_owned))
     }
 
-    /// A prefill leg, to the end of its answer.
-    async fn prefill_answer(&self, prefill: LegGuard, ask: &Ask, id: &str) -> Result<Bytes, Unserved> {
-        let Begun { head, body, mut guard } = self.send(prefill, Leg::Prefill, ask, id).await?;
+    /// Runs a prefill leg to the end of its answer.
+    async fn prefill_answer(
+        &self,
+        prefill: LegGuard,
+        request: &LegRequest,
+        id: &str,
+    ) -> Result<Bytes, Unserved> {
+        let BegunAnswer { head, body, mut guard } = self.send(prefill, Leg::Prefill, request, id).await?;
         let node = guard.node();
         let answer = match self.short_answer(body).await {
             Ok(answer) => answer,
             Err(error) => {
                 guard.fail(&error.to_string());
-                let sentence = format!("a prefill node ended its answer before its end: {error}");
-                return Err(self.taken(Failed::bad_gateway(node, sentence)).into());
+                let sentence = format!("a prefill node did not complete its answer: {error}");
+                return Err(self.count_taken(FailedLeg::bad_gateway(node, sentence)).into());
             }
         };
-        guard.answers(head.status);
+        guard.note_status(head.status);
         guard.prefilled(self.marks_of(head.status));
         guard.end(LegEnd::Served);
         if !head.status.is_success() {
-            return Err(Unserved::Refused(self.own(head, answer)));
+            return Err(Unserved::Refused(self.buffered(head, answer)));
         }
         self.doubted.convict(Some(Leg::Prefill));
         self.compare(node, &answer);
         Ok(answer)
     }
 
-    /// Sends a leg and waits for the head of its answer. A node that says that it cannot is a failure, as one that says nothing.
-    async fn send(&self, mut guard: LegGuard, leg: Leg, ask: &Ask, id: &str) -> Result<Begun, Failed> {
+    /// Sends a leg and waits for the head of its answer. A status that [blames the node](blames_node) is a failure.
+    async fn send(
+        &self,
+        mut guard: LegGuard,
+        leg: Leg,
+        request: &LegRequest,
+        id: &str,
+    ) -> Result<BegunAnswer, FailedLeg> {
         let node = guard.node();
         let address = node.and_then(|node| self.shared.state.lock().addresses.get(&node).cloned());
         let Some(address) = address else {
             guard.end(LegEnd::Left);
-            return Err(Failed::gone(node));
+            return Err(FailedLeg::gone(node));
         };
-        let changed = self.scan.and_then(|scan| legs::body(self.api, scan, ask, id));
+        let changed = self.scan.and_then(|scan| legs::body(self.api, scan, request, id));
         let body = changed.map_or_else(|| self.body.clone().into(), |edited| self.edited(edited));
         let settings = &self.shared.settings;
-        let request = forward::to_engine(self.head, &address, leg, id, body.len(), settings.keys.is_empty());
-        let sending = upstream::send(self.upstreams, &address, request, body, settings.connect_timeout);
+        let head = forward::to_engine(self.head, &address, leg, id, body.len(), settings.keys.is_empty());
+        let sending = upstream::send(self.upstreams, &address, head, body, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),
             Some(deadline) => timeout(deadline, sending).await.map_err(|_| deadline),
@@ -412,42 +435,43 @@ impl Work<'_> {
             Ok(Ok(sent)) => sent,
             Ok(Err(error)) => {
                 guard.fail(&error.to_string());
-                tracing::debug!(id, node = %address, %error, "a node failed a request");
-                let mut failed = Failed::bad_gateway(node, format!("the node at {address} failed: {error}"));
+                tracing::debug!(id, node = %address, %error, "node failed a leg");
+                let mut failed =
+                    FailedLeg::bad_gateway(node, format!("the node at {address} failed: {error}"));
                 failed.is_unsure = matches!(error, UpstreamError::Reset(_));
                 let was_taken = error.was_taken();
-                return Err(if was_taken { self.taken(failed) } else { failed });
+                return Err(if was_taken { self.count_taken(failed) } else { failed });
             }
             Err(deadline) => {
-                let failed = Failed::late(node, deadline);
+                let failed = FailedLeg::late(node, deadline);
                 guard.fail(&late(deadline));
                 return Err(failed);
             }
         };
         let (head, body) = response.into_parts();
-        if !is_of_the_node(head.status) {
-            return Ok(Begun { head, body, guard });
+        if !blames_node(head.status) {
+            return Ok(BegunAnswer { head, body, guard });
         }
         let status = head.status;
         match status {
-            // An overloaded node is alive, so this is no failure.
+            // An overloaded node is alive, so it has not failed.
             StatusCode::TOO_MANY_REQUESTS => guard.end(LegEnd::Left),
             StatusCode::INTERNAL_SERVER_ERROR => self.doubted.doubt(&mut guard, leg),
             _ => guard.fail(&format!("it answered {status}")),
         }
         let answer = match self.short_answer(body).await {
-            Ok(answer) => self.own(head, answer),
+            Ok(answer) => self.buffered(head, answer),
             Err(error) => {
                 Problem::new(StatusCode::BAD_GATEWAY, format!("the node at {address} failed: {error}"))
                     .answer()
             }
         };
-        let failed = Failed { node, answer: Box::new(answer), is_late: false, is_unsure: false };
-        // vLLM answers so when its engine dies of a request, and ends.
-        Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
+        let failed = FailedLeg { node, answer: Box::new(answer), is_late: false, is_unsure: false };
+        // vLLM's server answers 500 when its engine dies of a request, and then exits.
+        Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.count_taken(failed) } else { failed })
     }
 
-    /// Marks that the node holds after an answer with this status. A node that refuses has computed nothing.
+    /// Marks of the prompt that the node holds after an answer with this status. A node that refuses has computed nothing.
     fn marks_of(&self, status: StatusCode) -> &[Mark] {
         if status.is_success() { self.marks } else { &[] }
     }
@@ -456,7 +480,7 @@ impl Work<'_> {
         Outgoing::edited(self.body, edited)
     }
 
-    /// An answer that the router reads itself. Its bytes count as memory of the request.
+    /// Reads an answer as a whole. Its bytes count as memory of the request.
     async fn short_answer(&self, mut body: Incoming) -> Result<Bytes, String> {
         let mut answer = Gathered::new(None, SHORT_ANSWER_BYTES_MAX);
         while let Some(frame) = body.frame().await {
@@ -472,15 +496,15 @@ impl Work<'_> {
         self.taken.get() >= TAKEN_MAX || self.doubted.are_enough()
     }
 
-    /// A node has failed after it took the request.
-    fn taken(&self, failed: Failed) -> Failed {
+    /// Counts a node that failed after it took the request.
+    fn count_taken(&self, failed: FailedLeg) -> FailedLeg {
         self.taken.set(self.taken.get() + 1);
         failed
     }
 
-    /// The engine's answer to the client, once its first byte is there.
-    async fn pass_on(&self, begun: Begun) -> Result<Response<AnswerBody>, Failed> {
-        let Begun { head, mut body, mut guard } = begun;
+    /// Passes the engine's answer on to the client, once its first byte has arrived.
+    async fn pass_on(&self, begun: BegunAnswer) -> Result<Response<AnswerBody>, FailedLeg> {
+        let BegunAnswer { head, mut body, mut guard } = begun;
         let node = guard.node();
         let first = match self.shared.settings.first_byte_timeout {
             None => Ok(body.frame().await),
@@ -489,22 +513,23 @@ impl Work<'_> {
         let cut = |mut guard: LegGuard, error: UpstreamError| {
             guard.fail(&error.to_string());
             let sentence = format!("a node ended its answer before the first byte: {error}");
-            self.taken(Failed::bad_gateway(node, sentence))
+            self.count_taken(FailedLeg::bad_gateway(node, sentence))
         };
         let body = match first {
             Ok(Some(Ok(first))) => {
-                // The client has received nothing yet, and would receive nothing if the next read failed before the first write.
+                // The client has received nothing yet. If the connection has already ended, hyper's next read would fail before
+                // its first write, and the client would never receive anything.
                 if let Some(error) = poll_fn(|context| Poll::Ready(body.poll_cut(context))).await {
                     return Err(cut(guard, error));
                 }
                 self.compare(node, first.data_ref().map_or(&[], |data| data));
-                guard.answers(head.status);
+                guard.note_status(head.status);
                 if head.status.is_success() {
                     self.doubted.convict(guard.leg());
                 }
                 EngineBody::new(first, body, guard, self.marks_of(head.status))
             }
-            // An empty answer without a length looks like one that was cut.
+            // An empty answer without a length cannot be told from one that was cut.
             Ok(None) if body.ends_with_connection() && head.status.is_success() => {
                 return Err(cut(guard, UpstreamError::Cut));
             }
@@ -512,7 +537,7 @@ impl Work<'_> {
             Ok(Some(Err(error))) => return Err(cut(guard, error)),
             Err(deadline) => {
                 guard.fail(&late(deadline));
-                return Err(Failed::late(node, deadline));
+                return Err(FailedLeg::late(node, deadline));
             }
         };
         let mut response = Response::from_parts(head, AnswerBody::Engine(Box::new(body)));
@@ -520,11 +545,11 @@ impl Work<'_> {
         Ok(response)
     }
 
-    /// An engine's answer that was read already. Its bytes count until the client has them, which may be long after the request's
-    /// other memory is free.
-    fn own(&self, head: response::Parts, body: Bytes) -> Response<AnswerBody> {
+    /// The answer to the client for an engine's answer that the router has read. Its bytes count as memory until the client has
+    /// them, which may be long after the request's other memory is free.
+    fn buffered(&self, head: response::Parts, body: Bytes) -> Response<AnswerBody> {
         let body = Held::new(self.shared).counting(body);
-        let mut response = Response::from_parts(head, AnswerBody::Own(Full::new(body)));
+        let mut response = Response::from_parts(head, AnswerBody::Buffered(Full::new(body)));
         forward::to_client(&mut response);
         response
     }
@@ -537,21 +562,21 @@ struct Pair {
     decode: LegGuard,
 }
 
-/// Why a leg has no answer to go on with.
+/// Why a leg brought no answer.
 enum Unserved {
-    /// The node failed: another one may serve the request.
-    Failed(Failed),
-    /// It refused the request itself: so would the others.
+    /// The node failed. Another one may serve the request.
+    Failed(FailedLeg),
+    /// The node refused the request itself, and others would refuse it too.
     Refused(Response<AnswerBody>),
 }
 
-impl From<Failed> for Unserved {
-    fn from(failed: Failed) -> Self {
+impl From<FailedLeg> for Unserved {
+    fn from(failed: FailedLeg) -> Self {
         Self::Failed(failed)
     }
 }
 
-impl Failed {
+impl FailedLeg {
     fn gone(node: Option<NodeId>) -> Self {
         Self::bad_gateway(node, "the chosen node has just been removed".into())
     }
@@ -579,8 +604,8 @@ fn late(deadline: Duration) -> String {
     format!("no node answered within {} s", deadline.as_secs_f64())
 }
 
-/// Whether this answer says something of the node, and not of the request: another node may do better.
-fn is_of_the_node(status: StatusCode) -> bool {
+/// Whether this status blames the node, and not the request. Another node may serve it.
+fn blames_node(status: StatusCode) -> bool {
     status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED
         || status == StatusCode::TOO_MANY_REQUESTS
 }

@@ -1,13 +1,13 @@
-//! Clients' connections of one thread: how long each has kept us waiting, and word that the proxy stops.
+//! The client connections of one thread: finds those that keep the router waiting too long, and passes on that the proxy stops.
 //!
-//! One sweep a second looks at all of them. A timer for each request, and a channel that each connection listens to, would take
-//! more time than the request itself.
+//! One sweep a second checks all of them. A timer for each request, and a channel to each connection, would take more time than
+//! the request itself. The sweep marks a late connection and wakes its task, which closes it.
 //!
 //! ```text
-//!   Idle (for at most 75 s) --> sends a Head (within 10 s) --> sends its Body (each piece in time, and not too slowly)
-//!     --> Waits for us, and reads in time --> Idle ...
+//!   Idle: at most 75 s --> Head: at most 10 s --> Body: each piece within `patience`, at BODY_RATE_MIN on average
+//!     --> Answer: no limit while the client waits; it reads each piece within `patience` --> Idle ...
 //! ```
-//! A connection is here once its [first head](super::first_head) has come.
+//! A connection joins once its [first head](super::first_head) has arrived.
 
 use std::{
     cell::{Cell, RefCell},
@@ -26,22 +26,22 @@ use tokio::time::sleep;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 /// Longest time for a request's head.
 pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a body that have to come per second on average, after the time that one piece may take.
+/// Bytes of a body that have to come per second on average, once the body has taken longer than one piece may.
 pub(super) const BODY_RATE_MIN: u32 = 4096;
-/// How often all are looked at.
+/// Period of the sweep over all connections.
 const SWEEP_PERIOD: Duration = Duration::from_secs(1);
 
-/// What a connection waits for.
+/// Step of a connection within a request, each with its own time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Waits for a request.
+    /// No request has begun.
     Idle,
-    /// Waits for the rest of a request's head.
+    /// The rest of a request's head is to come.
     Head,
-    /// For more of a request's body.
+    /// More of a request's body is to come.
     Body,
-    /// For its answer, or for the client to read it.
-    Waits,
+    /// The client waits for its answer, or reads it.
+    Answer,
 }
 
 /// All connections of a thread.
@@ -52,26 +52,27 @@ pub(super) struct Clients {
     is_stopping: Cell<bool>,
 }
 
-/// One connection.
+/// One connection, shared by its task and the sweep.
 #[derive(Debug)]
 pub(super) struct Client {
     number: u64,
     ip: Option<IpAddr>,
     phase: Cell<Phase>,
-    /// Sweeps since something came of it.
+    /// Sweeps since the phase began, or since its last progress.
     sweeps: Cell<u32>,
     /// Sweeps since the body began, and bytes that came since.
     body_sweeps: Cell<u32>,
     body_bytes: Cell<usize>,
+    /// The phase has taken too long.
     is_late: Cell<bool>,
-    /// The kernel takes no more of its answer until it reads.
+    /// The kernel takes no more of the answer until the client reads.
     is_full: Cell<bool>,
     is_stopping: Cell<bool>,
     waker: RefCell<Option<Waker>>,
 }
 
 impl Clients {
-    /// A connection comes.
+    /// Adds a connection in phase Head: its first head is in the kernel's buffer.
     pub(super) fn join(&self, ip: Option<IpAddr>) -> Rc<Client> {
         let number = self.next.get();
         self.next.set(number + 1);
@@ -91,12 +92,12 @@ impl Clients {
         client
     }
 
-    /// A connection goes.
+    /// Removes a connection that has ended.
     pub(super) fn leave(&self, client: &Client) {
         self.all.borrow_mut().remove(&client.number);
     }
 
-    /// Tells all that they take no further request.
+    /// Makes all connections, also those that join later, take no further request.
     pub(super) fn stop(&self) {
         self.is_stopping.set(true);
         for client in self.all.borrow().values() {
@@ -105,17 +106,17 @@ impl Clients {
         }
     }
 
-    /// Number of connections with a request that is not yet answered completely.
+    /// Number of connections whose request is not completely answered.
     pub(super) fn busy(&self) -> usize {
         self.all
             .borrow()
             .values()
-            .filter(|client| matches!(client.phase.get(), Phase::Body | Phase::Waits))
+            .filter(|client| matches!(client.phase.get(), Phase::Body | Phase::Answer))
             .count()
     }
 
-    /// Tells those that are late. `patience` is how long a client may take to send a piece of a body, or to read one of an
-    /// answer. For ever.
+    /// Marks and wakes connections that are late. `patience` is how long a client may take to send a piece of a body, or to read
+    /// one of an answer. Runs forever.
     pub(super) async fn sweep(&self, patience: Duration) {
         loop {
             sleep(SWEEP_PERIOD).await;
@@ -124,11 +125,11 @@ impl Clients {
                     Phase::Idle => IDLE_TIMEOUT,
                     Phase::Head => HEAD_TIMEOUT,
                     Phase::Body => patience,
-                    Phase::Waits if client.is_full.get() => patience,
-                    Phase::Waits => continue,
+                    Phase::Answer if client.is_full.get() => patience,
+                    Phase::Answer => continue,
                 };
                 client.sweeps.set(client.sweeps.get() + 1);
-                if SWEEP_PERIOD * client.sweeps.get() > most || client.is_body_too_slow(patience) {
+                if SWEEP_PERIOD * client.sweeps.get() > most || client.sweep_body(patience) {
                     client.is_late.set(true);
                     client.wake();
                 }
@@ -147,7 +148,7 @@ impl Clients {
                 Phase::Head => 1,
                 // Its last answer has been read to its end.
                 Phase::Idle if !client.is_full() => 0,
-                Phase::Idle | Phase::Body | Phase::Waits => return None,
+                Phase::Idle | Phase::Body | Phase::Answer => return None,
             };
             Some((rank, client.sweeps.get(), client))
         });
@@ -161,8 +162,8 @@ impl Clients {
 }
 
 impl Client {
-    /// Remembers whom to wake.
-    pub(super) fn is_polled(&self, context: &Context<'_>) {
+    /// Sets the task to wake.
+    pub(super) fn set_waker(&self, context: &Context<'_>) {
         let mut waker = self.waker.borrow_mut();
         if !waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker())) {
             *waker = Some(context.waker().clone());
@@ -180,34 +181,34 @@ impl Client {
         self.ip
     }
 
-    /// The head of a request has come. Until the guard is dropped, the client waits for us.
-    pub(super) fn asked(self: &Rc<Self>) -> Busy {
-        self.enter(Phase::Waits);
+    /// Begins a request, whose head has arrived. When the guard is dropped, the connection is idle again.
+    pub(super) fn begin_request(self: &Rc<Self>) -> Busy {
+        self.enter(Phase::Answer);
         Busy(Rc::clone(self))
     }
 
-    /// Bytes of a head have come; starts the time limit for the rest.
-    pub(super) fn sends_head(&self) {
+    /// Starts the time limit of a head, whose first bytes have arrived.
+    pub(super) fn begin_head(&self) {
         if self.phase.get() == Phase::Idle {
             self.enter(Phase::Head);
         }
     }
 
     /// Starts the time limits of the body.
-    pub(super) fn sends(&self) {
+    pub(super) fn begin_body(&self) {
         self.body_sweeps.set(0);
         self.body_bytes.set(0);
         self.enter(Phase::Body);
     }
 
     /// Counts bytes of the body.
-    pub(super) fn sent(&self, bytes: usize) {
+    pub(super) fn count_body(&self, bytes: usize) {
         self.body_bytes.set(self.body_bytes.get() + bytes);
         self.sweeps.set(0);
     }
 
-    /// Counts a sweep. Returns whether the body is slower than it has to be.
-    fn is_body_too_slow(&self, patience: Duration) -> bool {
+    /// Counts a sweep of the body. Returns whether the body comes too slowly on average.
+    fn sweep_body(&self, patience: Duration) -> bool {
         if self.phase.get() != Phase::Body {
             return false;
         }
@@ -216,9 +217,9 @@ impl Client {
         self.body_bytes.get() as u64 <= u64::from(BODY_RATE_MIN) * since.as_secs() && !since.is_zero()
     }
 
-    /// All of the body has come.
-    pub(super) fn has_sent(&self) {
-        self.enter(Phase::Waits);
+    /// Ends the time limits of the body, which has arrived.
+    pub(super) fn end_body(&self) {
+        self.enter(Phase::Answer);
     }
 
     fn enter(&self, phase: Phase) {
@@ -227,8 +228,8 @@ impl Client {
         self.is_late.set(false);
     }
 
-    /// The kernel has taken a piece of an answer, or takes no more.
-    pub(super) fn wrote(&self, is_full: bool) {
+    /// Notes that the kernel took a piece of an answer, or, if it `is_full`, takes no more.
+    pub(super) fn note_write(&self, is_full: bool) {
         if self.is_full.replace(is_full) != is_full {
             self.sweeps.set(0);
             self.is_late.set(false);
@@ -236,8 +237,8 @@ impl Client {
     }
 
     /// Whether the client waits for its answer, or for the rest of it.
-    pub(super) fn waits(&self) -> bool {
-        self.phase.get() == Phase::Waits
+    pub(super) fn is_waiting(&self) -> bool {
+        self.phase.get() == Phase::Answer
     }
 
     /// Whether the client does not read its answer: the kernel takes no more of it.
@@ -245,25 +246,25 @@ impl Client {
         self.is_full.get()
     }
 
-    /// Whether the next request does not come, or the client does not read its answer.
+    /// Whether the next request is overdue, or the client has not read its answer for too long.
     pub(super) fn is_silent_too_long(&self) -> bool {
         let is_full = self.is_full.get();
         self.is_late.get()
-            && matches!((self.phase.get(), is_full), (Phase::Idle | Phase::Head, _) | (Phase::Waits, true))
+            && matches!((self.phase.get(), is_full), (Phase::Idle | Phase::Head, _) | (Phase::Answer, true))
     }
 
-    /// Whether the rest of a body does not come.
+    /// Whether the rest of the body is overdue, or comes too slowly.
     pub(super) fn sends_too_slowly(&self) -> bool {
         self.is_late.get() && self.phase.get() == Phase::Body
     }
 
-    /// Whether it shall take no further request.
+    /// Whether the connection takes no further request, because the proxy stops.
     pub(super) fn is_stopping(&self) -> bool {
         self.is_stopping.get()
     }
 }
 
-/// A request that is not answered to its end.
+/// A request that is not completely answered. Drop it when the answer ends.
 #[derive(Debug)]
 pub(super) struct Busy(Rc<Client>);
 
@@ -273,7 +274,7 @@ impl Drop for Busy {
     }
 }
 
-/// An answer on its way to a client, which waits for us meanwhile.
+/// An answer on its way to a client. When it is dropped, the connection is idle.
 #[derive(Debug)]
 pub(super) struct Awaited<B> {
     body: B,

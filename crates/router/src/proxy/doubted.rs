@@ -1,4 +1,7 @@
-//! A request that engines answered with 500, by its own fault or by theirs.
+//! Tracks the nodes that answered one request with 500, by the request's fault or by their own.
+//!
+//! A 500 puts the node in doubt. A node that serves the same leg later convicts those in doubt: they were at fault, and count as
+//! failed. If [`ERRORS_MAX`] nodes answer 500 instead, the request is at fault, and the client gets that answer.
 
 use std::{cell::RefCell, net::IpAddr, time::Instant};
 
@@ -27,12 +30,12 @@ pub(super) struct Doubted<'a> {
 struct Answered {
     node: NodeId,
     leg: Leg,
-    /// Another node has served the leg, so this node was at fault.
+    /// Another node has served the leg, so this node was at fault. It counts once.
     is_convicted: bool,
 }
 
 impl<'a> Doubted<'a> {
-    /// Creates an empty list for this client's request.
+    /// No node has answered this client's request with 500 yet.
     pub(super) fn new(
         shared: &'a Shared,
         client: &'a Client,
@@ -42,7 +45,7 @@ impl<'a> Doubted<'a> {
         Self { shared, client, headers, body, all: RefCell::default() }
     }
 
-    /// The node answered 500.
+    /// Ends a leg that its node answered with 500.
     pub(super) fn doubt(&self, guard: &mut LegGuard, leg: Leg) {
         let node = guard.node();
         guard.end(LegEnd::InDoubt);
@@ -60,10 +63,10 @@ impl<'a> Doubted<'a> {
             }
             turn
         };
-        self.shared.tell_turn(node, turn);
+        self.shared.log_turn(node, turn);
     }
 
-    /// Whether so many engines have answered 500 that another one probably would, too.
+    /// Whether so many nodes have answered 500 that another one probably would, too.
     pub(super) fn are_enough(&self) -> bool {
         self.all.borrow().len() >= ERRORS_MAX
     }
@@ -84,12 +87,12 @@ impl<'a> Doubted<'a> {
                     .note_failure(each.node, "it answered 500 to a request that another node served");
                 state.scheduler.convict(each.node, fingerprint, Instant::now())
             };
-            self.shared.tell_turn(each.node, turn);
+            self.shared.log_turn(each.node, turn);
         }
     }
 
-    /// Fingerprints of the client and of its request. If clients show keys, a client is its key; else its IP address, and the /64
-    /// network of an IPv6 address. Headers do not count, because a client can write anything there.
+    /// Fingerprints of the client and of its request. If clients show keys, a client is its key. Else it is its IPv4 address, or
+    /// the /64 network of its IPv6 address. Other headers do not count, because a client can write anything there.
     fn fingerprint(&self) -> Doubt {
         let client = if self.shared.settings.keys.is_empty() {
             match self.client.ip().map(|ip| ip.to_canonical()) {

@@ -1,7 +1,14 @@
-//! One request and its answer over a connection to a node.
+//! Sends one request over a connection to a node, and reads its answer.
 //!
-//! No task of its own: whoever waits for the answer reads the connection. So a piece of an answer wakes the task of the client's
-//! connection, which reads it and writes it to the client, and a client that does not read keeps the node from sending.
+//! A connection has no task of its own: the task that waits for the answer polls it. So a piece of an answer wakes only the task
+//! of the client's connection, which reads the piece and writes it to the client. A client that does not read keeps the node
+//! from sending.
+//!
+//! ```text
+//!   Connection::send_request -- head of the answer --> Incoming -- last byte --> idle, for the next request
+//!        |  sends while it waits for the head              |  sends the rest of the request while it reads
+//!        '-- error: closed                                 '-- dropped before the last byte: closed; the engine aborts
+//! ```
 
 use std::{
     collections::VecDeque,
@@ -32,9 +39,9 @@ use super::{
 use crate::address::Address;
 use crate::answers::{Framing, Head};
 
-/// Most pieces that one call hands to the kernel.
+/// Most pieces that one write hands to the kernel.
 const SLICES_MAX: usize = 16;
-/// Most bytes that are handed to the kernel before other tasks have their turn.
+/// Most bytes that are written before other tasks have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
 /// A connection to a node.
@@ -47,19 +54,19 @@ pub(super) struct Connection {
     unsent: [Bytes; 2],
     /// Unsent pieces of the body after the first one.
     later: VecDeque<Bytes>,
-    /// False after it has refused to take more of a request.
+    /// False once a write has failed: the node takes no more of the request.
     takes_more: bool,
 }
 
-/// The body of an answer. The connection goes back to the idle ones with the last byte of it, and is closed when this is dropped
-/// before, which aborts the request in the engine.
+/// The body of an answer, with its connection. With the last byte the connection goes back to the idle ones. If this is dropped
+/// before, the connection closes, which aborts the request in the engine.
 #[derive(Debug)]
 pub(super) struct Incoming {
-    /// None at the end.
+    /// None once the body has ended or failed.
     connection: Option<Connection>,
     framing: Framing,
     is_kept: bool,
-    /// What came together with the head.
+    /// Bytes of the body that arrived together with the head.
     early: Bytes,
 }
 
@@ -76,7 +83,7 @@ impl Connection {
     }
 
     /// Sends a request and waits for the head of its answer.
-    pub(super) async fn ask(
+    pub(super) async fn send_request(
         mut self,
         head: Bytes,
         body: Outgoing,
@@ -100,8 +107,8 @@ impl Connection {
         Ok(response)
     }
 
-    /// Tells whether the connection ended before or after a request of this length had come. The engine's FIN acknowledges the
-    /// bytes that its kernel had received, so a request that is not acknowledged by then came too late.
+    /// Refines an error by how much of a request of this length the engine's kernel had received. The engine's FIN acknowledges
+    /// these bytes, so the engine cannot have read a request that is not acknowledged by then.
     fn explain(&mut self, error: UpstreamError, length: usize) -> UpstreamError {
         if !matches!(error, UpstreamError::Closed | UpstreamError::Failed(_)) {
             return error;
@@ -111,7 +118,7 @@ impl Connection {
         match error {
             _ if !is_all_written => UpstreamError::NotBegun,
             UpstreamError::Closed if missing > 0 => UpstreamError::NotBegun,
-            // The kernel reports a reset behind a FIN in this way.
+            // EPIPE is how the kernel reports a reset that follows a FIN.
             UpstreamError::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe && missing > 0 => {
                 UpstreamError::NotBegun
             }
@@ -120,12 +127,12 @@ impl Connection {
         }
     }
 
-    /// Sends what the node takes now. A node that takes no more of a request may have answered it nevertheless.
+    /// Writes what the socket takes now. A node that takes no more of a request may still have answered it.
     fn poll_send(&mut self, context: &mut Context<'_>) {
         let mut turn = TURN_BYTES;
         while self.is_sending() {
             if turn == 0 {
-                // Gives other tasks a turn, because a node on this host may take all of a long body at once.
+                // Gives other tasks a turn, because the socket to a node on this host may take all of a long body at once.
                 context.waker().wake_by_ref();
                 return;
             }
@@ -184,7 +191,7 @@ impl Connection {
         }
     }
 
-    /// Works with the bytes that have come: none at the connection's end.
+    /// Reads once, and passes the bytes to `work`: none at the connection's end.
     fn poll_read<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -198,7 +205,7 @@ impl Connection {
         })
     }
 
-    /// The answer has been read to its end, and this connection can carry another one.
+    /// Gives the connection to the idle ones, if the whole request was sent. The answer has been read to its end.
     fn keep(mut self) {
         if self.takes_more && !self.is_sending() {
             self.upstreams.keep(self.address, self.stream);
@@ -213,7 +220,7 @@ impl Incoming {
         incoming
     }
 
-    /// Gives the connection back if this was all. A node that has sent more than its answer is not asked over it again.
+    /// Releases the connection if the body is complete. A connection that brought more than the answer is closed.
     fn end_if_over(&mut self, has_surplus: bool) {
         if let Some(connection) = self.connection.take_if(|_| self.framing.is_over())
             && self.is_kept
@@ -223,12 +230,12 @@ impl Incoming {
         }
     }
 
-    /// Whether only the end of the connection ends the body. Then an answer that is cut looks complete.
+    /// Whether only the end of the connection ends the body. A truncated answer of this kind looks complete.
     pub(super) fn ends_with_connection(&self) -> bool {
         self.framing.ends_with_connection()
     }
 
-    /// Why the rest of the body will not come, if the connection has already ended. Reads nothing of the body.
+    /// Why the rest of the body will not come, if the connection has already ended. Peeks only.
     pub(super) fn poll_cut(&mut self, context: &mut Context<'_>) -> Option<UpstreamError> {
         if self.framing.ends_with_connection() {
             return None;

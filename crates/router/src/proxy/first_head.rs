@@ -1,5 +1,7 @@
-//! The head of a connection's first request. The head stays in the kernel's buffer until all of it is there, so the connection
-//! costs this process a socket and a task. Strangers who send nothing, or half a head, take no further memory.
+//! Waits for the head of a connection's first request.
+//!
+//! The head stays in the kernel's buffer until all of it is there: the router only peeks. So the connection costs this process a
+//! socket and a task, and strangers who send nothing, or half a head, take no further memory.
 
 use std::{io, time::Duration};
 
@@ -16,25 +18,25 @@ use crate::shared::Keys;
 
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
-/// Time for heads that are on their way when the proxy stops.
+/// Time for heads that are in flight when the proxy stops.
 const LAST_HEADS: Duration = Duration::from_millis(100);
-/// hyper's answer to a head that is too long.
+/// The same answer as hyper's to a head that is too long.
 const TOO_LONG: &[u8] =
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 
-/// Sender of the first head.
+/// The sender of the first head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum First {
+pub(super) enum HeadSender {
     /// The head shows a key, or the router needs none.
-    OfClient,
+    Client,
     /// The head shows no key: the router refuses the request, or answers about its own health.
-    OfStranger,
+    Stranger,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
-    /// The head is whole, is malformed, or shows a key already. HTTP's parser continues.
-    Head(First),
+    /// The head is whole, is malformed, or shows a key already. hyper parses it.
+    Head(HeadSender),
     /// The head is longer than a stranger's may be.
     TooLong,
     /// The client sends no more.
@@ -47,11 +49,11 @@ pub(super) async fn first_head(
     upstreams: &Upstreams,
     keys: &Keys,
     stopped: &mut watch::Receiver<Option<Duration>>,
-) -> Option<First> {
+) -> Option<HeadSender> {
     let found = tokio::select! {
         biased;
         found = timeout(HEAD_TIMEOUT, find(stream, upstreams, keys)) => found,
-        // Heads that were on their way are still served.
+        // Heads in flight are still served.
         () = async {
             let _ = stopped.changed().await;
             sleep(LAST_HEADS).await;
@@ -65,7 +67,7 @@ pub(super) async fn first_head(
         let _ = stream.try_write(TOO_LONG);
     }
     match found {
-        Found::Head(first) => Some(first),
+        Found::Head(sender) => Some(sender),
         Found::TooLong | Found::End => None,
     }
 }
@@ -92,14 +94,14 @@ async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &Keys) -> io::Res
     }
 }
 
-/// Examines the bytes of a head that have come, of which the first `searched` have no end of the head. None if more have to come.
+/// Judges the bytes of a head that have arrived. Its end is not in the first `searched` of them. None if more bytes are needed.
 fn judge(bytes: &[u8], searched: usize, keys: &[String]) -> Option<Found> {
     if bytes.is_empty() {
         return Some(Found::End);
     }
     let is_too_long = bytes.len() >= STRANGERS_HEAD_BYTES_MAX;
     let bytes = &bytes[..bytes.len().min(STRANGERS_HEAD_BYTES_MAX)];
-    // Empty lines may stand before a head.
+    // Empty lines may precede a head.
     let start = bytes.iter().position(|byte| !matches!(byte, b'\r' | b'\n'));
     let is_no_method = start.is_some_and(|start| !bytes[start].is_ascii_graphic());
     let from = start.unwrap_or(bytes.len()).max(searched.saturating_sub(2)).min(bytes.len());
@@ -110,13 +112,13 @@ fn judge(bytes: &[u8], searched: usize, keys: &[String]) -> Option<Found> {
     }
     let is_client = keys.is_empty() || shows_key(keys, authorization(bytes));
     Some(match (is_client, has_ended) {
-        (true, _) => Found::Head(First::OfClient),
-        (false, true) => Found::Head(First::OfStranger),
+        (true, _) => Found::Head(HeadSender::Client),
+        (false, true) => Found::Head(HeadSender::Stranger),
         (false, false) => Found::TooLong,
     })
 }
 
-/// The Authorization header among whole lines.
+/// The value of the Authorization header, if its line is whole.
 fn authorization(bytes: &[u8]) -> Option<&[u8]> {
     const NAME: &[u8] = b"authorization:";
     let whole = &bytes[..memchr::memrchr(b'\n', bytes)?];
@@ -139,10 +141,10 @@ mod tests {
         for head in heads {
             for length in 1..head.len() {
                 assert_eq!(of(&head[..length], &[]), None, "{length}");
-                assert_eq!(judge(head, length, &[]), Some(Found::Head(First::OfClient)), "{length}");
+                assert_eq!(judge(head, length, &[]), Some(Found::Head(HeadSender::Client)), "{length}");
             }
         }
-        assert_eq!(of(b"\x16\x03\x01", &[]), Some(Found::Head(First::OfClient)), "TLS is refused at once");
+        assert_eq!(of(b"\x16\x03\x01", &[]), Some(Found::Head(HeadSender::Client)), "TLS is refused at once");
         assert_eq!(of(b"", &[]), Some(Found::End));
     }
 
@@ -151,13 +153,13 @@ mod tests {
         let keys = ["key".to_owned()];
         let long = format!("X-Long: {}", "x".repeat(STRANGERS_HEAD_BYTES_MAX));
         let with = |line: &str| format!("GET / HTTP/1.1\r\n{line}{long}").into_bytes();
-        assert_eq!(of(&with(""), &[]), Some(Found::Head(First::OfClient)));
+        assert_eq!(of(&with(""), &[]), Some(Found::Head(HeadSender::Client)));
         assert_eq!(of(&with(""), &keys), Some(Found::TooLong));
-        assert_eq!(of(&with("aUthorization:  Bearer key\r\n"), &keys), Some(Found::Head(First::OfClient)));
+        assert_eq!(of(&with("aUthorization:  Bearer key\r\n"), &keys), Some(Found::Head(HeadSender::Client)));
         assert_eq!(of(&with("Authorization: Bearer other\r\n"), &keys), Some(Found::TooLong));
         let short = |key: &str| format!("GET / HTTP/1.1\r\nAuthorization: Bearer {key}\r\n\r\n");
-        assert_eq!(of(short("key").as_bytes(), &keys), Some(Found::Head(First::OfClient)));
-        assert_eq!(of(short("other").as_bytes(), &keys), Some(Found::Head(First::OfStranger)));
+        assert_eq!(of(short("key").as_bytes(), &keys), Some(Found::Head(HeadSender::Client)));
+        assert_eq!(of(short("other").as_bytes(), &keys), Some(Found::Head(HeadSender::Stranger)));
         let whole = format!("GET / HTTP/1.1\r\n{long}\r\n\r\n");
         assert_eq!(of(whole.as_bytes(), &keys), Some(Found::TooLong), "though it came as a whole");
         assert_eq!(of("\r\n".repeat(STRANGERS_HEAD_BYTES_MAX).as_bytes(), &keys), Some(Found::TooLong));

@@ -1,4 +1,4 @@
-//! Which headers go on to engines, and back to clients.
+//! Builds the head of a leg's request from the client's head, and removes hop-by-hop headers from answers.
 
 use bytes::Bytes;
 use hyper::{
@@ -12,16 +12,16 @@ use hyper::{
 
 use crate::{address::Address, schedule::Leg};
 
-/// Most heads of requests are shorter.
+/// Initial capacity for the head of a request. Most heads are shorter.
 const HEAD_BYTES: usize = 512;
-/// Names a request, for engines and clients.
+/// Header with a request's id, for engines and clients.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Names a data-parallel rank, for vLLM's server.
+/// Header with a data-parallel rank, for vLLM's server.
 const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 
-/// Of one connection only (RFC 9110, 7.6.1).
-static OF_THE_CONNECTION: [HeaderName; 8] = [
+/// Hop-by-hop headers, which concern one connection only (RFC 9110, 7.6.1).
+static HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     KEEP_ALIVE,
     PROXY_AUTHENTICATE,
@@ -31,11 +31,11 @@ static OF_THE_CONNECTION: [HeaderName; 8] = [
     TRANSFER_ENCODING,
     UPGRADE,
 ];
-/// What the router says itself.
-static OURS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
+/// Headers that the router sets itself.
+static OWN_HEADERS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
 
-/// The head of the request that an engine gets, as bytes. A key passes only where it is not one of the router's own: with
-/// those an engine could ask as a client.
+/// The head of a leg's request, as bytes. `passes_key`: the client's key is not one of the router's, so it passes. With a key of
+/// the router an engine could send requests as a client.
 pub(super) fn to_engine(
     client: &Parts,
     address: &Address,
@@ -53,11 +53,11 @@ pub(super) fn to_engine(
     write(&[b"\r\nx-request-id: ", id.as_bytes(), b"\r\ncontent-length: ", length.as_bytes(), b"\r\n"]);
     let named = named_by_connection(&client.headers);
     for (name, value) in &client.headers {
-        let is_left_out = OF_THE_CONNECTION.contains(name)
-            || OURS.contains(name)
+        let is_left_out = HOP_BY_HOP.contains(name)
+            || OWN_HEADERS.contains(name)
             || named.contains(name)
             || *name == AUTHORIZATION && !passes_key
-            // The router reads the prefill leg's answer.
+            // The router reads the prefill leg's answer, so it must not be compressed.
             || leg == Leg::Prefill && *name == ACCEPT_ENCODING;
         if !is_left_out {
             write(&[name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"]);
@@ -70,18 +70,18 @@ pub(super) fn to_engine(
     head.into()
 }
 
-/// The head of an engine's answer, as its client gets it.
+/// Removes hop-by-hop headers from an engine's answer.
 pub(super) fn to_client<B>(response: &mut Response<B>) {
     let headers = response.headers_mut();
     let named = named_by_connection(headers);
-    let is_of_the_connection = |name: &HeaderName| OF_THE_CONNECTION.contains(name) || named.contains(name);
-    // One pass over the names: most answers have one such header, and looking for each takes longer.
-    while let Some(name) = headers.keys().find(|name| is_of_the_connection(name)).cloned() {
+    let is_hop_by_hop = |name: &HeaderName| HOP_BY_HOP.contains(name) || named.contains(name);
+    // One pass over the names, because most answers have one such header, and a lookup of each name takes longer.
+    while let Some(name) = headers.keys().find(|name| is_hop_by_hop(name)).cloned() {
         headers.remove(name);
     }
 }
 
-/// Headers that the Connection header names: they are of the connection, too.
+/// Headers that the Connection header names, which are hop-by-hop, too.
 fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
     let names = headers.get_all(CONNECTION).iter().filter_map(|value| value.to_str().ok());
     names.flat_map(|names| names.split(',')).filter_map(|name| name.trim().parse().ok()).collect()

@@ -1,22 +1,22 @@
-//! Gathers a request's body into one piece.
+//! Gathers a body that arrives in pieces into one.
 //!
-//! Long bodies have memory of their own, which the kernel gets back with them. An allocator would keep much of it, and would copy
-//! a body that grows.
+//! A long body has a mapping of its own, which goes back to the kernel with it. An allocator would keep much of that memory, and
+//! would copy a body that grows.
 
 use std::io;
 
 use bytes::{Bytes, BytesMut};
 use kvlane_memory::PrivateMemory;
 
-/// Shorter bodies use the allocator's memory.
+/// Bodies up to this size use the allocator's memory.
 const LONG_BYTES: usize = 64 << 10;
 
-/// The bytes of a body that have come.
+/// The bytes of a body that have arrived.
 #[derive(Debug)]
 pub(super) struct Gathered {
     /// Length that the client announced, else the longest allowed one.
     bytes_max: usize,
-    held: Memory,
+    memory: Memory,
 }
 
 #[derive(Debug)]
@@ -35,19 +35,19 @@ impl Gathered {
     pub(super) fn new(announced: Option<usize>, most: usize) -> Self {
         Self {
             bytes_max: announced.map_or(most, |announced| announced.min(most)),
-            held: Memory::First(Bytes::new()),
+            memory: Memory::First(Bytes::new()),
         }
     }
 
     pub(super) fn len(&self) -> usize {
-        match &self.held {
+        match &self.memory {
             Memory::First(first) => first.len(),
             Memory::Short(short) => short.len(),
             Memory::Long { filled, .. } => *filled,
         }
     }
 
-    /// Adds a piece.
+    /// Appends a piece. A body in one piece is not copied.
     ///
     /// # Errors
     /// The kernel gives no memory, or the body is longer than allowed.
@@ -57,21 +57,21 @@ impl Gathered {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         if before == 0 {
-            self.held = Memory::First(piece);
+            self.memory = Memory::First(piece);
             return Ok(());
         }
-        if all > LONG_BYTES && !matches!(self.held, Memory::Long { .. }) {
+        if all > LONG_BYTES && !matches!(self.memory, Memory::Long { .. }) {
             // Maps room for all of it at once, because untouched pages cost nothing.
             let mut memory = PrivateMemory::new(self.bytes_max)?;
             memory.bytes_mut()[..before].copy_from_slice(self.bytes());
-            self.held = Memory::Long { memory, filled: before };
+            self.memory = Memory::Long { memory, filled: before };
         }
-        match &mut self.held {
+        match &mut self.memory {
             Memory::First(first) => {
                 let mut short = BytesMut::with_capacity(self.bytes_max.min(LONG_BYTES).min(2 * all));
                 short.extend_from_slice(first);
                 short.extend_from_slice(&piece);
-                self.held = Memory::Short(short);
+                self.memory = Memory::Short(short);
             }
             Memory::Short(short) => short.extend_from_slice(&piece),
             Memory::Long { memory, filled } => {
@@ -83,16 +83,16 @@ impl Gathered {
     }
 
     fn bytes(&self) -> &[u8] {
-        match &self.held {
+        match &self.memory {
             Memory::First(first) => first,
             Memory::Short(short) => short,
             Memory::Long { memory, filled } => &memory.as_ref()[..*filled],
         }
     }
 
-    /// Returns all bytes that have come.
+    /// Returns all bytes that have arrived.
     pub(super) fn whole(self) -> Bytes {
-        match self.held {
+        match self.memory {
             Memory::First(first) => first,
             Memory::Short(short) => short.freeze(),
             Memory::Long { memory, filled } => Bytes::from_owner(memory).slice(..filled),

@@ -1,8 +1,8 @@
-//! Finds where each request of a connection ends, as strictly as [`answers`](crate::answers) reads engines. Pure.
+//! Finds where each request of a client's connection ends, as strictly as [`answers`](crate::answers) parses engines. Pure.
 //!
-//! hyper reads requests leniently: it takes lines without CR, `gzip, chunked` and two equal lengths, and silently drops a length
-//! beside chunks. Two readers may take such bytes for different requests, which is how requests are smuggled past a proxy. These
-//! rules follow the same bytes, from head to body to the next head, and report what hyper does not.
+//! hyper parses requests leniently: it accepts lines without CR, `gzip, chunked` and two equal lengths, and silently drops a
+//! length beside chunks. Two parsers may take such bytes for different requests, which is how requests are smuggled past a
+//! proxy. These rules follow the same bytes, from head to body to the next head, and report the faults that hyper accepts.
 
 use thiserror::Error;
 
@@ -33,33 +33,33 @@ pub(super) enum FramingFault {
 /// Position of a connection within its requests.
 #[derive(Debug, Default)]
 pub(super) struct HeadRules {
-    at: At,
-    /// The number of the request at hand; the first is 1.
+    position: Position,
+    /// Number of the current request; the first is 1.
     number: u64,
 }
 
 #[derive(Debug, Default)]
-enum At {
+enum Position {
     /// Before a request.
     #[default]
     Start,
     Head(HeadLines),
     Body(Framing),
-    /// After a fault the position is unknown.
+    /// Unknown, because of this fault.
     Fault(FramingFault),
 }
 
-/// Framing headers of a head so far.
+/// The framing headers of a head, as far as it has arrived.
 #[derive(Debug, Default)]
 struct HeadLines {
-    /// The request line has come. Empty lines may stand before it.
+    /// The request line has arrived. Empty lines may precede it.
     has_begun: bool,
     length: Option<u64>,
     is_chunked: bool,
     unended: Unended,
 }
 
-/// The line so far, without its end.
+/// A line of which only the beginning has arrived.
 #[derive(Debug, Default)]
 struct Unended {
     kept: Vec<u8>,
@@ -68,54 +68,54 @@ struct Unended {
 }
 
 impl HeadRules {
-    /// Follows the bytes that came.
-    pub(super) fn see(&mut self, mut bytes: &[u8]) {
+    /// Follows the next bytes of the connection.
+    pub(super) fn observe(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            let walked = match &mut self.at {
-                At::Start => {
+            let walked = match &mut self.position {
+                Position::Start => {
                     self.number += 1;
-                    self.at = At::Head(HeadLines::default());
+                    self.position = Position::Head(HeadLines::default());
                     continue;
                 }
-                At::Head(head) => head.see(bytes),
-                At::Body(framing) => match framing.take(bytes, |_| {}) {
+                Position::Head(head) => head.observe(bytes),
+                Position::Body(framing) => match framing.take(bytes, |_| {}) {
                     Ok(taken) => Ok((taken, None)),
                     Err(_) => Err(FramingFault::BadChunk),
                 },
-                At::Fault(_) => return,
+                Position::Fault(_) => return,
             };
             match walked {
                 Ok((taken, body)) => {
                     bytes = &bytes[taken..];
                     if let Some(body) = body {
-                        self.at = At::Body(body);
+                        self.position = Position::Body(body);
                     }
                 }
-                Err(fault) => self.at = At::Fault(fault),
+                Err(fault) => self.position = Position::Fault(fault),
             }
-            if matches!(&self.at, At::Body(framing) if framing.is_over()) {
-                self.at = At::Start;
+            if matches!(&self.position, Position::Body(framing) if framing.is_over()) {
+                self.position = Position::Start;
             }
         }
     }
 
     /// Whether the connection waits for a head, or for the rest of one.
     pub(super) fn is_in_head(&self) -> bool {
-        matches!(self.at, At::Start | At::Head(_))
+        matches!(self.position, Position::Start | Position::Head(_))
     }
 
     /// The fault in one of the first `requests`, if any.
     pub(super) fn fault(&self, requests: u64) -> Option<FramingFault> {
-        match self.at {
-            At::Fault(fault) if self.number <= requests => Some(fault),
+        match self.position {
+            Position::Fault(fault) if self.number <= requests => Some(fault),
             _ => None,
         }
     }
 }
 
 impl HeadLines {
-    /// Returns the number of bytes that belong to the head, and what follows the head if it ends among them.
-    fn see(&mut self, bytes: &[u8]) -> Result<(usize, Option<Framing>), FramingFault> {
+    /// Returns the number of bytes that belong to the head, and the body's framing if the head ends among them.
+    fn observe(&mut self, bytes: &[u8]) -> Result<(usize, Option<Framing>), FramingFault> {
         let mut taken = 0;
         while let Some(end) = memchr::memchr(b'\n', &bytes[taken..]) {
             let line = &bytes[taken..taken + end];
@@ -197,7 +197,7 @@ mod tests {
     fn fault(bytes: &[u8], requests: u64) -> Option<FramingFault> {
         let of = |pieces: usize| {
             let mut rules = HeadRules::default();
-            bytes.chunks(pieces).for_each(|piece| rules.see(piece));
+            bytes.chunks(pieces).for_each(|piece| rules.observe(piece));
             rules.fault(requests)
         };
         let found = of(bytes.len());
@@ -250,13 +250,13 @@ mod tests {
     #[test]
     fn a_line_of_any_length_keeps_little_memory() {
         let mut rules = HeadRules::default();
-        rules.see(b"GET / HTTP/1.1\r\nX: ");
-        (0..1000).for_each(|_| rules.see(&[b'x'; 100]));
-        rules.see(b"\r\nContent-Length: ");
-        let At::Head(head) = &rules.at else { panic!("{rules:?}") };
+        rules.observe(b"GET / HTTP/1.1\r\nX: ");
+        (0..1000).for_each(|_| rules.observe(&[b'x'; 100]));
+        rules.observe(b"\r\nContent-Length: ");
+        let Position::Head(head) = &rules.position else { panic!("{rules:?}") };
         assert!(head.unended.kept.capacity() <= 2 * KEPT_BYTES);
-        (0..1000).for_each(|_| rules.see(b" "));
-        rules.see(b"5\r\n");
+        (0..1000).for_each(|_| rules.observe(b" "));
+        rules.observe(b"5\r\n");
         assert_eq!(rules.fault(1), Some(FramingFault::BadLength), "nobody writes that");
     }
 }

@@ -1,4 +1,4 @@
-//! A client's connection that checks requests as they come, without a copy.
+//! A client's connection that checks the framing of requests as hyper reads them, without a copy.
 
 use std::{
     cell::{Cell, RefCell},
@@ -16,15 +16,15 @@ use super::{
     joined::Joined,
 };
 
-/// Most that is read at once. hyper doubles a connection's buffer when one read fills it, up to 64 KiB, and keeps it that large while
-/// the connection is idle: one byte less than 16 KiB ends that there.
+/// Most bytes of one read. When one read fills a connection's buffer, hyper doubles the buffer, up to 64 KiB. The buffer stays
+/// that large while the connection is idle. One byte less than 16 KiB stops the growth there.
 const READ_BYTES_MAX: usize = (16 << 10) - 1;
 
-/// Observations of a connection's requests.
+/// Checks the requests of one connection, as its reads bring them.
 #[derive(Debug, Default)]
 pub(super) struct HeadWatch {
     rules: RefCell<HeadRules>,
-    /// Number of requests that hyper has read. It may have bytes of further ones.
+    /// Number of requests whose head hyper has parsed. hyper may hold bytes of further requests.
     requests: Cell<u64>,
 }
 
@@ -33,8 +33,8 @@ impl HeadWatch {
         Rc::default()
     }
 
-    /// hyper has read the head of one more request. Returns the fault in it, if any.
-    pub(super) fn request(&self) -> Option<FramingFault> {
+    /// Counts a request whose head hyper has parsed. Returns the fault in it, if any.
+    pub(super) fn begin_request(&self) -> Option<FramingFault> {
         self.requests.set(self.requests.get() + 1);
         self.fault()
     }
@@ -44,21 +44,21 @@ impl HeadWatch {
     }
 }
 
-/// A connection whose heads are watched, and whether its client reads.
+/// A connection whose requests are checked. It also notes when heads begin, and whether the client reads its answers.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct WatchedConnection {
     stream: Joined,
     watch: Rc<HeadWatch>,
     client: Rc<Client>,
 }
 
-impl Watched {
+impl WatchedConnection {
     pub(super) fn new(stream: Joined, watch: &Rc<HeadWatch>, client: &Rc<Client>) -> Self {
         Self { stream, watch: Rc::clone(watch), client: Rc::clone(client) }
     }
 }
 
-impl AsyncRead for Watched {
+impl AsyncRead for WatchedConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -78,11 +78,11 @@ impl AsyncRead for Watched {
         if !came.is_empty() {
             let mut rules = self.watch.rules.borrow_mut();
             if rules.is_in_head() {
-                self.client.sends_head();
+                self.client.begin_head();
             }
-            rules.see(came);
+            rules.observe(came);
         }
-        // The head was right and the body is wrong, so hyper must not go on with this request.
+        // hyper has begun this request, whose head was right. Its body is malformed, so hyper must not read on.
         match self.watch.fault() {
             Some(fault) => Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, fault))),
             None => read,
@@ -90,14 +90,14 @@ impl AsyncRead for Watched {
     }
 }
 
-impl AsyncWrite for Watched {
+impl AsyncWrite for WatchedConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.client.wrote(written.is_pending());
+        self.client.note_write(written.is_pending());
         written
     }
 
@@ -107,7 +107,7 @@ impl AsyncWrite for Watched {
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
-        self.client.wrote(written.is_pending());
+        self.client.note_write(written.is_pending());
         written
     }
 

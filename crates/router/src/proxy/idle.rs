@@ -1,4 +1,4 @@
-//! Connections to nodes that wait for their next request: those of one thread.
+//! The idle connections to nodes, and the read buffer, of one thread.
 
 use std::{
     cell::RefCell,
@@ -15,22 +15,22 @@ use crate::address::Address;
 
 /// Idle connections that are kept for each node.
 const IDLE_MAX: usize = 256;
-/// Longest idle time of a kept connection. vLLM closes one after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`), and a request that meets
-/// the close may be lost, so the router closes it first.
+/// Longest idle time of a kept connection. vLLM closes one after 5 s (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`). A request that meets the
+/// close may be lost, so the router closes the connection first.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
 /// Period of the sweep over idle connections.
 const SWEEP_PERIOD: Duration = Duration::from_secs(2);
-/// Most that is read at once.
+/// Size of the read buffer.
 const READ_BYTES: usize = 64 << 10;
 
-/// The connections of one thread, and the buffer that it reads into.
+/// The idle connections and the read buffer of one thread. Clones share them.
 #[derive(Debug, Clone)]
-pub(super) struct Upstreams(Rc<Inner>);
+pub(super) struct Upstreams(Rc<IdleConnections>);
 
 #[derive(Debug)]
-struct Inner {
+struct IdleConnections {
     idle: RefCell<HashMap<Arc<Address>, VecDeque<Idle>>>,
-    /// One for all connections: what is read leaves it at once, so that a connection that waits has no buffer.
+    /// One for all connections. Bytes leave it as soon as they are read, so a waiting connection needs no buffer.
     buffer: RefCell<Box<[u8]>>,
 }
 
@@ -43,17 +43,17 @@ struct Idle {
 impl Default for Upstreams {
     fn default() -> Self {
         let buffer = RefCell::new(vec![0; READ_BYTES].into_boxed_slice());
-        Self(Rc::new(Inner { idle: RefCell::default(), buffer }))
+        Self(Rc::new(IdleConnections { idle: RefCell::default(), buffer }))
     }
 }
 
 impl Upstreams {
-    /// Works with the buffer that this thread reads into.
+    /// Lends the read buffer of this thread.
     pub(super) fn with_buffer<T>(&self, work: impl FnOnce(&mut [u8]) -> T) -> T {
         work(&mut self.0.buffer.borrow_mut())
     }
 
-    /// Takes back a connection whose answer was read to its end.
+    /// Keeps a connection whose answer was read to its end. Closes it if the node has enough idle ones.
     pub(super) fn keep(&self, address: Arc<Address>, stream: TcpStream) {
         let mut idle = self.0.idle.borrow_mut();
         let of_node = idle.entry(address).or_default();
@@ -62,11 +62,11 @@ impl Upstreams {
         }
     }
 
-    /// One that can carry a request.
+    /// Takes a connection that can carry a request, if there is one.
     pub(super) fn take(&self, address: &Arc<Address>) -> Option<TcpStream> {
         let mut idle = self.0.idle.borrow_mut();
         let of_node = idle.get_mut(address)?;
-        // The last one that was used: the others may grow old and be closed.
+        // The one that was used last, so that connections in excess grow old and are closed.
         while let Some(Idle { stream, since }) = of_node.pop_back() {
             if since.elapsed() < IDLE_TIME_MAX && is_quiet(&stream) {
                 return Some(stream);
@@ -80,7 +80,7 @@ impl Upstreams {
         self.0.idle.borrow_mut().remove(address);
     }
 
-    /// Closes connections that nodes have closed, or that nobody has used for long. For ever.
+    /// Closes connections that nodes have closed, or that have been idle too long. Runs forever.
     pub(super) async fn sweep(self) {
         loop {
             sleep(SWEEP_PERIOD).await;
@@ -92,8 +92,8 @@ impl Upstreams {
     }
 }
 
-/// Whether nothing came over an idle connection: neither its end nor bytes that nobody has asked for. Costs a system call only
-/// when something did.
+/// Whether nothing came over an idle connection: neither its end nor unsolicited bytes. Costs a system call only if something
+/// came.
 fn is_quiet(stream: &TcpStream) -> bool {
     matches!(stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
 }

@@ -1,4 +1,4 @@
-//! A client's connection: short pieces are sent as one.
+//! A client's connection that sends short pieces in one write.
 
 use std::{
     io::{self, IoSlice},
@@ -12,10 +12,10 @@ use tokio::{
     net::TcpStream,
 };
 
-/// Pieces of fewer bytes together are copied: that takes less time than handing each to the kernel.
+/// Pieces of at most so many bytes together are copied into one. That takes less time than handing each to the kernel.
 const JOINED_BYTES: usize = 2048;
 
-/// A stream that joins pieces. A chunk of an answer is three of them: its size, its data, its end. It is shared with the
+/// A stream that joins pieces. A chunk of an answer has three: its size, its data, its end. The socket is shared with the
 /// [`Departure`](super::departure::Departure) that watches it.
 #[derive(Debug)]
 pub(super) struct Joined(pub(super) Rc<TcpStream>);

@@ -1,4 +1,6 @@
-//! A leg of a request: its reservation, which ends when the leg does, however it ends.
+//! [`LegGuard`] owns a leg's reservation of load at its node, and ends it when the leg ends, however it ends.
+//!
+//! The reservation's prompt tokens count until the first byte ([`LegGuard::prefilled`]), its request until the end.
 
 use std::{sync::Arc, time::Instant};
 
@@ -11,12 +13,12 @@ use crate::{
     shared::Shared,
 };
 
-/// Gives its reservation back when it is dropped: as a leg that was left, if nothing else was said.
+/// Gives its reservation back when it is dropped: as [`LegEnd::Left`], unless the leg has ended before.
 #[derive(Debug)]
 pub(super) struct LegGuard {
     shared: Arc<Shared>,
     reservation: Option<Reservation>,
-    /// The node computes nothing for it, so an answer does not say that its engine works.
+    /// The engine computes nothing for this leg, so an answer does not prove that it works.
     proves_nothing: bool,
 }
 
@@ -39,45 +41,45 @@ impl LegGuard {
         self.reservation.as_ref().map(|reservation| reservation.leg)
     }
 
-    /// An answer with this status comes. Of one that is no success there is nothing to learn: it takes no time to refuse.
-    pub(super) fn answers(&mut self, status: StatusCode) {
+    /// Notes the answer's status. A refusal takes no time, so the scheduler learns nothing from its times.
+    pub(super) fn note_status(&mut self, status: StatusCode) {
         if let Some(reservation) = self.reservation.as_mut().filter(|_| !status.is_success()) {
             reservation.learn_nothing();
         }
     }
 
-    /// What comes says nothing of what a first token or a hand-over takes.
+    /// Makes the scheduler learn nothing from this leg about the time of first tokens and hand-offs.
     pub(super) fn learn_nothing(&mut self) {
         if let Some(reservation) = &mut self.reservation {
             reservation.learn_nothing();
         }
     }
 
-    /// The first byte has come.
+    /// The first byte has arrived. The node has prefilled the prompt, and holds these marks.
     pub(super) fn prefilled(&mut self, marks: &[Mark]) {
         if let Some(reservation) = &mut self.reservation {
             self.shared.state.lock().scheduler.prefilled(reservation, marks, Instant::now());
         }
     }
 
-    /// So many more tokens have come.
+    /// Counts tokens that have arrived.
     pub(super) fn generated(&mut self, tokens: u64) {
         if let Some(reservation) = &mut self.reservation {
             reservation.generated(tokens);
         }
     }
 
-    /// The leg has ended. What is said later does not count.
+    /// Ends the leg and gives its reservation back. Later calls change nothing.
     pub(super) fn end(&mut self, end: LegEnd) {
         if let Some(reservation) = self.reservation.take() {
             let node = reservation.node;
             let end = if self.proves_nothing && end == LegEnd::Served { LegEnd::Left } else { end };
             let turn = self.shared.state.lock().scheduler.end(reservation, end, Instant::now());
-            self.shared.tell_turn(node, turn);
+            self.shared.log_turn(node, turn);
         }
     }
 
-    /// Counts a failure of the node, with this reason.
+    /// Ends the leg as a failure of the node, with this reason.
     pub(super) fn fail(&mut self, why: &str) {
         if let Some(node) = self.node() {
             self.shared.state.lock().scheduler.note_failure(node, why);

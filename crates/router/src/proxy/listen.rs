@@ -1,4 +1,4 @@
-//! Threads that take clients' connections.
+//! The proxy's threads. Each accepts clients' connections and serves them on a runtime of its own.
 
 use std::{
     cell::Cell,
@@ -27,20 +27,20 @@ use super::{
     answer::Problem,
     clients::{Awaited, Clients, HEAD_TIMEOUT},
     departure::Departure,
-    first_head::{First, first_head},
-    head_watch::{HeadWatch, Watched},
+    first_head::{HeadSender, first_head},
+    head_watch::{HeadWatch, WatchedConnection},
     idle::Upstreams,
     joined::Joined,
     service::answer,
 };
 use crate::shared::Shared;
 
-/// Longest headers of a request.
+/// Longest head of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
 /// Connections that the kernel completes before the router accepts them. The kernel's default of 128 fills within milliseconds if
 /// many clients connect at once, and then a client retries only after a second.
 const BACKLOG: i32 = 4096;
-/// After the kernel could not give a connection.
+/// Pause after a failed accept.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// The proxy could not start.
@@ -49,7 +49,7 @@ pub enum StartError {
     /// The listener cannot be used.
     #[error("cannot listen for clients: {0}")]
     Listener(io::Error),
-    /// No thread, or no runtime for it.
+    /// The kernel gives no thread, or no descriptors for its runtime.
     #[error("cannot start a thread of the proxy: {0}")]
     Thread(io::Error),
 }
@@ -62,7 +62,7 @@ pub struct Proxy {
     threads: Vec<RuntimeThread>,
 }
 
-/// Stops a proxy from another thread. The latest call counts.
+/// Stops a proxy from another thread. A further call may shorten the time to drain.
 #[derive(Debug, Clone)]
 pub struct Stop(watch::Sender<Option<Duration>>);
 
@@ -94,10 +94,10 @@ impl Proxy {
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;
             let (shared, stopped) = (Arc::clone(shared), stopped.clone());
-            // The proxy's own stop comes with the time to drain.
+            // `stopped` also says how long to drain, so the thread's own signal is not used.
             let serve = move |_| async move {
                 if let Err(error) = serve(listener, shared, stopped).await {
-                    tracing::error!(%error, "a thread of the proxy ended");
+                    tracing::error!(%error, "proxy thread ended");
                 }
             };
             let thread = RuntimeThread::start_graceful(&format!("kvlane-proxy-{number}"), serve);
@@ -106,17 +106,17 @@ impl Proxy {
         Ok(Self { address, stop: Stop(stop), threads })
     }
 
-    /// Stops the proxy while another thread waits for its end.
+    /// A handle that stops the proxy, also while another thread waits in [`stop`](Self::stop).
     pub fn stopper(&self) -> Stop {
         self.stop.clone()
     }
 
-    /// Where it listens.
+    /// Address of the listener, with the port that the kernel chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Takes no connections any more, waits until what is under way has ended, but no longer than this, and ends.
+    /// Accepts no more connections, waits at most this time for requests in progress, cuts the others, and joins the threads.
     pub fn stop(self, drain: Duration) {
         self.stop.within(drain);
         self.threads.into_iter().for_each(RuntimeThread::stop);
@@ -162,7 +162,7 @@ async fn serve(
                 shared.connections.headless.add(number, place, task);
             }
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a client's connection");
+                tracing::warn!(%error, "cannot accept a client connection");
                 sleep(ACCEPT_RETRY).await;
             }
         }
@@ -171,13 +171,13 @@ async fn serve(
     clients.stop();
     tokio::select! {
         () = async { while connections.join_next().await.is_some() {} } => {}
-        () = drained(&mut stopped) => drop(shared.cut.fetch_add(clients.busy(), Ordering::Relaxed)),
+        () = drain_time(&mut stopped) => drop(shared.cut.fetch_add(clients.busy(), Ordering::Relaxed)),
     }
     Ok(())
 }
 
 /// Waits until the time to drain is over. A later call may shorten it.
-async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
+async fn drain_time(stopped: &mut watch::Receiver<Option<Duration>>) {
     loop {
         let drain = stopped.borrow_and_update().unwrap_or_default();
         tokio::select! {
@@ -187,16 +187,16 @@ async fn drained(stopped: &mut watch::Receiver<Option<Duration>>) {
     }
 }
 
-/// Waits for the first head, and for a permit to answer it if a stranger sent it. None if the connection is to be closed.
-async fn turn<'s>(
+/// Waits for the first head and, if a stranger sent it, for a permit to answer it. None if the connection is to be closed.
+async fn admit<'s>(
     stream: &TcpStream,
     shared: &'s Shared,
     upstreams: &Upstreams,
     stopped: &mut watch::Receiver<Option<Duration>>,
 ) -> Option<Option<SemaphorePermit<'s>>> {
     match first_head(stream, upstreams, &shared.settings.keys, stopped).await? {
-        First::OfClient => Some(None),
-        First::OfStranger => {
+        HeadSender::Client => Some(None),
+        HeadSender::Stranger => {
             let permit = timeout(HEAD_TIMEOUT, shared.connections.strangers.acquire()).await.ok()?;
             Some(permit.ok())
         }
@@ -211,61 +211,61 @@ async fn connection(
     clients: Rc<Clients>,
 ) {
     let shared = Arc::clone(&headless.shared);
-    let _counted = Counted::new(&shared);
+    let _open = OpenConnection::new(&shared);
     if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "a client has left at once");
+        tracing::debug!(%error, "client left before its first request");
         return;
     }
     let peer = stream.peer_addr().ok().map(|peer| peer.ip());
-    let Some(_turn) = turn(&stream, &shared, &upstreams, &mut stopped).await else { return };
-    let _place = headless.has_head();
+    let Some(_permit) = admit(&stream, &shared, &upstreams, &mut stopped).await else { return };
+    let _slot = headless.keep_slot();
     let stream = Rc::new(stream);
     let mut departure = Departure::new(&stream);
     let client = clients.join(peer);
-    let asked = Cell::new(0u64);
-    // Whether an interim answer may be sent: an HTTP/1.1 request is under way, and its answer has not begun.
-    let may_ask = Cell::new(false);
+    let requests = Cell::new(0u64);
+    // Whether an interim answer may be sent: an HTTP/1.1 request is in progress, and its answer has not begun.
+    let may_probe = Cell::new(false);
     let watch = HeadWatch::new();
     let service = service_fn(|request: Request<Incoming>| {
-        asked.set(asked.get() + 1);
-        let busy = client.asked();
-        let fault = watch.request();
-        may_ask.set(request.version() == Version::HTTP_11);
+        requests.set(requests.get() + 1);
+        let busy = client.begin_request();
+        let fault = watch.begin_request();
+        may_probe.set(request.version() == Version::HTTP_11);
         let answering = answer(&shared, &upstreams, &client, request);
-        let may_ask = &may_ask;
+        let may_probe = &may_probe;
         async move {
             let answer = match fault {
                 Some(fault) => Problem::bad_framing(fault).answer(),
                 None => answering.await,
             };
-            may_ask.set(false);
+            may_probe.set(false);
             Ok::<_, std::convert::Infallible>(answer.map(|body| Awaited::new(body, busy)))
         }
     });
     let serving = http1::Builder::new()
-        // Our own clock says who is late.
+        // The sweep over `Clients` finds those that are late.
         .header_read_timeout(None)
-        // Our own watch detects clients that have left.
+        // `Departure` detects clients that have left.
         .half_close(true)
         .max_buf_size(HEADER_BYTES_MAX)
-        .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch, &client)), service);
+        .serve_connection(TokioIo::new(WatchedConnection::new(Joined(stream), &watch, &client)), service);
     let mut serving = pin!(serving);
-    let mut is_told_to_stop = false;
+    let mut is_shutting_down = false;
     let served = poll_fn(|context| {
-        client.is_polled(context);
-        // Poll first: a request that came in this turn must be served, not closed as silent.
+        client.set_waker(context);
+        // Polled first, because a request that has just arrived must be served, not closed as silent.
         let mut served = serving.as_mut().poll(context);
-        if served.is_pending() && client.is_stopping() && !is_told_to_stop {
-            is_told_to_stop = true;
+        if served.is_pending() && client.is_stopping() && !is_shutting_down {
+            is_shutting_down = true;
             serving.as_mut().graceful_shutdown();
             served = serving.as_mut().poll(context);
         }
         if served.is_pending() && client.is_silent_too_long() {
             return Poll::Ready(Ok(()));
         }
-        let mut has_left = || departure.poll(context, may_ask.get() && !client.is_full()).is_ready();
-        if served.is_pending() && client.waits() && has_left() {
-            tracing::debug!("a client has left");
+        let mut has_left = || departure.poll(context, may_probe.get() && !client.is_full()).is_ready();
+        if served.is_pending() && client.is_waiting() && has_left() {
+            tracing::debug!("client left before its answer ended");
             return Poll::Ready(Ok(()));
         }
         served
@@ -273,7 +273,7 @@ async fn connection(
     .await;
     clients.leave(&client);
     if let Err(error) = served {
-        tracing::debug!(%error, requests = asked.get(), "a client's connection ended");
+        tracing::debug!(%error, requests = requests.get(), "client connection ended");
     }
 }
 
@@ -290,8 +290,8 @@ impl Headless {
         Self { shared: Arc::clone(shared), number, place: Place::new(slot) }
     }
 
-    /// The head has come. The connection keeps its slot until the result is dropped.
-    fn has_head(self) -> Arc<Place<OwnedSemaphorePermit>> {
+    /// The head has arrived: no other connection may take the slot until the result is dropped.
+    fn keep_slot(self) -> Arc<Place<OwnedSemaphorePermit>> {
         Arc::clone(&self.place)
     }
 }
@@ -302,17 +302,17 @@ impl Drop for Headless {
     }
 }
 
-/// Counts an open connection.
-struct Counted(Arc<Shared>);
+/// Counts an open connection until it is dropped.
+struct OpenConnection(Arc<Shared>);
 
-impl Counted {
+impl OpenConnection {
     fn new(shared: &Arc<Shared>) -> Self {
         shared.counters.connections.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(shared))
     }
 }
 
-impl Drop for Counted {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.0.counters.connections.fetch_sub(1, Ordering::Relaxed);
     }

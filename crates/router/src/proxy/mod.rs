@@ -1,19 +1,30 @@
-//! The proxy: takes OpenAI requests, asks the [scheduler](crate::schedule) who serves them, and brings the answers back.
+//! The proxy: accepts OpenAI requests, asks the [scheduler](crate::schedule) for their nodes, and streams the answers back.
 //!
 //! ```text
-//!  client -- connection --> service: reads and scans the body
-//!                              |  choose: one node or a pair                        retry elsewhere, as long as the
-//!                              v                                                    client got nothing yet
-//!                           attempt: prefill leg, then decode leg --> upstream: a kept or new connection
+//!  client -- connection --> service: checks the request, reads and scans its body
 //!                              |
-//!  client <-- frames, unparsed -- answer: ends the reservation with the last byte, or when the client is gone
+//!                              v
+//!                           attempt: chooses a node or a pair <--------.  a leg failed, and the client
+//!                              |                                       |  has received nothing yet
+//!                              v                                       |
+//!                           a leg to each node --> upstream: a kept or a new connection
+//!                              |
+//!  client <-- frames, unparsed -- answer: ends the reservation with the last byte, or when the client leaves
 //! ```
-//! Clients' side is hyper's. Towards nodes the proxy speaks HTTP/1.1 itself ([`answers`](crate::answers) says where an answer
-//! ends): so a piece of an answer wakes one task, and pieces that came together leave together.
+//! - hyper serves clients' connections. Towards nodes the proxy speaks HTTP/1.1 itself: [`answers`](crate::answers) finds where
+//!   an answer ends. So a piece of an answer wakes one task, and pieces that arrive together leave together.
+//! - Each thread has its own runtime, client connections and upstream connections. The threads share one lock, which they hold
+//!   for microseconds.
+//! - A dropped future ends its legs. A client that leaves drops the future of its request. That drops the connections to the
+//!   engines, which then abort their work.
 //!
-//! Each thread has a runtime, connections and upstream connections of its own; what they share is behind one lock that is held
-//! for microseconds. Whatever ends a future ends its legs: a client that leaves drops the future of its request, which drops the
-//! connections to the engines, which abort their work.
+//! | part | files |
+//! |---|---|
+//! | clients' connections | `listen`, `first_head`, `head_watch`, `head_rules`, `clients`, `departure`, `joined` |
+//! | a request | `service`, `paths`, `gathered`, `held` |
+//! | its legs | `attempt`, `pairing`, `leg`, `doubted`, `forward`, `outgoing`, `turns` |
+//! | nodes' connections | `upstream`, `idle`, `exchange`, `reading`, `upstream_error` |
+//! | its answer | `answer`, `tally` |
 
 mod answer;
 mod attempt;
@@ -24,7 +35,6 @@ mod exchange;
 mod first_head;
 mod forward;
 mod gathered;
-mod hand_over;
 mod head_rules;
 mod head_watch;
 mod held;
@@ -33,6 +43,7 @@ mod joined;
 mod leg;
 mod listen;
 mod outgoing;
+mod pairing;
 mod paths;
 mod reading;
 mod service;

@@ -1,4 +1,4 @@
-//! A request's body on its way to a node.
+//! The body of a leg's request.
 
 use std::borrow::Cow;
 
@@ -6,11 +6,11 @@ use bytes::Bytes;
 
 use crate::body::Edited;
 
-/// Pieces that are sent one after the other. Unchanged pieces are slices of the client's body, so a leg does not copy it.
+/// Pieces of a body, in their order. Unchanged pieces are slices of the client's body, so a leg does not copy it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Outgoing {
     pub(super) first: Bytes,
-    /// Empty if nothing was changed, so that this costs no memory.
+    /// The other pieces. Empty if nothing was changed, and then without memory.
     pub(super) later: Vec<Bytes>,
 }
 

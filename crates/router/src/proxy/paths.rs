@@ -1,6 +1,6 @@
-//! Which requests pass to engines, by method and path. Pure.
+//! Decides by method and path which requests pass to engines. Pure.
 //!
-//! An allow-list, looked up in vLLM 0.32's API server: a path that is not in it may change an engine for all its clients, as
+//! The paths are an allow-list, taken from vLLM 0.32's API server. Any other path may change an engine for all its clients, as
 //! `/v1/load_lora_adapter`, `/sleep` and `/update_weights` do.
 
 use hyper::{
@@ -11,7 +11,7 @@ use hyper::{
 use super::answer::Problem;
 use crate::legs::Api;
 
-/// Paths that run the model, and are answered by one engine.
+/// Paths that run the model on one engine.
 const RUN_THE_MODEL: [&str; 17] = [
     "/classify",
     "/generative_scoring",
@@ -27,12 +27,12 @@ const RUN_THE_MODEL: [&str; 17] = [
     "/v1/systemone",
     "/v2/embed",
     "/v2/rerank",
-    // vLLM-Omni's.
+    // Served by vLLM-Omni.
     "/v1/audio/speech",
     "/v1/images/edits",
     "/v1/images/generations",
 ];
-/// Paths that read or change text only: no engine computes blocks for them.
+/// Paths that read or change text only, for which no engine computes blocks.
 const READ_TEXT: [&str; 9] = [
     "/detokenize",
     "/tokenize",
@@ -55,15 +55,15 @@ pub(super) enum Route {
     Health,
     /// The router answers which models its nodes serve.
     Models,
-    /// A node generates the answer; two can, where the path has an interface that is split.
+    /// A node computes the answer. With an interface, the request may be split between two nodes.
     Generates(Option<Api>),
-    /// A node answers, and caches nothing of the request.
+    /// A node answers without its model, and caches nothing of the request.
     Reads,
-    /// A node answers which origins may ask. A browser shows no key here.
+    /// A node answers which origins may send requests. A browser shows no key here.
     Preflight,
 }
 
-/// How to handle a request with this method, path and headers. `all_posts`: the operator lets clients change engines.
+/// The route of a request. `all_posts`: the operator lets clients change engines.
 pub(super) fn route(
     method: &Method,
     path: &str,
@@ -76,10 +76,9 @@ pub(super) fn route(
         (&Method::GET, MODELS) => Ok(Route::Models),
         (&Method::GET, VERSION) => Ok(Route::Reads),
         (&Method::OPTIONS, _) if is_preflight(headers) && is_known(path) => Ok(Route::Preflight),
-        (_, HEALTH | MODELS | VERSION) => Err(Problem::new(
-            StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} is asked with GET, not with {method}"),
-        )),
+        (_, HEALTH | MODELS | VERSION) => {
+            Err(Problem::new(StatusCode::METHOD_NOT_ALLOWED, format!("{path} takes GET, not {method}")))
+        }
         (&Method::POST, _) => match Api::of(path) {
             Some(api) => Ok(Route::Generates(Some(api))),
             None if READ_TEXT.contains(&path) => Ok(Route::Reads),

@@ -1,4 +1,4 @@
-//! Heads and data out of the bytes that a node sends.
+//! Parses the bytes that a node sends: the head of its answer, then the data of the body.
 
 use std::io;
 
@@ -10,22 +10,24 @@ use crate::answers::{AnswerError, Framing, HEAD_BYTES_MAX, Head, head, head_ends
 /// Heads with a status below 200 that may come before an answer.
 const INTERIM_MAX: usize = 16;
 
-/// What came of a body together with its head.
+/// The part of a body that arrived together with its head.
 pub(super) struct Early {
     pub(super) data: Bytes,
-    /// More bytes came than were of the answer.
+    /// Bytes arrived that do not belong to the answer.
     pub(super) has_surplus: bool,
 }
 
-/// Bytes of a head, until it is all there.
+/// Parses a head that arrives in pieces.
 #[derive(Default)]
 pub(super) struct HeadReading {
+    /// An incomplete head.
     gathered: Vec<u8>,
+    /// Interim heads so far.
     interim: usize,
 }
 
 impl HeadReading {
-    /// What has come: nothing at the connection's end. Answers the head once it is all there.
+    /// Takes the bytes of one read: none at the connection's end. Returns the head once it is complete.
     pub(super) fn take(&mut self, bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
         if bytes.is_empty() {
             return Err(if self.has_begun() { UpstreamError::Cut } else { UpstreamError::Closed });
@@ -43,7 +45,7 @@ impl HeadReading {
         self.find(&gathered)
     }
 
-    /// The answer's head, behind those that only say that it will come.
+    /// Finds the answer's head behind interim heads, which have a status below 200.
     fn find(&mut self, mut bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
         while !bytes.is_empty() {
             let Some((mut head, length)) = head(bytes)? else {
@@ -67,13 +69,13 @@ impl HeadReading {
         !self.gathered.is_empty() || self.interim > 0
     }
 
-    /// The connection has failed.
+    /// The error for a read that failed: before the answer, or within it.
     pub(super) fn failed(&self, error: io::Error) -> UpstreamError {
         if self.has_begun() { UpstreamError::Broken(error) } else { UpstreamError::Failed(error) }
     }
 }
 
-/// The body's data among these bytes, in one piece, and how many of the bytes were of the answer.
+/// The data among these bytes, in one piece, and how many of the bytes belong to the answer.
 pub(super) fn data_of(framing: &mut Framing, bytes: &[u8]) -> Result<(Bytes, usize), AnswerError> {
     let (mut first, mut joined): (&[u8], Vec<u8>) = (&[], Vec::new());
     let taken = framing.take(bytes, |piece| {

@@ -1,4 +1,12 @@
-//! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
+//! Serves one request of a client: checks it, reads and scans its body, then passes it to [`Work::serve`].
+//!
+//! The checks, in this order; the first that fails is the answer:
+//! 1. the Host header, the client's key, the method and path;
+//! 2. the size of the head; the body's size, and the rate at which it comes;
+//! 3. the body's JSON, members that only the router may set, the model's name;
+//! 4. whether requests of this class are refused now, because all nodes are overloaded.
+//!
+//! So a client without a key cannot make the router read a body. `/health` and preflights need no key, and have no body.
 
 use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll, time::Duration};
 
@@ -32,20 +40,20 @@ use crate::{
     shared::{OutlineError, Shared},
 };
 
-/// Says of which class a request is, for those that are refused in an overload.
+/// Header with a request's class. In an overload the router refuses the classes that the operator has listed.
 const REQUEST_CLASS: &str = "x-request-class";
-/// Longest id of a client that comes back to it.
+/// Longest `x-request-id` of a client that its answer repeats.
 const CLIENT_ID_BYTES_MAX: usize = 256;
 /// Longest name of a model, with its escapes and quotes, because `/decisions` keeps it.
 const MODEL_BYTES_MAX: usize = 1 << 10;
-/// Shorter heads do not count as memory of a request.
+/// Heads up to this size do not count as memory of a request.
 const HEAD_BYTES_FREE: usize = 8 << 10;
-/// An engine's server answers a preflight at once. Strangers send them, so a stuck one must not hold their turns.
+/// Engines answer a preflight at once. Strangers may send one, so a stuck engine must not hold their permits for long.
 const PREFLIGHT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Bytes of a body that are read before other requests have their turn.
+/// Bytes of a body that are read before other tasks of the thread have their turn.
 const TURN_BYTES: usize = 256 << 10;
 
-/// A request whose head has come.
+/// A request whose head has arrived.
 struct Arrived<'a> {
     shared: &'a Arc<Shared>,
     upstreams: &'a Upstreams,
@@ -70,7 +78,7 @@ pub(super) async fn answer(
     let arrived =
         Arrived { shared, upstreams, client, head: &head, id, client_id: &client_id, tally: &tally };
     let mut response = arrived.answer(body).await.unwrap_or_else(|problem| problem.answer());
-    let measure = tally.answered(&response);
+    let measure = tally.begin_answer(&response);
     response.body_mut().measure(measure);
     if shared.is_stopping() {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -98,7 +106,7 @@ impl Arrived<'_> {
                 Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
             return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
         }
-        // A connection without a key gets one answer.
+        // A connection that shows no key gets one answer.
         let last = |mut answer: Response<AnswerBody>| {
             if !is_allowed {
                 answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -120,7 +128,7 @@ impl Arrived<'_> {
             route => {
                 let head_bytes = head_bytes(head);
                 if head_bytes > HEAD_BYTES_FREE {
-                    // Twice: the client's head, and the one for an engine.
+                    // Counted twice: the client's head, and the head of a leg.
                     held.take(2 * head_bytes)?;
                 }
                 let body = read(shared, body, self.client, &held).await?;
@@ -129,7 +137,7 @@ impl Arrived<'_> {
         }
     }
 
-    /// Passes the request on to nodes, once its body has come.
+    /// Checks the body, which has arrived, and passes the request on to nodes.
     async fn pass(&self, body: &Bytes, held: &Held, route: Route) -> Result<Response<AnswerBody>, Problem> {
         let Self { shared, upstreams, client, head, id, client_id, tally } = *self;
         let api = if let Route::Generates(api) = route { api } else { None };
@@ -163,7 +171,7 @@ impl Arrived<'_> {
         {
             return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
         }
-        tally.names(model.as_deref());
+        tally.set_model(model.as_deref());
         if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
             return Err(problem);
         }
@@ -188,7 +196,9 @@ impl Arrived<'_> {
             id,
             client_id,
             streams: scanned.as_ref().is_some_and(is_one_stream),
-            one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
+            one_node: api
+                .zip(scanned.as_ref())
+                .is_none_or(|(api, scan)| legs::unsplittable_at(api, scan).is_some()),
             api,
             computes: matches!(route, Route::Generates(_)),
             taken: Cell::new(0),
@@ -200,7 +210,7 @@ impl Arrived<'_> {
     }
 }
 
-/// A problem if requests of this one's class are refused now.
+/// The refusal of a request, if its class is refused now.
 fn refused(shared: &Shared, headers: &HeaderMap, model: Option<&str>) -> Option<Problem> {
     let class = headers.get(REQUEST_CLASS).map_or(Some("default"), |value| value.to_str().ok())?;
     let wait = shared.refusal(class, model)?;
@@ -211,7 +221,7 @@ fn refused(shared: &Shared, headers: &HeaderMap, model: Option<&str>) -> Option<
     Some(Problem { retry_after: Some(wait), ..Problem::new(StatusCode::TOO_MANY_REQUESTS, sentence) })
 }
 
-/// Whether a request may be served. How long this takes tells nothing of a key but its length.
+/// Whether the request shows a key, or needs none. The time that this takes reveals only a key's length.
 fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
     shows_key(keys, headers.get(AUTHORIZATION).map(HeaderValue::as_bytes))
 }
@@ -227,7 +237,7 @@ pub(super) fn shows_key(keys: &[String], authorization: Option<&[u8]>) -> bool {
     keys.is_empty() || shown.is_some_and(|shown| keys.iter().fold(false, |any, key| is(key, shown) | any))
 }
 
-/// The whole body, unless it is too long or its client too slow.
+/// Reads the whole body. Fails if it is too long, its client too slow, or the memory for all requests used up.
 async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held) -> Result<Bytes, Problem> {
     let (most, patience) = (shared.settings.body_bytes_max, shared.settings.client_timeout);
     let closing = |status, sentence: String| Problem { closes: true, ..Problem::new(status, sentence) };
@@ -243,10 +253,10 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
     if announced.lower() > most as u64 {
         return Err(too_large());
     }
-    // What a client announces costs nothing yet: it has to send it first.
+    // An announced length costs no memory: only bytes that have arrived count.
     let mut gathered = Gathered::new(announced.exact().map(|bytes| bytes as usize), most);
     let mut turn = 0;
-    client.sends();
+    client.begin_body();
     loop {
         let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
             Poll::Pending if client.sends_too_slowly() => Poll::Ready(Err(too_slow())),
@@ -257,7 +267,7 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
             closing(StatusCode::BAD_REQUEST, format!("the body cannot be read: {error}"))
         };
         let Ok(piece) = frame.map_err(|error| unreadable(&error))?.into_data() else { continue };
-        client.sent(piece.len());
+        client.count_body(piece.len());
         if gathered.len() + piece.len() > most {
             return Err(too_large());
         }
@@ -271,18 +281,18 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
             tokio::task::yield_now().await;
         }
     }
-    client.has_sent();
+    client.end_body();
     Ok(gathered.whole())
 }
 
-/// Whether one answer comes token by token.
+/// Whether the request asks for one answer, token by token.
 fn is_one_stream(scan: &Scan<'_>) -> bool {
     let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"))
-        && legs::stays(scan) != Some(legs::Stays::ManyPrompts);
+        && legs::unsplittable(scan) != Some(legs::Unsplittable::ManyPrompts);
     scan.raw("stream") == Some(b"true") && is_one
 }
 
-/// About as many as the head has.
+/// The head's size, without the method and the bytes between headers.
 fn head_bytes(head: &Parts) -> usize {
     let of_headers = head.headers.iter().map(|(name, value)| name.as_str().len() + value.len());
     of_headers.sum::<usize>() + head.uri.path_and_query().map_or(0, |path| path.as_str().len())
@@ -293,7 +303,8 @@ fn is_json(headers: &HeaderMap) -> bool {
     kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json")
 }
 
-/// What the client knows the request by: its own id if it gave one, else ours. It is handed back and not read.
+/// The id under which the client knows the request: its own if it gave one, else the router's. The answer repeats it; the router
+/// does not read it.
 fn client_id(headers: &HeaderMap, id: RequestId) -> HeaderValue {
     let given = headers.get(REQUEST_ID).filter(|given| given.len() <= CLIENT_ID_BYTES_MAX).cloned();
     given
@@ -314,7 +325,7 @@ fn health(shared: &Shared) -> Response<AnswerBody> {
     }
 }
 
-/// All models that some node serves, as the first one that has it describes it.
+/// All models that the nodes serve. If several nodes describe a model, any of these descriptions is taken.
 fn models(shared: &Shared) -> Response<AnswerBody> {
     json_answer(StatusCode::OK, shared.models_page())
 }

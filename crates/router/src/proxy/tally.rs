@@ -1,4 +1,4 @@
-//! Counts one request into the [request metrics](crate::request_metrics): its route, its node, and its times.
+//! Counts one request in the [request metrics](crate::request_metrics): its route, its node, and its times.
 
 use std::{
     cell::{Cell, RefCell},
@@ -14,25 +14,25 @@ use crate::{
     shared::Shared,
 };
 
-/// Times between tokens that an answer counts by itself, before it adds them to the shared histogram.
+/// Times between tokens that an answer gathers before it adds them to the shared histogram.
 const PENDING_MAX: u32 = 64;
 /// nginx's status for requests whose client left before an answer began.
-const LEFT: u16 = 499;
-/// The last event of a stream. It is not a token.
+const CLIENT_LEFT: u16 = 499;
+/// The last event of a stream, which is not a token.
 const STREAM_END: &[u8] = b"data: [DONE]\n\n";
-/// Part of the first event of a chat's stream, which comes with the first token and is none.
+/// Part of the first event of a chat's stream. This event comes with the first token, but is not one.
 const ROLE: &[u8] = b"\"role\"";
 /// Precedes the token count in the `usage` of an answer in one piece.
 const COMPLETION_TOKENS: &[u8] = b"\"completion_tokens\":";
 
-/// A request that has no answer yet. If it is dropped, its client has left.
+/// A request that has no answer yet. If this is dropped, the client has left.
 pub(super) struct Tally<'s> {
     shared: &'s Shared,
     began: Instant,
     route: usize,
     is_measured: Cell<bool>,
     model: RefCell<Option<String>>,
-    /// The node that was chosen last.
+    /// The node of the last attempt.
     node: Cell<Option<NodeId>>,
     attempts: Cell<u64>,
     prompt_tokens: Cell<u64>,
@@ -51,7 +51,7 @@ pub(super) struct Measure {
 }
 
 impl<'s> Tally<'s> {
-    /// Begins to count a request whose head has come. Only POSTs count: others are probes and lists.
+    /// Begins to count a request whose head has arrived. Only POSTs count, because others are probes and lists.
     pub(super) fn begin(shared: &'s Shared, head: &Parts) -> Self {
         Self {
             shared,
@@ -67,25 +67,25 @@ impl<'s> Tally<'s> {
     }
 
     /// Sets the model that the request names.
-    pub(super) fn names(&self, model: Option<&str>) {
+    pub(super) fn set_model(&self, model: Option<&str>) {
         *self.model.borrow_mut() = model.map(str::to_owned);
     }
 
-    /// Sets the node that was chosen to answer.
-    pub(super) fn chosen(&self, node: NodeId, choice: &Choice) {
+    /// Notes a choice, and counts an attempt at the node that shall answer.
+    pub(super) fn set_choice(&self, node: NodeId, choice: &Choice) {
         self.prompt_tokens.set(choice.prompt_tokens);
         self.cached_tokens.set(choice.cached_tokens);
-        self.tries(node);
+        self.count_attempt(node);
     }
 
-    /// Counts an attempt at this node; after the first one this is a retry.
-    pub(super) fn tries(&self, node: NodeId) {
+    /// Counts an attempt at this node. Each one after the first is a retry.
+    pub(super) fn count_attempt(&self, node: NodeId) {
         self.node.set(Some(node));
         self.attempts.set(self.attempts.get() + 1);
     }
 
-    /// The answer begins. None if the request does not count.
-    pub(super) fn answered<B>(&self, response: &Response<B>) -> Option<Measure> {
+    /// Counts the status of an answer that begins. Returns its measure, or None if the request does not count.
+    pub(super) fn begin_answer<B>(&self, response: &Response<B>) -> Option<Measure> {
         let kind = response.headers().get(CONTENT_TYPE).map_or(&b""[..], |kind| kind.as_bytes());
         let series = self.count(response.status())?;
         Some(Measure {
@@ -122,7 +122,7 @@ impl<'s> Tally<'s> {
 impl Drop for Tally<'_> {
     fn drop(&mut self) {
         if self.is_measured.get()
-            && let Ok(left) = StatusCode::from_u16(LEFT)
+            && let Ok(left) = StatusCode::from_u16(CLIENT_LEFT)
             && let Some(series) = self.count(left)
         {
             series.duration.observe(self.began.elapsed());
@@ -131,8 +131,8 @@ impl Drop for Tally<'_> {
 }
 
 impl Measure {
-    /// Counts a piece of the answer with this many events.
-    pub(super) fn piece(&mut self, data: &[u8], events: u64) {
+    /// Counts a piece of the answer, which has this many events.
+    pub(super) fn count_piece(&mut self, data: &[u8], events: u64) {
         if !self.streams {
             if let Some(tokens) = completion_tokens(data) {
                 self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
@@ -165,7 +165,7 @@ impl Drop for Measure {
     }
 }
 
-/// The last number of that name. The router does not parse answers for it.
+/// The last `completion_tokens` in these bytes. The router does not parse the answer for it.
 fn completion_tokens(data: &[u8]) -> Option<u64> {
     let at = memchr::memmem::rfind(data, COMPLETION_TOKENS)? + COMPLETION_TOKENS.len();
     let rest = data[at..].trim_ascii_start();
@@ -189,10 +189,10 @@ mod tests {
     #[test]
     fn events_of_a_stream_are_tokens_but_for_its_end() {
         let mut measure = measure(true);
-        measure.piece(b"data: {\"delta\": {\"role\": \"assistant\"}}\n\n", 1);
-        measure.piece(b"data: {}\n\n", 1);
-        measure.piece(b"data: {}\n\ndata: {}\n\n", 2);
-        measure.piece(b"data: [DONE]\n\n", 1);
+        measure.count_piece(b"data: {\"delta\": {\"role\": \"assistant\"}}\n\n", 1);
+        measure.count_piece(b"data: {}\n\n", 1);
+        measure.count_piece(b"data: {}\n\ndata: {}\n\n", 2);
+        measure.count_piece(b"data: [DONE]\n\n", 1);
         let series = Arc::clone(&measure.series);
         assert_eq!(series.generated_tokens.load(Ordering::Relaxed), 3);
         assert!(series.between_tokens.read().is_empty(), "added at the end");
@@ -205,8 +205,8 @@ mod tests {
     #[test]
     fn an_answer_in_one_piece_says_itself_how_many_tokens_it_has() {
         let mut measure = measure(false);
-        measure.piece(br#"{"usage": {"prompt_tokens": 9, "completion_tokens": 5}}"#, 0);
-        measure.piece(br#"{"completion_tokens": null}"#, 0);
+        measure.count_piece(br#"{"usage": {"prompt_tokens": 9, "completion_tokens": 5}}"#, 0);
+        measure.count_piece(br#"{"completion_tokens": null}"#, 0);
         assert_eq!(measure.series.generated_tokens.load(Ordering::Relaxed), 5);
         assert!(measure.series.first_token.read().is_empty(), "its first byte is its last");
     }

@@ -9,14 +9,14 @@ use crate::{
 };
 
 impl Shared {
-    /// Logs a change of a node's state, if there is one.
-    pub(super) fn tell_turn(&self, node: NodeId, turn: Option<Turn>) {
+    /// Logs a turn of a node's breaker, if there is one.
+    pub(super) fn log_turn(&self, node: NodeId, turn: Option<Turn>) {
         let Some(turn) = turn else { return };
-        let told = self.with_scheduler(|scheduler| {
+        let found = self.with_scheduler(|scheduler| {
             let failure = scheduler.last_failure(node);
             scheduler.node(node).map(|node| (Arc::clone(&node.name), failure))
         });
-        let Some((node, failure)) = told else { return };
+        let Some((node, failure)) = found else { return };
         match turn {
             Turn::Ejected { pause, failures } => tracing::warn!(
                 %node,
@@ -30,12 +30,12 @@ impl Shared {
         }
     }
 
-    /// Counts an answer of a prefill node, and logs when the node stops or resumes handing over.
+    /// Counts an answer of a prefill node. Logs when the router stops or resumes sending requests to pairs with this node.
     pub(super) fn prefill_answered(&self, node: NodeId, handed_over: bool) {
         let (pairing, name) = self.with_scheduler(|scheduler| {
             let pairing = scheduler.prefill_answered(node, handed_over, Instant::now());
-            let is_told = !handed_over || pairing != Pairing::Same;
-            (pairing, scheduler.node(node).filter(|_| is_told).map(|node| Arc::clone(&node.name)))
+            let is_logged = !handed_over || pairing != Pairing::Same;
+            (pairing, scheduler.node(node).filter(|_| is_logged).map(|node| Arc::clone(&node.name)))
         });
         let is_first = !handed_over && Counters::count(&self.counters.not_handed_over);
         let Some(node) = name else { return };
@@ -49,8 +49,9 @@ impl Shared {
                 tracing::info!("prefill node {node} hands over again; sending requests to pairs");
             }
             Pairing::Same if is_first => tracing::warn!(
+                once = true,
                 "prefill node {node} handed nothing over (its connector may be off, or its daemon is away); the decode node \
-                 computes the prompt again; further cases are only counted"
+                 computes the prompt again"
             ),
             Pairing::Same => {}
         }

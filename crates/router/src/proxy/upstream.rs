@@ -1,4 +1,4 @@
-//! Asks a node: over a connection that is kept, or a new one.
+//! Sends a request to a node, over a kept connection or a new one, and repeats it once if the engine cannot have begun it.
 //!
 //! An engine closes kept connections that were idle for long (vLLM after 5 s), and may do so just as a request is sent. The router
 //! sends such a request once more, over a new connection, if the engine cannot have begun it:
@@ -10,8 +10,8 @@
 //! | was closed, and all of the request was acknowledged | read it | fails: the engine took it |
 //! | was reset (RST) without a close before | perhaps read it: a kernel may delay its acknowledgement, and a reset brings none | fails, as if the engine had taken it |
 //!
-//! If the engine resets the connection and its kernel has acknowledged nothing of the request, the result is
-//! [`UpstreamError::Reset`]: most such engines have not read the request.
+//! If the engine resets the connection and its kernel has acknowledged nothing of the request, the error is
+//! [`UpstreamError::Reset`]. Most such engines have not read the request.
 
 use std::{sync::Arc, time::Duration};
 
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::address::Address;
 
-/// Sends a request, a head and a body, and waits for the head of its answer.
+/// Sends the head and body of a request, and waits for the head of its answer.
 pub(super) async fn send(
     upstreams: &Upstreams,
     address: &Arc<Address>,
@@ -38,7 +38,7 @@ pub(super) async fn send(
     let mut ended = None;
     if let Some(stream) = upstreams.take(address) {
         let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
-        match connection.ask(head.clone(), body.clone()).await {
+        match connection.send_request(head.clone(), body.clone()).await {
             Err(error @ UpstreamError::NotBegun) => ended = Some(error),
             Err(error @ UpstreamError::Reset(_)) => {
                 // The other kept connections were idle for longer, so they may be reset as well.
@@ -52,7 +52,7 @@ pub(super) async fn send(
     let stream = connect(address, connect_timeout).await.map_err(|error| ended.unwrap_or(error))?;
     let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
     // The connection was new, so the engine did not close it for being idle.
-    connection.ask(head, body).await.map_err(|error| match error {
+    connection.send_request(head, body).await.map_err(|error| match error {
         UpstreamError::Reset(error) => UpstreamError::Failed(error),
         error => error,
     })

@@ -1,4 +1,4 @@
-//! Why there is no answer of a node, or no whole one.
+//! Why a node's answer is missing or incomplete.
 
 use std::{io, time::Duration};
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::answers::AnswerError;
 
-/// A node did not answer, or not to the end.
+/// A node did not answer a request, or not to the end.
 #[derive(Debug, Error)]
 pub(super) enum UpstreamError {
     #[error("it refuses connections: {0}")]
@@ -18,7 +18,7 @@ pub(super) enum UpstreamError {
     NotBegun,
     #[error("it ended the connection before an answer")]
     Closed,
-    /// Nothing of the request was acknowledged, but the engine may have read it all the same.
+    /// The engine's kernel had acknowledged nothing of the request. The engine may have read it all the same.
     #[error("it reset the connection before an answer: {0}")]
     Reset(io::Error),
     #[error("it ended the connection before an answer: {0}")]
@@ -32,7 +32,7 @@ pub(super) enum UpstreamError {
 }
 
 impl UpstreamError {
-    /// Whether the node may have worked at the request.
+    /// Whether the node had accepted a connection for the request, so that the request may be what made it fail.
     pub(super) fn was_taken(&self) -> bool {
         !matches!(self, Self::Refused(_) | Self::Slow(_))
     }
