@@ -1,5 +1,5 @@
 //! What one run of the daemon answers: a model of crates/server without its threads, its memory and its mistakes. Time is in
-//! microseconds. `crates/server/tests/model_agrees.rs` asks the real one the same.
+//! microseconds. `crates/server/tests/all/model_agrees.rs` asks the real one the same.
 #![allow(dead_code, unreachable_pub, reason = "a test of the server uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet};
