@@ -14,8 +14,8 @@ import not_tested
 
 ROOT = Path(__file__).resolve().parent.parent
 MIRI = ("cargo", "+nightly", "miri")
-# The store's index is driven by tests/model.rs, without an arena.
-TESTS = (("-p", "kvlane-block", "-p", "kvlane-policy"), ("-p", "kvlane-store", "--test", "model"))
+# The model drives the store's index without an arena.
+TESTS = (("-p", "kvlane-block", "-p", "kvlane-policy"), ("-p", "kvlane-store", "--test", "all", "model::"))
 # Property tests read their seeds; a case takes hundreds of times as long as it does natively.
 SETTINGS = {"MIRIFLAGS": "-Zmiri-disable-isolation", "PROPTEST_CASES": "4"}
 

@@ -116,7 +116,7 @@ def test_the_parts_of_an_early_load_are_long_runs_too(name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_runs_are_those_that_the_core_copies(case: dict[str, Any]) -> None:
-    """crates/block/tests/runs_match_a_byte_model.rs plans the same cases."""
+    """crates/block/tests/all/runs_match_a_byte_model.rs plans the same cases."""
     assert run_lengths(case["regions"], case["blocks"]) == case["lengths"]
 
 

@@ -1,5 +1,5 @@
 //! A model of one run of the daemon: the answers of crates/server, without its threads and memory. Time is in microseconds.
-//! `crates/server/tests/model_agrees.rs` compares its answers with the real daemon's.
+//! `crates/server/tests/all/model_agrees.rs` compares its answers with the real daemon's.
 #![allow(dead_code, unreachable_pub, reason = "a test of the server uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet};

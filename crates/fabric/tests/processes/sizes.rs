@@ -28,7 +28,7 @@ fn transfers_of_any_size_move_their_bytes_and_no_others() {
 }
 
 /// Takes 4 GiB of memory: the source is written at few places only. What 4 GiB less a byte and no byte more become is
-/// in tests/transfers.rs.
+/// in tests/all/transfers.rs.
 #[test]
 fn a_transfer_of_more_than_four_gibibytes_moves_all_its_bytes() {
     const LIMIT: usize = 1 << 32;

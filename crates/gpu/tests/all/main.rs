@@ -1,0 +1,15 @@
+//! Tests of GPUs, within one process, as one program: each one takes seconds to link.
+
+mod calibrate;
+mod copies_match_a_byte_model;
+mod events;
+mod faults;
+mod on_a_gpu;
+mod rail_choices;
+mod rails;
+mod stream_word;
+mod tables;
+mod together;
+
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,13 @@
+//! Tests of the SSD tier, within one process, as one program: each one takes seconds to link.
+
+mod drops;
+mod faults;
+mod layout;
+mod model;
+mod release_before;
+mod stories;
+
+#[path = "../support/failing.rs"]
+mod failing;
+#[path = "../support/mod.rs"]
+mod support;

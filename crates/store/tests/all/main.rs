@@ -1,0 +1,8 @@
+//! Tests of the store, as one program: each one takes seconds to link.
+
+mod journal;
+mod model;
+mod policies;
+mod stories;
+mod tier;
+mod watching;
