@@ -68,6 +68,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
 	$(DEV)/python scripts/circles.py
+	$(DEV)/python scripts/prose.py --check
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"

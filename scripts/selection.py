@@ -59,6 +59,17 @@ BESIDE_ENGINES = ("router", "fleet", "kv-events", "zmtp", "policy")
 # Files of the program's crate that belong to the router and to replays.
 ROUTER_COMMANDS = ("route", "replay", "balance_table", "reference")
 
+# Pages that tests in other folders than tests/docs read, and these folders.
+READERS = {
+    "configure.md": ("connector",),
+    "failures.md": ("daemon",),
+    "handoff.md": ("router",),
+    "identity.md": ("connector",),
+    "replay.md": ("bench",),
+    "router-reference.md": ("router",),
+    "routing.md": ("router",),
+}
+
 
 @dataclass
 class Plan:
@@ -162,12 +173,13 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
             found.ask_engines(file, PAIRS)
         case ("bench", *_):
             found.ask_python(file, "bench", "docs")
-        case ("docs", "start.md"):
-            # A test of engines walks this page word for word.
-            found.ask_python(file, "docs")
-            found.ask_engines(file, "tests/engine/test_start_page.py")
-        case ("docs", "identity.md" | "configure.md"):
-            found.ask_python(file, "docs", "connector")
+        case ("docs", page):
+            found.ask_python(file, "docs", *READERS.get(page, ()))
+            if page == "start.md":
+                # A test of engines walks this page word for word.
+                found.ask_engines(file, "tests/engine/test_start_page.py")
+            if page == "balance.md":
+                found.ask_rust(file, {"cli"})
         case ("docs", *_) | ("CHANGELOG.md" | "CONTRIBUTING.md" | "README.md",):
             found.ask_python(file, "docs")
         case (

@@ -184,7 +184,7 @@ def test_mistakes_with_a_fleet_are_one_sentence(tmp_path: Path) -> None:
 
 def test_the_file_of_the_docs_is_taken(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    page = (root / "docs/routing.md").read_text()
+    page = (root / "docs/replay.md").read_text()
     _, begin, rest = page.partition("policies = [")
     (tmp_path / "fleet.toml").write_text(begin + rest.partition("```")[0])
     shutil.copy(root / "bench/gpu/results/2026-11-26-h100-steps.json", tmp_path / "steps.json")

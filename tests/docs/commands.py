@@ -63,7 +63,7 @@ RUN_BY = {
         "tests/bench/test_micro.py::test_lookup_beside_saves_and_computing_threads_has_a_control"
     ),
     "kvlane replay TRACE": REPLAY,
-    # docs/routing.md
+    # docs/replay.md, docs/routing.md, docs/balance.md
     "kvlane replay TRACE --route fleet.toml": (
         "tests/bench/test_replay_picture.py::test_a_trace_goes_through_a_simulated_fleet"
     ),
@@ -84,7 +84,7 @@ RUN_BY = {
     "kvlane route --quiet-decisions --worker http://127.0.0.1:8100": (
         "tests/router/test_route_paths.py::test_quiet_decisions_do_not_tell_which_prompts_others_have_sent"
     ),
-    # docs/routing.md
+    # docs/router-reference.md
     "kvlane route list": CONTROL,
     "kvlane route drain http://127.0.0.1:8100 --wait": CONTROL,
     "kvlane route add http://127.0.0.1:8102 --role worker": CONTROL,
@@ -96,6 +96,9 @@ RUN_BY = {
     "VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8100 "
     '--kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"kvlane.direct": "on", "kvlane.direct.listen": "127.0.0.1:7100"}}\'': DIRECT,
+    "kvlane route --config pair.toml": (
+        "tests/router/test_route_pairs_many.py::test_the_pair_of_the_page_hands_over_directly"
+    ),
     "VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8200 "
     '--kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"kvlane.direct": "on"}}\'': DIRECT,

@@ -80,7 +80,9 @@ def test_the_daemons_command_is_no_routers_command() -> None:
 @pytest.mark.parametrize(
     ("file", "stages", "folders"),
     [
-        ("docs/routing.md", {"python"}, {"docs"}),
+        ("docs/sizing.md", {"python"}, {"docs"}),
+        ("docs/routing.md", {"python"}, {"docs", "router"}),
+        ("docs/balance.md", {"rust", "python"}, {"docs"}),
         ("README.md", {"python"}, {"docs"}),
         (
             "python/kvlane/connector/direct.py",
@@ -107,6 +109,19 @@ def test_the_daemons_command_is_no_routers_command() -> None:
 def test_a_change_outside_the_crates(file: str, stages: set[str], folders: set[str]) -> None:
     found = planted(file)
     assert (set(found.stages), found.folders) == (stages, folders)
+
+
+def test_tests_that_read_a_page_run_when_it_changes() -> None:
+    """By the pages that they name."""
+    for folder in set(selection.PYTHON_FOLDERS) - {"docs"}:
+        for test in (selection.ROOT / "tests" / folder).glob("*.py"):
+            for page in re.findall(
+                r'ROOT / "docs/(\w[\w-]*\.md)"|\] / "docs/(\w[\w-]*\.md)"', test.read_text()
+            ):
+                name = "".join(page)
+                assert folder in selection.READERS.get(name, ()) or "test_vllm" in test.name, (
+                    f"{test.name}: {name}"
+                )
 
 
 @pytest.mark.parametrize(

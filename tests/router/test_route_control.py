@@ -93,7 +93,7 @@ def test_engines_are_added_and_removed_while_it_runs(at: Path) -> None:
 
 def test_it_does_what_the_page_tells_it(at: Path) -> None:
     """With the page's addresses, where nobody answers; the page's file names engines of all kinds."""
-    page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/router-reference.md").read_text()
     (commands,) = re.findall(r"```sh\n(kvlane route list\n[^`]*)```", page)
     (file,) = re.findall(r"```text\n(policy = [^`]*)```", page)
     config = at.with_name("route.toml")

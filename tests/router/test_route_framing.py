@@ -165,5 +165,5 @@ def test_a_client_of_http_1_0_that_closes_its_sending_side_has_left() -> None:
 
 
 def test_the_page_says_what_a_half_closed_client_gets() -> None:
-    page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/router-reference.md").read_text()
     assert "shutdown(SHUT_WR)" in page and "100 Continue" in page

@@ -120,6 +120,24 @@ def test_each_kind_of_pair_serves_as_its_connector_wants(tmp_path: Path, kind: s
             assert len(met) == 2, "the decode engines are told of either prefill engine"
 
 
+def test_the_pair_of_the_page_hands_over_directly(tmp_path: Path) -> None:
+    """docs/handoff.md's file, with ports that are free here in place of its own."""
+    page = (Path(__file__).parents[2] / "docs/handoff.md").read_text()
+    (file,) = re.findall(r"```toml\n(\[\[node\]\][^`]*)```", page)
+    config = tmp_path / "pair.toml"
+    with FakeEngine("--pairs", "direct") as prefill, FakeEngine("--pairs", "direct") as decode:
+        for at, engine in (("http://127.0.0.1:8100", prefill), ("http://127.0.0.1:8200", decode)):
+            assert file.count(at) == 1
+            file = file.replace(at, engine.url)
+        config.write_text(file)
+        with Router("--config", str(config), nodes=2) as router:
+            status, answer, _ = ask(router.address, COMPLETIONS, wanted())
+            assert status == 200, answer
+            (first,), (second,) = prefill.log(), decode.log()
+    assert (first["leg"], second["leg"]) == ("prefill", "decode")
+    assert json.loads(second["body"])["kv_transfer_params"]["kvlane"]["peer"] == "127.0.0.1:7100"
+
+
 def test_direct_legs_run_at_the_same_time(tmp_path: Path) -> None:
     slow = ["--prefill-tokens-per-second", "100"]
     with pairs(tmp_path, "direct", (1, 1), prefill=slow, decode=["--ttft-ms", "3000"]) as found:

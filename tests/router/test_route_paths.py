@@ -175,7 +175,7 @@ def test_what_changes_nothing_passes_on_to_an_engine_that_has_the_model() -> Non
 
 
 def test_the_paths_that_pass_are_those_of_vllms_server_and_the_page_lists_them() -> None:
-    page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/router-reference.md").read_text()
     source = (Path(__file__).parents[2] / "crates/router/src/proxy/paths.rs").read_text()
     code = source.split("#[cfg(test)]")[0]
     listed = set(re.findall(r'"(/[a-z0-9_/]+)"', code)) - {"/health"}

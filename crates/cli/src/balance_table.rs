@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn the_page_shows_the_defaults() {
-        let page = include_str!("../../../docs/routing.md");
+        let page = include_str!("../../../docs/balance.md");
         let (_, from) = page.split_once("```toml\n[balance]\n").unwrap();
         let (table, _) = from.split_once("```").unwrap();
         let table = table.replace("[balance.", "[");

@@ -30,7 +30,7 @@ pub(crate) struct ReplayArgs {
     /// hash_ids); with --route also input_length and output_length
     trace: PathBuf,
     /// Send the requests through `kvlane route`'s scheduler to the simulated engines that this file describes, by each of its
-    /// policies and at each of its loads (docs/routing.md); an empty file is eight H100s
+    /// policies and at each of its loads (docs/replay.md); an empty file is eight H100s
     #[arg(long, value_name = "FILE", conflicts_with_all = ["policy", "capacity", "block_bytes", "ssd", "with_scans"])]
     route: Option<PathBuf>,
     /// Policies: lru, arc, s3fifo, sieve, tinylfu, wtinylfu, learned, auto, or all

@@ -10,7 +10,7 @@ use crate::{logging::LogFormat, route_knowledge::KnowledgeArgs, size::Size};
 /// See the flags. Each is also a key of the file given by --config (`policy = "random"`); what is given here counts more.
 #[derive(Debug, Args)]
 pub(super) struct RouteArgs {
-    /// A TOML file with these flags' values, and with engines as [[node]] and [[dns]] tables: docs/routing.md
+    /// A TOML file with these flags' values, and with engines as [[node]] and [[dns]] tables: docs/router-reference.md
     #[arg(long, env = "KVLANE_ROUTE_CONFIG", value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 
@@ -92,7 +92,7 @@ pub(super) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_SHORT_PROMPT", value_name = "TOKENS", default_value_t = 128)]
     pub(super) short_prompt: u64,
 
-    /// Have workers prefill or decode, as the work needs it: docs/routing.md. In the file, a table [balance] with its limits
+    /// Have workers prefill or decode, as the work needs it: docs/balance.md. In the file, a table [balance] with its limits
     #[arg(long, env = "KVLANE_ROUTE_BALANCE")]
     pub(super) balance: bool,
 

@@ -1,9 +1,4 @@
-<<<<<<< HEAD:crates/policy/tests/learned.rs
 //! Compares the hits of `learned` on generated traces with those of the best other policy.
-mod workloads;
-=======
-//! What `learned` hits of generated traces, beside the best of the other policies.
->>>>>>> w46-link:crates/policy/tests/all/learned.rs
 
 use kvlane_policy::{Choice, PolicyKind, Setup, Trace, replay};
 use crate::workloads::{Requests, agents, chat, endless_loop, joined, never_again, shared_prompts, trace, turned};

@@ -1,9 +1,4 @@
-<<<<<<< HEAD:crates/policy/tests/policies.rs
 //! Checks every policy's invariants against a plain model, and the property that each policy is chosen for.
-mod workloads;
-=======
-//! Every policy: what it may never do, against a plain model; and what it is chosen for.
->>>>>>> w46-link:crates/policy/tests/all/policies.rs
 
 use std::collections::HashMap;
 

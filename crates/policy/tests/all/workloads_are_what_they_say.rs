@@ -1,9 +1,4 @@
-<<<<<<< HEAD:crates/policy/tests/workloads_are_what_they_say.rs
 //! The generated traces are the same each time, and have the properties that they are named for.
-mod workloads;
-=======
-//! The generated traces: the same each time, and of the kind that they are named for.
->>>>>>> w46-link:crates/policy/tests/all/workloads_are_what_they_say.rs
 
 use kvlane_policy::spread;
 use crate::workloads::{
