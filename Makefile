@@ -14,7 +14,10 @@ TIMES = .cache/times
 # Tests start `kvlane` and find it beside their Python.
 PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
 PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
-PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
+# With a cache of its own: what vLLM remembers of a model is no use to another version, and each overwrites the other's.
+PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" VLLM_CACHE_ROOT="$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-0.24" $(OLD_VLLM)/python -m pytest
+# Two processes run tests of engines, each with files of its own; tests/conftest.py has the order.
+TWO = -n 2 --dist loadfile
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
 .PHONY: help demo demo-pd demo-direct test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
@@ -79,14 +82,14 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak$(if $(RELEASE), and not fake_gpus)" $(ARGS)
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
-	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
+	$(PYTEST_VLLM) $(if $(ARGS),,$(TWO)) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
 
 oldest: ## tests with the oldest real vLLM; OLDEST=all: also those that `make soak` runs
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24
-	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
+	$(PYTEST_OLD_VLLM) $(TWO) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
 
 data-parallel: vllm ## data-parallel engines of the newest vLLM
-	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_*.py tests/engine
+	$(PYTEST_VLLM) -n 2 --dist worksteal --junitxml $(TIMES)/data-parallel.xml -m gate $(shell grep -l mark.gate tests/connector/*.py tests/engine/*.py)
 
 wheel: ## the wheel that users get, for glibc 2.28 and newer: dist/kvlane-*.whl
 	$(PYTHON) scripts/wheel.py

@@ -1,6 +1,9 @@
 """A real vLLM saves and loads through the connector: over a daemon, and for faults of a chosen moment over a fake.
 
 Every answer is compared with one that the same engine computed without kvlane's help.
+
+Tests that only send prompts share an engine, and each has prompts of its own. A test has an engine of its own if it
+needs other settings, or restarts the daemon.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine import BLOCK, Make, engines, prompt, wait_until_ready
+from engine import BLOCK, Engines, InProcessEngine, Make, engines, prompt, wait_until_ready
 from stores import DaemonStore, FakeStore
 from tiny_model import build_tiny_model
 
@@ -24,6 +27,48 @@ pytestmark = pytest.mark.old_vllm
 @pytest.fixture(scope="module")
 def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("windowed"), sliding_window=2 * BLOCK)
+
+
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonStore]:
+    made = DaemonStore(tmp_path_factory.mktemp("daemon"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_shared_store(shared_store: DaemonStore) -> Iterator[Engines]:
+    with engines(shared_store.address) as start:
+        yield start
+
+
+@pytest.fixture
+def engine(on_shared_store: Engines, shared_store: DaemonStore, model: Path) -> InProcessEngine:
+    """The shared engine on the shared daemon; neither has a block or has counted anything."""
+    engine = on_shared_store.shared(model)
+    shared_store.drop_all()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def shared_fake() -> Iterator[FakeStore]:
+    made = FakeStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_shared_fake(shared_fake: FakeStore) -> Iterator[Engines]:
+    with engines(shared_fake.address) as start:
+        yield start
+
+
+@pytest.fixture
+def engine_on_fake(on_shared_fake: Engines, shared_fake: FakeStore, model: Path) -> InProcessEngine:
+    """The shared engine on the shared fake, which has no fault."""
+    shared_fake.core.down = False
+    shared_fake.core.release_held()
+    return on_shared_fake.shared(model)
 
 
 @pytest.fixture
@@ -40,8 +85,8 @@ def make_on_fake(fake: FakeStore) -> Iterator[Make]:
         yield start
 
 
-def test_cold_warm_and_a_corrupted_block(make: Make, store: DaemonStore, model: Path) -> None:
-    engine = make(model)
+def test_cold_warm_and_a_corrupted_block(engine: InProcessEngine, shared_store: DaemonStore) -> None:
+    store, metric_before = shared_store, engine.metric("vllm:kvlane_hit_tokens")
     cold, cached = engine.generate(prompt(1), 24)
     assert cached == 0
     own, cached = engine.generate(prompt(1), 24)
@@ -56,7 +101,7 @@ def test_cold_warm_and_a_corrupted_block(make: Make, store: DaemonStore, model: 
     assert engine.counted["hit_tokens"] == 288
     assert engine.counted["load_blocks"] == 9
     if capabilities.reports_failed_requests():
-        assert engine.metric("vllm:kvlane_hit_tokens") == 288
+        assert engine.metric("vllm:kvlane_hit_tokens") - metric_before == 288
 
     # A prompt that shares 5 blocks.
     engine.forget()
@@ -81,16 +126,38 @@ def test_cold_warm_and_a_corrupted_block(make: Make, store: DaemonStore, model: 
     assert (alone, cached) == (answer, 0)
 
 
-def test_another_engine_finds_it(make: Make, store: DaemonStore, model: Path) -> None:
-    first = make(model)
-    cold, _ = first.generate(prompt(3))
-    first.drain()
-    store.settle()
-    second = make(model)
+def test_another_engine_finds_it(
+    engine: InProcessEngine, on_shared_store: Engines, shared_store: DaemonStore, model: Path
+) -> None:
+    cold, _ = engine.generate(prompt(3))
+    engine.drain()
+    shared_store.settle()
+    salted = on_shared_store(model, extra={"kvlane.namespace": "other tenant"})
+    assert salted.generate(prompt(3)) == (cold, 0)
+    second = on_shared_store(model)
     assert second.generate(prompt(3)) == (cold, 288)
     assert second.errors() == 0
-    salted = make(model, extra={"kvlane.namespace": "other tenant"})
-    assert salted.generate(prompt(3)) == (cold, 0)
+
+
+def test_preemption(
+    engine: InProcessEngine, on_shared_store: Engines, shared_store: DaemonStore, model: Path
+) -> None:
+    store, prompts = shared_store, [prompt(seed, 150) for seed in range(10, 15)]
+    alone = [engine.generate(each, 60)[0] for each in prompts]
+    engine.drain()
+    store.drop_all()
+
+    cramped = on_shared_store(model, blocks=17, max_model_len=512)
+    for _ in range(2):
+        names = [cramped.add(each, 60) for each in prompts]
+        outputs = cramped.run()
+        assert [list(outputs[name].outputs[0].token_ids) for name in names] == alone
+        cramped.forget()
+        store.settle()
+    assert cramped.metric("vllm:num_preemptions") > 0
+    assert cramped.counted["hit_tokens"] > 0
+    assert store.lease_count() == 0
+    assert cramped.errors() == 0
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])
@@ -119,26 +186,6 @@ def test_chunked_prefill(make: Make, store: DaemonStore, model: Path) -> None:
         assert cached == (len(each) - 1) // BLOCK * BLOCK
         assert warm == answer
     assert engine.errors() == 0
-
-
-def test_preemption(make: Make, store: DaemonStore, model: Path) -> None:
-    prompts = [prompt(seed, 150) for seed in range(10, 15)]
-    roomy = make(model)
-    alone = [roomy.generate(each, 60)[0] for each in prompts]
-    roomy.drain()
-    store.drop_all()
-
-    cramped = make(model, blocks=17, max_model_len=512)
-    for _ in range(2):
-        names = [cramped.add(each, 60) for each in prompts]
-        outputs = cramped.run()
-        assert [list(outputs[name].outputs[0].token_ids) for name in names] == alone
-        cramped.forget()
-        store.settle()
-    assert cramped.metric("vllm:num_preemptions") > 0
-    assert cramped.counted["hit_tokens"] > 0
-    assert store.lease_count() == 0
-    assert cramped.errors() == 0
 
 
 def test_several_kv_cache_groups(make: Make, store: DaemonStore, windowed_model: Path) -> None:
@@ -177,8 +224,8 @@ def test_the_store_restarts_while_an_engine_runs(make: Make, store: DaemonStore,
 # Over the fake.
 
 
-def test_without_a_daemon(make_on_fake: Make, fake: FakeStore, model: Path) -> None:
-    engine = make_on_fake(model)
+def test_without_a_daemon(engine_on_fake: InProcessEngine, shared_fake: FakeStore) -> None:
+    engine, fake = engine_on_fake, shared_fake
     fake.core.down = True
     cold, _ = engine.generate(prompt(7))
     engine.forget()
@@ -190,8 +237,10 @@ def test_without_a_daemon(make_on_fake: Make, fake: FakeStore, model: Path) -> N
     assert engine.errors() == 0
 
 
-def test_an_abort_while_its_blocks_are_loaded(make_on_fake: Make, fake: FakeStore, model: Path) -> None:
-    engine = make_on_fake(model)
+def test_an_abort_while_its_blocks_are_loaded(
+    engine_on_fake: InProcessEngine, shared_fake: FakeStore
+) -> None:
+    engine, fake = engine_on_fake, shared_fake
     cold, _ = engine.generate(prompt(8))
     engine.forget()
     free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -213,26 +262,10 @@ def test_an_abort_while_its_blocks_are_loaded(make_on_fake: Make, fake: FakeStor
     assert engine.errors() == 0
 
 
-@pytest.mark.parametrize("windowed", [False, True])
-def test_a_load_that_fails_is_computed_instead(
-    windowed: bool, make_on_fake: Make, fake: FakeStore, model: Path, windowed_model: Path
+def test_slow_lookups_delay_only_their_own_request(
+    engine_on_fake: InProcessEngine, shared_fake: FakeStore
 ) -> None:
-    engine = make_on_fake(windowed_model if windowed else model, policy="recompute")
-    cold, _ = engine.generate(prompt(10))
-    engine.forget()
-    fake.core.fail_loads = True
-    again, _ = engine.generate(prompt(10))
-    assert again == cold
-    expected = 1 if capabilities.reports_failed_requests() or not windowed else 0
-    assert engine.counted["failed_loads"] == expected
-    assert engine.counted["lookups"] <= 3, "a failed promise must not be made again"
-    engine.forget()
-    fake.core.fail_loads = False
-    assert engine.generate(prompt(10))[0] == cold
-
-
-def test_slow_lookups_delay_only_their_own_request(make_on_fake: Make, fake: FakeStore, model: Path) -> None:
-    engine = make_on_fake(model)
+    engine, fake = engine_on_fake, shared_fake
     cold, _ = engine.generate(prompt(11))
     engine.forget()
     running = engine.add(prompt(12), 40)
@@ -250,6 +283,24 @@ def test_slow_lookups_delay_only_their_own_request(make_on_fake: Make, fake: Fak
     outputs = engine.run()
     assert list(outputs[waiting].outputs[0].token_ids) == cold
     assert outputs[waiting].num_cached_tokens == 288
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_load_that_fails_is_computed_instead(
+    windowed: bool, make_on_fake: Make, fake: FakeStore, model: Path, windowed_model: Path
+) -> None:
+    engine = make_on_fake(windowed_model if windowed else model, policy="recompute")
+    cold, _ = engine.generate(prompt(10))
+    engine.forget()
+    fake.core.fail_loads = True
+    again, _ = engine.generate(prompt(10))
+    assert again == cold
+    expected = 1 if capabilities.reports_failed_requests() or not windowed else 0
+    assert engine.counted["failed_loads"] == expected
+    assert engine.counted["lookups"] <= 3, "a failed promise must not be made again"
+    engine.forget()
+    fake.core.fail_loads = False
+    assert engine.generate(prompt(10))[0] == cold
 
 
 def test_an_engine_under_random_faults(make_on_fake: Make, fake: FakeStore, model: Path) -> None:

@@ -42,7 +42,8 @@ class Listener:
 
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        # Again and again, until the engine publishes there, long before its first event.
+        self._connected: Any = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # Again and again, until the engine publishes there.
         self.endpoint = f"ipc://{folder}/events"
         self._socket.connect(self.endpoint)
         self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
@@ -51,6 +52,10 @@ class Listener:
         self.removed: list[Any] = []
         self.deaf: set[Any] = set()
         """Of one that does not hear what goes."""
+
+    def wait_connected(self) -> None:
+        """Until the engine's publisher has this subscriber: earlier events are lost."""
+        assert self._connected.poll(WAIT_SECONDS * 1000), "no publisher"
 
     def hear(self) -> None:
         """All that has come by now."""
@@ -69,6 +74,7 @@ class Listener:
                     self.removed += event.block_hashes
 
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._socket.close(linger=0)
 
 
@@ -106,6 +112,7 @@ def test_listeners_hear_of_exactly_the_blocks_that_were_evicted(
     }
     with engines(small_store.address) as start:
         engine = start(model, kv_events_config=published)
+        listener.wait_connected()
         for seed in range(PROMPTS):
             engine.generate(prompt(seed), 2)
             engine.drain()

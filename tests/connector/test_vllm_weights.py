@@ -7,6 +7,7 @@ Every answer is compared with one of an engine without kvlane.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,32 @@ CACHED = 288  # of its 300 tokens
 TURNS = 4
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What an engine without kvlane answers."""
+
+    by_factor: dict[float, list[int]]
+    """To PROMPT, by the factor that its weights were changed by."""
+    long: dict[int, list[int]]
+    """To `prompt(seed, 900)`, by seed."""
+
+
 @pytest.fixture(scope="module")
-def answers(model: Path) -> dict[float, list[int]]:
-    """What an engine without kvlane answers, by the factor that its weights were changed by."""
-    found = {}
+def alone(model: Path) -> Alone:
+    by_factor = {}
     with engines(None) as start:
         engine = start(model)
+        long = {seed: engine.generate(prompt(seed, 900), 4)[0] for seed in range(100, 100 + 4 * TURNS)}
         for factor in (1.0, 1.5):
             retrain(engine, factor)
-            found[factor], _ = engine.generate(PROMPT)
-    assert found[1.0] != found[1.5], "the comparison would not notice other weights"
-    return found
+            by_factor[factor], _ = engine.generate(PROMPT)
+    assert by_factor[1.0] != by_factor[1.5], "the comparison would not notice other weights"
+    return Alone(by_factor, long)
+
+
+@pytest.fixture(scope="module")
+def answers(alone: Alone) -> dict[float, list[int]]:
+    return alone.by_factor
 
 
 def test_what_a_digest_tells_apart() -> None:
@@ -119,17 +135,9 @@ def test_engines_whose_weights_have_one_name_share(
     assert wrong != answers[1.0], "the comparison would not notice the blocks of other weights"
 
 
-@pytest.fixture(scope="module")
-def long_answers(model: Path) -> dict[int, list[int]]:
-    """What an engine without kvlane answers to `prompt(seed, 900)`, by seed."""
-    with engines(None) as start:
-        engine = start(model)
-        return {seed: engine.generate(prompt(seed, 900), 4)[0] for seed in range(100, 100 + 4 * TURNS)}
-
-
 @pytest.mark.parametrize("how", ["sleep", "pause abort", "pause keep", "reset"])
 def test_vllm_pauses_sleeps_and_resets_with_saves_under_way(
-    make: Make, store: DaemonStore, model: Path, long_answers: dict[int, list[int]], how: str
+    make: Make, store: DaemonStore, model: Path, alone: Alone, how: str
 ) -> None:
     """vLLM resets its own cache before the connector hears of it, and raised as long as a save held one block."""
     engine = make(model)
@@ -159,8 +167,8 @@ def test_vllm_pauses_sleeps_and_resets_with_saves_under_way(
     engine.forget()
     store.settle()
     # The weights are the same, so what was saved before and after is found: and it is right.
-    found = {seed: engine.generate(prompt(seed, 900), 4) for seed in long_answers}
-    assert {seed: answer for seed, (answer, _) in found.items()} == long_answers
+    found = {seed: engine.generate(prompt(seed, 900), 4) for seed in alone.long}
+    assert {seed: answer for seed, (answer, _) in found.items()} == alone.long
     assert sum(cached > 0 for _, cached in found.values()) >= TURNS
     assert engine.errors() == 0
 

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from busy import stretched
 from stores import DaemonStore
 
 ENVIRONMENT = {
@@ -44,6 +45,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class ReservedPort:
+    """A port that nothing else on this host gets until it is closed. vLLM binds it beside this socket, on which nobody
+    listens: both allow it by SO_REUSEADDR."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class ServedEngine:
     """An engine with kvlane's connector, or what `transfer` says. Starts at once; `wait` returns when it answers."""
 
@@ -56,16 +71,20 @@ class ServedEngine:
         transfer: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._port = ReservedPort()
+        self.url = f"http://127.0.0.1:{self._port.number}"
         self.log = log
         transfer = transfer or {
             "kv_connector": "KVLaneConnector",
             "kv_connector_module_path": "kvlane.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvlane.address": address},
+            "kv_connector_extra_config": {
+                "kvlane.address": address,
+                # A lookup that is out of time is a miss.
+                "kvlane.lookup_timeout_ms": 1e3 * stretched(0.25),
+            },
         }
-        command = ["vllm", "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = ["vllm", "serve", str(model), "--host", "127.0.0.1", "--port", str(self._port.number)]
         command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "1024"]
         command += ["--block-size", str(BLOCK), "--enforce-eager", "--num-gpu-blocks-override", "200"]
         command += ["--kv-transfer-config", json.dumps(transfer), *arguments]
@@ -143,6 +162,7 @@ class ServedEngine:
                 pass
         # vLLM's workers may outlive it.
         self.kill()
+        self._port.close()
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]

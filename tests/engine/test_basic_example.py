@@ -5,6 +5,7 @@ It used to print "loaded" whether or not a daemon ran: somebody who had forgotte
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,15 +13,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from busy import stretched
 from served import ANSWER_SECONDS, ENVIRONMENT, START_SECONDS
 from stores import DaemonStore
 from tiny_model import build_tiny_model
 
 # On CPUs with AMX vLLM 0.32 dies of an illegal instruction in its attention for bfloat16, with kvlane and without,
-# with a model of this shape. So the example's engine computes in float32 here.
+# with a model of this shape. So the example's engine computes in float32 here. On a busy machine a lookup has more
+# time, because one that is out of time is a miss.
 IN_FLOAT32 = """
-import functools, runpy, sys, vllm
-vllm.LLM = functools.partial(vllm.LLM, dtype="float32")
+import json, runpy, sys, vllm
+made, extra = vllm.LLM, json.loads(sys.argv.pop())
+def LLM(*, kv_transfer_config, **arguments):
+    transfer = kv_transfer_config | {"kv_connector_extra_config": extra}
+    return made(dtype="float32", kv_transfer_config=transfer, **arguments)
+vllm.LLM = LLM
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -34,8 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_example(model: Path, address: str) -> subprocess.CompletedProcess[str]:
+    lookups = json.dumps({"kvlane.lookup_timeout_ms": 1e3 * stretched(0.25)})
     return subprocess.run(
-        [sys.executable, "-c", IN_FLOAT32, str(EXAMPLE), str(model)],
+        [sys.executable, "-c", IN_FLOAT32, str(EXAMPLE), str(model), lookups],
         # In one process: each of vLLM's three takes its time to import what it needs.
         env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "KVLANE_ADDR": address},
         capture_output=True,

@@ -5,28 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import random
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import pytest
-from served import BLOCK, Daemon, ServedEngine, wait_for
-from tiny_model import build_tiny_model
+from served import BLOCK, ServedEngine, wait_for
+from shared_pair import SharedPair
 
+HITS = "vllm:external_prefix_cache_hits"
 PROMPT_TOKENS = 300
 HIT_TOKENS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
 BLOCKS = (PROMPT_TOKENS + 15) // BLOCK
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    made = Daemon(tmp_path_factory.mktemp("daemon"))
-    yield made
-    made.close()
 
 
 def prompt(seed: int) -> list[int]:
@@ -34,60 +20,36 @@ def prompt(seed: int) -> list[int]:
     return [rng.randrange(3, 2000) for _ in range(PROMPT_TOKENS)]
 
 
-def saved(daemon: Daemon, blocks: int) -> None:
-    wait_for(f"{blocks} blocks in the pool", lambda: daemon.block_count() >= blocks)
+def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(shared_pair: SharedPair) -> None:
+    """Kills an engine of the pair, so whoever asks for it afterwards gets another one."""
+    served = shared_pair.whole()
+    daemon, (first, second) = served.daemon, served.engines
+    had, hits_before = daemon.block_count(), {each: each.metric(HITS) for each in (first, second)}
 
-
-@pytest.fixture
-def serve(model: Path, daemon: Daemon, tmp_path: Path) -> Iterator[Callable[..., list[ServedEngine]]]:
-    """Starts engines at the same time and ends them."""
-    running: list[ServedEngine] = []
-
-    def start(count: int, *arguments: str) -> list[ServedEngine]:
-        started = [
-            ServedEngine(model, daemon.address, tmp_path / f"engine-{len(running) + number}.log", *arguments)
-            for number in range(count)
-        ]
-        running.extend(started)
-        for engine in started:
-            engine.wait()
-        return started
-
-    yield start
-    for engine in running:
-        engine.close()
-
-
-def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
-    serve: Callable[..., list[ServedEngine]], daemon: Daemon
-) -> None:
-    first, second = serve(2)
-    wait_for("both engines' workers", lambda: len(daemon.sessions("worker")) == 2)
+    def hits(engine: ServedEngine) -> float:
+        return engine.metric(HITS) - hits_before[engine]
 
     # What one computed the other loads.
     cold = first.complete(prompt(1))
-    assert first.metric("vllm:external_prefix_cache_hits") == 0
-    saved(daemon, BLOCKS)
+    assert hits(first) == 0
+    wait_for(f"{BLOCKS} more blocks in the pool", lambda: daemon.block_count() >= had + BLOCKS)
     assert second.complete(prompt(1)) == cold
-    assert second.metric("vllm:external_prefix_cache_hits") == HIT_TOKENS
+    assert hits(second) == HIT_TOKENS
 
     # Both at once, from the pool.
     def both_hit() -> bool:
-        # A lookup that a busy machine leaves unanswered for 250 ms is a miss.
+        # A lookup that a busy machine leaves unanswered for too long is a miss.
         first.reset_prefix_cache()
         second.reset_prefix_cache()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda engine: engine.complete(prompt(1)), [first, second] * 2))
         assert answers == [cold] * 4
         # The second already had a hit.
-        return (
-            first.metric("vllm:external_prefix_cache_hits") >= HIT_TOKENS
-            and second.metric("vllm:external_prefix_cache_hits") >= 2 * HIT_TOKENS
-        )
+        return hits(first) >= HIT_TOKENS and hits(second) >= 2 * HIT_TOKENS
 
     wait_for("hits of both engines", both_hit)
 
-    # A stopped daemon: nobody waits for it.
+    # A stopped daemon: a lookup waits for it until its timeout, and the engine answers.
     first.reset_prefix_cache()
     daemon.signal(signal.SIGSTOP)
     assert first.complete(prompt(1)) == cold
@@ -110,12 +72,12 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
         return daemon.block_count() >= BLOCKS
 
     wait_for(f"{BLOCKS} blocks in the new daemon's pool", first_saves)
-    before = second.metric("vllm:external_prefix_cache_hits")
+    before = hits(second)
 
     def second_hits() -> bool:
         second.reset_prefix_cache()
         assert second.complete(prompt(2)) == other
-        return second.metric("vllm:external_prefix_cache_hits") >= before + HIT_TOKENS
+        return hits(second) >= before + HIT_TOKENS
 
     wait_for("hits of the new daemon", second_hits)
 
