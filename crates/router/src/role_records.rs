@@ -35,7 +35,11 @@ pub(crate) struct Records {
 
 impl Records {
     /// Logs and keeps the results of one balancing tick. Returns them as JSON. `name` is the name of a node.
-    pub(crate) fn note(&mut self, report: &GroupReport, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
+    pub(crate) fn note(
+        &mut self,
+        report: &GroupReport,
+        name: impl Fn(NodeId) -> Option<Arc<str>>,
+    ) -> Vec<Value> {
         let mut pages = Vec::new();
         let GroupReport { group, state, scores, is_new, acts, missing } = report;
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));

@@ -1,12 +1,12 @@
 //! Whatever is copied, in whatever way, the bytes that arrive are those that a loop over the list would move.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
+use crate::support::{device_memory, fake, pattern, read, stream, write};
 use kvlane_fake_gpu::{FakeOptions, Method};
 use kvlane_gpu::plan::Thresholds;
 use kvlane_gpu::{Copier, CopierOptions, Copy, CopyMethods, Direction, Pinned};
 use proptest::collection::vec;
 use proptest::prelude::*;
-use crate::support::{device_memory, fake, pattern, read, stream, write};
 
 const BYTES: usize = 128 << 10;
 /// Small, so that copies cross the places where registrations meet.

@@ -1,8 +1,8 @@
 //! What waits for what, on the fake or on a real GPU.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
-use kvlane_gpu::{Copy, Event, EventScope, HostBuffer, StreamHandle};
 use crate::support::{Gate, device_memory, gpus, pattern, read, stream};
+use kvlane_gpu::{Copy, Event, EventScope, HostBuffer, StreamHandle};
 
 const BYTES: usize = 8192;
 

@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
+use crate::support::{device_memory, fake, pattern, read, stream};
 use kvlane_fake_gpu::FakeOptions;
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, Direction, Driver, Gpu, GpuError, Pinned, measure_copy,
 };
-use crate::support::{device_memory, fake, pattern, read, stream};
 
 const BYTES: usize = 4096;
 const INVALID_VALUE: u32 = 1;

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::support::{device_memory, gpus, pattern, read, stream, tested_driver};
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::calibrate::CALIBRATION_BYTES;
 use kvlane_gpu::plan::Thresholds;
@@ -14,7 +15,6 @@ use kvlane_gpu::{
     Calibration, Copier, CopierOptions, Copy, Direction, HostBuffer, Pinned, RailChoice, RailOptions, Rails,
     measure_copy, measure_rails,
 };
-use crate::support::{device_memory, gpus, pattern, read, stream, tested_driver};
 
 const BYTES: usize = 8 << 20;
 

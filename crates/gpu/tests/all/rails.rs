@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::support::{Gate, device_memory, pattern, read, stream};
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::{
@@ -12,7 +13,6 @@ use kvlane_gpu::{
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
-use crate::support::{Gate, device_memory, pattern, read, stream};
 
 const BYTES: usize = 128 << 10;
 const PIECE: u64 = 512;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::support::{Gate, device_memory, fake, pattern, read, stream};
 use kvlane_fake_gpu::{FakeOptions, Method};
 use kvlane_gpu::{Copier, CopierOptions, Copy, DeviceMemory, Direction, GpuError, Stream};
-use crate::support::{Gate, device_memory, fake, pattern, read, stream};
 
 const PIECE: usize = 64;
 const PIECES: usize = 96;

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::{Gate, device_memory, pattern, read, stream, tested_driver};
 use kvlane_fake_gpu::{FakeDriver, FakeOptions, driver_named};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Direction, Driver, Gpu, GpuError, HostBuffer,
@@ -15,7 +16,6 @@ use kvlane_gpu::{
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
-use crate::support::{Gate, device_memory, pattern, read, stream, tested_driver};
 
 const BYTES: usize = 128 << 10;
 const PIECE: u64 = 512;

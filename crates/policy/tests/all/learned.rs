@@ -1,7 +1,9 @@
 //! Compares the hits of `learned` on generated traces with those of the best other policy.
 
+use crate::workloads::{
+    Requests, agents, chat, endless_loop, joined, never_again, shared_prompts, trace, turned,
+};
 use kvlane_policy::{Choice, PolicyKind, Setup, Trace, replay};
-use crate::workloads::{Requests, agents, chat, endless_loop, joined, never_again, shared_prompts, trace, turned};
 
 fn hit_rate(trace: &Trace, kind: PolicyKind, capacity: usize) -> f64 {
     let setup = Setup { policy: Choice::Fixed(kind), capacity, ssd_capacity: 0 };

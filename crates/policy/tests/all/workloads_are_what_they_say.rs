@@ -1,9 +1,9 @@
 //! The generated traces are the same each time, and have the properties that they are named for.
 
-use kvlane_policy::spread;
 use crate::workloads::{
     AGENTS_SEED, CHAT_SEED, Requests, SHARED_PROMPTS_SEED, agents, chat, shared_prompts, trace, turned,
 };
+use kvlane_policy::spread;
 
 fn fingerprint(requests: &Requests) -> u64 {
     let all = requests.iter().flat_map(|(at, blocks)| std::iter::once(at).chain(blocks));

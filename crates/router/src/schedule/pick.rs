@@ -15,12 +15,12 @@ const OVERLOAD: u64 = 8;
 
 /// [`Policy::LeastDelay`]: weight of the delay that a prompt causes each of the node's other requests, relative to the wait
 /// for its own first token. A higher weight makes long prompts wait in favour of shorter ones. In replays of the conversation
-/// trace (docs/routing.md) 0.05 served both.
+/// trace (docs/choosing.md) 0.05 served both.
 const OTHERS_SHARE: f64 = 0.05;
 
 /// [`Policy::LeastDelay`]: pseudo-count added to each node's requests where all nodes are of one class. The higher it is, the
 /// less one request more or less matters, and the more long prompts go where more of them is cached. From replays of the first
-/// half hour of the conversation trace (docs/routing.md).
+/// half hour of the conversation trace (docs/choosing.md).
 const BESIDE: u64 = 4;
 
 /// A node that could take a request, and the tokens that it would prefill.
@@ -90,7 +90,7 @@ impl Scheduler {
     }
 
     /// Predicted microseconds until the first token at each candidate, plus a share of the delay for others. None if all are
-    /// of one class, because the product of work decides better there (docs/routing.md). None also if one class is not
+    /// of one class, because the product of work decides better there (docs/choosing.md). None also if one class is not
     /// calibrated yet, because a prediction and a guess do not compare.
     fn delays(&self, candidates: &[Candidate]) -> Option<Vec<u64>> {
         let class = |each: &Candidate| self.nodes.get(each.id).map(|node| &node.class);

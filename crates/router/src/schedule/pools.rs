@@ -18,7 +18,7 @@ pub(super) const LOAD_SHARE: f64 = 0.01;
 /// Weight of a load's time in its cost, which is that plus one grain of tokens. A load delays its own request, while one
 /// request less at the node gains little. A lower weight moves prompts away from nodes that have them and a single request,
 /// and first tokens come later at 30 % load. A higher weight keeps bursts of one prompt at one node. From replays of Zipf
-/// prompts (docs/routing.md).
+/// prompts (docs/replay.md).
 const LOAD_WEIGHT: f64 = 2.0;
 
 /// A node's membership in a pool.

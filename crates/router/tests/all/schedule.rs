@@ -1,5 +1,5 @@
 //! Choices: each policy, pairs, failures, and that every reservation is released. "Complaint n" is a report of users of other
-//! routers (docs/routing.md names them).
+//! routers (docs/choosing.md names them).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::time::{Duration, Instant};

@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::support::*;
 use kvlane_block::{Position, Rank};
 use kvlane_client::{SaveMethod, Tool};
 use kvlane_memory::PoolPage;
@@ -15,7 +16,6 @@ use kvlane_proto::{
     Address, FrameReader, encode_frame,
     v1::{self, reply::Body as Answer, request::Body as Ask},
 };
-use crate::support::*;
 
 fn round_trip(method: SaveMethod) {
     let folder = tempfile::tempdir().unwrap();

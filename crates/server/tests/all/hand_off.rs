@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::support::*;
 use bytes::Bytes;
 use kvlane_client::Tool;
 use kvlane_proto::{
@@ -21,7 +22,6 @@ use kvlane_proto::{
     },
 };
 use kvlane_server::{Daemon, ServeOptions};
-use crate::support::*;
 
 /// Beyond any time that a test waits: what ends earlier has not ended by its time.
 const NEVER: u32 = u32::MAX;

@@ -4,8 +4,8 @@
 
 use std::{collections::BTreeSet, time::Instant};
 
-use kvlane_client::{BlockChanges, SaveMethod, Tool};
 use crate::support::*;
+use kvlane_client::{BlockChanges, SaveMethod, Tool};
 
 /// What follows the changes, as vLLM's listeners do.
 #[derive(Default)]

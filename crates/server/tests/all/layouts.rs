@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use kvlane_block::{Axis, Dimension, Heads, LayerLayout, Region, ShardLayout, ShardPlace};
 use kvlane_client::{OwnBlocks, Scheduler, Tool, Worker, WorkerGroupSpec};
 use kvlane_proto::Address;
-use crate::support::*;
 
 const BLOCKS: u64 = 8;
 

@@ -8,13 +8,13 @@ use std::{
     os::unix::net::UnixStream,
 };
 
+use crate::model::{Run, Said};
+use crate::support::*;
 use kvlane_proto::{
     FrameReader, WIRE_MAX, encode_frame,
     packed::CHANGE_BYTES,
     v1::{self, hello::Role, register_worker::Method, reply::Body as Answer, request::Body as Ask},
 };
-use crate::model::{Run, Said};
-use crate::support::*;
 
 /// One connection to the real daemon.
 struct Line {

@@ -8,9 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::support::*;
 use kvlane_proto::{Address, encode_frame, v1, v1::request::Body as Ask};
 use kvlane_server::{Daemon, ServeOptions};
-use crate::support::*;
 
 const LOOPBACK: &str = "127.0.0.1:0";
 

@@ -8,11 +8,11 @@ use std::{
     time::Duration,
 };
 
+use crate::support::*;
 use bytes::Bytes;
 use kvlane_client::{SaveMethod, Tool};
 use kvlane_proto::{Address, FrameReader, Message, encode_frame, v1, v1::request::Body as Ask};
 use proptest::{prelude::*, sample::select};
-use crate::support::*;
 
 /// Few values, so that requests meet what other requests made.
 fn engine_id() -> impl Strategy<Value = String> {

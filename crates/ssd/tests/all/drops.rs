@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::failing::Failing;
+use crate::support::*;
 use kvlane_block::{BlockKey, CutDigest, Namespace, Space};
 use kvlane_ssd::{Drops, NotNoted, Options, SsdTier, WriteEnd};
 use proptest::prelude::*;
-use crate::support::*;
 
 const OTHER: Space = Space { namespace: Namespace([8; 16]), cut: CutDigest([9; 16]) };
 /// Offsets of the drop table's two copies.

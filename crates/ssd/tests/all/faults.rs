@@ -6,9 +6,9 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use crate::failing::Failing;
+use crate::support::*;
 use kvlane_ssd::{Miss, OpKind, Options, Read, ReadEnd, Refused, SsdTier, WriteEnd};
 use rustix::io::Errno;
-use crate::support::*;
 
 struct Bench {
     tier: SsdTier,

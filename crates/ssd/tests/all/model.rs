@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::support::*;
 use kvlane_ssd::{Options, ReadEnd, WriteEnd};
 use proptest::prelude::*;
-use crate::support::*;
 
 #[derive(Debug, Clone)]
 enum Step {

@@ -6,9 +6,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use crate::support::*;
 use kvlane_block::{BlockHash, BlockKey, Namespace};
 use kvlane_ssd::{Miss, Options, ReadEnd, SsdTier};
-use crate::support::*;
 
 const PAGE_BYTES: usize = 4096;
 const BLOCK_BYTES: usize = 1024;

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use kvlane_block::{BlockKey, PoolExtent, PoolOffset, SealedShard, Space};
 use kvlane_policy::{CacheModel, Memo, PolicyKind};
 use kvlane_ssd::{
@@ -17,7 +18,6 @@ use kvlane_ssd::{
     WriteEnd,
 };
 use kvlane_store::Judge;
-use crate::support::*;
 
 fn directory() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
