@@ -14,7 +14,7 @@ from typing import Any
 
 
 def result_of(script: str, *arguments: str, log: Path, before: Sequence[str] = ()) -> dict[str, Any]:
-    """What the script beside this file printed as its result. `before`: a command that starts it, with its arguments."""
+    """What the script beside this file printed as its result. `before`: a command that starts the script."""
     command = [*before, sys.executable, str(Path(__file__).with_name(script)), *arguments]
     with log.open("w") as errors:
         engine = subprocess.Popen(

@@ -2,9 +2,9 @@
 
     unshare --user --map-root-user --net python two_hosts.py --model MODEL --folder FOLDER [--tls]
 
-P computes prompts in a namespace of its own, D continues them in the one that this script was started in. Both run in one
-kernel, so only the setting keeps them from reading each other's memory. Each has a runtime folder of its own, so neither
-finds the other's secret there: they need a token.
+P computes prompts in a namespace of its own, D continues them in the one that this script was started in. Both run in
+one kernel, so only the setting keeps them from reading each other's memory. Each has a runtime folder of its own, so
+neither finds the other's secret there: they need a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ ANSWER = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--tls", action="store_true", help="with the certificates in the folder")
@@ -39,10 +41,12 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    extra = {"kvlane.direct": "on", "kvlane.daemon": "off", "kvlane.direct.transport": "tcp"}
+    extra = {"kvlane.direct": "on", "kvlane.direct.transport": "tcp"}
     if arguments.tls:
         parts = {"certificate": "certificate", "key": "key", "authority": "authority"}
-        extra |= {f"kvlane.direct.tls_{name}": f"{arguments.folder}/{file}.pem" for name, file in parts.items()}
+        extra |= {
+            f"kvlane.direct.tls_{name}": f"{arguments.folder}/{file}.pem" for name, file in parts.items()
+        }
     with far_namespace() as network:
         host(arguments.folder / "p")
         listen = {"kvlane.direct.listen": f"{P}:0", "kvlane.direct.token": "both"}
@@ -75,7 +79,9 @@ def handed_over(model: Path, p: PrefillEngine, extra: dict[str, str], number: in
         p.ask("prefill", asked, for_p)
         p.ask("finish")
         tokens, cached = answer(d, name)
-        counted = {key: d.counted[f"direct_{key}"] for key in ("landed", "tcp_bytes", "cma_bytes", "fallbacks")}
+        counted = {
+            key: d.counted[f"direct_{key}"] for key in ("landed", "tcp_bytes", "cma_bytes", "fallbacks")
+        }
         return {"is_as_alone": tokens == alone, "cached": cached, **counted}
     finally:
         d.close()
