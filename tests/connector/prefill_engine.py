@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,8 +21,6 @@ STORE = "in the engine's process"
 START_SECONDS = 180
 ANSWER_SECONDS = 60
 CHUNK = 96
-# From sched.h; Python has it from 3.12 on.
-CLONE_NEWNET = 0x40000000
 
 
 class PrefillEngine:
@@ -34,15 +31,12 @@ class PrefillEngine:
         model: Path,
         address: str,
         extra: Mapping[str, object],
-        network: Path | None = None,  # the namespace that it runs in, if not this process's
         **arguments: Any,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = {"extra": dict(extra), "max_num_batched_tokens": CHUNK, **arguments}
-        self.process = context.Process(
-            target=_serve, args=(theirs, model, address, arguments, network), daemon=True
-        )
+        self.process = context.Process(target=_serve, args=(theirs, model, address, arguments), daemon=True)
         self.process.start()
         theirs.close()
         self.address = self._answer(START_SECONDS)
@@ -81,11 +75,7 @@ class PrefillEngine:
         self.kill()
 
 
-def _serve(
-    pipe: Connection, model: Path, address: str, arguments: dict[str, Any], network: Path | None
-) -> None:
-    if network is not None:
-        _enter(network)
+def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any]) -> None:
     engine = InProcessEngine(model, address, **arguments)
     pipe.send(engine.scheduler.connector._scheduler.direct.address)
     while True:
@@ -94,15 +84,6 @@ def _serve(
             engine.close()
             return
         pipe.send(_COMMANDS[command](engine, *said))
-
-
-def _enter(network: Path) -> None:
-    """Move this thread, and the threads that it starts, into a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with network.open() as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(network))
 
 
 def _prefill(engine: InProcessEngine, asked: list[int], params: dict[str, object]) -> str:

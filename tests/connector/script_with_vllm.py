@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def result_of(script: str, *arguments: str, log: Path, before: Sequence[str] = ()) -> dict[str, Any]:
-    """What the script beside this file printed as its result. `before`: a command that starts the script."""
-    command = [*before, sys.executable, str(Path(__file__).with_name(script)), *arguments]
+def result_of(script: str, *arguments: str, log: Path) -> dict[str, Any]:
+    """What the script beside this file printed as its result."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     with log.open("w") as errors:
         engine = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
