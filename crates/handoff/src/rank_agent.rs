@@ -251,7 +251,6 @@ struct Step {
 }
 
 /// The state of the agent's thread.
-
 struct RankThread {
     engine: Arc<Engine>,
     events: mpsc::UnboundedSender<RankEvent>,
