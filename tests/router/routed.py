@@ -57,7 +57,7 @@ class Router:
             admin = self._seen(re.compile(r"decisions at http://(\S+)"))
             assert admin is not None
             self.admin = admin[1]
-            ready = re.compile("a node is ready")
+            ready = re.compile("node ready")
             until(
                 "its nodes are ready",
                 lambda: sum(bool(ready.search(line)) for line in self.lines) >= self._nodes,
