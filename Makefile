@@ -38,7 +38,7 @@ demo-direct: ## prompts from a prefill engine straight into a decode engine, rea
 	@$(ENVIRONMENT) --release vllm-0.32
 	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/direct_pd.py --out $(OUT) $(ARGS)
 
-test: ## what a change could break, in a quarter of an hour on two cores
+test: ## what a change could break, in about 25 minutes on two cores
 	$(STAGES) fetch build lint rust python engines
 
 gate: ## what a change must pass beside `make test` before it lands: other vLLMs, an installed wheel, loom, miri

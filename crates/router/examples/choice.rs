@@ -91,7 +91,7 @@ fn choices(policy: Policy, nodes: usize, is_pairs: bool) -> Value {
         let mut first = later;
         for leg in &mut legs {
             scheduler.prefilled(leg, &marks, first);
-            // Of a pair, what the decode node waits for the prompt.
+            // The decode node of a pair waits this long for the prompt.
             first += Duration::from_millis(5 + number as u64 % 7);
         }
         open.push_back(legs);
