@@ -79,7 +79,7 @@ rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --
 
 python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks; or ARGS="-k ssd"
 	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
-	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak$(if $(RELEASE), and not fake_gpus)" $(ARGS)
+	$(PYTEST_DEV) -n 3 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak$(if $(RELEASE), and not fake_gpus)" $(ARGS)
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
 	$(PYTEST_VLLM) $(if $(ARGS),,$(TWO)) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
