@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ STORE = "in the engine's process"
 START_SECONDS = 180
 ANSWER_SECONDS = 60
 CHUNK = 96
+# <sched.h>
+CLONE_NEWNET = 0x40000000
 
 
 class PrefillEngine:
@@ -31,14 +34,21 @@ class PrefillEngine:
         model: Path,
         address: str,
         extra: Mapping[str, object],
+        lay_wire: Callable[[int], None] | None = None,
         **arguments: Any,
     ) -> None:
+        """`lay_wire`: the engine is in a network namespace of its own, to which this lays a wire; it gets the pid."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = {"extra": dict(extra), "max_num_batched_tokens": CHUNK, **arguments}
-        self.process = context.Process(target=_serve, args=(theirs, model, address, arguments), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, model, address, arguments, lay_wire is not None), daemon=True
+        )
         self.process.start()
         theirs.close()
+        if lay_wire is not None:
+            lay_wire(self._answer(START_SECONDS))
+            self._pipe.send("the wire is there")
         self.address = self._answer(START_SECONDS)
         """For direct hand-offs."""
 
@@ -75,7 +85,11 @@ class PrefillEngine:
         self.kill()
 
 
-def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any]) -> None:
+def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any], elsewhere: bool) -> None:
+    if elsewhere:
+        _leave_network()
+        pipe.send(os.getpid())
+        pipe.recv()
     engine = InProcessEngine(model, address, **arguments)
     pipe.send(engine.scheduler.connector._scheduler.direct.address)
     while True:
@@ -84,6 +98,14 @@ def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any
             engine.close()
             return
         pipe.send(_COMMANDS[command](engine, *said))
+
+
+def _leave_network() -> None:
+    """Into a network namespace of this process's own. All threads that start later are in it too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _prefill(engine: InProcessEngine, asked: list[int], params: dict[str, object]) -> str:
