@@ -1,7 +1,7 @@
 """Draws the committed pictures again, from the committed results that they show.
 
     python bench/redraw.py            after a result was added here, or the drawing changed; needs matplotlib
-    python bench/redraw.py --check    fails when a picture does not show its result; needs no matplotlib
+    python bench/redraw.py --check    fails when a picture does not show its result
 
 A picture holds, beside its pixels, all names and values that were drawn (`kvlane.bench.drawing.facts_in`): the check
 compares them with what the result says now.

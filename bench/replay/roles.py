@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench/replay")]
 import shapes  # noqa: E402
 
 from kvlane.bench import report  # noqa: E402
-from kvlane.bench.drawing import COLOURS, WIDTH, write  # noqa: E402
+from kvlane.bench.drawing import COLOURS, page, write  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,16 +191,10 @@ def facts(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def picture(found: Mapping[str, Any]) -> Figure:
     """Above what was served within limits, below the roles, by the minute."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = facts(found)
-    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for index, (name, points) in enumerate(shown["within"].items()):
-        minutes, values = zip(*points, strict=True)
-        above.plot(minutes, values, label=name, color=COLOURS[index % len(COLOURS)], linewidth=1.4)
+    figure, (above, below) = page(shown["title"], 4.6, 2, sharex=True, height_ratios=[2, 1])
+    for name, points in shown["within"].items():
+        above.plot(*zip(*points, strict=True), label=name, linewidth=1.4)
     above.set_title("requests within 500 ms and 30 ms a token, %", fontsize=9, loc="left")
     above.set_ylim(0, 102)
     above.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, -0.02))
@@ -210,9 +204,7 @@ def picture(found: Mapping[str, Any]) -> Figure:
     below.set_ylim(0, NODES)
     below.set_xlabel("minutes")
     for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
-    figure.suptitle(shown["title"], fontsize=10, x=0.01, ha="left")
     return figure
 
 

@@ -286,3 +286,16 @@ def test_policies_of_a_fleet_are_not_written_on_each_other() -> None:
         ],
     }
     assert unreadable(route_replay_picture.picture(report)) == []
+
+
+def test_one_far_sample_does_not_hide_the_bars() -> None:
+    """A prompt of 29 s set the scale of the picture of NIXL, and a bar of 0.1 s could not be seen."""
+    bar = Bar("a", 100.0, "100 ms", "#3b78b5", samples=(90.0, 29_000.0, -29_000.0))
+    picture = Picture("title", "about", (Panel("", (bar,)),), cut_at=200.0)
+    (axes,) = drawing.draw(picture).axes
+    assert axes.get_xlim() == (-200.0, 200.0)
+    assert [(line.get_marker(), *line.get_xdata()) for line in axes.lines] == [
+        ("o", 90.0),
+        (">", 200.0),
+        ("<", -200.0),
+    ]

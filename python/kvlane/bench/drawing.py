@@ -1,7 +1,7 @@
-"""Pictures of bars. What is drawn is plain data (`Picture`); `draw` lays it out; `save` makes a PNG that holds it.
+"""Pictures of bars, and the page that pictures of lines begin with. matplotlib lays them out.
 
-Every bar is a row of its own, with its name before it and its value behind it. All texts are measured before anything
-is drawn, so that no two overlap, however many bars there are.
+A picture of bars is plain data (`Picture`): `draw` turns it into a figure, `save` into a PNG that holds the data beside
+the pixels. Each bar has a row with its name on the left and its value behind it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,32 @@ from __future__ import annotations
 import io
 import json
 import math
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvlane.bench.extra import install, missing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# As wide as the text of a page on GitHub with 100 pixels an inch; more dots for screens that have them.
+# Inches: as wide as the text of a page on GitHub at 100 pixels an inch. Screens with more pixels get more dots.
 WIDTH = 8.3
 _DOTS = 150
 COLOURS = ("#3b78b5", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0", "#8c7a5b", "#4aa3a2", "#7f7f7f")
 AT_LEAST, AT_MOST = "#3b78b5", "#e08a3c"
 MISSED = "#b3202c"
-_TEXT, _QUIET, _LINE = "#1f2328", "#59636e", "#1f2328"
-_MARGIN, _GAP = 0.15, 0.3
+_TEXT, _QUIET, _EDGE = "#1f2328", "#59636e", "#c5ccd3"
+# Inches of a letter at one point, a little more than the mean of matplotlib's font.
+_LETTER = 0.0083
+# A line of text in a row, in multiples of its letters' height.
+_SPACING = 1.35
+# The longest names and values, as shares of a column; longer ones are wrapped.
+_NAME, _VALUE = 0.34, 0.34
 # The name of the PNG's text that holds what was drawn.
 _DATA = "kvlane-picture"
 
@@ -38,11 +44,11 @@ class Bar:
     """One row."""
 
     name: str
-    """Stands before it."""
+    """Stands before the bar."""
     value: float | None
-    """How long it is; None where nothing was measured: then only the text is written."""
+    """The bar's length. None if nothing was measured: then the row has only its texts."""
     text: str
-    """Stands behind it."""
+    """Stands behind the bar."""
     colour: str
     low: float | None = None
     """With `high`: the smallest and the largest sample, drawn as a thin line."""
@@ -51,7 +57,7 @@ class Bar:
     """Single samples, drawn as dots."""
     hatched: bool = False
     missed: bool = False
-    """It missed its goal: the text is red."""
+    """The figure missed its goal: the text is red."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +67,25 @@ class Panel:
     heading: str
     bars: tuple[Bar, ...]
     goal: float | None = None
-    """Where a line stands that the bars have to reach, or not to pass."""
+    """A line that the bars have to reach, or not to pass."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All that is drawn. Bars of all panels have the same scale."""
+    """Panels whose bars share one scale."""
 
     title: str
     about: str
-    """Below the title: what was measured, and where."""
+    """The caption: what was measured, and where."""
     panels: tuple[Panel, ...]
     columns: int = 1
     size: float = 1.0
-    """Of the rows and their letters; 1 is 12.5 pixels high."""
+    """Scales rows and letters; at 1 a letter has 9 points."""
     cut_at: float | None = None
-    """Longer bars end here, with a gap before their end: their text says how long they are."""
+    """Longer bars end here with a gap before their end, and samples beyond become arrows. The text has the value."""
 
     def facts(self) -> dict[str, Any]:
-        """As JSON gives it back."""
+        """The picture as JSON gives it back."""
         return json.loads(json.dumps(asdict(self)))
 
 
@@ -88,187 +94,140 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
+def finite(value: float | None) -> float | None:
+    """None for infinities and NaN, which JSON does not have."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def page(
+    title: str, height: float, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of this height in inches with a title, and its axes row by row. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), dpi=_DOTS, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.12)  # pyright: ignore[reportOptionalMemberAccess]
+    every: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
+    for axes in every:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_prop_cycle(color=COLOURS)
+    figure.suptitle(fill(title, 84), fontsize=11, x=0.02, ha="left", weight="bold", color=_TEXT)
+    return figure, every
+
+
 def draw(picture: Picture) -> Figure:
-    """The picture, laid out. Needs matplotlib."""
-    pen = _Pen()
+    """The picture as a figure. Needs matplotlib."""
+    import matplotlib
+
     points = 9 * picture.size
-    column = (WIDTH - 2 * _MARGIN - _GAP * (picture.columns - 1)) / picture.columns
-    bars = [bar for panel in picture.panels for bar in panel.bars]
-    widest = max((pen.width(bar.name, points) for bar in bars), default=0.0)
-    names = min(widest, 0.45 * column)
-    wrapped = {bar.name: pen.wrapped(bar.name, points, names) for bar in bars}
-    # A name that is one long word may be wider than was asked for.
-    names = max((pen.width(line, points) for lines in wrapped.values() for line in lines), default=0.0)
-    line = points / 72 * 1.25
-    length = column - names - 0.1
-    scale = _scale(picture, pen, points, length)
-
-    top = _MARGIN
-    title = pen.wrapped(picture.title, 12, WIDTH - 2 * _MARGIN, bold=True)
-    top = pen.lines(_MARGIN, top, title, 12, bold=True)
-    about = pen.wrapped(picture.about, 8.5, WIDTH - 2 * _MARGIN)
-    top = pen.lines(_MARGIN, top + 0.03, about, 8.5, colour=_QUIET) + 0.12
-    for first in range(0, len(picture.panels), picture.columns):
-        below = top
-        for place, panel in enumerate(picture.panels[first : first + picture.columns]):
-            left = _MARGIN + place * (column + _GAP)
-            y = top
-            if panel.heading:
-                heading = pen.wrapped(panel.heading, points, column, bold=True)
-                y = pen.lines(left, y, heading, points, bold=True) + 0.04
-            start = left + names + 0.1
-            begin = y
-            for bar in panel.bars:
-                lines = wrapped[bar.name]
-                height = line * max(len(lines), 1) + 0.09 * picture.size
-                _row(
-                    pen,
-                    bar,
-                    lines,
-                    (left, start),
-                    (y, height, line),
-                    scale,
-                    points,
-                    panel.goal,
-                    picture.cut_at,
-                )
-                y += height
-            pen.line(start, begin, start, y, "#c5ccd3", 0.8)
-            if panel.goal is not None:
-                pen.line(start + panel.goal * scale, begin, start + panel.goal * scale, y, _LINE, 1.4)
-            below = max(below, y)
-        top = below + 0.14
-    return pen.finish(top - 0.14 + _MARGIN)
-
-
-def _end(bar: Bar, goal: float | None, cut_at: float | None) -> float:
-    """How far to the right bar, dots and goal reach."""
-    known = [each for each in (bar.value, bar.high, goal, *bar.samples) if each is not None]
-    end = max(known, default=0.0)
-    return end if cut_at is None else min(end, max(cut_at, goal or 0.0))
-
-
-def _scale(picture: Picture, pen: _Pen, points: float, length: float) -> float:
-    """Inches of one unit: the largest for which all texts find their place behind their bars."""
-    scales = [
-        max(length - pen.width(bar.text, points, bold=bar.missed) - 0.12, 0.2) / end
-        for panel in picture.panels
-        for bar in panel.bars
-        if (end := _end(bar, panel.goal, picture.cut_at)) > 0
+    letters = (WIDTH / picture.columns - 0.4) / (_LETTER * points)
+    tables = [[_Row(bar, letters) for bar in panel.bars] for panel in picture.panels]
+    headings = [fill(panel.heading, int(0.5 * letters)) for panel in picture.panels]
+    firsts = range(0, len(tables), picture.columns)
+    # In lines: panels beside each other are as high as the highest.
+    heights = [
+        max(sum(row.lines for row in table) for table in tables[at : at + picture.columns]) for at in firsts
     ]
-    return min(scales, default=1.0)
-
-
-def _row(
-    pen: _Pen,
-    bar: Bar,
-    name: Sequence[str],
-    x: tuple[float, float],
-    y: tuple[float, float, float],
-    scale: float,
-    points: float,
-    goal: float | None,
-    cut_at: float | None,
-) -> None:
-    (left, start), (top, height, line) = x, y
-    middle = top + height / 2
-    pen.lines(left, middle - line * len(name) / 2, name, points)
-    if bar.value is not None:
-        cut = cut_at is not None and bar.value > cut_at
-        length = min(bar.value, cut_at if cut_at is not None else bar.value) * scale
-        pen.box(start, middle - line * 0.42, length, line * 0.84, bar.colour, bar.hatched)
-        if cut:
-            pen.box(start + length - 0.16, middle - line * 0.5, 0.05, line, "white", False)
-        if bar.low is not None and bar.high is not None:
-            pen.line(start + bar.low * scale, middle, start + bar.high * scale, middle, _LINE, 1.0)
-            for end in (bar.low, bar.high):
-                pen.line(start + end * scale, middle - 0.04, start + end * scale, middle + 0.04, _LINE, 1.0)
-        pen.dots([start + sample * scale for sample in bar.samples], middle)
-    behind = start + _end(bar, goal, cut_at) * scale + 0.07
-    colour = MISSED if bar.missed else _TEXT
-    pen.lines(behind, middle - line / 2, [bar.text], points, colour=colour, bold=bar.missed)
-
-
-class _Pen:
-    """Writes on a page in inches from its upper left corner, and knows how wide its letters are."""
-
-    def __init__(self) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        self._figure = Figure(figsize=(WIDTH, 1), dpi=_DOTS, facecolor="white")
-        self._renderer = FigureCanvasAgg(self._figure).get_renderer()
-        self._axes = self._figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        self._axes.set_axis_off()
-
-    def width(self, text: str, points: float, *, bold: bool = False) -> float:
-        """In inches."""
-        from matplotlib.font_manager import FontProperties
-
-        font = FontProperties(size=points, weight="bold" if bold else "normal")
-        return self._renderer.get_text_width_height_descent(text, font, False)[0] / _DOTS
-
-    def wrapped(self, text: str, points: float, width: float, *, bold: bool = False) -> list[str]:
-        """The text in lines of at most `width` inches, as long as its words allow that."""
-        lines: list[str] = []
-        for part in filter(None, text.split("\n")):
-            lines.append("")
-            for word in part.split(" "):
-                longer = f"{lines[-1]} {word}" if lines[-1] else word
-                if lines[-1] and self.width(longer, points, bold=bold) > width + 0.001:
-                    lines.append(word)
-                else:
-                    lines[-1] = longer
-        return lines
-
-    def lines(
-        self,
-        x: float,
-        y: float,
-        lines: Sequence[str],
-        points: float,
-        *,
-        colour: str = _TEXT,
-        bold: bool = False,
-    ) -> float:
-        """Lines from (x, y) on. Gives where the next one would begin."""
-        step = points / 72 * 1.25
-        for number, text in enumerate(lines):
-            self._axes.text(
-                x,
-                y + (number + 0.5) * step,
-                text,
-                fontsize=points,
-                color=colour,
-                weight="bold" if bold else "normal",
-                verticalalignment="center_baseline",
-                parse_math=False,
-            )
-        return y + len(lines) * step
-
-    def box(self, x: float, y: float, width: float, height: float, colour: str, hatched: bool) -> None:
-        from matplotlib.patches import Rectangle
-
-        hatch = "////" if hatched else None
-        edge = "white" if hatched else "none"
-        self._axes.add_patch(
-            Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, hatch=hatch, linewidth=0)
+    above = sum(
+        max(heading.count("\n") + 1.6 if heading else 0.3 for heading in headings[at : at + picture.columns])
+        for at in firsts
+    )
+    about = fill(picture.about, int((WIDTH - 0.4) / (_LETTER * 8.5)))
+    height = (sum(heights) + above) * _SPACING * points / 72 + 0.16 * (2 + about.count("\n")) + 0.3
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure, every = page(
+            picture.title,
+            height + 0.19 * fill(picture.title, 84).count("\n"),
+            len(heights),
+            picture.columns,
+            sharex=True,
+            height_ratios=heights,
         )
+        for at, (axes, panel, rows) in enumerate(zip(every, picture.panels, tables, strict=False)):
+            axes.set_ylim(heights[at // picture.columns], 0)
+            axes.set_title(headings[at], fontsize=points, loc="left", weight="bold", color=_TEXT)
+            _panel(axes, panel, rows, picture.cut_at, points)
+        for axes in every:
+            axes.spines[:].set_visible(False)
+            axes.tick_params(length=0, labelbottom=False, labelsize=points, labelcolor=_TEXT)
+        for axes in every[len(tables) :]:
+            axes.set_axis_off()
+        bars = [bar for panel in picture.panels for bar in panel.bars]
+        begin = max(
+            min((sample for bar in bars for sample in bar.samples), default=0.0),
+            -(picture.cut_at or math.inf),
+        )
+        end = max(
+            (_end(bar, panel, picture.cut_at) for panel in picture.panels for bar in panel.bars), default=0.0
+        )
+        every[0].set_xlim(min(begin, 0.0), end or 1.0)
+        figure.supxlabel(about, fontsize=8.5, x=0.02, ha="left", color=_QUIET)
+        # Each pass sees how far texts stand out of their panels, which depends on the pass before.
+        for _ in range(6):
+            figure.draw_without_rendering()
+    return figure
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, colour: str, width: float) -> None:
-        self._axes.plot([x, to_x], [y, to_y], color=colour, linewidth=width, solid_capstyle="butt")
 
-    def dots(self, at: Sequence[float], y: float) -> None:
-        if at:
-            self._axes.scatter(
-                at, [y] * len(at), s=11, facecolor="white", edgecolor=_LINE, linewidth=0.7, zorder=3
-            )
+class _Row:
+    """A bar with its texts in lines."""
 
-    def finish(self, height: float) -> Figure:
-        self._figure.set_size_inches(WIDTH, height)
-        self._axes.set_xlim(0, WIDTH)
-        self._axes.set_ylim(height, 0)
-        return self._figure
+    def __init__(self, bar: Bar, letters: float) -> None:
+        self.bar = bar
+        self.name = fill(bar.name.replace("\n", " "), int(_NAME * letters))
+        self.text = fill(bar.text, int(_VALUE * letters))
+        self.lines = max(self.name.count("\n"), self.text.count("\n")) + 1.15
+
+
+def _panel(axes: Axes, panel: Panel, rows: Sequence[_Row], cut_at: float | None, points: float) -> None:
+    """Its bars from top to bottom. The vertical axis counts lines."""
+    most = math.inf if cut_at is None else cut_at
+    middles, bottom = [], 0.0
+    for row in rows:
+        bar, middle = row.bar, bottom + row.lines / 2
+        middles.append(middle)
+        bottom += row.lines
+        if bar.value is not None:
+            hatch = {"hatch": "////", "edgecolor": "white"} if bar.hatched else {}
+            axes.barh(middle, min(bar.value, most), 0.8, color=bar.colour, linewidth=0, **hatch)
+            if bar.value > most:
+                axes.barh(middle, 0.012 * most, 1.0, left=0.95 * most, color="white")
+            if bar.low is not None and bar.high is not None:
+                axes.plot([bar.low, bar.high], [middle, middle], "|-", color=_TEXT, linewidth=1, markersize=4)
+            dots = {"color": _TEXT, "markerfacecolor": "white", "markeredgewidth": 0.7, "clip_on": False}
+            marks = {
+                sample: "o" if abs(sample) <= most else ">" if sample > 0 else "<" for sample in bar.samples
+            }
+            for sample, marker in marks.items():
+                axes.plot(
+                    max(-most, min(sample, most)),
+                    middle,
+                    marker,
+                    markersize=3.3 if marker == "o" else 5,
+                    **dots,
+                )
+        axes.annotate(
+            row.text,
+            (_end(bar, panel, cut_at), middle),
+            xytext=(5, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=points,
+            color=MISSED if bar.missed else _TEXT,
+            weight="bold" if bar.missed else "normal",
+        )
+    axes.set_yticks(middles, [row.name for row in rows])
+    axes.vlines(0, 0, bottom, color=_EDGE, linewidth=1)
+    if panel.goal is not None:
+        axes.vlines(panel.goal, 0, bottom, color=_TEXT, linewidth=1.4)
+
+
+def _end(bar: Bar, panel: Panel, cut_at: float | None) -> float:
+    """How far to the right bar, dots and goal reach."""
+    known = [each for each in (bar.value, bar.high, *bar.samples) if each is not None]
+    end = max([*known, 0.0])
+    return max(end if cut_at is None else min(end, cut_at), panel.goal or 0.0)
 
 
 def save(picture: Picture, path: Path) -> None:
@@ -292,7 +251,7 @@ def from_stdin(
 
 def write(figure: Figure, facts: dict[str, Any], path: Path) -> None:
     """A PNG of `figure` with `facts`, which `facts_in` reads back."""
-    # matplotlib cannot do without it.
+    # matplotlib depends on it.
     from PIL import Image, PngImagePlugin
 
     pixels = io.BytesIO()
@@ -306,20 +265,11 @@ def write(figure: Figure, facts: dict[str, Any], path: Path) -> None:
 
 
 def facts_in(path: Path) -> Any:
-    """What `write` put beside the pixels; None where nothing is. Needs no matplotlib. ValueError if it is no PNG."""
-    data = path.read_bytes()
-    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise ValueError(f"{path} is not a PNG")
-    at = 8
-    while at + 8 <= len(data):
-        size, kind = struct.unpack(">I4s", data[at : at + 8])
-        name, _, text = data[at + 8 : at + 8 + size].partition(b"\0")
-        if kind == b"tEXt" and name == _DATA.encode():
-            return json.loads(text)
-        at += 12 + size
-    return None
+    """The facts that `write` put beside the pixels, or None. Raises ValueError if it is no PNG."""
+    from PIL import Image, UnidentifiedImageError
 
-
-def finite(value: float | None) -> float | None:
-    """None for what is not a number, which JSON does not know."""
-    return None if value is None or not math.isfinite(value) else value
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            return json.loads(image.info.get(_DATA, "null"))
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not a PNG") from None

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlane.bench.drawing import COLOURS, WIDTH, from_stdin
+from kvlane.bench.drawing import from_stdin, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Lines that can be told from each other: of the kinds of blocks that were seen most.
 MOST = 8
-# References beyond which nobody looks.
+# References beyond which the lines say nothing.
 LAST_AGE = 1 << 20
 
 
@@ -50,23 +49,13 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def picture(report: Mapping[str, Any]) -> Figure:
     """Hit density against age, a line for each of the kinds of blocks that were seen most."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = facts(report)
-    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, (blocks, points) in enumerate(shown["lines"].items()):
-        ages, densities = zip(*points, strict=True)
-        axes.plot(ages, densities, label=blocks, color=COLOURS[index % len(COLOURS)], linewidth=1.4)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    figure, (axes,) = page(shown["title"], 5.6)
+    for blocks, points in shown["lines"].items():
+        axes.loglog(*zip(*points, strict=True), label=blocks, linewidth=1.4)
     axes.set_xlabel("block references since the block was asked for")
     axes.set_ylabel("hits for a million references that it is kept")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")
     figure.legend(frameon=False, loc="outside lower left", ncols=2, fontsize=8)
     return figure
 

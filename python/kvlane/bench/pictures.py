@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -203,8 +202,7 @@ def direct(result: Mapping[str, Any]) -> Picture:
 
 
 def pairs(result: Mapping[str, Any]) -> Picture:
-    """How much of a prompt decode engines compute, and who served how many requests, as shares. `result` is what the
-    demo of prefill and decode engines writes."""
+    """The share of a prompt that decode engines compute. The demo of prefill and decode engines writes `result`."""
     panels = []
     tokens = result["prompt_tokens"]
     each = [
@@ -223,18 +221,6 @@ def pairs(result: Mapping[str, Any]) -> Picture:
         )
         alone = Bar("one engine alone", 100.0, f"{tokens} tokens", COLOURS[0])
         panels.append(Panel("Share of a prompt's tokens that is computed", (alone, decode)))
-    served = Counter((request["prefill"], request["decode"]) for request in result["requests"])
-    rows = tuple(
-        Bar(
-            f"{decode} alone" if prefill == "-" else f"{prefill}, then {decode}",
-            100 * count / len(result["requests"]),
-            str(count),
-            COLOURS[2],
-        )
-        for (prefill, decode), count in sorted(served.items())
-    )
-    if rows:
-        panels.append(Panel("Share of the requests, by who served them", rows))
     return Picture(
         "Prefill and decode engines behind kvlane route",
         f"{result['title'][:1].upper()}{result['title'][1:]}. Bars: means; dots: single prompts.",

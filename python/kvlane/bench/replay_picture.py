@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlane.bench.drawing import COLOURS, WIDTH, from_stdin
+from kvlane.bench.drawing import from_stdin, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,24 +45,15 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def picture(report: Mapping[str, Any]) -> Figure:
     """Hit rate against capacity: a line for each policy, for a cache that knows the future, for one without limit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = facts(report)
-    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained", facecolor="white")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, (policy, points) in enumerate(shown["lines"].items()):
-        shares, hits = zip(*points, strict=True)
+    figure, (axes,) = page(shown["title"], 4.8)
+    for policy, points in shown["lines"].items():
         # The policy that chooses among the others lies on one of them: dashed, both are seen.
-        colour, line, marker = (
-            ("black", "--", "x") if policy == "auto" else (COLOURS[index % len(COLOURS)], "-", "o")
-        )
-        axes.plot(shares, hits, label=policy, color=colour, linestyle=line, marker=marker, markersize=4)
+        style = {"color": "black", "linestyle": "--", "marker": "x"} if policy == "auto" else {"marker": "o"}
+        axes.plot(*zip(*points, strict=True), label=policy, markersize=4, **style)
     if shown["clairvoyant"]:
-        shares, hits = zip(*shown["clairvoyant"], strict=True)
         axes.plot(
-            shares, hits, label="clairvoyant", color="#1f2328", linestyle="-.", marker="x", markersize=4
+            *zip(*shown["clairvoyant"], strict=True), "x-.", label="clairvoyant", color="black", markersize=4
         )
     axes.axhline(shown["ceiling"], color="#1f2328", linestyle=":", label="ceiling: no limit")
     axes.set_xscale("log")
@@ -75,11 +65,9 @@ def picture(report: Mapping[str, Any]) -> Figure:
     axes.set_ylim(bottom=math.floor(0.9 * least) if 2 * least > shown["ceiling"] else 0)
     axes.set_xlabel("RAM, share of the different blocks")
     axes.set_ylabel("prefix hits, % of block references")
-    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    # Capacities may lie close together: what would be written over the one before is left out.
-    canvas.draw()
+    # Capacities may lie close together: a number that would be written over the one before is left out.
+    figure.draw_without_rendering()
     texts, end = [], -math.inf
     for label in axes.get_xticklabels():
         box = label.get_window_extent()

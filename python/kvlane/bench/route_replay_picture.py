@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvlane.bench.drawing import COLOURS, WIDTH, from_stdin
+from kvlane.bench.drawing import from_stdin, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,28 +45,18 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def picture(report: Mapping[str, Any]) -> Figure:
     """A panel for each figure, with a line for each policy."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = facts(report)
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(PANELS))
-    for axes, (label, policies) in zip(all_axes, shown["panels"], strict=True):
-        for index, (policy, points) in enumerate(policies.items()):
-            loads, values = zip(*points, strict=True)
-            axes.plot(
-                loads, values, label=policy, color=COLOURS[index % len(COLOURS)], marker="o", markersize=3
-            )
-        axes.set_title(textwrap.fill(label, 26), fontsize=9, loc="left")
+    figure, every = page(shown["title"], 4.2, columns=len(PANELS))
+    for axes, (label, policies) in zip(every, shown["panels"], strict=True):
+        for policy, points in policies.items():
+            axes.plot(*zip(*points, strict=True), label=policy, marker="o", markersize=3)
+        axes.set_title(fill(label, 26), fontsize=9, loc="left")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("load, %")
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = all_axes[0].get_legend_handles_labels()
+    handles, labels = every[0].get_legend_handles_labels()
     rows = -(-sum(len(label) + 6 for label in labels) // LEGEND_LETTERS)
     columns = -(-len(labels) // max(rows, 1))
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns, fontsize=8)
-    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=10, x=0.02, ha="left", weight="bold")
     return figure
 
 
