@@ -1,7 +1,7 @@
-"""Puts the figures of docs/figures.json into docs/performance.md, between its markers.
+"""Puts the figures of docs/figures.json into bench/builds/results/README.md, between its markers.
 
 python scripts/figures.py            after `kvlane bench all`
-python scripts/figures.py --check    fails when docs/performance.md does not show docs/figures.json
+python scripts/figures.py --check    fails when that page does not show docs/figures.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "bench" / "builds" / "results" / "README.md"
 FIGURES = ROOT / "docs" / "figures.json"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 
@@ -26,7 +26,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if text != wanted:
             print(
-                "docs/performance.md does not show docs/figures.json: run python scripts/figures.py",
+                f"{PAGE.relative_to(ROOT)} does not show docs/figures.json: run python scripts/figures.py",
                 file=sys.stderr,
             )
             return 1
