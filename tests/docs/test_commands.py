@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +280,12 @@ def test_certificates_are_made_and_fit_each_other(tmp_path: Path) -> None:
         peer = here.connect(there.describe())
         peer.write(region, remote.number, [(0, 0, 18)], timeout=PATIENCE).wait()
         assert target == b"from here to there"
+
+
+def test_the_fabrics_example_moves_bytes() -> None:
+    (block,) = (block for block in blocks(ROOT / "docs/fabric.md") if block.language == "python")
+    code = f"{block.text}assert memory == b'x' * 4096\n"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_engines_for_direct_hand_offs_are_configured_as_the_page_says() -> None:
