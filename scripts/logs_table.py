@@ -49,20 +49,21 @@ PYTHON_LEVELS = {
     "warning": "warn",
     "info": "info",
 }
+# These do not begin a sentence with a capital letter.
+NAMES = ("kvlane", "vLLM", "systemd")
 # Longer explanations belong into docs/troubleshoot.md.
 WORDS_MAX = 25
 HEAD = """<!-- Made by `python scripts/logs_table.py docs/reference/logs.md`; do not edit. -->
 
 # Log lines
-
 To look up a line of a log, search this page for a few words of it that are not a name, a number or an address.
 
-`<...>` stands for a part that varies. Lines at debug and trace are left out. A line with the field `once` comes once for
-each thing that it is about; metrics count the further cases. In a text of several lines search for its beginning.
-
-`kvlane serve` and `kvlane route` write `TIME LEVEL PART: text field=value ...` to stderr, or with `--log-format json` one
-object a line with `timestamp`, `level`, `target` (the part) and `fields` (`message` is the text). Engines write
+`kvlane serve` and `kvlane route` write `TIME LEVEL PART: text field=value ...` to stderr. With `--log-format json` each
+line is an object with `timestamp`, `level`, `target` (the part) and `fields` (`message` is the text). Engines write
 `kvlane: text (field: value, ...)` to vLLM's own log, with the logger `vllm.kvlane`; there warn is `WARNING`.
+
+`<...>` and other words in angle brackets stand for what varies. A line with the field `once` comes once for each thing
+that it is about. Lines at debug and trace are left out. [troubleshoot.md](../troubleshoot.md) explains the commonest.
 """
 
 _RUST = re.compile(r"(?<![\w!])(?:tracing::)?(info|warn|error|event)!\s*[(\[{]")
@@ -162,7 +163,9 @@ def _lines(name: str, statement: Statement, known: str) -> Iterator[Line]:
         if has_words and note.quoted is not None:
             raise Problem("the message has a text of its own: write `Log:` without a quotation")
         if not has_words and note.quoted is None:
-            raise Problem(f'all of the message {statement.text} varies: quote what is logged, `Log "text": ..`')
+            raise Problem(
+                f'all of the message {statement.text} varies: quote what is logged, `Log "text": ..`'
+            )
         for fragment in re.split(r"<[^>]*>", note.quoted or ""):
             if _plain(fragment) not in known:
                 raise Problem(f"the quoted text {fragment.strip()!r} is in no source")
@@ -304,12 +307,17 @@ def page(lines: list[Line]) -> str:
 
 
 def _table(part: str, lines: list[Line]) -> str:
-    ordered = sorted(set(lines), key=lambda line: (LEVELS.index(line.level), line.text.casefold(), line.meaning))
+    ordered = sorted(
+        set(lines), key=lambda line: (LEVELS.index(line.level), line.text.casefold(), line.meaning)
+    )
     rows = [
         f"| {line.level} | {_cell_of_text(line)} | {_sentence(line.meaning)} | {_sentence(line.action) or '-'} |\n"
         for line in ordered
     ]
-    return f"\n## {part}\n| level | line, and its fields | meaning | what to do |\n|---|---|---|---|\n" + "".join(rows)
+    return (
+        f"\n## {part}\n| level | line, and its fields | meaning | what to do |\n|---|---|---|---|\n"
+        + "".join(rows)
+    )
 
 
 def _cell_of_text(line: Line) -> str:
@@ -320,8 +328,10 @@ def _cell_of_text(line: Line) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital letter, unless it begins with code."""
-    return (text[:1].upper() + text[1:]).replace("|", r"\|")
+    """With a capital letter, unless it begins with code or a name, and with links to pages."""
+    if not text.startswith(NAMES):
+        text = text[:1].upper() + text[1:]
+    return re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[\1](../\1\2)", text).replace("|", r"\|")
 
 
 if __name__ == "__main__":

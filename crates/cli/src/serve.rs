@@ -54,11 +54,11 @@ fn serve(options: &Resolved) -> Result<()> {
         // Log "--listen names no Unix socket: engines use nothing else, so none can connect": the daemon answers
         // only tools over TCP. Do: add a `unix:PATH` to `--listen`.
         // Log "--seal-threads <threads>: this process may use <cpus> CPUs, so that more threads are no faster":
-        // more checksum threads than CPUs. Do: lower `--seal-threads`, or give the daemon more CPUs.
-        // Log "<flag> has no effect: no GPU is used (<none>)": the daemon runs without GPUs, for the reason in
+        // there are more checksum threads than CPUs. Do: lower `--seal-threads`, or give the daemon more CPUs.
+        // Log "<flag> has no effect: no GPU is used (<reason>)": the daemon runs without GPUs, for the reason in
         // brackets. Do: leave the flag out, or mend what the reason names.
-        // Log "--rails <rails_text> has no effect: there is one GPU, so no other one can lend its link": the
-        // daemon runs without rails. Do: leave `--rails` out.
+        // Log "--rails <gpus> has no effect: there is one GPU, so no other one can lend its link": the daemon
+        // runs without rails. Do: leave `--rails` out.
         tracing::warn!("{warning}");
     }
     open_files::raise_limit(

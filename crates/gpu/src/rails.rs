@@ -174,7 +174,7 @@ impl Rails {
         let reached: Vec<Arc<Rail>> = others.filter_map(|device| self.reach(target, device)).collect();
         if self.chosen.iter().any(|device| device.ordinal != own) {
             let rails: Vec<u32> = reached.iter().map(|rail| rail.ordinal()).collect();
-            // Log: for a new worker on this GPU, which other GPUs lend their links to its loads (`--rails`).
+            // Log: a worker on this GPU registered; these other GPUs lend their links to its loads (`--rails`).
             tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);

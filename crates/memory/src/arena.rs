@@ -248,7 +248,7 @@ impl Arena {
             };
             if let Err(error) = preferred {
                 // Log: the pool works, but lies unevenly on the host's memory nodes, so some copies are slower.
-                // Do: allow mbind and set_mempolicy in the container, or set `--numa off`.
+                // Do: allow mbind in the container, or set `--numa off`.
                 tracing::warn!(%error, node, "pool not spread over NUMA nodes: the kernel refused to place a part");
                 return;
             }

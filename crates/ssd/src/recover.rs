@@ -158,8 +158,8 @@ pub(crate) fn recover(
         let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
         for (&(generation, segment), contents) in batch.iter().zip(contents) {
             let mut contents = contents.unwrap_or_else(|error| {
-                // Log: a part of the file cannot be read; its blocks are computed again, and the part is used
-                // anew. Do: look at the disk's own health.
+                // Log: a part of the file cannot be read; its blocks are misses and are computed again. Do: look
+                // at the disk's own health.
                 tracing::warn!(
                     path = %file.path.display(), segment = segment.0, %error,
                     "SSD segment unreadable; its blocks are misses"

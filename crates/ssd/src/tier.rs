@@ -126,8 +126,10 @@ impl SsdTier {
             // Log "the file system reserves no room, so writes may fail when it is full": others can fill the
             // disk under kvlane. Do: use ext4 or XFS, or keep room free.
             // Log "no io_uring, a few threads transfer: it is switched off": the SSD works, and is slower.
-            // Log "no io_uring, a few threads transfer: <refused>": the kernel or the container allows no
-            // io_uring; the SSD works, and is slower. Do: allow io_uring, if the speed matters.
+            // Log "no io_uring, a few threads transfer: <error>": the kernel or the container allows no io_uring;
+            // the SSD works, and is slower. Do: allow io_uring, if the speed matters.
+            // Log "memory is not registered with io_uring: <error>; a higher limit of locked memory (ulimit -l)
+            // may help": the SSD works, and takes more CPU time. Do: raise that limit (LimitMEMLOCK= of systemd).
             tracing::warn!(path = %status.path.display(), "{note}");
         }
         let device = DeviceShared::new(status, holdings);

@@ -209,7 +209,7 @@ def _facts(
 
 
 def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Settings) -> None:
-    # Log: how a block of this worker lies in memory; fewer runs are copied faster.
+    # Log: the line says how a block of this worker lies in memory; fewer runs are copied faster.
     logger.info(
         "kvlane: rank %d, %s: a block of %d bytes in %d runs",
         rank,

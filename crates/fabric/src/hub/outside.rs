@@ -483,8 +483,8 @@ impl<C: Control> Provider for Outside<C> {
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
         if route == Route::Words {
             let name = self.peers.get(&peer).map_or_else(String::new, Peer::name);
-            // Log: transfers with this peer fail from now on; for hand-offs, the decode engine computes the
-            // prompts. Do: look at the peer's log and the network; a restarted peer needs nothing.
+            // Log: no connection to this peer has worked for a while; transfers with it fail until one does, and
+            // decode engines compute. Do: look at its log and the network.
             tracing::warn!(peer = name, "peer lost: no path reaches it any more");
         }
     }

@@ -119,7 +119,7 @@ impl KnownNode {
                 tracing::info!(once = true, node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
             }
             // Log: the router estimates what this node has, so it chooses less well; requests are served. Do: see
-            // the reason in docs/choosing.md, Events and tokens.
+            // the reason in docs/choosing.md#events-and-tokens.
             Some(reason) => tracing::warn!(
                 once = true,
                 node = %name,

@@ -79,7 +79,7 @@ impl SlotPool {
                 let mut state = self.state.lock();
                 let of_direction = &mut state.directions[direction as usize];
                 // Log: transfers between GPUs go on with the pinned buffers that there are (the field slots), and
-                // are slower. Do: raise the locked-memory limit, or free memory of the host.
+                // are slower. Do: free memory of the host.
                 tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
                 of_direction.trouble = Some(error);
             }
