@@ -483,7 +483,7 @@ impl<C: Control> Provider for Outside<C> {
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
         if route == Route::Words {
             let name = self.peers.get(&peer).map_or_else(String::new, Peer::name);
-            // Log: no connection to this peer has worked for a while; transfers with it fail until one does, and
+            // Log: no connection to this peer has worked for seconds; transfers with it fail until one does, and
             // decode engines compute. Do: look at its log and the network.
             tracing::warn!(peer = name, "peer lost: no path reaches it any more");
         }

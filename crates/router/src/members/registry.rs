@@ -59,7 +59,8 @@ impl Registry {
             NodeChange::Leave { address, why, .. } => {
                 if let Some(id) = registry.nodes.remove(&address) {
                     self.shared.remove(id);
-                    // Log: the router forgets this node, for the reason named; requests go to others.
+                    // Log: the router forgets this node, for the reason named; requests go to others. Do:
+                    // nothing, unless it still runs: then see the reason.
                     tracing::info!(node = %address, "node removed: {why}");
                 }
             }
