@@ -38,7 +38,7 @@ PARTS = {
     "Engines: the connection to the daemon": ("crates/client", "crates/engine-memory/src/gpu_worker.rs"),
     "Engines: direct hand-offs": ("crates/handoff",),
     "Engines: the fabric between them": ("crates/fabric",),
-    "Memory and GPUs, of the daemon and of engines": ("crates/memory", "crates/gpu"),
+    "All programs: memory, sockets and GPUs": ("crates/memory", "crates/gpu"),
     "Simulated GPUs, which only tests use": ("crates/fake-gpu",),
 }
 LEVELS = ("error", "warn", "info")

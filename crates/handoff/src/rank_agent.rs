@@ -329,8 +329,8 @@ impl RankThread {
             Message::Room { .. } | Message::Stop(_) if self.is_scheduler(from) => {
                 self.reading.scheduler_said(message);
             }
-            // Log: a process that is not this engine's scheduler sent an instruction; it has no effect. Do: find
-            // out which engine sent it, if it repeats.
+            // Log: a process sent a message that only this engine's scheduler may send; it has no effect. Do:
+            // find out which engine sent it, if it repeats.
             _ => tracing::warn!("hand-off message ignored: its sender may not send it to this rank"),
         }
     }
