@@ -67,6 +67,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
 	$(DEV)/python scripts/settings_table.py docs/configure.md --check
 	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md --check
+	$(DEV)/python scripts/logs_table.py docs/reference/logs.md --check
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
@@ -126,6 +127,7 @@ vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests
 docs: dev ## the pages in docs/reference, made from the code
 	$(DEV)/kvlane reference docs/reference
 	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md
+	$(DEV)/python scripts/logs_table.py docs/reference/logs.md
 
 pictures: dev ## the pictures in bench/*/results and docs/pictures, drawn from the results beside them
 	$(DEV)/python bench/redraw.py

@@ -43,10 +43,15 @@ pub(crate) fn raise_limit(needs: &Needs, asked: Option<u64>) -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        // Log: the kernel refused to raise the limit of open files; the program goes on with the present one. Do:
+        // raise it from outside (ulimit -n, LimitNOFILE= of systemd).
         tracing::warn!(%error, limit = ?limit.current, "cannot raise the limit of open files");
     }
     let files = getrlimit(Resource::Nofile).current?;
     if let Some(warning) = needs.warning(asked, files) {
+        // Log "this process may open <files> files, which is enough for about <served> <whom>; raise that limit
+        // (ulimit -n, LimitNOFILE= of systemd)": the limit of open files is too low for the connections wanted;
+        // further ones are refused or wait. Do: raise the limit, or lower the flag that the line names.
         tracing::warn!("{warning}");
     }
     Some(needs.served(files))

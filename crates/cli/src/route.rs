@@ -129,6 +129,7 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     let options = MembershipOptions { nodes, names, ping, control, resolver: None };
     let mut members = Membership::start(&shared, options)?;
     if let Some(at) = members.ping() {
+        // Log: engines and `kvlane route beat` register at this address (`--ping`).
         tracing::info!("engines' beats are taken at {at}");
     }
     let loads = Loads::start(&shared)?;
@@ -149,6 +150,11 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     balancing.into_iter().for_each(Balancing::stop);
     events.stop();
     admin.into_iter().for_each(Pages::stop);
+    // Log "stopped: nothing cut": the router ended, and no request was cut.
+    // Log "stopped: 1 request cut after <...> s": a request was still under way when `--drain` was over. Do:
+    // raise `--drain` if answers may take longer.
+    // Log "stopped: <cut> requests cut after <...> s": these requests were still under way when `--drain` was
+    // over. Do: raise `--drain` if answers may take longer.
     tracing::info!("{ended}");
     Ok(())
 }
@@ -157,12 +163,14 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
 fn log_addresses(proxies: &[Proxy], engines: &str, policy: Policy) {
     for (number, proxy) in proxies.iter().enumerate() {
         if number == 0 {
+            // Log: the router has started: where clients reach it, which engines it was given, and its policy.
             tracing::info!(
                 "kvlane {} routes at http://{}: {engines}, by {policy}",
                 env!("CARGO_PKG_VERSION"),
                 proxy.address(),
             );
         } else {
+            // Log: a further address of `--listen` at which clients are served.
             tracing::info!("clients are served at http://{} too", proxy.address());
         }
     }
@@ -175,6 +183,7 @@ fn admin(args: &RouteArgs, shared: &Arc<Shared>) -> Result<Option<Pages>> {
     }
     let refused = || format!("--admin {}: cannot listen there; choose another HOST:PORT, or off", args.admin);
     let listener = TcpListener::bind(&args.admin).with_context(refused)?;
+    // Log: the address of the admin port (`--admin`).
     tracing::info!("health, metrics, nodes and decisions at http://{}", listener.local_addr()?);
     let names = Names { program: "router", flag: "--admin-host", given: args.admin_host.clone() };
     let slots = Slots::new(CONNECTIONS_MAX, getrlimit(Resource::Nofile).current);

@@ -35,6 +35,8 @@ pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever collects the log wants JSON of it only.
         Err(error) if options.log_format == LogFormat::Json && tracing::enabled!(tracing::Level::ERROR) => {
+            // Log "<error>": the daemon did not start, or ended, because of this error. Only with `--log-format
+            // json`. Do: look for the sentence in docs/troubleshoot.md.
             tracing::error!("{}", errors::sentence(&error));
             ExitCode::FAILURE
         }
@@ -44,9 +46,19 @@ pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
 
 fn serve(options: &Resolved) -> Result<()> {
     if !options.no_gpu.is_empty() {
+        // Log: the daemon serves engines on CPUs only. Do: if this host has GPUs, mend what the reason names;
+        // `--gpu on` makes it an error.
         tracing::info!(reason = options.no_gpu, "engines on GPUs are not served");
     }
     for warning in &options.warnings {
+        // Log "--listen names no Unix socket: engines use nothing else, so none can connect": the daemon answers
+        // only tools over TCP. Do: add a `unix:PATH` to `--listen`.
+        // Log "--seal-threads <threads>: this process may use <cpus> CPUs, so that more threads are no faster":
+        // there are more checksum threads than CPUs. Do: lower `--seal-threads`, or give the daemon more CPUs.
+        // Log "<flag> has no effect: no GPU is used (<reason>)": the daemon runs without GPUs, for the reason in
+        // brackets. Do: leave the flag out, or mend what the reason names.
+        // Log "--rails <gpus> has no effect: there is one GPU, so no other one can lend its link": the daemon
+        // runs without rails. Do: leave `--rails` out.
         tracing::warn!("{warning}");
     }
     open_files::raise_limit(
@@ -67,6 +79,7 @@ fn serve(options: &Resolved) -> Result<()> {
     bar.finish_and_clear();
     let daemon = started.map_err(|error| explain(error, options))?;
     let listen = options.serve.listen.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+    // Log: the daemon has started and serves engines at this address.
     tracing::info!(
         "kvlane {} serves {listen}; pool of {} in {} pages{}, ready after {:.1} s{}",
         env!("CARGO_PKG_VERSION"),
@@ -84,9 +97,12 @@ fn serve(options: &Resolved) -> Result<()> {
             Some(_) = async { hangup.as_mut()?.recv().await } => {}
         }
     });
+    // Log: the daemon got a signal to stop; it ends calls under way and writes queued blocks to the SSD.
     tracing::info!("stopping: taking no new work");
     service::notify(service::STOPPING);
     if !daemon.stop(options.drain) {
+        // Log: the daemon ended with saves or SSD writes unfinished; those blocks are lost, and engines compute
+        // them again. Do: raise `--drain-seconds` if this repeats.
         tracing::warn!(
             seconds = options.drain.as_secs(),
             "work was still under way when the time to drain was over"

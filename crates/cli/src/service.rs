@@ -23,6 +23,8 @@ pub(crate) fn notify(state: &str) {
     match try_notify(state) {
         Ok(()) => {}
         Err(error) if state == READY => {
+            // Log: systemd does not learn that the program is ready, so it may end it when its start times out.
+            // Do: look at `Type=notify` and `NotifyAccess=` of the unit.
             tracing::warn!(%error, "cannot notify the service manager (NOTIFY_SOCKET) that this process is ready");
         }
         Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),

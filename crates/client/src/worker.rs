@@ -202,6 +202,8 @@ impl Worker {
         if let Some(mover) = self.mover.take()
             && mover.join().is_err()
         {
+            // Log: a bug: the thread that moves this worker's blocks ended; saves and loads of the worker failed
+            // since then. Do: restart the engine, and report its log.
             tracing::error!("mover thread panicked");
         }
     }

@@ -51,6 +51,8 @@ impl Pages {
         let serve = move || async move {
             match tokio::net::TcpListener::from_std(listener) {
                 Ok(listener) => accept(&listener, &slots, &pages).await,
+                // Log: health, metrics and pages are not served until a restart; all else works. Do: restart the
+                // program, and report its log if it repeats.
                 Err(error) => tracing::error!(%error, "HTTP server ended: its socket cannot be used"),
             }
         };
@@ -85,6 +87,8 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
                 waiting.add(number, place, task.abort_handle());
             }
             Err(error) => {
+                // Log: the kernel refused a connection for health and metrics, mostly for lack of file
+                // descriptors; the program tries again. Do: raise the limit of open files.
                 tracing::warn!(%error, "cannot accept an HTTP connection");
                 tokio::time::sleep(ACCEPT_RETRY).await;
             }

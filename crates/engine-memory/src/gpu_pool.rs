@@ -62,12 +62,14 @@ impl Gpus {
         let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
         let pool = Arc::new(PinnedPool { pinned, arena });
         let gpus = Self { driver, opened, rails, meet_within, calibrated, pool };
+        // Log: GPUs can reach the pool; the field seconds says how long pinning took.
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pool pinned");
         let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
         if several {
             let start = Instant::now();
             let opened = gpus.rails.open_all();
             let seconds = start.elapsed().as_secs_f64();
+            // Log: these GPUs lend their links to loads of other GPUs while they are idle (`--rails`).
             tracing::info!(gpus = ?opened, seconds, "GPUs opened that may lend their links to loads (rails)");
         }
         Ok(gpus)
@@ -146,6 +148,8 @@ fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
         Some(Ok(measured)) => {
             let of = |direction| measured.thresholds(direction).batch_bytes >> 10;
             let (to_device, to_host) = (of(Direction::HostToDevice), of(Direction::DeviceToHost));
+            // Log: the daemon measured from which length on copy engines serve this host's first GPU
+            // (`--calibrate`).
             tracing::info!(
                 host_to_device_kib = to_device,
                 device_to_host_kib = to_host,
@@ -154,6 +158,8 @@ fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
             measured
         }
         Some(Err(error)) => {
+            // Log: the measurement at the start failed; copies work, but may be slower on another GPU than an
+            // H200. Do: mend what the error names, or set `--calibrate off`.
             tracing::warn!(%error, "cannot calibrate the GPU; using the thresholds of an H200");
             Calibration::default()
         }

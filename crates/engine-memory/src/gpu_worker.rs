@@ -131,6 +131,8 @@ impl WorkerGpu {
         let written = flags.words().try_for_each(write).and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
             // Then the context is lost, and no stream waits any more.
+            // Log: the worker's GPU is lost to this process, so a load could not be ended on it. Do: look for
+            // CUDA errors in the engine's log and Xid in dmesg, then restart the engine.
             tracing::warn!(%error, "cannot write the flags of a load");
         }
     }
@@ -181,6 +183,8 @@ impl WorkerGpu {
             .and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
             // Then the context is lost, and with it all memory that the daemon could still read.
+            // Log: the worker's GPU is lost to this process, so the daemon cannot see there that saves were given
+            // up. Do: look for CUDA errors in the engine's log and Xid in dmesg, then restart the engine.
             tracing::warn!(%error, "cannot write the fence in GPU memory");
         }
     }

@@ -81,6 +81,8 @@ impl Process {
     pub(crate) fn note_ended(&mut self, peer: Option<SocketAddr>, why: &Ended) {
         if matches!(why, Ended::Damaged) {
             self.checksum_errors += 1;
+            // Log: bytes changed on their way; the connection is closed and its transfers fail or are sent again.
+            // Do: if it repeats, test the network and both hosts' memory.
             tracing::warn!(?peer, %why, errors = self.checksum_errors, "connection closed: checksum mismatch");
         }
     }

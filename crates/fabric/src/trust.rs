@@ -144,6 +144,8 @@ impl Proofs {
         match user_secret(folder) {
             Ok(secret) => Ok(Proofs { trust: Trust::User, own: secret.key(), user: Some(secret.key()) }),
             Err(why) => {
+                // Log: the secret of this user cannot be read or made, so engines do not find each other by
+                // themselves. Do: mend the runtime folder as the field why says, or set `kvlane.direct.token`.
                 tracing::warn!(%why, "no per-user secret; peers can connect only with this engine's descriptor");
                 let secret = Secret::random()?;
                 Ok(Proofs { own: secret.key(), trust: Trust::Own(secret), user: None })

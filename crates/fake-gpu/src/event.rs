@@ -113,6 +113,7 @@ impl Drop for Page {
         // SAFETY: base and length are those of the mapping, and references to the counters do not outlive this.
         let unmapped = unsafe { rustix::mm::munmap(self.base.cast(), PAGE_BYTES as usize) };
         if let Err(error) = unmapped {
+            // Log: a simulated GPU kept memory of its process.
             tracing::error!(%error, "cannot unmap an event of a fake device");
         }
     }

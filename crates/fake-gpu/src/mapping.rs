@@ -50,6 +50,7 @@ impl Drop for Arena {
         // SAFETY: the range is the arena's own, and every mapping in it holds the arena.
         let unmapped = unsafe { rustix::mm::munmap(pointer(self.base).cast(), RESERVED as usize) };
         if let Err(error) = unmapped {
+            // Log: the simulation kept addresses of its process.
             tracing::error!(%error, "cannot unmap the fake's memory");
         }
     }
@@ -94,6 +95,7 @@ impl Drop for DeviceMapping {
             rustix::mm::mmap_anonymous(pointer(self.base).cast(), bytes, ProtFlags::empty(), flags)
         };
         if let Err(error) = reserved {
+            // Log: a simulated GPU kept memory of its process.
             tracing::error!(%error, "cannot unmap memory of a fake device");
         }
     }
@@ -129,6 +131,7 @@ impl Drop for HostMapping {
         // SAFETY: base and length are those that mmap returned, and whoever accesses the range holds the mapping.
         let unmapped = unsafe { rustix::mm::munmap(pointer(self.base).cast(), self.bytes as usize) };
         if let Err(error) = unmapped {
+            // Log: the simulation kept host memory of its process.
             tracing::error!(%error, "cannot unmap host memory of a fake device");
         }
     }

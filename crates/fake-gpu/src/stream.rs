@@ -72,6 +72,7 @@ impl Stream {
 
     pub(super) fn join(self) {
         if self.thread.join().is_err() {
+            // Log: a bug in the simulation of GPUs.
             tracing::error!("a stream of a fake device panicked");
         }
     }

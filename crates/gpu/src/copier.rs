@@ -268,6 +268,8 @@ impl Copier {
             // SAFETY: the stream lives; the caller vouches for the ranges.
             match unsafe { driver.copy_batch_async(device, self.stream.raw(), copies) } {
                 Err(error @ GpuError::Unsupported { .. }) => {
+                    // Log: this driver has no batched copies; copies work, and cost more CPU time. Do: install a
+                    // newer driver.
                     tracing::warn!(%error, "copies are enqueued one by one");
                     self.methods.batch = false;
                 }

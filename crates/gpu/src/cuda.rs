@@ -310,6 +310,8 @@ impl Driver for CudaDriver {
         let raw = number(context);
         let kernel = Current::new(raw).and_then(|_current| load_kernel(raw_device));
         if let Err(error) = &kernel {
+            // Log: blocks are copied by the GPU's copy engines only, which is slower for short pieces. Do: see
+            // whether the driver is too old for this GPU or the wheel.
             tracing::warn!(%error, device, "the copy kernel cannot be used");
         }
         contexts.insert(device, Context { opened: 1, raw, kernel });

@@ -116,6 +116,8 @@ impl Drop for DeviceMemory {
 /// What happens to an error where nobody can be told.
 pub(crate) fn warn_of(action: &'static str, outcome: Result<(), GpuError>) {
     if let Err(error) = outcome {
+        // Log: the GPU driver refused to give something back, mostly because the GPU or the
+        // process is ending. Do: look for Xid in dmesg if it comes while all run.
         tracing::warn!(%error, "cannot {action}");
     }
 }

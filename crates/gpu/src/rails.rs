@@ -106,6 +106,8 @@ impl Rails {
     /// Says so the first time.
     fn count_unstaged(&self, gpu: u32) {
         if self.unstaged.fetch_add(1, Ordering::Relaxed) == 0 {
+            // Log: the fast way for short pieces was in use or had failed; the load worked. Do: nothing, unless
+            // `kvlane_loads_unstaged_total` grows quickly.
             tracing::info!(
                 gpu,
                 "a load of short pieces comes piece by piece, which is slower: another load uses the ring on its GPU, or \
@@ -154,6 +156,8 @@ impl Rails {
         let rail = opened.entry(gpu).or_insert_with(|| match Gpu::open(Arc::clone(&self.driver), gpu) {
             Ok(gpu) => Some(Arc::new(Rail::new(gpu))),
             Err(error) => {
+                // Log: this GPU is not used as a rail; loads use the others. Do: mend what the error names, often
+                // a lack of GPU memory, or leave it out of `--rails`.
                 tracing::warn!(gpu, %error, "a GPU lends its link to no load, since it cannot be opened");
                 None
             }
@@ -170,6 +174,7 @@ impl Rails {
         let reached: Vec<Arc<Rail>> = others.filter_map(|device| self.reach(target, device)).collect();
         if self.chosen.iter().any(|device| device.ordinal != own) {
             let rails: Vec<u32> = reached.iter().map(|rail| rail.ordinal()).collect();
+            // Log: a worker on this GPU registered; these other GPUs lend their links to its loads (`--rails`).
             tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);

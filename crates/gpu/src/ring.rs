@@ -127,6 +127,8 @@ impl Rail {
         match lent.begin(targets, making) {
             Ok(()) => Some(lent),
             Err(error) => {
+                // Log: this load comes piece by piece, which is slower; later loads try the fast way again. Do:
+                // look for GPU errors in the log and Xid in dmesg if it repeats.
                 tracing::warn!(gpu = self.ordinal(), %error, "a load does without the ring of a GPU, since it cannot be read");
                 lent.give_back();
                 None
@@ -136,6 +138,8 @@ impl Rail {
 
     /// Told once of each rail, since it is not used any more.
     fn warn(&self, error: &GpuError) {
+        // Log: loads of short pieces to this GPU, and rails over it, are slower until the daemon is restarted.
+        // Do: look for GPU errors and Xid in dmesg, then restart the daemon.
         tracing::warn!(gpu = self.ordinal(), %error, "no load goes through a ring on this GPU any more");
     }
 }

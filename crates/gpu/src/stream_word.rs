@@ -61,6 +61,8 @@ impl Drop for StreamWord {
         let (end, last) = (Instant::now() + PATIENCE, *self.last.lock());
         while self.words.get(0) != last {
             if Instant::now() >= end {
+                // Log: the engine's GPU did not finish its work within the wait at the end; a small page stays
+                // pinned. Do: look for CUDA errors in the engine's log if it did not just end.
                 tracing::warn!(
                     "a stream of the engine has not come to its last write: a pinned page is not given back"
                 );

@@ -311,6 +311,8 @@ impl RankThread {
         let message = match Message::decode(&received.bytes) {
             Ok(message) => message,
             Err(error) => {
+                // Log: a peer sent a message that this version cannot read; the hand-off is computed instead. Do:
+                // use one version of kvlane on both engines.
                 tracing::warn!(%error, "hand-off message ignored");
                 return;
             }
@@ -327,6 +329,8 @@ impl RankThread {
             Message::Room { .. } | Message::Stop(_) if self.is_scheduler(from) => {
                 self.reading.scheduler_said(message);
             }
+            // Log: a process sent a message that only this engine's scheduler may send; it has no effect. Do:
+            // find out which engine sent it, if it repeats.
             _ => tracing::warn!("hand-off message ignored: its sender may not send it to this rank"),
         }
     }
@@ -432,6 +436,8 @@ impl RankThread {
                 self.waiting.push((id, reader.clone(), rest));
             }
             Err(NotOffered::Never(why)) => {
+                // Log: this prefill engine cannot hand over a prompt's rest; the decode engine computes it. Do:
+                // read the reason.
                 tracing::warn!(reason = why, "cannot offer blocks of a hand-off; its reader computes them");
                 self.answer(talk, &Message::Lost(id));
             }
@@ -564,12 +570,15 @@ impl RankThread {
                 paths.iter().find(|path| path.carrier == "cma").and_then(|path| path.trouble.as_deref());
             let why = if *is_on_gpu { Some("they are in a GPU's memory") } else { trouble };
             if is_cma {
+                // Log: blocks of this engine come the fast way, copied from its memory on this host.
                 tracing::info!(
                     once = true,
                     "reading blocks of the engine{address} by process_vm, on this host"
                 );
             } else {
                 let why = why.map_or_else(String::new, |why| format!(" because {why}"));
+                // Log: blocks of this engine come through sockets, for the reason named. Do: nothing, unless both
+                // engines run on one host: then mend the reason.
                 tracing::info!(once = true, "reading blocks of the engine{address} by TCP{why}");
             }
         }

@@ -314,6 +314,8 @@ impl SchedulerThread {
         let message = match Message::decode(&received.bytes) {
             Ok(message) => message,
             Err(error) => {
+                // Log: a peer sent a message that this version cannot read; the hand-off is computed instead. Do:
+                // use one version of kvlane on both engines.
                 tracing::warn!(%error, "hand-off message ignored");
                 return;
             }
@@ -327,6 +329,8 @@ impl SchedulerThread {
         if let Message::Want(want) = &message {
             let endpoints = want.ranks.iter().chain([&want.scheduler]);
             if !endpoints.into_iter().all(|endpoint| self.may_reach(endpoint)) {
+                // Log: a decode engine asked for blocks and named an address that is not allowed; it computes the
+                // prompt. Do: add the engine's address to `kvlane.direct.peers`, if it is yours.
                 tracing::warn!(
                     "hand-off ignored: kvlane.direct.peers does not allow an address that it names"
                 );

@@ -157,6 +157,8 @@ impl Arena {
             if needed <= free {
                 match Arena::with_pages(Pages::Reserved, options, progress) {
                     Err(error) if options.hugepages == HugePages::Auto => {
+                        // Log: huge pages are reserved but cannot be used; the pool uses ordinary pages, which is
+                        // a little slower. Do: mend what the error names, such as a container's limit.
                         tracing::warn!(%error, free, needed, "reserved huge pages unusable; pool uses other pages");
                     }
                     arena => return arena,
@@ -245,6 +247,8 @@ impl Arena {
                 numa::prefer_node(self.base().add(range.start as usize), range.end - range.start, node)
             };
             if let Err(error) = preferred {
+                // Log: the pool works, but lies unevenly on the host's memory nodes, so some copies are slower.
+                // Do: allow mbind in the container, or set `--numa off`.
                 tracing::warn!(%error, node, "pool not spread over NUMA nodes: the kernel refused to place a part");
                 return;
             }
@@ -278,6 +282,8 @@ impl Arena {
         thread::scope(|scope| {
             for _ in 0..helpers {
                 if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
+                    // Log: the daemon starts more slowly; nothing else changes. Do: raise the limit of threads
+                    // (ulimit -u, pids of the container).
                     tracing::warn!(%error, threads, "cannot start a thread; faulting the pool in with fewer");
                     break;
                 }

@@ -48,6 +48,8 @@ impl Drop for Mapping {
         // access the bytes.
         let unmapped = unsafe { rustix::mm::munmap(self.base().cast(), self.bytes as usize) };
         if let Err(error) = unmapped {
+            // Log: memory that is no longer used stays mapped until the process ends. Do: report it, with the
+            // log.
             tracing::error!(%error, bytes = self.bytes, "unmapping shared memory failed");
         }
     }

@@ -104,6 +104,7 @@ fn clear_stale(path: &Path) -> Result<(), SocketError> {
     match try_connect(path) {
         Ok(_) => Err(SocketError::Occupied),
         Err(Errno::CONNREFUSED) => {
+            // Log: a program that was killed left its socket behind; this one uses the path now.
             tracing::info!(path = %path.display(), "stale socket replaced");
             fs::remove_file(path)?;
             Ok(())

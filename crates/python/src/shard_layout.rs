@@ -54,6 +54,8 @@ pub(crate) fn shard_layouts(
     let one = |shard: Option<PyShardLayout>| {
         let Some(layout) = shard.map(shard_layout).transpose()? else { return Ok(None) };
         if let Err(error) = encode_shard_layout(&layout) {
+            // Log: `kvlane status` cannot explain differences between this engine's layout and others; caching
+            // works. Do: report it, with the model and its settings.
             tracing::warn!("the daemon is not told what this worker's blocks consist of: {error}");
             return Ok(None);
         }

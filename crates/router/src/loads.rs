@@ -169,6 +169,8 @@ async fn poll_node(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
                 }
                 if misses >= MISSES_MAX && !is_logged {
                     is_logged = true;
+                    // Log: three reads of the engine's `/metrics` failed; the router counts its own requests
+                    // only. Do: see whether the engine serves `/metrics` at this address.
                     tracing::warn!(
                         once = true,
                         node = %address,

@@ -45,10 +45,14 @@ impl Records {
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
+            // Log: the balancer sees another state of this group (docs/balance.md); the scores say how busy each
+            // role is.
             tracing::info!(group = &*group.name, model = &*group.model, state = state.name(), %prefill, %decode, "balance state changed");
             pages.push(self.push(report, None));
         }
         for (role, indicator) in missing {
+            // Log: an indicator with a weight in `[balance]` is in no engine's metrics. Do: use engines that
+            // report it, or set its weight to 0.
             tracing::warn!(
                 once = true,
                 group = &*group.name,
@@ -70,6 +74,13 @@ impl Records {
                 Act::Drain(..) => {}
             }
             let node_name = node.as_deref().unwrap_or("");
+            // Log "drains before it changes to <role>": the node finishes its requests, and takes the new role
+            // afterwards (`--balance`).
+            // Log "changes to <role>": the node takes requests of its new role from now on (`--balance`).
+            // Log "one more wanted: <role>": the group is overloaded. Do: start one more engine of this role; the
+            // webhook has the record too.
+            // Log "one less would do: <role>": the group has had little to do for minutes. Do: stop one engine of
+            // this role if you want to save it.
             tracing::info!(node = node_name, group = &*group.name, model = &*group.model, %prefill, %decode, "{what} {role}");
             pages.push(self.push(report, Some((what, node, role))));
         }

@@ -103,6 +103,8 @@ impl Webhook {
     pub fn send(&self, record: Value) {
         let is_full = matches!(self.records.try_send(record), Err(TrySendError::Full(_)));
         if is_full && !self.is_dropping.swap(is_full, Ordering::Relaxed) {
+            // Log: the webhook of `[balance]` takes longer than records come; some are lost to it. Do: make it
+            // answer sooner.
             tracing::warn!(
                 once = true,
                 "webhook too slow: dropping records until it takes one. /decisions has them"
@@ -133,11 +135,14 @@ async fn post_all(url: WebhookUrl, mut waiting: Receiver<Value>, mut stopped: St
         match posted.unwrap_or(Err(WebhookError::Late)) {
             Ok(()) if fails => {
                 fails = false;
+                // Log: the webhook of `[balance]` takes records again; those between are lost to it.
                 tracing::info!(webhook = url.host(), "webhook answers again");
             }
             Ok(()) => {}
             Err(error) if !fails => {
                 fails = true;
+                // Log: the webhook of `[balance]` did not take a record; the router sends the next ones. Do: look
+                // at the program behind the URL.
                 tracing::warn!(once = true, webhook = url.host(), %error, "webhook failed to take a record; no further line until it takes one");
             }
             Err(_) => {}

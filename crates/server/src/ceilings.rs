@@ -88,6 +88,8 @@ impl Drop for HitCeilings {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
+            // Log: a bug: `kvlane_hit_ceiling_ratio` is no longer updated; caching works. Do: report it, with the
+            // daemon's log.
             tracing::error!("thread kvlane-ceiling panicked");
         }
     }

@@ -201,6 +201,8 @@ impl Daemon {
         if let Some(reaper) = self.reaper.take()
             && reaper.join().is_err()
         {
+            // Log: a bug: memory of engines that exited was no longer freed before the daemon stopped. Do: report
+            // it, with the daemon's log.
             tracing::error!("thread kvlane-reaper panicked");
         }
         if let Some(http) = self.http.take() {

@@ -291,6 +291,8 @@ impl CutGroup<'_> {
     /// Keeps the shards' descriptions. Logs how the layout differs from the namespace's last one.
     fn describe(self, engine_id: &str, descriptions: &mut Descriptions) {
         if let Some(differences) = descriptions.keep(self.spec.namespace, self.cut, self.shards) {
+            // Log: another layout of the same model came; its engines find no blocks of the others. Do: give the
+            // engines the same tensor parallel size, backend and settings.
             tracing::info!(
                 engine = engine_id,
                 namespace = %self.spec.namespace,

@@ -67,6 +67,8 @@ impl Keeper {
     pub(crate) fn stop(self) {
         drop(self.stop);
         if self.thread.join().is_err() {
+            // Log: a bug: a socket that was removed was no longer made again. Do: report it, with the daemon's
+            // log.
             tracing::error!("thread kvlane-keeper panicked");
         }
     }
@@ -84,6 +86,8 @@ fn check(door: &Door, before: &mut Option<Identity>, unreachable: &Unreachable) 
         Step::Wait => {}
         Step::Bind => match door.bind_again() {
             Ok(()) => {
+                // Log: somebody removed the daemon's socket; engines that were connected did not notice. Do: find
+                // out what cleans that folder, such as systemd-tmpfiles.
                 tracing::warn!(address, "socket was gone; the daemon made it again");
                 unreachable.set(&address, None);
             }

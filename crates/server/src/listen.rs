@@ -55,6 +55,8 @@ fn accept(door: &Door, shared: &Arc<Shared>) {
             Err(_) if !Arc::ptr_eq(&listener, &door.listener()) => {}
             Err(error) => {
                 // The process may be out of descriptors; sessions that end free some.
+                // Log: the kernel refused a connection, mostly for lack of file descriptors; the daemon tries
+                // again. Do: raise the limit of open files (ulimit -n, LimitNOFILE= of systemd).
                 tracing::warn!(%error, "cannot accept a connection");
                 std::thread::park_timeout(std::time::Duration::from_millis(100));
             }

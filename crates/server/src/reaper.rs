@@ -21,6 +21,8 @@ pub(crate) fn start(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
         while !shared.is_stopping() {
             for id in shared.sessions.wait_for_exits() {
                 if let Some(info) = shared.sessions.process_exited(id) {
+                    // Log: a process ended without closing its session; nothing of it stays in the pool's way.
+                    // Do: look at the engine's log if it should be running.
                     tracing::info!(
                         session = id,
                         engine = info.engine_id,

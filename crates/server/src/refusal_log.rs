@@ -32,6 +32,8 @@ impl Refusals {
         }
         if self.remember(peer, refused.reason()) {
             let (reason, sentence) = (refused.reason().as_str_name(), &refused.sentence);
+            // Log: the daemon refused a request of this peer, for the reason named; the engine computes instead.
+            // Do: look for the reason in docs/troubleshoot.md.
             tracing::warn!(once = true, peer, reason, "request refused: {sentence}");
         }
     }

@@ -74,6 +74,8 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
         },
         Stream::Unix(_) => match Connected::new(&shared.sessions) {
             Ok(connected) => ConnectionSlot::Unix(connected),
+            // Log: the daemon has as many connections as it may; this engine or tool was turned away, and tries
+            // again. Do: raise `--max-sessions`.
             Err(error) => return tracing::warn!(%error, "connection closed"),
         },
     };
@@ -81,6 +83,8 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
         std::thread::Builder::new().name("kvlane-session".into()).stack_size(512 << 10).spawn(move || {
             let peer = match stream.peer() {
                 Ok(peer) => peer,
+                // Log: the kernel did not say which process connected, so the daemon closed the connection. Do:
+                // nothing if the process had just ended.
                 Err(error) => return tracing::warn!(%error, "connection closed: its peer has no credentials"),
             };
             let replies = match stream.try_clone() {
@@ -88,6 +92,8 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                     let (refusals, name) = (Arc::clone(&shared.refusals), refusal_log::name_of(&peer));
                     Arc::new(Replies::new(clone, shared.boot, refusals, name))
                 }
+                // Log: file descriptors ran out; the engine tries again. Do: raise the limit of open files
+                // (ulimit -n, LimitNOFILE= of systemd).
                 Err(error) => return tracing::warn!(%error, "connection closed: no descriptor left"),
             };
             let mut session = Session {
@@ -101,10 +107,14 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
             };
             match session.serve() {
                 Ok(()) => {}
+                // Log: a connection ended by an error, often because its process was killed or sent nothing in
+                // time. Do: look at the engine's log if it still runs.
                 Err(error) => tracing::info!(session = session.id(), %error, "connection ended"),
             }
         });
     if let Err(error) = spawned {
+        // Log: threads ran out; the engine tries again. Do: raise the limit of threads (ulimit -u, TasksMax= of
+        // systemd, pids of the container).
         tracing::warn!(%error, "connection closed: no thread for it");
     }
 }
@@ -318,6 +328,7 @@ impl Session {
             .sessions
             .add(info.clone(), nonce, stream, pidfd, Arc::clone(&last_heard_ms))
             .map_err(Refusal::limit)?;
+        // Log: a scheduler, worker or tool has connected; the line has its process and version.
         tracing::info!(session = id, engine = info.engine_id, role = ?role, pid, client = info.client, "session greeted");
         self.greeted = Some(Greeted {
             id,
@@ -377,6 +388,8 @@ impl Session {
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
         }
+        // Log: a scheduler, worker or tool has left; with gone=false its process may still live, so what it holds
+        // is kept.
         tracing::info!(session = greeted.id, engine = greeted.info.engine_id, gone, "session ended");
     }
 }

@@ -48,6 +48,7 @@ impl Ssd {
         SsdNotes::start(move || {
             let before = tier.missing_notes();
             if !before.is_empty() && tier.note_missing().is_empty() {
+                // Log: a namespace whose drop had not reached the SSD is dropped there too.
                 tracing::info!(namespaces = before.len(), "SSD has noted the dropped namespaces");
             }
         })

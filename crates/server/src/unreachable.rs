@@ -19,10 +19,13 @@ impl Unreachable {
         let before = all.get(address);
         match reason {
             None if before.is_some() => {
+                // Log: the daemon's socket is there again.
                 tracing::info!(address, "engines can connect again");
                 all.remove(address);
             }
             Some(reason) if before != Some(&reason) => {
+                // Log: the daemon's socket is gone and cannot be made; connected engines go on, `/health` answers
+                // 503. Do: mend the folder that the reason names; the daemon tries again.
                 tracing::error!(address, "engines cannot connect: {reason}");
                 all.insert(address.to_owned(), reason);
             }

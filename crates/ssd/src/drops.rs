@@ -49,6 +49,8 @@ impl DropTable {
         let drops = match newest {
             Some(drops) => drops,
             None if is_damaged => {
+                // Log: nobody can tell which namespaces were dropped, so no block of this file is used; new ones
+                // are kept. Do: look at the disk's own health.
                 tracing::warn!(
                     path = %file.path.display(),
                     "SSD drop table damaged in both copies; this file starts empty"

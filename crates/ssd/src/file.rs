@@ -137,6 +137,8 @@ fn open(
     let length = file.metadata().map_err(fail("cannot look at it"))?.len();
     if length < found {
         let note = format!("the file was cut to {length} bytes and is made {found} bytes long again");
+        // Log "the file was cut to <length> bytes and is made <found> bytes long again": blocks in the part that
+        // was cut off are lost. Do: find out what cut the file.
         tracing::warn!(path = %path.display(), "{note}");
         notes.push(note);
         reserve(&file, &path, found, &mut notes)?;

@@ -93,6 +93,8 @@ pub(crate) fn begin_run(
         for segment in std::mem::take(&mut found.void) {
             let generation = log.take_generation();
             if let Err(error) = erase(file, segment, generation) {
+                // Log: a part of the file that holds only dropped blocks could not be written; the daemon goes
+                // on. Do: look at the disk's own health and at dmesg.
                 tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "erasing dropped blocks failed");
                 break;
             }
@@ -108,6 +110,8 @@ pub(crate) fn begin_run(
     } else {
         // The previous run's highest generation is unknown, so its drops stay unlimited. They also void what this run
         // writes of their namespaces: those blocks are cold once after the next start.
+        // Log: a part of the file could not be read, so older drops cannot be closed; later blocks of those
+        // namespaces do not survive a restart. Do: look at the disk.
         tracing::warn!(
             path = %file.path.display(), unread_segments = found.unread,
             "drops of the previous run stay open; blocks of dropped namespaces will be cold after the next restart"
@@ -135,6 +139,8 @@ pub(crate) fn recover(
             Ok(Some(generation)) => generations.push((generation, *segment)),
             Ok(None) => {}
             Err(error) => {
+                // Log: the head of a part of the file cannot be read; its blocks are misses, and the part is not
+                // written. Do: look at the disk's own health.
                 tracing::warn!(
                     path = %file.path.display(), segment = segment.0, %error,
                     "SSD segment unreadable; leaving it unused until a start of the daemon can read it; if none can, \
@@ -152,6 +158,8 @@ pub(crate) fn recover(
         let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
         for (&(generation, segment), contents) in batch.iter().zip(contents) {
             let mut contents = contents.unwrap_or_else(|error| {
+                // Log: a part of the file cannot be read; its blocks are misses and are computed again. Do: look
+                // at the disk's own health.
                 tracing::warn!(
                     path = %file.path.display(), segment = segment.0, %error,
                     "SSD segment unreadable; its blocks are misses"

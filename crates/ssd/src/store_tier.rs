@@ -72,6 +72,7 @@ impl Tier for SsdTier {
 
     fn forget_namespace(&self, namespace: Namespace) {
         let blocks = Self::forget_namespace(self, namespace);
+        // Log: `kvlane drop` removed these blocks from the SSD's index.
         tracing::info!(%namespace, blocks, "namespace dropped from the SSD index");
     }
 
@@ -81,6 +82,8 @@ impl Tier for SsdTier {
             return Ok(());
         }
         let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        // Log: dropped blocks are not found now, but would be after a restart; the daemon tries again until it is
+        // noted. Do: mend the disk before a restart.
         tracing::error!(
             %namespace, failed_files = not_noted.len(),
             "dropped namespace not written to SSD; a restart would bring it back: {sentence}"

@@ -123,6 +123,13 @@ impl SsdTier {
         let waker = Arc::clone(&opened.waker);
         let status = initial_status(file, opened, log.free_segments());
         for note in &status.notes {
+            // Log "the file system reserves no room, so writes may fail when it is full": others can fill the
+            // disk under kvlane. Do: use ext4 or XFS, or keep room free.
+            // Log "no io_uring, a few threads transfer: it is switched off": the SSD works, and is slower.
+            // Log "no io_uring, a few threads transfer: <error>": the kernel or the container allows no io_uring;
+            // the SSD works, and is slower. Do: allow io_uring, if the speed matters.
+            // Log "memory is not registered with io_uring: <error>; a higher limit of locked memory (ulimit -l)
+            // may help": the SSD works, and takes more CPU time. Do: raise that limit (LimitMEMLOCK= of systemd).
             tracing::warn!(path = %status.path.display(), "{note}");
         }
         let device = DeviceShared::new(status, holdings);
@@ -143,6 +150,7 @@ impl SsdTier {
             .map_err(fail(file, "cannot go on with what it holds"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
+        // Log: the file is ready; the line says how many blocks were found again, and how long it took.
         tracing::info!(
             path = %file.path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
             seconds = began.elapsed().as_secs_f64(), "SSD tier opened"
@@ -477,6 +485,8 @@ impl Drop for SsdTier {
         // The last owner may be a `done` on a device's thread; that thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
         if !self.close(DROP_TIMEOUT) && !on_own_thread {
+            // Log: an SSD did not finish its last transfers in time; the daemon ends without it. Do: look at the
+            // disk and at dmesg.
             tracing::warn!(
                 waited_s = DROP_TIMEOUT.as_secs(),
                 "SSD device did not end; leaving its thread behind"

@@ -93,6 +93,7 @@ impl AutoPolicy {
     pub(crate) fn observe(&self, prompt: &[u64], active: PolicyKind, capacity: usize) -> Option<Switch> {
         let mut shadows = self.shadows.lock();
         if shadows.as_ref().is_none_or(|(_, made_for)| *made_for != capacity) {
+            // Log: `--policy auto` begins to compare policies for this capacity.
             tracing::info!(capacity_blocks = capacity, policy = %active, "shadow caches created for the pool's capacity");
             *shadows = Some((Auto::new(active, capacity), capacity));
         }

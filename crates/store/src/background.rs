@@ -73,6 +73,8 @@ impl Drop for Background {
         self.store.auto.iter().for_each(AutoPolicy::wake);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
+                // Log: a bug: one of checksums, scrub or SSD writes stopped before the daemon did. Do: report it,
+                // with the daemon's log.
                 tracing::error!("a background thread of the store panicked");
             }
         }

@@ -25,6 +25,7 @@ impl Store {
             self.index.lock().switch_policy(to);
             auto.switches.fetch_add(1, Ordering::Relaxed);
             let percent = |rate: f64| (1000.0 * rate).round() / 10.0;
+            // Log: `--policy auto` evicts by another policy from now on; the line has both expected hit rates.
             tracing::info!(
                 %from, %to, from_hit_percent = percent(hit_rates.0), to_hit_percent = percent(hit_rates.1),
                 "replacement policy switched: the shadow cache of the new one hits more"

@@ -155,8 +155,11 @@ impl Store {
                 let tier_works = store.index.lock().record_spill(is_kept);
                 match tier_works {
                     Some(true) => {
+                        // Log: the SSD takes blocks again after it had refused some.
                         tracing::info!("SSD keeps blocks again: the pool admits blocks for its sake again");
                     }
+                    // Log: the SSD refused 64 blocks in a row; new blocks live in the pool only. Do: `kvlane
+                    // status` says why: a full queue, a full or a failing disk.
                     Some(false) => tracing::warn!(
                         refused_blocks = REFUSED_SPILLS,
                         "SSD has kept none of the last blocks: the pool admits blocks as if there were no SSD"

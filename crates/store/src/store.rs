@@ -314,6 +314,8 @@ impl Store {
         let intact = self.crcs(&check).into_iter().eq(check.shards().map(|(_, _, crc)| crc));
         let damaged = self.index.lock().finish_scrub(check, intact);
         if let Some(damaged) = damaged {
+            // Log: bytes of a block changed in memory; the block is a miss and is computed. Do: test the
+            // machine's memory.
             tracing::warn!(
                 namespace = %damaged.namespace,
                 hash = %damaged.hash,

@@ -126,6 +126,8 @@ class Adapter:
         """Its requests take no part in the cache from now on."""
         if not self._withdrawn:
             self._withdrawn = True
+            # Log: an adapter's files changed or cannot be read; its requests are computed, others use the cache.
+            # Do: load changed adapters under a new name from a new folder.
             logger.warning(
                 "kvlane: requests with the LoRA adapter %r take no part in the cache any more: %s; %s",
                 self.name,

@@ -51,6 +51,8 @@ def unbound() -> Iterator[None]:
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, processors() | before)
     except OSError as error:
+        # Log: kvlane's threads share processors with the worker; copies may slow it down. Do: allow
+        # sched_setaffinity in the container, if that matters.
         logger.info("kvlane cannot start its threads on other processors than the worker's: %s", error)
         yield
         return
@@ -92,6 +94,8 @@ def warn_of_shared_processors() -> None:
                 continue
             both = own & bound_processors(int(process.name))
             if both:
+                # Log: two engines compute on one processor, and both are slow. Do: start them with
+                # `VLLM_CPU_OMP_THREADS_BIND=nobind`, or give each its own processors.
                 logger.warning(
                     "kvlane: this worker and process %s are bound to the same processor (%s), so each waits while the "
                     "other computes: start engines on one host with VLLM_CPU_OMP_THREADS_BIND=nobind, or name "

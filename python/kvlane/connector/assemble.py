@@ -43,6 +43,7 @@ def build_scheduler_side(
     can_load = settings.load and transfer.is_kv_consumer
     if can_load and len(groups) > 1 and not capabilities.reports_failed_requests():
         can_load = False
+        # Log: this engine saves blocks and loads none. Do: use vLLM 0.30 or newer for this model.
         logger.warning(
             "kvlane: nothing is loaded: this vLLM cannot be told of a failed load of a model with %d KV cache "
             "groups (it can from 0.30 on)",
@@ -78,6 +79,7 @@ def build_scheduler_side(
         )
     else:
         core = NoScheduler()
+    # Log: the engine's connector has started; engines with the same groups and namespaces share blocks.
     logger.info(
         "kvlane: engine %s, %d worker(s), groups %s",
         engine_id(vllm_config),
@@ -103,9 +105,12 @@ def build_direct(
     try:
         group = the_group(groups)
     except Unsupported as reason:
+        # Log: `kvlane.direct` has no effect for this model, for the reason named. Do: leave it out, or give both
+        # engines one daemon.
         logger.warning("kvlane: prompts are handed over through the daemon only: %s", reason)
         return None
     if settings.send_type == "PUT":
+        # Log: `send_type` PUT was given; nothing is slower by it.
         logger.info(
             "kvlane: send_type PUT does the same here as PUT_ASYNC: the forward pass waits for no other engine"
         )
@@ -197,11 +202,14 @@ def _facts(
         is_named = capabilities.cache_dimensions_are_named()
         return layer_facts(vllm_config, kv_cache_config, groups, is_named)
     except Exception as error:  # noqa: BLE001
+        # Log: `kvlane status` cannot explain differences between this engine's layout and others; caching works.
+        # Do: report it, with vLLM's version and the model.
         logger.warning("kvlane: the daemon is not told what the dimensions of the KV caches count: %r", error)
         return {}
 
 
 def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Settings) -> None:
+    # Log: the line says how a block of this worker lies in memory; fewer runs are copied faster.
     logger.info(
         "kvlane: rank %d, %s: a block of %d bytes in %d runs",
         rank,
@@ -210,6 +218,8 @@ def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Se
         layout.runs,
     )
     if settings.layout == "block" and layout.runs > 1:
+        # Log: `kvlane.layout` has no effect in this engine; caching works, and copies are slower. Do: choose
+        # another attention backend, or leave the key out.
         logger.warning(
             "kvlane: kvlane.layout is 'block', but vLLM keeps the layers of a block apart: %d runs a block in rank %d "
             "(its attention backend, its model runner or its own settings do not allow it)",
@@ -259,6 +269,8 @@ def _namespaces(
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = fix_hash_seed(algorithm)
     if seed is None:
+        # Log: nothing is shared between engines or found after a restart. Do: set `PYTHONHASHSEED` to the same
+        # number for all engines.
         logger.warning(
             "kvlane: with prefix_caching_hash_algo %s vLLM draws a random hash seed, so this engine finds no blocks "
             "of other engines or of its own last run; set PYTHONHASHSEED to the same number in all of them",

@@ -274,6 +274,8 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 @cache
 def _say_untold(name: str) -> None:
+    # Log: a setting's value is an object, so kvlane cannot compare it with other engines' values. Do: write it as
+    # numbers and words, or accept that nothing is shared.
     logger.warning(
         "kvlane: %s holds a function or an object that kvlane cannot tell from others, so this engine shares no blocks "
         "with other engines or its own next run; put it down as numbers and words to share them",
@@ -283,6 +285,8 @@ def _say_untold(name: str) -> None:
 
 @cache
 def _say_unknown(kind: str, name: str) -> None:
+    # Log: a newer vLLM has a setting that may change what blocks mean. Do: nothing, if engines that share blocks
+    # have the same value of it.
     logger.info(
         "kvlane: %s.%s is a setting of this vLLM that kvlane does not know, so engines with another value of it share "
         "no blocks",

@@ -75,6 +75,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, self._kv_cache_config, self._settings, self.failures
             )
         except Unsupported as reason:
+            # Log: kvlane cannot serve this model or setting, for the reason named; vLLM works without it. Do:
+            # change what the reason names (docs/compatibility.md), or remove the connector.
             logger.warning("kvlane: the engine runs without the cache: %s", reason)
 
     # Worker role
@@ -92,6 +94,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             self._watch_weights()
         except Unsupported as reason:
+            # Log: kvlane cannot reach this worker's KV cache, for the reason named; the engine computes. Do:
+            # change what the reason names (docs/compatibility.md).
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
         self._start_direct(kv_caches)
 
@@ -107,6 +111,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._worker.attach_direct(rank)
         except Unsupported as reason:
+            # Log: `kvlane.direct` has no effect in this worker, for the reason named. Do: change what the reason
+            # names, or leave the key out.
             logger.warning("kvlane: prompts are handed over through the daemon only: %s", reason)
 
     @guarded(lambda: None)
@@ -123,6 +129,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.weights = Weights(None)
         runner = calling_runner()
         if runner is None or parameters_move(self._vllm_config):
+            # Log: after `reset_prefix_cache` kvlane cannot check the weights, so this engine may share nothing
+            # then. Do: name weights that change (docs/weights.md).
             logger.info(
                 "kvlane: this engine's weights cannot be looked at: after a reset only named ones are known"
             )
@@ -237,6 +245,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = [each for each in metadata.values() if isinstance(each, RankHandshake)]
         if direct is not None and len(ranks) == self._vllm_config.parallel_config.world_size:
             direct.start(ranks)
+            # Log: this engine hands prompts over directly, and other engines reach it at this address.
             logger.info("kvlane: direct hand-offs by %s", direct.address)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:

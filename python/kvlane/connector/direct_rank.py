@@ -81,6 +81,7 @@ def start_rank(
     # Where a step is computed in micro-batches, each layer is computed several times: only its end says something.
     in_parts = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
     if in_parts:
+        # Log: with micro-batches a prompt is offered after each step, which is a little later.
         logger.info(
             "kvlane: prompts are handed over step by step, not layer by layer: vLLM computes micro-batches"
         )

@@ -30,6 +30,8 @@ class Failures:
         # The type, not the sentence, decides what is new: sentences may hold ids that differ each time.
         if (where, type(error).__name__) not in self._seen:
             self._seen.add((where, type(error).__name__))
+            # Log: an error in kvlane that the engine survived; the line says what is lost. Do: report it, with
+            # the traceback below.
             logger.error(
                 "kvlane: %s failed, %s. %s (Further errors of this kind are only counted.)",
                 where,

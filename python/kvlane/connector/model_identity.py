@@ -150,4 +150,13 @@ def _memo() -> WeightsMemo:
 
 @cache
 def _say_once(message: str) -> None:
+    # Log "kvlane: the weights of <name> come from other engines, so this engine shares no blocks with others":
+    # kvlane cannot know these weights. Do: load them from files if engines shall share blocks.
+    # Log "kvlane: the files of <name> were changed since this engine was started, so it is not known whether vLLM
+    # loaded the old ones or the new ones": the engine uses only its own blocks. Do: restart it.
+    # Log "kvlane: not all weights of <name> are safetensors files, so they are told apart by some of their pages,
+    # not by each tensor": a small change in place may go unnoticed. Do: after one, set another
+    # `kvlane.namespace`.
+    # Log "kvlane: the weights of <name> are not in files of this host, so they are known by name, revision and
+    # commit only": a change in place goes unnoticed. Do: after one, set another `kvlane.namespace`.
     logger.warning("%s", message)

@@ -37,6 +37,8 @@ class NoScheduler:
     def __init__(self) -> None:
         self.gone: list[bytes] = []
         self.over: list[bytes] = []
+        # Log: `kvlane.direct` is on and no daemon was named or found at the default socket. Do: set
+        # `kvlane.address` if the engine shall use a daemon too.
         logger.info(
             "kvlane: this engine hands prompts over directly and uses no daemon; kvlane.daemon or kvlane.address "
             "says if it should"

@@ -127,6 +127,8 @@ class SchedulerSide:
     def _check_seed(self) -> None:
         self._seed_checked = True
         if drawn_hash_seed() not in (None, self._shape.hash_seed):
+            # Log: nothing is shared between engines or found after a restart. Do: set the variable that the line
+            # names to the same number for all engines.
             logger.warning(
                 "kvlane: vLLM's hash seed could not be fixed, so this engine finds no blocks of other engines or of "
                 "its own last run; set %s=0 in its environment",

@@ -108,6 +108,8 @@ pub(super) fn bind(path: Option<&Path>, shared: &Arc<Shared>) -> Result<Option<(
             return Err(error).with_context(|| format!("--socket {}: cannot listen there", at.display()));
         }
         Err(error) => {
+            // Log: the default socket cannot be made; the router runs without it, and serves clients. Do: mend
+            // what the error names, or choose another `--socket`, and restart.
             tracing::warn!(
                 path = %at.display(), %error,
                 "this router has no socket, so that `kvlane route list` and the like do not reach it; give it another --socket"

@@ -62,7 +62,11 @@ impl Running {
     /// Reads everything again. If something cannot be read or is invalid, the router keeps its former configuration.
     pub(super) fn reload(&mut self, members: &mut Membership) {
         match self.try_reload(members) {
+            // Log: after SIGHUP the router uses the keys, nodes and names of its file. Do: restart it for the
+            // keys listed as counting after a restart only.
             Ok(done) => tracing::info!("configuration read again: {done}"),
+            // Log: after SIGHUP the file or the keys could not be used; the router keeps its former
+            // configuration. Do: correct what the error names, and send SIGHUP again.
             Err(error) => tracing::error!("configuration not read again, the former one stays: {error:#}"),
         }
     }

@@ -76,6 +76,8 @@ pub(super) fn stop(
     shared.begin_stopping();
     runtime.block_on(async {
         if asked == Asked::ByManager && !delay.is_zero() {
+            // Log: after SIGTERM the router still serves clients until `--drain-delay` is over, so that balancers
+            // notice.
             tracing::info!(
                 "stopping: /health answers 503, and clients are served for {} s more",
                 delay.as_secs()
@@ -85,6 +87,7 @@ pub(super) fn stop(
                 _ = signals.stop(|| {}) => drain = Duration::ZERO,
             }
         }
+        // Log: the router closes its ports; requests under way may go on for so long (`--drain`).
         tracing::info!("stopping: taking no new connections; requests have {} s", drain.as_secs());
         let began = Instant::now();
         let stops: Vec<Stop> = proxies.iter().map(Proxy::stopper).collect();

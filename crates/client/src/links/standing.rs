@@ -32,7 +32,34 @@ pub struct Notice {
 /// Writes a notice to the log, if there is one.
 pub fn log_notice(notice: Option<Notice>) {
     match notice {
+        // Log "kvlane: <who> is connected to <address>: <how>": the scheduler or a worker uses the daemon from
+        // now on.
+        // Log "kvlane: <who> is back at <address> after <seconds> s: <how>": the connection to the daemon works
+        // again; hits come back by themselves.
         Some(Notice { urgency: Urgency::Info, sentence }) => tracing::info!("{sentence}"),
+        // Log "kvlane: <who>: <why>. The engine computes without the cache; kvlane keeps trying": the engine
+        // found no daemon; it connects as soon as there is one. Do: start the daemon, or correct
+        // `kvlane.address`.
+        // Log "kvlane: <who> cannot use the daemon at <address>: <why>. The engine computes without the cache":
+        // the daemon refused the engine, or its version or memory does not fit; the engine tries again. Do: look
+        // for the reason in docs/troubleshoot.md.
+        // Log "kvlane: <who> lost the daemon at <address>: <why>. The engine computes without the cache until it
+        // is back": the daemon ended, or does not answer; the engine connects again by itself. Do: look at the
+        // daemon's log.
+        // Log "kvlane: the daemon at <address> refused a request: <sentence>": a lookup, save or load of this
+        // engine did not happen; the prompt is computed. Do: read the reason; the daemon's log has it too.
+        // Log "kvlane: this daemon (<daemon>) is older than the engine and does not tell which blocks it evicts,
+        // so KV events tell of blocks that come and not of those that go": routers that read this engine's events
+        // expect blocks that are gone. Do: install the engine's version of kvlane for the daemon.
+        // Log "kvlane: the worker could not copy a load itself (job <number>): <why>": a load failed after the
+        // daemon was gone; vLLM's `kv_load_failure_policy` decides about the request. Do: read the reason, and
+        // the daemon's log.
+        // Log "kvlane: the daemon does not answer; the worker copies its load itself (job <number>)": the daemon
+        // was stopped or ended during a load; the worker copies the blocks from the shared pool. Do: look at the
+        // daemon's log.
+        // Log "kvlane: the daemon does not answer; the worker gives up its saves (<count>)": the daemon was
+        // silent for too long; these saves never become blocks. Do: look whether the daemon hangs or the host is
+        // overloaded.
         Some(Notice { urgency: Urgency::Warning, sentence }) => tracing::warn!("{sentence}"),
         None => {}
     }

@@ -57,6 +57,8 @@ impl ControlSockets {
         };
         entry.role = role;
         if proved.is_none() && self.logged.insert(peer, "unproved") {
+            // Log: a process without the same token or user secret tried to connect, and learned nothing. Do:
+            // give both engines the same `kvlane.direct.token`; otherwise find out who it is.
             tracing::warn!(once = true, ?peer, "peer refused: it does not know the secret");
         }
         self.links.want(id, wants);
@@ -130,6 +132,8 @@ impl ControlSockets {
         match segment_of(offer) {
             Ok(segment) => Some(segment.ends(RingSide::Listening)),
             Err(error) => {
+                // Log: a peer's shared memory cannot be mapped; its small messages take the socket, which is a
+                // little slower. Do: nothing, unless engines of one host shall share memory: see the error.
                 tracing::info!(pid = offer.pid, %error, "cannot use the peer's shared memory: control messages use the socket");
                 self.without_rings += 1;
                 None

@@ -362,6 +362,8 @@ impl ControlSockets {
                 }
             }
             ControlRole::Up { path, number, .. } => {
+                // Log: the control connection to a peer ended; it is opened again. Do: look at the peer's log if
+                // it repeats.
                 tracing::info!(?peer, %why, "a control connection broke");
                 self.note_trouble(path, &why, Some(id));
                 // Linger 0 discards what the kernel has not sent, which it would otherwise keep sending for as long
@@ -426,6 +428,8 @@ impl ControlSockets {
                 Err(error) => {
                     if !std::mem::replace(&mut self.cannot_accept, true) {
                         let retry_ms = ACCEPT_PAUSE.as_millis() as u64;
+                        // Log: file descriptors or memory ran out; new peers wait, connected ones go on. Do:
+                        // raise the limit of open files (ulimit -n).
                         tracing::warn!(once = true, %error, retry_ms, "cannot accept connections; retrying");
                     }
                     self.resume_accepting_at = Some(now + ACCEPT_PAUSE);
@@ -433,6 +437,7 @@ impl ControlSockets {
                 }
             };
             if std::mem::take(&mut self.cannot_accept) {
+                // Log: the shortage that kept peers from connecting is over.
                 tracing::info!("accepting connections again");
             }
             if !self.make_room(peer) {
@@ -450,6 +455,8 @@ impl ControlSockets {
             if let Err(error) = added
                 && self.logged.insert(Some(peer), "not accepted")
             {
+                // Log: a peer's connection was closed at its start for lack of a descriptor or memory. Do: raise
+                // the limit of open files (ulimit -n).
                 tracing::warn!(once = true, %peer, %error, "cannot accept a connection");
             }
         }
@@ -463,6 +470,8 @@ impl ControlSockets {
             if unknown.len() >= ACCEPTED_MAX {
                 if self.logged.insert(Some(peer), "too many") {
                     let limit = ACCEPTED_MAX;
+                    // Log: processes connect and prove nothing; engines that prove the secret still connect. Do:
+                    // find out who connects from this address, and keep strangers away by a firewall.
                     tracing::warn!(once = true, %peer, limit, "too many unauthenticated connections; closing the oldest");
                 }
                 unknown.first().iter().for_each(|id| drop(self.links.end(**id, Ended::Closed)));
@@ -470,6 +479,8 @@ impl ControlSockets {
         }
         let has_room = self.links.len() < LINKS_MAX;
         if !has_room && self.logged.insert(Some(peer), "no room") {
+            // Log: this engine holds as many connections as it may; the peer tries again. Do: look for engines
+            // that connect too often, or use fewer engines with this one.
             tracing::warn!(once = true, %peer, limit = LINKS_MAX, "too many connections; refusing this one");
         }
         has_room
@@ -561,6 +572,8 @@ impl ControlSockets {
         self.without_rings += u64::from(no_rings.is_some());
         if let Some(at) = self.paths.get_mut(&path) {
             if let Some(why) = no_rings.as_ref().filter(|_| at.no_rings != no_rings) {
+                // Log: the peer or this host allows no shared memory; small messages take the socket, which is a
+                // little slower. Do: nothing, unless both run on one host: then see the field why.
                 tracing::info!(address = ?at.address, %why, "no shared memory with this peer: control messages use the socket");
             }
             at.no_rings = no_rings;

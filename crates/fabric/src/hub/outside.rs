@@ -232,6 +232,8 @@ impl<C: Control> Outside<C> {
         // A peer that reconnects refuses for the same reason each time.
         let is_logged = known.logged_refusals.iter().any(|said| *said == (code, why.clone()));
         if !is_logged && known.logged_refusals.len() < REFUSALS_LOGGED_MAX {
+            // Log: this way to move bytes does not work with this peer; another way is used. Do: if the slower
+            // way matters, mend what the field why names.
             tracing::info!(once = true, peer = known.name(), carrier = name, %why, "carrier cannot reach peer");
             known.logged_refusals.push((code, why));
         }
@@ -481,6 +483,8 @@ impl<C: Control> Provider for Outside<C> {
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
         if route == Route::Words {
             let name = self.peers.get(&peer).map_or_else(String::new, Peer::name);
+            // Log: no connection to this peer has worked for seconds; transfers with it fail until one does, and
+            // decode engines compute. Do: look at its log and the network.
             tracing::warn!(peer = name, "peer lost: no path reaches it any more");
         }
     }

@@ -109,11 +109,17 @@ impl KnownNode {
         let (name, grade) = (&self.name, now.0.name());
         match now.1 {
             None => {
+                // Log: the router chooses for this node by the blocks that the engine reports, not by an
+                // estimate.
                 tracing::info!(once = true, node = %name, "prefixes known exactly, by the engine's events")
             }
             Some(reason @ Reason::BlockSizeUnknown) => {
+                // Log "no event has reported the size of the engine's blocks yet: its first stored block will":
+                // the router estimates what this node has until the engine stores a block.
                 tracing::info!(once = true, node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
             }
+            // Log: the router estimates what this node has, so it chooses less well; requests are served. Do: see
+            // the reason in docs/choosing.md#events-and-tokens.
             Some(reason) => tracing::warn!(
                 once = true,
                 node = %name,

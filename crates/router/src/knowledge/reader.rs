@@ -230,6 +230,8 @@ impl Reader {
         match decode_batch(payload, &EventLimits::default()) {
             Ok(batch) => self.knowledge.apply(self.id, &batch),
             Err(error) => {
+                // Log: an event of this engine has a form that the router does not know; its blocks become known
+                // again with later events. Do: use a vLLM that this router supports.
                 tracing::warn!(node = self.source.node, sequence, %error, "cannot decode a node's events; its known blocks are dropped");
                 self.knowledge.lost(self.id);
             }

@@ -179,6 +179,8 @@ impl Knowledge {
             Ok(tokens) => Some(Prompt { tokens: tokens?, adapter, salt }),
             Err(reason) => {
                 if self.count(reason) {
+                    // Log: a prompt could not be tokenized, so the router estimates which node has it; the
+                    // request is served. Do: see the reason in docs/choosing.md#events-and-tokens.
                     tracing::warn!(
                         once = true,
                         reason = reason.name(),

@@ -140,6 +140,8 @@ fn count_refused(registry: &Registry, before: Counts, now: Counts) -> Counts {
 
 fn refuse(registry: &Registry, reason: BeatRefused, more: u64, sentence: &str) {
     if registry.shared.counters.beats_refused.add(reason, more) {
+        // Log: a registration of an engine had no effect, for the reason named. Do: correct the engine's settings
+        // or `--ping-allow`; a stranger's needs nothing.
         tracing::warn!(
             once = true,
             reason = reason.name(),
@@ -196,6 +198,8 @@ pub async fn beat(to: &BeatTo, ended: impl Future<Output = ()>) -> Result<(), Be
             Err(error) => error,
         };
         if !std::mem::replace(&mut is_logged, true) {
+            // Log: `kvlane route beat` does not reach the router, so the router may forget the engine after 30 s.
+            // Do: start the router, or correct the address of its `--ping`.
             tracing::warn!(once = true, router = to.router, %error, "cannot reach the router; trying again every 3 s");
         }
         tokio::select! {

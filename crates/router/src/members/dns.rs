@@ -69,6 +69,8 @@ pub(super) async fn look_up(
             Err(error) => {
                 Counters::count(&registry.shared.counters.names_failed);
                 if !std::mem::replace(&mut has_failed, true) {
+                    // Log: a name of the file or flags has no answer; its nodes stay, and the router asks again
+                    // every few seconds. Do: correct the name or the DNS server.
                     tracing::warn!(name = address.host, %error, "name cannot be looked up; its nodes stay as they are");
                 }
                 continue;

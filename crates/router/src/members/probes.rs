@@ -107,6 +107,8 @@ pub(super) async fn probe(registry: Arc<Registry>, id: NodeId, address: Address)
             Err(error) => match health.missed() {
                 Finding::Gone => {
                     if !std::mem::replace(&mut is_logged, true) {
+                        // Log: three probes in a row failed; the node becomes suspect, and is probed further. Do:
+                        // look at the engine's log; the error says how the probe failed.
                         tracing::warn!(node = %address, %error, misses = MISSES, "node does not answer its probes");
                     }
                     registry.apply(Event::Silent(address.clone()))

@@ -59,6 +59,8 @@ impl Registry {
             NodeChange::Leave { address, why, .. } => {
                 if let Some(id) = registry.nodes.remove(&address) {
                     self.shared.remove(id);
+                    // Log: the router forgets this node, for the reason named; requests go to others. Do:
+                    // nothing, unless it still runs: then see the reason.
                     tracing::info!(node = %address, "node removed: {why}");
                 }
             }
@@ -71,11 +73,16 @@ impl Registry {
                 });
                 let Some((role, models)) = node else { return };
                 match state {
+                    // Log: the node answers and gets requests; the line has its role and models.
                     NodeState::Ready => tracing::info!(node = %address, %role, models, "node ready"),
                     NodeState::Draining => {
+                        // Log: the node gets no new requests, and finishes those that it has. Do: `kvlane route
+                        // add` lets it serve again.
                         tracing::info!(node = %address, %role, "node draining: {why}")
                     }
                     NodeState::Suspect => {
+                        // Log: the node does not answer or its pings are missing; the router probes it, and uses
+                        // it again when it answers. Do: look at the engine's log.
                         tracing::warn!(node = %address, %role, "node suspect: {why}; it gets requests only if no other node is left");
                     }
                 }
@@ -91,6 +98,7 @@ impl Registry {
             }
             NodeChange::HandsOver { address, connector, connector_address } => {
                 let Some(&id) = registry.nodes.get(&address) else { return };
+                // Log: the node says that it hands prompts over by this connector now.
                 tracing::info!(node = %address, %connector, connector_address = connector_address.as_deref(), "node's connector changed");
                 self.shared.set_connector(id, connector, connector_address);
             }
@@ -99,6 +107,7 @@ impl Registry {
 
     fn join(&self, registry: &mut RegistryState, spec: Spec) {
         let Spec { address, role, group, class, host, connector, connector_address, pool } = spec;
+        // Log: the router knows a new node, and sends it requests as soon as it answers a probe.
         tracing::info!(node = %address, %role, group = &*group, "node joined");
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);

@@ -31,6 +31,8 @@ pub(super) async fn serve(listener: StdListener, registry: Arc<Registry>) -> std
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
+                // Log: `kvlane route list` and its like wait, mostly for lack of file descriptors; the router
+                // tries again. Do: raise the limit of open files.
                 tracing::warn!(%error, "cannot accept a connection at the router's socket");
                 sleep(Duration::from_millis(100)).await;
                 continue;
@@ -39,6 +41,8 @@ pub(super) async fn serve(listener: StdListener, registry: Arc<Registry>) -> std
         match is_trusted(&stream) {
             Ok(true) => {}
             refused => {
+                // Log: only the router's own user and root may use its socket; this caller was turned away. Do:
+                // run `kvlane route list` and its like as the router's user.
                 tracing::warn!(
                     ?refused,
                     "connection refused at the router's socket: the peer is another user"

@@ -99,6 +99,8 @@ impl Membership {
             let registry = Arc::clone(&registry);
             runtime.spawn(async move {
                 if let Err(error) = serve_control::serve(control, registry).await {
+                    // Log: the router serves clients, but its socket is closed until a restart. Do: restart the
+                    // router, and report its log if it repeats.
                     tracing::error!(%error, "cannot serve the router's socket: `kvlane route list` and its like do not work");
                 }
             });

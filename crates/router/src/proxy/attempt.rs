@@ -125,6 +125,8 @@ impl Work<'_> {
             let attempt = self.next_attempt();
             let chosen = self.choose(&tried, attempt).or_else(|none| {
                 let node = unsure.take().ok_or(none)?;
+                // Log: an engine reset a kept connection as the request came, so it may have begun it; no other
+                // node could take it. Do: give the model a second engine.
                 tracing::warn!(
                     id = self.id.name(),
                     "kept connection reset and no other node left: sending the request to the same node again, which may run \
@@ -194,6 +196,8 @@ impl Work<'_> {
             candidates: choice.candidates,
         };
         if choice.why == Why::OtherRole && Counters::count(&self.shared.counters.other_role) {
+            // Log: all nodes of the right role are away; answers come, perhaps more slowly. Do: bring the prefill
+            // or decode engines back; `kvlane route list` shows them.
             tracing::warn!(
                 once = true,
                 id = self.id.name(),

@@ -97,6 +97,8 @@ impl Proxy {
             // `stopped` also says how long to drain, so the thread's own signal is not used.
             let serve = move |_| async move {
                 if let Err(error) = serve(listener, shared, stopped).await {
+                    // Log: a thread that serves clients ended, and clients of its connections are cut; others go
+                    // on. Do: restart the router, and report its log.
                     tracing::error!(%error, "proxy thread ended");
                 }
             };
@@ -162,6 +164,8 @@ async fn serve(
                 shared.connections.headless.add(number, place, task);
             }
             Err(error) => {
+                // Log: the kernel refused a client's connection, mostly for lack of file descriptors; the router
+                // tries again. Do: raise the limit of open files (ulimit -n, LimitNOFILE= of systemd).
                 tracing::warn!(%error, "cannot accept a client connection");
                 sleep(ACCEPT_RETRY).await;
             }

@@ -18,6 +18,8 @@ impl Shared {
         });
         let Some((node, failure)) = found else { return };
         match turn {
+            // Log: the node failed requests in a row; the router leaves it alone for so long, then tries one
+            // request. Do: look at the engine's log.
             Turn::Ejected { pause, failures } => tracing::warn!(
                 %node,
                 "node ejected for {} s: {failures} failures in a row; last: {}",
@@ -25,6 +27,7 @@ impl Shared {
                 failure.as_deref().unwrap_or("unknown")
             ),
             Turn::Returned { after } => {
+                // Log: an ejected node works again, and gets requests as before.
                 tracing::info!(%node, "node returned: it served a request after {:.1} s", after.as_secs_f64());
             }
         }
@@ -40,14 +43,19 @@ impl Shared {
         let is_first = !handed_over && Counters::count(&self.counters.not_handed_over);
         let Some(node) = name else { return };
         match pairing {
+            // Log: decode engines compute whole prompts until the prefill engine hands over again; the router
+            // tries. Do: look at the prefill engine's log and its daemon.
             Pairing::Stopped { missed, probe_in } => tracing::warn!(
                 "prefill node {node} handed nothing over {missed} times in a row (its connector may be off, or its daemon \
                  is away); sending whole requests to decode nodes, next probe in {} s",
                 probe_in.as_secs()
             ),
             Pairing::Resumed => {
+                // Log: the prefill engine works again; prompts are split as before.
                 tracing::info!("prefill node {node} hands over again; sending requests to pairs");
             }
+            // Log: one prompt was computed twice; the answer is right, and later. Do: look at the prefill
+            // engine's log and its daemon if it repeats.
             Pairing::Same if is_first => tracing::warn!(
                 once = true,
                 "prefill node {node} handed nothing over (its connector may be off, or its daemon is away); the decode node \

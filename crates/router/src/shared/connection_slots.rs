@@ -102,6 +102,8 @@ impl ConnectionSlots {
 
     fn count(&self) {
         if self.displaced.fetch_add(1, Ordering::Relaxed) == 0 {
+            // Log: more connections than `--max-connections`; clients that send requests are served. Do: raise it
+            // and the limit of open files, or keep strangers away.
             tracing::warn!(
                 once = true,
                 "connection limit reached: each new connection closes the oldest one without a request; further cases are only counted"

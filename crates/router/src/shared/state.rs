@@ -184,6 +184,8 @@ impl Shared {
         let slot = state.scheduler.set_pool(id, name.as_ref(), false);
         self.knowledge.set_pool(id, slot);
         if state.scheduler.node(id).and_then(Node::pool) == name.as_deref() {
+            // Log: the engine found its daemon, another one, or a restarted one; the router forgets what the
+            // node's former pool held.
             tracing::info!(%node, pool = name.as_deref(), "node's metrics changed its pool");
         }
     }

@@ -56,6 +56,7 @@ pub(crate) fn drop_namespaces(context: &Context<'_>, drop: &v1::DropNamespaces) 
     let mut not_durable = Vec::new();
     for namespace in named {
         let dropped = shared.store.drop_namespace(namespace);
+        // Log: `kvlane drop` removed these blocks from the pool.
         tracing::info!(%namespace, blocks = dropped.blocks, "namespace dropped");
         if let Err(error) = dropped.below {
             not_durable.push(format!("namespace {namespace} was dropped from RAM, but {error}"));

@@ -246,6 +246,8 @@ fn note(shared: &Shared, awaited: &AwaitedSave, outcome: WaitOutcome, waited: Du
     let (waited_ms, outcome_name) = (waited.as_millis() as u64, outcome.name());
     tracing::debug!(engine = engine_id, tokens, outcome = outcome_name, waited_ms, "wait for saves ended");
     if let Some(why) = outcome.complaint().filter(|_| shared.awaited_saves.mark_complained(outcome as u32)) {
+        // Log: a decode engine waited for a prefill engine's saves, and computes what did not come. Do: see the
+        // reason; if nothing was heard, look at that engine.
         tracing::warn!(
             once = true,
             engine = engine_id,

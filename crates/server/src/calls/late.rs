@@ -156,6 +156,8 @@ impl Drop for LateLookups {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
+            // Log: a bug: lookups of one engine that waited were not answered, and timed out as misses. Do:
+            // report it, with the daemon's log.
             tracing::error!("thread kvlane-late panicked");
         }
     }

@@ -106,6 +106,8 @@ fn late_lookups<'a>(
             engine_id: greeted.info.engine_id.clone(),
         };
         let started = LateLookups::start(answering);
+        // Log: lookups of this engine are answered at once with what is in RAM. Do: raise the limit of threads
+        // (ulimit -u, pids of the container).
         let warn = |error: &io::Error| tracing::warn!(%error, "cannot start thread kvlane-late for lookups that wait");
         greeted.late = started.inspect_err(warn).ok();
     }

@@ -175,6 +175,7 @@ fn import_gpu_memory(
 fn note_registered(context: &Context<'_>, rank: Rank, method: Method, reason: &str) {
     let Context { shared, greeted, .. } = context;
     let name = method_name(method);
+    // Log: a worker may save and load; method says how its blocks are copied, and reason why.
     tracing::info!(
         session = greeted.id,
         engine = greeted.info.engine_id,

@@ -103,6 +103,7 @@ impl Drop for SaveThread {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
+            // Log: a bug: saves of one worker ended without effect. Do: report it, with the daemon's log.
             tracing::error!("thread kvlane-saves panicked");
         }
     }

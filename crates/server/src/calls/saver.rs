@@ -159,6 +159,8 @@ impl Saver<'_> {
                 result.bytes += claims.len() as u64 * shard_bytes(&self.regions[group]);
             }
             Err(error) => {
+                // Log: these blocks could not be copied from the engine and are not kept; they are computed
+                // again. Do: nothing if the engine ended; otherwise read the error.
                 tracing::info!(%error, blocks = claims.len(), "save aborted");
                 self.shared.store.abort(&claims, Instant::now());
                 result.failed += claims.len() as u64;

@@ -202,6 +202,8 @@ impl Device {
     fn poll_io(&mut self, timeout: Duration, ended: &mut Vec<Completion>) {
         self.unsubmitted = false;
         if let Err(error) = self.io.wait(timeout, ended) {
+            // Log: the kernel's interface to this SSD failed; blocks on it are late or misses until it works. Do:
+            // look at dmesg and at the disk.
             tracing::error!(
                 path = %self.device.facts.path.display(), %error, retry_ms = RETRY.as_millis(),
                 "I/O interface of an SSD device failed; retrying"
@@ -283,6 +285,8 @@ impl Drop for Device {
             stored.pending.retain(|_, accepted| accepted.device != self.number);
             let dropped = stored.index.remove_device(self.number);
             drop(stored);
+            // Log: a bug: this SSD is not used any more; other SSDs and the pool are. Do: restart the daemon, and
+            // report its log.
             tracing::error!(
                 path = %self.device.facts.path.display(), blocks = dropped,
                 "thread of an SSD device panicked; its blocks are misses until a restart"

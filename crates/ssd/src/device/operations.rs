@@ -152,6 +152,8 @@ impl Device {
         match error {
             Some(error) => {
                 if health.reason().is_none() {
+                    // Log: new blocks are not kept on this SSD for a while, 1 s to a minute; then the daemon
+                    // tries again. Do: look at the disk: full, or failing (dmesg).
                     tracing::warn!(
                         path = %self.device.facts.path.display(), %error,
                         "SSD write failed; pausing writes to this device"

@@ -62,6 +62,8 @@ impl Device {
         let counters = &self.shared.counters;
         let end = if let Some(error) = error {
             Counters::add(&counters.reads_failed, 1);
+            // Log: a block could not be read; it was a miss and is computed. Do: look at the disk's own health
+            // and at dmesg.
             tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "SSD read failed");
             ReadEnd::Miss(Miss::Failed)
         } else {
@@ -89,6 +91,8 @@ impl Device {
             ReadEnd::Miss(Miss::Damaged) => {
                 Counters::add(&counters.reads_damaged, 1);
                 self.shared.index.lock().index.remove_at(&job.key, job.location);
+                // Log: a block's bytes changed on the disk; it was a miss and is computed. Do: look at the disk's
+                // own health.
                 tracing::warn!(
                     path = %self.device.facts.path.display(), hash = %job.key.hash,
                     segment = job.location.segment.0, page = job.location.page,

@@ -155,6 +155,8 @@ class LandDirect(SchedulerKind):
         self._shared.counters.add("direct_fallbacks")
         if word not in self._told:
             self._told.add(word)
+            # Log: a direct hand-off was not used; the answer is right, and later. Do: read the reason;
+            # docs/handoff.md says what each setting allows.
             logger.warning(
                 "kvlane: a prompt that another engine was to hand over is computed here, since %s. (Further cases of "
                 "this kind are only counted.)",
@@ -534,6 +536,8 @@ class LandDirect(SchedulerKind):
         if direct is None or direct.agent is None:
             return
         if not direct.agent.end_all(END_TIMEOUT_MS):
+            # Log: vLLM answers that the reset failed, because blocks may still be written. Do: call it again
+            # after some seconds.
             logger.warning("kvlane: vLLM cannot reset its cache now: direct hand-offs did not end within 2 s")
             return
         sources = self._held_sources()

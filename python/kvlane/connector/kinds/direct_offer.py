@@ -126,6 +126,8 @@ class OfferDirect(SchedulerKind):
         self._shared.counters.add("direct_not_offered")
         if kind not in self._told:
             self._told.add(kind)
+            # Log: the decode engine computes this prompt, or takes it from the daemon. Do: read the reason;
+            # docs/handoff.md says what each setting allows.
             logger.warning(
                 "kvlane: a prompt is not handed over directly, since %s. (Further cases of this kind are only "
                 "counted.)",
@@ -262,6 +264,8 @@ class OfferDirect(SchedulerKind):
         direct = self._shared.direct
         if not isinstance(part, RankGone) or direct is None or direct.agent is None:
             return
+        # Log: the engine slept or its caches were freed, which ends direct hand-offs until a restart. Do: restart
+        # the engine to have them again.
         logger.warning(
             "kvlane: this engine's KV caches went away, as before sleep: from here on its prompts are handed over "
             "through the daemon only"

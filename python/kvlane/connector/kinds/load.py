@@ -88,6 +88,8 @@ class LookUpAndLoad(SchedulerKind):
         self._shared.counters.add("ignored_hand_offs")
         if kind not in self._told_of_ignored:
             self._told_of_ignored.add(kind)
+            # Log: the engine loads what the daemon already has of this prompt, and computes the rest. Do: give
+            # both engines the same daemon; see the reason.
             logger.warning(
                 "kvlane: a prompt that a prefill engine handed over is looked up without waiting for it, since %s. "
                 "(Further cases are only counted.)",

@@ -50,6 +50,8 @@ class Reset(SchedulerKind):
                 state.stale = True
         self._own_cache_is_old = not shared.pins.was_reset
         if self._own_cache_is_old:
+            # Log: vLLM was reset while requests ran; the cache stays off for this engine until it is reset
+            # successfully. Do: reset again with `reset_running_requests=True`, or without requests.
             logger.warning(
                 "kvlane: vLLM could not reset its own cache, so it may hold blocks of other weights: nothing is looked "
                 "up or saved until a reset succeeds (reset_running_requests=True, or when no request runs)"
@@ -70,6 +72,7 @@ class Reset(SchedulerKind):
             state.forget_progress()
         labels = {label for _, label in part.labels}
         if labels == {STARTED_WITH}:
+            # Log: the engine shares blocks with others as before.
             logger.info("kvlane: after the reset the engine has the weights that it was started with")
             return
         if shared.announcements is not None:
@@ -82,14 +85,19 @@ def _tell(labels: set[str | None]) -> None:
     """Say in the log whose blocks the engine shares now."""
     (label, *others) = labels
     if None in labels:
+        # Log: after new weights this engine uses only blocks of its own, until the next reset. Do: name the
+        # weights if engines shall share blocks (docs/weights.md).
         logger.warning(
             "kvlane: after the reset nobody can tell which weights the engine has, so its blocks are shared with "
             "no other engine and not found after the next reset; name them "
             "(kvlane.connector.weights.name_weights)"
         )
     elif not others and label is not None and label.startswith("version "):
+        # Log: the engine shares blocks with all that have the same named weights.
         logger.info("kvlane: after the reset the engine has the weights of %s", label)
     else:
+        # Log: after new weights this engine uses only blocks of its own. Do: name the weights if engines shall
+        # share blocks (docs/weights.md).
         logger.warning(
             "kvlane: after the reset the engine has other weights than it was started with, so its blocks are "
             "shared with no other engine; where several engines get the same weights, name them "

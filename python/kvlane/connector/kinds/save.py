@@ -136,6 +136,8 @@ class SaveBlocks(SchedulerKind):
                 # What is computed again is saved again.
                 state.forget_progress()
         else:
+            # Log: vLLM answers that the reset failed, because the daemon may still read blocks. Do: call it again
+            # after 10 s; see whether the daemon answers.
             logger.warning(
                 "kvlane: vLLM cannot reset its cache now: saves are under way, and the daemon did not confirm that it "
                 "has given them up; they end by themselves within the save timeout"

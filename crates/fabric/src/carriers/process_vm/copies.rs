@@ -254,6 +254,8 @@ impl Copies {
             match thread.spawn(move || queue.run_helper()) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
+                    // Log: copies between engines of this host go on with fewer threads, and are slower. Do:
+                    // raise the limit of threads (ulimit -u, pids of the container).
                     tracing::warn!(%error, threads = self.threads.len(), "cannot start another copy thread");
                     self.helpers = self.threads.len();
                 }

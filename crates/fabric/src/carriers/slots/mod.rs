@@ -326,6 +326,8 @@ impl Slots {
 
     fn note_failure(&mut self, error: &GpuError, direction: Direction) {
         self.pool.iter().for_each(|pool| pool.count_failure());
+        // Log: a transfer to or from a GPU failed; for a hand-off, the decode engine computes those blocks. Do:
+        // look for CUDA errors in the engine's log and Xid in dmesg.
         tracing::warn!(%error, ?direction, "GPU driver failed to copy bytes of a transfer");
     }
 }

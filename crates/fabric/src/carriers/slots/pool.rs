@@ -78,6 +78,8 @@ impl SlotPool {
             Err(error) => {
                 let mut state = self.state.lock();
                 let of_direction = &mut state.directions[direction as usize];
+                // Log: until a restart, transfers between GPUs use the pinned buffers that there are (the field
+                // slots), and are slower. Do: free memory of the host, and restart the engine.
                 tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
                 of_direction.trouble = Some(error);
             }

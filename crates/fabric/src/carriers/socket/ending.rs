@@ -33,6 +33,8 @@ impl SocketCarrier {
                 cx.broke(path, number, why);
             }
             BytesRole::Up { path, number, peer: whose, connection, .. } => {
+                // Log: a data connection to a peer ended; it is opened again, and transfers use other paths
+                // meanwhile. Do: look at the peer's log if it repeats.
                 tracing::info!(?peer, %why, "a path broke");
                 self.paths.remove(&path);
                 // Closed first, so that nothing of ours is read or written any more. Linger 0 also discards what the

@@ -159,6 +159,7 @@ impl SocketCarrier {
             cx.add_path_to(peer, spec, name as u64, Some(address));
         }
         if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_logged_gpus, true) {
+            // Log: blocks in GPU memory are copied through the host's memory, which is slower than a direct way.
             tracing::info!(
                 once = true,
                 "GPU transfers pass through pinned host memory and sockets: no carrier reaches GPU memory directly"
