@@ -1,7 +1,7 @@
-"""Writes the lists of configuration fields into docs/identity.md, from python/kvlane/connector/config_fields.py.
+"""Writes the lists of configuration fields into a page, from python/kvlane/connector/config_fields.py.
 
-python scripts/identity_table.py docs/identity.md            writes them
-python scripts/identity_table.py docs/identity.md --check    fails if they differ
+python scripts/identity_table.py docs/reference/identity-fields.md            writes them
+python scripts/identity_table.py docs/reference/identity-fields.md --check    fails if they differ
 """
 
 from __future__ import annotations

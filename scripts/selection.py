@@ -64,7 +64,6 @@ READERS = {
     "configure.md": ("connector",),
     "failures.md": ("daemon",),
     "handoff.md": ("router",),
-    "identity.md": ("connector",),
     "replay.md": ("bench",),
     "router-reference.md": ("router",),
     "routing.md": ("router",),
@@ -173,6 +172,8 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
             found.ask_engines(file, PAIRS)
         case ("bench", *_):
             found.ask_python(file, "bench", "docs")
+        case ("docs", "reference", "identity-fields.md"):
+            found.ask_python(file, "docs", "connector")
         case ("docs", page):
             found.ask_python(file, "docs", *READERS.get(page, ()))
             if page == "start.md":

@@ -549,12 +549,12 @@ def test_each_field_has_one_place_and_one_reason() -> None:
 
 
 def test_the_page_on_identity_has_the_lists_of_the_code() -> None:
-    """Made by `python scripts/identity_table.py docs/identity.md`."""
+    """Made by `python scripts/identity_table.py docs/reference/identity-fields.md`."""
     root = Path(__file__).parents[2]
     command = [
         sys.executable,
         str(root / "scripts" / "identity_table.py"),
-        str(root / "docs" / "identity.md"),
+        str(root / "docs" / "reference" / "identity-fields.md"),
     ]
     done = subprocess.run([*command, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

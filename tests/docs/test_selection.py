@@ -92,7 +92,7 @@ def test_the_daemons_command_is_no_routers_command() -> None:
         ("python/kvlane/testing/fake_engine/http.py", {"python"}, {"router", "bench", "docs"}),
         ("python/kvlane/bench/serve.py", {"python", "engines"}, {"bench", "docs"}),
         ("docs/start.md", {"python", "engines"}, {"docs"}),
-        ("docs/identity.md", {"python"}, {"docs", "connector"}),
+        ("docs/reference/identity-fields.md", {"python"}, {"docs", "connector"}),
         ("tests/router/routed.py", {"python", "engines"}, {"router"}),
         ("tests/router/test_route.py", {"python"}, {"router"}),
         ("tests/daemon/processes.py", {"python"}, set(selection.PYTHON_FOLDERS)),

@@ -4,7 +4,7 @@ Whatever is not left out here counts, also a field that a later vLLM adds. A fie
 that engines of different versions share. The default is the one written here: a version that changes it differs.
 
 Names of three versions stand here, 0.24, 0.32 and 0.33; a class or field that a version does not have does no harm.
-docs/identity.md has the same as a table, made from this file.
+docs/reference/identity-fields.md has the same as a table, made from this file.
 """
 
 from __future__ import annotations
