@@ -27,7 +27,7 @@ THREADS = 4
 _BLOCK_BYTES = 4096
 _POOL_BYTES = 64 << 20
 _SCRUB = "256mb"
-# What `kvlane.lookup_wait_us` is by default.
+# The default of `kvlane.lookup_wait_us`.
 _WAIT_US = 300
 _WARM_UP = 20
 _KINDS = ("lookup", "python", "rust")

@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 )
                 for name, bare_name in PAIRS.items()
             }
-            # What a busy machine cannot disturb: the CPU time of the threads that copy.
+            # By CPU time of the copying threads, which a busy machine cannot disturb.
             cpu_ratios = {
                 name: statistics.median(cpu[bare_name]) / statistics.median(cpu[name])
                 for name, bare_name in PAIRS.items()

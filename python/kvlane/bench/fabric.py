@@ -37,7 +37,7 @@ SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
 TRANSPORTS = ("tcp", "cma")
-# What is beside transfers of GPUs' memory: a plain socket, which has the host's memory, and the copies alone.
+# Measured beside transfers of GPUs' memory: a plain socket between host memories, and the copies alone.
 GPU_OTHERS = ("loop", "gpu-copies")
 
 
@@ -255,7 +255,7 @@ def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
                 progress.update()
             rounds: dict[tuple[str, str, Cell], list[dict[str, float]]] = {}
             for number in range(arguments.rounds):
-                # Nobody always comes after the same one.
+                # No system always follows the same one.
                 first = number % len(systems)
                 for system in systems[first:] + systems[:first]:
                     progress.set_description(system.name)
@@ -460,7 +460,7 @@ class _System:
 
     def _prepare(self, far: bool, do: str, facts: dict[str, Any]) -> None:
         if far and self._far is None and not self._side_type.is_both:
-            # Nobody there does it for us.
+            # No process of this system runs there, so the near side does it.
             self._near.ask(do, **facts)
             self._move("write", facts)
             return

@@ -28,11 +28,12 @@ POISON = 0xA5
 # Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
 _STEPS = 256
 _libc = ctypes.CDLL(None)
-# Of one call of process_vm.
+# Ranges in one call of process_vm.
 _RANGES = 1024
 _REGION = struct.Struct("<QQ")
 _RUN = struct.Struct("<QQQ")
-# Of the socket loop: twice the bytes of an operation, plus one for writes; and how many writes, or where to read.
+# A request of the socket loop: twice the bytes of an operation, plus one for a write; then the number of writes, or the
+# offset to read at.
 _REQUEST = struct.Struct("<QQ")
 
 
@@ -87,7 +88,7 @@ class Side:
     moves_pages = True
     # Its one process has both sides.
     is_both = False
-    # Of cells that it can do.
+    # The patterns of the cells that the system can do.
     patterns: tuple[str, ...] = ("contiguous", "paged")
 
     def __init__(self) -> None:

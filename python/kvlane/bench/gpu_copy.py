@@ -25,9 +25,9 @@ GOALS = {
 # Pieces of so many bytes lie together in the host's memory, as the layers of a block do.
 RING_SHAPES = ((16 * KIB, 1), (64 * KIB, 1), (64 * KIB, 4))
 RING_JOINED = 256 * KIB
-# Of one link, by four.
+# Four links, as a multiple of one.
 FOUR_LINKS_GOAL = 2.2
-# Of contiguous copies over all links at once, when every GPU loads its own part, as the ranks of an engine do.
+# As a share of contiguous copies over all links at once: every GPU loads its own part, as the ranks of an engine do.
 TOGETHER_GOAL = 0.95
 PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
 METHODS = ("auto", "kernel", "batch", "engine")

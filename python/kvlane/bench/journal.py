@@ -16,7 +16,7 @@ from kvlane.bench.sizes import count
 
 NAME = "journal"
 HELP = "saves that evict, and lookups, with a reader of the journal against without one, in interleaved pairs"
-# Of saves; it does not have room for what a few rounds save, so that blocks come and go.
+# The pool holds so many saves. A few rounds save more, so blocks are evicted.
 _SAVES_IN_POOL = 3
 _HEARS_WITHIN_S = 30.0
 _LOOKUPS = 40

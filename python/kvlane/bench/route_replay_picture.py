@@ -16,7 +16,7 @@ from kvlane.bench.drawing import from_stdin, page
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of policies' names, with what stands before each, that fit beside each other below the panels.
+# The letters that fit beside each other below the panels: policies' names, each with its line before it.
 LEGEND_LETTERS = 125
 PANELS = (
     ("ttft_p50_ms", "first token, ms: half of the requests"),

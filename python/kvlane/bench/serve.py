@@ -26,7 +26,7 @@ STATUSES = (
 )
 NOT_AS_MEANT = 3
 """The exit status of rounds that are not what they were meant to be."""
-# What is told of each time, and how it is called.
+# The times in a report, with their names in vLLM's benchmark.
 TIMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 PARTS = ("mean", "p50", "p90", "p95", "p99")
 

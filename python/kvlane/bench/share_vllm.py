@@ -20,7 +20,7 @@ from kvlane.bench.vllm_process import TOKENS_PER_BLOCK, VllmProcess
 NOTE = "vLLM: a tiny model, one request at a time, TTFT inside the process."
 _SYSTEM_PROMPTS = 24
 _SYSTEM_BLOCKS, _USER_BLOCKS = (16, 56), (1, 8)
-# Of the tiny model: 4 layers, keys and values, 4 heads of 32 float32.
+# The tiny model has 4 layers, keys and values, 4 heads of 32 float32.
 _BLOCK_BYTES = TOKENS_PER_BLOCK * 4 * 2 * 4 * 32 * 4
 _VOCABULARY = (100, 32_000)
 _CONNECT_TRIES = 200

@@ -214,7 +214,7 @@ def _measure_size(
                 blocks, share = file_bytes // block, -(-count // len(files))
                 first = number * share % blocks if blocks else 0
                 first = first if first + share <= blocks else 0
-                # Nobody always comes after the same one.
+                # No kind always follows the same one.
                 turn = number % len(names)
                 for name in names[turn:] + names[:turn]:
                     if name in failures:
@@ -304,7 +304,7 @@ def _values(measured: tuple[int, float, float, float, list[int]]) -> Values:
     """Of a phase of the tier."""
     size, seconds, cpu, device_cpu, latencies = measured
     if not size:
-        # What is written beside reads may have to stand back all the time.
+        # Writes beside reads may have had no turn at all.
         return dict.fromkeys(
             ("gb_per_s", "p50_us", "p99_us", "cpu_s_per_gb", "device_cpu_s_per_gb"), math.nan
         )

@@ -297,7 +297,7 @@ class Demo:
             self.no_exceptions,
         )
 
-    # What they are made of.
+    # Steps of the scenarios.
 
     def _start_engine(self, name: str) -> Engine:
         engine = Engine(name, self._model, self.daemon.address, self._logs, self._setup)

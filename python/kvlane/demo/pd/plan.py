@@ -12,10 +12,9 @@ from kvlane.bench.processes import free_port
 
 BLOCK_TOKENS = 32
 ROUTER_PORT, ADMIN_PORT = 8000, 9092
-# Of one engine, all three of its processes, without weights, KV cache and the pool that it maps: measured, see
-# docs/routing.md.
+# The three processes of one engine, without weights, KV cache and the pool that it maps (measured: docs/routing.md).
 ENGINE_BYTES = 2_100 << 20
-# Of router, daemon without its pool, and the demo itself.
+# Router, daemon without its pool, and the demo itself.
 OTHER_BYTES = 500 << 20
 
 

@@ -259,7 +259,7 @@ class Demo:
         bench.vllms(scenario, self._router, self._prompt_tokens, self._cluster.model, self._out)
         return scenario
 
-    # What they are made of.
+    # Steps of the scenarios.
 
     def _names(self, role: str) -> set[str]:
         return {node.name for node in self._plan.engines if node.role == role}
