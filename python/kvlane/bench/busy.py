@@ -1,4 +1,4 @@
-"""What a busy host and a busy engine do to lookups: saves, evictions, checks; threads that compute beside the one."""
+"""Lookups on a busy host and in a busy engine: beside saves, evictions and checks, and beside threads that compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PHASES = ("quiet", "busy")
 
 
 def measure(blocks: int, rounds: int, phases: int) -> tuple[list[Figure], dict[str, Any]]:
-    """So many phases of each kind, of so many round trips of each kind."""
+    """`phases` of each kind, each with `rounds` round trips of each kind."""
     hashes = block_hashes("busy", blocks)
     size = sum(map(len, hashes))
     found: dict[str, dict[str, list[dict[str, float]]]] = {

@@ -60,7 +60,7 @@ class Child:
             raise self._ended(do) from None
 
     def answer(self, do: str) -> Any:
-        """What it answers to that."""
+        """The child's answer to this request."""
         assert self._process.stdout is not None
         try:
             if not select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)[0]:

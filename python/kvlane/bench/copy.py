@@ -164,7 +164,7 @@ def _pieces(engine: int, linear: int, order: list[int], size: int, pieces: int) 
 
 
 def _copying_cpu_seconds() -> float:
-    """Of this thread, which runs the bare loops, and of the engines' movers."""
+    """CPU seconds of this thread, which runs the bare loops, and of the engines' movers."""
     return time.thread_time() + daemon.cpu_seconds(os.getpid(), "kvlane-mover")
 
 

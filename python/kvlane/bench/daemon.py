@@ -27,7 +27,7 @@ class Daemon:
 
     @property
     def page_size(self) -> str:
-        """Of the pool, for people: "4 kB", "2 MB (transparent)"."""
+        """The pool's page size for people: "4 kB", "2 MB (transparent)"."""
         return str(self.tool.status()["page_size"])
 
     @property

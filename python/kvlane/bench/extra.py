@@ -50,7 +50,7 @@ def install(names: Sequence[str]) -> str:
 
 
 def lacks() -> str | None:
-    """What of the packages is missing beside this Python and how to get it, in a sentence; None if they are there."""
+    """A sentence that names the packages that this Python lacks and the command that installs them, or None."""
     names = missing(NAMES)
     return f"kvlane bench needs {', '.join(names)}: {install(names)}" if names else None
 

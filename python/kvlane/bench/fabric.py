@@ -49,7 +49,7 @@ class System:
     """The name of what its processes are."""
     transport: str
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What its processes have beside this one's."""
+    """Environment variables of the system's processes, beside this one's."""
 
 
 class Goal(NamedTuple):
@@ -69,14 +69,14 @@ class Field:
     systems: Mapping[str, System]
     sides: Mapping[str, type[Side]]
     program: tuple[str, ...]
-    """What this Python runs as a process of a side, whose name comes behind it."""
+    """Arguments of Python that start a process of one side; the side's name follows."""
     goals: tuple[Goal, ...]
     not_of_gpus: Mapping[str, str]
     """Why a side is not measured with the memory of GPUs."""
     tuning: tuple[str, ...] = ()
     """How variables begin that change what a system does: they reach no process but from its own `environment`."""
     latency_others: tuple[tuple[str, str], ...] = ()
-    """Of whose latencies there is a ratio."""
+    """Systems by whose latencies ours are divided."""
     missing: Callable[[str], str | None] = lambda name: None
     """Why a side cannot be measured here; None if it can."""
     install: Mapping[str, str] = dataclasses.field(default_factory=dict)

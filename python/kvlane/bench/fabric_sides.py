@@ -48,7 +48,7 @@ Runs = list[tuple[int, int, int]]
 
 
 class Cell(NamedTuple):
-    """What one operation moves: `bytes` in one piece, or that many in `pages` pages."""
+    """The bytes of one operation: `bytes` in one piece, or as many in `pages` pages."""
 
     pattern: str
     bytes: int
@@ -213,7 +213,7 @@ class Kvlane(Side):
         return ADDRESS_PREFIX + base64.urlsafe_b64encode(packed).decode()
 
     def connect(self, address: str) -> None:
-        """Of such an address."""
+        """Connects to the other side by its descriptor."""
         descriptor, self.remote, length = unpack_address(address)
         if length < self.memory.size:
             raise ValueError(
@@ -266,7 +266,7 @@ class Loop(Side):
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     def connect(self, address: str) -> None:
-        """Of such a port."""
+        """Connects to the other side by its port."""
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -333,7 +333,7 @@ class ProcessVm(Side):
         return f"{os.getpid()} {self.memory.address}"
 
     def connect(self, address: str) -> None:
-        """Of such a process."""
+        """Takes the pid and the address of the other side's memory."""
         self.pid, self.remote = map(int, address.split())
 
     def operation(self, op: str, cell: Cell) -> Operation:

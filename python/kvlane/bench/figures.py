@@ -57,7 +57,7 @@ def with_unit(value: float, unit: str) -> str:
 
 @dataclass
 class Outcome:
-    """What one benchmark found."""
+    """The result of one benchmark."""
 
     name: str
     figures: Sequence[Figure]

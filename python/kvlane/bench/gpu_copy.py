@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> Outcome:
-    """What the daemon measures at its start."""
+    """The measurement that the daemon makes at its start."""
     try:
         rates, thresholds = _bench.gpu_calibrate(arguments.gpu)
     except OSError as error:

@@ -78,7 +78,7 @@ class _Pair:
         self.bare_hook_us: list[float] = []
 
     def meet(self, arguments: argparse.Namespace) -> None:
-        """What a first hand-off takes more is not measured."""
+        """A first hand-off, so that its extra cost is not measured."""
         for side in (self.prefill, self.decode):
             side.ask(
                 "open",

@@ -53,7 +53,7 @@ class EngineSide:
         return [self.scheduler.address, self.bare.describe().hex(), self.region.number, self.order]
 
     def meet(self, address: list[Any]) -> None:
-        """What `address` of the other one has answered."""
+        """Connects to the other side. `address`: its answer to `address`."""
         self.peer_address, described, self.remote, far = address
         self.peer = self.bare.connect(bytes.fromhex(described))
         size, piece = self.blocks * self.piece, self.piece
@@ -79,7 +79,7 @@ class EngineSide:
         self.memory.fill(salt)
 
     def digest(self, order: list[int] | None = None) -> int:
-        """Of all bytes in the order of the prompt's blocks."""
+        """A digest of all bytes in the order of the prompt's blocks."""
         layers = self.memory.words.reshape(self.layers, self.blocks, -1)
         sums = layers.sum(axis=2, dtype=numpy.uint64)[:, self.order if order is None else order]
         weights = numpy.arange(1, sums.size + 1, dtype=numpy.uint64).reshape(sums.shape)
@@ -170,7 +170,7 @@ class EngineSide:
         return {"over": over}
 
     def counts(self) -> dict[str, int]:
-        """What was read since the last call."""
+        """Counts of reads since the last call."""
         reads, failed, runs, cma, tcp = self.rank.take_counts()
         return {"reads": reads, "failed": failed, "runs": runs, "cma_bytes": cma, "tcp_bytes": tcp}
 

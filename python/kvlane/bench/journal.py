@@ -78,7 +78,7 @@ class _Side:
         return took
 
     def _step(self) -> None:
-        """What each step of an engine does."""
+        """The work of one step of an engine."""
         self._engine.scheduler.tick()
         self.heard += len(self._engine.scheduler.take_changes()[1])
 

@@ -22,7 +22,7 @@ LAST_AGE = 1 << 20
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the picture shows, as JSON gives it back."""
+    """The names and values in the picture, as JSON gives them back."""
     results = [result for result in report["results"] if result.get("learnt")]
     if not results:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the pictures of `kvlane bench` and `kvlane demo` show, from what their JSON files hold."""
+"""The pictures of `kvlane bench` and `kvlane demo`, made from their JSON files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def fabric(result: Mapping[str, Any]) -> dict[str, Picture]:
 
 
 SMALL = 64 * 1024
-"""Of operations up to so many bytes the latency is drawn, of longer ones the rate."""
+"""Operations up to so many bytes are drawn by their latency, longer ones by their rate."""
 
 
 def _operations(rows: Sequence[Mapping[str, Any]], what: str, unit: str) -> tuple[Panel, ...]:

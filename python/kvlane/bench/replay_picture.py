@@ -25,7 +25,7 @@ def lines(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the picture shows, as JSON gives it back."""
+    """The names and values in the picture, as JSON gives them back."""
     scans = ", mixed 1:1 with one-time prompts" if report["with_scans"] else ""
     below = {result.get("ssd_capacity_blocks", 0) for result in report["results"]} - {0}
     ssd = f", {max(below):,} blocks in the tier below" if below else ""

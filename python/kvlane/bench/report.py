@@ -1,4 +1,4 @@
-"""What every benchmark writes: a JSON file and a table for people; and on what machine it was measured."""
+"""The JSON file and the table that every benchmark writes, with the machine on which it ran."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def lines(report: Mapping[str, Any], figure: str) -> dict[str, list[tuple[float,
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the picture shows, as JSON gives it back."""
+    """The names and values in the picture, as JSON gives them back."""
     shown = {
         "title": f"{Path(report['trace']).name}, simulated: {report['fleet']}; 100 % are "
         f"{report['capacity_requests_per_second']:.3g} requests a second",

@@ -222,7 +222,7 @@ async def _rounds(
 
 
 def round_figures(timings: list[load.Timing]) -> dict[str, Any]:
-    """What one round's timings say; failed requests count as failed and for nothing else. Milliseconds."""
+    """A round's figures in milliseconds. A failed request counts as failed and takes part in no other figure."""
     good = [timing for timing in timings if not timing.error]
     duration = max((timing.started + timing.total for timing in good), default=0.0)
     rate = len(good) / duration if duration else 0.0

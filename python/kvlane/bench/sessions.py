@@ -32,7 +32,7 @@ _Lookup = tuple[float, bool]
 
 @dataclass(frozen=True)
 class Load:
-    """Who asks, how often, for how long."""
+    """How many users ask, how often, and for how long."""
 
     address: str
     blocks: int

@@ -113,7 +113,7 @@ def _with_bar(requests: Iterable[trace.Request], name: str) -> Iterable[trace.Re
 
 
 def _serve(engine: Engine, request: trace.Request) -> int:
-    """What a request does to the cache: looks up, saves what is missing. Hit blocks."""
+    """Looks up a request's blocks and saves those that are missing. Returns how many were hits."""
     hashes = block_hashes(f"system-{request.system_prompt}", request.system_blocks)
     hashes += block_hashes(f"user-{request.number}", request.user_blocks)
     hit = engine.lookup(hashes)

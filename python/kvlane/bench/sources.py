@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KVLANE = "vllm:kvlane_hit_tokens"
-"""Of kvlane's connector: tokens that were loaded from the daemon instead of computed."""
+"""kvlane's connector counts here the tokens that it loaded from the daemon."""
 EXTERNAL = "vllm:external_prefix_cache_hits"
-"""Of vLLM: tokens that its connector gave, whichever connector that is."""
+"""vLLM counts here the tokens that its connector gave, whichever connector that is."""
 OWN = "vllm:prefix_cache_hits"
-"""Of vLLM: tokens that were in its own prefix cache."""
+"""vLLM counts here the tokens that were in its own prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sources:
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float], reset: bool) -> Sources:
-        """What the counters grew by."""
+        """The growth of the counters."""
 
         def grown(name: str) -> int | None:
             return int(after[name] - before.get(name, 0.0)) if name in after else None

@@ -42,14 +42,14 @@ class Phase:
     op: str
     paths: tuple[str, ...]
     file_bytes: int
-    """Of each file."""
+    """The size of each file."""
     block_bytes: int
     count: int
     depth: int
     huge: bool
     """Whether a peer has its memory in huge pages, where it can be told so."""
     first: int = 0
-    """Of writes: the block of each file with which they begin."""
+    """The block of each file at which writes begin."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _figures(measured: dict[str, Any], peers: Mapping[str, Peer] = NO_PEERS) -> 
 
 
 def _values(measured: tuple[int, float, float, float, list[int]]) -> Values:
-    """Of a phase of the tier."""
+    """The figures of one phase of the tier."""
     size, seconds, cpu, device_cpu, latencies = measured
     if not size:
         # Writes beside reads may have had no turn at all.
@@ -326,7 +326,7 @@ def _restart(file: Path, blocks: int) -> tuple[float, float | None]:
 
 
 def _present(asked: list[str] | None, peers: Mapping[str, Peer]) -> list[str]:
-    """What to measure beside the tier; what is not there is said, and ends the benchmark if it was asked for."""
+    """The peers to measure beside the tier. A missing peer is named; if it was asked for, the benchmark ends."""
     present = []
     for name in (*peers, CRC) if asked is None else asked:
         if why := peers[name].missing() if name in peers else None:

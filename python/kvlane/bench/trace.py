@@ -28,7 +28,7 @@ class Request:
 
     @property
     def blocks(self) -> int:
-        """Of the whole prompt."""
+        """How many blocks the whole prompt has."""
         return self.system_blocks + self.user_blocks
 
 

@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def missing_packages() -> list[str]:
-    """What the demo needs and this Python does not have."""
+    """The packages that the demo needs and this Python lacks."""
     return extra.missing((*_ENGINE, *_DRAWING))
 
 

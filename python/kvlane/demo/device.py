@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Setup:
-    """What the engines are on one kind of device."""
+    """How the engines are set up on one kind of device."""
 
     device: str
     shape: ModelShape
@@ -50,7 +50,7 @@ def visible_gpus(kvlane: str) -> list[str]:
 
 
 def usable_gpus(findings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of the doctor's findings: a real driver that answers, and each GPU that can be opened."""
+    """The GPUs that the doctor's findings show as usable: a real driver answers, and each GPU can be opened."""
     verdicts = {finding["subject"]: finding for finding in findings}
     if verdicts.get("gpu driver", {}).get("verdict") != "ok":
         return []
@@ -62,7 +62,7 @@ def usable_gpus(findings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def vllm_here() -> str | None:
-    """What the vLLM beside this Python computes on: `cpu` or `cuda`; None if there is none, or one for something else.
+    """The device of the vLLM beside this Python: `cpu` or `cuda`; None if there is none, or one for something else.
 
     vLLM itself tells CPU builds by the local part of their version.
     """

@@ -39,7 +39,7 @@ class ModelShape:
     max_tokens: int = 4096
     dtype: str = "float32"
     std: float = WEIGHT_STD
-    """Of the weights. With the width its square grows what comes out, so wider models take smaller weights."""
+    """Standard deviation of the weights. With the width its square grows the outputs, so wider models take less."""
 
     def parameters(self) -> int:
         """Number of weights."""

@@ -191,7 +191,7 @@ class Daemon:
 
 
 class Closes(Protocol):
-    """What can be ended."""
+    """A process or a group of processes that can be ended."""
 
     def close(self) -> None:
         """End it, if it still runs."""

@@ -1,4 +1,4 @@
-"""What the demo shows, in order. Each scenario says what must hold, and fails with a sentence when it does not.
+"""The scenarios of the demo, in order. Each scenario says what must hold, and fails with a sentence when it does not.
 
 Right answers are those of an engine's own prefix cache: 32 tokens with their logprobs, computed from the same blocks
 that kvlane has to bring back. A prefill computed anew may round otherwise, so it is no yardstick.
@@ -28,7 +28,7 @@ _RECONNECT_S = 30.0
 
 @dataclass
 class Scenario:
-    """What became of one scenario."""
+    """The outcome of one scenario."""
 
     name: str
     figures: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What two engines made of one prompt."""
+    """The answers and times of two engines for one prompt."""
 
     answer: Streamed
     prefill_s: float | None
@@ -75,7 +75,7 @@ def hand_over(pool: ThreadPoolExecutor, prefill: Side, decode: Side, prompt: str
 
 
 def counters(side: Side) -> dict[str, float]:
-    """What the engine's connector has counted, by name."""
+    """The counters of the engine's connector, by name."""
     with urllib.request.urlopen(side.node.url + "/metrics", timeout=ANSWER_TIMEOUT_S) as reply:
         text = reply.read().decode()
     return {name: float(value) for name, value in _COUNTER.findall(text)}

@@ -1,4 +1,4 @@
-"""What the demo of direct hand-offs shows, in order. Each scenario says what must hold.
+"""The scenarios of the demo of direct hand-offs, in order. Each scenario says what must hold.
 
 Right answers are those of one prefill engine that is asked alone, under a cache salt of its own.
 """
@@ -31,7 +31,7 @@ class Demo:
 
     def __init__(self, cluster: Cluster, prompts: int, prompt_tokens: int, kv_cache: int) -> None:
         self.handed_over: list[dict[str, Any]] = []
-        """Of each prompt: who computed it, who went on, and the times."""
+        """Each prompt with its prefill engine, its decode engine and the times."""
         self._cluster, self._count, self._kv_cache = cluster, prompts, kv_cache
         self._tokens = prompt_tokens
         self._pairs = itertools.cycle(
@@ -96,7 +96,7 @@ class Demo:
         return scenario
 
     def _token_bytes(self) -> float:
-        """Of a token's KV, by what has been handed over."""
+        """Bytes of a token's KV, by the prompts that were handed over."""
         sides = self._cluster.decode
         landed = sum(counters(side).get("direct_landed_tokens", 0) for side in sides)
         return sum(_read_bytes(side) for side in sides) / landed
@@ -155,7 +155,7 @@ class Demo:
 
 
 def _read_bytes(side: Side) -> float:
-    """What an engine has read of other engines' blocks; all of it has landed."""
+    """Bytes that an engine has read of other engines' blocks; all of them have landed."""
     counted = counters(side)
     return counted.get("direct_cma_bytes", 0) + counted.get("direct_tcp_bytes", 0)
 

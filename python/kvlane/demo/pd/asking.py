@@ -1,4 +1,4 @@
-"""What the demo asks of engines and of the router, over HTTP."""
+"""The demo's requests to engines and to the router, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SAMPLE = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
 
 
 class AskFailed(Exception):
-    """Nobody answered, or the answer was an error. The sentence names the address."""
+    """No answer came, or it was an error. The sentence names the address."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -127,7 +127,7 @@ def read_prompt_tokens(metrics: str) -> PromptTokens:
 
 
 def counted(counters: Callable[[], PromptTokens], before: PromptTokens, tokens: int) -> PromptTokens:
-    """What counters grew by, when they have counted a prompt of so many tokens. Exact while nothing else is asked.
+    """The growth of the counters once they have counted a prompt of `tokens`. Exact while nothing else is asked.
     Raises AskFailed where they count something else."""
     deadline = time.monotonic() + _COUNT_TIMEOUT_S
     while (grown := counters() - before).total < tokens and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What the demo of changing roles shows: the work changes, and a worker prefills or decodes as it needs.
+"""The demo of changing roles: the work changes, and a worker prefills or decodes as the work needs.
 
 Right answers are those of one prefill engine that is asked alone, under a cache salt of its own.
 """
@@ -34,7 +34,7 @@ _CHANGE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Work:
-    """What clients ask."""
+    """The requests of the clients."""
 
     name: str
     role: str
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass
 class Done:
-    """What came of it."""
+    """The outcome."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     """By prompt."""
@@ -60,7 +60,7 @@ class FlipDemo:
 
     def __init__(self, cluster: Cluster, prompt_tokens: int) -> None:
         self.requests: list[dict[str, Any]] = []
-        """Of each request that the router remembers: who prefilled, who answered, and why."""
+        """Each request that the router remembers: its prefill node, the node that answered, and the reason."""
         self._cluster, self._plan = cluster, cluster.plan
         self._words = prompt_tokens
         self._numbers = itertools.count(1)

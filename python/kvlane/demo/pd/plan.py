@@ -1,4 +1,4 @@
-"""What is started where, and whether this machine has the ports and the memory for it. Nothing is started here."""
+"""Plans which process listens where, and checks the machine's ports and memory. Starts nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Plan:
     router_port: int
     admin_port: int
     notes: list[str]
-    """What is other than one may expect."""
+    """Sentences about differences from the expected plan, such as another port."""
 
     @property
     def engines(self) -> list[Node]:
@@ -60,17 +60,17 @@ class Plan:
 
     @property
     def router_url(self) -> str:
-        """What clients ask."""
+        """The router's address for clients."""
         return f"http://127.0.0.1:{self.router_port}"
 
     @property
     def admin_url(self) -> str:
-        """What the router shows."""
+        """The router's address for operators."""
         return f"http://127.0.0.1:{self.admin_port}"
 
     @property
     def threads(self) -> int:
-        """Of each engine's computing."""
+        """Compute threads of each engine."""
         return max(1, len(os.sched_getaffinity(0)) // len(self.engines))
 
     def name_of(self, url: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What the demo found: demo-pd.json, two tables, a picture."""
+"""Writes the demo's results: demo-pd.json, two tables, a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EQUAL, COMPUTES, CONTROL = "answers equal", "the decode engine computes", "contr
 def result(
     scenarios: Sequence[Scenario], planned: int, requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What demo-pd.json says of the scenarios; `planned` is how many there should have been."""
+    """The content of demo-pd.json; `planned` is how many scenarios there should have been."""
     return {
         "passed": len(scenarios) == planned and all(scenario.passed for scenario in scenarios),
         "answers_equal": _passed(scenarios, EQUAL),

@@ -1,4 +1,4 @@
-"""What the demo of prefill and decode engines shows, in order. Each scenario says what must hold.
+"""The scenarios of the demo of prefill and decode engines, in order. Each scenario says what must hold.
 
 Right answers are those of one prefill engine that is asked alone, under a cache salt of its own: so it computes the
 whole prompt, and none of its blocks serves the same prompt without a salt.
@@ -24,7 +24,7 @@ from kvlane.demo.scenarios import Scenario
 
 ANSWER_TOKENS = 16
 SPLIT = "prefill, then decode"
-"""What the router says of a request that two engines serve."""
+"""The router's reason for a request that two engines serve."""
 MOST_COMPUTED = BLOCK_TOKENS + 1
 """Prompt tokens that a decode engine may have to compute: the last block, which may not be whole, and one token."""
 _KILLED_WHILE = 16
@@ -39,7 +39,7 @@ class Demo:
         self, cluster: Cluster, prompts: int, prompt_tokens: int, out: Path, with_vllm_bench: bool
     ) -> None:
         self.requests: list[dict[str, Any]] = []
-        """Of each request: its id, who prefilled, who answered, and why."""
+        """Each request: its id, its prefill node, the node that answered, and the reason."""
         self._cluster = cluster
         self._plan = cluster.plan
         self._router = cluster.plan.router_url
@@ -246,7 +246,7 @@ class Demo:
         return scenario
 
     def bench_serve(self, step: Callable[[str], object]) -> Scenario:
-        """What a client feels, by `kvlane bench serve` against the router."""
+        """The times that a client sees, by `kvlane bench serve` against the router."""
         scenario = Scenario("kvlane bench serve at the router")
         step("kvlane bench serve")
         bench.kvlanes(scenario, self._router, self._prompt_tokens, self._out)
