@@ -1,4 +1,4 @@
-"""What a router costs: `kvlane route` and vllm-router before the same fake engines, in turns.
+"""The cost of a router: `kvlane route` and vllm-router before the same fake engines, in turns.
 
     pip install vllm-router==0.1.17                                  # in any environment
     cargo build --release -p kvlane-router --example relay           # the least that a router can cost
@@ -427,7 +427,7 @@ def latency_of(started: Started, name: str) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all that it has started."""
+    """CPU seconds of a process and of all that it has started."""
     seconds, pids = 0.0, [pid]
     for each in pids:
         try:

@@ -64,7 +64,7 @@ def engine(streams: int) -> Iterator[list[str]]:
 
 
 def raise_descriptor_limit(streams: int) -> None:
-    """Of this process and those that it starts. A connection takes one at each end, in the router two."""
+    """For this process and its children. A connection takes one descriptor at each end, and two in the router."""
     wanted = 2 * streams + DESCRIPTORS_BESIDES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= wanted:

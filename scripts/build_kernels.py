@@ -119,7 +119,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _xxh3_128(path: Path) -> str:
-    """What the crate's test computes too; the package is in the environment, not in this Python."""
+    """The digest that the crate's test compares, by the environment's Python, because that one has the package."""
     code = "import sys, xxhash; print(xxhash.xxh3_128_hexdigest(open(sys.argv[1], 'rb').read()))"
     command = [str(VENV / "bin/python"), "-c", code, str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""What cargo builds of the crates, and where it lies.
+"""The programs and libraries that cargo builds of the crates, and their paths.
 
     python scripts/cargo.py    the flags that choose the crates under test
 
@@ -51,7 +51,7 @@ class Built:
 
 
 def build(*arguments: str) -> list[Built]:
-    """What `cargo ARGUMENTS` makes. Ends this process with cargo's status where that fails."""
+    """The files that `cargo ARGUMENTS` makes. If cargo fails, ends this process with its status."""
     command = ["cargo", *arguments, "--message-format=json-render-diagnostics"]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode:

@@ -75,7 +75,7 @@ def joined(*names: str) -> str:
 
 
 def paths(text: str, module: str, texts: dict[str, str]) -> Iterator[list[str]]:
-    """What a file names of its crate, as paths from the crate's root."""
+    """The names of its crate that a file uses, as paths from the crate's root."""
     at = 0
     while match := PATH.search(text, at):
         stem, at = match.group(1).split("::"), match.end()

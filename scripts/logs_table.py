@@ -229,7 +229,7 @@ def _without_texts(source: str) -> str:
 
 
 def _arguments(source: str, code: str, start: int) -> list[str]:
-    """What stands between the brackets that open before `start`, cut at its commas."""
+    """The arguments between the brackets that open before `start`."""
     found, depth, begin = [], 1, start
     for position in range(start, len(code)):
         character = code[position]

@@ -1,4 +1,4 @@
-"""What could not be tested on this machine, told at the end of the run beside the tests that were skipped."""
+"""Lists at the end of a run, beside skipped tests, those that could not be run on this machine."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Find:
 
 
 def in_code(name: str, text: str) -> Iterator[Find]:
-    """Of a source file: its comments."""
+    """Finds in the comments of a source file."""
     previous = ""
     for number, line in enumerate(text.splitlines(), 1):
         found = _COMMENT.match(line)
@@ -64,7 +64,7 @@ def in_code(name: str, text: str) -> Iterator[Find]:
 
 
 def in_page(name: str, text: str) -> Iterator[Find]:
-    """Of a page: its words, and a guide's long sentences."""
+    """Counts a page's words, and finds a guide's long sentences."""
     yield Find("words", name, "", len(text.split()))
     if Path(name).stem in GUIDES:
         for sentence in sentences(text):
@@ -73,7 +73,7 @@ def in_page(name: str, text: str) -> Iterator[Find]:
 
 
 def sentences(page: str) -> Iterator[str]:
-    """Of paragraphs and lists. Tables, fenced blocks and pictures have none; a link or a code span is one word."""
+    """The sentences of paragraphs and lists, without tables, fenced blocks and pictures. A link or a code span is a word."""
     plain = re.sub(r"^```.*?^```", "\n", page, flags=re.MULTILINE | re.DOTALL)
     plain = re.sub(r"^(?:\||#|!|<).*$", "\n", plain, flags=re.MULTILINE)
     plain = re.sub(r"`[^`]*`", "code", plain)

@@ -65,7 +65,7 @@ class Run:
         self.cases: list[tuple[str, str, str, float]] = []
         """Program, test, outcome, seconds."""
         self.left_out: list[str] = []
-        """What tests said that they could not do here: the test, a colon, and why."""
+        """Tests that could not run here: the test, a colon, and the reason."""
 
     def run(self, program: Built) -> None:
         began = time.monotonic()

@@ -53,7 +53,7 @@ Values = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one figure."""
+    """One figure of both builds."""
 
     what: str
     unit: str
@@ -158,7 +158,7 @@ def measure(python: Path, name: str, out: Path) -> list[tuple[str, str, float]]:
 
 
 def figures(result: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """What is kvlane's own in a benchmark's result: not its yardsticks, intervals and bare loops."""
+    """kvlane's own figures in a benchmark's result, without yardsticks, intervals and bare loops."""
     if result["benchmark"] == "fabric":
         return list(map(transfer_figure, result["results"]))
     told = {each["what"]: each for each in result["figures"]}
@@ -181,7 +181,7 @@ def figures(result: dict[str, Any]) -> list[tuple[str, str, float]]:
 
 
 def transfer_figure(cell: dict[str, Any]) -> tuple[str, str, float]:
-    """What counts of one kind of transfer: the time of a small one, the rate of others."""
+    """The figure that is compared for a transfer: the time of a small one, the rate of others."""
     size = f"{cell['bytes']} B" if cell["pattern"] == "contiguous" else cell["pattern"]
     what = f"fabric, {cell['transport']} {cell['op']} {size}"
     if cell["pattern"] == "contiguous" and cell["bytes"] < 1 << 20:
@@ -208,7 +208,7 @@ def is_better_large(what: str, unit: str) -> bool:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What was compared."""
+    """The comparison as a table."""
     return report.table(
         ["figure, medians", "before", "after", "worse", "old from old", "holds"],
         [

@@ -57,7 +57,7 @@ class Nixl(Side):
         return json.dumps([metadata, self.memory.address])
 
     def connect(self, address: str) -> None:
-        """Of such metadata."""
+        """Connects to the other agent by its metadata."""
         metadata, self.remote = json.loads(address)
         name: Any = self.agent.add_remote_agent(base64.b64decode(metadata))
         self.name = name.decode() if isinstance(name, bytes) else name
@@ -123,7 +123,7 @@ class Mooncake(Side):
         return json.dumps([f"127.0.0.1:{self.engine.get_rpc_port()}", self.memory.address])
 
     def connect(self, address: str) -> None:
-        """Of such an engine; it connects with the first operation."""
+        """Takes the other engine's address; the first operation connects."""
         self.target, self.remote = json.loads(address)
 
     def operation(self, op: str, cell: Cell) -> Operation:

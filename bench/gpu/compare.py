@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _order(systems: list[str]) -> list[str]:
-    """What runs: where both are asked for, an engine without a connector runs in the pair only."""
+    """The systems that run. If both are asked for, an engine without a connector runs in the pair only."""
     if not {"kvlane", "none"} <= set(systems):
         return systems
     return [PAIR if system == "none" else system for system in systems]

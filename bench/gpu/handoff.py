@@ -106,7 +106,7 @@ class Pair:
         )
 
     async def next_turns(self) -> dict[str, list[float]]:
-        """Of each kind D's first tokens."""
+        """The times of D's first tokens, by kind of turn."""
         times: dict[str, list[float]] = {kind: [] for kind in NEXT_TURN}
         for index in range(self._settings.prompts):
             for turn in range(len(NEXT_TURN)):
@@ -145,8 +145,8 @@ class Pair:
         return between
 
     async def same_bytes(self, found: dict[str, Any], name: str, is_next_turn: bool = False) -> None:
-        """What lands in poisoned memory, and is loaded into it, beside what P has computed. D computes the last token:
-        the block with it may differ in its last bits."""
+        """Compares the bytes that land or are loaded in poisoned memory with those that P computed. D computes the last
+        token, so the block with it may differ in its last bits."""
         for engine in (self.p, self.d):
             await engine.forget()
             await engine.on_workers(model.poison, POISON)
@@ -160,7 +160,7 @@ class Pair:
         found[f"control_{name}_bytes"] = min(found[f"{name}_blocks"]) > 0 and max(differ) <= 2
 
     async def same_answers(self, found: dict[str, Any]) -> None:
-        """Of D with what has landed, and of D again with what it has by then: a block that comes late would be seen.
+        """Answers of D with the landed blocks, and of D again later: a block that comes late would change the second.
         Both compute one token behind whole blocks. P's answers may differ from D's in late tokens: each engine compiles
         kernels of its own."""
         prompts = [self.draw(self._settings.tokens // 128 * 128 + 1) for _ in range(6)]
@@ -240,7 +240,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def controls_hold(found: dict[str, Any], tokens: int) -> bool:
-    """What came is right, and was not computed."""
+    """Whether the bytes are right, and were not computed."""
     names = (
         "control_landed_bytes",
         "control_next_turn_bytes",

@@ -1,5 +1,5 @@
-"""What a connector costs a hit in the engine's own GPU memory: engines without one and with kvlane, several of each,
-asked in turns.
+"""The cost of a connector for a hit in the engine's own GPU memory. Engines without one and with kvlane, several of
+each, are asked in turns.
 
     python bench/gpu/hits.py --out out/hits             # CUDA graphs
     python bench/gpu/hits.py --eager --out out/hits

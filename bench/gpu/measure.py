@@ -56,7 +56,7 @@ class Engine:
         self._kind = RequestOutputKind.DELTA
         self._names = 0
         self.cached_tokens = 0
-        """Of the prompt that was asked last: those that vLLM did not compute."""
+        """Tokens of the last prompt that vLLM did not compute."""
         self.handed: dict[str, Any] = {}
         """The `kv_transfer_params` that came with the last answer."""
         self._llm = AsyncLLM.from_engine_args(

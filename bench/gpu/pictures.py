@@ -1,4 +1,4 @@
-"""What the pictures of `compare.py` and `restart.py` show, from what their JSON files hold."""
+"""The pictures of `compare.py` and `restart.py`, made from their JSON files."""
 
 from __future__ import annotations
 

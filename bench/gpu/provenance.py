@@ -1,5 +1,5 @@
-"""What every result of this folder begins with: the benchmark, the day, the commit, the GPUs and their driver, and the
-versions of the packages that took part."""
+"""The fields with which every result of this folder begins: the benchmark, the day, the commit, the GPUs and their
+driver, and the versions of the packages that took part."""
 
 from __future__ import annotations
 

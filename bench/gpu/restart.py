@@ -135,7 +135,7 @@ class EngineProcess:
         self._pipe.send(vars(settings))
 
     def done(self) -> Any:
-        """What the last command gave; after the start, the seconds that it took."""
+        """The result of the last command; after the start, its seconds."""
         while "done" not in (message := self._next()):
             pass
         return message["done"]

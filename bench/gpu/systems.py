@@ -59,7 +59,7 @@ def _libpython() -> str:
 
 
 def kvlane_address(folder: Path) -> str:
-    """Of the daemon whose socket is in this folder."""
+    """The address of the daemon whose socket is in this folder."""
     return f"unix:{folder / 'kvlane.sock'}"
 
 
@@ -199,7 +199,7 @@ def running(system: System, size: int, folder: Path, log: Path) -> Iterator[None
 
 
 def plan(names: Iterable[str], size: int, folder: Path) -> str:
-    """What `--dry-run` prints: of each system the server's command line and vLLM's flag, as they would be used."""
+    """The text of `--dry-run`: the command line of each system's server, and vLLM's flag."""
     lines = []
     for system in (SYSTEMS[name] for name in names):
         try:
@@ -218,7 +218,7 @@ def plan(names: Iterable[str], size: int, folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of all packages that took part and are installed as such."""
+    """The versions of the packages that took part, if they are installed."""
     found = {}
     for package in {"torch", *(system.package for system in SYSTEMS.values())}:
         try:

@@ -49,7 +49,7 @@ class System:
     prefill: Side
     decode: Side
     later_ms: list[float] = field(default_factory=list)
-    """Of each prompt: the pair's first token less the one engine's."""
+    """For each prompt, the time of the pair's first token less that of the one engine."""
     landed: int = 0
     cpu_s: float = 0.0
 

@@ -1,4 +1,4 @@
-"""What a decode engine's step costs while prompts that land wait in it.
+"""The cost of a decode engine's step while prompts wait in it for their landing.
 
     python bench/pd/waiting.py                   # 64 prompts of 10,000 tokens, half landed; about a minute on two cores
 

@@ -96,7 +96,7 @@ def summary(rows: list[dict[str, Any]], served: list[list[float] | None]) -> dic
 
 
 def live(program: str, engines: str, trace: Path, speed: float, folder: Path) -> dict[str, dict[str, Any]]:
-    """What clients saw of each policy."""
+    """The times that clients saw with each policy."""
     asking: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
     with ExitStack() as stack:
 

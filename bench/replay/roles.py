@@ -62,7 +62,7 @@ def nodes(role: str, count: int, **keys: str) -> str:
 
 
 def fleets() -> dict[str, str]:
-    """Of equal nodes, by name."""
+    """Fleets of equal nodes, by name."""
     fixed = {
         f"{count} prefill, {NODES - count} decode": nodes("prefill", count) + nodes("decode", NODES - count)
         for count in range(1, NODES)
@@ -77,7 +77,7 @@ def fleets() -> dict[str, str]:
 
 
 def class_fleets() -> dict[str, str]:
-    """Of two kinds of nodes, by name."""
+    """Fleets of two kinds of nodes, by name."""
     half = NODES // 2
     compute, bandwidth = "compute-rich", "bandwidth-rich"
     workers = nodes("worker", half, **{"class": compute}) + nodes("worker", half, **{"class": bandwidth})
@@ -107,7 +107,7 @@ def replay(program: str, trace: Path, file: str) -> dict[str, Any]:
 
 
 def head(policy: str, speed: float) -> str:
-    """Of a file."""
+    """The first lines of a fleet's file."""
     return f'policies = ["{policy}"]\nspeeds = [{speed}]\n{LIMITS}'
 
 
@@ -137,7 +137,7 @@ def measure(program: str, traces: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def best_fixed(results: Mapping[str, Any]) -> str:
-    """Of a trace, with hindsight."""
+    """The fixed split that served a trace best, known only afterwards."""
     fixed = [name for name in results if name.endswith(" decode") and name[0].isdigit()]
     return max(fixed, key=lambda name: results[name]["within_limits_percent"])
 
@@ -169,7 +169,7 @@ def shorten(found: dict[str, Any]) -> None:
 
 
 def facts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the picture shows, as JSON gives it back."""
+    """The names and values in the picture, as JSON gives them back."""
     results = found["roles"]["swinging"]
     fleets = [OURS, TOGETHER, best_fixed(results)]
     within = {

@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def compare(values: Values) -> list[dict[str, Any]]:
-    """Of each phase and figure both medians, both spreads, and whether they agree."""
+    """A row for each phase and figure: both medians, both spreads, and whether they agree."""
     rows = []
     for phase in PHASES:
         for time_name in TIMES:
@@ -120,7 +120,7 @@ def compare(values: Values) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """What was compared, in ms."""
+    """The comparison as a table, in ms."""
     return report.table(
         ["ms, medians", "kvlane bench", "spread", "vllm bench", "spread", "agree"],
         [

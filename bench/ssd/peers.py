@@ -86,7 +86,7 @@ def _reserved_huge_bytes() -> int:
 
 
 def nixl(phase: Phase) -> dict[str, float]:
-    """Of a new process: NIXL crashes where it is unloaded."""
+    """Figures of NIXL in a process of its own, because it crashes when it is unloaded."""
     command = [sys.executable, str(Path(__file__).resolve()), "--phase", json.dumps(asdict(phase))]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
