@@ -308,7 +308,7 @@ def _(folder: Path, make_daemon: MakeDaemon) -> str:
 def _(folder: Path, make_daemon: MakeDaemon) -> str:
     file = _made(folder, make_daemon)
     with file.open("r+b") as opened:
-        # docs/ssd.md: the kind, the checksum and length of what follows, and the version as its first field.
+        # crates/ssd/src/layout/mod.rs: the kind, the checksum and length of what follows, and the version as its first field.
         for copy in (0, 4096):
             opened.seek(copy)
             page = bytearray(opened.read(4096))

@@ -1,7 +1,7 @@
 //! The SSD tier: keeps sealed blocks in log-structured files and finds them again after a restart.
 //!
 //! The daemon opens one [`SsdTier`] over one file per device. Each file is cut into segments. A record is a header page
-//! and the shards of one block, and is appended to the file's open segment. docs/ssd.md draws every byte.
+//! and the shards of one block, and is appended to the file's open segment. `layout` draws every byte.
 //!
 //! ```text
 //!  write -> queue --+                    +-> append to the log; record and head written -> index -> done(Stored)
