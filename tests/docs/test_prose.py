@@ -49,5 +49,5 @@ def test_a_count_above_its_ceiling_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert prose.main() == 0
     for kind in prose.CEILINGS:
         with monkeypatch.context() as lower:
-            lower.setitem(prose.CEILINGS, kind, 0)
+            lower.setitem(prose.CEILINGS, kind, -1)
             assert prose.main() == 1, kind
