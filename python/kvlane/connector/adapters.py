@@ -164,7 +164,7 @@ class Adapter:
         kept = self._hub_folder
         if kept is None or os.path.exists(self._path) or not _is_meant(kept):
             kept = _folder(self._path)
-            # What the hub's library finds does not change while the name means this commit.
+            # The folder that the hub's library found stays the same while the name means this commit.
             self._hub_folder = kept if kept is not None and _is_meant(kept) else None
         return _files_in(kept)
 

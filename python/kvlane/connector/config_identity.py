@@ -208,7 +208,7 @@ def _cache_dtype(context: Context, cache_dtype: object) -> JsonValue:
     if any("mla" in group.kind for group in groups) and cache_dtype in LATENT_DTYPES:
         return None
     if cache_dtype == "auto":
-        # Of a checkpoint that says how its cache is quantized.
+        # `quantized`: the checkpoint says how its cache is quantized.
         return "fp8" if any(group.quantized for group in groups) else None
     return cache_dtype
 

@@ -68,7 +68,7 @@ class Peers:
         host, _, port = address.rpartition(":")
         with suppress(ValueError):
             number = ipaddress.ip_address(host.strip("[]"))
-            # Of an interface's name behind `%` it is for the host's resolver to say what it means.
+            # An interface's name behind `%` means something only to the host's resolver.
             if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536 or "%" in host:
                 return False
             if any(number in network for network in self._networks):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
-# What vLLM calls host memory.
+# vLLM's name for host memory.
 MEDIUM = "CPU"
 
 

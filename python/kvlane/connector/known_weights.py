@@ -76,7 +76,7 @@ class KnownWeights:
         elif len(labels) == 1 and (label := labels.pop()) is not None and label.startswith("version "):
             self.key = version_key(label.removeprefix("version "))
         else:
-            # Of this engine's life: nobody else knows what these labels mean.
+            # A key of this engine's life alone, because these labels mean nothing elsewhere.
             said = repr(sorted(report.labels, key=lambda pair: pair[0]))
             self.key = hashlib.blake2b(said.encode(), key=self._life, digest_size=16).digest()
         return True

@@ -22,7 +22,7 @@ INDEXES = {"consolidated*.safetensors": "consolidated.safetensors.index.json"}
 INDEX = "model.safetensors.index.json"
 # Left by training beside the weights.
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-# What vLLM takes a model's configuration from, and where quantization is described apart from it.
+# Files from which vLLM takes a model's configuration, and files that describe a quantization apart from it.
 CONFIGURATIONS = ("config.json", "params.json")
 QUANTIZATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 

@@ -65,7 +65,7 @@ def _may_have_changed(model: ModelConfig, folder: Path, load_format: str, start:
                 files += configuration_files(folder, bool(getattr(model, "trust_remote_code", False)))
             # A folder or a file that was renamed may keep its own times; the folder that has it does not.
             return start.is_older_than_any([name, *files, *{each.parent for each in files}])
-        # Of a hub's copy files stay as they are, but a name may come to mean another commit.
+        # Files of a hub's copy stay as they are, but a name may come to mean another commit.
         reference = hub_reference(folder, getattr(model, "revision", None))
         if reference is None or not reference.exists() or not start.is_older_than(reference):
             return False

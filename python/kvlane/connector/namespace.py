@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
-# Whoever guesses the seed of these can build colliding prompts, so a random seed is right for them.
+# A client that guesses the seed of these can build colliding prompts, so they need a random seed.
 GUESSABLE_HASHES = ("xxhash", "xxhash_cbor")
 
 

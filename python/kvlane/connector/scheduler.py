@@ -165,7 +165,7 @@ class SchedulerSide:
         state = self.requests.get(request.request_id)
         promised_by = state.promised_by if state is not None else None
         if external_tokens and promised_by is None:
-            # Nobody has promised them, but the engine waits for them: reported as a failed load.
+            # No kind has promised them, but the engine waits for them: the load is reported as failed.
             promised_by = self.loads.name
         if state is not None and external_tokens:
             state.awaits_tokens = True

@@ -20,7 +20,7 @@ DAEMON = ("auto", "on", "off")
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
 # These keys have no prefix: users know them from vLLM's P2P NCCL connector. They are read with `kvlane.direct` only.
 PLAIN = ("send_type", "kv_buffer_size")
-# What vLLM before 0.32 has in its own field `kv_buffer_size` where nobody wrote one.
+# The default of the field `kv_buffer_size` in vLLM before 0.32.
 BUFFER_SIZE_UNSET = 1e9
 
 

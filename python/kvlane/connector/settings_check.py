@@ -16,7 +16,7 @@ from kvlane.connector.settings import Settings
 NAME = "KVLaneConnector"
 MODULE = "kvlane.connector"
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
-# Of vLLM 0.24 to 0.33; vLLM refuses others.
+# The fields in vLLM 0.24 to 0.33, which refuses others.
 _FIELDS = (
     "kv_connector",
     "engine_id",

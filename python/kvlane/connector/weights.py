@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-# Of each parameter so many words of 4 bytes are read, evenly spread; smaller ones are read whole. A training step may
+# Words of 4 bytes that are read of each parameter, evenly spread; smaller ones are read whole. A training step may
 # change few of a parameter's words, in 16 bits one in a hundred, but the samples of a model are a million together.
 SAMPLED_WORDS = 4096
 WORD_BYTES = 4
@@ -35,7 +35,7 @@ STARTED_WITH = ""
 # Callers between a model runner and the connector are fewer.
 FRAMES_MAX = 32
 
-# Of the engine whose worker lives in this process.
+# The weights of the engine whose worker lives in this process.
 _watched: weakref.WeakSet[Weights] = weakref.WeakSet()
 
 
@@ -119,7 +119,7 @@ def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> bytes:
         if tensor.is_cuda and not is_synchronized:
             import torch
 
-            # Who changes weights may do so in a stream of its own.
+            # The code that changes weights may use a stream of its own.
             torch.cuda.synchronize(tensor.device)
             is_synchronized = True
         storage = tensor.untyped_storage()

@@ -32,7 +32,7 @@ STRETCH = 16 << 20
 """Of larger tensors a page is read in each stretch of this many bytes."""
 KEY = b"kvlane weights 1"
 """Draws the pages. Another key is another digest of every model."""
-# Of files that are not safetensors: bytes at both ends, and pages between.
+# In files other than safetensors: bytes at both ends, and pages between.
 ENDS = 1 << 20
 PAGES_BETWEEN = 64
 # The format's own limit.

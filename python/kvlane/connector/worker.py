@@ -107,7 +107,7 @@ class WorkerSide:
 
     def bind(self, jobs: StepJobs) -> None:
         """A step begins."""
-        # Of a pipeline with a drafter, vLLM ends a step in the last stage only.
+        # In a pipeline with a drafter, vLLM ends a step in the last stage only.
         self.start_saves()
         self._jobs = jobs
         self._is_computed = False

@@ -194,7 +194,7 @@ class LookUpAndLoad(SchedulerKind):
         if state.looking_up:
             return False
         if state.hit is None:
-            # Of a prompt that the engine has itself the daemon need not be asked.
+            # The daemon is not asked for a prompt that the engine has itself.
             return state.local_tokens < self._tokens_to_find(state)
         # After a preemption the prompt includes what was generated.
         longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
@@ -206,8 +206,8 @@ class LookUpAndLoad(SchedulerKind):
         state.hit = hit
         self._end_hand_off(state, hit)
         state.answered_at = self._shared.clock()
-        # What the daemon has is not saved again; what only the engine's own cache has is, so that a daemon that
-        # was restarted fills up by itself.
+        # Blocks that the daemon has are not saved again. Those that only the engine's own cache has are, so a restarted
+        # daemon fills up by itself.
         state.are_stored(
             [hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups]
         )

@@ -68,7 +68,7 @@ class Reset(SchedulerKind):
             return
         shared.hashes.weights_key = shared.weights.key
         for state in shared.requests.values():
-            # What was computed meanwhile was not saved.
+            # Blocks computed meanwhile were not saved.
             state.forget_progress()
         labels = {label for _, label in part.labels}
         if labels == {STARTED_WITH}:

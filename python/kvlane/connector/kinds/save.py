@@ -133,7 +133,7 @@ class SaveBlocks(SchedulerKind):
         if self._shared.core.cancel_saves(self.saves.last_job, CANCEL_TIMEOUT_MS):
             self.saves.give_up()
             for state in self._shared.requests.values():
-                # What is computed again is saved again.
+                # So blocks that are computed again are saved again.
                 state.forget_progress()
         else:
             # Log: vLLM answers that the reset failed, because the daemon may still read blocks. Do: call it again
