@@ -12,7 +12,7 @@ use super::handle::{EVENT, Handle};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// How often the event was recorded, and the latest of those records that is done.
+/// The number of records of the event, and the latest record that is done.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(super) struct Counters {
@@ -52,12 +52,12 @@ impl Event {
         }
     }
 
-    /// Begins a record and gives its number.
+    /// Begins a record and returns its number.
     pub(super) fn record(&self) -> u64 {
         self.counters().recorded.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// A record is done, and with it all before it.
+    /// Marks a record and all before it as done.
     pub(super) fn finish(&self, record: u64) {
         self.counters().done.fetch_max(record, Ordering::AcqRel);
     }

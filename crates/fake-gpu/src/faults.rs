@@ -1,29 +1,29 @@
-//! Faults that tests ask a fake for.
+//! Faults that tests inject into a fake.
 
-/// An error that the n-th matching call, or the n-th copy that runs, ends in.
+/// An error for the n-th matching call, or for the n-th copy that runs.
 #[derive(Debug)]
 struct Fault {
     device: u32,
-    /// None for any call.
+    /// None matches any call.
     operation: Option<&'static str>,
-    /// Matching ones that still pass.
+    /// Matching calls that still pass.
     passes: u64,
     code: u32,
 }
 
-/// Faults that wait for their time; each happens once.
+/// Pending faults; each happens once.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     waiting: Vec<Fault>,
 }
 
 impl Faults {
-    /// The `nth` matching one from now fails; 1 is the next.
+    /// Fails the `nth` matching call from now; 1 is the next.
     pub(super) fn add(&mut self, device: u32, operation: Option<&'static str>, nth: u64, code: u32) {
         self.waiting.push(Fault { device, operation, passes: nth.saturating_sub(1), code });
     }
 
-    /// Counts one and says how it fails, if it does.
+    /// Counts a call, and returns its error if it fails.
     pub(super) fn next(&mut self, device: u32, operation: &'static str) -> Option<u32> {
         let mut due = None;
         for (index, fault) in self.waiting.iter_mut().enumerate() {

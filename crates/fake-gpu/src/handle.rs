@@ -1,11 +1,11 @@
-//! The 64 bytes by which another process finds a fake's memory: a file descriptor of a live process.
+//! The 64 bytes by which another process opens a fake's memory: a file descriptor of a live process.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd};
 
 use kvlane_gpu::{IpcHandle, code};
 
-/// What kind of thing a handle names.
+/// The kinds of handles.
 pub(super) const MEMORY: [u8; 8] = *b"kvfakmem";
 pub(super) const EVENT: [u8; 8] = *b"kvfakevt";
 
@@ -13,7 +13,7 @@ pub(super) const EVENT: [u8; 8] = *b"kvfakevt";
 pub(super) struct Handle {
     pid: u32,
     fd: u32,
-    /// Tells a later file with the same number from the one that was meant.
+    /// Distinguishes the file from a later one with the same descriptor number.
     inode: u64,
     pub(super) bytes: u64,
 }
@@ -45,7 +45,7 @@ impl Handle {
         Ok(Handle { pid: word(8), fd: word(12), inode: long(16), bytes: long(24) })
     }
 
-    /// The file, from its owner's table of descriptors. As with CUDA, a process cannot open what is its own.
+    /// The file, from its owner's table of descriptors. As with CUDA, a process cannot open its own handle.
     pub(super) fn open(self) -> Result<File, u32> {
         if self.pid == std::process::id() {
             return Err(code::INVALID_CONTEXT);

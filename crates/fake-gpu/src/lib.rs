@@ -1,10 +1,10 @@
-//! GPUs made of threads and shared memory, so that everything above the driver runs on a machine without one.
+//! GPUs made of threads and shared memory, so that all code above the driver runs on a machine without a GPU.
 //!
-//! Device memory is files that other processes can map, streams are threads, events are counters. What CUDA refuses
-//! is refused here: a kernel that touches memory which its device does not reach loses its context, a process cannot
-//! open its own export, a copy engine does not cross from one pinned range into the next. Tests can ask for faults.
+//! Device memory is files that other processes can map, streams are threads, events are counters. The fake refuses what CUDA
+//! refuses: a kernel that touches memory beyond its device's reach costs the context, a process cannot open its own export,
+//! and a copy engine does not cross from one pinned range into the next. Tests can inject faults.
 //!
-//! Only tests use this crate: no program that users get has it.
+//! Only tests use this crate; no program for users contains it.
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
@@ -38,7 +38,7 @@ use self::stream::Stream;
 /// The driver with this name, as [`kvlane_gpu::driver_named`] gives it, and `fake` besides: a host with two GPUs.
 ///
 /// # Errors
-/// As of [`kvlane_gpu::driver_named`]; for `fake` only where the system has no addresses to spare.
+/// Those of [`kvlane_gpu::driver_named`]. `fake` fails only if the system has no addresses left.
 pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
     if name != Some("fake") {
         return kvlane_gpu::driver_named(name);
@@ -47,12 +47,12 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
     Ok(Arc::new(FakeDriver::new(FakeOptions::default()).map_err(failed)?))
 }
 
-/// What a fake host looks like.
+/// The GPUs of a fake host.
 #[derive(Debug, Clone)]
 pub struct FakeOptions {
-    /// How many GPUs the driver has; their ordinals count from 0.
+    /// The number of GPUs; their ordinals count from 0.
     pub devices: u32,
-    /// Memory of each, in bytes; only what is written to costs anything.
+    /// Memory of each, in bytes. Only written pages take memory of the machine.
     pub device_bytes: u64,
     /// Ways to copy beside single copies.
     pub methods: CopyMethods,
@@ -67,7 +67,7 @@ impl Default for FakeOptions {
     }
 }
 
-/// How bytes were copied.
+/// The call that copied bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     /// A call for one copy.
@@ -85,7 +85,7 @@ pub struct LoggedCopy {
     pub device: u32,
     /// Raw handle of the stream.
     pub stream: StreamHandle,
-    /// By which call of the driver the copies were enqueued.
+    /// The call of the driver that enqueued the copies.
     pub method: Method,
     /// Copies in this call.
     pub copies: u64,
@@ -93,13 +93,13 @@ pub struct LoggedCopy {
     pub bytes: u64,
 }
 
-/// The fake.
+/// A [`Driver`] without hardware.
 #[derive(Debug)]
 pub struct FakeDriver {
     options: FakeOptions,
     machine: Arc<Machine>,
     next_handle: AtomicU64,
-    /// How often each device is open.
+    /// The open count of each device.
     open: Mutex<HashMap<u32, u32>>,
     streams: Mutex<HashMap<(u32, StreamHandle), Arc<Stream>>>,
     events: Mutex<HashMap<EventHandle, Arc<Event>>>,
@@ -107,7 +107,7 @@ pub struct FakeDriver {
 }
 
 impl FakeDriver {
-    /// A host with these GPUs; fails only where the system has no addresses to spare.
+    /// A host with these GPUs. Fails only if the system has no addresses left.
     pub fn new(options: FakeOptions) -> io::Result<FakeDriver> {
         let machine = Arc::new(Machine::new(Memory::new(options.device_bytes)?));
         Ok(FakeDriver {
@@ -121,24 +121,24 @@ impl FakeDriver {
         })
     }
 
-    /// Lets the `nth` call from now on this device fail (1 is the next): of the operation with this CUDA name, or of
-    /// any. A sticky error costs the device its context.
+    /// Fails the `nth` call from now on this device (1 is the next): of the operation with this CUDA name, or of any. A
+    /// sticky error costs the device its context.
     pub fn fail_call(&self, device: u32, operation: Option<&'static str>, nth: u64, code: u32) {
         self.machine.call_faults.lock().add(device, operation, nth, code);
     }
 
-    /// Lets the `nth` enqueued copy, batch or kernel that runs from now on this device fail. It is reported once by
-    /// the stream that ran it, or for ever by the device if the error is sticky.
+    /// Fails the `nth` enqueued copy, batch or kernel that runs from now on this device. Its stream reports the error once.
+    /// If the error is sticky, the device reports it for ever.
     pub fn fail_work(&self, device: u32, nth: u64, code: u32) {
         self.machine.work_faults.lock().add(device, None, nth, code);
     }
 
-    /// Makes every copy take this much longer for each MiB.
+    /// Adds this time to every copy for each MiB.
     pub fn slow_down(&self, per_mib: Duration) {
         (0..self.options.devices).for_each(|device| self.slow_down_device(device, per_mib));
     }
 
-    /// The same for the copies that one device does.
+    /// The same for the copies of one device.
     pub fn slow_down_device(&self, device: u32, per_mib: Duration) {
         self.machine.slowness.lock().insert(device, per_mib);
     }
@@ -153,7 +153,7 @@ impl FakeDriver {
         self.log.lock().clear();
     }
 
-    /// Stands at the start of every call on a device.
+    /// The checks at the start of every call on a device.
     fn begin(&self, device: u32, operation: &'static str) -> Result<(), GpuError> {
         if !self.open.lock().contains_key(&device) {
             return Err(error(operation, code::INVALID_CONTEXT));
@@ -181,7 +181,7 @@ impl FakeDriver {
         let mut streams = self.streams.lock();
         match streams.get(&(device, stream)) {
             Some(found) => Ok(Arc::clone(found)),
-            // The default stream is there without being made.
+            // The default stream exists from the start.
             None if stream == StreamHandle(0) => {
                 let made = self.start_stream(device, operation)?;
                 streams.insert((device, stream), Arc::clone(&made));

@@ -1,4 +1,4 @@
-//! What all devices and streams of a fake share, and how enqueued work is done.
+//! The state that all devices and streams of a fake share, and the execution of enqueued work.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use super::memory::{Memory, Reach};
 /// The longest that a poll of a word or an event of another process sleeps.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
-/// What counts towards a fault of running work.
+/// The name under which faults count running copies.
 const RUNNING_COPY: &str = "a copy that runs";
 
-/// What a stream does.
+/// Work of a stream.
 #[derive(Debug)]
 pub(super) enum Work {
     Copies(Vec<Copy>),
@@ -37,11 +37,11 @@ pub(super) struct Machine {
     pub(super) memory: Memory,
     pub(super) call_faults: Mutex<Faults>,
     pub(super) work_faults: Mutex<Faults>,
-    /// How long a copy of 1 MiB takes longer than it has to, for each slow device.
+    /// Extra time of a copy of 1 MiB, for each slow device.
     pub(super) slowness: Mutex<BTreeMap<u32, Duration>>,
-    /// The fake is going away: nothing more is done.
+    /// The fake is being dropped: no more work is done.
     pub(super) stopping: AtomicBool,
-    /// Devices whose context is lost, and the error that they answer.
+    /// Devices whose context is lost, with the error that they return.
     lost: Mutex<BTreeMap<u32, u32>>,
 }
 
@@ -62,7 +62,7 @@ impl Machine {
         self.lost.lock().get(&device).copied()
     }
 
-    /// Takes note of an error; a sticky one costs the device its context.
+    /// Records an error. A sticky one costs the device its context.
     pub(super) fn fail(&self, device: u32, code: u32) -> u32 {
         if code::is_sticky(code) {
             self.lost.lock().entry(device).or_insert(code);
@@ -70,7 +70,7 @@ impl Machine {
         code
     }
 
-    /// Polls until something holds; false if the device is lost or the fake goes away first.
+    /// Polls until the condition holds; false if the device is lost or the fake is dropped first.
     pub(super) fn wait_until(&self, device: u32, mut holds: impl FnMut() -> bool) -> bool {
         let mut pause = Duration::from_micros(1);
         loop {
@@ -113,7 +113,7 @@ impl Machine {
         done.map_err(|code| self.fail(device, code))
     }
 
-    /// The kernel's table as it is now.
+    /// The present content of the kernel's table.
     pub(super) fn table(&self, device: u32, table: u64, count: u32) -> Result<Vec<Copy>, u32> {
         let bytes = u64::from(count) * size_of::<TableEntry>() as u64;
         let _held = self.memory.hold(device, table, bytes, Reach::Kernel)?;
@@ -140,7 +140,7 @@ impl Machine {
         for copy in copies {
             let _source = self.memory.hold(device, copy.src, copy.len, reach)?;
             let _destination = self.memory.hold(device, copy.dst, copy.len, reach)?;
-            // What the kernel could not load in one instruction.
+            // The kernel could not load this in one instruction.
             if reach == Reach::Kernel && !(copy.src | copy.dst | copy.len).is_multiple_of(16) {
                 return Err(code::ILLEGAL_ADDRESS);
             }

@@ -1,4 +1,4 @@
-//! Mappings that the fake's device and host memory consist of.
+//! The mappings of the fake's device and host memory.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Addresses that a fake reserves for its devices; none is used twice, so that a late access is found out.
+/// Addresses that a fake reserves for its devices. None is used twice, so a late access faults.
 const RESERVED: u64 = 1 << 40;
 
 /// Allocations begin at multiples of this.
@@ -75,7 +75,7 @@ impl DeviceMapping {
         DeviceMapping::at(arena, base, file, bytes)
     }
 
-    /// At addresses that were taken from the arena for it.
+    /// Maps a file at addresses that were taken from the arena for it.
     pub(super) fn at(arena: &Arc<Arena>, base: u64, file: File, bytes: u64) -> io::Result<DeviceMapping> {
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let prot = ProtFlags::READ | ProtFlags::WRITE;

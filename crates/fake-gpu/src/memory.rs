@@ -1,4 +1,4 @@
-//! What is allocated, imported and pinned on the fake's devices, and who may touch it.
+//! Memory that is allocated, imported and pinned on the fake's devices, and the checks of its accesses.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -27,7 +27,7 @@ struct Tables {
     host: BTreeMap<u64, HostRange>,
     /// Addresses for chunks: device and bytes.
     reserved: BTreeMap<u64, (u32, u64)>,
-    /// (device, peer): kernels of the one reach memory of the other.
+    /// (device, peer): kernels of the first reach memory of the second.
     peers: HashSet<(u32, u32)>,
 }
 
@@ -38,12 +38,12 @@ struct Allocation {
     origin: Origin,
 }
 
-/// Where memory comes from.
+/// The origin of memory.
 #[derive(Debug, PartialEq, Eq)]
 enum Origin {
-    /// It was allocated here.
+    /// Allocated by this process.
     Own,
-    /// From another process, by its handle; and how often it was opened.
+    /// Opened by another process's handle, with its open count.
     Imported(IpcHandle, usize),
     /// A chunk at addresses that were reserved before.
     Chunk(Chunk),
@@ -63,7 +63,7 @@ struct HostRange {
     own: Option<Arc<HostMapping>>,
 }
 
-/// Who touches memory.
+/// The unit that accesses memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reach {
     /// Reaches all device memory, and host memory that is not pinned too, but no range that is pinned in part.
@@ -208,7 +208,7 @@ impl Memory {
         self.map_chunk(&mut tables, device, address, bytes, file, chunk)
     }
 
-    /// Says which call refuses, as CUDA does.
+    /// A descriptor of the chunk, or the call that refuses, as CUDA has it.
     pub(super) fn chunk_export(&self, address: u64) -> Result<OwnedFd, (&'static str, u32)> {
         let tables = self.tables.lock();
         match tables.allocation(address) {
@@ -332,7 +332,7 @@ impl Memory {
         }
     }
 
-    /// Keeps a range mapped for an access by `device`, or says why that may not touch it.
+    /// Keeps a range mapped for an access by `device`, or returns the error of that access.
     pub(super) fn hold(&self, device: u32, address: u64, bytes: u64, reach: Reach) -> Outcome<Hold> {
         let refused = match reach {
             Reach::CopyEngine => code::INVALID_VALUE,
@@ -351,7 +351,7 @@ impl Memory {
             if end <= mapping.base + mapping.bytes {
                 return Ok(Hold::Device { _mapping: Arc::clone(mapping) });
             }
-            // Chunks that follow each other are one range; other allocations are not.
+            // Chunks at consecutive addresses are one range; other allocations are not.
             return tables
                 .chunks(address, end, owner)
                 .map(|_mappings| Hold::Chunks { _mappings })
@@ -376,7 +376,7 @@ impl Memory {
 }
 
 impl Allocation {
-    /// Whether it takes memory of the device here.
+    /// Whether it takes memory of this process's device.
     fn is_own(&self) -> bool {
         !matches!(self.origin, Origin::Imported(..) | Origin::Chunk(Chunk::Imported))
     }

@@ -1,4 +1,4 @@
-//! A stream of the fake: a thread that does what is enqueued, in order.
+//! A stream of the fake: a thread that does enqueued work in order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ struct State {
     queue: VecDeque<Work>,
     running: bool,
     closing: bool,
-    /// How work failed that nobody has been told of.
+    /// An error of work that no caller has seen yet.
     failed: Option<u32>,
 }
 
@@ -59,12 +59,12 @@ impl Stream {
         self.shared.changed.wait_while(&mut state, |state| !state.is_idle());
     }
 
-    /// How work failed, told once.
+    /// Returns the error of failed work once.
     pub(super) fn take_failure(&self) -> Option<u32> {
         self.shared.state.lock().failed.take()
     }
 
-    /// The thread ends after what is enqueued.
+    /// Ends the thread after the enqueued work.
     pub(super) fn close(&self) {
         self.shared.state.lock().closing = true;
         self.shared.changed.notify_all();
@@ -86,7 +86,7 @@ fn run(shared: &Shared, machine: &Machine, device: u32) {
         state.running = true;
         drop(state);
         let outcome = machine.execute(device, &work);
-        // An event that the work holds is given up before anyone hears that the stream is idle.
+        // Drops an event that the work holds before the stream counts as idle.
         drop(work);
         let mut state = shared.state.lock();
         state.running = false;

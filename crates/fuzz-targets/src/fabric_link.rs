@@ -1,8 +1,8 @@
-//! A connection of the fabric, over which a stream comes that is cut anywhere.
+//! A connection of the fabric that receives a stream, cut anywhere.
 
 use crate::halves::halves;
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let (cuts, stream) = halves(bytes);
     kvlane_fabric::fuzzing::link(cuts, stream);

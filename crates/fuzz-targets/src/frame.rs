@@ -10,7 +10,7 @@ fn take(reader: &mut FrameReader, into: &mut Vec<Request>) -> Result<(), FrameEr
     Ok(())
 }
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let (cuts, stream) = halves(bytes);
     let mut whole = FrameReader::default();

@@ -1,5 +1,5 @@
-//! What a stranger says to an engine's scheduler and rank about a hand-off: refused, or a message that means the same when it is
-//! said again, and that the four machines bear.
+//! Any bytes as a hand-off message to an engine's scheduler and rank: refused, or decoded to a message that encodes to the same
+//! meaning, and that none of the four state machines panics on.
 use std::time::Duration;
 
 use kvlane_fabric::{EngineId, MESSAGE_BYTES_MAX};
@@ -11,13 +11,13 @@ use kvlane_handoff::{
 const STRANGER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
 const NOW: Duration = Duration::from_secs(1);
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Ok(message) = Message::decode(bytes) else { return };
     let again = message.encode();
     assert!(again.len() <= MESSAGE_BYTES_MAX);
     assert_eq!(Message::decode(&again).as_ref(), Ok(&message));
-    // It is about a hand-off that is under way on both sides, so that it is not ignored at once.
+    // For a hand-off that both sides have in progress, so that the message is not ignored at once.
     let id = message.id().unwrap_or(HandoffId([0; 16]));
     let ranks = vec![Vec::new()];
     let mut lendings = Lendings::new(LendingOptions::default(), [0; 16], ranks.clone());

@@ -3,7 +3,7 @@ use kvlane_kv_events::{Event, Limits, decode_batch, ping::decode_ping};
 
 const LIMITS: Limits = Limits { batch_bytes: 4096, events: 8, hashes: 16, tokens: 32, depth: 4 };
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let _ = decode_ping(bytes);
     match decode_batch(bytes, &LIMITS) {

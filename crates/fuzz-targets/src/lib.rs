@@ -1,4 +1,4 @@
-//! What has to hold for bytes of any origin, for each parser that reads what others wrote: peers, engines, clients, files.
+//! Properties that hold for any bytes, for each parser of bytes from outside: peers, engines, clients, files.
 //!
 //! Two programs run these functions. `tests/seeded.rs` takes the inputs in `corpus/` and 10,000 mutated ones of each, in
 //! `make test`. `fuzz/` searches for new ones, guided by coverage, in `make soak`.
@@ -20,13 +20,13 @@ mod zmtp;
 /// A parser under test.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// Its folder in `corpus/`, and its argument of `make fuzz`.
+    /// The folder in `corpus/`, and the argument of `make fuzz`.
     pub name: &'static str,
-    /// Panics where something does not hold for these bytes.
+    /// Panics if a property fails for these bytes.
     pub run: fn(&[u8]),
 }
 
-/// All parsers.
+/// All parsers that `make test` and `make fuzz` run.
 pub const TARGETS: [Target; 16] = [
     Target { name: "fabric_descriptor", run: kvlane_fabric::fuzzing::descriptor },
     Target { name: "fabric_frame", run: kvlane_fabric::fuzzing::frame },

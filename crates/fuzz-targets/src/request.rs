@@ -40,7 +40,7 @@ fn shard(regions: Vec<v1::Region>) {
         .filter(|region| region.validate().is_ok())
         .collect();
     let bytes = shard_bytes(&regions);
-    // Whatever passed the check has a plan, and the plan moves exactly the shard's bytes.
+    // A layout that passed the check has a plan, and the plan moves exactly the shard's bytes.
     let last = regions.iter().map(|region| region.blocks).min().unwrap_or(0).saturating_sub(1);
     if let (false, Ok(id), true) = (regions.is_empty(), u32::try_from(last), bytes < 1 << 40)
         && let Ok(runs) = plan(&regions, &[(BlockId(0), PoolOffset(0)), (BlockId(id), PoolOffset(bytes))])
@@ -50,7 +50,7 @@ fn shard(regions: Vec<v1::Region>) {
     }
 }
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Ok(request) = v1::Request::decode(bytes) else { return };
     let frame = encode_frame(&request);

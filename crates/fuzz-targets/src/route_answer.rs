@@ -1,7 +1,7 @@
 //! An engine's answers, of any bytes: refused, or the same head and data however they are cut.
 use kvlane_router::answers::{AnswerError, HEAD_BYTES_MAX, head, head_ends};
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Ok(Some((first, length))) = head(bytes) else { return };
     assert!(length <= HEAD_BYTES_MAX);

@@ -1,4 +1,4 @@
-//! Bodies of requests, of any bytes: refused, or walked over as JSON, and what the legs of a pair get of them is JSON too.
+//! Bodies of requests, of any bytes: refused, or scanned as JSON; then the bodies for the legs of a pair are JSON too.
 use kvlane_router::{
     body::{Scan, edit, marks, scan},
     legs::{self, Api, LegRequest},
@@ -10,7 +10,7 @@ fn leg_of(api: Api, found: &Scan<'_>, request: &LegRequest) -> Vec<u8> {
     legs::body(Some(api), found, request, "id").expect("this leg changes the body").to_vec()
 }
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Ok(found) = scan(bytes) else { return };
     assert_eq!(edit(&found, &[]).to_vec(), bytes);

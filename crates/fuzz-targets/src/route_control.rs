@@ -1,10 +1,10 @@
-//! What reaches a router's socket, and the addresses in it, of any bytes: refused, or read and written alike.
+//! Commands at a router's socket and the addresses in them, of any bytes: refused, or read and written alike.
 use kvlane_router::{
     address::Address,
     members::{CALL_BYTES_MAX, Call, read_call},
 };
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Ok(call) = read_call(bytes) else { return };
     assert!(bytes.len() <= CALL_BYTES_MAX);

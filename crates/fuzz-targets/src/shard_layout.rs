@@ -1,15 +1,15 @@
-//! What two workers tell of their shards: decoded it describes one, and compared it differs the same way from both sides.
+//! Shard layouts of two workers, of any bytes: refused, or one layout whose comparison gives the same from both sides.
 use kvlane_proto::shard_layout::{decode_shard_layout, encode_shard_layout};
 
 use crate::halves::halves;
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let (one, other) = halves(bytes);
     let Ok(here) = decode_shard_layout(one) else { return };
     assert_eq!(here.check(), Ok(()));
     assert!(!here.to_string().is_empty());
-    // What was left out may take more bytes when it is written, but never another meaning.
+    // A field that was left out may take more bytes when it is written, but its meaning stays the same.
     if let Ok(bytes) = encode_shard_layout(&here) {
         assert_eq!(decode_shard_layout(&bytes).as_ref(), Ok(&here));
     }

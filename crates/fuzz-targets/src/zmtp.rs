@@ -1,5 +1,4 @@
-//! A stranger's ZMTP connection, cut anywhere: what comes of it does not depend on the cuts, and no more is held than the
-//! limits say.
+//! A stranger's ZMTP connection, cut anywhere: its events do not depend on the cuts, and it holds no more than the limits.
 use kvlane_zmtp::{Event, Greeting, Limits, ProtocolError, Session, SocketType};
 
 use crate::halves::halves;
@@ -8,7 +7,7 @@ const LIMITS: Limits =
     Limits { frame_bytes: 700, message_bytes: 1500, message_frames: 4, command_bytes: 300 };
 const READY: &[u8] = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER";
 
-/// Either nothing has come, or the handshake is over.
+/// A session at its start, or after the handshake.
 fn start(handshake_done: bool) -> Session {
     let mut router =
         Session::new(SocketType::Router, Default::default(), LIMITS).expect("it has no identity");
@@ -34,7 +33,7 @@ fn receive(session: &mut Session, mut piece: &[u8], events: &mut Vec<Event>) -> 
     Ok(())
 }
 
-/// Panics where something does not hold.
+/// Panics if a property fails for these bytes.
 pub(crate) fn run(bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else { return };
     let handshake_done = first % 2 == 1;

@@ -1,4 +1,4 @@
-//! From which length on a copy engine is as fast as the kernel on this machine: measured, then decided.
+//! Measures from which length on a copy engine is as fast as the kernel on this machine, and sets the thresholds.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,11 +14,11 @@ use crate::stream::Stream;
 /// Lengths of the pieces that are measured, ascending.
 pub const LENGTHS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
 
-/// Bytes of one measured copy, where the host's range has as many. With less, the time until the first call is made counts
-/// too much: of 64 MiB on an H200, pieces of 256 KiB were slower by copy engines than by the kernel, which they are not.
+/// Bytes of one measured copy, if the host's range has as many. With fewer the time before the first call counts too much:
+/// with 64 MiB on an H200, copy engines seemed slower than the kernel in pieces of 256 KiB, which they are not.
 pub const CALIBRATION_BYTES: u64 = 256 << 20;
 
-/// Rounds over everything, of which the median counts. Over a link of 50 GB/s all of it takes 0.3 s.
+/// Rounds over all lengths and ways; their median counts. Over a link of 50 GB/s all rounds take 0.3 s.
 const ROUNDS: usize = 3;
 
 /// A copy engine that is this close to the kernel is preferred. Even a load for which nothing else computes has its own
@@ -29,34 +29,34 @@ const AS_FAST: f64 = 0.85;
 
 const DIRECTIONS: [Direction; 2] = [Direction::HostToDevice, Direction::DeviceToHost];
 
-/// How fast pieces of one length were.
+/// The rate of pieces of one length.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rate {
-    /// From the host or to it; what is between GPUs is not measured.
+    /// From the host or to it. Copies between GPUs are not measured.
     pub direction: Direction,
     /// Bytes of a piece.
     pub piece_bytes: u64,
-    /// How they were copied.
+    /// The way they were copied.
     pub method: CopyMethod,
     /// 10^9 bytes a second, the median of the rounds.
     pub gb_per_s: f64,
 }
 
-/// What was measured, and the thresholds for a GPU on which nothing computes. The default is what [`Thresholds::idle`] says.
+/// Measured rates, and the thresholds that follow for a GPU on which nothing computes. The default is [`Thresholds::idle`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Calibration {
     rates: Vec<Rate>,
 }
 
 impl Calibration {
-    /// Measures copies between pinned host memory, from `host` on, and a GPU on which nothing else runs; for the time
-    /// being it needs as much memory of the GPU. The host's bytes stay what they are.
+    /// Measures copies between pinned host memory at `host` and a GPU on which nothing else runs. Meanwhile it takes as much
+    /// memory of the GPU. The host's bytes stay the same.
     ///
     /// # Errors
-    /// Less memory than two of the longest pieces, and what the driver says.
+    /// Less memory than two of the longest pieces, and the driver's errors.
     ///
     /// # Safety
-    /// The range is pinned for the GPU, and nobody else touches it until this returns.
+    /// The range is pinned for the GPU, and no other code touches it until this returns.
     pub unsafe fn measure(gpu: &Gpu, host: u64, host_bytes: u64) -> Result<Calibration, GpuError> {
         let longest = LENGTHS[LENGTHS.len() - 1];
         let bytes = host_bytes.min(CALIBRATION_BYTES) / longest * longest;
@@ -67,7 +67,7 @@ impl Calibration {
         let stream = Arc::new(Stream::new(gpu, Priority::High)?);
         let methods = methods(gpu);
         let mut ways = Vec::new();
-        // To the device first: what comes back later is what was there.
+        // To the device first, so the bytes that come back are those that were there.
         for direction in DIRECTIONS {
             for method in &methods {
                 let mut copier = Copier::new(Arc::clone(&stream), options(gpu, *method, direction)?)?;
@@ -98,12 +98,12 @@ impl Calibration {
         Ok(Calibration { rates })
     }
 
-    /// Everything that was measured.
+    /// All measured rates.
     pub fn rates(&self) -> &[Rate] {
         &self.rates
     }
 
-    /// What decides between the ways to copy while nothing computes on the GPU.
+    /// The thresholds while nothing computes on the GPU.
     pub fn thresholds(&self, direction: Direction) -> Thresholds {
         let usual = Thresholds::idle(direction);
         Thresholds {
@@ -115,11 +115,11 @@ impl Calibration {
     }
 }
 
-/// The ways to copy that are used on this GPU.
+/// The ways to copy that a copier uses on this GPU.
 fn methods(gpu: &Gpu) -> Vec<CopyMethod> {
     let has = gpu.methods();
     let kernel = CopyMethod::Kernel { blocks: CopierOptions::default().host_blocks };
-    // Calls of one copy each are made only where there is no call for many.
+    // A copier makes calls of one copy only if there is no batch call.
     let all = [(has.kernel, kernel), (has.batch, CopyMethod::Batch), (!has.batch, CopyMethod::CopyEngine)];
     all.into_iter().filter(|(there, _)| *there).map(|(_, method)| method).collect()
 }
@@ -132,7 +132,7 @@ unsafe fn timed(copier: &mut Copier, copies: &[Copy], direction: Direction) -> R
     let start = Instant::now();
     // SAFETY: the caller's promise.
     let enqueued = unsafe { copier.enqueue(copies, direction) };
-    // Also after an error, since a part of it may be under way.
+    // Also after an error, because some copies may be under way.
     copier.stream().synchronize()?;
     enqueued?;
     Ok(start.elapsed().as_secs_f64())
@@ -153,8 +153,8 @@ fn pieces(direction: Direction, piece_bytes: u64, host: u64, scratch: &DeviceMem
     (0..count).map(piece).collect()
 }
 
-/// The shortest length from which on this way, which is a copy engine's, is about as fast as the kernel.
-/// Where it never is, a length beyond those that were measured; None where one of the two was not measured.
+/// The shortest length from which on this way, by a copy engine, is about as fast as the kernel. If it never is, a length
+/// beyond the measured ones. None if one of the two was not measured.
 fn engine_from(rates: &[Rate], direction: Direction, method: CopyMethod) -> Option<u64> {
     let of = |wanted: &dyn Fn(CopyMethod) -> bool| -> Vec<(u64, f64)> {
         let rates = rates.iter().filter(|rate| rate.direction == direction && wanted(rate.method));
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn the_engine_begins_where_it_is_as_fast_for_all_longer_pieces() {
         assert_eq!(threshold([50.0; 4], [20.0, 52.0, 54.0, 55.0]), 64);
-        // Somewhat less is fast enough.
+        // 0.85 of the kernel's rate is enough.
         assert_eq!(threshold([50.0; 4], [20.0, 43.0, 54.0, 55.0]), 64);
         assert_eq!(threshold([50.0; 4], [20.0, 42.0, 54.0, 55.0]), 256);
         // Fast, but not faster than what follows.

@@ -1,5 +1,5 @@
-//! Device memory that consists of chunks: separate allocations, mapped at addresses that follow each other. The driver's
-//! API for virtual memory makes such memory, and with it torch's expandable segments and vLLM's sleep mode.
+//! Device memory that consists of chunks: separate allocations at consecutive addresses. torch's expandable segments and
+//! vLLM's sleep mode make such memory with the driver's API for virtual memory.
 
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -8,7 +8,7 @@ use crate::device::{Gpu, uuid_text, warn_of};
 use crate::error::GpuError;
 use crate::import::Mapped;
 
-/// Chunks that follow each other in the addresses of this process.
+/// Chunks at consecutive addresses of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkRange {
     /// Address of its first byte in the process that shares it.
@@ -18,21 +18,21 @@ pub struct ChunkRange {
 }
 
 impl ChunkRange {
-    /// Bytes in sum.
+    /// The sum of all chunks, in bytes.
     pub fn bytes(&self) -> u64 {
         self.chunks.iter().sum()
     }
 }
 
 impl Gpu {
-    /// Whether the memory at an address consists of chunks: then [`Gpu::export_chunk`] shares it, not [`Gpu::export`].
+    /// Whether the memory at an address consists of chunks. Then [`Gpu::export_chunk`] shares it, and [`Gpu::export`] cannot.
     pub fn is_chunked(&self, address: u64) -> Result<bool, GpuError> {
         let (driver, device) = self.raw();
         driver.is_ipc_capable(device, address).map(|capable| !capable)
     }
 
-    /// The chunks that some ranges (first address and bytes) of this process lie in, in as few ranges as can be: a chunk
-    /// may be part of several tensors.
+    /// The chunks that hold these ranges (first address and bytes) of this process, in as few ranges as possible. A chunk may
+    /// be part of several tensors.
     pub fn chunk_ranges(&self, ranges: &[(u64, u64)]) -> Result<Vec<ChunkRange>, GpuError> {
         let (driver, device) = self.raw();
         let mut chunks = BTreeMap::new();
@@ -54,8 +54,8 @@ impl Gpu {
     /// A descriptor by which other processes of the host can map the chunk that holds an address. It keeps the memory.
     ///
     /// # Errors
-    /// [`GpuError::NotShareable`] where the memory was not made for it, [`GpuError::NoDescriptor`] at the limit of open
-    /// files, and what the driver says.
+    /// [`GpuError::NotShareable`] if the memory was not made for it, [`GpuError::NoDescriptor`] at the limit of open files, and
+    /// the driver's errors.
     pub fn export_chunk(&self, address: u64) -> Result<OwnedFd, GpuError> {
         let (driver, device) = self.raw();
         driver.chunk_export(device, address)
@@ -73,27 +73,27 @@ fn joined(chunks: BTreeMap<u64, u64>) -> Vec<ChunkRange> {
     ranges
 }
 
-/// Addresses of this process with chunks mapped from their beginning on. Dropping it unmaps them: its holder must have
-/// waited for all work on them.
+/// Addresses of this process, with chunks mapped from their beginning on. A drop unmaps the chunks, so the holder waits for
+/// all work on them first.
 #[derive(Debug)]
 pub struct Chunks {
     gpu: Gpu,
     base: u64,
     bytes: u64,
     mapped: Vec<u64>,
-    /// Sum of what is mapped.
+    /// Bytes of the mapped chunks.
     filled: u64,
 }
 
 impl Chunks {
-    /// Addresses for chunks of so many bytes in sum, a multiple of 2 MiB.
+    /// Reserves addresses for chunks of `bytes` in sum, a multiple of 2 MiB.
     pub fn reserve(gpu: &Gpu, bytes: u64) -> Result<Chunks, GpuError> {
         let (driver, device) = gpu.raw();
         let base = driver.reserve(device, bytes)?;
         Ok(Chunks { gpu: gpu.clone(), base, bytes, mapped: Vec::new(), filled: 0 })
     }
 
-    /// Memory of chunks of these sizes, multiples of 2 MiB, as an engine's allocator makes it.
+    /// Allocates chunks of these sizes, multiples of 2 MiB, as an engine's allocator does.
     pub fn alloc(gpu: &Gpu, sizes: &[u64], shareable: bool) -> Result<Chunks, GpuError> {
         let mut chunks = Chunks::reserve(gpu, sizes.iter().sum())?;
         for bytes in sizes {
@@ -101,25 +101,25 @@ impl Chunks {
             let address = chunks.place(*bytes)?;
             // SAFETY: the addresses are reserved, and nothing is mapped there yet.
             unsafe { driver.chunk_create(device, address, *bytes, shareable)? };
-            chunks.note(*bytes);
+            chunks.count(*bytes);
         }
         Ok(chunks)
     }
 
-    /// Maps a chunk of another process behind those that are mapped. Its owner may close the descriptor afterwards.
+    /// Maps a chunk of another process behind the mapped ones. The caller may close the descriptor afterwards.
     ///
     /// # Errors
-    /// A chunk that does not fit, or a descriptor that is none of a chunk of so many bytes.
+    /// The chunk does not fit, or the descriptor is not of a chunk of `bytes`.
     pub fn import(&mut self, bytes: u64, descriptor: BorrowedFd<'_>) -> Result<(), GpuError> {
         let address = self.place(bytes)?;
         let (driver, device) = self.gpu.raw();
         // SAFETY: the addresses are reserved, and nothing is mapped there yet.
         unsafe { driver.chunk_import(device, address, bytes, descriptor)? };
-        self.note(bytes);
+        self.count(bytes);
         Ok(())
     }
 
-    /// Where the next chunk goes.
+    /// The address of the next chunk.
     fn place(&self, bytes: u64) -> Result<u64, GpuError> {
         let room = self.bytes - self.filled;
         if bytes == 0 || bytes > room {
@@ -130,12 +130,12 @@ impl Chunks {
         Ok(self.base + self.filled)
     }
 
-    fn note(&mut self, bytes: u64) {
+    fn count(&mut self, bytes: u64) {
         self.mapped.push(bytes);
         self.filled += bytes;
     }
 
-    /// First address.
+    /// The first reserved address.
     pub fn base(&self) -> u64 {
         self.base
     }

@@ -1,4 +1,4 @@
-//! Enqueues lists of copies of any length and shape.
+//! [`Copier`]: enqueues lists of copies of any length and shape in one stream, each run by the way that [`plan`] chooses.
 
 use std::collections::VecDeque;
 use std::ops::AddAssign;
@@ -10,38 +10,39 @@ use crate::pinned::HostBuffer;
 use crate::plan::{Direction, KERNEL_ALIGNMENT, Thresholds, plan};
 use crate::stream::{Event, Stream};
 
-/// Copies of a long list that are planned and enqueued before the rest is looked at, so that the device starts early;
-/// it then copies while the next ones are planned. 256 MiB in pieces of 64 KiB on an H200, share of the contiguous copy
+/// Copies of a long list that are planned and enqueued before the others, so the device starts early and copies while the
+/// next ones are planned. 256 MiB in pieces of 64 KiB on an H200, share of the contiguous copy
 /// with 2048, 512 and 256: from the host 0.93, 0.96 and 0.98, to the host 0.922, 0.930 and 0.932, to another GPU 0.835,
 /// 0.847 and 0.861.
 const FIRST_COPIES: usize = 256;
 
-/// Each part of a list is at most so many times as long as the one before.
+/// Each part of a list is at most this many times as long as the part before.
 const PARTS_GROW: usize = 4;
 
-/// Copies that one batch call takes: the device starts with the first call while the next is made. On an H200, 64 KiB
+/// Most copies of one batch call. The device starts with the first call while the next is made. On an H200, 64 KiB
 /// from the host: 0.97 of the contiguous copy with 512, 0.92 with 2048, 0.85 with 20,000.
 const BATCH_COPIES: usize = 512;
 
-/// A batch call that holds some copies ends with the copy that reaches so many bytes: another process' small copies, like
-/// those of each decode step, wait for the whole call. On an H200, 99th percentile of an engine's gaps between tokens beside
+/// A batch call of at least [`BATCH_COPIES_LEAST`] copies ends with the copy that reaches this many bytes, because small
+/// copies of another process, like those of each decode step, wait for the whole call. On an H200, 99th percentile of an engine's gaps between tokens beside
 /// saves and loads of 10 GB/s, as a multiple of the gaps without: 1.045 with calls of 32 MiB, 1.03 with 4 MiB, in pieces
 /// of 64 KiB, which come as fast.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// What is some. With calls of 4 MiB in two copies 256 MiB came 0.02 slower than in one call, share of the contiguous copy.
+/// Fewest copies of a batch call that ends by its bytes. With calls of 4 MiB in two copies 256 MiB came 0.02 slower than in one
+/// call, share of the contiguous copy.
 const BATCH_COPIES_LEAST: usize = 64;
 
-/// How a copier works.
+/// The options of a copier.
 #[derive(Debug, Clone)]
 pub struct CopierOptions {
-    /// What decides between the ways to copy.
+    /// The lengths that decide between the ways to copy.
     pub thresholds: Thresholds,
-    /// Whether the kernel may be used where the device has it.
+    /// Whether the copier may use the kernel, if the device has it.
     pub use_kernel: bool,
-    /// Whether the batch call may be used where the driver has it.
+    /// Whether the copier may use the batch call, if the driver has it.
     pub use_batch: bool,
-    /// Thread blocks of the kernel to and from the host: few, since the link is slow and the compute wants the rest.
+    /// Thread blocks of the kernel to and from the host: few, because the link is slow and the compute needs the rest.
     pub host_blocks: u32,
     /// Thread blocks of the kernel between GPUs. Pieces of 64 KiB between two H200s, share of the contiguous copy: 0.871
     /// with 48, 0.877 with 96, 0.889 with 132, one for each multiprocessor.
@@ -69,7 +70,7 @@ impl Default for CopierOptions {
     }
 }
 
-/// What was enqueued one way.
+/// Work that was enqueued one way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Amount {
     /// Calls of the driver.
@@ -98,12 +99,12 @@ impl AddAssign for Amount {
     }
 }
 
-/// What a list of copies became.
+/// The work that a list of copies became.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Enqueued {
-    /// What went by a call for each run.
+    /// Runs with a call for each.
     pub single: Amount,
-    /// What went by calls for many runs.
+    /// Runs in batch calls.
     pub batch: Amount,
     /// Launches of the kernel.
     pub kernel: Amount,
@@ -152,17 +153,17 @@ impl Copier {
         Ok(Copier { stream, options, methods, tables: VecDeque::new() })
     }
 
-    /// The stream that everything is enqueued in.
+    /// The stream of all its copies.
     pub fn stream(&self) -> &Arc<Stream> {
         &self.stream
     }
 
-    /// From now on these decide between the ways to copy.
+    /// Replaces the thresholds from the next call on.
     pub fn set_thresholds(&mut self, thresholds: Thresholds) {
         self.options.thresholds = thresholds;
     }
 
-    /// The ways to copy beside single copies that are in use.
+    /// The ways to copy that this copier uses beside single copies.
     pub fn methods(&self) -> &CopyMethods {
         &self.methods
     }
@@ -178,7 +179,7 @@ impl Copier {
         if !self.methods.kernel {
             return Ok(true);
         }
-        // At least as many launches as there will be: each part of the list ends with one that is not full.
+        // An upper bound on the launches, because each part of the list ends with one that is not full.
         let piece_bytes = self.options.thresholds.piece_bytes.max(KERNEL_ALIGNMENT);
         let entries: u64 = copies.iter().map(|copy| copy.len.div_ceil(piece_bytes) + 1).sum();
         let launches = entries as usize / self.options.table_entries + self.parts(copies).count();
@@ -195,13 +196,13 @@ impl Copier {
         Ok(free >= launches)
     }
 
-    /// Enqueues all copies, in no order among themselves, after what is in the stream already. It blocks only while all
-    /// tables are in use by launches that still run. After an error some may have been enqueued: wait for the stream
-    /// before the memory is used otherwise.
+    /// Enqueues all copies, in no order among themselves, behind the work that is in the stream. It blocks only while
+    /// launches use all tables. After an error some copies may have been enqueued: wait for the stream before you use the
+    /// memory otherwise.
     ///
     /// # Safety
-    /// All ranges stay valid until the stream has done the copies, and nobody else touches a destination, or writes a
-    /// source, meanwhile; destinations overlap neither each other nor a source. Host ranges are pinned.
+    /// All ranges stay valid until the stream has done the copies. Meanwhile no other code touches a destination or writes
+    /// a source. Destinations overlap neither each other nor a source. Host ranges are pinned.
     pub unsafe fn enqueue(&mut self, copies: &[Copy], direction: Direction) -> Result<Enqueued, GpuError> {
         let mut enqueued = Enqueued::default();
         for part in self.parts(copies) {
@@ -211,7 +212,7 @@ impl Copier {
         Ok(enqueued)
     }
 
-    /// A list as it is planned: a short part first, then longer ones.
+    /// Parts of a list in the order of planning: a short one first, then longer ones.
     fn parts<'c>(&self, copies: &'c [Copy]) -> impl Iterator<Item = &'c [Copy]> + use<'c> {
         let entries = self.options.table_entries;
         let (mut left, mut most) = (copies, FIRST_COPIES);
@@ -233,7 +234,7 @@ impl Copier {
         enqueued: &mut Enqueued,
     ) -> Result<(), GpuError> {
         let plan = plan(copies, &self.methods, &self.options.thresholds, &self.options.seams);
-        // The engines first: they then work beside the kernel's start.
+        // Copy engines first, so they work while the kernel starts.
         for copy in &plan.singles {
             // SAFETY: the caller vouches for the ranges.
             unsafe { self.stream.copy(*copy)? };
@@ -258,7 +259,7 @@ impl Copier {
         Ok(())
     }
 
-    /// One batch call, or single copies from the first time on that the driver has none.
+    /// One batch call. Once the driver has refused it, single copies from then on.
     ///
     /// # Safety
     /// As for [`Copier::enqueue`].
@@ -310,7 +311,7 @@ impl Copier {
             return Err(error);
         }
         if let Err(error) = table.read.record(&self.stream) {
-            // Nobody will know when the table has been read, so it waits here and is given up.
+            // Without an event the read of this table cannot be observed. So this waits for it, and drops the table.
             let _ = self.stream.synchronize();
             return Err(error);
         }
@@ -341,7 +342,7 @@ impl Copier {
     }
 }
 
-/// How many of these copies the next batch call takes.
+/// How many of these copies go into the next batch call.
 fn one_call(copies: &[Copy]) -> usize {
     let mut bytes = 0u64;
     let is_full = |(index, copy): (usize, &Copy)| {
@@ -355,7 +356,7 @@ fn one_call(copies: &[Copy]) -> usize {
 impl Drop for Copier {
     fn drop(&mut self) {
         for table in &self.tables {
-            // Where the device is lost, nothing reads the table any more either.
+            // If the device is lost, nothing reads the table any more either.
             let _ = table.read.synchronize();
         }
     }

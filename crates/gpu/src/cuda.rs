@@ -20,7 +20,7 @@ use crate::error::{GpuError, code};
 use crate::kernel;
 use crate::no_driver::NoDriver;
 
-/// Every function that is called here except the batch copy. A missing one would make cudarc panic at its first call.
+/// Every function that this file calls except the batch copy. cudarc would panic at the first call of a missing one.
 const REQUIRED: [&str; 58] = [
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
@@ -82,7 +82,7 @@ const REQUIRED: [&str; 58] = [
     "cuStreamWriteValue32_v2",
 ];
 
-/// Since CUDA 12.8.
+/// The batch copy, which CUDA has since 12.8.
 const BATCH: &str = "cuMemcpyBatchAsync";
 
 // Values of cuda.h, which cudarc types as enums while the functions take integers.
@@ -106,7 +106,7 @@ pub(crate) struct CudaDriver {
     contexts: RwLock<HashMap<u32, Context>>,
 }
 
-/// The primary context of an open device. Handles are numbers, since they belong to no thread.
+/// The primary context of an open device. Handles are numbers, because they belong to no thread.
 #[derive(Debug, Clone)]
 struct Context {
     opened: u32,
@@ -169,7 +169,7 @@ impl CudaDriver {
         Current::new(context.ok_or_else(closed)?)
     }
 
-    /// Does one call on a device.
+    /// Makes one call with the device's context.
     fn call(
         &self,
         device: u32,
@@ -180,7 +180,7 @@ impl CudaDriver {
         check(operation, call())
     }
 
-    /// Asks for something that may still be under way.
+    /// Makes a call whose NOT_READY means false.
     fn query(
         &self,
         device: u32,
@@ -538,7 +538,7 @@ impl Driver for CudaDriver {
     }
 
     fn event_create(&self, device: u32, scope: EventScope) -> Result<EventHandle, GpuError> {
-        // Who waits on the host sleeps: a load takes milliseconds, and the processors are the engine's.
+        // A host thread that waits for the event sleeps, because a load takes milliseconds and the engine needs the processors.
         let flags = EVENT_BLOCKING_SYNC
             | EVENT_DISABLE_TIMING
             | match scope {
@@ -618,7 +618,7 @@ impl Driver for CudaDriver {
         let mut destinations: Vec<u64> = copies.iter().map(|copy| copy.dst).collect();
         let mut sources: Vec<u64> = copies.iter().map(|copy| copy.src).collect();
         let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len as usize).collect();
-        // The hints are for managed memory only.
+        // These hints are for managed memory only.
         let nowhere =
             sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
         let mut attributes = sys::CUmemcpyAttributes {
@@ -627,7 +627,7 @@ impl Driver for CudaDriver {
             dstLocHint: nowhere,
             flags: MEMCPY_PREFER_OVERLAP_WITH_COMPUTE,
         };
-        // The attributes are those of all copies from the first on.
+        // One attribute, which holds for all copies from the first on.
         let (mut from_the_first, mut failed) = (0, 0);
         let copied = self.call(device, BATCH, || {
             // SAFETY: the three lists are of the same length, and there is one attribute; the ranges are the caller's

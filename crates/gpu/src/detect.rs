@@ -1,4 +1,4 @@
-//! Which driver this process uses, if any.
+//! Chooses the GPU driver of this process, if it has one.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::no_driver::{DRIVER_VARIABLE, NoDriver};
 /// function that knows a fake besides.
 pub type Drivers = fn(Option<&str>) -> Result<Arc<dyn Driver>, NoDriver>;
 
-/// The driver that the environment asks for, of these.
+/// The driver that the environment names, made by `drivers`.
 pub fn detect(drivers: Drivers) -> Result<Arc<dyn Driver>, NoDriver> {
     let wanted = std::env::var_os(DRIVER_VARIABLE).map(|wanted| wanted.to_string_lossy().into_owned());
     drivers(wanted.as_deref())

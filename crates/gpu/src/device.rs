@@ -39,7 +39,7 @@ impl Gpu {
         Ok(Gpu(Arc::new(Opened { driver, info, methods })))
     }
 
-    /// What the driver says about it.
+    /// The driver's description of the device.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
     }
@@ -54,12 +54,12 @@ impl Gpu {
         (&*self.0.driver, self.0.info.ordinal)
     }
 
-    /// The driver, which other devices can be opened with.
+    /// The driver, with which other devices can be opened.
     pub fn driver(&self) -> Arc<dyn Driver> {
         Arc::clone(&self.0.driver)
     }
 
-    /// Memory on this device.
+    /// Allocates memory on this device.
     pub fn alloc(&self, bytes: u64) -> Result<DeviceMemory, GpuError> {
         let (driver, device) = self.raw();
         let address = driver.alloc(device, bytes)?;
@@ -85,7 +85,7 @@ impl Drop for Opened {
     }
 }
 
-/// Device memory, freed with this value. Whoever enqueued work on it waits for that first.
+/// Device memory, freed when dropped. Code that enqueues work on it waits for that work before the drop.
 #[derive(Debug)]
 pub struct DeviceMemory {
     gpu: Gpu,
@@ -94,12 +94,12 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// First address.
+    /// The first device address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Size in bytes.
+    /// Bytes of the allocation.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -113,7 +113,7 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// What happens to an error where nobody can be told.
+/// Logs an error of a drop, which has no caller to return it to.
 pub(crate) fn warn_of(action: &'static str, outcome: Result<(), GpuError>) {
     if let Err(error) = outcome {
         // Log: the GPU driver refused to give something back, mostly because the GPU or the

@@ -1,4 +1,4 @@
-//! The few operations of a GPU driver that everything here is built from.
+//! [`Driver`]: the operations of a GPU driver that this crate uses, by raw handles.
 
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,13 +7,13 @@ use kvlane_block::Contiguous;
 
 use crate::error::GpuError;
 
-/// What another process needs to open memory or an event: opaque, valid on this host while the exporter lives.
+/// Opens memory or an event in another process. Opaque; valid on this host while the exporter lives.
 pub type IpcHandle = [u8; 64];
 
-/// A GPU that the driver can see.
+/// A GPU that the driver lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// The number by which this process knows it; other processes may number the same devices differently.
+    /// The device's number in this process. Other processes may number the same devices differently.
     pub ordinal: u32,
     /// The same in every process of the host.
     pub uuid: [u8; 16],
@@ -34,7 +34,7 @@ pub struct Copy {
     pub dst: u64,
     /// First source address.
     pub src: u64,
-    /// How many bytes; plans leave out copies of 0.
+    /// Bytes. A plan leaves out copies of 0.
     pub len: u64,
 }
 
@@ -63,11 +63,11 @@ pub struct TableEntry {
     pub dst: u64,
     /// First source address.
     pub src: u64,
-    /// How many bytes, above 0.
+    /// Bytes, above 0.
     pub len: u64,
 }
 
-/// Ways to copy that not every driver and device has; single copies always work.
+/// Ways to copy that some drivers and devices lack. Single copies always work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CopyMethods {
     /// Whether one call can enqueue many copies.
@@ -76,21 +76,21 @@ pub struct CopyMethods {
     pub kernel: bool,
 }
 
-/// How urgent a stream's work is.
+/// The priority of a stream's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priority {
-    /// As other streams.
+    /// The same as other streams.
     Normal,
     /// Before all others, as far as the device can.
     High,
 }
 
-/// Who can use an event.
+/// The processes that can use an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventScope {
-    /// This process.
+    /// This process alone.
     Process,
-    /// This process, and those that it gives the event's handle to.
+    /// This process, and those that get the event's handle from it.
     Host,
 }
 
@@ -112,13 +112,13 @@ pub struct EventHandle(pub u64);
 ///
 /// # Safety of the unsafe functions
 /// Handles come from the same driver and device and were not destroyed. Addresses that enqueued work reads or writes
-/// are valid for that until the work is done, and nobody else touches the written bytes meanwhile. What is freed,
-/// closed or unregistered is in use by no work that is still running.
+/// are valid for that until the work is done, and no other code touches the written bytes meanwhile. Running work uses
+/// nothing that is freed, closed or unregistered.
 pub trait Driver: Send + Sync + Debug {
     /// `cuda` or `fake`.
     fn name(&self) -> &'static str;
 
-    /// All devices.
+    /// All devices that the driver lists, by ordinal.
     fn devices(&self) -> Result<Vec<DeviceInfo>, GpuError>;
 
     /// Makes a device usable; counted.
@@ -127,13 +127,13 @@ pub trait Driver: Send + Sync + Debug {
     /// Undoes one [`Driver::open`].
     fn close(&self, device: u32) -> Result<(), GpuError>;
 
-    /// What an open device can do; all false for one that is not open.
+    /// The ways to copy of an open device; all false for one that is not open.
     fn methods(&self, device: u32) -> CopyMethods;
 
-    /// Device memory.
+    /// Allocates device memory and returns its first address.
     fn alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
 
-    /// Frees what [`Driver::alloc`] gave.
+    /// Frees memory of [`Driver::alloc`].
     ///
     /// # Safety
     /// See [`Driver`].
@@ -142,7 +142,7 @@ pub trait Driver: Send + Sync + Debug {
     /// First address and bytes of the device allocation, or chunk, that holds an address.
     fn address_range(&self, device: u32, address: u64) -> Result<(u64, u64), GpuError>;
 
-    /// Whether [`Driver::ipc_export`] is the way to share the memory at an address; else it consists of chunks.
+    /// Whether [`Driver::ipc_export`] can share the memory at an address. If not, the memory consists of chunks.
     fn is_ipc_capable(&self, device: u32, address: u64) -> Result<bool, GpuError>;
 
     /// A handle for the whole allocation that holds an address.
@@ -151,23 +151,22 @@ pub trait Driver: Send + Sync + Debug {
     /// Maps an allocation of another process, and gives its first address here.
     fn ipc_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError>;
 
-    /// Unmaps what [`Driver::ipc_open`] mapped.
+    /// Unmaps memory of [`Driver::ipc_open`].
     ///
     /// # Safety
     /// See [`Driver`].
     unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError>;
 
-    /// Addresses without memory, to map chunks at. Both the bytes here and those of chunks are multiples of 2 MiB.
+    /// Reserves addresses without memory, for chunks. The bytes here and those of chunks are multiples of 2 MiB.
     fn reserve(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
 
-    /// Gives up what [`Driver::reserve`] gave.
+    /// Releases addresses of [`Driver::reserve`].
     ///
     /// # Safety
     /// See [`Driver`]. No chunk is mapped there.
     unsafe fn unreserve(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError>;
 
-    /// New device memory, mapped at free addresses of a reservation. Only where it is `shareable` other processes can be
-    /// given it.
+    /// New device memory, mapped at free addresses of a reservation. Other processes can map it only if it is `shareable`.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -179,10 +178,10 @@ pub trait Driver: Send + Sync + Debug {
         shareable: bool,
     ) -> Result<(), GpuError>;
 
-    /// A descriptor of the chunk that holds an address. It keeps the memory, and is good in every process of the host.
+    /// A descriptor of the chunk that holds an address. It keeps the memory, and every process of the host can use it.
     fn chunk_export(&self, device: u32, address: u64) -> Result<OwnedFd, GpuError>;
 
-    /// Maps a chunk that a process exported at free addresses of a reservation; the descriptor is not needed afterwards.
+    /// Maps an exported chunk at free addresses of a reservation. The descriptor may be closed afterwards.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -194,7 +193,7 @@ pub trait Driver: Send + Sync + Debug {
         descriptor: BorrowedFd<'_>,
     ) -> Result<(), GpuError>;
 
-    /// Unmaps one chunk; its memory is freed with its last mapping and descriptor anywhere.
+    /// Unmaps one chunk. Its memory is freed once no process has a mapping or a descriptor of it.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -206,7 +205,7 @@ pub trait Driver: Send + Sync + Debug {
     /// The range stays mapped until it is unregistered.
     unsafe fn host_register(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError>;
 
-    /// Unpins what begins at this address.
+    /// Unpins the range that begins at this address.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -215,7 +214,7 @@ pub trait Driver: Send + Sync + Debug {
     /// Pinned host memory, usable by all devices at the same address.
     fn host_alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
 
-    /// Frees what [`Driver::host_alloc`] gave.
+    /// Frees memory of [`Driver::host_alloc`].
     ///
     /// # Safety
     /// See [`Driver`].
@@ -224,25 +223,25 @@ pub trait Driver: Send + Sync + Debug {
     /// A queue of work that runs in order, independent of the default stream.
     fn stream_create(&self, device: u32, priority: Priority) -> Result<StreamHandle, GpuError>;
 
-    /// Gives a stream up; what is enqueued still runs.
+    /// Destroys a stream. Enqueued work still runs.
     ///
     /// # Safety
     /// See [`Driver`].
     unsafe fn stream_destroy(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError>;
 
-    /// Waits for everything that is enqueued, and reports what failed.
+    /// Waits for all enqueued work, and returns its error.
     ///
     /// # Safety
     /// See [`Driver`].
     unsafe fn stream_synchronize(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError>;
 
-    /// Whether everything that was enqueued is done.
+    /// Whether all enqueued work is done.
     ///
     /// # Safety
     /// See [`Driver`].
     unsafe fn stream_query(&self, device: u32, stream: StreamHandle) -> Result<bool, GpuError>;
 
-    /// Later work of the stream starts after what was recorded last in the event; at once if nothing was.
+    /// Later work of the stream starts after the work that the event stands for; at once if nothing was recorded.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -256,7 +255,7 @@ pub trait Driver: Send + Sync + Debug {
     /// An event without timing.
     fn event_create(&self, device: u32, scope: EventScope) -> Result<EventHandle, GpuError>;
 
-    /// Gives an event up; waits that are enqueued still hold.
+    /// Destroys an event. Enqueued waits for it still hold.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -274,13 +273,13 @@ pub trait Driver: Send + Sync + Debug {
         stream: StreamHandle,
     ) -> Result<(), GpuError>;
 
-    /// Whether what was recorded last is done; true if nothing was recorded.
+    /// Whether the work that the event stands for is done; true if nothing was recorded.
     ///
     /// # Safety
     /// See [`Driver`].
     unsafe fn event_query(&self, device: u32, event: EventHandle) -> Result<bool, GpuError>;
 
-    /// Waits for what was recorded last.
+    /// Waits for the work that the event stands for.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -301,8 +300,7 @@ pub trait Driver: Send + Sync + Debug {
     /// See [`Driver`].
     unsafe fn copy_async(&self, device: u32, stream: StreamHandle, copy: Copy) -> Result<(), GpuError>;
 
-    /// Many copies by copy engines, in no order among themselves; [`GpuError::Unsupported`] where there is no such
-    /// call.
+    /// Many copies by copy engines, in no order among themselves. [`GpuError::Unsupported`] if the driver has no such call.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -313,11 +311,11 @@ pub trait Driver: Send + Sync + Debug {
         copies: &[Copy],
     ) -> Result<(), GpuError>;
 
-    /// The copy kernel over `count` entries at `table`, with this many thread blocks; [`GpuError::Unsupported`] where
+    /// Launches the copy kernel over `count` entries at `table`, with this many thread blocks. [`GpuError::Unsupported`] if
     /// it could not be loaded.
     ///
     /// # Safety
-    /// See [`Driver`]. The table too is memory that the device can read, and stays unchanged until the kernel is done.
+    /// See [`Driver`]. The device can read the table, which stays unchanged until the kernel is done.
     unsafe fn launch_copy_kernel(
         &self,
         device: u32,
@@ -327,7 +325,7 @@ pub trait Driver: Send + Sync + Debug {
         blocks: u32,
     ) -> Result<(), GpuError>;
 
-    /// Writes a word after the work before it.
+    /// Writes a word once the work before it is done.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -339,7 +337,7 @@ pub trait Driver: Send + Sync + Debug {
         value: u32,
     ) -> Result<(), GpuError>;
 
-    /// Later work starts once the word has reached a value; the comparison is cyclic, as the driver's.
+    /// Later work starts once the word has reached a value. The comparison is cyclic, as the driver's is.
     ///
     /// # Safety
     /// See [`Driver`].
@@ -351,10 +349,9 @@ pub trait Driver: Send + Sync + Debug {
         value: u32,
     ) -> Result<(), GpuError>;
 
-    /// Whether a link of their own, such as NVLink, joins two devices: what goes over it takes nothing from the links to
-    /// the host.
+    /// Whether a link of their own, such as NVLink, joins two devices. Its traffic takes nothing from the links to the host.
     fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError>;
 
-    /// Lets kernels of `device` reach the memory of `peer`, also an open device. No error if they already can.
+    /// Lets kernels of `device` reach the memory of `peer`, which is open too. No error if they already can.
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError>;
 }

@@ -1,4 +1,4 @@
-//! What can go wrong between us and a GPU.
+//! [`GpuError`]: the errors of operations on GPUs.
 
 use thiserror::Error;
 
@@ -12,7 +12,7 @@ pub enum GpuError {
         operation: &'static str,
         /// CUresult of the call.
         code: u32,
-        /// The driver's name of it, such as `CUDA_ERROR_INVALID_VALUE`.
+        /// The driver's name of the error, such as `CUDA_ERROR_INVALID_VALUE`.
         name: String,
     },
     /// This driver or device has no such operation; use another way.
@@ -20,7 +20,7 @@ pub enum GpuError {
     Unsupported {
         /// The call that is missing.
         operation: &'static str,
-        /// What the driver or the device lacks, in words.
+        /// The reason, in words.
         reason: String,
     },
     /// No device has this ordinal or UUID.
@@ -96,7 +96,7 @@ impl GpuError {
 
 /// Errors of `cuda.h` that we make ourselves or tell apart, and those that cost a process its device.
 pub mod code {
-    /// A call was given something that makes no sense.
+    /// An argument of a call makes no sense.
     pub const INVALID_VALUE: u32 = 1;
     /// The device, or the host, has no memory left.
     pub const OUT_OF_MEMORY: u32 = 2;
@@ -104,7 +104,7 @@ pub mod code {
     pub const INVALID_CONTEXT: u32 = 201;
     /// Memory cannot be mapped.
     pub const MAP_FAILED: u32 = 205;
-    /// The operating system refused; where a descriptor was to be made, the process may open no more.
+    /// The operating system refused. If the call makes a descriptor, the process may open no more files.
     pub const OPERATING_SYSTEM: u32 = 304;
     /// There is no such stream, event or export.
     pub const INVALID_HANDLE: u32 = 400;
@@ -118,16 +118,16 @@ pub mod code {
     pub const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
     /// The host's memory is not pinned.
     pub const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
-    /// This process may not.
+    /// This process lacks the right.
     pub const NOT_PERMITTED: u32 = 800;
-    /// This driver or device cannot.
+    /// This driver or device lacks the operation.
     pub const NOT_SUPPORTED: u32 = 801;
 
-    /// Those after which the process cannot go on with the device: uncorrectable ECC and NVLink errors, contained errors,
-    /// a destroyed context, and everything that a running kernel can die of.
+    /// Errors after which the process cannot use the device any more: uncorrectable ECC and NVLink errors, contained errors, a
+    /// destroyed context, and every error that ends a running kernel.
     const STICKY: [u32; 13] = [214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
-    /// Whether after this error every later call on the device fails with it, until the process ends.
+    /// Whether every later call on the device fails with this error until the process ends.
     pub fn is_sticky(code: u32) -> bool {
         STICKY.contains(&code)
     }

@@ -1,4 +1,4 @@
-//! Device memory of other processes: exports, imports, and which local address stands for theirs.
+//! Device memory of other processes: exports, imports, and the local addresses of theirs.
 
 use crate::device::{Gpu, uuid_text, warn_of};
 use crate::driver::IpcHandle;
@@ -7,7 +7,7 @@ use crate::error::GpuError;
 /// A device allocation as another process can open it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Export {
-    /// What the driver of the other process needs.
+    /// The handle for the driver of the other process.
     pub handle: IpcHandle,
     /// First address of the allocation in the exporting process.
     pub base: u64,
@@ -37,7 +37,7 @@ impl Gpu {
         let (driver, device) = self.raw();
         let base = driver.ipc_open(device, &export.handle)?;
         let imported = Imported { gpu: self.clone(), export: *export, base };
-        // What the peer says about its allocation is checked, since addresses are computed from it.
+        // Checked, because this process computes addresses from the peer's report.
         let (mapped_base, mapped) = driver.address_range(device, base)?;
         if mapped_base + mapped < base + export.bytes {
             let said = export.bytes;
@@ -47,7 +47,7 @@ impl Gpu {
     }
 }
 
-/// Another process's allocation, mapped here. Dropping it unmaps it: its holder must have waited for all work on it.
+/// Another process's allocation, mapped here. A drop unmaps it, so its holder waits for all work on it first.
 #[derive(Debug)]
 pub struct Imported {
     gpu: Gpu,
@@ -61,7 +61,7 @@ impl Imported {
         self.base
     }
 
-    /// What it was imported from.
+    /// The export from which this was mapped.
     pub fn export(&self) -> &Export {
         &self.export
     }
@@ -80,14 +80,14 @@ impl Drop for Imported {
     }
 }
 
-/// A range of another process's addresses and where it is here.
+/// A range of another process's addresses with its local address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapped {
     /// Address of its first byte in the engine's process.
     pub engine_base: u64,
     /// Address of its first byte in this process.
     pub local_base: u64,
-    /// Bytes that are mapped, the same on both sides.
+    /// Bytes, the same on both sides.
     pub bytes: u64,
 }
 
@@ -123,7 +123,7 @@ impl AddressMap {
         Ok(AddressMap { ranges })
     }
 
-    /// The local address of a range that lies in one import.
+    /// The local address of a range, which lies in one import.
     pub fn local(&self, address: u64, bytes: u64) -> Result<u64, GpuError> {
         let after = self.ranges.partition_point(|range| range.engine_base <= address);
         let range = after.checked_sub(1).map(|index| self.ranges[index]);

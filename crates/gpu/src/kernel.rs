@@ -13,11 +13,11 @@ struct Aligned<T: ?Sized>(T);
 static SM_80: &Aligned<[u8]> = &Aligned(*include_bytes!("../kernels/copy.sm_80.cubin"));
 static SM_90: &Aligned<[u8]> = &Aligned(*include_bytes!("../kernels/copy.sm_90.cubin"));
 static SM_100: &Aligned<[u8]> = &Aligned(*include_bytes!("../kernels/copy.sm_100.cubin"));
-/// For all others; the driver compiles it. It ends in a zero.
+/// PTX for all other devices, which the driver compiles. It ends in a zero.
 static PTX: &str = concat!(include_str!("../kernels/copy.ptx"), "\0");
 
-/// What to load on a device of this compute capability: machine code runs on devices of its own major number whose minor is
-/// at least its own.
+/// The image for a device of this compute capability. Machine code runs on devices of its own major number with at least its
+/// minor number.
 pub(crate) fn image((major, minor): (u32, u32)) -> &'static [u8] {
     let cubins = [((8, 0), &SM_80.0), ((9, 0), &SM_90.0), ((10, 0), &SM_100.0)];
     let runs = |((its_major, its_minor), _): &((u32, u32), _)| *its_major == major && *its_minor <= minor;
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn a_driver_of_cuda_12_8_reads_it() {
-        // The version of PTX that came with CUDA 12.8, and the oldest architecture that is supported.
+        // The PTX version of CUDA 12.8, and the oldest supported architecture.
         assert!(PTX.contains(".version 8.7\n") && PTX.contains(".target sm_80\n"));
         for code in [&SM_80.0, &SM_90.0, &SM_100.0] {
             assert!(code.starts_with(b"\x7fELF") && code.as_ptr().addr().is_multiple_of(16));

@@ -1,8 +1,17 @@
 //! GPUs: the only user of the CUDA driver.
 //!
-//! libcuda is opened at run time; that it is missing is a value ([`NoDriver`]). Everything goes through the trait
-//! [`Driver`]. Tests have another one behind it, the crate kvlane-fake-gpu, so that every layer above runs and is tested
-//! on a machine without a GPU.
+//! libcuda is opened at run time; a machine without it gives [`NoDriver`]. All calls go through the trait [`Driver`]. Tests
+//! put the crate kvlane-fake-gpu behind it, so every layer above is tested on a machine without a GPU.
+//!
+//! ```text
+//!   Loader (rails)        a load to one GPU, by its own link and those of idle GPUs
+//!     Together            the same part of a load for several GPUs
+//!     Copier              any list of copies in one stream
+//!       plan (pure)       each run: copy engine, batch call or copy kernel
+//!   Imported, Chunks      memory of another process
+//!   Gpu, Stream, Pinned   handles that are freed when dropped
+//!     Driver              CUDA, or the fake
+//! ```
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");

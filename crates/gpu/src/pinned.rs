@@ -3,11 +3,11 @@
 use crate::device::{Gpu, warn_of};
 use crate::error::GpuError;
 
-/// A chunk of a large range that is pinned at a time; between chunks progress is reported.
+/// Bytes of a large range that are pinned at a time. Progress is reported between chunks.
 pub const CHUNK_BYTES: u64 = 1 << 30;
 
-/// Pinned host memory of our own, zeroed or not as the driver likes. Whoever enqueued work on it waits for that before
-/// it is dropped.
+/// Pinned host memory of our own; its first content is undefined. Code that enqueues work on it waits for that work before
+/// the drop.
 #[derive(Debug)]
 pub struct HostBuffer {
     gpu: Gpu,
@@ -28,7 +28,7 @@ impl HostBuffer {
         self.address
     }
 
-    /// Size in bytes.
+    /// Bytes of the buffer.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -47,9 +47,9 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Host memory of somebody else, pinned as long as this lives.
+/// Host memory of another owner, pinned as long as this lives.
 ///
-/// It is pinned in chunks, and a copy engine does not cross from one to the next: see [`Pinned::seams`].
+/// A copy engine does not cross from one pinned chunk to the next: see [`Pinned::seams`].
 #[derive(Debug)]
 pub struct Pinned {
     gpu: Gpu,
@@ -62,8 +62,7 @@ impl Pinned {
     /// about 0.3 s a GiB.
     ///
     /// # Safety
-    /// The range stays mapped while this lives, and whoever enqueued work on it has waited for that before this is
-    /// dropped.
+    /// The range stays mapped while this lives. Code that enqueues work on it waits for that work before this is dropped.
     pub unsafe fn new(
         gpu: &Gpu,
         address: u64,
@@ -77,7 +76,7 @@ impl Pinned {
             )));
         }
         let (driver, device) = gpu.raw();
-        // Dropped on an error, it unpins what is pinned so far.
+        // After an error the drop unpins the chunks that are pinned so far.
         let mut pinned = Pinned { gpu: gpu.clone(), chunks: Vec::new() };
         let mut done = 0;
         while done < bytes {

@@ -1,4 +1,4 @@
-//! How a process uses rails: the links of other GPUs to the host.
+//! The options of rails: links of other GPUs to the host that a load uses too.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,15 +7,15 @@ use crate::device::uuid_text;
 use crate::driver::DeviceInfo;
 use crate::error::GpuError;
 
-/// Which GPUs lend their links.
+/// The GPUs that serve as rails.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum RailChoice {
-    /// None.
+    /// Loads use the link of their own GPU alone.
     Off,
-    /// All that NVLink joins with the GPU that is loaded.
+    /// All GPUs that NVLink joins with the load's target.
     #[default]
     Auto,
-    /// These, by ordinal or UUID, where kernels of the GPU that is loaded reach their memory.
+    /// These, by ordinal or UUID, if kernels of the load's target reach their memory.
     List(Vec<String>),
 }
 
@@ -38,7 +38,7 @@ impl FromStr for RailChoice {
 }
 
 impl RailChoice {
-    /// Those of the devices that are chosen; an error where one is named that is not there.
+    /// The chosen ones among `devices`. An error if a named one is missing.
     pub fn among(&self, devices: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>, GpuError> {
         let names = match self {
             RailChoice::Off => return Ok(Vec::new()),
@@ -58,10 +58,10 @@ impl RailChoice {
     }
 }
 
-/// How rails are used.
+/// The options of [`crate::Rails`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RailOptions {
-    /// Which GPUs may lend their links.
+    /// The GPUs that may serve as rails.
     pub choice: RailChoice,
     /// Bytes of a slot, a multiple of [`crate::plan::KERNEL_ALIGNMENT`].
     pub slot_bytes: u64,
@@ -69,32 +69,32 @@ pub struct RailOptions {
     pub slots: usize,
     /// Smaller loads use no rails.
     pub least_bytes: u64,
-    /// How long the load of one of several ranks that hold the same blocks waits for the others' loads, to share the links
-    /// with them. The ranks of an engine start a step within a fraction of a millisecond of each other; a load that is
-    /// large enough for this takes longer than what a missing rank costs.
+    /// How long a rank's load waits for the loads of other ranks that hold the same blocks, to share the links with them. The
+    /// ranks of an engine start a step within a fraction of a millisecond. A load that is large enough to share takes longer
+    /// than the wait for a missing rank.
     pub meet_within: Duration,
-    /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so that few blocks would
-    /// only keep the engine's kernels waiting for longer: between H200s 48 read 0.85 of what a contiguous copy moves, 16
-    /// read 0.73, more than 48 no more.
+    /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so fewer blocks would only
+    /// keep the engine's kernels waiting for longer. Between H200s 48 read 333 GB/s in pieces of 64 KiB, 0.85 of a contiguous
+    /// copy; 16 read 0.73 of it, and more than 48 read no more. Copy engines read 104 GB/s.
     pub blocks: u32,
-    /// Whether loads of short pieces go through a ring on the target itself.
+    /// Whether loads of short pieces are staged through a ring on the target.
     pub staging: bool,
-    /// Pieces that are shorter than this on average are short. From 32 KiB on copy engines bring each piece for itself at
-    /// most of the link's rate; of 16 KiB, on an H200, at 0.12 to 0.5 of it.
+    /// Pieces are short below this mean length. From 32 KiB on copy engines bring single pieces at most of the link's rate; at
+    /// 16 KiB, on an H200, at 0.12 to 0.5 of it.
     pub stage_below: u64,
-    /// The same for a load that uses rails too. The calls for single pieces keep the rails waiting for theirs: 256 MiB in
-    /// pieces of 64 KiB came over four H200s' links at 2.06 times the rate of one, staged at 2.47.
+    /// The same for a load that uses rails too, because calls for single pieces delay the calls for the rails. 256 MiB in
+    /// pieces of 64 KiB came over four H200s' links at 2.06 times the rate of one, and staged at 2.47.
     pub stage_beside_rails_below: u64,
 }
 
-/// Which loads go through a ring on the GPU that they are for.
+/// Whether a load is staged: goes through a ring on its own GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Staging {
-    /// Not this one.
+    /// Not staged.
     Off,
-    /// This one if it uses rails.
+    /// Staged if it uses rails.
     BesideRails,
-    /// This one.
+    /// Staged, with or without rails.
     On,
 }
 

@@ -1,15 +1,15 @@
-//! Rails: the links of other GPUs to the host, over which a load for one GPU also comes.
+//! [`Rails`]: a load for one GPU also uses the links between other GPUs and the host.
 //!
 //! ```text
 //!  host memory --own link---------------------------------> memory of the engine, on the target
 //!      |                                                        ^
 //!      +--link of a rail--> ring of slots on the rail --NVLink--+   the target reads the slots and scatters them
 //! ```
-//! Everything is enqueued in streams that wait for each other, nothing on the host does: a slot is filled after its last
-//! content was read, and read after it was filled.
+//! Streams wait for each other, and the host waits for none: a slot is filled after its last content was read, and read
+//! after it was filled.
 //!
-//! A load of short pieces goes through a ring on the target itself in the same way: copy engines bring long runs over the
-//! link, which they move at its full rate, and the pieces are scattered within the GPU's memory, in a fraction of the time.
+//! A load of short pieces goes through a ring on the target itself in the same way (it is *staged*). Copy engines bring long
+//! runs at the link's full rate, and a kernel scatters the pieces within the GPU's memory in a fraction of that time.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -28,35 +28,35 @@ use crate::ring::{Making, Rail, Target};
 use crate::split::{Shares, parts, split, split_among};
 use crate::stream::Stream;
 
-/// The GPUs of a host that may lend their links, and what goes over all links.
+/// The GPUs of a host that may serve as rails, and counts of the bytes over all links.
 #[derive(Debug)]
 pub struct Rails {
     driver: Arc<dyn Driver>,
     options: RailOptions,
     seams: Vec<u64>,
     chosen: Vec<DeviceInfo>,
-    /// By ordinal; None where one cannot be opened.
+    /// By ordinal; None if the GPU cannot be opened.
     opened: Mutex<HashMap<u32, Option<Arc<Rail>>>>,
     traffic: Mutex<Traffic>,
     relayed: AtomicU64,
     staged: AtomicU64,
-    /// Loads that were to be staged and found their ring in use, or failed.
+    /// Loads that should have been staged, but their ring was in use or had failed.
     unstaged: AtomicU64,
-    /// Bytes that loads brought, by the ordinal of the GPU whose link they came over.
+    /// Loaded bytes by the ordinal of the GPU whose link carried them.
     by_link: Mutex<BTreeMap<u32, u64>>,
 }
 
 #[derive(Debug, Default)]
 struct Traffic {
-    /// Loads under way, by the ordinal of their GPU.
+    /// Loads in progress by the ordinal of their GPU.
     loads: HashMap<u32, u32>,
     /// The GPU of each loader of a team.
     teams: HashMap<String, Vec<u32>>,
 }
 
 impl Rails {
-    /// The GPUs that are chosen. None of them is opened before it may be needed. `seams` are those of the host memory
-    /// that is loaded from ([`crate::Pinned::seams`]).
+    /// Chooses the GPUs, and opens none before a load may need it. `seams` are those of the host memory that loads read
+    /// ([`crate::Pinned::seams`]).
     pub fn new(driver: Arc<dyn Driver>, seams: &[u64], options: RailOptions) -> Result<Arc<Rails>, GpuError> {
         let RailOptions { slot_bytes, slots, blocks, .. } = options;
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(KERNEL_ALIGNMENT) || slots == 0 || blocks == 0 {
@@ -83,27 +83,27 @@ impl Rails {
         }))
     }
 
-    /// The ordinals of the GPUs that were chosen.
+    /// The ordinals of the chosen GPUs.
     pub fn chosen(&self) -> Vec<u32> {
         self.chosen.iter().map(|device| device.ordinal).collect()
     }
 
-    /// Bytes that came over rails so far, in loads that succeeded.
+    /// Bytes that came over rails in loads that succeeded.
     pub fn relayed_bytes(&self) -> u64 {
         self.relayed.load(Ordering::Relaxed)
     }
 
-    /// Bytes that came through a ring on the GPU that they were for so far, in loads that succeeded.
+    /// Bytes that came through a ring on their own GPU in loads that succeeded.
     pub fn staged_bytes(&self) -> u64 {
         self.staged.load(Ordering::Relaxed)
     }
 
-    /// Loads so far that were to be staged, and came piece by piece since their ring was in use or failed.
+    /// Loads that should have been staged and came piece by piece, because their ring was in use or had failed.
     pub fn unstaged_loads(&self) -> u64 {
         self.unstaged.load(Ordering::Relaxed)
     }
 
-    /// Says so the first time.
+    /// Counts a load that was not staged, and logs the first.
     fn count_unstaged(&self, gpu: u32) {
         if self.unstaged.fetch_add(1, Ordering::Relaxed) == 0 {
             // Log: the fast way for short pieces was in use or had failed; the load worked. Do: nothing, unless
@@ -116,7 +116,7 @@ impl Rails {
         }
     }
 
-    /// Bytes that came up the link of each GPU so far, by ordinal, in loads that succeeded.
+    /// Bytes over the link of each GPU, by ordinal, in loads that succeeded.
     pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
         self.by_link.lock().clone()
     }
@@ -125,7 +125,7 @@ impl Rails {
         *self.by_link.lock().entry(link).or_default() += bytes;
     }
 
-    /// Counts what went through the rings of a load that succeeded, and gives the bytes of each link.
+    /// Counts the bytes through the rings of a load that succeeded, and returns the bytes of each link.
     pub(crate) fn count_rings(&self, relay: &mut Relay<'_>) -> Vec<(u32, u64)> {
         let by_link = relay.take_bytes();
         by_link.iter().for_each(|(link, bytes)| self.count(*link, *bytes));
@@ -140,8 +140,8 @@ impl Rails {
         &self.options
     }
 
-    /// Opens the chosen GPUs now, so that no engine's start waits for it; of [`RailChoice::Auto`] those that NVLink joins
-    /// with another one. One that cannot be opened is left out. The ordinals of those that are open are answered.
+    /// Opens the chosen GPUs now, so that no engine's start waits for it. With [`RailChoice::Auto`] only GPUs that NVLink joins
+    /// with another one are opened. A GPU that cannot be opened is left out. Returns the ordinals of the open ones.
     pub fn open_all(&self) -> Vec<u32> {
         let chosen = self.chosen();
         let is_named = matches!(self.options.choice, RailChoice::List(_));
@@ -165,8 +165,8 @@ impl Rails {
         rail.clone()
     }
 
-    /// For loads to one GPU. Loaders of a `team` load at the same time, as the workers of an engine do: none uses the
-    /// link of another one's GPU, and each leaves the others their part of the rest. Opens the rails that the target
+    /// A loader for one GPU. Loaders of a `team` load at the same time, as the workers of an engine do. So none uses the link
+    /// of another one's GPU, and each leaves the others their part of the remaining links. Opens the rails that the target
     /// reaches, which may take a second.
     pub fn loader(self: &Arc<Self>, target: &Gpu, team: &str) -> Loader {
         let own = target.info().ordinal;
@@ -179,17 +179,17 @@ impl Rails {
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
         let lends = self.chosen.iter().any(|device| device.ordinal == own);
-        // It is open already.
+        // The target is open already.
         let rail = || Arc::new(Rail::new(target.clone()));
         let own = self.opened.lock().entry(own).or_default().get_or_insert_with(rail).clone();
         Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached, own, lends }
     }
 
-    /// A rail, if it can be one for this GPU.
+    /// This device as a rail for the target, if the target can read its memory.
     fn reach(&self, target: &Gpu, device: &DeviceInfo) -> Option<Arc<Rail>> {
         let gpu = device.ordinal;
         let is_named = matches!(self.options.choice, RailChoice::List(_));
-        // Looked at first: the context of a GPU that cannot be used would only take memory.
+        // Before the device is opened, because the context of a GPU that cannot serve would only take memory.
         if !is_named && !self.driver.is_linked(target.info().ordinal, gpu).unwrap_or(false) {
             return None;
         }
@@ -211,23 +211,22 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
-    /// The same GPU.
+    /// The ring on the target itself.
     own: Arc<Rail>,
-    /// Whether the same GPU lends its link.
+    /// Whether the target serves as a rail for other GPUs.
     lends: bool,
 }
 
 impl Loader {
-    /// Whether a load of so many bytes is worth sharing, and its GPU is joined with enough others to share it among so many
-    /// ([`crate::Together`]).
+    /// Whether a load of `bytes` is worth sharing among `gpus` GPUs, and NVLink joins enough of them ([`crate::Together`]).
     pub fn may_share(&self, bytes: u64, gpus: usize) -> bool {
         bytes >= self.rails.options.least_bytes && self.own().is_some() && self.reached.len() + 1 >= gpus
     }
 
-    /// Whether a load of so many bytes in so many pieces, which form so many `runs` in the host's memory, is brought in
-    /// these runs and scattered on the GPU: pieces that are too short for copy engines would need a kernel for as long as
-    /// the load takes over the link, and the kernels of an engine, which computes on what has come already, take turns with
-    /// it. Where the runs are as short, or no kernel scatters, nothing would be won.
+    /// Whether a load is staged: brought in `runs` of host memory and scattered into `pieces` on the GPU. Pieces that are too
+    /// short for copy engines would need a kernel for as long as the load takes over the link. Meanwhile the engine computes
+    /// on parts that have arrived, and its kernels would take turns with that one. If the runs are as short as the pieces, or
+    /// the GPU has no kernel, staging gains nothing.
     pub fn staging(&self, bytes: u64, pieces: usize, runs: usize) -> Staging {
         let RailOptions { staging, stage_below, stage_beside_rails_below, .. } = self.rails.options;
         let wins_below = |limit: u64| {
@@ -250,7 +249,7 @@ impl Loader {
         &self.target
     }
 
-    /// The ring on the target itself, where it lends its link.
+    /// The ring on the target itself, if the target serves as a rail.
     pub(crate) fn own(&self) -> Option<&Rail> {
         self.lends.then_some(&*self.own)
     }
@@ -265,10 +264,10 @@ impl Loader {
         self.reached.iter().map(|rail| rail.ordinal()).collect()
     }
 
-    /// Begins a load of so many bytes. What it writes comes after what is in the target's `stream` by now. It takes the
-    /// rails that no other load uses and whose own GPU is not being loaded; a load that begins later shares the links
-    /// with this one. `pulls` decides how the target reads a ring. A load that is staged ([`Loader::staging`]) goes
-    /// through a ring on the target too, if no other load uses that.
+    /// Begins a load of `bytes`. Its writes come after the work that is in the target's `stream` by now. The load takes rails
+    /// that no other load uses and whose own GPU has no load. Loads that begin later share the links with this one. `pulls`
+    /// decides how the target reads a ring. A staged load ([`Loader::staging`]) also takes the ring on the target, if no other
+    /// load uses it.
     pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> Loading<'_> {
         let (idle, most) = self.count_and_choose();
         let mut relay = Relay::new(Vec::new());
@@ -294,19 +293,19 @@ impl Loader {
         Loading { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
     }
 
-    /// A load to this GPU is over.
+    /// Ends the count of a load to this GPU.
     pub(crate) fn uncount(&self) {
         if let Some(loads) = self.rails.traffic.lock().loads.get_mut(&self.target.info().ordinal) {
             *loads -= 1;
         }
     }
 
-    /// A load to this GPU begins.
+    /// Counts a load to this GPU.
     pub(crate) fn count(&self) {
         *self.rails.traffic.lock().loads.entry(self.target.info().ordinal).or_default() += 1;
     }
 
-    /// Counts a load, and answers the rails whose own link is idle and how many of them this load may take.
+    /// Counts a load, and returns the rails whose own link is idle and how many of them this load may take.
     fn count_and_choose(&self) -> (Vec<&Rail>, usize) {
         self.count();
         let traffic = self.rails.traffic.lock();
@@ -331,8 +330,7 @@ impl Drop for Loader {
     }
 }
 
-/// A load under way. Whoever enqueued copies calls [`Loading::synchronize`] before the memory is used otherwise; dropping
-/// it waits too.
+/// A load in progress. Call [`Loading::synchronize`] before the memory is used otherwise; a drop waits too.
 #[derive(Debug)]
 pub struct Loading<'a> {
     loader: &'a Loader,
@@ -344,23 +342,23 @@ pub struct Loading<'a> {
 }
 
 impl Loading<'_> {
-    /// How many rails this load uses.
+    /// The number of rails that this load uses.
     pub fn rails(&self) -> usize {
         self.relay.rings().len() - usize::from(self.staging)
     }
 
-    /// Whether it goes through a ring on the target.
+    /// Whether the load goes through the ring on the target.
     pub fn is_staged(&self) -> bool {
         self.staging
     }
 
-    /// Enqueues copies from pinned host memory to the target: some by `direct` or through a ring on the target, the rest
-    /// over the rails. What is enqueued in its stream afterwards comes after all of them. It blocks only while all tables of a kernel are in use. After an
-    /// error some copies may have been enqueued.
+    /// Enqueues copies from pinned host memory to the target: some by `direct` or through the ring on the target, the others
+    /// over rails. Later work in the target's stream comes after all of them. It blocks only while launches use all tables of
+    /// a kernel. After an error some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`Copier::enqueue`], until [`Loading::synchronize`] and the copier's stream have been waited for, in this
-    /// order. The copier's stream is the one that the load began with.
+    /// As for [`Copier::enqueue`], until the caller has waited for [`Loading::synchronize`] and then for the copier's stream.
+    /// The copier's stream is the one with which the load began.
     pub unsafe fn enqueue(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         // SAFETY: the caller's promise.
         let enqueued = unsafe { self.enqueue_all(direct, copies) };
@@ -387,8 +385,8 @@ impl Loading<'_> {
         };
         self.direct_bytes += bytes(&own);
         let shares = [relayed];
-        // In turns, since the calls for so many copies must not keep the other links idle. A launch of the kernel is one
-        // call for thousands of them.
+        // In turns, because calls for thousands of copies would keep the other links idle. A launch of the kernel is one call
+        // for thousands of copies.
         let part_bytes = if direct.may_launch(&own) { 16 * slot_bytes } else { slot_bytes };
         let mut direct_parts = parts(&own, part_bytes);
         let mut enqueued = Enqueued::default();
@@ -397,7 +395,7 @@ impl Loading<'_> {
             let relayed = unsafe { self.relay.turn(&shares, turn)? };
             match direct_parts.next() {
                 Some(part) => {
-                    // What is in its stream already waits for rails: a rail that is lost must not block it.
+                    // Work in the target's stream waits for rails. So this waits for room here, where a lost rail is seen.
                     self.relay.wait_until(|_| direct.has_room(part))?;
                     // SAFETY: as above.
                     enqueued += unsafe { direct.enqueue(part, Direction::HostToDevice)? };
@@ -410,13 +408,13 @@ impl Loading<'_> {
         Ok(enqueued)
     }
 
-    /// Waits for what goes over the rails, and reports what failed.
+    /// Waits for the copies over rails, and returns their error.
     pub fn synchronize(&mut self) -> Result<(), GpuError> {
         self.synchronize_or(|| false)
     }
 
-    /// The same. When a rail is lost, what waits for it in the target's streams does so until `abandoned` tells that
-    /// nobody minds wrong bytes in the target's memory.
+    /// The same. If a rail is lost, work in the target's streams waits for it until `abandoned` says that wrong bytes in the
+    /// target's memory do no harm.
     pub fn synchronize_or(&mut self, abandoned: impl FnMut() -> bool) -> Result<(), GpuError> {
         let outcome = self.relay.finish(abandoned);
         self.failed |= outcome.is_err();
@@ -434,7 +432,7 @@ impl Loading<'_> {
 
 impl Drop for Loading<'_> {
     fn drop(&mut self) {
-        // Whoever cares for the outcome has asked.
+        // A caller that needs the outcome has called `synchronize` before.
         let _ = self.synchronize();
         self.relay.give_back();
         self.loader.uncount();

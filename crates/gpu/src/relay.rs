@@ -1,4 +1,8 @@
 //! A load's way through the rings of several GPUs, to one target or more.
+//!
+//! Calls are made in turns, a slot's worth for each link. When the calls for the GPU's own link came first, four links brought
+//! 2.1 times the rate of one for 256 MiB and 1.6 times for 1 GiB (four H200s): 4,096 calls for pieces take milliseconds, and
+//! the rails were idle meanwhile.
 
 use std::thread;
 use std::time::Duration;
@@ -8,16 +12,16 @@ use crate::ring::Lent;
 use crate::split::Chunk;
 use crate::stream::Stream;
 
-/// Between two looks at what is under way.
+/// Between two queries of work in progress.
 const LOOK_EVERY: Duration = Duration::from_micros(20);
-/// The same after a failure, which may take long to be over.
+/// The same after a failure, which may take long to end.
 const LOOK_AFTER_FAILURE: Duration = Duration::from_millis(5);
 
-/// Rings in the hands of one load.
+/// The rings that one load uses.
 ///
-/// When a GPU is lost, others wait for what it was to bring. Their waits could be ended from here, but what follows them
-/// would then write wrong bytes, perhaps over the right ones that the engine has put there itself meanwhile: so they are
-/// ended only when nobody minds any more, that is, when the engine is gone.
+/// If a GPU is lost, other GPUs wait for the bytes that it was to bring. The host could end these waits, but the work behind
+/// them would then write wrong bytes, perhaps over right ones that the engine has written meanwhile. So the relay ends them
+/// only once wrong bytes do no harm, because the engine is gone.
 #[derive(Debug)]
 pub(crate) struct Relay<'a> {
     rings: Vec<Lent<'a>>,
@@ -34,8 +38,8 @@ impl<'a> Relay<'a> {
         &self.rings
     }
 
-    /// Enqueues one chunk of each ring: of `shares`, which are ordered by target, ring and turn. Turn by turn, so that
-    /// every link soon has something to do. False when there were none left.
+    /// Enqueues one chunk for each ring, so that every link soon has work. `shares` is ordered by target, ring and turn.
+    /// Returns false if no chunk was left.
     ///
     /// # Safety
     /// As for [`crate::Copier::enqueue`], of the copies before they were split, until [`Relay::finish`]. All targets'
@@ -56,12 +60,12 @@ impl<'a> Relay<'a> {
         Ok(some)
     }
 
-    /// Later work of a target's stream comes after all that the rings bring it.
+    /// Orders later work of a target's stream after all bytes that the rings bring it.
     pub(crate) fn join(&mut self, target: usize, stream: &Stream) -> Result<(), GpuError> {
         self.rings.iter_mut().try_for_each(|ring| ring.join(target, stream))
     }
 
-    /// Waits on the host until something holds; ends with the failure of any GPU.
+    /// Waits on the host until the condition holds. Ends with the failure of any GPU.
     pub(crate) fn wait_until(
         &mut self,
         mut holds: impl FnMut(&[Lent<'a>]) -> Result<bool, GpuError>,
@@ -76,8 +80,8 @@ impl<'a> Relay<'a> {
         Ok(())
     }
 
-    /// Waits until nothing of the rings is under way, and reports what failed. Once something failed, `abandoned` tells
-    /// when nobody minds what is written to the targets.
+    /// Waits until no work of the rings is in progress, and returns its error. After a failure `abandoned` says whether wrong
+    /// bytes in the targets do no harm.
     pub(crate) fn finish(&mut self, mut abandoned: impl FnMut() -> bool) -> Result<(), GpuError> {
         if std::mem::take(&mut self.under_way) {
             while !self.look() {
@@ -86,7 +90,7 @@ impl<'a> Relay<'a> {
                     continue;
                 }
                 if abandoned() {
-                    // Again and again, since a GPU that goes on may still write the number that it has come to.
+                    // Repeatedly, because a GPU that goes on may still write its own number over the released word.
                     self.rings.iter().for_each(Lent::release);
                 }
                 thread::sleep(LOOK_AFTER_FAILURE);
@@ -95,12 +99,12 @@ impl<'a> Relay<'a> {
         self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Bytes that went over each link since the last call, by the ordinal of its GPU.
+    /// Bytes over each link since the last call, by the ordinal of its GPU.
     pub(crate) fn take_bytes(&mut self) -> Vec<(u32, u64)> {
         self.rings.iter_mut().map(Lent::take_bytes).collect()
     }
 
-    /// Looks at all GPUs; true if nothing is under way.
+    /// Polls all GPUs; true if no work is in progress.
     fn look(&mut self) -> bool {
         let mut idle = true;
         for ring in &mut self.rings {
@@ -113,7 +117,7 @@ impl<'a> Relay<'a> {
         idle
     }
 
-    /// Hands the rings back; nothing is under way.
+    /// Returns the rings to their rails. No work is in progress.
     pub(crate) fn give_back(&mut self) {
         self.rings.drain(..).for_each(Lent::give_back);
     }

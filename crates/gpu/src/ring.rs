@@ -1,10 +1,11 @@
-//! Memory of a GPU that bytes pass through on their way from the host to other GPUs, or to where they belong on the same.
+//! A staging ring: memory of a GPU through which bytes pass from the host to other GPUs, or to their place on the same one.
 //!
 //! ```text
 //!  up (the GPU of the ring):  wait until all have read slot s | fill s | filled[s] = n | ...
 //!  pull (each target):        wait until filled[s] = n | scatter | drained[target][s] = n | ...
 //! ```
-//! What one waits for was enqueued before it, so that no order in which streams share the hardware makes a circle.
+//! Each wait is enqueued after the work that ends it. So streams cannot wait in a circle, in whatever order they share the
+//! hardware.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,16 +22,16 @@ use crate::split::Chunk;
 use crate::stream::{Event, Stream};
 use crate::words::Words;
 
-/// Entries of a table of the kernel: as many as a slot of the default size has pieces of 8 KiB. More take more launches.
+/// Entries of a table of the kernel: a slot of the default size in pieces of 8 KiB. Shorter pieces take more launches.
 const TABLE_ENTRIES: usize = 1024;
-/// Tables of one pull in use at a time; made as they are needed.
+/// Most tables of one pull in use at a time. They are made as they are needed.
 const TABLES: usize = 256;
-/// So many looks in a row at a stream that only tell an error mean that its GPU is lost, whatever the error says of itself.
+/// After this many queries of a stream in a row that returned an error, its GPU counts as lost, whatever the errors are.
 const LOST_AFTER_LOOKS: u32 = 100;
-/// Most targets of a load: more GPUs than one host has.
+/// Most targets of a load. One host has fewer GPUs.
 pub(crate) const READERS_MAX: usize = 16;
 
-/// A GPU that lends its link, to one load at a time.
+/// A GPU whose link serves one load at a time.
 #[derive(Debug)]
 pub(crate) struct Rail {
     pub(crate) gpu: Gpu,
@@ -40,13 +41,13 @@ pub(crate) struct Rail {
 #[derive(Debug)]
 enum State {
     Unused,
-    /// No work on it is under way.
+    /// No work uses the ring.
     Ready(Box<GpuRing>),
-    /// In use while it is locked; else something failed, and it is not used any more.
+    /// A load uses the ring while it holds the lock. Without the lock: the ring has failed and serves no more loads.
     Taken,
 }
 
-/// Fields are dropped in order: the memory last.
+/// Fields are dropped in order, so the memory goes last.
 #[derive(Debug)]
 struct GpuRing {
     /// By the ordinal of the GPU that reads.
@@ -56,30 +57,30 @@ struct GpuRing {
     memory: DeviceMemory,
 }
 
-/// How a target reads a ring.
+/// A target's way to read a ring: a copier with its stream on the target.
 #[derive(Debug)]
 struct Pull {
     copier: Copier,
-    /// What has to be over before the target's memory is written.
+    /// The work that must be done before the target's memory is written.
     start: Event,
-    /// What has been read.
+    /// The reads that are done.
     joined: Event,
     failed: bool,
     looks: Looks,
 }
 
-/// Looks at a stream that told an error, since the last one that did not.
+/// Queries of a stream that returned an error, since the last one that did not.
 #[derive(Debug, Default)]
 struct Looks(u32);
 
-/// Where a load's bytes go, and the stream of that GPU which they belong to.
+/// The GPU that gets a load's bytes, and the stream there to which the load belongs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Target<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) stream: &'a Stream,
 }
 
-/// How rings are made and read.
+/// The options by which rings are made and read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Making<'a> {
     pub(crate) options: &'a RailOptions,
@@ -96,8 +97,8 @@ impl Rail {
         self.gpu.info().ordinal
     }
 
-    /// The ring with all that a load to these targets needs of it, unless another load uses it. What the load writes comes
-    /// after what is in the targets' streams by now.
+    /// The ring, ready for a load to these targets; None while another load uses it. The load's writes come after the work
+    /// that is in the targets' streams by now.
     pub(crate) fn take<'a>(&'a self, targets: &[Target<'_>], making: Making<'_>) -> Option<Lent<'a>> {
         let mut state = self.ring.try_lock()?;
         let ring = match std::mem::replace(&mut *state, State::Taken) {
@@ -136,7 +137,7 @@ impl Rail {
         }
     }
 
-    /// Told once of each rail, since it is not used any more.
+    /// Logs once per rail, because a failed rail serves no more loads.
     fn warn(&self, error: &GpuError) {
         // Log: loads of short pieces to this GPU, and rails over it, are slower until the daemon is restarted.
         // Do: look for GPU errors and Xid in dmesg, then restart the daemon.
@@ -149,7 +150,7 @@ impl GpuRing {
         let RailOptions { slot_bytes, slots, .. } = *making.options;
         let memory = rail.gpu.alloc(slot_bytes * slots as u64)?;
         let words = Words::new(&rail.gpu, slots * (1 + READERS_MAX))?;
-        // Its GPU's own engine comes first.
+        // The work of the GPU's own engine comes first.
         let stream = Arc::new(Stream::new(&rail.gpu, Priority::Normal)?);
         let options =
             CopierOptions { use_kernel: false, seams: making.seams.to_vec(), ..CopierOptions::default() };
@@ -178,7 +179,7 @@ impl Pull {
     }
 }
 
-/// A ring in the hands of one load.
+/// A ring that one load uses.
 #[derive(Debug)]
 pub(crate) struct Lent<'a> {
     rail: &'a Rail,
@@ -189,7 +190,7 @@ pub(crate) struct Lent<'a> {
     looks: Looks,
     slot_bytes: u64,
     slots: usize,
-    /// How many went through.
+    /// Chunks that have passed through.
     chunks: u64,
     bytes: u64,
     failed: bool,
@@ -197,12 +198,12 @@ pub(crate) struct Lent<'a> {
 
 impl Lent<'_> {
     fn begin(&mut self, targets: &[Target<'_>], making: Making<'_>) -> Result<(), GpuError> {
-        // Nobody waits for them now.
+        // No work waits for these words now.
         (0..self.slots * (1 + targets.len())).for_each(|word| self.ring.words.set(word, 0));
         for target in targets {
             let known = self.ring.pulls.remove(&target.gpu.info().ordinal);
             let mut pull = known.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
-            // A slot is short: more groups of threads than it has longer pieces can read it.
+            // A slot is short. Short pieces let more groups of threads read it at once.
             let piece_bytes = Thresholds::default().piece_bytes;
             pull.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
             pull.start.record(target.stream)?;
@@ -225,7 +226,7 @@ impl Lent<'_> {
         self.slots * (1 + reader) + slot
     }
 
-    /// Whether [`Lent::pass`] would not wait on the host.
+    /// Whether [`Lent::pass`] would return without a wait on the host.
     pub(crate) fn has_room(&self, chunks: &[&Chunk]) -> Result<bool, GpuError> {
         for (pull, chunk) in self.pulls.iter().zip(chunks) {
             if !pull.copier.has_room(&chunk.scatter(0))? {
@@ -235,7 +236,8 @@ impl Lent<'_> {
         Ok(true)
     }
 
-    /// Enqueues a chunk's way through a slot to all targets: as each of them scatters it, and all gather it alike.
+    /// Enqueues a chunk's way through a slot to all targets. `chunks` has each target's view: all gather the same bytes, and
+    /// each scatters them to its own addresses.
     ///
     /// # Safety
     /// As for [`Copier::enqueue`], of the chunk's copies before they were split.
@@ -248,11 +250,11 @@ impl Lent<'_> {
         self.bytes += first.bytes();
         // SAFETY: the caller's promise.
         let filled = unsafe { self.fill(first, slot, number, address) };
-        self.note(filled)?;
+        self.record(filled)?;
         for (reader, chunk) in chunks.iter().enumerate() {
             // SAFETY: the caller's promise.
             let drained = unsafe { self.drain(chunk, reader, slot, number, address) };
-            self.note_pull(reader, drained)?;
+            self.record_pull(reader, drained)?;
         }
         Ok(())
     }
@@ -301,37 +303,37 @@ impl Lent<'_> {
         }
     }
 
-    /// Later work of a target's stream comes after what it was given of this ring so far.
+    /// Orders later work of a target's stream after its reads of this ring.
     pub(crate) fn join(&mut self, reader: usize, stream: &Stream) -> Result<(), GpuError> {
         let pull = &mut self.pulls[reader];
         let joined = pull.joined.record(pull.copier.stream()).and_then(|()| stream.wait(&pull.joined));
-        self.note_pull(reader, joined)
+        self.record_pull(reader, joined)
     }
 
-    /// Whether nothing is under way any more. A GPU that is lost does nothing more either.
+    /// Whether no work is in progress. A lost GPU counts as idle.
     pub(crate) fn is_idle(&mut self) -> (bool, Result<(), GpuError>) {
         let mut idle = true;
         let mut outcome = Ok(());
         let filled = self.looks.at(self.ring.up.stream(), &mut idle);
-        outcome = outcome.and(self.note(filled));
+        outcome = outcome.and(self.record(filled));
         for reader in 0..self.pulls.len() {
             let pull = &mut self.pulls[reader];
             let drained = pull.looks.at(pull.copier.stream(), &mut idle);
-            // Whether it still reads the ring and writes its words nobody knows: the ring goes with it.
+            // The lost GPU may still read the ring and write its words, so the ring is dropped with it.
             let lost = pull.looks.are_lost();
-            let drained = self.note_pull(reader, drained);
-            outcome = outcome.and(if lost { self.note(drained) } else { drained });
+            let drained = self.record_pull(reader, drained);
+            outcome = outcome.and(if lost { self.record(drained) } else { drained });
         }
         (idle, outcome)
     }
 
-    /// Ends all waits, whoever should have done so.
+    /// Ends all waits for this ring's words from the host.
     pub(crate) fn release(&self) {
         (0..self.slots * (1 + self.pulls.len())).for_each(|word| self.ring.words.release(word));
     }
 
-    /// Takes note of a failure: the rail is not used any more. Told at once, since what else waits for it may last.
-    fn note(&mut self, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
+    /// Records a failure: the rail serves no more loads. Logs at once, because other waits for the rail may last.
+    fn record(&mut self, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
         if let Err(error) = &outcome
             && !std::mem::replace(&mut self.failed, true)
         {
@@ -340,13 +342,13 @@ impl Lent<'_> {
         outcome
     }
 
-    /// Takes note of a failure to read: the next load of this target reads the ring by a new stream.
-    fn note_pull(&mut self, reader: usize, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
+    /// Records a failed read: the next load of this target reads the ring by a new stream.
+    fn record_pull(&mut self, reader: usize, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
         self.pulls[reader].failed |= outcome.is_err();
         outcome
     }
 
-    /// No work is under way.
+    /// Returns the ring to its rail. No work is in progress.
     pub(crate) fn give_back(mut self) {
         if self.failed {
             return;
@@ -360,7 +362,7 @@ impl Lent<'_> {
 }
 
 impl Looks {
-    /// Looks at a stream: what failed, and whether it is still busy.
+    /// Queries a stream: returns its error, and clears `idle` while the stream is busy.
     fn at(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
         let looked = stream.is_idle();
         self.0 = if looked.is_err() { self.0 + 1 } else { 0 };

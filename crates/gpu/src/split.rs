@@ -1,20 +1,20 @@
-//! Which link moves what of a load: pure.
+//! Splits a load among links: the GPU's own, and those of rails. Pure.
 
 use kvlane_block::{Contiguous, push_run};
 
 use crate::driver::Copy;
 use crate::plan::KERNEL_ALIGNMENT;
 
-/// Copies that go over another GPU: gathered in a slot of its memory, and scattered from there.
+/// Copies that go over another GPU: gathered into a slot of its memory, and scattered from there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Chunk {
     /// Host to slot, in long runs; the destinations are offsets in the slot.
     gather: Vec<Copy>,
-    /// Slot to where the bytes belong; the sources are offsets in the slot.
+    /// Slot to destination; the sources are offsets in the slot.
     scatter: Vec<Copy>,
 }
 
-/// What each link moves.
+/// The share of each link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shares {
     /// Over the GPU's own link.
@@ -34,16 +34,16 @@ impl Chunk {
         self.scatter.iter().map(|copy| Copy { src: slot + copy.src, ..*copy }).collect()
     }
 
-    /// Bytes that it brings to where they belong.
+    /// Bytes that the chunk brings to their destination.
     pub fn bytes(&self) -> u64 {
         self.scatter.iter().map(|copy| copy.len).sum()
     }
 
-    /// Appends a copy of at most a slot; gives it back where the slot has no room for it.
+    /// Appends a copy of at most a slot. Returns the copy if the slot has no room for it.
     fn push(&mut self, copy: Copy, slot_bytes: u64) -> Option<Copy> {
         let used = self.gather.last().map_or(0, |run| run.dst + run.len);
         let follows = self.gather.last().is_some_and(|run| run.is_continued_by(&Copy { dst: used, ..copy }));
-        // Where a run begins is aligned, so that the kernel can read the copies of an aligned source.
+        // The start of a run is aligned, so that the kernel can read the copies of an aligned source.
         let place = if follows { used } else { used.next_multiple_of(KERNEL_ALIGNMENT) };
         if place + copy.len > slot_bytes {
             return Some(copy);
@@ -55,8 +55,8 @@ impl Chunk {
 }
 
 /// Cuts a list into shares of about equal bytes: the first is for the GPU's own link, the others are for `rails` other
-/// GPUs. The order of the list is kept, so that what lies together in the host's memory stays together; a share ends
-/// between two copies, and only a copy that no slot holds is cut.
+/// GPUs. The list keeps its order, so neighbours in the host's memory stay together. A share ends between two copies, and
+/// only a copy that no slot holds is cut.
 pub fn split(copies: &[Copy], rails: usize, slot_bytes: u64) -> Shares {
     let mut shares = Shares { direct: Vec::new(), relayed: vec![Vec::new(); rails] };
     for (link, copy) in deal(copies, rails + 1, slot_bytes) {
@@ -68,7 +68,7 @@ pub fn split(copies: &[Copy], rails: usize, slot_bytes: u64) -> Shares {
     shares
 }
 
-/// The same where each share goes over a GPU's memory. Lists of equal sources and lengths are cut alike.
+/// The same if each share goes over a GPU's memory. Lists of equal sources and lengths are cut alike.
 pub fn split_among(copies: &[Copy], rings: usize, slot_bytes: u64) -> Vec<Vec<Chunk>> {
     let mut shares = vec![Vec::new(); rings];
     for (link, copy) in deal(copies, rings, slot_bytes) {
@@ -79,7 +79,7 @@ pub fn split_among(copies: &[Copy], rings: usize, slot_bytes: u64) -> Vec<Vec<Ch
     shares
 }
 
-/// A list in parts of at least `part_bytes`, but for the last; the order is kept.
+/// A list in parts of at least `part_bytes`, except the last, in its order.
 pub fn parts(copies: &[Copy], part_bytes: u64) -> impl Iterator<Item = &[Copy]> {
     let mut bytes = 0;
     copies.split_inclusive(move |copy| {
@@ -97,7 +97,7 @@ fn deal(copies: &[Copy], links: usize, slot_bytes: u64) -> impl Iterator<Item = 
     let total: u128 = copies.iter().map(|copy| u128::from(copy.len)).sum();
     let mut before: u128 = 0;
     copies.iter().flat_map(move |copy| pieces(*copy, slot_bytes)).map(move |copy| {
-        // Below `links`: what lies before a copy that is not empty is less than the total.
+        // Below `links`, because the bytes before a copy that is not empty are fewer than the total.
         let link = (before * links as u128 / total) as usize;
         before += u128::from(copy.len);
         (link, copy)
@@ -116,7 +116,7 @@ fn append(chunks: &mut Vec<Chunk>, copy: Copy, slot_bytes: u64) {
     }
 }
 
-/// A copy in pieces that a slot holds; none of an empty one.
+/// A copy in pieces that a slot holds; an empty copy has none.
 fn pieces(copy: Copy, slot_bytes: u64) -> impl Iterator<Item = Copy> {
     (0..copy.len.div_ceil(slot_bytes)).map(move |piece| {
         let done = piece * slot_bytes;

@@ -1,10 +1,10 @@
-//! Streams and events.
+//! [`Stream`] and [`Event`]: the driver's handles, destroyed when dropped; [`EngineStream`]: a stream of another library.
 
 use crate::device::{Gpu, warn_of};
 use crate::driver::{Copy, EventHandle, EventScope, IpcHandle, Priority, StreamHandle};
 use crate::error::GpuError;
 
-/// A queue of work on a GPU that runs in order. What is enqueued when this is dropped still runs.
+/// A queue of work on a GPU that runs in order. Enqueued work still runs after a drop.
 #[derive(Debug)]
 pub struct Stream {
     gpu: Gpu,
@@ -12,14 +12,14 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// A new stream.
+    /// A stream that runs independently of the default stream.
     pub fn new(gpu: &Gpu, priority: Priority) -> Result<Stream, GpuError> {
         let (driver, device) = gpu.raw();
         let raw = driver.stream_create(device, priority)?;
         Ok(Stream { gpu: gpu.clone(), raw })
     }
 
-    /// The GPU that it runs on.
+    /// The stream's GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -29,21 +29,21 @@ impl Stream {
         self.raw
     }
 
-    /// Waits for everything that is enqueued, and reports what failed.
+    /// Waits for all enqueued work, and returns its error.
     pub fn synchronize(&self) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the stream lives.
         unsafe { driver.stream_synchronize(device, self.raw) }
     }
 
-    /// Whether everything that was enqueued is done.
+    /// Whether all enqueued work is done.
     pub fn is_idle(&self) -> Result<bool, GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the stream lives.
         unsafe { driver.stream_query(device, self.raw) }
     }
 
-    /// Later work starts after what was recorded last in the event; at once if nothing was.
+    /// Later work starts after the work that the event stands for; at once if nothing was recorded.
     pub fn wait(&self, event: &Event) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: stream and event live.
@@ -53,15 +53,14 @@ impl Stream {
     /// Enqueues one copy by a copy engine.
     ///
     /// # Safety
-    /// Both ranges stay valid until the copy is done, and nobody else touches the destination, or writes the source,
-    /// meanwhile.
+    /// Both ranges stay valid until the copy is done. Meanwhile no other code touches the destination or writes the source.
     pub unsafe fn copy(&self, copy: Copy) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the stream lives; the caller vouches for the ranges.
         unsafe { driver.copy_async(device, self.raw, copy) }
     }
 
-    /// Writes a word in device or pinned memory after the work that is enqueued.
+    /// Writes a word in device or pinned memory after the enqueued work.
     ///
     /// # Safety
     /// The address is a multiple of 4 and valid until that is done.
@@ -90,7 +89,7 @@ impl Drop for Stream {
     }
 }
 
-/// A stream that another library made, such as an engine's: its number was vouched for once.
+/// A stream that another library made, such as an engine's. [`EngineStream::from_raw`]'s caller vouches for it.
 #[derive(Debug)]
 pub struct EngineStream(StreamHandle);
 
@@ -99,7 +98,7 @@ impl EngineStream {
     pub const DEFAULT: Self = Self(StreamHandle(0));
 
     /// # Safety
-    /// It is the default stream or one in this process, which lives as long as this, of the GPU that this is used with.
+    /// `raw` is the default stream, or a stream of this process and of the GPU with which this is used. It outlives this.
     pub unsafe fn from_raw(raw: StreamHandle) -> Self {
         Self(raw)
     }
@@ -110,7 +109,7 @@ impl EngineStream {
     }
 }
 
-/// A point in a stream's work that others wait for: made here, or opened from another process's handle.
+/// A point in a stream's work for which others wait: made here, or opened from another process's handle.
 #[derive(Debug)]
 pub struct Event {
     gpu: Gpu,
@@ -132,7 +131,7 @@ impl Event {
         Ok(Event { gpu: gpu.clone(), raw })
     }
 
-    /// A handle by which another process can open it; only for [`EventScope::Host`].
+    /// A handle by which another process can open the event, which has [`EventScope::Host`].
     pub fn export(&self) -> Result<IpcHandle, GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event lives.
@@ -170,14 +169,14 @@ impl Event {
         unsafe { driver.stream_wait_event(device, stream, self.raw) }
     }
 
-    /// Whether what was recorded last is done; true if nothing was recorded.
+    /// Whether the work that the event stands for is done; true if nothing was recorded.
     pub fn is_done(&self) -> Result<bool, GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event lives.
         unsafe { driver.event_query(device, self.raw) }
     }
 
-    /// Waits for what was recorded last.
+    /// Waits for the work that the event stands for.
     pub fn synchronize(&self) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event lives.

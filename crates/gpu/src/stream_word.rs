@@ -1,4 +1,4 @@
-//! A word by which an engine's stream tells the host how far it is.
+//! [`StreamWord`]: a word by which an engine's stream reports its progress to the host.
 
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
@@ -11,13 +11,13 @@ use crate::error::GpuError;
 use crate::stream::{EngineStream, Stream};
 use crate::words::Words;
 
-/// How long a word waits, at its end, for what its streams have yet to write.
+/// How long the drop of a word waits for writes that its streams still have to make.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A word in pinned memory, 0 at first.
 ///
-/// Streams may write it as long as they have not come to the last write, so it is given back once they have; if they do not
-/// within two seconds, as where the GPU is lost, its page is never given back.
+/// Streams may write the word until their last enqueued write. So a drop waits for that write, and then frees the page. If it
+/// does not come within two seconds, as after the loss of a GPU, the page is never freed.
 #[derive(Debug)]
 pub struct StreamWord {
     gpu: Gpu,
@@ -26,31 +26,31 @@ pub struct StreamWord {
 }
 
 impl StreamWord {
-    /// For streams of this GPU.
+    /// A word for streams of this GPU.
     ///
     /// # Errors
-    /// Where its driver has no pinned memory to give, or no stream of it can write a word.
+    /// The driver has no pinned memory left, or its streams cannot write words.
     pub fn new(gpu: &Gpu) -> Result<StreamWord, GpuError> {
-        // On an error a stream may write it still: then it is never given back.
+        // After an error a stream may still write the word: then its page is never freed.
         let words = ManuallyDrop::new(Words::new(gpu, 1)?);
         let stream = Stream::new(gpu, Priority::Normal)?;
-        // SAFETY: the word is not given back before the stream is done.
+        // SAFETY: the word is not freed before the stream is done.
         unsafe { stream.write_word(words.address(0), 0)? };
         stream.synchronize()?;
         Ok(StreamWord { gpu: gpu.clone(), words, last: Mutex::new(0) })
     }
 
-    /// The stream writes it after the work that is enqueued there.
+    /// The stream writes the word after the work that is enqueued there.
     pub fn write(&self, stream: &EngineStream, value: u32) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         let mut last = self.last.lock();
-        // SAFETY: the stream lives, as whoever made it vouches; the word is valid until it has the last value that is enqueued.
+        // SAFETY: the stream lives, as its maker vouches; the word is valid until it has the last enqueued value.
         unsafe { driver.write_word(device, stream.raw(), self.words.address(0), value)? };
         *last = value;
         Ok(())
     }
 
-    /// The value that streams have come to. What they had enqueued before it is done.
+    /// The last value that streams have written. Work that was enqueued before that write is done.
     pub fn value(&self) -> u32 {
         self.words.get(0)
     }
@@ -70,7 +70,7 @@ impl Drop for StreamWord {
             }
             std::thread::sleep(Duration::from_micros(100));
         }
-        // SAFETY: it is dropped once, here, and no stream writes it any more.
+        // SAFETY: the words are dropped once, here, and no stream writes them any more.
         unsafe { ManuallyDrop::drop(&mut self.words) };
     }
 }

@@ -1,10 +1,10 @@
-//! Loads of the same bytes to several GPUs, of which each brings a share over its own link, for all.
+//! [`Together`]: loads the same bytes to several GPUs. Each GPU brings a share over its own link, for all of them.
 //!
 //! ```text
 //!  host memory --link of GPU 0--> ring of GPU 0 --+--> memory of the engine on GPU 0, on GPU 1, ...
 //!              --link of GPU 1--> ring of GPU 1 --+    each GPU reads all rings and scatters, over NVLink but for its own
 //! ```
-//! One thread enqueues for all, and what waits for something was enqueued after it: nothing can wait in a circle.
+//! One thread enqueues for all GPUs, each wait after the work that ends it. So nothing waits in a circle.
 
 use crate::driver::Copy;
 use crate::error::GpuError;
@@ -15,8 +15,8 @@ use crate::ring::{Lent, READERS_MAX, Rail, Target};
 use crate::split::{Chunk, split_among};
 use crate::stream::Stream;
 
-/// A load to several GPUs under way. Whoever enqueued copies calls [`Together::synchronize_or`] before the memory is used
-/// otherwise; dropping it waits too.
+/// A load to several GPUs in progress. Call [`Together::synchronize_or`] before the memory is used otherwise; a drop waits
+/// too.
 #[derive(Debug)]
 pub struct Together<'a> {
     loaders: Vec<&'a Loader>,
@@ -25,9 +25,9 @@ pub struct Together<'a> {
 }
 
 impl<'a> Together<'a> {
-    /// Begins a load of so many bytes to each loader's GPU. What it writes comes after what is in the GPUs' `streams` by
-    /// now. None where each has to load by itself: too few bytes, two loaders of one GPU, GPUs that do not lend their
-    /// links or do not reach each other, or links that other loads use. `pulls` decides how a ring is read.
+    /// Begins a load of `bytes` to each loader's GPU. Its writes come after the work that is in the GPUs' `streams` by now.
+    /// None if each GPU has to load by itself: too few bytes, two loaders of one GPU, GPUs that are no rails or do not reach
+    /// each other, or links that other loads use. `pulls` decides how a ring is read.
     pub fn begin(
         loaders: &[&'a Loader],
         streams: &[&Stream],
@@ -66,13 +66,13 @@ impl<'a> Together<'a> {
         Some(Together { loaders: loaders.to_vec(), relay: Relay::new(rings), failed: false })
     }
 
-    /// Enqueues the copies of each GPU, from pinned host memory. What is enqueued in its stream afterwards comes after all
-    /// of them. It blocks only while all tables of a kernel are in use. After an error some copies may have been
-    /// enqueued; lists that differ in a source or a length are refused.
+    /// Enqueues the copies of each GPU, from pinned host memory. Later work in its stream comes after all of them. It blocks
+    /// only while launches use all tables of a kernel. Lists that differ in a source or a length are refused. After an error
+    /// some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`crate::Copier::enqueue`], until [`Together::synchronize_or`] and the streams have been waited for, in this
-    /// order. The streams are those that the load began with.
+    /// As for [`crate::Copier::enqueue`], until the caller has waited for [`Together::synchronize_or`] and then for the streams.
+    /// The streams are those with which the load began.
     pub unsafe fn enqueue(&mut self, streams: &[&Stream], copies: &[Vec<Copy>]) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         let enqueued = unsafe { self.enqueue_all(streams, copies) };
@@ -100,8 +100,8 @@ impl<'a> Together<'a> {
         streams.iter().enumerate().try_for_each(|(target, stream)| self.relay.join(target, stream))
     }
 
-    /// Waits for all GPUs, and reports what failed: then no GPU has got its bytes. When a GPU is lost, what waits for it on
-    /// the others does so until `abandoned` tells that nobody minds wrong bytes in the memory of any of them.
+    /// Waits for all GPUs. After an error no GPU has its bytes. If a GPU is lost, work on the others waits for it until
+    /// `abandoned` says that wrong bytes in the memory of any of them do no harm.
     pub fn synchronize_or(&mut self, abandoned: impl FnMut() -> bool) -> Result<(), GpuError> {
         let outcome = self.relay.finish(abandoned);
         self.failed |= outcome.is_err();
@@ -114,7 +114,7 @@ impl<'a> Together<'a> {
 
 impl Drop for Together<'_> {
     fn drop(&mut self) {
-        // Whoever cares for the outcome has asked.
+        // A caller that needs the outcome has called `synchronize_or` before.
         let _ = self.synchronize_or(|| false);
         self.relay.give_back();
         self.loaders.iter().for_each(|loader| loader.uncount());

@@ -1,4 +1,4 @@
-//! How fast copies of one shape are on this machine.
+//! Measures the rates of copies of one shape on this machine.
 
 mod one;
 mod pieces;

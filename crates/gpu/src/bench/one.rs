@@ -1,4 +1,4 @@
-//! Copies to or from one GPU, over its own link or over those of others too.
+//! Measures copies to or from one GPU, over its own link or over rails too.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -26,8 +26,8 @@ pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64,
     })
 }
 
-/// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose; what comes over its
-/// own link goes through a ring on the GPU where that is `staged`.
+/// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose. If `staged`, the bytes
+/// over its own link go through a ring on the GPU.
 pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape, staged: bool) -> Result<f64, GpuError> {
     if !matches!(shape.path, Path::HostToDevice) {
         return Err(GpuError::Invalid("rails are for copies from the host to a GPU".into()));
@@ -54,7 +54,7 @@ pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape, staged: boo
     })
 }
 
-/// Copies the pieces of a shape by `enqueue`, whose work is over when the stream is.
+/// Copies the pieces of a shape by `enqueue`, whose work is done when the stream is idle.
 fn measure(
     gpu: &Gpu,
     shape: &Shape,
@@ -68,7 +68,7 @@ fn measure(
         let start = Instant::now();
         // The pieces lie in the source and the destination and do not overlap.
         let enqueued = enqueue(&laid.copies, laid.direction());
-        // Also after an error, since a part of it may be under way.
+        // Also after an error, because some copies may be in progress.
         stream.synchronize()?;
         enqueued?;
         if round > 0 {

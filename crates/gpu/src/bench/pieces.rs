@@ -15,13 +15,13 @@ const GAP: u64 = 256;
 pub(super) struct Laid {
     plan: Pieces,
     ends: CopyEnds,
-    /// What both are filled from, and what arrived.
+    /// The bytes that fill both, and then those that arrived.
     host: HostBuffer,
     pub(super) copies: Vec<Copy>,
 }
 
 impl Laid {
-    /// Allocates and fills both; waits for that.
+    /// Allocates and fills both, and waits until they are filled.
     pub(super) fn new(
         gpu: &Gpu,
         shape: &Shape,
@@ -52,7 +52,7 @@ impl Laid {
         self.plan.bytes()
     }
 
-    /// Whether every piece arrived, and nothing else was written. What was enqueued is over.
+    /// Checks that every piece arrived, and that nothing else was written. All enqueued work is done.
     pub(super) fn check(&self, stream: &Stream) -> Result<(), GpuError> {
         let back = Copy { dst: self.host.address(), src: self.ends.destination(), len: self.plan.extent() };
         // SAFETY: both ranges have the extent's length; the stream is idle before and after.
@@ -65,7 +65,7 @@ impl Laid {
     }
 }
 
-/// The memory that is copied from, and that it is copied to.
+/// The memory at both ends of a copy.
 struct CopyEnds {
     direction: Direction,
     source: Memory,
@@ -110,7 +110,7 @@ impl CopyEnds {
     }
 }
 
-/// Where pieces lie in both ranges: the source in order, the destination perhaps not.
+/// The positions of pieces in both ranges: in order in the source, perhaps shuffled in the destination.
 struct Pieces {
     bytes: u64,
     stride: u64,
@@ -141,7 +141,7 @@ impl Pieces {
         Ok(Pieces { bytes, stride: bytes.next_multiple_of(GAP) + GAP, joined: shape.joined, slots })
     }
 
-    /// Bytes that are copied.
+    /// Bytes of all pieces.
     fn bytes(&self) -> u64 {
         self.bytes * self.slots.len() as u64
     }
@@ -151,7 +151,7 @@ impl Pieces {
         self.stride * self.slots.len() as u64
     }
 
-    /// Where a piece lies in the source.
+    /// The offset of a piece in the source.
     fn source(&self, piece: u64) -> u64 {
         piece / self.joined * (self.joined * self.stride) + piece % self.joined * self.bytes
     }
@@ -165,7 +165,7 @@ impl Pieces {
         self.slots.iter().enumerate().map(copy).collect()
     }
 
-    /// Whether every piece arrived, and nothing was written between pieces: a destination of the extent's length.
+    /// Checks a destination of the extent's length: every piece arrived, and nothing was written between pieces.
     fn check(&self, arrived: &[u8]) -> Result<(), GpuError> {
         let (words, rest) = arrived.as_chunks::<8>();
         assert!(rest.is_empty() && arrived.len() as u64 == self.extent());
@@ -183,10 +183,10 @@ impl Pieces {
     }
 }
 
-/// What no piece holds.
+/// A word that no piece has.
 const POISON: u64 = 0xdead_beef_dead_beef;
 
-/// The word at an index of the source: a finaliser of a hash, so that no two places look alike.
+/// The word at an index of the source: a hash's finaliser, so no two positions have the same word.
 fn word(index: u64) -> u64 {
     let mut mixed = index.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -218,7 +218,7 @@ unsafe fn fill(buffer: &HostBuffer, content: impl Fn(u64) -> u64) {
     }
 }
 
-/// One copy, waited for.
+/// Makes one copy and waits for it.
 ///
 /// # Safety
 /// As for [`Stream::copy`].

@@ -1,4 +1,4 @@
-//! What is copied, by which method, and how often.
+//! The shape of a measured copy, its method and its rounds.
 
 use crate::copier::CopierOptions;
 use crate::device::Gpu;
@@ -8,7 +8,7 @@ use crate::plan::{Direction, Thresholds};
 /// Measured rounds, after one that warms up.
 pub(super) const ROUNDS: usize = 7;
 
-/// Where the bytes move.
+/// The two ends of a measured copy.
 #[derive(Debug, Clone)]
 pub enum Path {
     /// From pinned host memory to the GPU.
@@ -29,22 +29,22 @@ impl Path {
     }
 }
 
-/// What is copied.
+/// The sizes and order of the pieces.
 #[derive(Debug, Clone)]
 pub struct Shape {
-    /// Bytes in sum; what does not fill a piece is left out.
+    /// Bytes in sum; a remainder that fills no piece is left out.
     pub total_bytes: u64,
-    /// Bytes that are contiguous.
+    /// Contiguous bytes.
     pub piece_bytes: u64,
-    /// Pieces that lie one after the other in the source, as a block's layers do in the pool; 1 for none.
+    /// Consecutive pieces in the source, as a block's layers are in the pool; 1 for none.
     pub joined: u64,
-    /// Whether neighbouring pieces of the one side are far apart on the other.
+    /// Whether neighbouring pieces of one side are far apart on the other.
     pub shuffled: bool,
-    /// Where the bytes come from and where they go.
+    /// The two ends of the copy.
     pub path: Path,
 }
 
-/// How it is copied.
+/// The way of a measured copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMethod {
     /// One call a piece.
@@ -53,22 +53,22 @@ pub enum CopyMethod {
     Batch,
     /// The copy kernel.
     Kernel {
-        /// How many thread blocks it is launched with.
+        /// Thread blocks of a launch.
         blocks: u32,
     },
-    /// All bytes as one piece, by a copy engine: what the link can do.
+    /// All bytes as one piece, by a copy engine: the link's own rate.
     Contiguous,
-    /// As [`crate::Copier`] chooses by default.
+    /// The default choice of [`crate::Copier`].
     Auto,
 }
 
-/// The median of some times.
+/// The median of the rounds in seconds.
 pub(super) fn median(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds[seconds.len() / 2]
 }
 
-/// The copier that does nothing but this method.
+/// Options of a copier that uses this method alone.
 pub(crate) fn options(
     gpu: &Gpu,
     method: CopyMethod,

@@ -1,4 +1,4 @@
-//! Copies from the host to several GPUs at the same time, as the ranks of an engine load.
+//! Measures copies from the host to several GPUs at the same time, as the ranks of an engine load.
 
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
@@ -15,8 +15,8 @@ use crate::rails::{Loader, Rails};
 use crate::stream::Stream;
 
 /// As [`super::measure_copy`], from the host to each of these GPUs at the same time, each from memory of its own and by a
-/// thread of its own: GB/s in sum, from the first call of the first one until the last stream is done. Where it is
-/// `staged`, what comes goes through a ring on its GPU in long runs, as in [`super::measure_rails`] without rails.
+/// thread of its own: GB/s in sum, from the first call of the first one until the last stream is done. If `staged`, the
+/// bytes go through a ring on their GPU in long runs, as in [`super::measure_rails`] without rails.
 pub fn measure_together(
     gpus: &[Gpu],
     shape: &Shape,
@@ -30,7 +30,7 @@ pub fn measure_together(
     let rails = Rails::new(first.driver(), &[], none)?;
     let rank = |gpu| {
         let loader = staged.then(|| rails.loader(gpu, "a benchmark"));
-        Rank::new(gpu, shape, method, loader)
+        GpuPart::new(gpu, shape, method, loader)
     };
     let mut ranks = gpus.iter().map(rank).collect::<Result<Vec<_>, _>>()?;
     let barrier = Barrier::new(ranks.len());
@@ -54,23 +54,28 @@ pub fn measure_together(
     Ok(bytes as f64 / median(seconds) / 1e9)
 }
 
-/// One GPU's part.
-struct Rank {
+/// The copies of one GPU, and the thread's view of them.
+struct GpuPart {
     laid: Laid,
     copier: Copier,
     loader: Option<Loader>,
     stream: Arc<Stream>,
 }
 
-impl Rank {
-    fn new(gpu: &Gpu, shape: &Shape, method: CopyMethod, loader: Option<Loader>) -> Result<Rank, GpuError> {
+impl GpuPart {
+    fn new(
+        gpu: &Gpu,
+        shape: &Shape,
+        method: CopyMethod,
+        loader: Option<Loader>,
+    ) -> Result<GpuPart, GpuError> {
         let stream = Arc::new(Stream::new(gpu, Priority::High)?);
         let copier = Copier::new(Arc::clone(&stream), options(gpu, method, Direction::HostToDevice)?)?;
-        Ok(Rank { laid: Laid::new(gpu, shape, method, &stream)?, copier, loader, stream })
+        Ok(GpuPart { laid: Laid::new(gpu, shape, method, &stream)?, copier, loader, stream })
     }
 
-    /// Start and end of each round, which all ranks begin together. A rank that failed keeps the others company: they
-    /// would wait for it.
+    /// Start and end of each round, which all GPUs begin together. After a failure this still takes part in the barrier,
+    /// because the others would wait for it.
     fn rounds(&mut self, barrier: &Barrier) -> Result<Vec<(Instant, Instant)>, GpuError> {
         let mut times = Vec::with_capacity(ROUNDS + 1);
         let mut failed = None;
@@ -86,7 +91,7 @@ impl Rank {
         failed.map_or(Ok(times), Err)
     }
 
-    /// All copies, until they are done; also after an error, since a part of them may be under way.
+    /// Makes all copies and waits for them, also after an error, because some may be in progress.
     fn load(&mut self) -> Result<(), GpuError> {
         let enqueued = match &self.loader {
             None => {

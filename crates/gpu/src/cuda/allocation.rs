@@ -13,12 +13,11 @@ const DESCRIPTOR: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 const NOT_SHAREABLE: sys::CUmemAllocationHandleType = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE;
 
-/// A reference to a chunk of memory, given up when dropped. What is mapped stays mapped. A context is current wherever
-/// one is used.
+/// A reference to a chunk of memory, released when dropped. Mappings of the chunk stay. A context is current at each use.
 pub(super) struct AllocationHandle(sys::CUmemGenericAllocationHandle);
 
 impl AllocationHandle {
-    /// New memory.
+    /// Allocates physical memory on the device.
     pub(super) fn create(device: u32, bytes: u64, shareable: bool) -> Result<Self, GpuError> {
         let wanted = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -38,7 +37,7 @@ impl AllocationHandle {
         Ok(Self(raw))
     }
 
-    /// That which is mapped at an address.
+    /// The chunk that is mapped at an address.
     pub(super) fn at(address: u64) -> Result<Self, GpuError> {
         let mut raw = 0;
         // SAFETY: the pointer is valid, and the driver checks the address.
@@ -47,7 +46,7 @@ impl AllocationHandle {
         Ok(Self(raw))
     }
 
-    /// That which a descriptor stands for.
+    /// The chunk of a descriptor.
     pub(super) fn import(descriptor: BorrowedFd<'_>) -> Result<Self, GpuError> {
         let mut raw = 0;
         // A descriptor is given in place of a pointer.
@@ -72,7 +71,7 @@ impl AllocationHandle {
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 
-    /// Maps it, so that the device reads and writes it.
+    /// Maps the chunk, so that the device reads and writes it.
     ///
     /// # Safety
     /// The addresses are reserved, and free.
@@ -87,7 +86,7 @@ impl AllocationHandle {
         let allowed = unsafe { sys::cuMemSetAccess(address, bytes as usize, &access, 1) };
         let allowed = check("cuMemSetAccess", allowed);
         if allowed.is_err() {
-            // SAFETY: as above; nobody knows of the mapping yet.
+            // SAFETY: as above; no other code has the mapping yet.
             let unmapped = unsafe { sys::cuMemUnmap(address, bytes as usize) };
             crate::device::warn_of("unmap a chunk", check("cuMemUnmap", unmapped));
         }
