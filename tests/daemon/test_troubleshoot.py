@@ -308,7 +308,7 @@ def _(folder: Path, make_daemon: MakeDaemon) -> str:
 def _(folder: Path, make_daemon: MakeDaemon) -> str:
     file = _made(folder, make_daemon)
     with file.open("r+b") as opened:
-        # crates/ssd/src/layout/mod.rs: the kind, the checksum and length of what follows, and the version as its first field.
+        # crates/ssd/src/layout/mod.rs: kind, checksum and length, then the version as the first field.
         for copy in (0, 4096):
             opened.seek(copy)
             page = bytearray(opened.read(4096))

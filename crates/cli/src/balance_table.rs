@@ -12,7 +12,7 @@ use serde::Deserialize;
 /// A day: no time of the table is longer.
 const MS_MAX: f64 = 86_400_000.0;
 
-/// What is not named is as by default.
+/// The table's keys. A missing key has its default.
 #[derive(Debug, Clone, Deserialize, Default)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub(crate) struct BalanceTable {
@@ -50,13 +50,13 @@ struct RoleTable {
 }
 
 impl BalanceTable {
-    /// Where what is done is told, beside the log.
+    /// The webhook that gets each change of roles, beside the log.
     pub(crate) fn webhook(&self) -> Result<Option<WebhookUrl>> {
         let parsed = self.webhook.as_ref().map(|url| url.parse::<WebhookUrl>());
         parsed.transpose().map_err(|error| anyhow!("balance.webhook: {error}"))
     }
 
-    /// Classes of requests that are refused in an overload, and when they may come again.
+    /// Classes of requests that the router refuses in an overload, with the time after which they may come again.
     pub(crate) fn refuse(&self) -> Result<Vec<(String, Duration)>> {
         let each = |(class, seconds): (&String, &f64)| {
             let wait = number(&format!("refuse-s.{class}"), Some(*seconds), 0.0, 1.0, 86_400.0)?;
@@ -65,7 +65,7 @@ impl BalanceTable {
         self.refuse_s.iter().map(each).collect()
     }
 
-    /// A mistake is told with its key.
+    /// The settings, or an error that names the wrong key.
     pub(crate) fn settings(&self) -> Result<BalanceSettings> {
         let usual = BalanceSettings::default();
         Ok(BalanceSettings {

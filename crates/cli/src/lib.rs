@@ -1,4 +1,4 @@
-//! What the one program `kvlane` does: the daemon, its status, and the benchmarks.
+//! The program `kvlane`: one file or folder for each subcommand.
 #![forbid(unsafe_code)]
 
 mod balance_table;
@@ -37,7 +37,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the daemon.
+    /// Run the daemon in the foreground.
     Serve(serve_options::ServeArgs),
     /// Stand before engines as one OpenAI endpoint: each request goes to the engine that has most of its prompt and least to
     /// do, or to one that prefills and one that decodes.
@@ -63,8 +63,8 @@ enum Command {
     Reference(reference::ReferenceArgs),
 }
 
-/// Does what the command line says; gives the status to exit with. GPUs are reached through one of these drivers: users'
-/// programs have those of kvlane-gpu, that of tests a fake besides.
+/// Runs the command line, and returns the exit status. `drivers` are those of kvlane-gpu in users' programs; the program of
+/// tests adds a fake.
 pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => return serve::run(args, drivers),

@@ -12,7 +12,7 @@ use crate::terminal;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum LogFormat {
-    /// For people.
+    /// Lines for people.
     #[default]
     Text,
     /// One JSON object a line.
@@ -20,12 +20,22 @@ pub(crate) enum LogFormat {
 }
 
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
-/// The crates that write to the log.
-const PARTS: [&str; 7] =
-    ["kvlane", "kvlane_gpu", "kvlane_memory", "kvlane_router", "kvlane_server", "kvlane_ssd", "kvlane_store"];
+/// The crates of this program that write to the log.
+const PARTS: [&str; 10] = [
+    "kvlane",
+    "kvlane_door",
+    "kvlane_engine_memory",
+    "kvlane_gpu",
+    "kvlane_memory",
+    "kvlane_router",
+    "kvlane_server",
+    "kvlane_ssd",
+    "kvlane_store",
+    "kvlane_zmtp",
+];
 
-/// What to log: a level, or parts of kvlane with a level each. The error says what is allowed. The library would take any
-/// word for the name of a part, and log nothing.
+/// Parses a filter: a level, or parts of kvlane with a level each. The error lists what is allowed, because the library would
+/// take any word for the name of a part, and log nothing.
 pub(crate) fn parse_filter(text: &str) -> Result<EnvFilter, String> {
     let directives: Vec<&str> = text.split(',').map(str::trim).collect();
     let wrong = directives.iter().find(|directive| !is_directive(directive));
@@ -56,7 +66,7 @@ fn is_directive(text: &str) -> bool {
     }
 }
 
-/// From here on the log is written.
+/// Installs the log. Lines before this call are lost.
 pub(crate) fn start(filter: EnvFilter, format: LogFormat) {
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
     match format {
@@ -98,5 +108,41 @@ mod tests {
             assert!(error.contains("error, warn, info") && error.contains("kvlane_server"), "{error}");
         }
         assert!(parse_filter("info,verbose").unwrap_err().contains("understood: 'verbose'"));
+    }
+
+    /// `--log kvlane_door=debug` was refused, although that crate logs.
+    #[test]
+    fn every_crate_of_this_program_that_logs_is_a_part() {
+        let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mut missing = Vec::new();
+        let (mut seen, mut found) = (vec!["cli".to_owned()], 0);
+        while found < seen.len() {
+            let folder = crates.join(&seen[found]);
+            let manifest = std::fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+            let needed = manifest.split("[dev-dependencies]").next().unwrap();
+            for name in needed.lines().filter_map(|line| line.strip_prefix("kvlane-")) {
+                let name = name.split(['.', ' ']).next().unwrap().to_owned();
+                if !seen.contains(&name) {
+                    seen.push(name);
+                }
+            }
+            let part = match seen[found].as_str() {
+                "cli" => "kvlane".to_owned(),
+                other => format!("kvlane_{}", other.replace('-', "_")),
+            };
+            if logs(&folder.join("src")) && !PARTS.contains(&part.as_str()) {
+                missing.push(part);
+            }
+            found += 1;
+        }
+        assert!(seen.len() > 10, "{seen:?}");
+        assert_eq!(missing, Vec::<String>::new());
+    }
+
+    fn logs(folder: &std::path::Path) -> bool {
+        std::fs::read_dir(folder).unwrap().flatten().any(|entry| match entry.path() {
+            path if path.is_dir() => logs(&path),
+            path => std::fs::read_to_string(&path).is_ok_and(|text| text.contains("tracing::")),
+        })
     }
 }

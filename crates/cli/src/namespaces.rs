@@ -16,7 +16,7 @@ pub(crate) struct DropArgs {
     namespace: String,
 }
 
-/// What the daemon has of a namespace, over all its layouts.
+/// The daemon's blocks of a namespace, summed over its layouts.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Held {
     name: String,
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &DropArgs) -> Result<()> {
     let found: Vec<_> = all.iter().filter(|(namespace, _)| hex(*namespace).starts_with(&wanted)).collect();
     let (namespace, held) = match (found.as_slice(), whole_name(&wanted)) {
         ([(namespace, held)], _) => (**namespace, held.describe(&hex(*namespace))),
-        // Of an engine that has saved nothing, for example: the daemon says if there is no such namespace.
+        // The namespace may have no blocks, for example of an engine that has saved nothing. The daemon refuses unknown ones.
         ([], Some(namespace)) => (namespace, format!("namespace {}", hex(&namespace))),
         _ => bail!(
             "'{}' names {} of the {} namespaces: see `kvlane status`",

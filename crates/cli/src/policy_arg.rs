@@ -19,7 +19,7 @@ fn offered() -> impl Iterator<Item = Choice> {
 }
 
 impl FromStr for PolicyArg {
-    /// What there is instead, without the text itself: whoever parsed has it, and says which flag it is of.
+    /// The names that exist. clap's message adds the text and the flag.
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

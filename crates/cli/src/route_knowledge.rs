@@ -1,4 +1,4 @@
-//! What `kvlane route` is told of tokenizers and of engines' events.
+//! The flags of `kvlane route` for tokenizers and for engines' KV events.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -9,7 +9,7 @@ use kvlane_router::{
     knowledge::{EventSource, Knowledge, KnowledgeSettings},
 };
 
-/// See the flags.
+/// Each field is a flag; its text is the flag's help.
 #[derive(Debug, Args)]
 pub(crate) struct KnowledgeArgs {
     /// A model's tokenizer: the folder with its tokenizer.json, tokenizer_config.json and chat_template.jinja, or the first of

@@ -33,7 +33,7 @@ pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
     logging::start(std::mem::take(&mut options.log), options.log_format);
     match serve(&options) {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever collects the log wants JSON of it only.
+        // A collector of the log parses JSON alone.
         Err(error) if options.log_format == LogFormat::Json && tracing::enabled!(tracing::Level::ERROR) => {
             // Log "<error>": the daemon did not start, or ended, because of this error. Only with `--log-format
             // json`. Do: look for the sentence in docs/troubleshoot.md.
@@ -69,7 +69,7 @@ fn serve(options: &Resolved) -> Result<()> {
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
     let (mut term, mut interrupt, mut hangup) = {
         let _inside = runtime.enter();
-        // Whoever started it under `nohup` wants it to go on when the terminal is closed.
+        // Under `nohup` the daemon goes on when the terminal is closed.
         let hangup = (!is_ignored(SignalKind::hangup())).then(|| signal(SignalKind::hangup())).transpose()?;
         (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, hangup)
     };
@@ -111,7 +111,7 @@ fn serve(options: &Resolved) -> Result<()> {
     Ok(())
 }
 
-/// With the flag that is to be changed, as it was typed.
+/// The error with the flag to change, as the user typed it.
 fn explain(error: StartError, options: &Resolved) -> anyhow::Error {
     match error {
         StartError::Arena(error @ ArenaError::NoHugePages { .. }) => anyhow!("--hugepages on: {error}"),

@@ -33,7 +33,7 @@ const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
 const DEFAULT_LOG: &str = "info";
-/// Of more than CPUs there are nobody is faster; threads without end exhaust the machine.
+/// More threads than CPUs gain nothing, and too many exhaust the machine.
 const MOST_SEAL_THREADS: usize = 1024;
 const MOST_DRAIN_S: u64 = 86_400;
 
@@ -105,7 +105,7 @@ pub(crate) struct ServeArgs {
     save_link_share: Option<u8>,
 
     /// Keep blocks on an SSD too: a file or directory, and how much of it to take (default: 80 % of what is free); may be
-    /// given more than once, for several devices. What is there is found again after a restart [default: none]
+    /// given more than once, for several devices. A restart finds the blocks again [default: none]
     #[arg(long, env = "KVLANE_SSD", value_name = "PATH[:CAPACITY]", value_delimiter = ',')]
     ssd: Option<Vec<String>>,
 
@@ -131,7 +131,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_DRAIN_SECONDS", value_name = "S")]
     drain_seconds: Option<u64>,
 
-    /// What to log: error, warn, info, debug, trace, off, or parts of kvlane with one of these, such as
+    /// Log level: error, warn, info, debug, trace, off, or parts of kvlane with one of these, such as
     /// info,kvlane_server=debug [default: info]
     #[arg(long, env = "KVLANE_LOG", value_name = "FILTER")]
     log: Option<String>,
@@ -161,7 +161,7 @@ enum NumaArg {
     Off,
 }
 
-/// Everything decided.
+/// The settings of a daemon, complete and checked.
 #[derive(Debug)]
 pub(crate) struct Resolved {
     pub(crate) serve: ServeOptions,
@@ -170,13 +170,13 @@ pub(crate) struct Resolved {
     pub(crate) log_format: LogFormat,
     /// Why engines on GPUs are not served; empty where they are.
     pub(crate) no_gpu: String,
-    /// As it was typed.
+    /// As the user typed it.
     pub(crate) pool_size: String,
-    /// As they were typed.
+    /// As the user typed them.
     pub(crate) ssd: Vec<String>,
-    /// The number of sessions is not the default one.
+    /// The user set the number of sessions.
     pub(crate) sessions_were_asked: bool,
-    /// What was asked for and cannot be had on this machine, a sentence each.
+    /// A sentence for each setting that has no effect on this machine.
     pub(crate) warnings: Vec<String>,
 }
 

@@ -1,5 +1,5 @@
-//! What a service manager hears, by the protocol of sd_notify(3): one datagram to the socket that NOTIFY_SOCKET names.
-//! systemd (`Type=notify`) waits for it, and so do the tests.
+//! Notifies a service manager by the protocol of sd_notify(3): one datagram to the socket that NOTIFY_SOCKET names. systemd
+//! (`Type=notify`) and the tests wait for it.
 
 use std::{
     env, io,
@@ -12,9 +12,9 @@ use std::{
     },
 };
 
-/// The process serves.
+/// The state of a process that serves.
 pub(crate) const READY: &str = "READY=1";
-/// The process ends.
+/// The state of a process that ends.
 pub(crate) const STOPPING: &str = "STOPPING=1";
 
 /// Notifies the service manager, if there is one. A failed notification of the start is logged as a warning, because the

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, de};
 pub(crate) struct Size(pub(crate) u64);
 
 impl FromStr for Size {
-    /// What is wrong, without the text itself: whoever asked has it, and says which flag it is of.
+    /// The mistake. clap's message adds the text and the flag.
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -24,7 +24,7 @@ impl FromStr for Size {
         let too_large = || "it is more than 2^64 bytes".to_owned();
         if number.contains('.') {
             let bytes = number.parse::<f64>().map_err(|_| EXAMPLES)? * factor as f64;
-            // Beyond 2^64 a cast would answer 2^64 - 1.
+            // Beyond 2^64 a cast would give 2^64 - 1.
             return if bytes < u64::MAX as f64 { Ok(Self(bytes as u64)) } else { Err(too_large()) };
         }
         let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));

@@ -6,7 +6,7 @@
 //!   of a latent layer (MLA):                (kv_lora_rank + qk_rope_head_dim) x bytes of an element
 //! ```
 //! As vLLM allocates it: `get_head_size` and `get_total_num_kv_heads` in its transformers_utils/model_arch_config_convertor.py.
-//! What a formula does not cover is refused, never guessed.
+//! A model that the formulas do not cover is refused, never guessed.
 
 mod config;
 
@@ -30,7 +30,7 @@ pub(crate) struct SizeArgs {
     /// Tokens that the pool shall hold; of prompts that begin alike, the common beginning counts once
     #[arg(long, value_name = "N", value_parser = parse_tokens)]
     tokens: u64,
-    /// What the engine keeps its cache in, as vLLM's flag of this name; auto is what the config says
+    /// Data type of the engine's cache, as vLLM's flag of this name; auto is what the config says
     #[arg(long, value_enum, value_name = "DTYPE", default_value = "auto")]
     kv_cache_dtype: CacheDtype,
     /// Tokens of a block, as vLLM's flag of this name
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &SizeArgs) -> Result<()> {
     Ok(())
 }
 
-/// What so many tokens take.
+/// The memory for a number of tokens.
 struct Pool {
     tokens: u64,
     block_size: u64,

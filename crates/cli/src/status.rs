@@ -15,17 +15,17 @@ use serde_json::json;
 /// The name of a namespace of which the SSD has blocks and the pool none: no engine has told it since the daemon started.
 pub(crate) const ONLY_ON_THE_SSD: &str = "(only on the SSD)";
 
-/// Who sees several namespaces may wonder why one engine does not find what another one saved.
+/// Printed if there are several namespaces, because a user may wonder why engines do not share.
 const SHARING: &str = "\nEngines share blocks only within a namespace: the same model and revision, dtype and tokens a \
                        block. docs/identity.md says what else counts.\n";
 
-/// Where the daemon is.
+/// The flags that find the daemon.
 #[derive(Debug, Args)]
 pub(crate) struct DaemonArgs {
     /// The daemon's address: unix:PATH, PATH or HOST:PORT [default: kvlane.sock in the user's runtime directory]
     #[arg(long, alias = "listen", env = "KVLANE_ADDR", value_name = "ADDRESS")]
     addr: Option<String>,
-    /// Who may run the daemon beside you and root: a user's name or number. Others' are not spoken to
+    /// A further user, by name or number, who may run the daemon beside you and root. Daemons of others are refused
     #[arg(long, env = "KVLANE_DAEMON_USER", value_name = "USER", value_parser = parse_user)]
     daemon_user: Option<DaemonUser>,
 }
@@ -50,7 +50,7 @@ impl DaemonArgs {
     }
 }
 
-/// What a person has to change: the flag if it was given, else the variable.
+/// The name of the source of a wrong address: the flag if it was given, else the variable.
 fn address_source() -> &'static str {
     let is_flag = |text: String| text.starts_with("--addr") || text.starts_with("--listen");
     let given = env::args_os().any(|argument| argument.into_string().is_ok_and(is_flag));
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &StatusArgs) -> Result<()> {
 /// workers have a reason to speak.
 const IDLE_MS: u64 = 15_000;
 
-/// What a session does, for people and for programs.
+/// A session's state, for people and for programs.
 fn state(session: &SessionStatus) -> (String, &'static str) {
     let seconds = session.silent_ms as f64 / 1e3;
     if session.role.ends_with("(lost)") {
@@ -261,7 +261,7 @@ const KINDS_SHOWN: usize = 8;
 /// So that the least of them is a number that can be read.
 const REFERENCES: f64 = 1e6;
 
-/// What the policy has learnt of the kinds of blocks that it has seen most; empty from one that does not learn.
+/// The policy's knowledge of the kinds of blocks that it has seen most; empty for a policy that does not learn.
 fn learnt(status: &Status) -> String {
     if status.learnt.is_empty() {
         return String::new();

@@ -1,4 +1,4 @@
-//! What a terminal shows.
+//! Decides whether output has colours.
 
 use std::{env, io::IsTerminal};
 

@@ -1,4 +1,4 @@
-//! The fabric's engine. `python/kvlane/fabric.py` is what users see.
+//! The fabric's engine for Python. Users call `python/kvlane/fabric.py`, which wraps it.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use pyo3::{
 use crate::gpu::open_gpu;
 use crate::own::{Own, forked};
 
-/// How often somebody who waits looks for a signal.
+/// How often a waiting call checks for a signal.
 const SIGNALS: Duration = Duration::from_millis(100);
 const RUN_BYTES: usize = 24;
 
@@ -39,11 +39,11 @@ pub(crate) struct PyPieces(Pieces);
 #[pyclass(name = "FabricGroup", module = "kvlane._core", frozen)]
 pub(crate) struct PyGroup(Own<Group>);
 
-/// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
+/// A transfer's options: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
 /// Certificate, key, authority.
 pub(crate) type PyTls = (PathBuf, PathBuf, PathBuf);
-/// What a member is written, and a counter with its generation there.
+/// A member's pieces, and a counter with its generation there.
 type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
 /// Engine id and boot nonce.
 type PyId = (u128, u64);
@@ -119,7 +119,7 @@ impl PyEngine {
         py.detach(|| engine.unregister(region)).map_err(error)
     }
 
-    /// To the engine with this id: region, offset and length of each range. Answers the window's descriptor.
+    /// Opens a window for the engine with this id: region, offset and length of each range. Returns the window's descriptor.
     fn open_window<'py>(
         &self,
         py: Python<'py>,
@@ -138,7 +138,7 @@ impl PyEngine {
         py.detach(|| engine.close_window(&window)).map_err(error)
     }
 
-    /// Reads through a peer's window; runs as of `begin_runs`. None: it is closed.
+    /// Reads through a peer's window; runs as in `begin_runs`. None if the window is closed.
     fn read_window(
         &self,
         peer: &PyPeer,
@@ -168,7 +168,7 @@ impl PyEngine {
         Ok(PyPeer(peer, EngineId::from(&descriptor)))
     }
 
-    /// By the address at which it listens; waits until it has told what it has registered.
+    /// Connects to a peer by its address, and waits until the peer has announced its regions.
     fn connect_to(&self, py: Python<'_>, address: &str, timeout_ms: f64) -> PyResult<PyPeer> {
         let (engine, address, timeout) = (self.engine()?, resolve(address)?, milliseconds(timeout_ms)?);
         let peer = py.detach(|| engine.connect_to(address, timeout)).map_err(error)?;
@@ -176,7 +176,7 @@ impl PyEngine {
         Ok(PyPeer(peer, id))
     }
 
-    /// What the peer has registered, as far as it is known.
+    /// The regions that the peer has announced.
     fn regions(&self, peer: &PyPeer) -> PyResult<Vec<PyRegion>> {
         let regions = self.engine()?.regions(peer.0).map_err(error)?;
         let shown = regions.into_iter().map(|region| {
@@ -246,7 +246,7 @@ impl PyEngine {
         py.detach(|| engine.send(peer.0, bytes, options)).map(PyTransfer::new).map_err(error)
     }
 
-    /// Engine id and boot nonce of the sender, and the bytes. None: not in this time.
+    /// Engine id and boot nonce of the sender, and the bytes. None if no message came in this time.
     fn receive<'py>(
         &self,
         py: Python<'py>,
@@ -318,8 +318,8 @@ impl PyEngine {
     fn close(&self, py: Python<'_>) {
         let Some(shared) = self.0.if_here() else { return };
         let engine = shared.lock().clone();
-        // Others may be in a call: what frees the memory is that it is closed, not that this was the last one. Who closes it at
-        // the same time waits too.
+        // Other threads may be in a call. The close frees the memory, not the last reference. A thread that closes at the same
+        // time waits too.
         py.detach(|| engine.inspect(|engine| engine.close()));
         py.detach(|| drop(shared.lock().take()));
     }
@@ -357,7 +357,7 @@ impl PyPieces {
 
 #[pymethods]
 impl PyGroup {
-    /// For each member in order: what, and a counter with its generation there. Answers the transfer of each.
+    /// For each member in order: its pieces, and a counter with its generation there. Returns the transfer of each.
     fn scatter(
         &self,
         parts: Vec<PyPart<'_>>,
@@ -381,9 +381,9 @@ impl PyGroup {
 
 #[pymethods]
 impl PyTransfer {
-    /// None: not over in this time. Else empty, or why it failed.
+    /// None if the transfer is not over in this time. Else an empty text, or the failure.
     fn wait(&self, py: Python<'_>, timeout_ms: Option<f64>) -> PyResult<Option<&'static str>> {
-        // A read from a process of this host was over before it was begun. Nobody need let the interpreter go for that.
+        // A read from a process of this host may be over already. Then this keeps the interpreter.
         let handle = self.0.get()?;
         if let Some(outcome) = handle.outcome() {
             return Ok(Some(name(outcome)));
@@ -416,7 +416,7 @@ impl PyEngine {
 
     fn start(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
         let transfer = transfer(is_write, pieces, extras)?;
-        // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
+        // This copies at most a mebibyte. To release the interpreter would cost 5 ms for each thread that computes.
         self.engine()?.begin(peer.0, transfer).map(PyTransfer::new).map_err(error)
     }
 }
@@ -428,7 +428,7 @@ fn transfer(is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<Transfer
     Ok(Transfer { op, immediate, timeout, priority: priority(is_bulk), ..Transfer::write(pieces) })
 }
 
-/// What peers may do: "write" (and read), "read", or "windows" for nothing but what windows show.
+/// The access of peers: "write" (and read), "read", or "windows" for nothing but open windows.
 fn access_of(name: &str) -> PyResult<Access> {
     match name {
         "write" => Ok(Access::ReadWrite),
@@ -507,7 +507,7 @@ fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
     Descriptor::from_bytes(descriptor).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// None: whichever is best.
+/// The files of TLS as the fabric takes them.
 pub(crate) fn tls_of((certificate, key, authority): PyTls) -> Tls {
     Tls { certificate, key, authority }
 }

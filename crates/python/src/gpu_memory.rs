@@ -6,12 +6,12 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::convert::value_error;
 use crate::gpu::{failed, open_gpu};
 
-/// Memory of a GPU, for benchmarks and tests of what moves such memory.
+/// Memory of a GPU, for benchmarks and tests of transfers.
 #[pyclass(name = "GpuMemory", module = "kvlane._core", frozen)]
 pub(crate) struct PyGpuMemory {
     memory: DeviceMemory,
     stream: Stream,
-    /// What copies to other memory go through.
+    /// Pinned host memory through which copies to another GPU go.
     between: HostBuffer,
 }
 
@@ -50,20 +50,20 @@ impl PyGpuMemory {
         Ok(interface)
     }
 
-    /// Host memory at this address into this memory.
+    /// Copies host memory at this address into this memory.
     fn copy_from_host(&self, py: Python<'_>, offset: u64, address: u64, length: u64) -> PyResult<()> {
         let copy = Copy { dst: self.place(offset, length)?, src: address, len: length };
         self.copy(py, copy)
     }
 
-    /// This memory into host memory at this address.
+    /// Copies this memory into host memory at this address.
     fn copy_to_host(&self, py: Python<'_>, offset: u64, address: u64, length: u64) -> PyResult<()> {
         let copy = Copy { dst: address, src: self.place(offset, length)?, len: length };
         self.copy(py, copy)
     }
 
-    /// This memory into another GPU's or the same's, through pinned memory of the host. Each part goes out while the one
-    /// before goes in.
+    /// Copies this memory into another GPU's or the same one's, through pinned memory of the host. Each part leaves while the
+    /// part before arrives.
     fn copy_to(
         &self,
         py: Python<'_>,
@@ -82,7 +82,7 @@ impl PyGpuMemory {
                 let len = PART_BYTES.min(length - at);
                 let half = self.between.address() + part as u64 % 2 * PART_BYTES;
                 copy(&self.stream, half, from + at, len)?;
-                // The part before goes in meanwhile.
+                // The part before arrives meanwhile.
                 self.stream.synchronize()?;
                 to.stream.synchronize()?;
                 copy(&to.stream, into + at, half, len)?;
@@ -91,18 +91,18 @@ impl PyGpuMemory {
         };
         let outcome = py.detach(run);
         if outcome.is_err() {
-            // Nothing touches the buffer any more.
+            // No copy uses the buffer after this.
             let _ = (self.stream.synchronize(), to.stream.synchronize());
         }
         outcome.map_err(failed)
     }
 }
 
-/// Of one copy between host and GPU: as the fabric cuts transfers.
+/// Bytes of one copy between host and GPU, as the fabric cuts transfers.
 const PART_BYTES: u64 = 512 << 10;
 
 impl PyGpuMemory {
-    /// The address of a range.
+    /// The device address of a range, which must lie inside the memory.
     fn place(&self, offset: u64, length: u64) -> PyResult<u64> {
         match offset.checked_add(length) {
             Some(end) if end <= self.memory.bytes() => Ok(self.memory.address() + offset),

@@ -20,10 +20,10 @@ use crate::own::Own;
 /// The fabric closes a connection that brings no answer for this time.
 const POST_PATIENCE: Duration = Duration::from_secs(12);
 
-/// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
+/// Blocks that a step fills: the hand-off, the first one's index in the prompt, their ids, the last one's hash.
 type PyFilled = (Vec<u8>, u32, Vec<u32>, Option<Vec<u8>>);
 
-/// One rank. `close` needs it alone; the other calls share it.
+/// A rank's agent. `close` takes it exclusively; the other calls share it.
 #[pyclass(name = "HandoffRank", module = "kvlane._core", frozen)]
 pub(crate) struct PyHandoffRank(Own<RwLock<Option<RankAgent>>>);
 
@@ -80,7 +80,7 @@ impl PyHandoffRank {
         Ok(())
     }
 
-    /// What is called with each layer that is computed. `layers`: names with the last region that each writes.
+    /// The hook that vLLM calls after each layer. `layers`: names with the last region that each writes.
     fn layer_hook(slf: Py<Self>, layers: Vec<(String, u32)>) -> PyLayerHook {
         PyLayerHook { rank: slf, step: Mutex::new(LayersOfStep::new(layers)) }
     }
@@ -109,7 +109,7 @@ impl PyHandoffRank {
     }
 }
 
-/// A layer's hook: what vLLM calls within the forward pass, so it takes no more than it must and raises nothing.
+/// A layer's hook. vLLM calls it within the forward pass, so it is short and raises nothing.
 #[pyclass(name = "LayerHook", module = "kvlane._core", frozen)]
 pub(crate) struct PyLayerHook {
     rank: Py<PyHandoffRank>,
@@ -131,7 +131,7 @@ impl PyLayerHook {
         }
     }
 
-    /// Raises what went wrong first since this was last called.
+    /// Raises the first error since the last call.
     fn check(&self) -> PyResult<()> {
         self.step.lock().failed.take().map_or(Ok(()), Err)
     }
@@ -154,14 +154,14 @@ impl LayersOfStep {
     }
 }
 
-/// One scheduler. `close` needs it alone; the other calls share it.
+/// A scheduler's agent. `close` takes it exclusively; the other calls share it.
 #[pyclass(name = "HandoffScheduler", module = "kvlane._core", frozen)]
 pub(crate) struct PyHandoffScheduler {
     agent: Own<RwLock<Option<SchedulerAgent>>>,
     address: String,
 }
 
-/// A word for how it ended, a sentence, the block before which all have landed, hashes with the block that each is of.
+/// A word for the end, a sentence, the block before which all have landed, and hashes with their blocks.
 type PyStanding = (Option<&'static str>, String, u32, Vec<(u32, Vec<u8>)>);
 
 #[pymethods]
@@ -176,7 +176,7 @@ impl PyHandoffScheduler {
         networks: Vec<(IpAddr, u8)>,
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
-        // Messages only, which also go where bytes cannot.
+        // Messages alone, which need no transport for bytes.
         let engine = engine(listen, token, None, tls)?;
         let own = engine.describe().map_err(error)?;
         let address = own.socket_addresses().next().map(|address| address.to_string()).unwrap_or_default();
@@ -311,7 +311,7 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
 
 fn engine(listen: &str, token: String, transport: Option<Transport>, tls: Option<PyTls>) -> PyResult<Engine> {
     let listen = vec![resolve(listen)?];
-    // The fabric waits for a silent peer equally long.
+    // As long as the fabric waits for a silent peer.
     let transfers = Options { post_patience: POST_PATIENCE, ..Options::default() };
     let tls = tls.map(tls_of);
     let options = EngineOptions { listen, token, transport, tls, transfers, ..EngineOptions::default() };
@@ -322,7 +322,7 @@ fn handoff_id(bytes: &[u8]) -> PyResult<HandoffId> {
     bytes16("a hand-off's id", bytes).map(HandoffId)
 }
 
-/// For metrics.
+/// The outcome's name in metrics.
 fn word(outcome: &Outcome) -> &'static str {
     match outcome {
         Outcome::Landed => "landed",

@@ -1,5 +1,5 @@
-//! What Python's modules `kvlane._core` and `kvlane._bench` are made of: the Rust side of an engine's process, and bare loops
-//! for benchmarks. `python/kvlane/_core.pyi` and `_bench.pyi` document them for users.
+//! The content of Python's modules `kvlane._core` and `kvlane._bench`: the Rust side of an engine's process, and bare loops for
+//! benchmarks. `python/kvlane/_core.pyi` and `_bench.pyi` document them for users.
 //!
 //! The modules themselves, libraries that Python loads, are crates of their own, crates/python/core and crates/python/bench;
 //! tests have others on fake GPUs, among the examples.
@@ -22,7 +22,7 @@ use kvlane_memory::RuntimeFolder;
 use kvlane_proto::WIRE_MAX;
 use pyo3::{exceptions::PyOSError, prelude::*};
 
-/// Puts everything into `kvlane._core`. GPUs are reached through one of these drivers.
+/// Fills `kvlane._core`. GPUs are reached through one of these drivers.
 pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()> {
     gpu::use_drivers(drivers);
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -47,20 +47,20 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_function(wrap_pyfunction!(log::take_log, module)?)
 }
 
-/// Puts everything into `kvlane._bench`. GPUs are reached through one of these drivers.
+/// Fills `kvlane._bench`. GPUs are reached through one of these drivers.
 pub fn fill_bench(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()> {
     gpu::use_drivers(drivers);
     bench::fill(module)
 }
 
-/// The address used when none is given.
+/// The default address of the daemon.
 #[pyfunction]
 fn default_address() -> PyResult<String> {
     convert::address(None).map(|address| address.to_string())
 }
 
-/// The folder in which a user's processes of this host find each other; it is made if need be. OSError where it is not this
-/// user's alone.
+/// The folder in which a user's processes of this host find each other. Made if it is missing. OSError if it is not this user's
+/// alone.
 #[pyfunction]
 fn runtime_folder() -> PyResult<std::path::PathBuf> {
     let folder = RuntimeFolder::of_this_user();

@@ -18,22 +18,22 @@ use tracing::{
     span,
 };
 
-/// Messages that wait to be taken; beyond it the newest are counted instead.
+/// Most waiting messages. Newer ones are counted and dropped.
 const WAITING_MAX: usize = 1000;
 
 static WAITING: Mutex<Waiting> = Mutex::new(Waiting { messages: VecDeque::new(), missed: 0, ready: None });
 
-/// What waits to be taken.
+/// Messages that Python has not taken yet.
 struct Waiting {
     /// Level of Python's logging, and the message.
     messages: VecDeque<(u32, String)>,
     missed: u64,
-    /// Readable when something waits; of the process that has this id. A forked child makes its own.
+    /// A process id and its descriptor, which is readable while messages wait. A forked child makes its own.
     ready: Option<(u32, OwnedFd)>,
 }
 
-/// Begins to keep messages, and gives the descriptor that becomes readable with each. Calling it again in the same process
-/// gives the same.
+/// Starts to keep messages, and returns the descriptor that becomes readable with each. A second call in the same process
+/// returns the same one.
 #[pyfunction]
 pub(crate) fn log_descriptor() -> PyResult<i32> {
     let mut waiting = WAITING.lock();
@@ -50,7 +50,7 @@ pub(crate) fn log_descriptor() -> PyResult<i32> {
     Ok(descriptor)
 }
 
-/// The messages since the last call, each with its level, and how many there was no room for.
+/// The messages since the last call, each with its level, and the number of dropped ones.
 #[pyfunction]
 pub(crate) fn take_log() -> (Vec<(u32, String)>, u64) {
     let mut waiting = WAITING.lock();

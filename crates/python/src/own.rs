@@ -1,12 +1,12 @@
-//! What belongs to the process that made it, and is left alone in processes that are forked from it.
+//! [`Own`]: a value of one process, which its forked children leave alone.
 
 use std::mem::ManuallyDrop;
 
 use kvlane_memory::{Forked, OwnProcess};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
-/// A value with threads, connections or locks. In a forked process these are the parent's: there it can be neither used nor
-/// dropped.
+/// A value with threads, connections or locks. In a forked process these are the parent's, so the child can neither use nor
+/// drop it.
 pub(crate) struct Own<T> {
     value: ManuallyDrop<T>,
     process: OwnProcess,
@@ -23,7 +23,7 @@ impl<T> Own<T> {
         Ok(&self.value)
     }
 
-    /// None in a forked process: there is nothing to close there.
+    /// None in a forked process, which has nothing to close.
     pub(crate) fn if_here(&self) -> Option<&T> {
         self.process.is_this().then_some(&self.value)
     }

@@ -1,4 +1,4 @@
-//! The scheduler's connection.
+//! The scheduler's connection to the daemon, for Python.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -13,14 +13,14 @@ use pyo3::{
 use crate::convert::{address, bytes16, daemon_user, hashes, milliseconds, value_error};
 use crate::own::Own;
 
-/// A poll of a lookup waits so long without letting the interpreter go. Each Python thread that computes keeps it for
-/// 5 ms before it hands it on, so that getting it back beside four of them takes 20 ms; an answer takes a tenth of one.
+/// How long a poll of a lookup keeps the interpreter while it waits. Each Python thread that computes keeps it for 5 ms, so to
+/// get it back beside four of them takes 20 ms. An answer takes 0.1 ms.
 const WAIT_ATTACHED: Duration = Duration::from_millis(1);
 
-/// A block that came or went: its group, its hash, and whether it came.
+/// A stored or removed block: its group, its hash, and whether it was stored.
 type Change<'py> = (u32, Bound<'py, PyBytes>, bool);
 
-/// What a lookup found. `tokens == 0` is a miss and has no lease.
+/// The result of a lookup. `tokens == 0` is a miss and has no lease.
 #[pyclass(name = "Hit", module = "kvlane._core", frozen)]
 pub(crate) struct PyHit(Hit);
 

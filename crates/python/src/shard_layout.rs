@@ -1,4 +1,4 @@
-//! What a worker's shards consist of, from Python's `kvlane.connector.shard_layout`.
+//! A worker's shard layout, from Python's `kvlane.connector.shard_layout`.
 
 use kvlane_block::{Axis, Dimension, HeadPlace, Heads, LayerLayout, ShardLayout, ShardPlace};
 use kvlane_proto::shard_layout::encode_shard_layout;
@@ -42,7 +42,7 @@ struct PyHeads {
     place: Option<(u32, u32)>,
 }
 
-/// The layouts of `groups` groups. One that nobody could decode is left out, and the log says so: it only explains.
+/// The layouts of `groups` groups. A layout that no one could decode is left out and logged, because it only explains.
 pub(crate) fn shard_layouts(
     shards: Option<Vec<Option<PyShardLayout>>>,
     groups: usize,

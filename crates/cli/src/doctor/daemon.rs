@@ -7,12 +7,12 @@ use kvlane_proto::Address;
 
 use crate::doctor::finding::Finding;
 
-/// What is at the address.
+/// The process at the address.
 #[derive(Debug)]
 pub(crate) enum Facts {
     /// A daemon of this version.
     Answers { version: String },
-    /// Nobody; a daemon can be started.
+    /// No process listens; a daemon can be started.
     Nobody,
     /// A file that is no socket, in the place of one.
     Blocked,

@@ -1,6 +1,7 @@
 //! An engine's configuration, as it is given to vLLM's --kv-transfer-config.
 //!
-//! The connector itself reads it, in the interpreter beside this binary: what it says there, it would say in the engine.
+//! The connector itself reads the configuration, in the interpreter beside this binary. So it finds what it would find in the
+//! engine.
 
 use std::{
     io::Write,
@@ -24,11 +25,11 @@ const SUBJECT: &str = "engine config";
 const DAEMON: &str = "engine's daemon";
 const MODULE: &str = "kvlane.connector.settings_check";
 
-/// What the connector says. See python/kvlane/connector/settings_check.py.
+/// The connector's answer. See python/kvlane/connector/settings_check.py.
 #[derive(Debug, Deserialize)]
 struct Report {
     findings: Vec<Said>,
-    /// Where the configuration can be read.
+    /// None if the configuration cannot be read.
     daemon: Option<Wanted>,
 }
 
@@ -40,7 +41,7 @@ struct Said {
     advice: String,
 }
 
-/// What the configuration says of the daemon, where it says something.
+/// The daemon that the configuration names.
 #[derive(Debug, Deserialize)]
 struct Wanted {
     address: Option<String>,

@@ -1,16 +1,16 @@
-//! What a check has to say.
+//! [`Finding`]: the result of a check.
 
 use serde::{Deserialize, Serialize};
 
-/// How much it matters.
+/// The severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
-    /// Nothing to do.
+    /// The subject is in order.
     Ok,
-    /// kvlane works, but without something, or slower than it could.
+    /// kvlane works without something, or slower than it could.
     Note,
-    /// `kvlane serve` does not start here, or serves nobody; or the engine that is asked about does without it.
+    /// `kvlane serve` does not start here or serves no engine, or the engine of `--engine-config` runs without kvlane.
     Problem,
 }
 
@@ -24,15 +24,15 @@ impl Verdict {
     }
 }
 
-/// One subject: what was found, what that means for kvlane, and what to do.
+/// One subject: the facts, their meaning for kvlane, and advice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Finding {
     pub(crate) subject: String,
     pub(crate) verdict: Verdict,
     pub(crate) found: String,
-    /// Empty where there is nothing to say.
+    /// Empty if the facts say it all.
     pub(crate) means: String,
-    /// Empty where there is nothing to do.
+    /// Empty if there is nothing to do.
     pub(crate) advice: String,
 }
 

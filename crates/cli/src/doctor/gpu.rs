@@ -12,27 +12,27 @@ use crate::{
     size::Size,
 };
 
-/// A driver that is not well may never answer.
+/// How long the driver may take, because a broken driver may never answer.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// What the driver says.
+/// The driver's answer.
 #[derive(Debug)]
 pub(crate) enum Facts {
-    /// Nothing, for too long.
+    /// No answer within [`LIMIT`].
     Silent,
-    /// There is none.
+    /// This machine has no driver, for this reason.
     Missing(NoDriver),
     /// `cuda`, or in tests `fake`, and its GPUs.
     Driver { name: &'static str, gpus: Vec<Device> },
 }
 
-/// One GPU.
+/// A GPU with its PCIe link.
 #[derive(Debug, Clone)]
 pub(crate) struct Device {
     pub(crate) info: DeviceInfo,
-    /// Or why it cannot be opened.
+    /// The ways to copy, or the reason why the GPU cannot be opened.
     pub(crate) methods: Result<CopyMethods, String>,
-    /// None where the kernel does not tell.
+    /// None if the kernel does not report it.
     pub(crate) link: Option<Link>,
 }
 
@@ -45,11 +45,11 @@ pub(crate) struct Link {
     width_max: String,
 }
 
-/// Asks the driver, in a thread that is left alone when it does not answer.
+/// Asks the driver, in a thread that is abandoned if no answer comes.
 pub(crate) fn read(root: &Path, drivers: Drivers) -> Facts {
     let (tell, told) = mpsc::channel();
     thread::spawn(move || {
-        // Nobody listens when it took too long.
+        // The receiver is gone if the answer took too long.
         let _ = tell.send(ask(drivers));
     });
     match told.recv_timeout(LIMIT) {
@@ -65,7 +65,7 @@ pub(crate) fn read(root: &Path, drivers: Drivers) -> Facts {
 fn ask(drivers: Drivers) -> Result<(&'static str, Vec<Device>), NoDriver> {
     let driver = detect(drivers)?;
     let open = |info: DeviceInfo| {
-        // As the daemon does it; closed again at once.
+        // Opens it as the daemon does, and closes it at once.
         let opened = Gpu::open(driver.clone(), info.ordinal);
         let methods = opened.map(|gpu| gpu.methods().clone()).map_err(|error| error.to_string());
         Device { info, methods, link: None }
@@ -192,7 +192,7 @@ impl Link {
     }
 
     fn is_narrow(&self) -> bool {
-        // Virtual machines may tell nonsense, such as 0 or 255 lanes.
+        // Virtual machines may report nonsense, such as 0 or 255 lanes.
         let lanes = |width: &str| width.parse::<u32>().ok().filter(|lanes| (1..=32).contains(lanes));
         matches!((lanes(&self.width), lanes(&self.width_max)), (Some(now), Some(most)) if now < most)
     }

@@ -9,7 +9,7 @@ use crate::{
 
 const BYTES: u64 = 2 << 20;
 
-/// What the kernel says.
+/// The kernel's facts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Facts {
     two_mib: Reserved,

@@ -6,7 +6,7 @@ use crate::doctor::{files, finding::Finding};
 
 const SUBJECT: &str = "io_uring";
 
-/// What was tried, and the kernel's setting.
+/// The result of an attempt, and the kernel's setting.
 #[derive(Debug)]
 pub(crate) struct Facts {
     works: Result<(), String>,

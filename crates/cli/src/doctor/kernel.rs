@@ -1,4 +1,4 @@
-//! What of the kernel the daemon cannot do without: a sealed memfd for the pool, and pidfds of its peers.
+//! Kernel features that the daemon requires: a sealed memfd for the pool, and pidfds of its peers.
 
 use std::{os::unix::net::UnixStream, path::Path};
 
@@ -9,7 +9,7 @@ use crate::doctor::{files, finding::Finding};
 /// Since this version a socket gives its peer's pidfd, also of a process in another PID namespace.
 const PEER_PIDFD: (u32, u32) = (6, 5);
 
-/// What was tried, with the errors.
+/// Results of the attempts, with their errors.
 #[derive(Debug)]
 pub(crate) struct Facts {
     release: Option<String>,

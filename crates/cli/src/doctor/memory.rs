@@ -47,13 +47,13 @@ pub(crate) fn judge(available: &Available, pool: Size, memory: PoolMemory) -> Fi
 
 const CAP_IPC_LOCK: u32 = 14;
 const LOCKED: &str = "locked memory";
-/// What a file of the tier registers beside the pool: 1 MiB of headers, and its ring. Each file registers all of it.
+/// Bytes that each file of the tier registers beside the pool: 1 MiB of headers, and its ring.
 const BESIDE_POOL: u64 = 2 << 20;
 
-/// The limit on locked memory, which io_uring counts what is registered with it against.
+/// The limit on locked memory. io_uring counts registered memory against it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Locked {
-    /// The soft limit, as the kernel writes it: bytes or "unlimited"; None where it does not tell.
+    /// The soft limit, as the kernel writes it: bytes or "unlimited"; None if unknown.
     soft: Option<String>,
     /// Whether the limit does not hold for this process.
     is_exempt: bool,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::doctor::{files, finding::Finding};
 
-/// What the kernel says.
+/// The kernel's facts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Facts {
     /// Nodes that have memory, as the kernel writes them: "0-1".

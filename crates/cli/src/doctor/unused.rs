@@ -1,4 +1,4 @@
-//! What is there and could matter, but is not used by this version: RDMA, libfabric, GDRCopy.
+//! Hardware and libraries that this version does not use: RDMA, libfabric, GDRCopy.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use crate::doctor::{files, finding::Finding};
 
 const NOT_YET: &str = "kvlane does not use it yet";
 
-/// What was seen, one text each; None where there is none.
+/// A text for each that is there, else None.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Facts {
     /// A text for each port.

@@ -33,7 +33,7 @@ versions = {name: version(name) for name in names}
 print(json.dumps({"python": platform.python_version(), "executable": sys.executable, **versions}))
 "#;
 
-/// What an interpreter says.
+/// The versions that an interpreter reports.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(crate) struct Packages {
     python: String,
@@ -63,7 +63,7 @@ fn ask(interpreter: &Path, limit: Duration) -> Result<Packages, String> {
     thread::spawn(move || {
         let mut text = String::new();
         if output.is_some_and(|mut output| output.read_to_string(&mut text).is_ok()) {
-            // Nobody listens when it took too long.
+            // The receiver is gone if the answer took too long.
             let _ = tell.send(text);
         }
     });

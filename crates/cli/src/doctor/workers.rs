@@ -11,7 +11,7 @@ const SUBJECT: &str = "reading workers";
 const OTHERWISE: &str =
     "workers write their saves through a mapping of the pool instead; engines on GPUs are not affected";
 
-/// What the kernel says.
+/// The kernel's facts.
 #[derive(Debug)]
 pub(crate) struct Facts {
     /// Yama's setting; None without Yama.

@@ -15,7 +15,7 @@ pub(super) enum Capacity {
 }
 
 impl FromStr for Capacity {
-    /// What is wrong, without the text itself, which is in clap's message.
+    /// The mistake. clap's message adds the text.
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -42,7 +42,7 @@ impl FromStr for Capacity {
 }
 
 impl Capacity {
-    /// What part of so many different blocks `blocks` are, exactly as asked where it was asked for a share.
+    /// `blocks` as a share of the trace's `distinct` blocks. If the user asked for a share, exactly that share.
     pub(super) fn share(&self, blocks: usize, distinct: usize) -> f64 {
         match *self {
             Self::Percent(percent) => percent / 100.0,

@@ -13,11 +13,11 @@ use super::{
     work::{on_all_cores, progress_bar},
 };
 
-/// Of all requests, so many count for what a fleet can serve: the last ones run alone.
+/// The share of the requests that measures a fleet's capacity. The last requests run alone, so they do not count.
 const COUNTED: f64 = 0.95;
 /// Points of a curve over time.
 const SPANS: u32 = 180;
-/// All requests come at once, as good as.
+/// A speed at which practically all requests come at once.
 const AT_ONCE: f64 = 1e6;
 
 /// Replays all policies at all loads: the report. `trace` is the path that `file` was read from.
@@ -81,8 +81,8 @@ pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> 
     }))
 }
 
-/// Of each span of time: when it began, how many requests came, the share of them that was served within limits, and how many
-/// nodes of each role there were at its end.
+/// For each span of time: its start, its requests, the share of them that was served within limits, and the nodes of each
+/// role at its end.
 fn over_time(replayed: &Replayed, setup: &Setup, limits: Limits) -> Vec<Value> {
     let mut roles: Vec<Role> = setup.nodes.iter().map(|node| node.role).collect();
     let mut changes = replayed.role_changes.iter().peekable();

@@ -11,10 +11,10 @@ use serde::Deserialize;
 use super::pool_table::{PoolTable, pools};
 use crate::balance_table::BalanceTable;
 
-/// Nodes of a fleet, at the most.
+/// Most nodes of a fleet.
 const NODES_MAX: usize = 4096;
 
-/// What is replayed.
+/// A fleet file, read and checked.
 #[derive(Debug)]
 pub(super) struct FleetFile {
     /// With the first policy, at the recorded speed.
@@ -71,7 +71,7 @@ struct ClassTable {
     name: String,
     /// A file of bench/gpu/steps.py; without it those of an H100.
     steps: Option<String>,
-    /// What prompts and what further tokens take, in times of that.
+    /// Factors on that time: for prompts, and for further tokens.
     prefill_times: Option<f64>,
     decode_times: Option<f64>,
     kv_tokens: Option<u64>,

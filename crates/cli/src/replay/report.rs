@@ -1,4 +1,4 @@
-//! What a replay found, for people and for programs.
+//! The report of a replay, as text and as JSON.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::trace_file::Format;
 /// One policy at one capacity.
 pub(super) struct Run {
     pub(super) setup: Setup,
-    /// Of RAM in the trace's different blocks, 0 to 1.
+    /// RAM as a share of the trace's distinct blocks, 0 to 1.
     pub(super) share: f64,
     pub(super) replayed: Replayed,
     pub(super) seconds: f64,
@@ -23,7 +23,7 @@ pub(super) struct Report<'a> {
     pub(super) with_scans: bool,
     pub(super) block_bytes: Option<u64>,
     pub(super) ssd: bool,
-    /// 0 to 1.
+    /// The hit rate of a cache without limit, 0 to 1.
     pub(super) ceiling: f64,
     pub(super) estimated: EstimatedCeiling,
     pub(super) trace: &'a Trace,
@@ -54,7 +54,7 @@ impl Report<'_> {
         (estimated, percent(repeated, self.estimated.references))
     }
 
-    /// What a cache that knows the future hits, which is as large as all tiers of this run.
+    /// The hits of a cache that knows the future and is as large as all tiers of this run.
     fn bound(&self, run: &Run) -> usize {
         self.bounds.get(&(run.setup.capacity + run.setup.ssd_capacity)).copied().unwrap_or_default()
     }

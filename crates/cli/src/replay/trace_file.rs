@@ -41,7 +41,7 @@ impl Format {
     }
 }
 
-/// What a replay needs of a line; other fields may be there.
+/// The fields of a line that a replay needs. A line may have others.
 #[derive(Deserialize)]
 struct Line {
     timestamp: f64,

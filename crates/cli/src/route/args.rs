@@ -144,12 +144,12 @@ pub(super) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_DRAIN", value_name = "SECONDS", default_value_t = 30)]
     pub(super) drain: u64,
 
-    /// What is logged: error, warn, info, debug, trace, off; or a part of kvlane and one of these, such as
+    /// Log level: error, warn, info, debug, trace, off; or a part of kvlane and one of these, such as
     /// info,kvlane_router=debug
     #[arg(long, env = "KVLANE_LOG", value_name = "FILTER", default_value = "info")]
     pub(super) log: String,
 
-    /// How it is logged
+    /// How to write the log: text for people, or one JSON object a line
     #[arg(long, env = "KVLANE_LOG_FORMAT", value_enum, value_name = "FORMAT", default_value = "text")]
     pub(super) log_format: LogFormat,
 }

@@ -11,13 +11,13 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::logging::{self, LogFormat};
 
-/// See the flags.
+/// Each field is a flag; its text is the flag's help.
 #[derive(Debug, Args)]
 pub(crate) struct BeatArgs {
     /// The router's --ping
     #[arg(long, value_name = "HOST:PORT")]
     to: String,
-    /// What the engine is for: worker, prefill or decode
+    /// The engine's role: worker, prefill or decode
     #[arg(long)]
     role: Role,
     /// Where the router reaches the engine

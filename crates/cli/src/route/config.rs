@@ -134,7 +134,7 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
     Ok(if is_given { Vec::new() } else { words })
 }
 
-/// What clap says is wrong, without its advice on flags.
+/// clap's error without its advice on flags.
 fn sentence(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines = text.lines().take_while(|line| !line.trim().is_empty());

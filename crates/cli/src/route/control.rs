@@ -1,4 +1,4 @@
-//! `kvlane route list`, `drain`, `add` and `remove`: what a running router is told over its socket.
+//! `kvlane route list`, `drain`, `add` and `remove`: commands to a running router over its socket.
 
 use std::{
     os::unix::net::UnixListener,
@@ -18,7 +18,7 @@ use kvlane_router::{
     shared::Shared,
 };
 
-/// Between two looks at an engine that finishes.
+/// The time between two polls of an engine that drains.
 const LOOK: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Args)]
@@ -68,7 +68,7 @@ pub(crate) struct AddArgs {
     socket: SocketArgs,
     /// Where it is: http://HOST:PORT, and #RANK if it is one data-parallel rank of a server
     url: Address,
-    /// What it is for: worker, prefill or decode
+    /// Its role: worker, prefill or decode
     #[arg(long)]
     role: Role,
     /// Prefill and decode engines of one group hand over to each other
@@ -126,7 +126,7 @@ pub(super) fn list(args: &ListArgs) -> Result<()> {
     print(&args.socket.ask(&Call::List)?, args.json)
 }
 
-/// Drains one.
+/// Drains an engine, and waits for its end if asked to.
 pub(super) fn drain(args: &DrainArgs) -> Result<()> {
     let node = args.node.to_string();
     let mut nodes = args.socket.ask(&Call::Drain { node: node.clone() })?;
@@ -145,7 +145,7 @@ pub(super) fn drain(args: &DrainArgs) -> Result<()> {
     }
 }
 
-/// Adds one.
+/// Adds an engine to the router.
 pub(super) fn add(args: AddArgs) -> Result<()> {
     let call = Call::Add {
         url: args.url.to_string(),
@@ -157,7 +157,7 @@ pub(super) fn add(args: AddArgs) -> Result<()> {
     print(&args.socket.ask(&call)?, false)
 }
 
-/// Removes one.
+/// Removes an engine from the router.
 pub(super) fn remove(args: &RemoveArgs) -> Result<()> {
     let node = args.node.to_string();
     let mut left = args.socket.ask(&Call::Remove { node: node.clone(), now: args.now })?;

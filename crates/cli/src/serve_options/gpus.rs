@@ -39,7 +39,7 @@ pub(super) struct GpuFlags {
     pub(super) rails: Option<String>,
     pub(super) staging: Option<StagingArg>,
     pub(super) calibrate: Option<CalibrateArg>,
-    /// Percent.
+    /// In percent, as the user gave it.
     pub(super) save_link_share: Option<u8>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct GpuOptions {
     pub(super) none: String,
     pub(super) rails: RailOptions,
     pub(super) calibrate: bool,
-    /// 0 to 1.
+    /// A fraction, 0 to 1.
     pub(super) save_link_share: f64,
 }
 

@@ -1,4 +1,4 @@
-//! What a model's config.json says of its KV cache.
+//! Reads a model's KV cache from its config.json.
 
 use anyhow::{Result, anyhow, bail};
 use clap::ValueEnum;
@@ -18,7 +18,7 @@ pub(super) enum CacheDtype {
 /// A model's cache, before it is asked for how many tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cache {
-    /// For people.
+    /// The model's name in the output.
     pub(super) model: String,
     pub(super) layer: Layer,
     /// Layers that look back to the first token.
@@ -29,11 +29,11 @@ pub(super) struct Cache {
     pub(super) window: u64,
     pub(super) element_bytes: u64,
     pub(super) dtype: String,
-    /// What was taken for granted, a sentence each.
+    /// Assumptions, a sentence each.
     pub(super) notes: Vec<String>,
 }
 
-/// What one layer keeps of a token.
+/// The cache of one token in one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layer {
     /// A key and a value for each KV head.
@@ -43,7 +43,7 @@ pub(super) enum Layer {
 }
 
 impl Layer {
-    /// Of one token; None where it is more than a computer counts.
+    /// Bytes of one token; None if they exceed a `u64`.
     pub(super) fn bytes(self, element: u64) -> Option<u64> {
         match self {
             Self::Heads { kv_heads, head_dim } => {
@@ -88,10 +88,10 @@ const NOT_COVERED: [&str; 29] = [
     "swa_num_key_value_heads",
 ];
 
-/// Those whose latent cache vLLM keeps as the formula says, once a layer.
+/// Models whose latent cache vLLM keeps as the formula says, once a layer.
 const LATENT_MODELS: [&str; 5] =
     ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"];
-/// Those of which every layer slides where `sliding_window` is set.
+/// Models whose layers all slide if `sliding_window` is set.
 const ALL_SLIDE: [&str; 4] = ["mistral", "mixtral", "phi3", "starcoder2"];
 
 impl Cache {
@@ -125,7 +125,7 @@ impl Cache {
         self.full_layers + self.sliding_layers
     }
 
-    /// Of all layers. [`Self::of`] has looked whether it can be counted.
+    /// Bytes of one token in all layers. [`Self::of`] has checked that they fit a `u64`.
     pub(super) fn token_bytes(&self) -> u64 {
         self.layer.bytes(self.element_bytes).unwrap_or(u64::MAX).saturating_mul(self.layers())
     }

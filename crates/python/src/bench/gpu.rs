@@ -1,4 +1,4 @@
-//! What `kvlane.bench` measures of GPUs.
+//! Measurements of GPUs for `kvlane.bench`.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::convert::value_error;
 use crate::gpu::{driver, failed};
 
-/// Ordinal, name, PCI address and bytes of each GPU. OSError where there is no driver, which says why.
+/// Ordinal, name, PCI address and bytes of each GPU. OSError with the reason if there is no driver.
 #[pyfunction]
 pub(crate) fn gpus() -> PyResult<Vec<(u32, String, String, u64)>> {
     let devices = driver()?.devices().map_err(failed)?;
@@ -94,9 +94,8 @@ pub(crate) fn gpu_rails(gpu: u32) -> PyResult<Vec<u32>> {
     Ok(rails.loader(&device, "a benchmark").reached())
 }
 
-/// GB/s from the host to a GPU over its own link and those of `rails`. So many pieces as `joined` lie one after the other
-/// in the host's memory, as a block's layers do in the pool. What is `staged` goes through a ring on the GPU in long runs.
-/// The bytes are checked.
+/// GB/s from the host to a GPU over its own link and those of `rails`. `joined` pieces are consecutive in the host's memory, as
+/// a block's layers are in the pool. If `staged`, the bytes go through a ring on the GPU in long runs. The bytes are checked.
 #[pyfunction]
 #[pyo3(signature = (gpu, rails, total_bytes, piece_bytes, joined = 4, slot_bytes = None, slots = None, staged = false))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
@@ -123,8 +122,8 @@ pub(crate) fn gpu_load(
     py.detach(|| measure_rails(&device, options, &shape, staged)).map_err(failed)
 }
 
-/// GB/s in sum from the host to each of these GPUs at the same time. `method` and `joined` as above; with `staged` what is
-/// joined comes in long runs. The bytes are checked.
+/// GB/s in sum from the host to each of these GPUs at the same time. `method`, `joined` and `staged` as above. The bytes are
+/// checked.
 #[pyfunction]
 #[pyo3(signature = (gpus, total_bytes, piece_bytes, method, joined = 1, staged = false))]
 pub(crate) fn gpu_together(

@@ -1,4 +1,4 @@
-//! What `kvlane.bench` measures and compares with, and engines never call.
+//! Measurements and yardsticks of `kvlane.bench`, which engines never call.
 
 mod gpu;
 mod loops;

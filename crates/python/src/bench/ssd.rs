@@ -1,4 +1,4 @@
-//! What `kvlane.bench` measures of the SSD tier.
+//! Measurements of the SSD tier for `kvlane.bench`.
 
 use std::path::PathBuf;
 
