@@ -21,8 +21,9 @@ pub(crate) enum LogFormat {
 
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 /// The crates of this program that write to the log.
-const PARTS: [&str; 10] = [
+const PARTS: [&str; 11] = [
     "kvlane",
+    "kvlane_client",
     "kvlane_door",
     "kvlane_engine_memory",
     "kvlane_gpu",
