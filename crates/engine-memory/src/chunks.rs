@@ -1,4 +1,16 @@
 //! The daemon's side of GPU memory that a worker shares chunk by chunk, before it registers.
+//!
+//! ```text
+//!  worker                                                daemon
+//!  ShareChunks(range, sizes) + up to 128 descriptors --> reserves the range's addresses (once), maps each chunk behind the
+//!        <------------------------------------ Done ---  one before, closes the descriptors
+//!  ... until all chunks are shared ...
+//!  RegisterWorker(allocations, ranges, fence, events) -> registers if every range is complete, else refuses
+//! ```
+//! cudaIpc has no handle for a chunk. The worker makes descriptors batch by batch and closes them once they are sent, so neither
+//! side has more than one batch open: 40 GB in chunks of 20 MiB are 2,000 descriptors. Chunks at consecutive addresses form one
+//! range on both sides, so a run of a copy may cross them. A mapping here keeps the memory until the session is over. An engine
+//! that goes to sleep ends its session first.
 
 use std::os::fd::{AsFd, OwnedFd};
 

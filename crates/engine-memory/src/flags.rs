@@ -1,5 +1,14 @@
 //! Flags: words in the worker's GPU memory that tell which layers of a load have arrived, so that an engine computes with the
 //! first layers while the last are being copied.
+//!
+//! ```text
+//!  engine  step n (idle)          n + 1 (idle)   step n + 2: forward pass
+//!          bind: Load(e, flags)-.  vLLM learns    bind: which kind of step? --.- layer 0 -- layer 1 -- ... -- layer 31
+//!          get_finished: released \ of step n                                  waits for flag 0 ... 0, 1 ... 7
+//!                                  \                                           (cuStreamWaitValue32, in the stream)
+//!  daemon                           '-- layers 0-3, flag 0, layers 4-7, flag 1, ..., layers 28-31, flag 7 --> LoadResult
+//! ```
+//! The daemon copies 256 KiB of each block at a time, and the GPU writes a flag after each part.
 
 use std::ops::Range;
 use std::sync::Arc;

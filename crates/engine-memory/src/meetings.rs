@@ -8,6 +8,10 @@
 //!                          not all in time --> ended: each loads by itself
 //! ```
 //! A rank that waits here holds no lock. Its session does not resume before all writes to its memory have ended.
+//!
+//! Loads are the same if they bring the same bytes of the pool in the same parts; each rank has its own destinations. So nothing
+//! on the wire names them, and a load may also join a sibling's later load of the same blocks. GPUs beyond those of the ranks
+//! take no part.
 
 use std::{
     sync::Arc,

@@ -12,6 +12,8 @@
 //! All numbers are little-endian. Bytes that are 0 here may get a meaning in a later version, which then has another version
 //! number. A descriptor holds no addresses of memory and no keys: an engine announces those to peers that have proved the
 //! secret. A reader leaves out kinds that it does not know, because a newer peer may have more.
+//!
+//! An address has kind 1: TCP, with the text of a socket address. A region has kind 0, host memory, or 1, memory of a CUDA GPU.
 
 use std::net::SocketAddr;
 use std::str::FromStr;

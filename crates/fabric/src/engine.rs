@@ -3,6 +3,21 @@
 //!
 //! Each call takes the engine's lock for a short time ([`Hold`]), changes the hub, and runs the work that this made due
 //! ([`Shared::run_pending`]). Slow work (registration, the check of a transfer, jobs) runs without the lock.
+//!
+//! # One WRITE by tcp
+//!
+//! ```text
+//!  caller  Engine::begin, Shared::check (engine/beginning.rs)      checks pieces against both sides' regions     no lock
+//!          Hub::submit (hub.rs)                                    checks again; the memory is in use            lock
+//!          Transfers::next_post (transfers/queue.rs)               picks the path, cuts a chunk                  lock
+//!          SocketCarrier::send (carriers/socket/posting.rs)        queues head, runs and ranges                  lock
+//!          LinkJob::run (links.rs), Link::flush (tcp/link.rs)      memory --> socket, with checksums             no lock
+//!  peer    Link::receive (tcp/link.rs)                             reads head and runs                           no lock
+//!          SocketCarrier::take_frame, Regions::for_peer            may this peer write there?                    lock
+//!          Link::receive                                           places the bytes while the lease holds        no lock
+//!          SocketCarrier::take_body                                queues the Ack                                lock
+//!  caller  SocketCarrier::take_outcomes, Transfers::complete       placed; after the last chunk the immediate    lock
+//! ```
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 

@@ -8,6 +8,9 @@
 //!  the lease has expired (if the fence has one), or the peer is gone ----'
 //! ```
 //! Pure: the hub sends the questions that [`Fences::take_due`] returns, and reports the answers.
+//!
+//! An address that refuses, or at which another process listens, proves nothing: a device between the hosts may have moved the
+//! address while the process behind it lives and still reads.
 
 use std::net::SocketAddr;
 use std::time::Duration;

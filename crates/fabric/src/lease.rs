@@ -18,6 +18,7 @@
 //! The two clocks need not agree, but must run at about the same rate. The listening side's runs on while the host is
 //! suspended. The difference of LEASE and [`PLACES`] is for a thread that has read its clock and is stopped before the call that
 //! places bytes ends. User space cannot check and place in one step: a thread stopped there for longer makes this one call late.
+//! Such a call writes at most 4 MiB. The clock also stands still while a hypervisor stops the virtual machine and hides that.
 
 use std::time::Duration;
 

@@ -6,6 +6,9 @@
 //!  no token, and no such folder --------------------> Own     32 random bytes, which the descriptor carries
 //! ```
 //! The engine that others connect to decides which secret it is, and its descriptor says so ([`Trust`]).
+//!
+//! The user's secret is never in a descriptor, a log, an argument or the environment. A process that has read it writes it again
+//! if the file is gone when it makes its next engine. So replace the file only while no engine of the user runs.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -13,7 +13,7 @@ pub struct RoleSettings {
     pub thresholds: Thresholds,
 }
 
-/// Set by the file. docs/balance.md has each default with its reason.
+/// Set by the file. docs/balance.md lists the keys with their defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BalanceSettings {
     /// Time between two ticks.

@@ -10,6 +10,8 @@
 //! ```
 //! If a tokenizer, template or event is missing, the scheduler falls back to [marks](crate::body::marks) of the text.
 //! [`Grade`] and [`Reason`] show that for each node.
+//!
+//! A serving thread tokenizes up to 2 KiB of new text itself. Longer texts go to threads of their own.
 
 mod agreement;
 mod blocks;

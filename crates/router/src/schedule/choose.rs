@@ -8,6 +8,10 @@
 //! 3. If there is none, as in 2 among nodes of last resort: those that are suspect, change their role, or have an open breaker.
 //!
 //! Among several candidates the policy decides ([`pick`](super::pick)). Each chosen node gets a [`Reservation`].
+//!
+//! The policies compare a node's *miss*, the tokens that it has to prefill. From KV events: tokens of the prompt - block size *
+//! leading blocks that the node holds in GPU memory or can load. From texts: tokens of the prompt * (1 - bytes of known text /
+//! bytes of text). A miss is at least 1; for least-work at least one block, or 256 bytes of text.
 
 use std::time::{Duration, Instant};
 

@@ -6,6 +6,8 @@
 //! ```
 //! A pool has a prompt once one of its nodes has prefilled it. A node that was only given a prompt has not saved it yet.
 //! So equal new prompts that come together still meet at one node.
+//!
+//! The grain is one block, or 256 bytes of text. A load costs at most what computing the same tokens would.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -17,8 +19,7 @@ use crate::body::Mark;
 pub(super) const LOAD_SHARE: f64 = 0.01;
 /// Weight of a load's time in its cost, which is that plus one grain of tokens. A load delays its own request, while one
 /// request less at the node gains little. A lower weight moves prompts away from nodes that have them and a single request,
-/// and first tokens come later at 30 % load. A higher weight keeps bursts of one prompt at one node. From replays of Zipf
-/// prompts (docs/replay.md).
+/// and first tokens come later at 30 % load. A higher weight keeps bursts of one prompt at one node.
 const LOAD_WEIGHT: f64 = 2.0;
 
 /// A node's membership in a pool.

@@ -30,6 +30,10 @@
 //!
 //! A neighbour that was asked to read may be stopped for any length of time and read when it resumes. A lease therefore
 //! cannot end such a WRITE: it ends when the neighbour confirms, or when its process is gone.
+//!
+//! A READ needs nothing of its peer, so it also succeeds from a stopped process, until the connection has been silent for too
+//! long. With Yama, `ptrace_scope` 1 lets a process read its children and those that call `prctl(PR_SET_PTRACER)`; the Python
+//! package does not call it.
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 

@@ -15,6 +15,10 @@
 //!
 //! Each direction has slots of its own. A slot for sending is freed when the peer reads; one for receiving needs only a
 //! driver. So two processes never wait for each other's slots.
+//!
+//! A slot holds one chunk. The registration of a GPU's memory makes one slot for each direction; the others are made when they
+//! are needed, and all are kept. Each slot has its own streams, so an error fails only the transfer whose bytes it carried. After
+//! a lost context all transfers of that GPU fail until the process restarts.
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
