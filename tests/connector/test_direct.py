@@ -10,7 +10,7 @@ import pytest
 from fakes import BLOCK, Engine, Pool, Request, full_group
 
 from kvlane.connector.direct import Direct
-from kvlane.connector.direct_request import Leg
+from kvlane.connector.direct_request import Lending
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
 from kvlane.connector.known_weights import PATIENCE_SECONDS
@@ -21,7 +21,7 @@ OWN = "127.0.0.1:7200"
 PEER = "127.0.0.1:7100"
 BLOCK_BYTES = 1000
 NAME = "handoff"
-ID = Leg(NAME).id
+ID = Lending(NAME).id
 TOKENS = 82
 WHOLE = TOKENS // BLOCK
 ALL = WHOLE + 1
@@ -58,7 +58,7 @@ class Agent:
     address = OWN
 
     def __init__(self) -> None:
-        self.legs: list[bytes] = []
+        self.lendings: list[bytes] = []
         self.unwanted: set[bytes] = set()
         self.wanted: set[bytes] = set()
         self.given_up: list[bytes] = []
@@ -71,22 +71,22 @@ class Agent:
         self.ends_at_once = True
         self.closed = False
 
-    def begin_lending(self, leg: bytes, content: bytes) -> bool:
-        self.legs.append(leg)
+    def begin_lending(self, lending: bytes, content: bytes) -> bool:
+        self.lendings.append(lending)
         return True
 
-    def lending_progress(self, leg: bytes, ahead: int, computed: int) -> bool:
-        return leg not in self.unwanted
+    def lending_progress(self, lending: bytes, ahead: int, computed: int) -> bool:
+        return lending not in self.unwanted
 
-    def give_up_lending(self, leg: bytes) -> None:
-        self.given_up.append(leg)
+    def give_up_lending(self, lending: bytes) -> None:
+        self.given_up.append(lending)
 
     def end_oldest_unwanted_lending(self, but: bytes) -> bytes | None:
-        for leg in self.legs:
-            if leg != but and leg not in self.wanted and leg not in self.unwanted:
-                self.unwanted.add(leg)
-                self.free.append(leg)
-                return leg
+        for lending in self.lendings:
+            if lending != but and lending not in self.wanted and lending not in self.unwanted:
+                self.unwanted.add(lending)
+                self.free.append(lending)
+                return lending
         return None
 
     def take_free_lendings(self) -> list[bytes]:
@@ -139,7 +139,7 @@ class Agent:
         for landing, standing in list(self.standings.items()):
             if standing[0] is None:
                 self.end(landing, "given_up", self.landings[landing][0], [])
-        self.free += [leg for leg in self.legs if leg not in self.free]
+        self.free += [lending for lending in self.lendings if lending not in self.free]
         return True
 
     def close(self) -> None:
@@ -252,13 +252,13 @@ def test_where_steps_overlap_nothing_lands_in_a_copys_source_before_its_step_is_
     assert world.waits(other)
     world.step()
     if how == "is reset":
-        assert Leg("other").id not in world.agent.room
+        assert Lending("other").id not in world.agent.room
         world.step()
     else:
         assert source.ref_cnt == held
         world.step()
         assert source.ref_cnt == held - 1
-    assert len(world.agent.room[Leg("other").id]) == ALL
+    assert len(world.agent.room[Lending("other").id]) == ALL
 
 
 def test_a_prompt_whose_beginning_the_engine_has_is_asked_for_from_there() -> None:
@@ -559,7 +559,7 @@ def test_no_more_is_loaded_than_prompts_may_land_in_at_once() -> None:
     requests = [world.request(name, handoff=name) for name in ("one", "other")]
     assert all(world.waits(request) for request in requests)
     world.step()
-    assert [world.agent.landings[Leg(name).id] for name in ("one", "other")] == [(STORED, ALL), (3, ALL)]
+    assert [world.agent.landings[Lending(name).id] for name in ("one", "other")] == [(STORED, ALL), (3, ALL)]
     assert world.references() == 24 + STORED + 3, "its load holds a block too"
 
 
@@ -636,7 +636,7 @@ def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
     world.step()
     assert sum(len(room) for room in world.agent.room.values()) == 30
     first = requests[0]
-    world.agent.end(Leg("d0").id, "landed", ALL, [world.hash(first, WHOLE)])
+    world.agent.end(Lending("d0").id, "landed", ALL, [world.hash(first, WHOLE)])
     world.step()
     world.side.matched_tokens(first, WHOLE * BLOCK)
     world.side.allocated(first, world.engine.allocate(first, TOKENS), 0)
@@ -680,7 +680,7 @@ def test_a_running_request_without_a_block_gets_those_of_the_youngest_landing() 
     assert world.waits(older) and world.waits(younger)
     world.step()
     assert world.side.frees_are_near()
-    assert world.agent.given_up == [Leg("y").id]
+    assert world.agent.given_up == [Lending("y").id]
     assert world.references() == ALL and world.waits(older) and not world.waits(younger)
     # One that does not end in time frees nothing: to say so would stop the engine.
     world.agent.ends_at_once = False
@@ -691,11 +691,11 @@ def test_a_reset_ends_all_and_succeeds() -> None:
     world = World()
     assert world.waits(world.request())
     world.step()
-    leg = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
-    world.side.add_request(leg)
-    world.engine.compute(leg, TOKENS)
-    world.side.request_finished(leg, world.engine.tables["p"])
-    world.engine.free(leg)
+    lending = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
+    world.side.add_request(lending)
+    world.engine.compute(lending, TOKENS)
+    world.side.request_finished(lending, world.engine.tables["p"])
+    world.engine.free(lending)
     assert world.references() == 2 * ALL
     assert world.pool.reset_prefix_cache()
     assert world.references() == 0
@@ -706,11 +706,11 @@ def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() ->
     request = world.request()
     assert world.waits(request)
     world.step()
-    leg = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
-    world.side.add_request(leg)
-    world.engine.compute(leg, TOKENS)
-    world.side.request_finished(leg, world.engine.tables["p"])
-    world.engine.free(leg)
+    lending = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
+    world.side.add_request(lending)
+    world.engine.compute(lending, TOKENS)
+    world.side.request_finished(lending, world.engine.tables["p"])
+    world.engine.free(lending)
     world.side.reported({"direct": RankGone().merge(RankGone())})
     assert world.agent.closed
     assert not world.waits(request)
@@ -722,7 +722,7 @@ def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() ->
 # The engine that computes
 
 
-def leg(world: World, name: str = "p", tokens: int = TOKENS, handoff: str = NAME) -> Request:
+def lending(world: World, name: str = "p", tokens: int = TOKENS, handoff: str = NAME) -> Request:
     params = {"do_remote_decode": True, "kvlane": {"handoff": handoff}}
     request = Request(name, list(range(tokens)), transfer=params)
     world.side.add_request(request)
@@ -745,7 +745,7 @@ def filled(world: World) -> list[Computed]:
 
 def test_blocks_are_told_as_they_are_filled_and_pinned_until_nobody_reads_them() -> None:
     world = World()
-    request, told = leg(world), filled(world)
+    request, told = lending(world), filled(world)
     world.engine.compute(request, 50)
     world.engine.compute(request, TOKENS - 50)
     assert [(each.first_block, len(each.blocks)) for each in told] == [(0, 12), (12, 8), (20, 1)]
@@ -763,12 +763,12 @@ def test_blocks_are_told_as_they_are_filled_and_pinned_until_nobody_reads_them()
 
 def test_a_prompt_that_ends_half_way_or_pins_too_much_is_given_up() -> None:
     world = World()
-    request = leg(world)
+    request = lending(world)
     world.engine.compute(request, 50)
     world.side.request_finished(request, world.engine.tables["p"])
     assert world.agent.given_up == [ID]
     small = World(50, **{"kvlane.max_pinned_share": 0.4})
-    request = leg(small)
+    request = lending(small)
     small.engine.compute(request, TOKENS)
     assert small.agent.given_up == [ID]
     assert small.side.take_stats()["direct_not_offered"] == 1  # pyright: ignore
@@ -777,8 +777,8 @@ def test_a_prompt_that_ends_half_way_or_pins_too_much_is_given_up() -> None:
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_where_no_more_may_be_pinned_what_nobody_has_wanted_goes_first(is_wanted: bool) -> None:
     world = World(100, **{"kvlane.max_pinned_share": 0.4})
-    first, second = leg(world, "first"), leg(world, "second", handoff="second")
-    ids = [ID, Leg("second").id]
+    first, second = lending(world, "first"), lending(world, "second", handoff="second")
+    ids = [ID, Lending("second").id]
     if is_wanted:
         world.agent.wanted.add(ids[0])
     for request in (first, second):
@@ -795,7 +795,7 @@ def test_where_no_more_may_be_pinned_what_nobody_has_wanted_goes_first(is_wanted
 
 def test_what_nobody_wants_any_more_is_not_pinned_further() -> None:
     world = World()
-    request = leg(world)
+    request = lending(world)
     world.engine.compute(request, 50)
     world.agent.unwanted.add(ID)
     world.engine.compute(request, TOKENS - 50)
@@ -808,23 +808,23 @@ def test_a_leg_after_a_reset_begins_when_the_weights_are_known() -> None:
     known = world.side._shared.weights
     assert world.pool.reset_prefix_cache()
     world.side.reset()
-    request = leg(world)
-    assert not known.are_known and world.agent.legs == []
+    request = lending(world)
+    assert not known.are_known and world.agent.lendings == []
     world.engine.compute(request, 50)
     assert known.are_known, "the workers have answered in this step"
     told = filled(world)
     world.engine.compute(request, TOKENS - 50)
-    assert world.agent.legs == [ID]
+    assert world.agent.lendings == [ID]
     assert [(each.first_block, len(each.blocks)) for each in told] == [(0, WHOLE), (WHOLE, 1)]
 
 
 def test_a_request_that_ends_before_the_weights_are_known_is_not_handed_over() -> None:
     world = World()
     world.side.reset()
-    request = leg(world)
+    request = lending(world)
     world.side.request_finished(request, ([],))
     world.step()
-    assert world.agent.legs == []
+    assert world.agent.lendings == []
     assert world.side.take_stats()["direct_not_offered"] == 1  # pyright: ignore
 
 
@@ -854,4 +854,4 @@ def test_an_engine_without_prefix_caching_offers_nothing() -> None:
     world = World()
     request = Request("p", list(range(TOKENS)), hash_block=1000, transfer={"do_remote_decode": True})
     world.side.add_request(request)
-    assert world.agent.legs == []
+    assert world.agent.lendings == []

@@ -48,7 +48,7 @@ def is_computed(world: World, request: Request) -> None:
     world.engine.compute(request, request.num_tokens)
     world.side.request_finished(request, world.engine.tables[request.request_id])
     world.engine.free(request)
-    world.agent.free = list(world.agent.legs)
+    world.agent.free = list(world.agent.lendings)
     world.step()
     assert world.agent.landings == {} and world.references() == 0
     assert world.engine.failures.count == 0
@@ -188,7 +188,7 @@ def test_a_prompt_that_cannot_be_offered(world: World, case: str, caplog: pytest
     for name in ("one", "other"):
         params = {"do_remote_decode": True, "kvlane": {"handoff": name}}
         is_computed(world, asked(world, params, name, **request))
-    assert told == [] and world.agent.legs == []
+    assert told == [] and world.agent.lendings == []
     (said,) = (each.getMessage() for each in caplog.records if NOT_OFFERED in each.getMessage())
     assert "nobody can know for certain what its blocks mean, or it asks for no cache" in said
     assert world.side.take_stats()["direct_not_offered"] == 2  # pyright: ignore

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from fakes import BLOCK, Request, full_group
-from test_direct import ALL, BLOCK_BYTES, ID, TOKENS, WHOLE, World, filled, leg
+from test_direct import ALL, BLOCK_BYTES, ID, TOKENS, WHOLE, World, filled, lending
 
 from kvlane.connector.assemble import build_direct
-from kvlane.connector.direct_request import Leg
+from kvlane.connector.direct_request import Lending
 from kvlane.connector.groups import block_bytes
 from kvlane.connector.settings import Settings
 from kvlane.connector.settings_check import EXAMPLE, check
@@ -35,7 +35,7 @@ def test_the_files_of_tls_belong_together_and_go_through_sockets() -> None:
 
 def test_with_get_a_prompt_is_offered_in_the_step_that_completes_it() -> None:
     world = World(send_type="get")
-    request, told = leg(world), filled(world)
+    request, told = lending(world), filled(world)
     world.engine.compute(request, 50)
     assert told == [] and world.references() == 2 * 12 + 1, "what is computed is pinned"
     assert not world.side.take_stats().get("direct_offered_blocks")  # pyright: ignore
@@ -56,7 +56,7 @@ def test_with_get_and_a_drafter_a_prompt_is_offered_with_its_last_whole_block() 
     """Its last tokens, which fill no block, are not handed over: nothing waits for them."""
     world = World(send_type="GET")
     world.direct.hands_over_rests = False
-    request, told = leg(world), filled(world)
+    request, told = lending(world), filled(world)
     world.engine.compute(request, TOKENS - 1)
     assert [(each.first_block, len(each.blocks)) for each in told] == [(0, WHOLE)]
     world.engine.compute(request, 1)
@@ -65,7 +65,7 @@ def test_with_get_and_a_drafter_a_prompt_is_offered_with_its_last_whole_block() 
 
 def test_with_get_a_prompt_that_ends_half_way_is_told_to_nobody() -> None:
     world = World(send_type="GET")
-    request, told = leg(world), filled(world)
+    request, told = lending(world), filled(world)
     world.engine.compute(request, 50)
     world.side.request_finished(request, world.engine.tables["p"])
     world.engine.free(request)
@@ -80,7 +80,7 @@ def test_kv_buffer_size_bounds_what_is_pinned_for_others_with_get_alone(
     send_type: str, blocks: float, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(send_type=send_type, kv_buffer_size=str(blocks * BLOCK_BYTES))
-    request, told = leg(world), filled(world)
+    request, told = lending(world), filled(world)
     world.engine.compute(request, TOKENS)
     if fits or send_type != "GET":
         assert sum(len(each.blocks) for each in told) == ALL and world.agent.given_up == []
@@ -92,7 +92,7 @@ def test_kv_buffer_size_bounds_what_is_pinned_for_others_with_get_alone(
 
 def test_kv_buffer_size_bounds_what_is_pinned_for_all_prompts_together() -> None:
     world = World(send_type="GET", kv_buffer_size=(ALL + 5) * BLOCK_BYTES)
-    first = leg(world)
+    first = lending(world)
     world.engine.compute(first, TOKENS)
     world.agent.wanted.add(ID)
     params = {"do_remote_decode": True, "kvlane": {"handoff": "second"}}
@@ -101,7 +101,7 @@ def test_kv_buffer_size_bounds_what_is_pinned_for_all_prompts_together() -> None
     world.engine.compute(second, 5 * BLOCK)
     assert world.agent.given_up == []
     world.engine.compute(second, BLOCK)
-    assert world.agent.given_up == [Leg("second").id]
+    assert world.agent.given_up == [Lending("second").id]
 
 
 def test_prompts_land_in_as_many_bytes_as_kv_buffer_size_says() -> None:
@@ -110,7 +110,11 @@ def test_prompts_land_in_as_many_bytes_as_kv_buffer_size_says() -> None:
     for request in requests:
         assert world.waits(request)
     world.step()
-    assert [len(world.agent.room.get(Leg(f"d{number}").id, [])) for number in range(3)] == [ALL, 30 - ALL, 0]
+    assert [len(world.agent.room.get(Lending(f"d{number}").id, [])) for number in range(3)] == [
+        ALL,
+        30 - ALL,
+        0,
+    ]
 
 
 def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> None:
@@ -125,7 +129,7 @@ def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> 
 def test_a_long_prompt_lands_in_more_than_a_tenth_of_all_blocks_when_it_is_the_first() -> None:
     """With a tenth for all, no prompt landed that takes more."""
     world = World(200)
-    names = [Leg(f"d{number}").id for number in range(3)]
+    names = [Lending(f"d{number}").id for number in range(3)]
     short, long, last = (
         world.request(f"d{number}", tokens, f"d{number}")
         for number, tokens in enumerate([16 * BLOCK, 70 * BLOCK, 20 * BLOCK])

@@ -9,28 +9,28 @@ import pytest
 
 from kvlane.connector import direct_peers
 from kvlane.connector.direct_peers import Peers, publish, published
-from kvlane.connector.direct_request import Landing, Leg, NotDirect, direct_of
+from kvlane.connector.direct_request import Landing, Lending, NotDirect, direct_of
 
 ID = "0123456789abcdef" * 2
 
 
 def test_what_is_said_is_understood() -> None:
-    assert direct_of({"do_remote_decode": True, "kvlane": {"handoff": ID}}) == Leg(ID)
+    assert direct_of({"do_remote_decode": True, "kvlane": {"handoff": ID}}) == Lending(ID)
     landing = Landing(ID, "127.0.0.1:7100")
     assert direct_of({"kvlane": {"handoff": ID, "peer": "127.0.0.1:7100"}}) == landing
-    assert direct_of({"kvlane": Leg(ID).params("127.0.0.1:7100")}) == landing
+    assert direct_of({"kvlane": Lending(ID).params("127.0.0.1:7100")}) == landing
 
 
 def test_any_name_is_an_id_of_16_bytes_and_another_name_another_one() -> None:
     names = ("kvlane-0123456789ab-2s", ID, ID.upper(), "x")
-    ids = {Leg(name).id for name in names}
+    ids = {Lending(name).id for name in names}
     assert len(ids) == len(names) and {len(each) for each in ids} == {16}
-    assert Landing("x", "127.0.0.1:1").id == Leg("x").id
+    assert Landing("x", "127.0.0.1:1").id == Lending("x").id
 
 
 def test_without_an_id_one_is_drawn_and_another_one_each_time() -> None:
     one, other = direct_of({"do_remote_decode": True}), direct_of({"do_remote_decode": True, "kvlane": None})
-    assert isinstance(one, Leg) and isinstance(other, Leg) and one != other
+    assert isinstance(one, Lending) and isinstance(other, Lending) and one != other
 
 
 @pytest.mark.parametrize(

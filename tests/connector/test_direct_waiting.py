@@ -6,7 +6,7 @@ import pytest
 from fakes import BLOCK, Request
 from test_direct import ALL, ID, TOKENS, WHOLE, World
 
-from kvlane.connector.direct_request import Leg
+from kvlane.connector.direct_request import Lending
 from kvlane.connector.kinds.direct_land import IDLE_WAIT_MS, STUCK_SECONDS
 from kvlane.connector.prefill_rate import PrefillRate
 
@@ -31,7 +31,7 @@ def test_a_prompt_that_others_compute_waits_twice_as_long_as_this_engine_would_c
     short, long = world.request("short", handoff="short"), world.request("long", tokens=900, handoff="long")
     assert world.waits(short) and world.waits(long)
     world.step()
-    budgets = [world.agent.budgets[Leg(name).id] for name in ("short", "long")]
+    budgets = [world.agent.budgets[Lending(name).id] for name in ("short", "long")]
     assert budgets[0] == 2.0
     assert budgets[1] == pytest.approx(2 * 900 / 100, rel=0.01)
     world.agent.ends_at_once = False

@@ -13,9 +13,8 @@ Release = Literal["at_end", "when_near", "at_once"]
 """When the request of a load on a GPU may compute: at the load's end, when the rest is short, or at once."""
 SaveGroups = list[tuple[int, bytes, list[bytes], list[int]]]
 """(group, hash of the block before the first or b"", hashes, block ids)"""
-HandOffWait = tuple[str, bytes, int, int]
-"""(engine id and run of the scheduler that hands over, tokens that it said will be stored, longest time in milliseconds
-without any of them coming)"""
+SaveWait = tuple[str, bytes, int, int]
+"""(engine id and run of the scheduler that saves, tokens that it will store, most milliseconds without a new block)"""
 LoadGroups = list[tuple[int, list[int], bytes]]
 """(group, block ids, pool pages)"""
 
@@ -76,7 +75,7 @@ class SchedulerCore(Protocol):
         request_id: str,
         hashes: list[list[bytes]],
         max_tokens: int,
-        handoff: HandOffWait | None = None,
+        handoff: SaveWait | None = None,
     ) -> None: ...
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None: ...
     def forget(self, request_id: str) -> None: ...

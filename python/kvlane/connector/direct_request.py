@@ -1,11 +1,11 @@
-"""What a request says of a direct hand-off, as `kv_transfer_params`:
+"""The `kv_transfer_params` by which a request names a direct hand-off:
 
-    to the engine that computes the prompt, P    {"do_remote_decode": true, "kvlane": {"handoff": ID}}
-    to the one that goes on, D                   {"kvlane": {"handoff": the same, "peer": "HOST:PORT of P"}}
+    to the prefill engine, P    {"do_remote_decode": true, "kvlane": {"handoff": ID}}
+    to the decode engine, D     {"kvlane": {"handoff": the same, "peer": "HOST:PORT of P"}}
 
-The id is a text of at most 128 letters, digits, `-`, `_` and `.` that names nothing else. Both may be sent at once.
-Where P is asked first, by `do_remote_decode` alone, it draws the id, and its answer is what
-D's request has to say: that is how routers for vLLM's NixlConnector do it.
+The id is a text of at most 128 letters, digits, `-`, `_` and `.`, unique to the prompt. Both requests may be sent at
+once. If P is asked first, by `do_remote_decode` alone, it draws the id, and its answer has the params for D's request.
+Routers for vLLM's NixlConnector ask in this order.
 """
 
 from __future__ import annotations
@@ -21,54 +21,53 @@ _PEER_MAX = 128
 
 
 class NotDirect(ValueError):
-    """What a request says of a direct hand-off makes no sense."""
+    """The request names a direct hand-off in a way that makes no sense."""
 
 
 @dataclass(frozen=True)
-class Leg:
-    """The request's prompt is computed here, for another engine."""
+class Lending:
+    """P's side: this engine computes the prompt, and another engine reads its blocks."""
 
     name: str
 
     @property
     def id(self) -> bytes:
-        """16 bytes, for the agents."""
+        """16 bytes by which the agents name the hand-off."""
         return _digest(self.name)
 
     def params(self, address: str) -> dict[str, object]:
-        """For the engine that goes on."""
+        """The params for the decode engine."""
         return {"handoff": self.name, "peer": address}
 
 
 @dataclass(frozen=True)
 class Landing:
-    """The request's prompt is computed by the engine at `peer`."""
+    """D's side: the engine at `peer` computes the prompt."""
 
     name: str
     peer: str
 
     @property
     def id(self) -> bytes:
-        """As `Leg.id`."""
+        """As `Lending.id`."""
         return _digest(self.name)
 
 
-def direct_of(params: object) -> Leg | Landing | None:
-    """What a request's `kv_transfer_params` say; None where they say nothing of a direct hand-off. Raises NotDirect, in
-    one sentence."""
+def direct_of(params: object) -> Lending | Landing | None:
+    """The hand-off that a request's `kv_transfer_params` name, or None. Raises NotDirect, in one sentence."""
     if not isinstance(params, Mapping):
         return None
     named = params.get("kvlane")
     prefills = bool(params.get("do_remote_decode"))
     if named is None or (isinstance(named, Mapping) and "handoff" not in named):
-        return Leg(secrets.token_hex(16)) if prefills else None
+        return Lending(secrets.token_hex(16)) if prefills else None
     if not isinstance(named, Mapping):
         raise NotDirect(f"kvlane must be an object, not {_shown(named)}")
     text = named["handoff"]
     if not isinstance(text, str) or not _ID.fullmatch(text):
         raise NotDirect(f"handoff must be at most 128 letters, digits, -, _ and ., not {_shown(text)}")
     if prefills:
-        return Leg(text)
+        return Lending(text)
     peer = named.get("peer")
     if not isinstance(peer, str) or not 0 < len(peer) <= _PEER_MAX:
         raise NotDirect(f"peer must be HOST:PORT of the engine that computes the prompt, not {_shown(peer)}")

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from kvlane.connector.core_protocols import HandOffWait
+from kvlane.connector.core_protocols import SaveWait
 from kvlane.connector.guard import logger
 from kvlane.connector.settings import Settings
 
@@ -45,7 +45,7 @@ class NoScheduler:
         )
 
     def lookup_start(
-        self, request_id: str, hashes: list[list[bytes]], max_tokens: int, handoff: HandOffWait | None = None
+        self, request_id: str, hashes: list[list[bytes]], max_tokens: int, handoff: SaveWait | None = None
     ) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvlane.connector.adapters import Adapter, Adapters
+from kvlane.connector.awaited_save import AwaitedSave
 from kvlane.connector.core_protocols import Hit
 from kvlane.connector.groups import CacheGroup
-from kvlane.connector.hand_off import HandOff
 from kvlane.connector.inputs import has_counted_inputs
 from kvlane.connector.namespace import keyed_hash
 from kvlane.connector.vllm_protocols import Request
@@ -32,7 +32,7 @@ class RequestState:
     """Per group: those of `saved_blocks` that the daemon will not have as far as is known, because their save failed
     or there was nothing to save. These lists are replaced whenever saving starts anew: ends of saves that were begun
     before go to the old ones, and say nothing of the new saves."""
-    hand_off: HandOff | None = None
+    awaited_save: AwaitedSave | None = None
     """Another engine said that it stores the prompt, and no lookup has waited for that yet."""
     counted_inputs: bool = False
     """Whether an image or the like has a name that is only a number."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvlane.connector.adapters import Adapters
 from kvlane.connector.announcements import Announcements
+from kvlane.connector.awaited_save import is_for_another_engine
 from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import SchedulerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures, logger
-from kvlane.connector.hand_off import asks_for_hand_off
 from kvlane.connector.jobs import JobEnd, LoadJob, Mergeable, StepJobs
 from kvlane.connector.kinds import LookUpAndLoad, Reset, SaveBlocks, scheduler_kinds
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
@@ -183,7 +183,9 @@ class SchedulerSide:
         if state is None:
             return None
         self._tell("the end of a request", lambda kind: kind.request_finished(request, state, tables))
-        handed_over = self._hand_over(request, state) if asks_for_hand_off(transfer_params(request)) else None
+        handed_over = (
+            self._hand_over(request, state) if is_for_another_engine(transfer_params(request)) else None
+        )
         self.forget_request(request.request_id)
         return handed_over
 

@@ -1,8 +1,8 @@
-"""Hands prompts that are computed here to other engines, block by block as they are computed.
+"""Lends the blocks of prompts to decode engines, block by block as this engine computes them.
 
-Each block is pinned from the step that fills it until the agent says that nobody reads it any more: the other engine
-has all of it, has given it up, or has not said for five seconds that it wants it. With `send_type` GET the workers
-hear of a prompt's blocks in the step that fills the last of them.
+Each block is pinned from the step that fills it until the agent frees the lending: the decode engine has all blocks,
+has given the hand-off up, or has not renewed its lease for five seconds. With `send_type` GET the workers get a
+prompt's blocks in the step that fills the last of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvlane.connector.direct_request import Leg, NotDirect, direct_of
+from kvlane.connector.direct_request import Lending, NotDirect, direct_of
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
@@ -31,45 +31,45 @@ NAME = "direct"
 
 @dataclass(frozen=True)
 class RankGone:
-    """A rank's caches are gone, as before sleep: it reads and writes nothing any more. Plain data, which vLLM
-    pickles."""
+    """A rank's report that its caches are gone, as before sleep, and that it lends nothing any more. Plain data, which
+    vLLM pickles."""
 
     def merge(self, other: RankGone) -> RankGone:
-        """One is enough."""
+        """The report of one rank is enough."""
         return self
 
 
 class Computed(NamedTuple):
-    """What the workers are told of blocks that a step fills."""
+    """Blocks that a step fills, for the workers."""
 
     id: bytes
     first_block: int
     blocks: list[int]
     hash: bytes | None
-    """16 bytes, of the last of them."""
+    """16 bytes: the hash of the last block."""
 
 
 @dataclass
 class _Offered:
-    leg: Leg
+    lending: Lending
     request_id: str | None
-    """None once the request is over."""
+    """None once the request has ended."""
     pinned: list[Block] = field(default_factory=list)
-    untold: list[Computed] = field(default_factory=list)
-    """What the workers have not been told of."""
+    unsent: list[Computed] = field(default_factory=list)
+    """Blocks that the workers have not been sent."""
 
 
 class OfferDirect(SchedulerKind):
-    """Prompts that are computed here for others."""
+    """The scheduler's side of lendings."""
 
     name = NAME
 
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
-        self._legs: dict[bytes, _Offered] = {}
+        self._lendings: dict[bytes, _Offered] = {}
         self._by_request: dict[str, _Offered] = {}
-        self._later: dict[str, Leg] = {}
-        """Of requests that came after a reset: legs that begin once it is known what weights the engine has."""
+        self._later: dict[str, Lending] = {}
+        """Lendings of requests that came after a reset. They begin once the weights are known."""
         self._told: set[str] = set()
 
     def request_added(self, state: RequestState) -> None:
@@ -78,11 +78,11 @@ class OfferDirect(SchedulerKind):
         if direct is None or direct.agent is None:
             return
         try:
-            leg = direct_of(transfer_params(state.request))
+            lending = direct_of(transfer_params(state.request))
         except NotDirect as error:
             self._tell("nonsense", f"it makes no sense: {error}")
             return
-        if not isinstance(leg, Leg) or shared.pins.pool is None:
+        if not isinstance(lending, Lending) or shared.pins.pool is None:
             return
         if (
             not state.request.block_hashes
@@ -93,36 +93,36 @@ class OfferDirect(SchedulerKind):
         if not state.takes_part() or wants_no_cache(state.request):
             self._tell_unknown()
         elif shared.weights.are_known:
-            self._begin(state, leg)
+            self._begin(state, lending)
         else:
-            self._later[state.request.request_id] = leg
+            self._later[state.request.request_id] = lending
 
-    def _begin(self, state: RequestState, leg: Leg) -> None:
+    def _begin(self, state: RequestState, lending: Lending) -> None:
         direct, shared = self._shared.direct, self._shared
         assert direct is not None and direct.agent is not None
-        if not direct.agent.begin_lending(leg.id, direct.content(shared.hashes.key(state))):
+        if not direct.agent.begin_lending(lending.id, direct.content(shared.hashes.key(state))):
             self._tell("full", "too many hand-offs are under way, or its id was used before")
             return
         shared.counters.add("direct_legs")
-        offered = _Offered(leg, state.request.request_id)
-        self._legs[leg.id] = self._by_request[state.request.request_id] = offered
+        offered = _Offered(lending, state.request.request_id)
+        self._lendings[lending.id] = self._by_request[state.request.request_id] = offered
 
     def _begin_later(self) -> None:
-        """Those that waited for the weights."""
+        """Begins the lendings that waited for the weights."""
         direct, shared = self._shared.direct, self._shared
         if not self._later or not shared.weights.are_known or direct is None or direct.agent is None:
             return
         later, self._later = self._later, {}
-        for request_id, leg in later.items():
+        for request_id, lending in later.items():
             state = shared.requests.get(request_id)
             if state is not None:
-                self._begin(state, leg)
+                self._begin(state, lending)
 
     def _tell_unknown(self) -> None:
         self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
 
     def _tell(self, kind: str, why: str) -> None:
-        """Once for each kind of reason; further ones are only counted."""
+        """Logs each kind of reason once, and counts all."""
         self._shared.counters.add("direct_not_offered")
         if kind not in self._told:
             self._told.add(kind)
@@ -161,7 +161,7 @@ class OfferDirect(SchedulerKind):
         tokens = request.num_computed_tokens + scheduled
         if state.awaits_tokens:
             return []
-        if not direct.agent.lending_progress(offered.leg.id, 0, tokens):
+        if not direct.agent.lending_progress(offered.lending.id, 0, tokens):
             self._end_request(request.request_id, is_complete=False)
             return []
         size, prompt, first = direct.group.tokens_per_block, request.num_prompt_tokens, len(offered.pinned)
@@ -173,7 +173,7 @@ class OfferDirect(SchedulerKind):
         pool = shared.pins.pool
         assert pool is not None
         most, setting = direct.offered_blocks(len(pool.blocks))
-        if not self._make_room(end - first, most, offered.leg.id):
+        if not self._make_room(end - first, most, offered.lending.id):
             self._tell("pins", f"more blocks than {setting} allows would be pinned")
             self._end_request(request.request_id, is_complete=False)
             return []
@@ -181,28 +181,28 @@ class OfferDirect(SchedulerKind):
         blocks = [pool.blocks[block_id] for block_id in ids]
         shared.pins.pin(blocks)
         offered.pinned += blocks
-        filled = offered.untold
+        filled = offered.unsent
         if whole > first:
             last = shared.hashes.ending_at(state, whole * size)
-            filled.append(Computed(offered.leg.id, first, ids[: whole - first], last))
+            filled.append(Computed(offered.lending.id, first, ids[: whole - first], last))
         if has_rest and first <= whole:
             rest = shared.hashes.of_rest(state, whole * size)
-            filled.append(Computed(offered.leg.id, whole, ids[whole - first :], rest))
+            filled.append(Computed(offered.lending.id, whole, ids[whole - first :], rest))
         if direct.offers_at_once and end < direct.blocks_of(prompt):
             return []
-        offered.untold = []
+        offered.unsent = []
         shared.counters.add("direct_offered_blocks", sum(len(each.blocks) for each in filled))
         return filled
 
-    def _make_room(self, blocks: int, most: int, leg: bytes) -> bool:
-        """Whether so many blocks more may be pinned for a leg. Where they may not, those go first that nobody has
-        wanted for the longest time."""
+    def _make_room(self, blocks: int, most: int, lending: bytes) -> bool:
+        """Whether `blocks` more may be pinned for a lending. If room is short, this ends the oldest lendings that no
+        engine wants."""
         direct = self._shared.direct
         assert direct is not None and direct.agent is not None
-        if len(self._legs[leg].pinned) + blocks > most:
+        if len(self._lendings[lending].pinned) + blocks > most:
             return False
-        while sum(len(offered.pinned) for offered in self._legs.values()) + blocks > most:
-            unwanted = direct.agent.end_oldest_unwanted_lending(leg)
+        while sum(len(offered.pinned) for offered in self._lendings.values()) + blocks > most:
+            unwanted = direct.agent.end_oldest_unwanted_lending(lending)
             if unwanted is None:
                 return False
             self._unpin(unwanted)
@@ -217,38 +217,38 @@ class OfferDirect(SchedulerKind):
             self._end_request(request.request_id, is_complete=len(offered.pinned) >= blocks)
 
     def _end_request(self, request_id: str, is_complete: bool) -> None:
-        """Nothing more comes. What was offered is read on if the whole prompt is computed."""
+        """Ends the offer of further blocks. The decode engine goes on reading if the whole prompt is computed."""
         offered = self._by_request.pop(request_id, None)
         direct = self._shared.direct
         if offered is None:
             return
         if not is_complete and direct is not None and direct.agent is not None:
-            direct.agent.give_up_lending(offered.leg.id)
+            direct.agent.give_up_lending(offered.lending.id)
             offered.request_id = None
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
-        """The request is over, and its end was told to all kinds: what of it lives on is named."""
+        """The params for the decode engine. All kinds know by now that the request has ended."""
         direct = self._shared.direct
-        found = [each for each in self._legs.values() if each.request_id == request.request_id]
+        found = [each for each in self._lendings.values() if each.request_id == request.request_id]
         if not found or direct is None:
             return None
-        return found[0].leg.params(direct.address)
+        return found[0].lending.params(direct.address)
 
     def give_back(self, state: RequestState) -> None:
         self._later.pop(state.request.request_id, None)
         self._end_request(state.request.request_id, is_complete=False)
 
     def _unpin_free(self) -> None:
-        """Nobody reads these any more."""
+        """Unpins the blocks of lendings that no engine reads any more."""
         direct = self._shared.direct
-        if direct is None or direct.agent is None or not self._legs:
+        if direct is None or direct.agent is None or not self._lendings:
             return
-        for leg in direct.agent.take_free_lendings():
-            self._unpin(leg)
+        for lending in direct.agent.take_free_lendings():
+            self._unpin(lending)
 
-    def _unpin(self, leg: bytes) -> None:
-        """It is over, and nobody reads its blocks."""
-        offered = self._legs.pop(leg, None)
+    def _unpin(self, lending: bytes) -> None:
+        """Ends a lending whose blocks no engine reads."""
+        offered = self._lendings.pop(lending, None)
         if offered is None:
             return
         self._by_request = {
@@ -257,10 +257,10 @@ class OfferDirect(SchedulerKind):
         self._shared.pins.unpin(offered.pinned)
 
     def pinned(self) -> Iterable[Block]:
-        return [block for offered in self._legs.values() for block in offered.pinned]
+        return [block for offered in self._lendings.values() for block in offered.pinned]
 
     def reported(self, part: object) -> None:
-        """The ranks hand nothing over any more, and so this engine does not."""
+        """Ends all lendings, because the ranks lend nothing any more."""
         direct = self._shared.direct
         if not isinstance(part, RankGone) or direct is None or direct.agent is None:
             return
@@ -271,10 +271,10 @@ class OfferDirect(SchedulerKind):
             "through the daemon only"
         )
         direct.close()
-        for offered in self._legs.values():
+        for offered in self._lendings.values():
             self._shared.pins.unpin(offered.pinned)
-        self._legs, self._by_request, self._later = {}, {}, {}
+        self._lendings, self._by_request, self._later = {}, {}, {}
 
     def before_pool_reset(self) -> None:
-        """The landings' half has ended everything by now."""
+        """Unpins what is free. The landings' kind has ended its part before."""
         self._unpin_free()

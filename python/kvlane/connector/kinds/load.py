@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvlane.connector.core_protocols import HandOffWait, Hit
+from kvlane.connector.awaited_save import AwaitedSave, NotAnAwaitedSave
+from kvlane.connector.core_protocols import Hit, SaveWait
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
-from kvlane.connector.hand_off import HandOff, NotAHandOff
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
@@ -56,30 +56,30 @@ class LookUpAndLoad(SchedulerKind):
         self.to_send: list[LoadJob] = []
         """Loads that the workers have not been told of."""
         self._told_of_ignored: set[str] = set()
-        self._waits_for_hand_offs = True
+        self._waits_for_saves = True
         """Whether this step may still wait for a lookup of a hand-off. One does: all of them may take seconds."""
 
     # Lookups
 
     def request_added(self, state: RequestState) -> None:
-        state.hand_off = self._hand_off(state)
+        state.awaited_save = self._awaited_save(state)
         self._start_lookup(state)
 
-    def _hand_off(self, state: RequestState) -> HandOff | None:
+    def _awaited_save(self, state: RequestState) -> AwaitedSave | None:
         """What another engine said that it stores of the prompt, if it stores it where this engine looks."""
         try:
-            hand_off = HandOff.of(transfer_params(state.request))
-            if hand_off is None:
+            awaited = AwaitedSave.of(transfer_params(state.request))
+            if awaited is None:
                 return None
             boot = self._shared.core.boot
-            if hand_off.daemon == boot:
-                return hand_off
+            if awaited.daemon == boot:
+                return awaited
             self._ignore(
                 "another daemon",
-                f"it is stored by another daemon, or an earlier run of it ({hand_off.daemon.hex()}, not "
+                f"it is stored by another daemon, or an earlier run of it ({awaited.daemon.hex()}, not "
                 f"{'any' if boot is None else boot.hex()}): engines that hand over have to share one",
             )
-        except NotAHandOff as error:
+        except NotAnAwaitedSave as error:
             self._ignore("nonsense", f"it makes no sense: {error}")
         return None
 
@@ -127,32 +127,32 @@ class LookUpAndLoad(SchedulerKind):
         alignment = self._shared.shape.hit_alignment
         return (state.request.num_tokens - 1) // alignment * alignment
 
-    def _wait(self, state: RequestState) -> HandOffWait | None:
+    def _wait(self, state: RequestState) -> SaveWait | None:
         """What the daemon is to wait for before it answers."""
-        hand_off = state.hand_off
-        if hand_off is None or hand_off.tokens == 0:
+        awaited = state.awaited_save
+        if awaited is None or awaited.tokens == 0:
             return None
-        if self._is_other_content(state, hand_off):
-            state.hand_off = None
+        if self._is_other_content(state, awaited):
+            state.awaited_save = None
             self._ignore(
                 "other content",
-                f"what that engine stores of its first {hand_off.tokens} tokens is not what this one looks for: start "
+                f"what that engine stores of its first {awaited.tokens} tokens is not what this one looks for: start "
                 "both with the same weights, tokenizer, chat template, block size, hash algorithm, PYTHONHASHSEED, and "
                 "adapters of the same names and files, and send both the same prompt and cache_salt",
             )
             return None
         wait_ms = round(self._shared.settings.wait_ms)
-        return (hand_off.engine, hand_off.run, hand_off.tokens, wait_ms)
+        return (awaited.engine, awaited.run, awaited.tokens, wait_ms)
 
-    def _is_other_content(self, state: RequestState, hand_off: HandOff) -> bool:
+    def _is_other_content(self, state: RequestState, awaited: AwaitedSave) -> bool:
         """Whether it is known that what the other engine stores is not what this one looks for."""
-        if hand_off.last is None:
+        if awaited.last is None:
             return False
-        own = self._shared.hashes.ending_at(state, hand_off.tokens)
+        own = self._shared.hashes.ending_at(state, awaited.tokens)
         if own is None:
             # A prompt that ends before is another one. Else vLLM has no hash there, and the daemon compares the blocks.
-            return state.request.num_tokens < hand_off.tokens
-        return own != hand_off.last
+            return state.request.num_tokens < awaited.tokens
+        return own != awaited.last
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         if not self._is_looked_up(state, self._wait_us):
@@ -176,9 +176,9 @@ class LookUpAndLoad(SchedulerKind):
 
     def _wait_us(self, state: RequestState) -> int:
         """vLLM asks for each waiting request in each step, and those that run wait meanwhile."""
-        waits = state.hand_off is None or self._waits_for_hand_offs
-        if state.hand_off is not None:
-            self._waits_for_hand_offs = False
+        waits = state.awaited_save is None or self._waits_for_saves
+        if state.awaited_save is not None:
+            self._waits_for_saves = False
         return self._shared.settings.lookup_wait_us if waits else 0
 
     def _drop_former_hit(self, state: RequestState) -> None:
@@ -204,7 +204,7 @@ class LookUpAndLoad(SchedulerKind):
     def _take_answer(self, state: RequestState, hit: Hit) -> None:
         state.looking_up = False
         state.hit = hit
-        self._end_hand_off(state, hit)
+        self._end_awaited_save(state, hit)
         state.answered_at = self._shared.clock()
         # Blocks that the daemon has are not saved again. Those that only the engine's own cache has are, so a restarted
         # daemon fills up by itself.
@@ -212,14 +212,14 @@ class LookUpAndLoad(SchedulerKind):
             [hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups]
         )
 
-    def _end_hand_off(self, state: RequestState, hit: Hit) -> None:
+    def _end_awaited_save(self, state: RequestState, hit: Hit) -> None:
         """It is waited for once: what has not come by then is computed."""
-        hand_off, state.hand_off = state.hand_off, None
-        if hand_off is None or hand_off.tokens == 0:
+        awaited, state.awaited_save = state.awaited_save, None
+        if awaited is None or awaited.tokens == 0:
             return
         counters, alignment = self._shared.counters, self._shared.shape.hit_alignment
         counters.add("awaited_hand_offs")
-        if hit.tokens < min(hand_off.tokens // alignment * alignment, state.asked_tokens):
+        if hit.tokens < min(awaited.tokens // alignment * alignment, state.asked_tokens):
             counters.add("short_hand_offs")
 
     def _drop_hit(self, state: RequestState) -> None:
@@ -314,7 +314,7 @@ class LookUpAndLoad(SchedulerKind):
 
         def wait_us(state: RequestState) -> int:
             # One that waits for another engine's saves may take long.
-            return self._shared.settings.lookup_wait_us if state.hand_off is None else 0
+            return self._shared.settings.lookup_wait_us if state.awaited_save is None else 0
 
         if not self._is_looked_up(state, wait_us) or state.hit is None:
             return 0
@@ -367,7 +367,7 @@ class LookUpAndLoad(SchedulerKind):
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Loads are taken before (`take`). While a lookup is awaited the workers do not wait for their copies."""
-        self._waits_for_hand_offs = True
+        self._waits_for_saves = True
         if jobs.idle and any(state.looking_up for state in self._shared.requests.values()):
             jobs.idle = False
 

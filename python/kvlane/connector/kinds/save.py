@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvlane.connector.awaited_save import AwaitedSave
 from kvlane.connector.guard import logger
-from kvlane.connector.hand_off import HandOff
 from kvlane.connector.jobs import JobEnd, StepJobs
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
@@ -97,14 +97,14 @@ class SaveBlocks(SchedulerKind):
         if not state.takes_part():
             # Nothing is stored because of this request, not because of this engine: routers go on pairing with it.
             shared.counters.add("not_handed_over")
-            return HandOff(shared.core.engine_id, shared.core.run, boot, 0).params()
+            return AwaitedSave(shared.core.engine_id, shared.core.run, boot, 0).params()
         alignment, prompt_tokens = shared.shape.hit_alignment, request.num_prompt_tokens
         tokens = state.tokens_to_find(shared.shape.groups, alignment, prompt_tokens)
         if tokens == 0 and prompt_tokens >= alignment:
             shared.counters.add("not_handed_over")
             return None
         last = shared.hashes.ending_at(state, tokens)
-        return HandOff(shared.core.engine_id, shared.core.run, boot, tokens, last).params()
+        return AwaitedSave(shared.core.engine_id, shared.core.run, boot, tokens, last).params()
 
     def daemon_restarted(self) -> None:
         """What runs is saved from its beginning."""

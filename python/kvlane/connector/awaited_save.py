@@ -1,19 +1,18 @@
-"""What a prefill engine says of a prompt to the engine that goes on with it, both with kvlane's connector.
+"""The save that a decode engine's lookup awaits: a prefill engine names it in its answer, and a proxy passes it on.
 
-It travels in vLLM's `kv_transfer_params`, through whatever proxy stands before the engines:
+It travels in vLLM's `kv_transfer_params`:
 
     to the prefill engine       {"do_remote_decode": true, ...}
     its answer, and then        {"kvlane":
     to the decode engine          {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N,
                                    "last": 32 hex digits}}
 
-`engine` and `run` name the prefill engine's scheduler as its daemon knows it, `daemon` the daemon's run, and `tokens`
-how many of the prompt's first tokens will be stored. The prefill engine answers before its last blocks are saved, so
-the decode engine's lookup waits for them. `last` is the hash under which the block is stored that ends with `tokens`.
-It covers all of the prompt before, the adapter and changed weights: if the decode engine would ask for another one
-there, nothing of what is saved is what it looks for, and it does not wait. Engines from before `last` do not say it,
-and ignore it. Nothing stands there but kvlane's own name: beside another connector in vLLM's MultiConnector, two
-answers with the same name end the engine.
+`engine` and `run` name the prefill engine's scheduler at its daemon, and `daemon` that daemon's run. `tokens` of the
+prompt will be stored. The prefill engine answers before it has saved its last blocks, so the decode engine's lookup
+waits for them. `last` is the hash of the block that ends with `tokens`. It covers the prompt before, the adapter and
+changed weights. If the decode engine's own hash there differs, it does not wait, because the save has other content.
+Older engines neither send nor read `last`. The only member is kvlane's own name, because beside another connector in
+vLLM's MultiConnector two answers with the same name end the engine.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _ENGINE_ID_BYTES_MAX = 512
 _TOKENS_MAX = 1 << 40
 
 
-class NotAHandOff(ValueError):
-    """What a request says of its hand-off makes no sense."""
+class NotAnAwaitedSave(ValueError):
+    """The request names a save in a way that makes no sense."""
 
 
 @dataclass(frozen=True)
-class HandOff:
-    """That a prompt's first tokens are being stored by another engine."""
+class AwaitedSave:
+    """Another engine is saving the first tokens of the prompt."""
 
     engine: str
     """The other engine's id at the daemon."""
@@ -42,10 +41,9 @@ class HandOff:
     daemon: bytes
     """16 bytes: the run of the daemon that stores them."""
     tokens: int
-    """From the prompt's start."""
+    """Tokens of the prompt, from its start."""
     last: bytes | None = None
-    """16 bytes: the hash under which the block that ends with `tokens` is stored (`GroupHashes.ending_at`); None if the
-    other engine does not say it."""
+    """16 bytes: the hash of the block that ends with `tokens` (`GroupHashes.ending_at`); None from older engines."""
 
     def params(self) -> dict[str, object]:
         """As `kvlane` in the `kv_transfer_params` for the decode engine."""
@@ -60,40 +58,40 @@ class HandOff:
         return named
 
     @staticmethod
-    def of(params: object) -> HandOff | None:
-        """The hand-off that a request's `kv_transfer_params` name; None if they name none of kvlane's. Whoever sends
-        requests to the engine writes them, so nothing of them is believed before it was checked.
+    def of(params: object) -> AwaitedSave | None:
+        """The save that a request's `kv_transfer_params` name, or None. Clients may have written them, so this checks
+        each member.
 
-        Raises NotAHandOff, in one sentence.
+        Raises NotAnAwaitedSave, in one sentence.
         """
         named = params.get("kvlane") if isinstance(params, Mapping) else None
-        # Other kinds of hand-offs may have other members there.
+        # Direct hand-offs have other members there.
         if named is None or (isinstance(named, Mapping) and "engine" not in named):
             return None
         if not isinstance(named, Mapping):
-            raise NotAHandOff(f"kvlane must be an object, not {_shown(named)}")
+            raise NotAnAwaitedSave(f"kvlane must be an object, not {_shown(named)}")
         engine, tokens = named.get("engine"), named.get("tokens")
         if (
             not isinstance(engine, str)
             or not 0 < len(engine.encode(errors="replace")) <= _ENGINE_ID_BYTES_MAX
         ):
-            raise NotAHandOff(f"engine must be the id of an engine, not {_shown(engine)}")
+            raise NotAnAwaitedSave(f"engine must be the id of an engine, not {_shown(engine)}")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _TOKENS_MAX:
-            raise NotAHandOff(f"tokens must be a number of tokens, not {_shown(tokens)}")
+            raise NotAnAwaitedSave(f"tokens must be a number of tokens, not {_shown(tokens)}")
         run, daemon = _sixteen_bytes(named, "run"), _sixteen_bytes(named, "daemon")
         last = _sixteen_bytes(named, "last") if "last" in named else None
-        return HandOff(engine, run, daemon, tokens, last)
+        return AwaitedSave(engine, run, daemon, tokens, last)
 
 
-def asks_for_hand_off(params: object) -> bool:
-    """Whether a request's `kv_transfer_params` say that another engine goes on with it."""
+def is_for_another_engine(params: object) -> bool:
+    """Whether a request's `kv_transfer_params` ask for a prompt that another engine decodes."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
 def _sixteen_bytes(named: Mapping[object, object], name: str) -> bytes:
     value = named.get(name)
     if not isinstance(value, str) or not _SIXTEEN_BYTES.fullmatch(value):
-        raise NotAHandOff(f"{name} must be 32 hex digits, not {_shown(value)}")
+        raise NotAnAwaitedSave(f"{name} must be 32 hex digits, not {_shown(value)}")
     return bytes.fromhex(value)
 
 

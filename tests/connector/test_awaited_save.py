@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.connector.adapters import Adapters
+from kvlane.connector.awaited_save import AwaitedSave, NotAnAwaitedSave, is_for_another_engine
 from kvlane.connector.groups import CacheGroup
-from kvlane.connector.hand_off import HandOff, NotAHandOff, asks_for_hand_off
 from kvlane.connector.jobs import JobEnd
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.testing import FakeCore
@@ -387,7 +387,7 @@ def test_hashes_that_end_elsewhere_are_not_compared() -> None:
         True,
     ]
     second.scheduler.add_request(request)
-    assert second.scheduler.requests["d"].hand_off is not None
+    assert second.scheduler.requests["d"].awaited_save is not None
 
 
 @pytest.mark.parametrize("key", [b"", b"other weights"])
@@ -401,14 +401,16 @@ def test_a_place_in_a_prompt_has_one_hash_in_all_groups(key: bytes) -> None:
 
 
 def test_members_of_later_releases_are_ignored() -> None:
-    assert HandOff.of({"kvlane": {**GOOD, "later": [1]}}) == HandOff.of({"kvlane": GOOD})
+    assert AwaitedSave.of({"kvlane": {**GOOD, "later": [1]}}) == AwaitedSave.of({"kvlane": GOOD})
 
 
 def test_other_connectors_hand_offs_are_left_alone() -> None:
-    assert HandOff.of({"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}) is None
-    assert HandOff.of({"do_remote_prefill": True, "kvlane": {"hand_off": "kvlane-1"}}) is None
-    assert HandOff.of(None) is None
-    assert not asks_for_hand_off(["do_remote_decode"])
+    assert (
+        AwaitedSave.of({"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}) is None
+    )
+    assert AwaitedSave.of({"do_remote_prefill": True, "kvlane": {"hand_off": "kvlane-1"}}) is None
+    assert AwaitedSave.of(None) is None
+    assert not is_for_another_engine(["do_remote_decode"])
 
 
 @pytest.mark.parametrize(
@@ -434,13 +436,13 @@ def test_other_connectors_hand_offs_are_left_alone() -> None:
     ],
 )
 def test_what_a_client_writes_is_checked(key: str, value: object) -> None:
-    with pytest.raises(NotAHandOff, match=key):
-        HandOff.of({"kvlane": {**GOOD, key: value}})
+    with pytest.raises(NotAnAwaitedSave, match=key):
+        AwaitedSave.of({"kvlane": {**GOOD, key: value}})
 
 
 def test_an_object_is_wanted() -> None:
-    with pytest.raises(NotAHandOff, match="an object"):
-        HandOff.of({"kvlane": [1]})
+    with pytest.raises(NotAnAwaitedSave, match="an object"):
+        AwaitedSave.of({"kvlane": [1]})
 
 
 SIXTEEN_BYTES = st.binary(min_size=16, max_size=16)
@@ -448,5 +450,5 @@ SIXTEEN_BYTES = st.binary(min_size=16, max_size=16)
 
 @given(st.text(min_size=1, max_size=256), SIXTEEN_BYTES, st.integers(0, 1 << 40), st.none() | SIXTEEN_BYTES)
 def test_what_is_said_is_understood(engine: str, run: bytes, tokens: int, last: bytes | None) -> None:
-    said = HandOff(engine, run, DAEMON, tokens, last)
-    assert HandOff.of({"kvlane": said.params()}) == said
+    said = AwaitedSave(engine, run, DAEMON, tokens, last)
+    assert AwaitedSave.of({"kvlane": said.params()}) == said
