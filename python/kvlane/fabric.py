@@ -81,11 +81,11 @@ class FabricError(Exception):
 
 
 class Cancelled(FabricError):
-    """It was given up by `Transfer.cancel`."""
+    """`Transfer.cancel` ended the transfer."""
 
 
 class DeadlineExceeded(FabricError, TimeoutError):
-    """It was not over within its `timeout`."""
+    """The transfer did not end within its `timeout`."""
 
 
 class Refused(FabricError):
@@ -139,9 +139,9 @@ class Tls(NamedTuple):
     addresses in certificates are not looked at: who has one is let in to prove the token."""
 
     certificate: str | os.PathLike[str]
-    """Of this process, and behind it those between it and the authority."""
+    """This process's certificate, and behind it those between it and the authority."""
     key: str | os.PathLike[str]
-    """Of the certificate, not encrypted."""
+    """The certificate's key, not encrypted."""
     authority: str | os.PathLike[str]
     """The certificates of those who sign peers' certificates."""
 
@@ -154,7 +154,7 @@ class EngineId(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a peer has sent."""
+    """A message of a peer."""
 
     sender: EngineId
     """As `Peer.id`."""
@@ -162,7 +162,7 @@ class Message(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What went through pinned memory of the host, since no transport reaches a GPU's memory itself."""
+    """Bytes that went through pinned memory of the host, because no transport reaches a GPU's memory itself."""
 
     to_gpus: int
     """Bytes copied into the memory of GPUs."""
@@ -268,8 +268,8 @@ class Engine:
         return Window(self, descriptor, sum(length for _, _, length in numbers))
 
     def describe(self) -> bytes:
-        """What a peer needs to connect and to name the memory that is registered now. Send it as you like; it is secret
-        only where this engine has neither a token nor a runtime folder."""
+        """The descriptor by which a peer connects and names the registered memory. Send it as you like. It is secret only
+        if this engine has neither a token nor a runtime folder."""
         return self._core.describe()
 
     def connect(self, peer: bytes | str, timeout: float = 5.0) -> Peer:
@@ -296,7 +296,7 @@ class Engine:
 
     @property
     def id(self) -> EngineId:
-        """Who messages from here are from."""
+        """The sender of messages from this engine."""
         return EngineId(*self._core.id())
 
     @property
@@ -313,7 +313,7 @@ class Engine:
 
     @property
     def staged(self) -> Staged:
-        """What went to and from the memory of GPUs since the engine was made."""
+        """Bytes to and from the memory of GPUs since the engine was made."""
         return Staged(*self._core.staged())
 
     def counter(self, number: int) -> Counter:
@@ -434,7 +434,7 @@ class Window:
     def __init__(self, engine: Engine, descriptor: bytes, length: int) -> None:
         self._engine = engine
         self.descriptor = descriptor
-        """What the peer has to know to read through it."""
+        """The data that the peer needs to read through the window."""
         self.length = length
         """Bytes of all ranges together."""
 
@@ -463,17 +463,17 @@ class Path(NamedTuple):
     """A way to a peer, as it is now."""
 
     carrier: str
-    """What carries it. "control": messages, counters and what carriers say to each other. For bytes: "cma" (process_vm)
+    """The carrier. "control": messages, counters and what carriers say to each other. For bytes: "cma" (process_vm)
     between processes of a host that may read each other's memory, "tcp" for the memory of hosts otherwise, "tcp-slots"
     where a GPU's memory is on either side."""
     address: str | None
-    """Of the peer; None before it was tried."""
+    """The peer's address; None before the first attempt."""
     up: bool
     """Whether it carries something."""
     bytes_per_second: float | None
     """Over the last parts that it carried, in the time in which it had any; None before the first."""
     trouble: str | None
-    """Why it broke, or cannot be, the last time that it was tried."""
+    """The reason of the last break or failed attempt."""
     no_rings: str | None = None
     """Of "control" between processes of a host: why what is said goes through the socket, and not through shared
     memory. None if it does not."""
@@ -568,12 +568,12 @@ class Peer:
 
     @property
     def id(self) -> EngineId:
-        """Who messages from the peer are from."""
+        """The sender of messages from the peer."""
         return EngineId(*self._core.id())
 
     @property
     def regions(self) -> list[RemoteRegion]:
-        """What the peer has registered. While it is connected it tells by itself what changes."""
+        """The regions that the peer has registered. While it is connected, it announces changes by itself."""
         return [RemoteRegion(*region) for region in self._engine._core.regions(self._core)]
 
     def update(self, descriptor: bytes) -> None:
@@ -629,7 +629,7 @@ def _milliseconds(timeout: float | None) -> float | None:
 
 
 class Part:
-    """What one member of a group is written: bytes of our region to its region of the number `remote`, as by
+    """The write for one member of a group: bytes of our region to its region of the number `remote`, as by
     `Peer.write`. `notify`: (number, generation) of a counter of the member, counted once after all of its bytes are in
     place."""
 
@@ -694,8 +694,7 @@ class Group:
 
 
 class GroupTransfer:
-    """What was begun for a group. `parts`: the transfer of each member in the group's order, which can be waited for,
-    or cancelled, by itself."""
+    """The transfers of a group. `parts`: each member's transfer in the group's order, to wait for or cancel by itself."""
 
     def __init__(self, cores: list[_core.FabricTransfer], peers: list[Peer]) -> None:
         self.parts = [Transfer(core, peer) for core, peer in zip(cores, peers, strict=True)]

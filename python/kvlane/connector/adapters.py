@@ -1,4 +1,4 @@
-"""What each LoRA adapter of an engine is: the content that vLLM loaded, from the time when it could first load it.
+"""The identity of each LoRA adapter of an engine: the content that vLLM loaded, from its first possible load on.
 
 vLLM loads an adapter when it is told to (`add_lora`), or when the first request with it is scheduled; it loads it again
 when it had to make room for others. It tells adapters apart by a number (`lora_int_id`) and reads the files at that
@@ -52,11 +52,11 @@ class Moment:
         self._now: float | None = None
 
     def at(self, now: float) -> None:
-        """It is `now`, in seconds of the scheduler's clock."""
+        """Sets the time, in seconds of the scheduler's clock."""
         self._now = now
 
     def next_step(self) -> None:
-        """What was seen before has to be looked at again."""
+        """Makes the next use of each adapter check its files again."""
         self._step += 1
 
     def stamp(self) -> tuple[int, float] | None:

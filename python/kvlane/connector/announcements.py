@@ -1,4 +1,10 @@
-"""What listeners were told of the daemon's blocks by KV events, and what is to be taken back since it is gone."""
+"""KV events for listeners about the daemon's blocks.
+
+BlockStored: a save of this engine has ended. BlockRemoved: a block was evicted, damaged or dropped; all blocks, if the
+daemon was lost or started anew, or the engine asked too late. AllBlocksCleared: the engine has other weights. Blocks on
+the SSD or saved by other engines are not announced. A daemon from before the journal cannot report them, and the log
+says so once.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +113,8 @@ class Announcements:
         self._announced[key] = event.block_hashes[index]
 
     def changed(self, start_again: bool, changes: Iterable[tuple[int, bytes, bool]]) -> list[KVEvent]:
-        """What the daemon says of its blocks: (group, hash, whether it can be found), in order. With `start_again` it
-        has not said everything, so that what was told before may be wrong."""
+        """The events for changes of the daemon's blocks: (group, hash, whether a lookup finds it), in order. With
+        `start_again` the daemon has lost changes, so earlier events may be wrong."""
         told: list[KVEvent] = []
         if start_again:
             told += self._withdraw(self._announced)

@@ -197,7 +197,7 @@ def build_worker_core(
 def _facts(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]
 ) -> dict[str, LayerFacts]:
-    """They only explain: a vLLM that has them elsewhere is served without."""
+    """These facts only explain. A vLLM that has them elsewhere is served without them."""
     try:
         is_named = capabilities.cache_dimensions_are_named()
         return layer_facts(vllm_config, kv_cache_config, groups, is_named)
@@ -248,7 +248,7 @@ def engine_id(vllm_config: VllmConfig) -> str:
 
 
 def client_name() -> str:
-    """Who we are, for the daemon's log."""
+    """The name of this engine in the daemon's log."""
     import vllm
 
     return f"kvlane {__version__}, vLLM {vllm.__version__}"

@@ -1,4 +1,4 @@
-"""What the dimensions of a layer's KV cache count, as far as vLLM's specification of it tells for certain.
+"""The units that the dimensions of a layer's KV cache count, if vLLM's specification says it for certain.
 
 What is not certain stays untold. A wrong name would be worse: it may say that two engines' bytes differ, or agree.
 """
@@ -27,7 +27,7 @@ CONTENT_SIZES_MAX = 3
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What vLLM's specification says of a layer's cache."""
+    """The facts of a layer's cache in vLLM's specification."""
 
     tokens: int | None = None
     """Tokens of a block."""
@@ -45,7 +45,7 @@ NO_FACTS = LayerFacts()
 def layer_facts(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: Iterable[CacheGroup], is_named: bool
 ) -> dict[str, LayerFacts]:
-    """Of each layer of these groups in this rank. `is_named` is as in LayerFacts."""
+    """The facts of each layer of these groups in this rank. `is_named` is as in LayerFacts."""
     facts = {}
     for group in groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec

@@ -1,4 +1,4 @@
-"""What the running vLLM can do, found by looking, never by its version number."""
+"""The features of the running vLLM, found in its objects, never by its version number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def host_hit_source() -> CacheHitSource | None:
 
 
 def layout_name(wanted: str) -> str | None:
-    """What a connector answers when vLLM asks for its layout; `wanted` is one of the setting's words. None leaves vLLM
+    """The connector's answer when vLLM asks for its layout; `wanted` is one of the setting's words. None leaves vLLM
     the choice, and is the only answer before 0.29, where other names than NHD and HND stop the engine."""
     if wanted == "auto" or hears_cross_layer_wish():
         return None

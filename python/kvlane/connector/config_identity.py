@@ -1,4 +1,4 @@
-"""What of an engine's configuration decides what a block's bytes mean, as JSON; `config_fields` says which fields."""
+"""The part of an engine's configuration that decides what a block's bytes mean, as JSON; `config_fields` lists it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Untold(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What conditions look at."""
+    """The facts that conditions use."""
 
     vllm_config: VllmConfig
     model: ModelConfig

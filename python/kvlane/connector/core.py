@@ -1,4 +1,4 @@
-"""Where the connector gets its core: the Rust module, or, for `fake:NAME` addresses, the in-process stand-in."""
+"""Opens the connector's core: the Rust module, or, for `fake:NAME` addresses, the in-process stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAKE = "fake:"
 
 
 def open_core(address: str | None) -> Core:
-    """Where both roles get their connection to the daemon.
+    """Opens the connection to the daemon, for both roles.
 
     Raises Unsupported where KVLANE_ADDR has to name the daemon and names what no engine can use. Unlike a key of the
     engine's configuration it may be meant for tools.

@@ -1,4 +1,4 @@
-"""What the connector calls of its core: `kvlane._core`, or `kvlane.testing.FakeCore` in its place.
+"""The calls of the connector to its core: `kvlane._core`, or `kvlane.testing.FakeCore` in its place.
 
 `kvlane/_core.pyi` says what each call does. Here stand only the members that the connector uses, so that a core for a
 test needs no others.
@@ -20,7 +20,7 @@ LoadGroups = list[tuple[int, list[int], bytes]]
 
 
 class Hit(Protocol):
-    """What a lookup found; without tokens it is a miss and has no lease."""
+    """The result of a lookup; without tokens it is a miss and has no lease."""
 
     @property
     def tokens(self) -> int: ...
@@ -105,7 +105,7 @@ class WorkerCore(Protocol):
 
 
 class Core(Protocol):
-    """Where both come from."""
+    """The maker of both."""
 
     @property
     def Scheduler(self) -> Callable[..., SchedulerCore]: ...
@@ -114,14 +114,14 @@ class Core(Protocol):
 
 
 class LogSource(Protocol):
-    """Where the core's log messages come from."""
+    """The source of the core's log messages."""
 
     def log_descriptor(self) -> int: ...
     def take_log(self) -> tuple[list[tuple[int, str]], int]: ...
 
 
 class RankLayerHook(Protocol):
-    """What is called with each layer that is computed."""
+    """The hook that vLLM calls after each layer."""
 
     def begin(self, stream: int, /) -> None: ...
     def __call__(self, layer: str, /) -> None: ...

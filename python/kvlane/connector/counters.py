@@ -1,4 +1,4 @@
-"""What the connector counts, by name."""
+"""The counters of the connector, by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Counters:
                 self.add(ours, value)
 
     def take(self) -> dict[str, float] | None:
-        """What was counted since the last call; None when nothing was."""
+        """The counts since the last call; None if there are none."""
         if not self._values:
             return None
         values, self._values = self._values, {}

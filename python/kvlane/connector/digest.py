@@ -6,7 +6,7 @@ import hashlib
 import json
 
 JsonValue = object
-"""What JSON can hold: None, bool, int, float, str, lists and dictionaries of these."""
+"""A value of JSON: None, bool, int, float, str, lists and dictionaries of these."""
 
 
 def digest16(meaning: JsonValue) -> bytes:

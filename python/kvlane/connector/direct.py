@@ -26,7 +26,7 @@ SHARE_MAX = 0.1
 
 
 class Rank(Protocol):
-    """What an engine's scheduler has to know of a rank."""
+    """The facts of a rank for the engine's scheduler."""
 
     @property
     def rank(self) -> int: ...
@@ -142,12 +142,12 @@ class Direct:
             Finalize(self, withdraw, (self._file,), exitpriority=0)
 
     def content(self, key: bytes) -> bytes:
-        """What a request's tokens mean. `key`: of the engine's present weights and the request's adapter."""
+        """The meaning of a request's tokens. `key`: of the engine's present weights and the request's adapter."""
         return hashlib.blake2b(self._namespace + key, digest_size=16).digest()
 
     @property
     def address(self) -> str:
-        """Where other engines reach this one; empty without an agent."""
+        """The address at which other engines reach this one; empty without an agent."""
         return self.agent.address if self.agent is not None else ""
 
     def close(self) -> None:

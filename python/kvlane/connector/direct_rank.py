@@ -1,4 +1,4 @@
-"""A rank's agent for direct hand-offs, and what the engine's scheduler hears of it."""
+"""A rank's agent for direct hand-offs, and its handshake with the engine's scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What an engine's scheduler has to know of a rank. Plain data, which vLLM pickles."""
+    """The facts of a rank for the engine's scheduler. Plain data, which vLLM pickles."""
 
     rank: int
     endpoint: bytes
@@ -97,7 +97,7 @@ def start_rank(
 def block_copier(
     regions: list[Region], storages: Mapping[int, torch.UntypedStorage]
 ) -> Callable[[int, int], None]:
-    """What copies a block, from, to, in these regions of these storages, which are named by their addresses."""
+    """A function that copies one block to another in these regions. `storages` are named by their addresses."""
     import torch
 
     pieces: list[torch.Tensor] = []  # each with a row of bytes for each block

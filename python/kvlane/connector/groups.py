@@ -113,7 +113,7 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | None:
-    """Of layers that are stored together; known only if they agree."""
+    """The shards of layers that are stored together; None unless the layers agree."""
     found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}
     return found.pop() if len(found) == 1 else None
 

@@ -24,7 +24,7 @@ class LoadJob:
 
     job: int
     request_id: str
-    """Who waits for it in vLLM; empty if nobody does, and only the job's end is reported."""
+    """The request that waits for the job in vLLM; empty if none does, and only the job's end is reported."""
     boot: bytes
     groups: list[tuple[int, list[int], list[bytes]]] | None
     """(group, block ids, pool pages for each rank). None: the promise cannot be kept; report it as failed."""
@@ -34,7 +34,7 @@ class LoadJob:
 
 @dataclass
 class StepJobs:
-    """What the workers start in one step."""
+    """The jobs that the workers start in one step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -63,15 +63,15 @@ class JobEnd:
 
 
 class Mergeable(Protocol):
-    """What worker halves of a kind tell their scheduler half: plain data, which vLLM pickles."""
+    """A report of a kind's worker halves for its scheduler half: plain data, which vLLM pickles."""
 
     def merge(self: M, other: M) -> M:
-        """What this and another rank say, as a new object."""
+        """The reports of this and another rank, as a new object."""
         ...
 
 
 def merge_others(one: Mapping[str, Mergeable], other: Mapping[str, Mergeable]) -> dict[str, Mergeable]:
-    """What the kinds of two sets of ranks say, by name of the kind."""
+    """The merged reports of two sets of ranks, by name of the kind."""
     merged = dict(one)
     for name, part in other.items():
         merged[name] = merged[name].merge(part) if name in merged else part

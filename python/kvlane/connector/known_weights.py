@@ -63,7 +63,7 @@ class KnownWeights:
         return self._resets
 
     def answer(self, report: WeightsReport) -> bool:
-        """What ranks say. True if it is known now what the engine computes with."""
+        """Takes the ranks' report. True if the engine's weights are known now."""
         if self.are_known or report.reset != self._resets or len(report.labels) < self._workers:
             return False
         self._unknown_since = None

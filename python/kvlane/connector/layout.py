@@ -1,4 +1,4 @@
-"""Where a KV cache group's blocks lie in this process's memory, found from the tensors' strides.
+"""Finds a KV cache group's blocks in this process's memory from the tensors' strides.
 
 A block of a group is stored as the concatenation of its layers in name order, each layer's pieces in address order.
 What is told of that string of bytes (shard_layout.py), and its digest, has no addresses in it, so engines of equal
@@ -43,7 +43,7 @@ class TensorView:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorView:
-        """Of a torch tensor."""
+        """The view of a torch tensor."""
         size = tensor.element_size()
         return TensorView(
             address=tensor.data_ptr(),
@@ -56,7 +56,7 @@ class TensorView:
 
 @dataclass(frozen=True)
 class LayerHint:
-    """What the engine's configuration says about a layer; helps where a tensor's shape alone is ambiguous."""
+    """A layer's facts in the engine's configuration, for tensors whose shape alone is ambiguous."""
 
     block_strides: tuple[int, ...] = ()
     """Bytes from one block to the next, the surest first."""
@@ -70,11 +70,11 @@ class GroupLayout:
 
     regions: list[Region]
     shard: ShardLayout
-    """What the bytes are."""
+    """The meaning of the bytes."""
     block_bytes: int
     """Bytes of a block in this worker."""
     last_region: dict[str, int]
-    """Of each layer, the index of the last region that it reads."""
+    """The index of the last region that each layer reads."""
     runs: int
     """Contiguous runs of a block in this worker's memory: 1 where all its layers lie one after the other."""
     replicas: int
@@ -82,7 +82,7 @@ class GroupLayout:
 
     @property
     def digest(self) -> bytes:
-        """Of what the bytes are."""
+        """The digest of the meaning of the bytes."""
         return self.shard.digest()
 
 

@@ -1,4 +1,4 @@
-"""What travels inside vLLM's own messages: jobs to the workers, their ends back to the scheduler."""
+"""The data inside vLLM's own messages: jobs to the workers, and their ends back to the scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KVLaneWorkerMetadata(KVConnectorWorkerMetadata):
     """By name of a further kind: what its worker halves say besides ends of jobs."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVLaneWorkerMetadata:
-        """What this and the other ranks report."""
+        """The merged reports of this and the other ranks."""
         assert isinstance(other, KVLaneWorkerMetadata)
         reports = [each.weights for each in (self, other) if each.weights is not None]
         weights = functools.reduce(WeightsReport.merge, reports) if reports else None

@@ -28,7 +28,7 @@ QUANTIZATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.j
 
 
 def model_folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where the files of a model lie on this host: itself, or the hub's local copy. None if there is none."""
+    """The folder of a model's files on this host: the model itself, or the hub's local copy. None if there is none."""
     path = Path(name)
     if path.exists():
         return path

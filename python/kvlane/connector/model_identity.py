@@ -1,4 +1,4 @@
-"""What a model is: the content of its weights and of its configuration, wherever they lie."""
+"""The identity of a model: the content of its weights and of its configuration, wherever they lie."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _configuration(
 
 
 def config_digest(config: PretrainedConfig) -> str:
-    """Of a model's configuration as transformers has it, wherever it was read."""
+    """The digest of a model's configuration as transformers has it, wherever it was read."""
     # These two say how the file was read, not what is in it.
     values = {
         name: value

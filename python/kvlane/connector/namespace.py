@@ -1,4 +1,4 @@
-"""What a block's bytes mean, as 16 bytes: engines share blocks of equal namespace and equal hash, and no others.
+"""The meaning of a block's bytes, as 16 bytes: engines share blocks of equal namespace and equal hash, and no others.
 
 Not in it: how the bytes are cut (parallel shape, layers of a rank, order of dimensions); that is the layout's digest.
 """
@@ -81,7 +81,7 @@ def draft_identity(vllm_config: VllmConfig, groups: list[CacheGroup]) -> dict[st
 
 
 def adapters_meaning(vllm_config: VllmConfig) -> dict[str, JsonValue]:
-    """What of the configuration decides what an adapter does."""
+    """The part of the configuration that decides what an adapter does."""
     lora = vllm_config.lora_config
     return {} if lora is None else counted_fields(lora, Context(vllm_config, vllm_config.model_config))
 

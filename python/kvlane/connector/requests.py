@@ -1,4 +1,4 @@
-"""What the scheduler role remembers of a request, from its arrival to its end."""
+"""The state of a request in the scheduler role, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class GroupHashes:
         self._hash_block_size = hash_block_size
         self._scale = [group.tokens_per_block // hash_block_size for group in groups]
         self.weights_key: bytes | None = None
-        """Of the engine's present weights; None for those of its files."""
+        """The key of the engine's present weights; None for those of its files."""
 
     def count(self, state: RequestState, group: CacheGroup) -> int:
         """Blocks of the group that have a hash."""
@@ -160,7 +160,7 @@ class GroupHashes:
         return self._keyed(state, [state.request.block_hashes[place - 1]])[0][:16]
 
     def key(self, state: RequestState) -> bytes:
-        """Of the engine's present weights and the request's adapter, where they are not those of the namespace."""
+        """The key of the engine's present weights and the request's adapter, if they are not those of the namespace."""
         return (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
 
     def of_rest(self, state: RequestState, tokens: int) -> bytes:

@@ -32,7 +32,7 @@ class _Save:
     fails."""
     begun: list[Announcement] = field(default_factory=list)
     era: int = 0
-    """Of the announcements, when the workers were told."""
+    """The era of the announcements when the workers got the job."""
     ranks_left: int = 0
     ok: bool = True
     since: float = 0.0
@@ -186,7 +186,7 @@ class Saves:
             self._open.begun.append(self._announcements.begin(group, hashes, event))
 
     def take_job(self, now: float) -> SaveJob | None:
-        """What was queued since the last call, as one job for the workers."""
+        """The blocks queued since the last call, as one job for the workers."""
         if not self._open_groups:
             return None
         job = self.last_job = next(self._jobs)

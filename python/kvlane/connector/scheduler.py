@@ -190,7 +190,7 @@ class SchedulerSide:
         return handed_over
 
     def _hand_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
-        """What all kinds say, put together."""
+        """The answers of all kinds, merged."""
         said: dict[str, object] = {}
         for kind in self.kinds:
             try:
@@ -304,7 +304,7 @@ class SchedulerSide:
             self._tell("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
 
     def _pinned(self) -> list[Block]:
-        """What all kinds pin and can let go."""
+        """The blocks that all kinds pin and can release."""
         held: list[Block] = []
         for kind in self.kinds:
             try:
@@ -328,7 +328,7 @@ class SchedulerSide:
     # Both
 
     def reported(self, others: Mapping[str, Mergeable]) -> None:
-        """What the worker halves of further kinds said, by name of the kind."""
+        """Takes the reports of further kinds' worker halves, by name of the kind."""
         for kind in self.kinds:
             if kind.name in others:
                 try:

@@ -59,7 +59,7 @@ class Settings:
     direct_listen: str = "127.0.0.1:0"
     """HOST:PORT at which other engines reach this one for direct hand-offs, the host as a number; port 0 for any."""
     direct_token: str = ""
-    """What all engines share that hand over to each other; needed where `direct.listen` is no loopback address."""
+    """The token that all engines of direct hand-offs share. Required if `direct.listen` is no loopback address."""
     direct_tls_certificate: str = ""
     """A file with this engine's certificate for direct hand-offs, PEM, which encrypts all of them: every engine has one
     then, signed by the same authority, and all bytes go through sockets."""
@@ -192,12 +192,12 @@ class Settings:
         return files if all(files) else None
 
     def networks(self) -> list[str]:
-        """Those of `direct_peers`."""
+        """The networks in `direct_peers`."""
         return [each.strip() for each in self.direct_peers.split(",") if each.strip()]
 
 
 def key_name(field: str) -> str:
-    """What a field is called in the key, behind `kvlane.`."""
+    """A field's name in the key, behind `kvlane.`."""
     return field.replace("direct_", "direct.", 1)
 
 

@@ -1,4 +1,4 @@
-"""What `kvlane doctor --engine-config` asks: is this JSON of vLLM's --kv-transfer-config right? Imports no vLLM.
+"""Checks the JSON of vLLM's --kv-transfer-config for `kvlane doctor --engine-config`. Imports no vLLM.
 
 `python -m kvlane.connector.settings_check` reads the JSON from stdin, and writes findings as JSON: objects with
 `verdict` (ok, note or problem), `found`, `means` and `advice`, and the daemon that the engine will look for.

@@ -1,4 +1,4 @@
-"""What the scheduler role has to know of its engine."""
+"""The fixed facts of an engine for its scheduler role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvlane.connector.groups import CacheGroup
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What of an engine does not change while it runs."""
+    """Facts of an engine that do not change while it runs."""
 
     groups: list[CacheGroup]
     workers: int

@@ -1,4 +1,4 @@
-"""What a rank's part of a block consists of, in words that two sides can compare, and the digest of it.
+"""The layout of a rank's part of a block, in words that two sides can compare, and its digest.
 
 The daemon gets both. Engines of equal digests share blocks, and the words prove that these are the same bytes, or say
 how they differ. The core reads these classes by the names of their fields.
@@ -13,8 +13,8 @@ from typing import Literal
 from kvlane.connector.digest import JsonValue, digest16
 
 Axis = Literal["untold", "kernel block", "layer", "half", "head", "token", "content", "state"]
-"""What a dimension counts. Half: keys and values. Content: numbers of a token in a head. State: of a state-space layer.
-Layer: of layers that lie between each other's heads, so that they are one cache."""
+"""The unit that a dimension counts. Half: keys and values. Content: numbers of a token in a head. State: of a state-space
+layer. Layer: of layers that lie between each other's heads, so that they are one cache."""
 
 
 @dataclass(frozen=True)

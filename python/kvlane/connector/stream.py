@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stream:
-    """Where copies meet the engine's computing."""
+    """The engine's compute stream, for which copies wait and which waits for copies."""
 
     handle: Callable[[], int]
-    """Gives the handle of the stream that the calling thread computes in."""
+    """Returns the handle of the stream that the calling thread computes in."""
     last_region: dict[str, int]
-    """Of each layer, the last region that it reads; empty where loads cannot be waited for in parts."""
+    """The last region that each layer reads; empty if loads cannot be awaited in parts."""
     step_kind: Callable[[], str | None]
     """Of the step that begins: how vLLM runs its forward pass. None where layers do not call their hooks, as in a full
     CUDA graph. Steps of one kind call the same hooks."""

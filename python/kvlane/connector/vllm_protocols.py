@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's objects, and nothing more: an object of a test needs no other members.
+"""The members of vLLM's objects that the connector reads, and no others: an object of a test needs no other members.
 
 vLLM's own classes are not named here, since they differ between versions, and many tests run without vLLM. What only
 some versions have is read in one place each, by the functions at the end.
@@ -123,7 +123,7 @@ class BlockState(Protocol):
 
 
 class NewRequest(Protocol):
-    """What a step's message says of a request that is scheduled for the first time."""
+    """A step's data of a request that is scheduled for the first time."""
 
     @property
     def req_id(self) -> str: ...
@@ -132,7 +132,7 @@ class NewRequest(Protocol):
 
 
 class CachedRequests(Protocol):
-    """What a step's message says of the requests that were scheduled before."""
+    """A step's data of the requests that were scheduled before."""
 
     @property
     def req_ids(self) -> Sequence[str]: ...
@@ -143,7 +143,7 @@ class CachedRequests(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """What a step computes."""
+    """The work of a step."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
@@ -166,7 +166,7 @@ def features(request: object) -> Sequence[Feature]:
 
 
 def transfer_params(request: object) -> object:
-    """What the request's client says of an engine that prefills for another one; JSON."""
+    """The request's `kv_transfer_params`, which its client wrote; JSON."""
     return getattr(request, "kv_transfer_params", None)
 
 

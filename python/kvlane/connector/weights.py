@@ -59,15 +59,15 @@ class WorkerExtension:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What ranks say of their weights after a reset."""
+    """The ranks' report on their weights after a reset."""
 
     reset: int
     """The reset that made the scheduler ask."""
     labels: frozenset[tuple[int, str | None]]
-    """Each rank's. None where it cannot tell."""
+    """Each rank's label; None if the rank cannot digest its weights."""
 
     def merge(self, other: WeightsReport) -> WeightsReport:
-        """What this and other ranks say; of two resets the later one counts."""
+        """The merged report of this and other ranks. Of two resets the later one counts."""
         if self.reset != other.reset:
             return max(self, other, key=lambda report: report.reset)
         return WeightsReport(self.reset, self.labels | other.labels)
@@ -95,7 +95,7 @@ class Weights:
             self._remember(digest(self._parameters()), f"version {version}")
 
     def label(self, reset: int) -> str | None:
-        """What is known of the present weights, after the engine's reset of that number; None if nothing is."""
+        """The label of the present weights after the engine's reset of that number; None if they have none."""
         if self._parameters is None:
             named, self._named = self._named, None
             return f"version {named}" if named is not None else None

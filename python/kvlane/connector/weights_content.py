@@ -1,4 +1,4 @@
-"""What is in a model's weight files, as a digest of chosen bytes: fast, and the same on every host.
+"""The content of a model's weight files, as a digest of chosen bytes: fast, and the same on every host.
 
 Of a safetensors file are read its header, the tensors below 64 KiB, and of every other tensor a page in each 16 MiB.
 Which pages is drawn from the tensor's name by a fixed key, so that all hosts read the same. Training changes nearly
@@ -29,7 +29,7 @@ PAGE = 4096
 WHOLE_BELOW = 64 << 10
 """Tensors of fewer bytes are read whole."""
 STRETCH = 16 << 20
-"""Of larger tensors a page is read in each stretch of this many bytes."""
+"""A page of larger tensors is read in each stretch of this many bytes."""
 KEY = b"kvlane weights 1"
 """Draws the pages. Another key is another digest of every model."""
 # In files other than safetensors: bytes at both ends, and pages between.
@@ -45,7 +45,7 @@ TENSORS_A_JOB = 8
 
 @dataclass(frozen=True)
 class WeightsContent:
-    """What was found in a list of weight files."""
+    """The content of a list of weight files."""
 
     digest: str
     """32 hexadecimal digits."""
@@ -105,7 +105,7 @@ def read_content(files: Sequence[Path], whole_below: int = WHOLE_BELOW) -> Weigh
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """Where a safetensors file's tensors are."""
+    """The positions of a safetensors file's tensors."""
 
     end: int
     """Bytes of the header with its length; data follow."""
@@ -168,7 +168,7 @@ def _drawn(what: bytes, below: int) -> int:
 
 
 def _pages(size: int) -> list[tuple[int, int]]:
-    """What is read of a file whose format is not known."""
+    """The pages that are read of a file of unknown format."""
     if size <= 2 * ENDS + PAGES_BETWEEN * PAGE:
         return [(0, size)]
     between = size - 2 * ENDS - PAGE + 1

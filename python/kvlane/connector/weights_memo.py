@@ -56,7 +56,7 @@ class WeightsMemo:
         self._known: dict[str, WeightsContent] = {}
 
     def content(self, files: Sequence[Path]) -> WeightsContent:
-        """What is in these files, remembered or read. Raises OSError, and FilesChanging if they do not keep still."""
+        """The content of these files, remembered or read. Raises OSError, and FilesChanging if they keep changing."""
         for _ in range(ATTEMPTS):
             now = self._now_ns()
             signature = signature_of(files)

@@ -50,13 +50,13 @@ class WorkerSide:
         self.on_layer_computed: LayerHook | None = None
         """The same after a layer has written its KV cache."""
         self.on_layer: LayerHook | None = None
-        """What vLLM's hook of each layer has to call in this step, if anything."""
+        """The function that vLLM's hook of each layer calls in this step, or None."""
         self._jobs: StepJobs | None = None
         self._is_computed = False
 
     @property
     def weights(self) -> Weights | None:
-        """What the model computes with; None where it could not be found."""
+        """The weights that the model computes with; None if they could not be found."""
         return self._weights.weights
 
     @weights.setter
@@ -80,7 +80,7 @@ class WorkerSide:
         self._tell("new caches", lambda kind: kind.attached())
 
     def attach_direct(self, rank: DirectRank) -> None:
-        """What hands over and lands directly, until `detach`."""
+        """Adds the rank's side of direct hand-offs, until `detach`."""
         self._shared.direct = rank
 
     @property
@@ -207,12 +207,12 @@ class WorkerSide:
         return ended
 
     def take_weights_report(self) -> WeightsReport | None:
-        """What the last look at the weights found, if there was one since the last call."""
+        """The report on the weights, if they were digested since the last call."""
         report, self._reports.weights = self._reports.weights, None
         return report
 
     def take_others(self) -> dict[str, Mergeable]:
-        """What further kinds tell their scheduler halves, by name of the kind."""
+        """Reports of further kinds for their scheduler halves, by name of the kind."""
         others, self._reports.others = self._reports.others, {}
         return others
 

@@ -24,7 +24,7 @@ from kvlane.connector.kinds.save_worker import SaveWorker
 
 
 def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
-    """Those of the scheduler role. The first that has an answer for a prompt decides."""
+    """The kinds of the scheduler role. The first that has an answer for a prompt decides."""
     loads = LookUpAndLoad(shared)
     return [
         Reset(shared),
@@ -36,5 +36,5 @@ def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
 
 
 def worker_kinds(shared: WorkerShared) -> list[WorkerKind]:
-    """Those of the worker role."""
+    """The kinds of the worker role."""
     return [LoadWorker(shared), SaveWorker(shared), DirectWorker(shared), LookAtWeights(shared)]

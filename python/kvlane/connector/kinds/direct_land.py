@@ -55,15 +55,15 @@ class _Landed:
     local: list[Block] = field(default_factory=list)
     """The prompt's first blocks, which the engine had itself."""
     taken: list[Block] = field(default_factory=list)
-    """Those behind, into which bytes come."""
+    """The blocks behind them, in which the prompt lands."""
     wanted: int = 0
     """How many of these there are in all."""
     stored: int = 0
     """How many of them, the first ones, come from the daemon."""
     loads: bool = False
-    """These are under way."""
+    """The load of these blocks is in progress."""
     failed: bool = False
-    """They did not come, or are of before a reset."""
+    """The load failed, or began before a reset."""
     rest: Block | None = None
     """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
     It is copied into the request's own."""
@@ -93,9 +93,9 @@ class LandDirect(SchedulerKind):
         self._told: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
-        """Of this step's copies: without a hash they would be the first to be reused, in the same step."""
+        """Sources of this step's copies. Without a hash they would be the first to be reused, in the same step."""
         self._former_sources: deque[list[Block]] = deque()
-        """Of steps that may be under way."""
+        """Sources of steps that may be in progress."""
         self._rate = PrefillRate(shared.direct.steps_at_once if shared.direct is not None else 1)
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
@@ -151,7 +151,7 @@ class LandDirect(SchedulerKind):
         return None
 
     def _fell_back(self, word: str, why: str) -> None:
-        """It is computed here. Logged once for each reason."""
+        """Computes the prompt here. Logs each reason once."""
         self._shared.counters.add("direct_fallbacks")
         if word not in self._told:
             self._told.add(word)
@@ -241,7 +241,7 @@ class LandDirect(SchedulerKind):
             direct.agent.wait_for_end(IDLE_WAIT_MS)
 
     def _give_sources_back(self) -> None:
-        """Those of which the step that copies from them is over."""
+        """Unpins sources whose step has copied them."""
         direct = self._shared.direct
         self._former_sources.append(self._sources)
         self._sources = []
@@ -317,7 +317,7 @@ class LandDirect(SchedulerKind):
             self._load(landed)
 
     def _load(self, landed: _Landed) -> None:
-        """What was taken first comes from the daemon."""
+        """Loads the first taken blocks from the daemon."""
         direct, shared = self._shared.direct, self._shared
         assert direct is not None
         size = direct.group.tokens_per_block
@@ -576,7 +576,7 @@ class LandDirect(SchedulerKind):
         return False
 
     def reset(self) -> None:
-        """What the daemon had for the weights of before is not used, also where vLLM did not reset its own cache."""
+        """Drops loads for the former weights, also if vLLM did not reset its own cache."""
         for landed in self._landings.values():
             landed.failed = landed.failed or landed.stored > 0
 

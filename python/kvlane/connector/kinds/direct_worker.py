@@ -14,7 +14,7 @@ LANDS = LandDirect.name
 
 
 class DirectWorker(WorkerKind):
-    """What a rank computes for others. What lands here needs no step: the agent reads it."""
+    """Reports blocks that a rank computes for other engines. Landings need no step, because the agent reads them."""
 
     name = NAME
 

@@ -35,7 +35,7 @@ LayerHook = Callable[[str], None]
 
 
 class Answer(NamedTuple):
-    """What a kind says of a prompt that vLLM is about to schedule."""
+    """A kind's answer for a prompt that vLLM is about to schedule."""
 
     tokens: int = 0
     """Tokens past the engine's own that will come without being computed."""
@@ -51,7 +51,7 @@ ASK_AGAIN = Answer(wait=True)
 
 @dataclass
 class SchedulerShared:
-    """What all kinds of the scheduler role use together."""
+    """The state that all kinds of the scheduler role share."""
 
     core: SchedulerCore
     connection: Connection
@@ -73,7 +73,7 @@ class SchedulerShared:
     direct: Direct | None = None
     """Direct hand-offs; None where they are not wanted, or the model has none."""
     announcements: Announcements | None = None
-    """What routers know of the daemon's blocks; None if nobody listens."""
+    """Announces the daemon's blocks to routers; None without a listener."""
 
 
 class SchedulerKind:
@@ -81,7 +81,7 @@ class SchedulerKind:
     same."""
 
     name: ClassVar[str]
-    """Of its parts in `StepJobs.others` and `KVLaneWorkerMetadata.others`, and in messages of errors."""
+    """The name of its parts in `StepJobs.others` and `KVLaneWorkerMetadata.others`, and in messages of errors."""
 
     def __init__(self, shared: SchedulerShared) -> None:
         self._shared = shared
@@ -117,7 +117,7 @@ class SchedulerKind:
         return False
 
     def reported(self, part: object) -> None:
-        """What the worker halves said besides (`Reports.others`), merged over the ranks that said something."""
+        """Takes the worker halves' reports (`Reports.others`), merged over the ranks that sent one."""
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """A request is over, and vLLM is about to free its blocks."""
@@ -160,13 +160,13 @@ class SchedulerKind:
 
 @dataclass
 class Reports:
-    """What one rank's kinds have to tell vLLM and the scheduler role since they were last taken."""
+    """Reports of one rank's kinds for vLLM and the scheduler role, since the last take."""
 
     jobs: dict[int, JobEnd] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     """Requests that may compute: their load has ended, or every step waits for it."""
     failed: set[str] = field(default_factory=set)
-    """Those of `loaded` whose blocks did not come."""
+    """Requests of `loaded` whose blocks did not come."""
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of failed loads, for versions of vLLM that do not hear of requests."""
     weights: WeightsReport | None = None
@@ -176,7 +176,7 @@ class Reports:
 
 @dataclass
 class DirectRank:
-    """What hands over and lands directly in a rank."""
+    """A rank's side of direct hand-offs."""
 
     agent: HandoffRank
     layer_hook: RankLayerHook | None
@@ -190,14 +190,14 @@ class DirectRank:
 
 @dataclass
 class WorkerShared:
-    """What all kinds of the worker role use together."""
+    """The state that all kinds of the worker role share."""
 
     rank: int
     failures: Failures
     counters: Counters = field(default_factory=Counters)
     reports: Reports = field(default_factory=Reports)
     direct: DirectRank | None = None
-    """What hands over and lands directly; None where that is not wanted."""
+    """The rank's side of direct hand-offs; None without them."""
     core: WorkerCore | None = None
     """Before caches are registered, and after they are gone, there is none: every job fails."""
     stream: Stream | None = None
@@ -208,7 +208,7 @@ class WorkerShared:
     """Empty steps that do not wait for copies, because the engine is about to hear of one."""
 
     def stream_handle(self) -> int:
-        """Of the stream that the engine computes in; 0 on a CPU."""
+        """The handle of the stream that the engine computes in; 0 on a CPU."""
         return self.stream.handle() if self.stream is not None else 0
 
 

@@ -41,7 +41,7 @@ class _Load:
     ranks_left: int
     ok: bool = True
     tell: Callable[[bool], None] | None = None
-    """Who wants to hear whether it brought all bytes, where that is not a request."""
+    """Called with whether all bytes came, if the load is not for a request."""
 
 
 class LookUpAndLoad(SchedulerKind):
@@ -66,7 +66,7 @@ class LookUpAndLoad(SchedulerKind):
         self._start_lookup(state)
 
     def _awaited_save(self, state: RequestState) -> AwaitedSave | None:
-        """What another engine said that it stores of the prompt, if it stores it where this engine looks."""
+        """The save of the prompt that another engine named, if it goes to the daemon of this engine."""
         try:
             awaited = AwaitedSave.of(transfer_params(state.request))
             if awaited is None:
@@ -128,7 +128,7 @@ class LookUpAndLoad(SchedulerKind):
         return (state.request.num_tokens - 1) // alignment * alignment
 
     def _wait(self, state: RequestState) -> SaveWait | None:
-        """What the daemon is to wait for before it answers."""
+        """The save for which the daemon waits before it answers."""
         awaited = state.awaited_save
         if awaited is None or awaited.tokens == 0:
             return None
@@ -213,7 +213,7 @@ class LookUpAndLoad(SchedulerKind):
         )
 
     def _end_awaited_save(self, state: RequestState, hit: Hit) -> None:
-        """It is waited for once: what has not come by then is computed."""
+        """Ends the wait: an engine waits once, and computes the missing blocks."""
         awaited, state.awaited_save = state.awaited_save, None
         if awaited is None or awaited.tokens == 0:
             return
@@ -343,7 +343,7 @@ class LookUpAndLoad(SchedulerKind):
         shared.counters.add("hit_tokens", len(blocks) * group.tokens_per_block)
 
     def promise_no_more(self, state: RequestState) -> None:
-        """What the daemon has of a prompt did not come."""
+        """Records that the daemon's blocks of a prompt did not come."""
         self._drop_hit(state)
         state.may_be_looked_up = False
 

@@ -128,7 +128,7 @@ class LoadWorker(WorkerKind):
             self._end(load.job, ok=False)
 
     def _pages(self, group: int, pages: list[bytes]) -> bytes:
-        """Where this rank's shards of a group's blocks are; of blocks that several ranks hold, where all slices are."""
+        """The pages of this rank's shards of a group's blocks; of all slices, if several ranks hold the blocks."""
         shared = self._shared
         replicas = shared.replicas[group] if shared.replicas else 1
         first = shared.rank - shared.rank % replicas

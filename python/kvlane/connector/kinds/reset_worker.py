@@ -15,7 +15,7 @@ class LookAtWeights(WorkerKind):
     def __init__(self, shared: WorkerShared) -> None:
         super().__init__(shared)
         self.weights: Weights | None = None
-        """What the model computes with; None where it could not be found."""
+        """The weights that the model computes with; None if they could not be found."""
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """Before this step computes anything: the weights are those that its blocks will belong to."""

@@ -24,7 +24,7 @@ class SaveBlocks(SchedulerKind):
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
         self._run: bytes | None = None
-        """Of the daemon, whose blocks are announced."""
+        """The run of the daemon whose blocks are announced."""
         self.saves = Saves(
             shared.shape.groups,
             shared.hashes,
@@ -107,7 +107,7 @@ class SaveBlocks(SchedulerKind):
         return AwaitedSave(shared.core.engine_id, shared.core.run, boot, tokens, last).params()
 
     def daemon_restarted(self) -> None:
-        """What runs is saved from its beginning."""
+        """Saves running requests from their beginning again."""
         for state in self._shared.requests.values():
             state.forget_progress()
         self._withdraw()
@@ -144,7 +144,7 @@ class SaveBlocks(SchedulerKind):
             )
 
     def reset(self) -> None:
-        """What is stored stays, for those that still have these weights."""
+        """Keeps stored blocks, for engines that still have these weights."""
         self.saves.drop_queued()
 
     def pending(self) -> bool:
