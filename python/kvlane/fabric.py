@@ -268,8 +268,8 @@ class Engine:
         return Window(self, descriptor, sum(length for _, _, length in numbers))
 
     def describe(self) -> bytes:
-        """The descriptor by which a peer connects and names the registered memory. Send it as you like. It is secret only
-        if this engine has neither a token nor a runtime folder."""
+        """The descriptor by which a peer connects and names the registered memory. Send it as you like. It is secret
+        only if this engine has neither a token nor a runtime folder."""
         return self._core.describe()
 
     def connect(self, peer: bytes | str, timeout: float = 5.0) -> Peer:
@@ -694,7 +694,8 @@ class Group:
 
 
 class GroupTransfer:
-    """The transfers of a group. `parts`: each member's transfer in the group's order, to wait for or cancel by itself."""
+    """The transfers of a group. `parts`: the transfer of each member in the group's order, to wait for or cancel by
+    itself."""
 
     def __init__(self, cores: list[_core.FabricTransfer], peers: list[Peer]) -> None:
         self.parts = [Transfer(core, peer) for core, peer in zip(cores, peers, strict=True)]

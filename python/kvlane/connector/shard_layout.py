@@ -13,8 +13,8 @@ from typing import Literal
 from kvlane.connector.digest import JsonValue, digest16
 
 Axis = Literal["untold", "kernel block", "layer", "half", "head", "token", "content", "state"]
-"""The unit that a dimension counts. Half: keys and values. Content: numbers of a token in a head. State: of a state-space
-layer. Layer: of layers that lie between each other's heads, so that they are one cache."""
+"""The unit that a dimension counts. Half: keys and values. Content: numbers of a token in a head. State: of a
+state-space layer. Layer: of layers that lie between each other's heads, so that they are one cache."""
 
 
 @dataclass(frozen=True)
