@@ -13,9 +13,9 @@ use crate::split::Chunk;
 use crate::stream::Stream;
 
 /// Between two queries of work in progress.
-const LOOK_EVERY: Duration = Duration::from_micros(20);
+const POLL_EVERY: Duration = Duration::from_micros(20);
 /// The same after a failure, which may take long to end.
-const LOOK_AFTER_FAILURE: Duration = Duration::from_millis(5);
+const POLL_AFTER_FAILURE: Duration = Duration::from_millis(5);
 
 /// The rings that one load uses.
 ///
@@ -71,10 +71,10 @@ impl<'a> Relay<'a> {
         mut holds: impl FnMut(&[Lent<'a>]) -> Result<bool, GpuError>,
     ) -> Result<(), GpuError> {
         while !holds(&self.rings)? {
-            self.look();
+            self.poll();
             match &self.failure {
                 Some(error) => return Err(error.clone()),
-                None => thread::sleep(LOOK_EVERY),
+                None => thread::sleep(POLL_EVERY),
             }
         }
         Ok(())
@@ -84,16 +84,16 @@ impl<'a> Relay<'a> {
     /// bytes in the targets do no harm.
     pub(crate) fn finish(&mut self, mut abandoned: impl FnMut() -> bool) -> Result<(), GpuError> {
         if std::mem::take(&mut self.under_way) {
-            while !self.look() {
+            while !self.poll() {
                 if self.failure.is_none() {
-                    thread::sleep(LOOK_EVERY);
+                    thread::sleep(POLL_EVERY);
                     continue;
                 }
                 if abandoned() {
                     // Repeatedly, because a GPU that goes on may still write its own number over the released word.
                     self.rings.iter().for_each(Lent::release);
                 }
-                thread::sleep(LOOK_AFTER_FAILURE);
+                thread::sleep(POLL_AFTER_FAILURE);
             }
         }
         self.failure.take().map_or(Ok(()), Err)
@@ -105,7 +105,7 @@ impl<'a> Relay<'a> {
     }
 
     /// Polls all GPUs; true if no work is in progress.
-    fn look(&mut self) -> bool {
+    fn poll(&mut self) -> bool {
         let mut idle = true;
         for ring in &mut self.rings {
             let (over, outcome) = ring.is_idle();

@@ -27,7 +27,7 @@ const TABLE_ENTRIES: usize = 1024;
 /// Most tables of one pull in use at a time. They are made as they are needed.
 const TABLES: usize = 256;
 /// After this many queries of a stream in a row that returned an error, its GPU counts as lost, whatever the errors are.
-const LOST_AFTER_LOOKS: u32 = 100;
+const LOST_AFTER_POLLS: u32 = 100;
 /// Most targets of a load. One host has fewer GPUs.
 pub(crate) const READERS_MAX: usize = 16;
 
@@ -66,12 +66,12 @@ struct Pull {
     /// The reads that are done.
     joined: Event,
     failed: bool,
-    looks: Looks,
+    failures: PollFailures,
 }
 
 /// Queries of a stream that returned an error, since the last one that did not.
 #[derive(Debug, Default)]
-struct Looks(u32);
+struct PollFailures(u32);
 
 /// The GPU that gets a load's bytes, and the stream there to which the load belongs.
 #[derive(Debug, Clone, Copy)]
@@ -118,7 +118,7 @@ impl Rail {
             state,
             ring,
             pulls: Vec::new(),
-            looks: Looks::default(),
+            failures: PollFailures::default(),
             slot_bytes,
             slots,
             chunks: 0,
@@ -174,7 +174,7 @@ impl Pull {
             start,
             joined,
             failed: false,
-            looks: Looks::default(),
+            failures: PollFailures::default(),
         })
     }
 }
@@ -187,7 +187,7 @@ pub(crate) struct Lent<'a> {
     ring: Box<GpuRing>,
     /// One for each target.
     pulls: Vec<Pull>,
-    looks: Looks,
+    failures: PollFailures,
     slot_bytes: u64,
     slots: usize,
     /// Chunks that have passed through.
@@ -314,13 +314,13 @@ impl Lent<'_> {
     pub(crate) fn is_idle(&mut self) -> (bool, Result<(), GpuError>) {
         let mut idle = true;
         let mut outcome = Ok(());
-        let filled = self.looks.at(self.ring.up.stream(), &mut idle);
+        let filled = self.failures.poll(self.ring.up.stream(), &mut idle);
         outcome = outcome.and(self.record(filled));
         for reader in 0..self.pulls.len() {
             let pull = &mut self.pulls[reader];
-            let drained = pull.looks.at(pull.copier.stream(), &mut idle);
+            let drained = pull.failures.poll(pull.copier.stream(), &mut idle);
             // The lost GPU may still read the ring and write its words, so the ring is dropped with it.
-            let lost = pull.looks.are_lost();
+            let lost = pull.failures.mean_loss();
             let drained = self.record_pull(reader, drained);
             outcome = outcome.and(if lost { self.record(drained) } else { drained });
         }
@@ -361,17 +361,17 @@ impl Lent<'_> {
     }
 }
 
-impl Looks {
+impl PollFailures {
     /// Queries a stream: returns its error, and clears `idle` while the stream is busy.
-    fn at(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
+    fn poll(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
         let looked = stream.is_idle();
         self.0 = if looked.is_err() { self.0 + 1 } else { 0 };
-        let lost = self.are_lost();
+        let lost = self.mean_loss();
         *idle &= looked.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
         looked.map(drop)
     }
 
-    fn are_lost(&self) -> bool {
-        self.0 >= LOST_AFTER_LOOKS
+    fn mean_loss(&self) -> bool {
+        self.0 >= LOST_AFTER_POLLS
     }
 }

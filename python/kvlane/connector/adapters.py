@@ -101,10 +101,10 @@ class Adapter:
             return False
         if not self._moment.is_near(self._looked):
             self._looked = self._moment.stamp()
-            self._was_shared = self.look()
+            self._was_shared = self.check()
         return self._was_shared
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Looks at the files, and gives whether what vLLM has loaded is known."""
         if self._withdrawn:
             return False
@@ -217,7 +217,7 @@ class Adapters:
         # An adapter from the hub is here only now.
         adapter = self.of(lora_request)
         assert adapter is not None
-        adapter.look()
+        adapter.check()
         return done
 
     def _of(self, lora_request: LoraRequest) -> Adapter:

@@ -88,18 +88,18 @@ class Announcements:
         """A save is over; if it is `ok`, the daemon had all of its blocks. What listeners are to be told."""
         if era != self.era:
             return []
-        told: list[KVEvent] = []
+        made: list[KVEvent] = []
         for each in begun:
             wanted = [self._is_there(key, ok) for key in each.keys]
             if all(wanted):
-                told.append(each.event)
+                made.append(each.event)
             else:
                 alone = (index for index, is_wanted in enumerate(wanted) if is_wanted)
-                told += [events.one_block(each.event, index) for index in alone]
+                made += [events.one_block(each.event, index) for index in alone]
             for index, key in enumerate(each.keys):
                 if wanted[index]:
                     self._announce(key, each.event, index)
-        return told + self._bound()
+        return made + self._bound()
 
     def _is_there(self, key: bytes, ok: bool) -> bool:
         block = self._recent.get(key)
@@ -115,9 +115,9 @@ class Announcements:
     def changed(self, start_again: bool, changes: Iterable[tuple[int, bytes, bool]]) -> list[KVEvent]:
         """The events for changes of the daemon's blocks: (group, hash, whether a lookup finds it), in order. With
         `start_again` the daemon has lost changes, so earlier events may be wrong."""
-        told: list[KVEvent] = []
+        made: list[KVEvent] = []
         if start_again:
-            told += self._withdraw(self._announced)
+            made += self._withdraw(self._announced)
             for block in self._recent.values():
                 block.visible = False
         gone: dict[bytes, object] = {}
@@ -131,16 +131,16 @@ class Announcements:
                     gone[key] = self._announced.pop(key)
             elif block is not None and block.ended and key not in self._announced:
                 # Listeners hear in order: it may have been among those that went.
-                told += self._withdraw(gone)
-                told.append(events.one_block(block.event, block.index))
+                made += self._withdraw(gone)
+                made.append(events.one_block(block.event, block.index))
                 self._announce(key, block.event, block.index)
-        return told + self._withdraw(gone) + self._bound()
+        return made + self._withdraw(gone) + self._bound()
 
     def withdraw_all(self) -> list[KVEvent]:
         """The daemon was left: nobody knows what it has."""
-        told = self._withdraw(self._announced)
+        made = self._withdraw(self._announced)
         self.forget()
-        return told
+        return made
 
     def forget(self) -> None:
         """Listeners were told that all is cleared."""
@@ -161,8 +161,8 @@ class Announcements:
     def _withdraw(self, blocks: dict[bytes, object]) -> list[KVEvent]:
         """Empties `blocks`: key, and the hash that listeners know."""
         by_group: dict[int, list[object]] = {}
-        for key, told in blocks.items():
-            by_group.setdefault(key[-1], []).append(told)
+        for key, hash_ in blocks.items():
+            by_group.setdefault(key[-1], []).append(hash_)
         self._counters.add("withdrawn_blocks", len(blocks))
         blocks.clear()
         return [

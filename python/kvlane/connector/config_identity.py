@@ -85,18 +85,18 @@ def counted_fields(config: DataclassInstance, context: Context) -> dict[str, Jso
         if condition is not None:
             trace = condition(context, value)
             if trace is not None:
-                found[name] = _told(context, f"{kind}.{name}", trace)
+                found[name] = _value(context, f"{kind}.{name}", trace)
             continue
         default = counted[name] if name in counted else _default(field)
-        told = _told(context, f"{kind}.{name}", value)
-        if told != as_json(default):
+        actual = _value(context, f"{kind}.{name}", value)
+        if actual != as_json(default):
             if name not in counted:
                 _say_unknown(kind, name)
-            found[name] = told
+            found[name] = actual
     return found
 
 
-def _told(context: Context, name: str, value: object) -> JsonValue:
+def _value(context: Context, name: str, value: object) -> JsonValue:
     try:
         return as_json(value)
     except Untold:

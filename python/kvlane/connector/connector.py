@@ -344,11 +344,11 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler or self._worker
         if side is None:
             return None
-        told: dict[str, object] = {**(side.take_stats() or {})}
+        stats: dict[str, object] = {**(side.take_stats() or {})}
         pool = side.pool.take()
         if pool is not None:
-            told[POOL] = pool
-        return KVLaneStats(data=told) if told else None
+            stats[POOL] = pool
+        return KVLaneStats(data=stats) if stats else None
 
     @guarded(lambda: None)
     def shutdown(self) -> None:

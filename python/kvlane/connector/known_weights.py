@@ -77,8 +77,8 @@ class KnownWeights:
             self.key = version_key(label.removeprefix("version "))
         else:
             # A key of this engine's life alone, because these labels mean nothing elsewhere.
-            said = repr(sorted(report.labels, key=lambda pair: pair[0]))
-            self.key = hashlib.blake2b(said.encode(), key=self._life, digest_size=16).digest()
+            labels_text = repr(sorted(report.labels, key=lambda pair: pair[0]))
+            self.key = hashlib.blake2b(labels_text.encode(), key=self._life, digest_size=16).digest()
         return True
 
 

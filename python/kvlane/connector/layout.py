@@ -113,7 +113,7 @@ def group_layout(
             raise Unsupported(f"vLLM registered no KV cache for the layer {name!r}")
         tensors = layers[name]
         parts = tensors if isinstance(tensors, list | tuple) else [tensors]
-        hint, told = hints.get(name, LayerHint()), (facts or {}).get(name, NO_FACTS)
+        hint, known = hints.get(name, LayerHint()), (facts or {}).get(name, NO_FACTS)
         for part, tensor in enumerate(parts):
             view = TensorView.of(tensor)
             place = (view.address, view.shape, view.strides)
@@ -131,9 +131,9 @@ def group_layout(
                     view.dtype,
                     view.element_bytes,
                     hint.backend,
-                    dimensions(shape, len(view.shape), told, together[id(tensors)]),
-                    told.heads,
-                    told.tokens,
+                    dimensions(shape, len(view.shape), known, together[id(tensors)]),
+                    known.heads,
+                    known.tokens,
                 )
             )
     block_bytes = sum(piece * len(offsets) for _, _, _, piece, offsets in regions)

@@ -122,7 +122,7 @@ class SchedulerSide:
         self.requests[request.request_id] = state
         if not state.takes_part():
             self.counters.add("unshared_requests")
-        self._tell("a new request", lambda kind: kind.request_added(state))
+        self._notify("a new request", lambda kind: kind.request_added(state))
 
     def _check_seed(self) -> None:
         self._seed_checked = True
@@ -169,7 +169,7 @@ class SchedulerSide:
             promised_by = self.loads.name
         if state is not None and external_tokens:
             state.awaits_tokens = True
-        self._tell(
+        self._notify(
             "blocks of a request",
             lambda kind: kind.allocated(
                 request, state, blocks, external_tokens if kind.name == promised_by else 0
@@ -182,7 +182,7 @@ class SchedulerSide:
         state = self.requests.get(request.request_id)
         if state is None:
             return None
-        self._tell("the end of a request", lambda kind: kind.request_finished(request, state, tables))
+        self._notify("the end of a request", lambda kind: kind.request_finished(request, state, tables))
         handed_over = (
             self._hand_over(request, state) if is_for_another_engine(transfer_params(request)) else None
         )
@@ -191,13 +191,13 @@ class SchedulerSide:
 
     def _hand_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
         """The answers of all kinds, merged."""
-        said: dict[str, object] = {}
+        answers: dict[str, object] = {}
         for kind in self.kinds:
             try:
-                said.update(kind.hands_over(request, state) or {})
+                answers.update(kind.hands_over(request, state) or {})
             except Exception as error:  # noqa: BLE001
                 self._failed("handing a request over", kind, error)
-        return {"kvlane": said} if said else None
+        return {"kvlane": answers} if answers else None
 
     def forget_request(self, request_id: str) -> None:
         """Give back what a request holds. What is under way for it goes on."""
@@ -206,15 +206,15 @@ class SchedulerSide:
             self._give_back(state)
 
     def _give_back(self, state: RequestState) -> None:
-        self._tell("what a request held", lambda kind: kind.give_back(state))
+        self._notify("what a request held", lambda kind: kind.give_back(state))
 
     # Kinds
 
-    def _tell(self, what: str, tell: Callable[[SchedulerKind], None], then: str = WITHOUT_IT) -> None:
+    def _notify(self, what: str, notify: Callable[[SchedulerKind], None], then: str = WITHOUT_IT) -> None:
         """Tell every kind. One that fails does not keep the others from hearing it."""
         for kind in self.kinds:
             try:
-                tell(kind)
+                notify(kind)
             except Exception as error:  # noqa: BLE001
                 self._failed(what, kind, error, then)
 
@@ -241,17 +241,17 @@ class SchedulerSide:
         """Once a step: keep the connection alive, and gather what the workers are to start beside `jobs.loads`."""
         self._connection.tick()
         if self._connection.has_restarted():
-            self._tell("a new daemon", lambda kind: kind.daemon_restarted())
+            self._notify("a new daemon", lambda kind: kind.daemon_restarted())
         self._tell_promises(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
         self._adapters.moment.at(self._clock())
         if block_state(output) is None:
             self._follow_tables(output)
-        self._tell("planning a step", lambda kind: kind.plan(output, jobs))
+        self._notify("planning a step", lambda kind: kind.plan(output, jobs))
         self._adapters.moment.next_step()
         if jobs.idle and not (jobs.loads or jobs.saves or jobs.others):
-            self._tell("a step with nothing to do", lambda kind: kind.idle())
+            self._notify("a step with nothing to do", lambda kind: kind.idle())
 
     def _follow_tables(self, output: SchedulerOutput) -> None:
         """For versions before 0.30: put the block tables together from the scheduler's messages."""
@@ -275,7 +275,7 @@ class SchedulerSide:
         """Which pools the workers may let go."""
         gone = self._connection.newly_gone()
         if gone is not None:
-            self._tell("a daemon that is gone", lambda kind: kind.runs_gone(gone))
+            self._notify("a daemon that is gone", lambda kind: kind.runs_gone(gone))
         boots = {load.boot for load in jobs.loads}
         present = self._connection.boot
         jobs.present = present if boots <= {present} else None
@@ -301,7 +301,7 @@ class SchedulerSide:
         held = self._pinned()
         # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
         if held and self.pins.pool is not None and self.pins.are_all(held):
-            self._tell("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
+            self._notify("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
 
     def _pinned(self) -> list[Block]:
         """The blocks that all kinds pin and can release."""
@@ -315,11 +315,11 @@ class SchedulerSide:
 
     def pool_was_reset(self) -> None:
         """vLLM's own cache is empty."""
-        self._tell("a reset of vLLM's cache", lambda kind: kind.pool_was_reset())
+        self._notify("a reset of vLLM's cache", lambda kind: kind.pool_was_reset())
 
     def reset(self) -> None:
         """The engine's weights may be others from here on. What is stored stays, for those that still have these."""
-        self._tell("a reset", lambda kind: kind.reset(), "blocks of other weights may be found")
+        self._notify("a reset", lambda kind: kind.reset(), "blocks of other weights may be found")
 
     def weights_reported(self, report: WeightsReport) -> None:
         """Workers have looked at their weights."""

@@ -55,11 +55,11 @@ def check(config: object) -> tuple[Findings, Settings | None]:
                 _finding("problem", f"the key {key!r} is unknown", "vLLM does not start with it", advice)
             )
     if ours is None:
-        told = config.get("kv_connector")
+        named = config.get("kv_connector")
         findings.append(
             _finding(
                 "problem",
-                f"kv_connector is {told!r}" if told else "kv_connector is missing",
+                f"kv_connector is {named!r}" if named else "kv_connector is missing",
                 "the engine does not use kvlane",
                 f'write "kv_connector": "{NAME}"',
             )

@@ -48,7 +48,7 @@ class SchedulerPart:
         self._clock = clock
         self._started: float | None = None
         self._has_found = False
-        self._told: Part | None = None
+        self._sent: Part | None = None
         self._again_at = 0.0
 
     def _present(self) -> Part:
@@ -67,9 +67,9 @@ class SchedulerPart:
     def take(self) -> Part | None:
         """The part, if it has changed since the last call or is due again."""
         present, now = self._present(), self._clock()
-        if present == self._told and now < self._again_at:
+        if present == self._sent and now < self._again_at:
             return None
-        self._told, self._again_at = present, now + AGAIN_SECONDS
+        self._sent, self._again_at = present, now + AGAIN_SECONDS
         return present
 
     def is_due(self) -> bool:
@@ -80,7 +80,7 @@ class SchedulerPart:
             self._started = self._clock()
         present = self._present()
         if present["daemon"]:
-            return present != self._told
+            return present != self._sent
         return not self._has_found and self._clock() - self._started < START_SECONDS
 
 

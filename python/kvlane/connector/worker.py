@@ -77,7 +77,7 @@ class WorkerSide:
         self._shared.replicas = replicas
         self.pool.attached(layouts)
         self.on_layer = None
-        self._tell("new caches", lambda kind: kind.attached())
+        self._notify("new caches", lambda kind: kind.attached())
 
     def attach_direct(self, rank: DirectRank) -> None:
         """Adds the rank's side of direct hand-offs, until `detach`."""
@@ -103,7 +103,7 @@ class WorkerSide:
             self._collect(core)
         except Exception as error:  # noqa: BLE001
             self._failures.record("closing the core", error, "what was under way is reported as failed")
-        self._tell("the end of copies", lambda kind: kind.detached())
+        self._notify("the end of copies", lambda kind: kind.detached())
 
     def bind(self, jobs: StepJobs) -> None:
         """A step begins."""
@@ -141,7 +141,7 @@ class WorkerSide:
             return
         self._is_computed = True
         jobs = self._jobs
-        self._tell("a computed step", lambda kind: kind.computed(jobs))
+        self._notify("a computed step", lambda kind: kind.computed(jobs))
 
     def unbind(self) -> None:
         """A step ends. Steps without a forward pass have not started their saves yet in some versions."""
@@ -169,11 +169,11 @@ class WorkerSide:
                 self._failed("how long to wait", kind, error)
         return longest
 
-    def _tell(self, what: str, tell: Callable[[WorkerKind], None]) -> None:
+    def _notify(self, what: str, notify: Callable[[WorkerKind], None]) -> None:
         """Tell every kind. One that fails does not keep the others from hearing it."""
         for kind in self.kinds:
             try:
-                tell(kind)
+                notify(kind)
             except Exception as error:  # noqa: BLE001
                 self._failed(what, kind, error)
 

@@ -19,7 +19,7 @@ use kvlane_router::{
 };
 
 /// The time between two polls of an engine that drains.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_EVERY: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Args)]
 pub(crate) struct SocketArgs {
@@ -136,7 +136,7 @@ pub(super) fn drain(args: &DrainArgs) -> Result<()> {
             println!("{node} is draining: {requests} requests are under way");
             return Ok(());
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_EVERY);
         nodes = args.socket.ask(&Call::List)?;
         nodes.retain(|each| each.node == node);
         if nodes.iter().any(|node| node.state != NodeState::Draining.name()) {
@@ -162,7 +162,7 @@ pub(super) fn remove(args: &RemoveArgs) -> Result<()> {
     let node = args.node.to_string();
     let mut left = args.socket.ask(&Call::Remove { node: node.clone(), now: args.now })?;
     while args.wait && !left.is_empty() {
-        thread::sleep(LOOK);
+        thread::sleep(POLL_EVERY);
         left = args.socket.ask(&Call::List)?;
         left.retain(|each| each.node == node);
     }

@@ -90,7 +90,7 @@ class LandDirect(SchedulerKind):
         self._by_request: dict[str, _Landed] = {}
         self._with: dict[str, _Landed] = {}
         """By request: what it waits for as another sample of a prompt, with the same id."""
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
         """Sources of this step's copies. Without a hash they would be the first to be reused, in the same step."""
@@ -153,8 +153,8 @@ class LandDirect(SchedulerKind):
     def _fell_back(self, word: str, why: str) -> None:
         """Computes the prompt here. Logs each reason once."""
         self._shared.counters.add("direct_fallbacks")
-        if word not in self._told:
-            self._told.add(word)
+        if word not in self._logged:
+            self._logged.add(word)
             # Log: a direct hand-off was not used; the answer is right, and later. Do: read the reason;
             # docs/handoff.md says what each setting allows.
             logger.warning(

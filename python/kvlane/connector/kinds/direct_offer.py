@@ -70,7 +70,7 @@ class OfferDirect(SchedulerKind):
         self._by_request: dict[str, _Offered] = {}
         self._later: dict[str, Lending] = {}
         """Lendings of requests that came after a reset. They begin once the weights are known."""
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def request_added(self, state: RequestState) -> None:
         self._unpin_free()
@@ -80,7 +80,7 @@ class OfferDirect(SchedulerKind):
         try:
             lending = direct_of(transfer_params(state.request))
         except NotDirect as error:
-            self._tell("nonsense", f"it makes no sense: {error}")
+            self._count_refusal("nonsense", f"it makes no sense: {error}")
             return
         if not isinstance(lending, Lending) or shared.pins.pool is None:
             return
@@ -88,7 +88,7 @@ class OfferDirect(SchedulerKind):
             not state.request.block_hashes
             and state.request.num_prompt_tokens >= direct.group.tokens_per_block
         ):
-            self._tell("hashes", "vLLM's prefix caching is off")
+            self._count_refusal("hashes", "vLLM's prefix caching is off")
             return
         if not state.takes_part() or wants_no_cache(state.request):
             self._tell_unknown()
@@ -101,7 +101,7 @@ class OfferDirect(SchedulerKind):
         direct, shared = self._shared.direct, self._shared
         assert direct is not None and direct.agent is not None
         if not direct.agent.begin_lending(lending.id, direct.content(shared.hashes.key(state))):
-            self._tell("full", "too many hand-offs are under way, or its id was used before")
+            self._count_refusal("full", "too many hand-offs are under way, or its id was used before")
             return
         shared.counters.add("direct_legs")
         offered = _Offered(lending, state.request.request_id)
@@ -119,13 +119,15 @@ class OfferDirect(SchedulerKind):
                 self._begin(state, lending)
 
     def _tell_unknown(self) -> None:
-        self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
+        self._count_refusal(
+            "unknown", "nobody can know for certain what its blocks mean, or it asks for no cache"
+        )
 
-    def _tell(self, kind: str, why: str) -> None:
+    def _count_refusal(self, kind: str, why: str) -> None:
         """Logs each kind of reason once, and counts all."""
         self._shared.counters.add("direct_not_offered")
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             # Log: the decode engine computes this prompt, or takes it from the daemon. Do: read the reason;
             # docs/handoff.md says what each setting allows.
             logger.warning(
@@ -174,7 +176,7 @@ class OfferDirect(SchedulerKind):
         assert pool is not None
         most, setting = direct.offered_blocks(len(pool.blocks))
         if not self._make_room(end - first, most, offered.lending.id):
-            self._tell("pins", f"more blocks than {setting} allows would be pinned")
+            self._count_refusal("pins", f"more blocks than {setting} allows would be pinned")
             self._end_request(request.request_id, is_complete=False)
             return []
         ids = list(tables[direct.group.group_id][first:end])

@@ -40,7 +40,7 @@ class _Load:
     """Pinned until the end: a load may outlive its request."""
     ranks_left: int
     ok: bool = True
-    tell: Callable[[bool], None] | None = None
+    on_end: Callable[[bool], None] | None = None
     """Called with whether all bytes came, if the load is not for a request."""
 
 
@@ -326,10 +326,10 @@ class LookUpAndLoad(SchedulerKind):
         group: CacheGroup,
         first: int,
         blocks: list[Block],
-        tell: Callable[[bool], None],
+        on_end: Callable[[bool], None],
     ) -> None:
         """Load a prompt's blocks from `first` on, which `tokens_found` has said, into these of the engine. They are
-        written until `tell` hears whether all bytes came; they stay pinned until then."""
+        written until `on_end` gets whether all bytes came; they stay pinned until then."""
         shared, hit = self._shared, state.hit
         assert hit is not None and hit.tokens >= (first + len(blocks)) * group.tokens_per_block
         wanted = list(range(first, first + len(blocks)))
@@ -338,7 +338,7 @@ class LookUpAndLoad(SchedulerKind):
         job = next(shared.jobs)
         shared.pins.pin(blocks)
         state.hit = None  # the lease belongs to the load now
-        self.under_way[job] = _Load("", hit.boot, hit.lease, blocks, shared.shape.workers, tell=tell)
+        self.under_way[job] = _Load("", hit.boot, hit.lease, blocks, shared.shape.workers, on_end=on_end)
         self.to_send.append(LoadJob(job, "", hit.boot, [(group.index, ids, pages)]))
         shared.counters.add("hit_tokens", len(blocks) * group.tokens_per_block)
 
@@ -349,7 +349,7 @@ class LookUpAndLoad(SchedulerKind):
 
     def _for_others(self) -> list[LoadJob]:
         """Loads for other kinds that no worker has been told of."""
-        return [load for load in self.to_send if self.under_way[load.job].tell is not None]
+        return [load for load in self.to_send if self.under_way[load.job].on_end is not None]
 
     def pinned(self) -> list[Block]:
         return [block for load in self._for_others() for block in self.under_way[load.job].blocks]
@@ -386,8 +386,8 @@ class LookUpAndLoad(SchedulerKind):
         self._shared.pins.unpin(load.blocks)
         if load.lease:
             self._shared.core.release(load.boot, load.lease)
-        if load.tell is not None:
-            load.tell(load.ok)
+        if load.on_end is not None:
+            load.on_end(load.ok)
             return
         state = self._shared.requests.get(load.request_id)
         if state is not None and state.loading == job:

@@ -78,10 +78,10 @@ class Reset(SchedulerKind):
         if shared.announcements is not None:
             shared.events.append(events.all_cleared())
             shared.announcements.forget()
-        _tell(labels)
+        _log(labels)
 
 
-def _tell(labels: set[str | None]) -> None:
+def _log(labels: set[str | None]) -> None:
     """Say in the log whose blocks the engine shares now."""
     (label, *others) = labels
     if None in labels:
