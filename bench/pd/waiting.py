@@ -199,9 +199,9 @@ def measure(decode: Decode, prefill: Child, arguments: argparse.Namespace) -> di
 
 def direct_id(name: str) -> str:
     """Under which the agents know it."""
-    from kvlane.connector.direct_request import Leg
+    from kvlane.connector.direct_request import Lending
 
-    return Leg(name).id.hex()
+    return Lending(name).id.hex()
 
 
 def main() -> int:
