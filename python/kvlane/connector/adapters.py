@@ -1,10 +1,10 @@
 """The identity of each LoRA adapter of an engine: the content that vLLM loaded, from its first possible load on.
 
-vLLM loads an adapter when it is told to (`add_lora`), or when the first request with it is scheduled; it loads it again
-when it had to make room for others. It tells adapters apart by a number (`lora_int_id`) and reads the files at that
-moment, whatever they hold by then. So an adapter is read here before vLLM can load it for the first time, and from
-then on its files have to stay as they are. If they do not, nobody can say which of the contents vLLM has, and the
-requests of this adapter take no part in the cache any more: nothing is looked up for them, and nothing is saved.
+vLLM loads an adapter on `add_lora`, or when it schedules the first request with it. It loads the adapter again after it
+had to make room for others. vLLM names an adapter by a number (`lora_int_id`), and reads the files at that moment,
+whatever their content. So the connector reads an adapter before vLLM can load it for the first time, and from then on
+its files have to stay the same. If they change, the connector cannot know which content vLLM has, and requests of the
+adapter are neither looked up nor saved any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The units that the dimensions of a layer's KV cache count, if vLLM's specification says it for certain.
 
-What is not certain stays untold. A wrong name would be worse: it may say that two engines' bytes differ, or agree.
+Uncertain ones stay unnamed ("untold"), because a wrong name could claim that two engines' bytes differ, or agree.
+Before vLLM 0.29 two dimensions of one size stay unnamed. So do heads if several ranks have one each, because that may
+be a copy.
 """
 
 from __future__ import annotations

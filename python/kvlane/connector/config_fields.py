@@ -1,9 +1,9 @@
-"""Which fields of vLLM's configuration decide what a block's bytes mean, class by class.
+"""The fields of vLLM's configuration that decide what a block's bytes mean, class by class.
 
-Whatever is not left out here counts, also a field that a later vLLM adds. A field at its default leaves no trace, so
-that engines of different versions share. The default is the one written here: a version that changes it differs.
+A field that is not left out here counts, also one that a later vLLM adds. A field at its default leaves no trace, so
+engines of different versions share. The default is the one written here, so a version that changes it differs.
 
-Names of three versions stand here, 0.24, 0.32 and 0.33; a class or field that a version does not have does no harm.
+The names are those of three versions, 0.24, 0.32 and 0.33. A class or field that a version lacks does no harm.
 docs/reference/identity-fields.md has the same as a table, made from this file.
 """
 

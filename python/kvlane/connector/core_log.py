@@ -1,6 +1,6 @@
-"""Hands the core's log messages to Python's logging.
+"""Passes the core's log messages to Python's logging.
 
-The core's threads put them into a queue; a thread here takes them out, since the engine may be idle for hours.
+The core's threads put messages into a queue. A thread here takes them out, because the engine may be idle for hours.
 """
 
 from __future__ import annotations

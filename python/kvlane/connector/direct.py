@@ -1,7 +1,7 @@
-"""Direct hand-offs: a prompt's blocks go from the engine that computes it into the own cache of the one that goes on.
+"""Direct hand-offs: a prompt's blocks go from the prefill engine's cache into the decode engine's own.
 
-Each rank and each scheduler of an engine has an agent of the core. The ranks' are made where vLLM registers the KV
-caches; what the scheduler has to know of them travels as vLLM's handshake metadata.
+Each rank and each scheduler of an engine has an agent of the core. A rank makes its agent when vLLM registers the KV
+caches, and vLLM's handshake metadata carries the rank's facts to the scheduler.
 """
 
 from __future__ import annotations

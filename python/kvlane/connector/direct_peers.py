@@ -1,8 +1,7 @@
-"""Which addresses this engine connects to for direct hand-offs.
+"""The addresses to which this engine connects for direct hand-offs.
 
-Requests name them, and whoever sends requests to the engine writes those. So an address is only connected to where it
-is another engine's of this user, which has left its address in the user's runtime folder, or in a network that
-`kvlane.direct.peers` names.
+Requests name addresses, and clients write requests. So the engine connects only to other engines of its user, which
+leave their addresses in the user's runtime folder, and to networks that `kvlane.direct.peers` names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""As what and when an engine was started: the same in its scheduler and its workers, and in no other start."""
+"""Identifies an engine's start: the same in its scheduler and its workers, and different in every other start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: tell routers that listen to vLLM which blocks lie in host memory."""
+"""Makes KV events, by which routers that listen to vLLM learn which blocks lie in host memory."""
 
 from __future__ import annotations
 

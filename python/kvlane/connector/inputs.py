@@ -1,8 +1,8 @@
-"""Which multimodal inputs of a request have names that say what they are.
+"""Finds the multimodal inputs of a request whose names identify their content.
 
-vLLM names an image or a sound by a digest of its content, and a block's hash holds that name. Where both prefix caching
-and the processor's cache are off, it saves itself the digest and counts: `renderer0-mm-7-image-0`. Each engine counts
-from one, so the same name means another image in every engine and after every restart.
+vLLM names an image or a sound by a digest of its content, and a block's hash holds that name. If both prefix caching
+and the processor's cache are off, vLLM saves the digest and counts: `renderer0-mm-7-image-0`. Each engine counts from
+one, so the same name means another image in every engine and after every restart.
 
 Names that users give (`multi_modal_uuids`) are their promise that equal names mean equal inputs.
 """

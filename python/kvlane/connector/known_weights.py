@@ -1,12 +1,12 @@
-"""Which weights the blocks of an engine belong to, as the scheduler role knows it.
+"""The scheduler role's knowledge of the weights to which the engine's blocks belong.
 
     at start: known --- reset ---> unknown --- the first step with requests asks the workers ---> known
                  ^                                                                                 |
                  +---------------------------------------------------------------------------------+
 
-While they are unknown the engine neither looks up nor saves. What the workers answer are labels
-(`kvlane.connector.weights`), and the labels are a key that is mixed into the blocks' hashes: engines find each other's
-blocks if their keys are equal. The weights of the files have no key.
+While the weights are unknown, the engine neither looks up nor saves. The workers answer with labels
+(`kvlane.connector.weights`). The labels make a key that is mixed into the blocks' hashes, so engines with equal keys
+find each other's blocks. The weights of the files have no key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds a KV cache group's blocks in this process's memory from the tensors' strides.
 
 A block of a group is stored as the concatenation of its layers in name order, each layer's pieces in address order.
-What is told of that string of bytes (shard_layout.py), and its digest, has no addresses in it, so engines of equal
-digest can read each other's blocks, however far apart their layers and blocks lie.
+The description of these bytes (shard_layout.py) and its digest have no addresses. So engines of equal digest can read
+each other's blocks, however far apart their layers and blocks lie.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which files of a model vLLM reads, so that these and no others decide what the model is."""
+"""Finds the files of a model that vLLM reads. Only these decide the model's identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a daemon: it hands prompts over directly, and looks nothing up, saves nothing and loads nothing."""
+"""The core of an engine without a daemon: direct hand-offs work, and nothing is looked up, saved or loaded."""
 
 from __future__ import annotations
 

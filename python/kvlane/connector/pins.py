@@ -1,4 +1,4 @@
-"""References on blocks of the engine's pool: vLLM does not reuse a block while somebody may still copy it."""
+"""References on blocks of the engine's pool: vLLM does not reuse a block while a copy may still use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler role: remembers the engine's requests, and asks the kinds of job in their order what to answer vLLM."""
+"""The scheduler role: keeps the engine's requests, and asks the kinds of job in their order for each answer to vLLM."""
 
 from __future__ import annotations
 

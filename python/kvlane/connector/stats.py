@@ -1,4 +1,4 @@
-"""Counters of the connector: through vLLM's own channel to its log and to Prometheus as vllm:kvlane_*."""
+"""Sends the connector's counters through vLLM's own channel: to its log, and to Prometheus as vllm:kvlane_*."""
 
 from __future__ import annotations
 

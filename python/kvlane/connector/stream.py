@@ -1,4 +1,4 @@
-"""How the engine computes on a GPU."""
+"""The engine's compute stream on a GPU, as loads and saves need it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The members of vLLM's objects that the connector reads, and no others: an object of a test needs no other members.
 
-vLLM's own classes are not named here, since they differ between versions, and many tests run without vLLM. What only
-some versions have is read in one place each, by the functions at the end.
+vLLM's own classes are not named here, because they differ between versions, and many tests run without vLLM. A member
+that only some versions have is read in one place, by a function at the end.
 """
 
 from __future__ import annotations

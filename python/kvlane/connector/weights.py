@@ -1,14 +1,14 @@
-"""Which weights a worker computes with: told by a digest of samples of every parameter.
+"""Identifies the weights with which a worker computes, by a digest of samples of every parameter.
 
-An engine may change its weights where they lie, as trainers do. Then what its files say is no longer true, and its
-blocks must not get the files' name. The digest tells weights apart; a label tells what is known of them:
+An engine may change its weights in place, as trainers do. Then the files no longer describe them, and new blocks must
+not get the files' name. The digest distinguishes weights; a label names them:
 
-    ""              those that the engine was started with
-    "version NAME"  the trainer has named them (`name_weights`)
-    "life N"        nobody knows them: seen first after the engine's Nth reset
+    ""              the weights with which the engine was started
+    "version NAME"  weights that the trainer has named (`name_weights`)
+    "life N"        unnamed weights, seen first after the engine's Nth reset
 
-A digest that was seen before has the label of then: an engine that slept, or was given its first weights again, finds
-its blocks. Where no digest can be taken, only weights that were named since the last reset have a label.
+A digest that was seen before gets its former label. So an engine that slept, or got its first weights again, finds its
+blocks. If no digest can be taken, only weights that were named since the last reset have a label.
 """
 
 from __future__ import annotations

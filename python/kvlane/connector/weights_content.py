@@ -1,15 +1,15 @@
 """The content of a model's weight files, as a digest of chosen bytes: fast, and the same on every host.
 
-Of a safetensors file are read its header, the tensors below 64 KiB, and of every other tensor a page in each 16 MiB.
-Which pages is drawn from the tensor's name by a fixed key, so that all hosts read the same. Training changes nearly
-every number of a tensor, so a page tells two models apart. An edit of a few rows of a large tensor may go unseen.
+In a safetensors file it reads the header, the tensors below 64 KiB, and of every other tensor a page in each 16 MiB.
+The tensor's name draws the pages by a fixed key, so all hosts read the same ones. Training changes nearly every number
+of a tensor, so a page distinguishes two models. An edit of a few rows of a large tensor may go unseen.
 
-Files of other formats do not tell where their tensors are. Of them, and of damaged files, are read the
-beginning, the end (PyTorch keeps a checksum of every tensor there) and pages between; that is weaker. So it is of a
-file whose small tensors are more than a gibibyte together.
+Files of other formats do not say where their tensors are. In these, in damaged files, and in files whose small tensors
+are more than a gibibyte together, it reads the beginning, the end (PyTorch keeps a checksum of every tensor there) and
+pages between. That is weaker.
 
-A file's name is not in the digest, so the same files by any path are equal. How the tensors are distributed over files
-is in it, since it is in the headers: the same weights cut into other files are another model.
+A file's name is not in the digest, so the same files by any path are equal. The distribution of tensors over files is
+in it, through the headers: the same weights cut into other files are another model.
 """
 
 from __future__ import annotations

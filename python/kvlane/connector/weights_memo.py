@@ -1,11 +1,11 @@
-"""Remembers what is in weight files, in the process and on disk, so that an engine's start does not read them again.
+"""Remembers the content of weight files, in the process and on disk, so that an engine's start does not read them again.
 
-Files are known again by device, inode, size, modification and change time, and by a page of each: images that are
-mounted one after the other may agree in all of the former. A file whose change time is younger than two seconds is
-not remembered, since it can be written again without a change of its times.
+A file is recognised by device, inode, size, modification and change time, and a page, because images that are mounted
+one after the other may agree in all of the former. A file whose change time is younger than two seconds is not
+remembered, because a second write may leave its times unchanged.
 
-On disk each entry is a small file in the user's cache folder, named by the digest of what it was found by. An entry
-or a folder that others could have written is ignored.
+On disk each entry is a small file in the user's cache folder, named by the digest of these facts. An entry or a folder
+that another user could have written is ignored.
 """
 
 from __future__ import annotations

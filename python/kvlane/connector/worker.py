@@ -1,7 +1,7 @@
-"""The worker role: hands a step's jobs to the kinds of job, and reports their ends.
+"""The worker role: passes a step's jobs to the kinds of job, and reports their ends.
 
-Every job that arrives is reported exactly once, as failed if nothing else is possible: the scheduler keeps blocks
-pinned, and vLLM keeps a request waiting, until then.
+Every job that arrives is reported exactly once, as failed if nothing else is possible. Until then the scheduler keeps
+blocks pinned, and vLLM keeps a request waiting.
 """
 
 from __future__ import annotations

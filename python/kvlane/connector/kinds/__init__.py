@@ -1,12 +1,12 @@
-"""The kinds of job that the connector does, in the order in which both roles ask them.
+"""The kinds of job, in the order in which both roles ask them.
 
-- reset: which weights the engine has; prompts wait while nobody knows.
-- land: prompts that another engine computes and hands over directly land in this engine's own cache.
-- load: prompts are looked up, and what the daemon has of them is loaded.
-- save: blocks that are full are saved.
-- direct: blocks that are computed for another engine are handed over to it.
+- reset: finds which weights the engine has; prompts wait while they are unknown.
+- land: lands prompts that a prefill engine hands over directly in this engine's own cache.
+- load: looks prompts up, and loads the daemon's blocks.
+- save: saves full blocks.
+- direct: lends blocks to decode engines.
 
-A further kind is a class for each role that has something to do, and a line in each list here.
+A further kind is a class for each role in which it works, and a line in each list here.
 """
 
 from __future__ import annotations

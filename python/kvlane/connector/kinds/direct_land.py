@@ -1,9 +1,10 @@
-"""Lands prompts that another engine computes in blocks of this engine's own pool, and so makes them its prefix cache.
+"""Lands prompts that a prefill engine computes in blocks of this engine's own pool, where they become its prefix cache.
 
-Nothing is promised: a request waits until its blocks are there or given up for, and then finds them as what the engine
-has computed itself. What is not there is computed. Blocks are taken in `plan` alone: there the step's own allocations
-are done, so that no block is taken that another request was just told it has. What the daemon has of a prompt's
-beginning is loaded into such blocks too, and the other engine is asked for the rest.
+Nothing is promised. A request waits until its blocks have landed or the hand-off is given up, and then finds landed
+blocks as its own cache; the engine computes the others. Only `plan` takes blocks, because the step's own allocations
+are done by then: so it takes none that a request has just found. The daemon's part of a prompt's beginning is loaded
+into such blocks too, and the prefill engine is asked for the rest. The last tokens, which fill no block or which vLLM
+does not take as a hit, land in a block of their own and are copied before the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells a rank's agent which blocks of direct hand-offs a step fills, and how far it is with them."""
+"""Reports to a rank's agent which blocks of direct hand-offs a step fills, and the step's progress."""
 
 from __future__ import annotations
 

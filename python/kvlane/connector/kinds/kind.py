@@ -1,8 +1,8 @@
-"""What a kind of job is: the part of each role that looks after one thing, as loads or saves.
+"""The interface of a kind of job: the part of each role that does one thing, such as loads or saves.
 
-Both roles ask their kinds in the order of the lists in `kvlane.connector.kinds`. A kind writes only the methods by
-which it has something to say; the ones here say nothing. Its scheduler half tells its worker half what to do in
-`StepJobs`, and hears from it by ends of jobs and by reports.
+Both roles ask their kinds in the order of the lists in `kvlane.connector.kinds`. A kind overrides only the methods that
+it needs; the ones here do nothing. Its scheduler half gives its worker half jobs in `StepJobs`, and gets back ends of
+jobs and reports.
 """
 
 from __future__ import annotations

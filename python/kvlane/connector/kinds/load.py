@@ -1,6 +1,8 @@
 """Looks prompts up, promises hits, and has them loaded.
 
-A hit is promised only while its lease is held; the lease is given back when all workers have loaded the blocks.
+A hit is promised only while its lease is held and the scheduler is connected to the daemon's run that gave it. Else the
+prompt is looked up again, or computed. A hit may wait for room in the engine for any time. The lease is released when
+all workers have loaded the blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carries loads out in one rank, and makes steps wait for those that were released before their end."""
+"""Carries loads out in one rank, and makes steps wait for loads that were released before their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows which weights the engine's blocks belong to, also after vLLM reset the connector because they change."""
+"""Tracks the weights to which the engine's blocks belong, also after vLLM reset the connector because they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks in one rank which weights it computes with, when the scheduler role asks after a reset."""
+"""Digests the weights of one rank when the scheduler role asks after a reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has new blocks saved: those that a step fills, and at a request's end the last full ones."""
+"""Saves new blocks: those that a step fills, and at a request's end the last full ones."""
 
 from __future__ import annotations
 
