@@ -1,4 +1,4 @@
-"""The scheduler role's connection to the daemon: kept alive once a step. It remembers the daemon's runs that it has left."""
+"""The scheduler role's connection to the daemon, kept alive once a step, and the daemon's runs that it has left."""
 
 from __future__ import annotations
 

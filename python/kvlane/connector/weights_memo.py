@@ -1,4 +1,4 @@
-"""Remembers the content of weight files, in the process and on disk, so that an engine's start does not read them again.
+"""Remembers the content of weight files, in the process and on disk, so an engine's start need not read them again.
 
 A file is recognised by device, inode, size, modification and change time, and a page, because images that are mounted
 one after the other may agree in all of the former. A file whose change time is younger than two seconds is not
