@@ -313,7 +313,7 @@ impl RankThread {
             Err(error) => {
                 // Log: a peer sent a message that this version cannot read; the hand-off is computed instead. Do:
                 // use one version of kvlane on both engines.
-                tracing::warn!(%error, "hand-off message ignored");
+                tracing::warn!(peer = ?from, %error, "hand-off message ignored");
                 return;
             }
         };
@@ -329,9 +329,11 @@ impl RankThread {
             Message::Room { .. } | Message::Stop(_) if self.is_scheduler(from) => {
                 self.reading.scheduler_said(message);
             }
-            // Log: a process sent a message that only this engine's scheduler may send; it has no effect. Do:
-            // find out which engine sent it, if it repeats.
-            _ => tracing::warn!("hand-off message ignored: its sender may not send it to this rank"),
+            _ => {
+                // Log: a process sent a message that only this engine's scheduler may send; it has no effect. Do:
+                // find out which engine sent it, if it repeats.
+                tracing::warn!(peer = ?from, "hand-off message ignored: its sender may not send it to this rank");
+            }
         }
     }
 

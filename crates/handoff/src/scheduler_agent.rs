@@ -316,7 +316,7 @@ impl SchedulerThread {
             Err(error) => {
                 // Log: a peer sent a message that this version cannot read; the hand-off is computed instead. Do:
                 // use one version of kvlane on both engines.
-                tracing::warn!(%error, "hand-off message ignored");
+                tracing::warn!(peer = ?from, %error, "hand-off message ignored");
                 return;
             }
         };

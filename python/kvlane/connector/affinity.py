@@ -53,7 +53,7 @@ def unbound() -> Iterator[None]:
     except OSError as error:
         # Log: kvlane's threads share processors with the worker; copies may slow it down. Do: allow
         # sched_setaffinity in the container, if that matters.
-        logger.info("kvlane cannot start its threads on other processors than the worker's: %s", error)
+        logger.info("kvlane: threads cannot start on other processors than the worker's: %s", error)
         yield
         return
     try:

@@ -40,13 +40,16 @@ pub(super) async fn serve(listener: StdListener, registry: Arc<Registry>) -> std
         };
         match is_trusted(&stream) {
             Ok(true) => {}
-            refused => {
+            Ok(false) => {
                 // Log: only the router's own user and root may use its socket; this caller was turned away. Do:
                 // run `kvlane route list` and its like as the router's user.
-                tracing::warn!(
-                    ?refused,
-                    "connection refused at the router's socket: the peer is another user"
-                );
+                tracing::warn!("connection refused at the router's socket: the peer is another user");
+                continue;
+            }
+            Err(error) => {
+                // Log: the kernel did not name the caller's user, so the caller was turned away. Do: run the
+                // command again.
+                tracing::warn!(%error, "connection refused at the router's socket: the peer's user is unknown");
                 continue;
             }
         }
