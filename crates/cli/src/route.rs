@@ -142,9 +142,9 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     let proxies = listeners.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
     log_addresses(&proxies, &counts, args.policy);
     service::notify(service::READY);
-    let asked = runtime.block_on(signals.stop(|| running.reload(&mut members)));
+    let cause = runtime.block_on(signals.stop(|| running.reload(&mut members)));
     service::notify(service::STOPPING);
-    let ended = stop::stop(&runtime, &mut signals, &shared, proxies, asked, running.times);
+    let ended = stop::stop(&runtime, &mut signals, &shared, proxies, cause, running.times);
     members.stop();
     loads.stop();
     balancing.into_iter().for_each(Balancing::stop);

@@ -8,7 +8,7 @@
 //! - [`Process`]: figures of the program's own process.
 //! - [`RuntimeThread`]: a thread with a runtime of its own, which another thread can stop.
 //! - [`Slots`]: bounds how many connections are open.
-//! - [`Waiting`]: the connections whose request has not come yet; the oldest gives up its slot when none is left.
+//! - [`HeadlessConnections`]: the connections whose request has not come yet; the oldest gives up its slot when none is left.
 #![forbid(unsafe_code)]
 
 mod host;
@@ -27,5 +27,5 @@ pub use self::{
     pages::{CONNECTIONS_MAX, Pages},
     runtime_thread::{RuntimeThread, Stopped},
     slots::{Slot, Slots},
-    waiting::{Place, Waiting},
+    waiting::{HeadlessConnections, HeldSlot},
 };

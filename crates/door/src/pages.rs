@@ -22,7 +22,7 @@ use crate::{
     host::Names,
     runtime_thread::RuntimeThread,
     slots::Slots,
-    waiting::{Place, Waiting},
+    waiting::{HeadlessConnections, HeldSlot},
 };
 
 /// Connections at the same time. Prometheus and probes need one each, for milliseconds.
@@ -66,7 +66,7 @@ impl Pages {
 }
 
 async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &Router) {
-    let waiting = Arc::new(Waiting::default());
+    let waiting = Arc::new(HeadlessConnections::default());
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -74,9 +74,9 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
                 let Some(slot) = slots.take().or_else(|| waiting.close_oldest()) else {
                     continue;
                 };
-                let (place, number) = (Place::new(slot), waiting.number());
+                let (held_slot, number) = (HeldSlot::new(slot), waiting.number());
                 let answer = answer_one(stream, pages.clone(), Arc::clone(&waiting), number);
-                let (held, all) = (Arc::clone(&place), Arc::clone(&waiting));
+                let (held, all) = (Arc::clone(&held_slot), Arc::clone(&waiting));
                 let task = tokio::spawn(async move {
                     // A client that does not take the answer in time is cut off, too.
                     let _ = tokio::time::timeout(CONNECTION_TIMEOUT, answer).await;
@@ -84,7 +84,7 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
                     drop(held);
                 });
                 // The task has not begun yet, because it runs in this thread.
-                waiting.add(number, place, task.abort_handle());
+                waiting.add(number, held_slot, task.abort_handle());
             }
             Err(error) => {
                 // Log: the kernel refused a connection for health and metrics, mostly for lack of file
@@ -97,7 +97,12 @@ async fn accept(listener: &tokio::net::TcpListener, slots: &Arc<Slots>, pages: &
 }
 
 /// Answers the one request of a connection, which closes it. So no connection is idle.
-async fn answer_one(stream: tokio::net::TcpStream, pages: Router, waiting: Arc<Waiting>, number: u64) {
+async fn answer_one(
+    stream: tokio::net::TcpStream,
+    pages: Router,
+    waiting: Arc<HeadlessConnections>,
+    number: u64,
+) {
     let pages = TowerToHyperService::new(pages);
     let service = service_fn(move |request| {
         // Called once all headers are there.

@@ -8,9 +8,9 @@ use tokio::task::AbortHandle;
 
 use crate::slots::Slot;
 
-/// Waiting connections, oldest first. `S` is the slot by which a connection is counted.
+/// HeadlessConnections connections, oldest first. `S` is the slot by which a connection is counted.
 #[derive(Debug)]
-pub struct Waiting<S = Slot>(Mutex<Inner<S>>);
+pub struct HeadlessConnections<S = Slot>(Mutex<Inner<S>>);
 
 #[derive(Debug)]
 struct Inner<S> {
@@ -21,28 +21,28 @@ struct Inner<S> {
 #[derive(Debug)]
 struct Entry<S> {
     since: Instant,
-    place: Arc<Place<S>>,
+    slot: Arc<HeldSlot<S>>,
     task: AbortHandle,
 }
 
-/// Holds the slot of a connection until it is dropped, or [`close_oldest`](Waiting::close_oldest) takes the slot away.
+/// Holds the slot of a connection until it is dropped, or [`close_oldest`](HeadlessConnections::close_oldest) takes the slot away.
 #[derive(Debug)]
-pub struct Place<S = Slot>(Mutex<Option<S>>);
+pub struct HeldSlot<S = Slot>(Mutex<Option<S>>);
 
-impl<S> Place<S> {
-    /// Shared by the connection's task and its entry in [`Waiting`].
+impl<S> HeldSlot<S> {
+    /// Shared by the connection's task and its entry in [`HeadlessConnections`].
     pub fn new(slot: S) -> Arc<Self> {
         Arc::new(Self(Mutex::new(Some(slot))))
     }
 }
 
-impl<S> Default for Waiting<S> {
+impl<S> Default for HeadlessConnections<S> {
     fn default() -> Self {
         Self(Mutex::new(Inner { next: 0, waiting: BTreeMap::new() }))
     }
 }
 
-impl<S> Waiting<S> {
+impl<S> HeadlessConnections<S> {
     /// Numbers a connection that is about to begin.
     pub fn number(&self) -> u64 {
         let mut inner = self.0.lock();
@@ -51,8 +51,8 @@ impl<S> Waiting<S> {
     }
 
     /// Adds a connection whose task has begun. Its wait for the request counts from now on.
-    pub fn add(&self, number: u64, place: Arc<Place<S>>, task: AbortHandle) {
-        self.0.lock().waiting.insert(number, Entry { since: Instant::now(), place, task });
+    pub fn add(&self, number: u64, slot: Arc<HeldSlot<S>>, task: AbortHandle) {
+        self.0.lock().waiting.insert(number, Entry { since: Instant::now(), slot, task });
     }
 
     /// Removes a connection whose request has come, or that has ended.
@@ -67,8 +67,8 @@ impl<S> Waiting<S> {
 
     /// Closes the oldest connection, and returns its slot. None if no connection waits.
     pub fn close_oldest(&self) -> Option<S> {
-        let (_, Entry { place, task, .. }) = self.0.lock().waiting.pop_first()?;
+        let (_, Entry { slot, task, .. }) = self.0.lock().waiting.pop_first()?;
         task.abort();
-        place.0.lock().take()
+        slot.0.lock().take()
     }
 }

@@ -65,7 +65,7 @@ pub use host_worker::HostFence;
 pub use meetings::{Answer, Meetings, Seat};
 pub use own::{Copied, OwnBlocks, OwnCopies, OwnError};
 pub use pace::Pace;
-pub use peer::{Asked, PeerBlocks, SaveError};
+pub use peer::{CopyCondition, PeerBlocks, SaveError};
 pub use runs::{PlanError, Runs};
 pub use worker_fence::WorkerFence;
 

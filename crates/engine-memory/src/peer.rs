@@ -27,7 +27,7 @@ pub enum PeerBlocks {
 
 /// When a request's blocks may be copied: after `event`, and while the fence holds `epoch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Asked {
+pub struct CopyCondition {
     /// Epoch of the worker's fence when it made the request.
     pub epoch: u64,
     /// On a GPU: index of the event that the copy waits for.
@@ -70,13 +70,13 @@ impl PeerBlocks {
         from: &[Region],
         places: &[(BlockId, PoolOffset)],
         pool: &Arc<Arena>,
-        asked: Asked,
+        condition: CopyCondition,
         pace: &Pace<'_>,
     ) -> Result<(), SaveError> {
         let runs = Runs::plan(from, places, pool)?;
         match self {
-            Self::ProcessVm(process) => Ok(process.copy_out(&runs, asked.epoch)?),
-            Self::Gpu(gpu) => Ok(gpu.copy_out(&runs, asked.epoch, asked.event, pace)?),
+            Self::ProcessVm(process) => Ok(process.copy_out(&runs, condition.epoch)?),
+            Self::Gpu(gpu) => Ok(gpu.copy_out(&runs, condition.epoch, condition.event, pace)?),
         }
     }
 }

@@ -188,7 +188,7 @@ impl ImportedChunks {
                 importing: uuid_text(info.uuid),
             });
         }
-        // What the peer says is checked before addresses are taken for it.
+        // Checks the peer's report before it reserves addresses.
         if bytes == 0 || bytes > info.total_bytes || engine_base.checked_add(bytes).is_none() {
             return Err(GpuError::Invalid(format!(
                 "{bytes} bytes of chunks at {engine_base:#x}, on a GPU of {} bytes",

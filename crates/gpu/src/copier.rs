@@ -24,13 +24,13 @@ const PARTS_GROW: usize = 4;
 const BATCH_COPIES: usize = 512;
 
 /// A batch call of at least [`BATCH_COPIES_LEAST`] copies ends with the copy that reaches this many bytes, because small
-/// copies of another process, like those of each decode step, wait for the whole call. On an H200, 99th percentile of an engine's gaps between tokens beside
-/// saves and loads of 10 GB/s, as a multiple of the gaps without: 1.045 with calls of 32 MiB, 1.03 with 4 MiB, in pieces
-/// of 64 KiB, which come as fast.
+/// copies of another process, like those of each decode step, wait for the whole call. On an H200, 99th percentile of an
+/// engine's gaps between tokens beside saves and loads of 10 GB/s, as a multiple of the gaps without: 1.045 with calls of
+/// 32 MiB, 1.03 with 4 MiB, in pieces of 64 KiB, which come as fast.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// Fewest copies of a batch call that ends by its bytes. With calls of 4 MiB in two copies 256 MiB came 0.02 slower than in one
-/// call, share of the contiguous copy.
+/// Fewest copies of a batch call that ends by its bytes. With calls of 4 MiB in two copies 256 MiB came 0.02 slower than in
+/// one call, share of the contiguous copy.
 const BATCH_COPIES_LEAST: usize = 64;
 
 /// The options of a copier.

@@ -4,8 +4,8 @@
 //! put the crate kvlane-fake-gpu behind it, so every layer above is tested on a machine without a GPU.
 //!
 //! ```text
-//!   Loader (rails)        a load to one GPU, by its own link and those of idle GPUs
-//!     Together            the same part of a load for several GPUs
+//!   Together              the same bytes to several GPUs, a share over each link
+//!     Loader (rails)      a load to one GPU, by its own link and those of idle GPUs
 //!     Copier              any list of copies in one stream
 //!       plan (pure)       each run: copy engine, batch call or copy kernel
 //!   Imported, Chunks      memory of another process

@@ -75,7 +75,7 @@ pub struct RailOptions {
     pub meet_within: Duration,
     /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so fewer blocks would only
     /// keep the engine's kernels waiting for longer. Between H200s 48 read 333 GB/s in pieces of 64 KiB, 0.85 of a contiguous
-    /// copy; 16 read 0.73 of it, and more than 48 read no more. Copy engines read 104 GB/s.
+    /// copy; 16 read 0.73 of that copy, and more than 48 no more than 48. Copy engines read 104 GB/s.
     pub blocks: u32,
     /// Whether loads of short pieces are staged through a ring on the target.
     pub staging: bool,

@@ -218,7 +218,7 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Whether a load of `bytes` is worth sharing among `gpus` GPUs, and NVLink joins enough of them ([`crate::Together`]).
+    /// Whether a load of `bytes` is worth sharing among `gpus` GPUs, and the target reaches as many ([`crate::Together`]).
     pub fn may_share(&self, bytes: u64, gpus: usize) -> bool {
         bytes >= self.rails.options.least_bytes && self.own().is_some() && self.reached.len() + 1 >= gpus
     }

@@ -240,11 +240,6 @@ impl Reading {
         self.reads.len()
     }
 
-    /// Number of a hand-off's READs in flight.
-    pub fn in_flight(&self, id: HandoffId) -> usize {
-        self.reads.get(&id).map_or(0, |read| read.in_flight.len())
-    }
-
     /// Forgets offers for which no Room has come in time.
     pub fn tick(&mut self, now: Duration) {
         self.reads.retain(|_, read| {

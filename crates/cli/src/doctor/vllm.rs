@@ -68,7 +68,7 @@ fn ask(interpreter: &Path, limit: Duration) -> Result<Packages, String> {
         }
     });
     let answer = told.recv_timeout(limit);
-    // It has said all, or too little. Not waited for: one that hangs in the kernel does not die either.
+    // The child is killed and not waited for, because one that hangs in the kernel does not die either.
     let _ = child.kill();
     match answer {
         Ok(text) => {

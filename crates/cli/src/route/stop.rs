@@ -27,7 +27,7 @@ pub(super) struct Signals {
 
 /// The origin of a request to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asked {
+pub(super) enum StopCause {
     /// A service manager sent SIGTERM: the load balancer may still send clients here.
     ByManager,
     /// A user pressed Ctrl-C (SIGINT).
@@ -51,11 +51,11 @@ impl Signals {
     }
 
     /// Returns when the router has to stop. Calls `reload` for each SIGHUP before that.
-    pub(super) async fn stop(&mut self, mut reload: impl FnMut()) -> Asked {
+    pub(super) async fn stop(&mut self, mut reload: impl FnMut()) -> StopCause {
         loop {
             tokio::select! {
-                _ = self.term.recv() => return Asked::ByManager,
-                _ = self.interrupt.recv() => return Asked::ByHand,
+                _ = self.term.recv() => return StopCause::ByManager,
+                _ = self.interrupt.recv() => return StopCause::ByHand,
                 _ = self.hangup.recv() => reload(),
             }
         }
@@ -69,13 +69,13 @@ pub(super) fn stop(
     signals: &mut Signals,
     shared: &Shared,
     proxies: Vec<Proxy>,
-    asked: Asked,
+    cause: StopCause,
     times: Times,
 ) -> String {
     let Times { delay, mut drain } = times;
     shared.begin_stopping();
     runtime.block_on(async {
-        if asked == Asked::ByManager && !delay.is_zero() {
+        if cause == StopCause::ByManager && !delay.is_zero() {
             // Log: after SIGTERM the router still serves clients until `--drain-delay` is over, so that balancers
             // notice.
             tracing::info!(

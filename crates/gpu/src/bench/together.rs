@@ -54,7 +54,7 @@ pub fn measure_together(
     Ok(bytes as f64 / median(seconds) / 1e9)
 }
 
-/// The copies of one GPU, and the thread's view of them.
+/// One GPU's copies, with their copier, loader and stream.
 struct GpuPart {
     laid: Laid,
     copier: Copier,

@@ -14,7 +14,7 @@ use std::{
 
 use hyper::{Request, Version, body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
-use kvlane_door::{Place, RuntimeThread};
+use kvlane_door::{HeldSlot, RuntimeThread};
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
@@ -156,12 +156,12 @@ async fn serve(
                 };
                 let Some(slot) = slot else { break };
                 let headless = Headless::new(&shared, slot);
-                let (number, place) = (headless.number, Arc::clone(&headless.place));
+                let (number, slot) = (headless.number, Arc::clone(&headless.slot));
                 let connection =
                     connection(stream, headless, stopped.clone(), upstreams.clone(), Rc::clone(&clients));
                 let task = connections.spawn_local(connection);
                 // All tasks run in this thread, so this one has not begun yet.
-                shared.connections.headless.add(number, place, task);
+                shared.connections.headless.add(number, slot, task);
             }
             Err(error) => {
                 // Log: the kernel refused a client's connection, mostly for lack of file descriptors; the router
@@ -285,18 +285,18 @@ async fn connection(
 struct Headless {
     shared: Arc<Shared>,
     number: u64,
-    place: Arc<Place<OwnedSemaphorePermit>>,
+    slot: Arc<HeldSlot<OwnedSemaphorePermit>>,
 }
 
 impl Headless {
     fn new(shared: &Arc<Shared>, slot: OwnedSemaphorePermit) -> Self {
         let number = shared.connections.headless.number();
-        Self { shared: Arc::clone(shared), number, place: Place::new(slot) }
+        Self { shared: Arc::clone(shared), number, slot: HeldSlot::new(slot) }
     }
 
     /// The head has arrived: no other connection may take the slot until the result is dropped.
-    fn keep_slot(self) -> Arc<Place<OwnedSemaphorePermit>> {
-        Arc::clone(&self.place)
+    fn keep_slot(self) -> Arc<HeldSlot<OwnedSemaphorePermit>> {
+        Arc::clone(&self.slot)
     }
 }
 

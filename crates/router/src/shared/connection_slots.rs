@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use kvlane_door::Waiting;
+use kvlane_door::HeadlessConnections;
 use tokio::{
     sync::{Notify, OwnedSemaphorePermit, Semaphore},
     task::yield_now,
@@ -37,7 +37,7 @@ const STRANGERS_AT_ONCE: usize = 64;
 pub(crate) struct ConnectionSlots {
     slots: Arc<Semaphore>,
     /// Connections whose first head has not come, by age.
-    pub(crate) headless: Waiting<OwnedSemaphorePermit>,
+    pub(crate) headless: HeadlessConnections<OwnedSemaphorePermit>,
     /// Permits to answer strangers' requests. Thousands at once would take memory that the allocator keeps.
     pub(crate) strangers: Semaphore,
     /// Notified while a connection waits for a slot and all holders have sent a head.
@@ -51,7 +51,7 @@ impl ConnectionSlots {
         let slots = Arc::new(Semaphore::new(most));
         Self {
             slots,
-            headless: Waiting::default(),
+            headless: HeadlessConnections::default(),
             strangers: Semaphore::new(STRANGERS_AT_ONCE),
             crowded: Notify::new(),
             displaced: AtomicU64::new(0),

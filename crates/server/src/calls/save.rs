@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use kvlane_block::parse_hashes;
-use kvlane_engine_memory::{Asked, Pace};
+use kvlane_engine_memory::{CopyCondition, Pace};
 use kvlane_proto::v1::{self, reply::Body as Answer};
 use kvlane_store::{ShardNumber, WriterId};
 
@@ -116,8 +116,8 @@ pub(crate) fn copy_out(
         .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
     with_saver(shared, id, engine_id, worker, (save.job, &save.groups), |saver| {
         let blocks = saver.parse(&save.groups)?;
-        let asked = Asked { epoch: save.epoch, event: save.event };
-        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, asked, pace)))
+        let condition = CopyCondition { epoch: save.epoch, event: save.event };
+        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, condition, pace)))
     })
 }
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use kvlane_block::{BlockHash, BlockId, HashError, Rank, Region, parse_hashes, shard_bytes};
-use kvlane_engine_memory::{Asked, Pace, PeerBlocks};
+use kvlane_engine_memory::{CopyCondition, Pace, PeerBlocks};
 use kvlane_proto::{
     packed::{Outcome, pack_outcomes, pack_pages},
     v1,
@@ -96,7 +96,7 @@ impl Saver<'_> {
         &self,
         groups: &[Blocks],
         memory: &PeerBlocks,
-        asked: Asked,
+        condition: CopyCondition,
         pace: &Pace<'_>,
     ) -> v1::SaveResult {
         let mut result = v1::SaveResult::default();
@@ -111,7 +111,7 @@ impl Saver<'_> {
                     result.failed += hashes.len() as u64;
                     continue;
                 }
-                self.copy_batch(blocks.group, chain, hashes, ids, memory, (asked, pace), &mut result);
+                self.copy_batch(blocks.group, chain, hashes, ids, memory, (condition, pace), &mut result);
                 if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
                     chain = Chain::After(*last);
                 }
@@ -128,7 +128,7 @@ impl Saver<'_> {
         hashes: &[BlockHash],
         ids: &[BlockId],
         memory: &PeerBlocks,
-        (asked, pace): (Asked, &Pace<'_>),
+        (condition, pace): (CopyCondition, &Pace<'_>),
         result: &mut v1::SaveResult,
     ) {
         let outcomes = self.claim_shards(group, chain, hashes);
@@ -151,7 +151,7 @@ impl Saver<'_> {
         // The claimed extents belong to these claims alone until they are committed or aborted below, and their bytes are
         // not read before they are sealed.
         let arena = &self.shared.arena;
-        let copied = memory.copy_out(&self.regions[group], &copies, arena, asked, pace);
+        let copied = memory.copy_out(&self.regions[group], &copies, arena, condition, pace);
         match copied {
             Ok(()) => {
                 self.shared.store.commit(&claims, Instant::now());
