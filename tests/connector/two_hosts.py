@@ -1,9 +1,9 @@
 """Two real engines in network namespaces of their own, as on two hosts: a prefill engine, and here the decode engine.
 
-    unshare --user --map-root-user --net -- python two_hosts.py MODEL FOLDER [--tls]
+    unshare --user --map-root-user --net -- python two_hosts.py MODEL FOLDER
 
-A wire joins the namespaces, and all KV blocks go through it by TCP. A decode engine with another token gets none, and
-neither does one whose wire is cut. The last line of stdout has what each prompt gave, as JSON.
+A wire joins the namespaces, and all KV blocks go through it, by TLS and then by TCP. A decode engine with another token
+gets none, and neither does one whose wire is cut. The last line of stdout has the outcome of each prompt, as JSON.
 """
 
 from __future__ import annotations
@@ -80,24 +80,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument(
-        "folder", type=Path, help="for certificates, and for the socket of a daemon that there is not"
-    )
-    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("folder", type=Path, help="for certificates, and for the socket of a missing daemon")
     arguments = parser.parse_args()
-    tls = tls_settings(arguments.folder) if arguments.tls else {}
     nobody = f"unix:{arguments.folder}/kvlane.sock"
-    p = PrefillEngine(arguments.model, nobody, settings(FAR, "ours", tls), lay_wire=lay_wire)
-    found: dict[str, Any] = {"address": p.address}
-    try:
-        for name, token in (("stranger", "theirs"), ("friend", "ours")):
-            d = InProcessEngine(arguments.model, nobody, extra=settings(NEAR, token, tls))
-            found[name] = hand_over(p, d, seed=1)
-            if name == "friend":
-                found["cut"] = hand_over(p, d, seed=2, cut=True)
-            d.close()
-    finally:
-        p.close()
+    found: dict[str, Any] = {}
+    for way, tls in (("tls", tls_settings(arguments.folder)), ("tcp", {})):
+        p = PrefillEngine(arguments.model, nobody, settings(FAR, "ours", tls), lay_wire=lay_wire)
+        try:
+            found[way] = {"address": p.address}
+            # The controls are the same with TLS: crates/fabric tests them there.
+            for name, token in (("stranger", "theirs"), ("friend", "ours"))[way == "tls" :]:
+                d = InProcessEngine(arguments.model, nobody, extra=settings(NEAR, token, tls))
+                found[way][name] = hand_over(p, d, seed=1)
+                if way == "tcp" and name == "friend":
+                    found[way]["cut"] = hand_over(p, d, seed=2, cut=True)
+                d.close()
+        finally:
+            p.close()
+        # Its other end goes too.
+        ip("link delete near")
     print(json.dumps(found))
 
 
