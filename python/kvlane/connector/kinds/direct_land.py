@@ -46,7 +46,7 @@ STUCK_SECONDS = 5.0
 IDLE_WAIT_MS = 5.0
 # Longest wait of a running request for a landing to give up its blocks.
 YIELD_TIMEOUT_MS = 50.0
-_UNKNOWN = "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+_UNKNOWN = "unknown", "the content of its blocks has no certain identity, or its id is another's"
 
 
 @dataclass

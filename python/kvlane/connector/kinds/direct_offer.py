@@ -120,7 +120,7 @@ class OfferDirect(SchedulerKind):
 
     def _refuse_unknown(self) -> None:
         self._count_refusal(
-            "unknown", "nobody can know for certain what its blocks mean, or it asks for no cache"
+            "unknown", "the content of its blocks has no certain identity, or it asks for no cache"
         )
 
     def _count_refusal(self, kind: str, why: str) -> None:
