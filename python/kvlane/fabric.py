@@ -93,7 +93,7 @@ class Refused(FabricError):
 
 
 class NoRoom(FabricError, TimeoutError):
-    """The peer had no room for a message within its `timeout`: nobody there receives what has arrived."""
+    """The peer had no room for a message within its `timeout`, because it does not receive those that have arrived."""
 
 
 class GpuFailed(FabricError):
@@ -143,7 +143,7 @@ class Tls(NamedTuple):
     key: str | os.PathLike[str]
     """The certificate's key, not encrypted."""
     authority: str | os.PathLike[str]
-    """The certificates of those who sign peers' certificates."""
+    """The certificates of the authorities that sign peers' certificates."""
 
 
 class EngineId(NamedTuple):
@@ -343,7 +343,7 @@ class Engine:
 
 
 def _memory(memory: Any, length: int | None, device: str | None) -> tuple[int, int, Any, int | None]:
-    """Address, bytes, who keeps it, and the number of the GPU; None for the host's."""
+    """Address, bytes, the object that keeps the memory, and the number of the GPU; None for the host's."""
     if isinstance(memory, int):
         if length is None:
             raise ValueError("an address needs a length")

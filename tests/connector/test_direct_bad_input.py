@@ -158,7 +158,7 @@ ABOUT_THE_REQUEST: dict[str, tuple[dict[str, Any], str]] = {
     "under a block": ({"tokens": BLOCK - 1}, "it has less than 64 tokens"),
     "short": ({"tokens": 63}, "it has less than 64 tokens"),
     "prompt_logprobs": ({"skip_reading_prefix_cache": True}, "it asks for no cache"),
-    "LoRA": ({"lora_request": Lora()}, "nobody can know for certain what its blocks mean"),
+    "LoRA": ({"lora_request": Lora()}, "the content of its blocks has no certain identity"),
 }
 
 
@@ -190,7 +190,7 @@ def test_a_prompt_that_cannot_be_offered(world: World, case: str, caplog: pytest
         is_computed(world, asked(world, params, name, **request))
     assert told == [] and world.agent.lendings == []
     (said,) = (each.getMessage() for each in caplog.records if NOT_OFFERED in each.getMessage())
-    assert "nobody can know for certain what its blocks mean, or it asks for no cache" in said
+    assert "the content of its blocks has no certain identity, or it asks for no cache" in said
     assert world.side.take_stats()["direct_not_offered"] == 2  # pyright: ignore
 
 

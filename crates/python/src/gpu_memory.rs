@@ -112,7 +112,7 @@ impl PyGpuMemory {
 
     fn copy(&self, py: Python<'_>, copy: Copy) -> PyResult<()> {
         py.detach(|| {
-            // SAFETY: the place is inside this memory, whoever calls names memory of its own, and all of it is over below.
+            // SAFETY: the range is inside this memory, the caller names its own memory, and the copy ends below.
             unsafe { self.stream.copy(copy)? };
             self.stream.synchronize()
         })

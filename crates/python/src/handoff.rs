@@ -125,8 +125,8 @@ impl PyLayerHook {
     fn __call__(&self, layer: &str) {
         let mut step = self.step.lock();
         let Some(regions) = step.layers.computed(layer) else { return };
-        let told = self.rank.get().layers_computed(regions, step.stream);
-        if let Err(why) = told {
+        let reported = self.rank.get().layers_computed(regions, step.stream);
+        if let Err(why) = reported {
             step.failed.get_or_insert(why);
         }
     }

@@ -56,7 +56,7 @@ pub(crate) fn shard_layouts(
         if let Err(error) = encode_shard_layout(&layout) {
             // Log: `kvlane status` cannot explain differences between this engine's layout and others; caching
             // works. Do: report it, with the model and its settings.
-            tracing::warn!("the daemon is not told what this worker's blocks consist of: {error}");
+            tracing::warn!("cannot describe this worker's shard layout to the daemon: {error}");
             return Ok(None);
         }
         Ok(Some(layout))

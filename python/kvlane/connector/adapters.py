@@ -96,7 +96,7 @@ class Adapter:
         """16 bytes; valid while the adapter is shared."""
 
     def shared(self) -> bool:
-        """Whether what vLLM has loaded is known. Looks at the files once in a step."""
+        """Whether the content that vLLM has loaded is certain. Checks the files once in a step."""
         if self._withdrawn:
             return False
         if not self._moment.is_near(self._looked):
@@ -105,7 +105,7 @@ class Adapter:
         return self._was_shared
 
     def check(self) -> bool:
-        """Looks at the files, and gives whether what vLLM has loaded is known."""
+        """Checks the files, and returns whether the content that vLLM has loaded is certain."""
         if self._withdrawn:
             return False
         try:
@@ -189,7 +189,7 @@ class Adapters:
         self.loads_are_seen = True
         """Whether `loading` is called each time that vLLM loads an adapter for no request."""
         self.moment = Moment()
-        """Told by the scheduler role."""
+        """Set by the scheduler role."""
         self._now_ns = now_ns
         self._started_ns = now_ns()
         self._known: dict[tuple[int, str, str], Adapter] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Blocks that listeners know of at the same time, some 200 bytes each: when there are more, the oldest are withdrawn.
 ANNOUNCED_MAX = 1_000_000
-# Blocks of the last saves, of which it is remembered what they were and what became of them.
+# Blocks of the last saves that are remembered, each with its event and its state at the daemon.
 RECENT_MAX = 16_384
 # Hashes in one event.
 BATCH = 1024
@@ -46,17 +46,17 @@ class _Recent:
     event: BlockStored
     index: int
     visible: bool | None = None
-    """As the daemon said last: found by lookups, or gone. None: it has said nothing."""
+    """By the daemon's last entry: found by lookups, or gone. None without an entry."""
     ended: bool = False
-    """The save is over: listeners may be told."""
+    """The save has ended, so the block may be announced."""
 
 
 class Announcements:
-    """Follows the daemon's journal. A block is known by the first 16 bytes of its stored hash and its group.
+    """Follows the daemon's journal. A block's key is the first 16 bytes of its stored hash, and its group.
 
-    A save's blocks are announced at its end. The daemon may have evicted some by then, or say so later; it says too
-    which blocks of a save can be found that did not end well. Listeners may know of less than there is, and of more
-    only until the engine has asked.
+    A save's blocks are announced at its end. The journal says which of them the daemon has evicted by then or later,
+    and which blocks of a failed save can be found. Listeners may miss some stored blocks. Removed blocks stay announced
+    only until the engine reads the journal.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], counters: Counters, most: int = ANNOUNCED_MAX) -> None:
@@ -65,7 +65,7 @@ class Announcements:
         self._counters = counters
         self._most = most
         self._announced: dict[bytes, object] = {}
-        """By key, the hash that listeners were told, the oldest first."""
+        """By key, the announced hash, the oldest first."""
         self._recent: OrderedDict[bytes, _Recent] = OrderedDict()
         self.era = 0
         """Announcements that were begun in an earlier one count no more."""
@@ -85,7 +85,7 @@ class Announcements:
         return Announcement(group.index, keys, event)
 
     def ended(self, begun: Iterable[Announcement], ok: bool, era: int) -> list[KVEvent]:
-        """A save is over; if it is `ok`, the daemon had all of its blocks. What listeners are to be told."""
+        """The events at the end of a save. `ok`: the daemon had all of its blocks."""
         if era != self.era:
             return []
         made: list[KVEvent] = []
@@ -130,14 +130,14 @@ class Announcements:
                 if key in self._announced:
                     gone[key] = self._announced.pop(key)
             elif block is not None and block.ended and key not in self._announced:
-                # Listeners hear in order: it may have been among those that went.
+                # Events have the journal's order, because this block may be in `gone` too.
                 made += self._withdraw(gone)
                 made.append(events.one_block(block.event, block.index))
                 self._announce(key, block.event, block.index)
         return made + self._withdraw(gone) + self._bound()
 
     def withdraw_all(self) -> list[KVEvent]:
-        """The daemon was left: nobody knows what it has."""
+        """The events when the scheduler has left the daemon: no announced block can be loaded any more."""
         made = self._withdraw(self._announced)
         self.forget()
         return made

@@ -204,7 +204,7 @@ def _facts(
     except Exception as error:  # noqa: BLE001
         # Log: `kvlane status` cannot explain differences between this engine's layout and others; caching works.
         # Do: report it, with vLLM's version and the model.
-        logger.warning("kvlane: the daemon is not told what the dimensions of the KV caches count: %r", error)
+        logger.warning("kvlane: cannot describe the dimensions of the KV caches to the daemon: %r", error)
         return {}
 
 

@@ -46,8 +46,8 @@ LLAMA4_LONG = 32_768
 LATENT_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
 
 
-class Untold(Exception):
-    """A value says in no process what it is: a function of the user's, an object without a representation."""
+class Unstable(Exception):
+    """A value has no form that is equal in every process: a user's function, an object without a representation."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def counted_fields(config: DataclassInstance, context: Context) -> dict[str, Jso
         actual = _value(context, f"{kind}.{name}", value)
         if actual != as_json(default):
             if name not in counted:
-                _say_unknown(kind, name)
+                _log_unknown_field(kind, name)
             found[name] = actual
     return found
 
@@ -99,13 +99,13 @@ def counted_fields(config: DataclassInstance, context: Context) -> dict[str, Jso
 def _value(context: Context, name: str, value: object) -> JsonValue:
     try:
         return as_json(value)
-    except Untold:
-        _say_untold(name)
+    except Unstable:
+        _log_unstable(name)
         return {"life": EngineStart.of(context.vllm_config).life}
 
 
 def as_json(value: object) -> JsonValue:
-    """A value as JSON that is the same in every process. Raises Untold."""
+    """A value as JSON that is the same in every process. Raises Unstable."""
     if value is None or isinstance(value, bool | int | float | str):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
@@ -124,16 +124,16 @@ def as_json(value: object) -> JsonValue:
         return {field.name: as_json(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
     name = getattr(value, "__qualname__", None)
     if name is not None:
-        # A function or a class. Those of vLLM are known by their names; two of a user's may have one name, as lambdas.
+        # A function or a class. vLLM's have unique names; two of a user's may share one, as lambdas do.
         module = getattr(value, "__module__", None)
         if str(module).partition(".")[0] != "vllm" or "<" in name:
-            raise Untold
+            raise Unstable
         return f"{module}.{name}"
     if isinstance(value, partial):
         return [as_json(value.func), as_json(value.args), as_json(value.keywords)]
     text = repr(value)
     if callable(value) or " at 0x" in text:
-        raise Untold
+        raise Unstable
     return text
 
 
@@ -148,7 +148,7 @@ def _is_dataclass(value: object) -> TypeGuard[DataclassInstance]:
 def _overrides(context: Context, overrides: object) -> JsonValue:
     try:
         return as_json(overrides) or None
-    except Untold:
+    except Unstable:
         return {"resulting": config_digest(context.model.hf_config)}
 
 
@@ -200,7 +200,7 @@ def _is_llama4(values: Mapping[str, object]) -> bool:
 
 
 def _cache_dtype(context: Context, cache_dtype: object) -> JsonValue:
-    """The same before and after a worker's layers were built: they rewrite the field, in the worker's copy only."""
+    """Gives the same before and after a worker builds its layers, which rewrite the field in the worker's copy only."""
     groups = [group for group in context.groups if not group.is_draft] or context.groups
     formats = {group.format for group in groups} - {""}
     if formats:
@@ -273,7 +273,7 @@ def _default(field: dataclasses.Field[object]) -> object:
 
 
 @cache
-def _say_untold(name: str) -> None:
+def _log_unstable(name: str) -> None:
     # Log: a setting's value is an object, so kvlane cannot compare it with other engines' values. Do: write it as
     # numbers and words, or accept that nothing is shared.
     logger.warning(
@@ -284,7 +284,7 @@ def _say_untold(name: str) -> None:
 
 
 @cache
-def _say_unknown(kind: str, name: str) -> None:
+def _log_unknown_field(kind: str, name: str) -> None:
     # Log: a newer vLLM has a setting that may change what blocks mean. Do: nothing, if engines that share blocks
     # have the same value of it.
     logger.info(

@@ -12,7 +12,7 @@ LOOK_BEFORE_PROMISE_SECONDS = 1.0
 
 
 class Connection:
-    """To the runs of the daemon, one after the other. A run is known by its boot id."""
+    """The connection to the daemon's runs, one after the other. A boot id identifies a run."""
 
     def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:
         self._core = core

@@ -125,14 +125,14 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         if self._worker.weights is not None:
             return
-        # Named weights are known also where the rest fails.
+        # Named weights have an identity even if the rest fails.
         self._worker.weights = Weights(None)
         runner = calling_runner()
         if runner is None or parameters_move(self._vllm_config):
             # Log: after `reset_prefix_cache` kvlane cannot check the weights, so this engine may share nothing
             # then. Do: name weights that change (docs/weights.md).
             logger.info(
-                "kvlane: this engine's weights cannot be looked at: after a reset only named ones are known"
+                "kvlane: cannot digest this engine's weights: after a reset only named weights have an identity"
             )
         else:
             self._worker.weights = Weights(functools.partial(parameters_of, runner))
@@ -303,7 +303,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
-        """Never keeps a request's blocks: what is being saved is pinned block by block."""
+        """Never keeps a request's blocks, because saves pin block by block."""
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.request_finished(request, block_ids)
@@ -329,7 +329,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is a later miss, nothing worse."""
+        """False, because a dropped save is only a later miss."""
         return False
 
     @property

@@ -141,8 +141,8 @@ class HandoffRank(Protocol):
 
 
 Standing = tuple[str | None, str, int, list[tuple[int, bytes]]]
-"""How a landing ended as a word for metrics, None while it goes on; as a sentence; the block before which all have
-landed; and hashes, each with the block that it is of."""
+"""A landing's outcome: the word for metrics, None while it goes on; the sentence; the first block that has not landed;
+and (block, hash) of the blocks whose hash came."""
 
 
 class HandoffScheduler(Protocol):

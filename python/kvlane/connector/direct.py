@@ -61,7 +61,7 @@ class Direct:
         steps_at_once: int = 1,
         may_wait: bool = True,
     ) -> None:
-        """`block_bytes`: of a block in one rank; asked for where there is a `kv_buffer_size`."""
+        """`block_bytes`: of a block in one rank, used only with a `kv_buffer_size`."""
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait
@@ -70,8 +70,8 @@ class Direct:
         self.peers = Peers(settings.networks())
         self._settings = settings
         self.hands_over_rests = hands_over_rests
-        """Whether the last tokens of a prompt go too that fill no block. With a drafter they do not: vLLM leaves its
-        last tokens out."""
+        """Whether a prompt's last tokens, which fill no block, are handed over too. With a drafter they are not:
+        vLLM leaves its last tokens out."""
         self._namespace = namespace
         self._sizes = sizes
         self._buffer_blocks: int | None = None
@@ -97,12 +97,12 @@ class Direct:
         """In how many of the engine's `blocks` prompts may land at once."""
         if self._buffer_blocks is None:
             return int(blocks * SHARE_MAX)
-        # Prompts that have landed each need a block more to go on: never may they hold all.
+        # Each landed prompt needs one more block to generate, so landings never take all blocks.
         return min(self._buffer_blocks, self._pinned_blocks(blocks))
 
     def largest_landing(self, blocks: int) -> int:
         """How many of the engine's `blocks` a prompt may take whose turn it is."""
-        # A long prompt takes more than what several may have together, where nobody has set that.
+        # Without a kv_buffer_size a long prompt may take more than the common share.
         return self.landing_blocks(blocks) if self._buffer_blocks is not None else self._pinned_blocks(blocks)
 
     def offered_blocks(self, blocks: int) -> tuple[int, str]:
@@ -117,7 +117,7 @@ class Direct:
         return int(blocks * self._settings.max_pinned_share)
 
     def start(self, ranks: Sequence[Rank]) -> None:
-        """All ranks are known."""
+        """Starts the agent, once all ranks have sent their handshakes."""
         from kvlane import _core
 
         ranks = sorted(ranks, key=lambda rank: rank.rank)

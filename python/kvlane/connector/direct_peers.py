@@ -17,8 +17,8 @@ SUFFIX = ".direct"
 
 
 def publish(address: str, pid: int) -> Path | None:
-    """Leave the address for this user's other engines, in this file. Where the runtime folder is not this user's alone,
-    nothing is left: then `kvlane.direct.peers` has to name this engine."""
+    """Leaves the address for this user's other engines, and returns its file. None if the runtime folder is not this
+    user's alone: then `kvlane.direct.peers` has to name this engine."""
     with suppress(OSError):
         place = _core.runtime_folder()
         _tidy(place)
@@ -35,7 +35,7 @@ def withdraw(file: Path) -> None:
 
 
 def _tidy(place: Path) -> None:
-    """Take away what engines have left that are gone."""
+    """Removes the files of engines whose process is gone."""
     for file in place.glob(f"*{SUFFIX}"):
         pid = file.name.partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
@@ -54,7 +54,7 @@ def published() -> set[str]:
 
 
 class Peers:
-    """Which addresses are connected to."""
+    """The addresses to which this engine may connect."""
 
     def __init__(self, named: Iterable[str]) -> None:
         """`named`: networks as `10.0.0.0/8`, or one address. Raises ValueError."""
@@ -63,7 +63,7 @@ class Peers:
         self._networks = networks
 
     def allows(self, address: str) -> bool:
-        """Whether HOST:PORT, the host as a number, is one."""
+        """Whether this engine may connect to HOST:PORT, the host as a number."""
         host, _, port = address.rpartition(":")
         with suppress(ValueError):
             number = ipaddress.ip_address(host.strip("[]"))

@@ -51,12 +51,12 @@ class KnownWeights:
         self._resets += 1
         self._asked = None
         self._unknown_since = 0.0
-        # Whatever is hashed meanwhile is found by nobody.
+        # A random key, so no lookup finds what is hashed until the answer.
         self.key = os.urandom(16)
 
     def question(self) -> int | None:
-        """For the next step, once: the reset after which the workers are to look at their weights. To be called only
-        when requests run, since weights may be changed until then."""
+        """The reset after which the workers are to digest their weights, once for each reset. Called only when requests
+        run, because weights may change until then."""
         if self.are_known or self._asked == self._resets:
             return None
         self._asked = self._resets

@@ -56,7 +56,7 @@ def model_identity(model: ModelConfig, load: LoadConfig, start: EngineStart) -> 
 
 
 def _may_have_changed(model: ModelConfig, folder: Path, load_format: str, start: EngineStart) -> bool:
-    """Whether vLLM may have read other files than are there now. It reads them minutes before kvlane is asked."""
+    """Whether vLLM may have read other files than are there now. It reads them minutes before it calls kvlane."""
     name = Path(str(getattr(model, "model_weights", "") or model.model))
     try:
         if name.exists():

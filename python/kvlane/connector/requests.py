@@ -29,18 +29,18 @@ class RequestState:
     saved_blocks: list[int]
     """Per group: blocks that are not saved any more, because the daemon has them or their save was begun."""
     unsaved: list[list[BlockRange]]
-    """Per group: those of `saved_blocks` that the daemon will not have as far as is known, because their save failed
-    or there was nothing to save. These lists are replaced whenever saving starts anew: ends of saves that were begun
-    before go to the old ones, and say nothing of the new saves."""
+    """Per group: those of `saved_blocks` that the daemon will not have, because their save failed or there was nothing
+    to save. When saving starts anew, new lists replace these. Ends of earlier saves go to the old lists, and do not
+    affect the new saves."""
     awaited_save: AwaitedSave | None = None
-    """Another engine said that it stores the prompt, and no lookup has waited for that yet."""
+    """The save of the prompt that another engine named, until a lookup has waited for it."""
     counted_inputs: bool = False
     """Whether an image or the like has a name that is only a number."""
     may_be_looked_up: bool = True
-    """False once what the daemon has of it was not to be had: it is not asked again."""
+    """False once a landing's load of the daemon's blocks has failed. Then the request is not looked up again."""
     looking_up: bool = False
     hit: Hit | None = None
-    """The last lookup's answer; while its tokens are above 0 its lease is ours."""
+    """The last lookup's answer. While its tokens are above 0, the request holds its lease."""
     answered_at: float = 0.0
     """When `hit` came, in seconds of the scheduler's clock."""
     asked_tokens: int = 0
@@ -48,16 +48,16 @@ class RequestState:
     local_tokens: int = 0
     """Tokens that the engine's own cache had at the last scheduling attempt."""
     promised_by: str | None = None
-    """The kind of job that has promised tokens when vLLM last asked."""
+    """The kind of job that promised tokens at the last scheduling attempt."""
     loading: int | None = None
     """The job that loads its promised blocks."""
     awaits_tokens: bool = False
-    """vLLM counts promised tokens as computed already, but they are still to come into its blocks: none of them may be
-    saved. The kind that promised them ends this by `tokens_ended`."""
+    """Promised tokens are not in the request's blocks yet, though vLLM counts them as computed. None of its blocks may
+    be saved until the kind that promised them calls `tokens_ended`."""
     load_failed: bool = False
     """Promised tokens did not come."""
     stale: bool = False
-    """The cache was reset under it: its blocks hold what the old weights computed."""
+    """The cache was reset while it ran, so its blocks hold what the old weights computed."""
     block_ids: list[list[int]] = field(default_factory=list)
     """Per vLLM group, kept only for versions that do not show the block table."""
     next_save: int = 0
@@ -76,7 +76,7 @@ class RequestState:
         )
 
     def takes_part(self) -> bool:
-        """Whether it is known what its blocks mean; without that they are neither looked up nor saved."""
+        """Whether the content of its blocks has an identity. Without one they are neither looked up nor saved."""
         return not self.counted_inputs and (self.adapter is None or self.adapter.shared())
 
     def tokens_ended(self, ok: bool) -> None:

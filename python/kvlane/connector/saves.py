@@ -72,7 +72,7 @@ class Saves:
         self._open_groups: list[tuple[int, bytes, list[bytes], list[int]]] = []
         self._running: dict[int, _Save] = {}
         self.last_job = 0
-        """The highest job that the workers were told of."""
+        """The highest job that was sent to the workers."""
 
     @property
     def _max_pinned(self) -> int:
@@ -206,7 +206,7 @@ class Saves:
             return None
         save.ranks_left -= ranks
         if save.ok and not ok:
-            # Which of its blocks are missing is not said; a block takes all ranks.
+            # The reports do not say which blocks are missing. A block is stored only if all ranks saved it.
             save.fail()
         if save.ranks_left > 0:
             return []
@@ -217,14 +217,14 @@ class Saves:
         return self._announcements.ended(save.begun, save.ok, save.era)
 
     def drop_queued(self) -> None:
-        """Forget what no worker has been told of."""
+        """Drops the queued blocks, which no worker has."""
         self._open.fail()
         self._unpin(self._open)
         self._open = _Save()
         self._open_groups = []
 
     def give_up(self) -> None:
-        """Unpin what is under way. Whoever calls this made sure that none of it becomes a block any more."""
+        """Unpins the blocks of all saves in progress. The caller has had the daemon give these saves up."""
         for save in self._running.values():
             self._unpin(save)
             save.fail()

@@ -112,7 +112,7 @@ class SchedulerSide:
     # Requests
 
     def add_request(self, request: Request) -> None:
-        """A request has arrived: ask for its prefix before it is its turn."""
+        """Takes a request that has arrived. Its lookup starts before its turn in the scheduler comes."""
         self._adapters.moment.at(self._clock())
         if request.request_id in self.requests:
             self.forget_request(request.request_id)
@@ -161,7 +161,7 @@ class SchedulerSide:
         return 0, False
 
     def allocated(self, request: Request, blocks: AllocatedBlocks, external_tokens: int) -> None:
-        """The engine has blocks for a request, the last `external_tokens` of what was promised still to be loaded."""
+        """The engine has allocated blocks for a request. The last `external_tokens` promised are still to be loaded."""
         state = self.requests.get(request.request_id)
         promised_by = state.promised_by if state is not None else None
         if external_tokens and promised_by is None:
@@ -177,8 +177,8 @@ class SchedulerSide:
         )
 
     def request_finished(self, request: Request, tables: Tables) -> dict[str, object] | None:
-        """A request is over, and vLLM is about to free its blocks. Answers what the engine that goes on with it has to
-        know, if its client asked for that."""
+        """A request has ended, and vLLM is about to free its blocks. Returns the params for the decode engine, if the
+        client asked for a hand-off."""
         state = self.requests.get(request.request_id)
         if state is None:
             return None
@@ -200,7 +200,7 @@ class SchedulerSide:
         return {"kvlane": answers} if answers else None
 
     def forget_request(self, request_id: str) -> None:
-        """Give back what a request holds. What is under way for it goes on."""
+        """Releases what a request holds. Its jobs in progress go on."""
         state = self.requests.pop(request_id, None)
         if state is not None:
             self._give_back(state)
@@ -234,15 +234,15 @@ class SchedulerSide:
     # Steps
 
     def take_loads(self) -> list[LoadJob]:
-        """Loads that the workers have not been told of."""
+        """Takes the loads to send to the workers in this step."""
         return self.loads.take()
 
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        """Once a step: keep the connection alive, and gather what the workers are to start beside `jobs.loads`."""
+        """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
         if self._connection.has_restarted():
             self._notify("a new daemon", lambda kind: kind.daemon_restarted())
-        self._tell_promises(jobs)
+        self._plan_runs(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
         self._adapters.moment.at(self._clock())
@@ -271,8 +271,8 @@ class SchedulerSide:
                 for known, added in zip(state.block_ids, new_ids, strict=True):
                     known.extend(added)
 
-    def _tell_promises(self, jobs: StepJobs) -> None:
-        """Which pools the workers may let go."""
+    def _plan_runs(self, jobs: StepJobs) -> None:
+        """Names the daemon's runs whose pools the workers may unmap."""
         gone = self._connection.newly_gone()
         if gone is not None:
             self._notify("a daemon that is gone", lambda kind: kind.runs_gone(gone))
@@ -282,7 +282,7 @@ class SchedulerSide:
         jobs.gone = [boot for boot in self._connection.over if boot not in boots]
 
     def jobs_ended(self, ended: Mapping[int, JobEnd]) -> None:
-        """Workers have reported the ends of jobs."""
+        """Passes the ends of jobs, which the workers have reported, to the kinds."""
         for job, end in ended.items():
             self._says("the end of a job", functools.partial(_ended, job, end))
 
@@ -297,7 +297,7 @@ class SchedulerSide:
     # Resets
 
     def before_pool_reset(self) -> None:
-        """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
+        """vLLM is about to reset its own cache. It refuses while any block is referenced."""
         held = self._pinned()
         # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
         if held and self.pins.pool is not None and self.pins.are_all(held):
@@ -318,11 +318,11 @@ class SchedulerSide:
         self._notify("a reset of vLLM's cache", lambda kind: kind.pool_was_reset())
 
     def reset(self) -> None:
-        """The engine's weights may be others from here on. What is stored stays, for those that still have these."""
+        """The engine's weights may be others from here on. Stored blocks stay, for engines that keep these weights."""
         self._notify("a reset", lambda kind: kind.reset(), "blocks of other weights may be found")
 
     def weights_reported(self, report: WeightsReport) -> None:
-        """Workers have looked at their weights."""
+        """Takes the workers' report on their weights."""
         self._kind(Reset).reported(report)
 
     # Both
@@ -353,7 +353,7 @@ class SchedulerSide:
         return self._shared.direct
 
     def close(self) -> None:
-        """Say goodbye to the daemon, and to other engines."""
+        """Ends the connections to the daemon and to other engines."""
         if self._shared.direct is not None:
             self._shared.direct.close()
         self._core.close()

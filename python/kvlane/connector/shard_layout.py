@@ -68,8 +68,8 @@ class ShardLayout:
     """In the order in which they are stored."""
 
     def digest(self) -> bytes:
-        """16 bytes. Another value for the same layout would lose all blocks that were stored before, so what is told
-        besides must not go in: axes, heads and tokens follow from the namespace and from what goes in."""
+        """16 bytes. A new value for the same layout would lose all stored blocks, so nothing may be added to it. Axes,
+        heads and tokens stay out, because the namespace and the digested fields determine them."""
         parallel = [self.tensor_parallel, self.pipeline_parallel]
         # Equal in ranks that share blocks, and in nobody else.
         which: Sequence[JsonValue]

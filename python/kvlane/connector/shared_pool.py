@@ -134,7 +134,7 @@ class PoolInfo:
         self._shown = named
 
     def _named(self) -> tuple[str, str] | None:
-        """Daemon and space. None without a daemon, or until all parts are known."""
+        """Daemon and space. None without a daemon, or until all parts have come."""
         ranks = [self._known.get(str(rank)) for rank in range(int(self._known.get("workers", 0)))]
         daemon = self._known.get("daemon")
         if not daemon or None in ranks:

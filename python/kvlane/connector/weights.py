@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # change few of a parameter's words, in 16 bits one in a hundred, but the samples of a model are a million together.
 SAMPLED_WORDS = 4096
 WORD_BYTES = 4
-# Digests that are remembered; the one that was not seen for the longest time is forgotten.
+# Digests that are remembered; the least recently seen is forgotten.
 REMEMBERED = 64
 STARTED_WITH = ""
 # Callers between a model runner and the connector are fewer.
@@ -88,7 +88,7 @@ class Weights:
         _watched.add(self)
 
     def name(self, version: str) -> None:
-        """The weights of this moment are called so from now on."""
+        """Names the present weights."""
         if self._parameters is None:
             self._named = version
         else:

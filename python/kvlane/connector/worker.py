@@ -149,7 +149,7 @@ class WorkerSide:
         self._jobs = None
 
     def poll(self) -> None:
-        """Notice the jobs that ended."""
+        """Takes the ends of jobs from the core, for the kinds."""
         core, shared = self._shared.core, self._shared
         if core is None:
             return
@@ -227,7 +227,7 @@ class WorkerSide:
         return self.counters.take()
 
     def close(self) -> None:
-        """Say goodbye to the daemon."""
+        """Ends the connection to the daemon."""
         self.detach()
 
 

@@ -54,7 +54,7 @@ class FakeCore:
         self.journal: list[tuple[Key, bool]] = []
         """Blocks that came (True) and went."""
         self.journal_start = 0
-        """Entries before this one are lost: who has not read them has to start again."""
+        """Entries before this one are lost. Engines that have not read them start again."""
         self.engines: dict[str, OpenEngine] = {}
         self._numbers = itertools.count(1)
 
@@ -121,12 +121,12 @@ class FakeCore:
         return len(pages)
 
     def evict(self, key: Key) -> None:
-        """Make room: one block goes, whatever continues it."""
+        """Evicts one block, even if other blocks continue it."""
         del self.blocks[key]
         self.journal.append((key, False))
 
     def lose_journal(self) -> None:
-        """Whoever has not read all that came and went has to start again."""
+        """Loses the journal's entries. Engines that have not read all of them start again."""
         self.journal_start = len(self.journal)
 
     def block_count(self) -> int:

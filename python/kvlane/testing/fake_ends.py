@@ -45,7 +45,7 @@ class FakeScheduler:
         self._gone: list[bytes] = []
         self._follows_journal = follow_journal
         self._read: tuple[bytes, int] | None = None
-        """Of the journal: of which run, and how much."""
+        """The run whose journal was read, and how many of its entries."""
         self.address = address
         self.engine_id = engine_id
         self.run = engine.run = os.urandom(16)
@@ -101,8 +101,8 @@ class FakeScheduler:
         return hit
 
     def _waits(self, request_id: str) -> bool:
-        """Whether what another engine said it stores is still to come. Time does not pass here: an engine that saves is
-        waited for however long it takes."""
+        """Whether blocks of the awaited save are still to come. The wait has no timeout here, as long as that engine
+        saves."""
         asked, handoff = self._pending.get(request_id), self._handoffs.get(request_id)
         if asked is None or handoff is None or self._store.down:
             return False
@@ -192,7 +192,7 @@ class FakeWorker:
     def load(
         self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, release: str = "at_end"
     ) -> None:
-        # A load that came before its boot was told to be gone is still carried out.
+        # A load that came before its boot was reported gone is still carried out.
         self._loads.append((job, b"" if boot in self._gone else boot, groups))
 
     def wait_for_loads(self, stream: int, region: int | None = None) -> None:

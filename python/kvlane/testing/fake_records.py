@@ -55,14 +55,14 @@ class OpenEngine:
     groups: list[tuple[bytes, str, int, int]] = field(default_factory=list)
     workers: int = 0
     run: bytes = b""
-    """Of its scheduler; empty when that is closed."""
+    """The run of its scheduler; empty once that is closed."""
     saving: int = 0
     """Jobs of its workers that have not ended."""
     ranks: dict[int, list[tuple[bytes, bytes, list[Region]]]] = field(default_factory=dict)
     cancelled: int = 0
     """Save jobs up to this one are refused."""
     replicas: list[int] = field(default_factory=list)
-    """Of each group, how many consecutive ranks hold the same blocks."""
+    """For each group, how many consecutive ranks hold the same blocks."""
 
     @property
     def ready(self) -> bool:

@@ -35,18 +35,18 @@ from kvlane.connector.vllm_protocols import (
 if TYPE_CHECKING:
     from kvlane.connector.direct import Direct
 
-# Below this a prompt is computed: that takes no longer than asking for it.
+# A shorter prompt is computed here, because that takes no longer than asking for it.
 TOKENS_MIN = 64
-# Taking a block takes 0.7 us: a step does not wait for more than this.
+# Blocks taken in one step. Each costs the step 0.7 us.
 BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
-# Beyond its patience a request waits for so long until nothing of its hand-off is written any more.
+# Once its time is over, a request waits this much longer for the ranks to stop writing its blocks.
 STUCK_SECONDS = 5.0
 # Longest pause of a step in which nothing can be computed. A new request waits for the step's end.
 IDLE_WAIT_MS = 5.0
-# A running request waits for so long for a landing's blocks.
+# Longest wait of a running request for a landing to give up its blocks.
 YIELD_TIMEOUT_MS = 50.0
-_UNKNOWN = "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+_UNKNOWN = "unknown", "the content of its blocks has no certain identity, or its id is another's"
 
 
 @dataclass
@@ -90,7 +90,7 @@ class LandDirect(SchedulerKind):
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
         self._with: dict[str, _Landed] = {}
-        """By request: what it waits for as another sample of a prompt, with the same id."""
+        """By request: the landing of another sample of the same prompt and id, for which it waits."""
         self._logged: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
@@ -101,18 +101,18 @@ class LandDirect(SchedulerKind):
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
         self._plans_without_room = 0
-        """After a reset no block is taken in so many plans: steps may be under way that copy from blocks which the
-        reset gave back."""
+        """Plans after a reset that take no block, because steps in progress may copy from blocks that the reset
+        unpinned."""
 
     def request_added(self, state: RequestState) -> None:
-        self._end_those_over()
+        self._end_finished()
         direct, shared, request = self._shared.direct, self._shared, state.request
         if direct is None or direct.agent is None or not shared.shape.can_load:
             return
         try:
             landing = direct_of(transfer_params(request))
         except NotDirect:
-            # The other half has told it.
+            # OfferDirect has logged and counted it.
             return
         if not isinstance(landing, Landing) or shared.pins.pool is None:
             return
@@ -194,8 +194,8 @@ class LandDirect(SchedulerKind):
         return False
 
     def _leave(self, landed: _Landed) -> None:
-        """A rank does not say that it writes no more: its blocks stay pinned until it does, and the prompt is
-        computed."""
+        """Computes the prompt, because a rank has not reported that it stopped writing. The blocks stay pinned until
+        it does."""
         self._fell_back("stuck", "a rank does not answer")
         self._by_request.pop(landed.state.request.request_id, None)
         landed.is_alive = False
@@ -206,7 +206,7 @@ class LandDirect(SchedulerKind):
         if self._copies:
             jobs.others[self.name], self._copies = self._copies, []
         self._give_sources_back()
-        self._end_those_over()
+        self._end_finished()
         room, is_first = BLOCKS_A_STEP, True
         if self._plans_without_room:
             self._plans_without_room -= 1
@@ -228,8 +228,8 @@ class LandDirect(SchedulerKind):
         self._gave_room = room < BLOCKS_A_STEP
 
     def idle(self) -> None:
-        """Wait for the end of a landing if all requests wait for landings. vLLM steps without a pause meanwhile, and
-        would take a processor from the engine that computes their prompts, if that is on this host."""
+        """Waits for the end of a landing if all requests wait for landings. Without this wait vLLM would step without
+        a pause, and take a processor from the prefill engine if that is on this host."""
         direct, shared = self._shared.direct, self._shared
         if direct is None or direct.agent is None or not direct.may_wait or self._gave_room:
             return
@@ -256,7 +256,8 @@ class LandDirect(SchedulerKind):
         return cast("LandingPool", self._shared.pins.pool)
 
     def _may_begin(self, landed: _Landed) -> bool:
-        """After a reset not before it is known what weights the engine has; but nobody waits for that for ever."""
+        """Whether the weights are known. After a reset a landing waits for the workers' report; if that takes too long,
+        the prompt is computed."""
         shared = self._shared
         if shared.weights.are_known:
             return True
@@ -266,8 +267,8 @@ class LandDirect(SchedulerKind):
         return False
 
     def _begin(self, landed: _Landed, room: int, in_use: int, is_first: bool) -> None:
-        """Hold what the engine has of the prompt, load what the daemon has of it, and ask for the rest. The other
-        arguments are those of `_share`."""
+        """Pins the blocks that the engine's cache has of the prompt, loads those of the daemon, and asks the prefill
+        engine for the rest. The other arguments are those of `_share`."""
         direct, shared, request = self._shared.direct, self._shared, landed.state.request
         pool = self._pool()
         assert direct is not None and direct.agent is not None
@@ -286,13 +287,13 @@ class LandDirect(SchedulerKind):
         landed.wanted = end - local
         fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
         if not fits:
-            # It would wait for room that does not come.
+            # Room for it would never come.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
         if not fits or (end - max(local, found)) * size < TOKENS_MIN:
             self._free(landed)
             landed.is_ready = True
             return
-        # Behind what is held by now: that is free no more.
+        # After `touch`, because blocks that are pinned are no longer free.
         landed.taken = self._take(min(found - local, self._share(landed, room, in_use, is_first)))
         landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
@@ -339,7 +340,7 @@ class LandDirect(SchedulerKind):
             self._load_failed(landed)
 
     def _load_failed(self, landed: _Landed) -> None:
-        """To promise the same would fail again, as to another sample of the prompt."""
+        """Has the load's blocks promised to no sample of the prompt again, because they would fail again."""
         landed.failed = True
         self._loads.promise_no_more(landed.state)
         for request_id, other in self._with.items():
@@ -348,8 +349,8 @@ class LandDirect(SchedulerKind):
                 self._loads.promise_no_more(state)
 
     def _share(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
-        """How many more blocks it may take; `in_use` are those of all that land. The first of all gets what it needs,
-        so that a long prompt has its turn."""
+        """How many more blocks a landing may take, at most `most`. All landings together have taken `in_use`. With
+        `is_first`, the oldest one may exceed the common share, so that a long prompt has its turn."""
         direct, pool = self._shared.direct, self._pool()
         assert direct is not None
         share = direct.landing_blocks(len(pool.blocks)) - in_use
@@ -358,7 +359,7 @@ class LandDirect(SchedulerKind):
         return min(most, share, pool.get_num_free_blocks())
 
     def _give_room(self, landed: _Landed, most: int) -> None:
-        """The next blocks come from the other engine."""
+        """Takes blocks for the landing, and has the prefill engine's blocks read into them."""
         direct = self._shared.direct
         assert direct is not None and direct.agent is not None
         blocks = self._take(min(landed.wanted - len(landed.taken), most))
@@ -381,12 +382,12 @@ class LandDirect(SchedulerKind):
             pool.touch(blocks)
         return blocks
 
-    def _end_those_over(self) -> None:
+    def _end_finished(self) -> None:
         direct = self._shared.direct
         if direct is None:
             return
         if direct.agent is None:
-            # The ranks' caches went away, and whatever they wrote.
+            # The ranks' caches are gone, so nothing writes into them.
             for landed in list(self._landings.values()):
                 landed.is_ready = True
                 self._forget(landed)
@@ -402,7 +403,8 @@ class LandDirect(SchedulerKind):
     def _end(
         self, landed: _Landed, standing: tuple[str | None, str, int, list[tuple[int, bytes]]] | None
     ) -> None:
-        """Nothing is written any more. What has landed becomes prefix cache, the rest is given back."""
+        """Ends a landing that no rank writes any more. Blocks that have landed become prefix cache; the others are
+        unpinned."""
         direct, shared = self._shared.direct, self._shared
         assert direct is not None and direct.agent is not None
         landed.is_ready = True
@@ -413,7 +415,7 @@ class LandDirect(SchedulerKind):
         first = len(landed.local) + landed.stored
         arrived = max(0, min(end_block - first, len(landed.taken) - landed.stored))
         known = self._known_to_be_right(landed.state, hashes)
-        # Nothing is used that lies behind the last block whose hash came.
+        # Blocks behind the last hash that came are not used: nothing proves their content.
         count = max(0, min(arrived, (known or 0) - first))
         is_whole = word == "landed" and count == arrived
         if arrived > 0 and (known is None or (word == "landed" and not is_whole)):
@@ -426,7 +428,7 @@ class LandDirect(SchedulerKind):
         has_beginning = not landed.loads and not landed.failed
         is_whole = is_whole and has_beginning
         size, prompt = direct.group.tokens_per_block, landed.state.request.num_prompt_tokens
-        # From here on of all that was taken.
+        # From here on `count` includes the blocks loaded from the daemon.
         count = landed.stored + count if has_beginning else 0
         whole = min(count, prompt // size - len(landed.local))
         if whole > 0 and not landed.state.stale:
@@ -483,14 +485,14 @@ class LandDirect(SchedulerKind):
         )
 
     def _free(self, landed: _Landed) -> None:
-        """Give the references back. The blocks stay in the prefix cache until they are reused."""
+        """Unpins all blocks of the landing. They stay in the prefix cache until vLLM reuses them."""
         self._shared.pins.unpin(landed.local + landed.taken)
         landed.local, landed.taken, landed.rest = [], [], None
 
     def allocated(
         self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
     ) -> None:
-        """The request has its own references by now."""
+        """Ends the landing, because the request has its own references by now."""
         landed, direct = self._by_request.get(request.request_id), self._shared.direct
         if landed is None or not landed.is_ready:
             return
@@ -510,7 +512,7 @@ class LandDirect(SchedulerKind):
         self._by_request.pop(landed.state.request.request_id, None)
 
     def give_back(self, state: RequestState) -> None:
-        """The request is over. What lands still is waited for elsewhere, and then cached."""
+        """The request has ended. A landing in progress is given up; `_end` caches what has landed."""
         self._with.pop(state.request.request_id, None)
         landed = self._by_request.get(state.request.request_id)
         if landed is None:
@@ -532,7 +534,7 @@ class LandDirect(SchedulerKind):
         return self._sources + [block for step in self._former_sources for block in step]
 
     def before_pool_reset(self) -> None:
-        """Nothing may be read or written any more when vLLM resets. What was landing is of before the reset."""
+        """Ends all landings and lendings, because no block may be read or written when vLLM resets."""
         direct = self._shared.direct
         if direct is None or direct.agent is None:
             return
@@ -545,7 +547,7 @@ class LandDirect(SchedulerKind):
         self._shared.pins.unpin(sources)
         self._sources, self._copies = [], []
         self._former_sources.clear()
-        # A step that is under way may still copy from them. vLLM's next steps come behind it, but what lands does not.
+        # A step in progress may still copy from them. vLLM's later steps run after it, but READs of a landing may not.
         self._plans_without_room = direct.steps_at_once - 1 if sources else 0
         for landed in list(self._landings.values()):
             if not landed.is_begun:
@@ -559,12 +561,12 @@ class LandDirect(SchedulerKind):
                 self._landings.pop(landed.landing.id, None)
 
     def frees_are_near(self) -> bool:
-        """A running request gets no block: the youngest landing gives its blocks up."""
+        """Called when a running request gets no block: has the youngest landing give up its blocks."""
         direct = self._shared.direct
         if direct is None or direct.agent is None:
             return False
         for landed in reversed(list(self._landings.values())):
-            # A load that goes on keeps its blocks.
+            # A load in progress keeps its blocks.
             held = landed.stored if landed.loads else 0
             if len(landed.taken) <= held or landed.is_ready:
                 continue

@@ -91,7 +91,7 @@ class OfferDirect(SchedulerKind):
             self._count_refusal("hashes", "vLLM's prefix caching is off")
             return
         if not state.takes_part() or wants_no_cache(state.request):
-            self._tell_unknown()
+            self._refuse_unknown()
         elif shared.weights.are_known:
             self._begin(state, lending)
         else:
@@ -118,9 +118,9 @@ class OfferDirect(SchedulerKind):
             if state is not None:
                 self._begin(state, lending)
 
-    def _tell_unknown(self) -> None:
+    def _refuse_unknown(self) -> None:
         self._count_refusal(
-            "unknown", "nobody can know for certain what its blocks mean, or it asks for no cache"
+            "unknown", "the content of its blocks has no certain identity, or it asks for no cache"
         )
 
     def _count_refusal(self, kind: str, why: str) -> None:
@@ -155,8 +155,8 @@ class OfferDirect(SchedulerKind):
             jobs.others[NAME] = filled
 
     def _fill(self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables) -> list[Computed]:
-        """Pin what this step fills of a prompt: whole blocks, and with the last token the rest of the prompt, which
-        fills a block in part."""
+        """Pins the prompt's blocks that this step fills: whole blocks, and after the last token also the block that the
+        rest of the prompt fills in part."""
         shared, direct = self._shared, self._shared.direct
         assert direct is not None and direct.agent is not None
         request = state.request
@@ -212,7 +212,7 @@ class OfferDirect(SchedulerKind):
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         if self._later.pop(request.request_id, None) is not None:
-            self._tell_unknown()
+            self._refuse_unknown()
         offered = self._by_request.get(request.request_id)
         if offered is not None and self._shared.direct is not None:
             blocks = self._shared.direct.blocks_of(request.num_prompt_tokens)

@@ -77,8 +77,8 @@ class SchedulerShared:
 
 
 class SchedulerKind:
-    """A kind of job in the scheduler role. What a method raises is logged and counted; the other kinds are told all the
-    same."""
+    """A kind of job in the scheduler role. If a method raises, the caller logs and counts the error, and still calls
+    the other kinds."""
 
     name: ClassVar[str]
     """The name of its parts in `StepJobs.others` and `KVLaneWorkerMetadata.others`, and in messages of errors."""
@@ -90,23 +90,22 @@ class SchedulerKind:
         """A request has arrived."""
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
-        """vLLM asks what it need not compute of a prompt past the `local_tokens` of its own cache. The first kind that
-        promises tokens or wants to be asked again decides, and later ones are not asked. Promised tokens are loaded
-        while others compute."""
+        """The tokens of a prompt past the `local_tokens` of vLLM's own cache that vLLM need not compute. The first kind
+        that promises tokens, or answers ASK_AGAIN, decides; later kinds are not called. Promised tokens are loaded
+        while other requests compute."""
         return NOTHING
 
     def allocated(
         self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
     ) -> None:
-        """vLLM has blocks for a request. `tokens` are those that this kind has promised: from here on the request waits
-        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one; unless
-        it has promised them `at_once`. None of its blocks is saved meanwhile: at the job's end call
-        `state.tokens_ended`. 0: nothing of this kind comes into
-        the blocks."""
+        """vLLM has allocated blocks for a request. `tokens` are those that this kind has promised, 0 if none. Unless it
+        promised them `at_once`, the request now waits until all workers report it (`Reports.loaded`), so the kind must
+        start a job or report a failed one. Until the kind calls `state.tokens_ended`, at the job's end, none of the
+        request's blocks is saved."""
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        """Once a step: put what the workers are to start into `jobs`. Whoever expects news in a moment sets
-        `jobs.idle` to False, so that workers do not wait."""
+        """Puts the workers' jobs of this step into `jobs`. A kind that expects an answer soon sets `jobs.idle` to
+        False, so that workers do not wait."""
 
     def idle(self) -> None:
         """Called in a step in which nothing is computed and workers start nothing. A kind may wait here for some
@@ -123,25 +122,26 @@ class SchedulerKind:
         """A request is over, and vLLM is about to free its blocks."""
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
-        """Another engine is to go on with a request that is over, and all kinds were told of its end: what that engine
-        has to know, as members of `kvlane` in its `kv_transfer_params`."""
+        """The members of `kvlane` in the `kv_transfer_params` for the engine that decodes this request. Called after
+        `request_finished` of all kinds."""
         return None
 
     def give_back(self, state: RequestState) -> None:
-        """Give back what is held for a request: it is over, or takes no part in the cache."""
+        """Releases what the kind holds for a request that has ended, or takes no part in the cache."""
 
     def daemon_restarted(self) -> None:
         """The daemon is another run than before, with nothing stored."""
 
     def runs_gone(self, gone: Sequence[bytes]) -> None:
-        """These runs of the daemon were left. Workers may let their pools go: nothing of them may be promised."""
+        """The scheduler has left these runs of the daemon. Workers may unmap their pools, so no kind may promise blocks
+        of them."""
 
     def pinned(self) -> Iterable[Block]:
-        """Blocks that it pins and can let go before vLLM resets its own cache, each as often as it is pinned."""
+        """Blocks that the kind pins and can unpin before vLLM resets its own cache, each as often as it is pinned."""
         return ()
 
     def before_pool_reset(self) -> None:
-        """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
+        """vLLM is about to reset its own cache. It refuses while any block is referenced."""
 
     def pool_was_reset(self) -> None:
         """vLLM's own cache is empty."""
@@ -171,7 +171,7 @@ class Reports:
     """Blocks of failed loads, for versions of vLLM that do not hear of requests."""
     weights: WeightsReport | None = None
     others: dict[str, Mergeable] = field(default_factory=dict)
-    """By name of a further kind: what it tells its scheduler half besides ends of jobs."""
+    """By name of a further kind: its report to its scheduler half, besides ends of jobs."""
 
 
 @dataclass
@@ -180,7 +180,7 @@ class DirectRank:
 
     agent: HandoffRank
     layer_hook: RankLayerHook | None
-    """To be called with each layer that is computed; None where only whole steps are told of."""
+    """Called with each layer that is computed; None if the rank reports only whole steps."""
     copy_block: Callable[[int, int], None]
     """Copies one block of the rank to another one: from, to. On a GPU in the stream that the calling thread computes
     in."""
@@ -214,7 +214,8 @@ class WorkerShared:
 
 class WorkerKind:
     """A kind of job in the worker role. Every job that arrives is reported exactly once in `shared.reports`, as failed
-    if nothing else is possible. What a method raises is logged and counted; the other kinds are told all the same."""
+    if nothing else is possible. If a method raises, the caller logs and counts the error, and still calls the other
+    kinds."""
 
     name: ClassVar[str]
 
@@ -235,7 +236,7 @@ class WorkerKind:
         """The forward pass is over, on the GPU or in its stream: start what reads the engine's blocks."""
 
     def finished(self, end: Finished) -> bool:
-        """The core says that a job ended, or that a load was released. True if it is of this kind."""
+        """The core reports that a job ended, or that a load was released. True if the job is of this kind."""
         return False
 
     def waits_for(self) -> float:

@@ -54,12 +54,13 @@ class LookUpAndLoad(SchedulerKind):
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
         self.under_way: dict[int, _Load] = {}
-        """Loads whose end is awaited, by job; also those that the workers have not been told of."""
+        """Loads whose end is awaited, by job; also those in `to_send`."""
         self.to_send: list[LoadJob] = []
-        """Loads that the workers have not been told of."""
-        self._told_of_ignored: set[str] = set()
+        """Loads that have not been sent to the workers."""
+        self._logged: set[str] = set()
         self._waits_for_saves = True
-        """Whether this step may still wait for a lookup of a hand-off. One does: all of them may take seconds."""
+        """Whether this step may still wait for a lookup that awaits a save. One a step may, because each can take
+        seconds."""
 
     # Lookups
 
@@ -86,10 +87,10 @@ class LookUpAndLoad(SchedulerKind):
         return None
 
     def _ignore(self, kind: str, reason: str) -> None:
-        """A hand-off is not waited for: it is counted, and the first one of its kind is logged."""
+        """Counts a save that is not awaited, and logs the first one of each kind."""
         self._shared.counters.add("ignored_hand_offs")
-        if kind not in self._told_of_ignored:
-            self._told_of_ignored.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             # Log: the engine loads what the daemon already has of this prompt, and computes the rest. Do: give
             # both engines the same daemon; see the reason.
             logger.warning(
@@ -147,7 +148,7 @@ class LookUpAndLoad(SchedulerKind):
         return (awaited.engine, awaited.run, awaited.tokens, wait_ms)
 
     def _is_other_content(self, state: RequestState, awaited: AwaitedSave) -> bool:
-        """Whether it is known that what the other engine stores is not what this one looks for."""
+        """Whether the other engine's save has other content than this engine looks for."""
         if awaited.last is None:
             return False
         own = self._shared.hashes.ending_at(state, awaited.tokens)
@@ -157,14 +158,14 @@ class LookUpAndLoad(SchedulerKind):
         return own != awaited.last
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
-        if not self._is_looked_up(state, self._wait_us):
+        if not self._poll_lookup(state, self._wait_us):
             return ASK_AGAIN
         if state.hit is None or state.hit.tokens <= local_tokens:
             return NOTHING
         return Answer(state.hit.tokens - local_tokens)
 
-    def _is_looked_up(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
-        """Whether it is known what the daemon has of it: in `state.hit`. False: not yet."""
+    def _poll_lookup(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
+        """Polls the request's lookup, or starts one. True if `state.hit` has the daemon's answer."""
         self._drop_former_hit(state)
         if self._wants_new_lookup(state):
             self._start_lookup(state)
@@ -177,15 +178,15 @@ class LookUpAndLoad(SchedulerKind):
         return True
 
     def _wait_us(self, state: RequestState) -> int:
-        """vLLM asks for each waiting request in each step, and those that run wait meanwhile."""
+        """The longest wait for the daemon's answer. vLLM asks for each waiting request in each step, and running
+        requests wait meanwhile."""
         waits = state.awaited_save is None or self._waits_for_saves
         if state.awaited_save is not None:
             self._waits_for_saves = False
         return self._shared.settings.lookup_wait_us if waits else 0
 
     def _drop_former_hit(self, state: RequestState) -> None:
-        """A hit is promised only of the daemon's present run, whose pool all workers have mapped as far as it knows: of
-        another run they may have let the pool go."""
+        """Drops a hit of another run of the daemon, because workers may have unmapped that run's pool."""
         if state.hit is None or state.hit.tokens == 0:
             return
         self._shared.connection.look_if_idle()
@@ -196,7 +197,7 @@ class LookUpAndLoad(SchedulerKind):
         if state.looking_up:
             return False
         if state.hit is None:
-            # The daemon is not asked for a prompt that the engine has itself.
+            # The engine's own cache may have the prompt already.
             return state.local_tokens < self._tokens_to_find(state)
         # After a preemption the prompt includes what was generated.
         longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
@@ -233,7 +234,7 @@ class LookUpAndLoad(SchedulerKind):
             self._shared.core.release(hit.boot, hit.lease)
 
     def give_back(self, state: RequestState) -> None:
-        """A load under way goes on and gives its lease back at its end."""
+        """Drops the hit. A load in progress goes on, and releases its lease at its end."""
         self._drop_hit(state)
 
     def runs_gone(self, gone: Sequence[bytes]) -> None:
@@ -311,14 +312,14 @@ class LookUpAndLoad(SchedulerKind):
     # Loads for other kinds
 
     def tokens_found(self, state: RequestState) -> int:
-        """How many of a prompt's first tokens the daemon has, for who does not wait for its answer: 0 if that is not
-        here in a moment."""
+        """How many of a prompt's first tokens the daemon has. 0 if its answer does not come within
+        `kvlane.lookup_wait_us`."""
 
         def wait_us(state: RequestState) -> int:
-            # One that waits for another engine's saves may take long.
+            # A lookup that awaits another engine's save may take seconds.
             return self._shared.settings.lookup_wait_us if state.awaited_save is None else 0
 
-        if not self._is_looked_up(state, wait_us) or state.hit is None:
+        if not self._poll_lookup(state, wait_us) or state.hit is None:
             return 0
         return state.hit.tokens
 
@@ -330,8 +331,8 @@ class LookUpAndLoad(SchedulerKind):
         blocks: list[Block],
         on_end: Callable[[bool], None],
     ) -> None:
-        """Load a prompt's blocks from `first` on, which `tokens_found` has said, into these of the engine. They are
-        written until `on_end` gets whether all bytes came; they stay pinned until then."""
+        """Loads a prompt's blocks from `first` on, which `tokens_found` has found, into these blocks of the engine.
+        They are pinned, and may be written, until `on_end` gets whether all bytes came."""
         shared, hit = self._shared, state.hit
         assert hit is not None and hit.tokens >= (first + len(blocks)) * group.tokens_per_block
         wanted = list(range(first, first + len(blocks)))
@@ -350,25 +351,25 @@ class LookUpAndLoad(SchedulerKind):
         state.may_be_looked_up = False
 
     def _for_others(self) -> list[LoadJob]:
-        """Loads for other kinds that no worker has been told of."""
+        """Loads for other kinds that have not been sent to the workers."""
         return [load for load in self.to_send if self.under_way[load.job].on_end is not None]
 
     def pinned(self) -> list[Block]:
         return [block for load in self._for_others() for block in self.under_way[load.job].blocks]
 
     def before_pool_reset(self) -> None:
-        """Nothing is written for those that no worker knows."""
+        """Ends unsent loads for other kinds: no worker writes their blocks."""
         for load in self._for_others():
             self.to_send.remove(load)
             self.ended(load.job, JobEnd(self._shared.shape.workers, ok=False))
 
     def take(self) -> list[LoadJob]:
-        """Loads that the workers have not been told of; from here on they have."""
+        """Takes the loads to send to the workers in this step."""
         loads, self.to_send = self.to_send, []
         return loads
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        """Loads are taken before (`take`). While a lookup is awaited the workers do not wait for their copies."""
+        """`take` has taken the loads before. While a lookup is in flight, workers do not wait for their copies."""
         self._waits_for_saves = True
         if jobs.idle and any(state.looking_up for state in self._shared.requests.values()):
             jobs.idle = False

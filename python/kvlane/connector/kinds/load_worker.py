@@ -80,7 +80,7 @@ class LoadWorker(WorkerKind):
     def _wait_for_layer(self, layer_name: str) -> None:
         assert self._shared.stream is not None
         self._waited_layers.add(layer_name)
-        # A layer that is not known waits for everything.
+        # An unknown layer waits for all regions.
         self._hold_up(self._shared.stream.last_region.get(layer_name))
 
     def _hold_up(self, region: int | None) -> None:

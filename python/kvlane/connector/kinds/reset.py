@@ -31,7 +31,7 @@ class Reset(SchedulerKind):
             state.forget_progress()
         self._is_scheduling = True
         if shared.weights.are_known or not shared.shape.can_load or self._own_cache_is_old:
-            # Nothing to wait for: while vLLM's own cache may be of other weights, nobody asks the workers.
+            # Nothing to wait for: the workers are not asked while vLLM's own cache may be of other weights.
             return NOTHING
         return ASK_AGAIN if shared.weights.is_worth_waiting(shared.clock()) else NOTHING
 
@@ -61,7 +61,7 @@ class Reset(SchedulerKind):
         shared.hashes.weights_key = shared.weights.key
 
     def reported(self, part: object) -> None:
-        """Workers have looked at their weights."""
+        """Takes the workers' report on their weights."""
         assert isinstance(part, WeightsReport), f"workers report weights, not {part!r}"
         shared = self._shared
         if not shared.weights.answer(part):
@@ -82,7 +82,7 @@ class Reset(SchedulerKind):
 
 
 def _log(labels: set[str | None]) -> None:
-    """Say in the log whose blocks the engine shares now."""
+    """Logs whose blocks the engine shares now."""
     (label, *others) = labels
     if None in labels:
         # Log: after new weights this engine uses only blocks of its own, until the next reset. Do: name the

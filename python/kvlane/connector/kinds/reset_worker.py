@@ -29,7 +29,7 @@ class LookAtWeights(WorkerKind):
             self._shared.failures.record(
                 "looking at the weights", error, "this engine shares no blocks with others"
             )
-        # Also if nothing is known: the scheduler waits for it.
+        # Also without a label, because the scheduler waits for the report.
         self._shared.reports.weights = WeightsReport(
             jobs.look_at_weights, frozenset({(self._shared.rank, label)})
         )

@@ -84,8 +84,8 @@ class SaveBlocks(SchedulerKind):
             self.saves.add(state, computed, tables, tables_are_exact=True, wait=False)
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
-        """What of the prompt is stored, or will be soon: the workers save it, and the daemon may not have heard of it
-        yet. What is known not to be stored is not named: the other engine would wait for it in vain."""
+        """Names the tokens of the prompt that are stored or being saved, even if the daemon has not seen their save
+        yet. Tokens that will not be stored are left out, because the other engine would wait for them in vain."""
         shared = self._shared
         if not shared.shape.has_daemon:
             return None
@@ -95,7 +95,7 @@ class SaveBlocks(SchedulerKind):
             shared.counters.add("not_handed_over")
             return None
         if not state.takes_part():
-            # Nothing is stored because of this request, not because of this engine: routers go on pairing with it.
+            # The request is the reason, not the engine: 0 tokens, so routers go on pairing with this engine.
             shared.counters.add("not_handed_over")
             return AwaitedSave(shared.core.engine_id, shared.core.run, boot, 0).params()
         alignment, prompt_tokens = shared.shape.hit_alignment, request.num_prompt_tokens
@@ -117,7 +117,7 @@ class SaveBlocks(SchedulerKind):
             self._withdraw()
 
     def _withdraw(self) -> None:
-        """Listeners must not send prompts here for what is out of reach."""
+        """Withdraws the announced blocks, because this engine cannot reach them any more."""
         if self._shared.announcements is not None:
             self._shared.events += self._shared.announcements.withdraw_all()
 
@@ -125,8 +125,8 @@ class SaveBlocks(SchedulerKind):
         return self.saves.pinned()
 
     def before_pool_reset(self) -> None:
-        """Give the pins back. What has lost its pins may be overwritten at once, so the daemon must have given up its
-        saves first."""
+        """Unpins all blocks, once the daemon has confirmed that it gave its saves up: vLLM may overwrite an unpinned
+        block at once."""
         self.saves.drop_queued()
         if not self.saves.pending:
             return

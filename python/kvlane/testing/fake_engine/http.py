@@ -30,7 +30,7 @@ class HttpRequest:
 
 
 class Handler(Interface):
-    """Who answers requests."""
+    """Answers requests."""
 
     def connected(self, connection: Connection) -> bool:
         """False closes the connection at once."""

@@ -44,7 +44,7 @@ def cleared() -> dict[str, Any]:
 
 
 class Publisher:
-    """Publishes batches, and replays the newest to those who ask."""
+    """Publishes batches, and replays the newest ones on request."""
 
     def __init__(self, host: str, port: int, replay_port: int | None, topic: str, as_maps: bool) -> None:
         zmq = zeromq.load()
