@@ -96,9 +96,9 @@ def main() -> None:
                     found[way]["cut"] = hand_over(p, d, seed=2, cut=True)
                 d.close()
         finally:
+            # With the engine's process its namespace goes, and the wire with it, at some time.
+            ip("link delete near")
             p.close()
-        # Its other end goes too.
-        ip("link delete near")
     print(json.dumps(found))
 
 
