@@ -41,9 +41,10 @@
 //! A peer that gives up a READ (cancel, deadline) does not tell the owner of the region. So the owner does not wait for the
 //! peer: it calls `unregister` or `close_window`, and may reuse the memory when the call returns. After that no read can
 //! succeed with bytes that were written later:
-//! - Where the owner sends the bytes (sockets, slots), it refuses new requests, and [`Carrier::touches`] is true while any
-//!   byte is queued or in a job. The call waits for that; after a second [`Carrier::release`] closes the peer's connection.
-//! - Where the peer reads by itself (cma), [`Registrar::withdraw`] and [`Registrar::close_window`] take the region's mark
+//! - If the owner sends the bytes (through sockets), it refuses new requests. [`Carrier::touches`] is true while any byte is
+//!   queued or in a job, and the call waits until it is false. After one second [`Carrier::release`] closes the peer's
+//!   connection, which ends the wait.
+//! - If the peer reads by itself (cma), [`Registrar::withdraw`] and [`Registrar::close_window`] take the region's mark
 //!   away first. The peer reads the bytes and then the mark, and drops the bytes if the mark is gone. The owner waits for
 //!   nobody, even if the peer is stopped amid a read.
 

@@ -1,5 +1,5 @@
-//! Lands a prompt's blocks in the decode engine's own cache: the decode engine's scheduler, one [`Landing`] per hand-off. No
-//! I/O; the time is an argument.
+//! Lands a prompt's blocks in the decode engine's own cache. The decode engine's scheduler keeps one [`Landing`] per hand-off.
+//! No I/O; the time is an argument.
 //!
 //! ```text
 //!                    dialled           Queued                 all ranks have read all blocks
@@ -16,7 +16,7 @@
 //!   refuses the Want of any other decode engine with [`Reason::Over`]. A restarted engine counts as another one, because its
 //!   `EngineId` holds a boot nonce.
 //! - The prefill engine's ranks open their windows for that reader's ranks only, and the fabric refuses READs by others.
-//! - An id is used once. The prefill engine remembers those that ended, and refuses a Want that comes late.
+//! - A hand-off's id is used once. The prefill engine remembers ended hand-offs, and refuses a Want for one of them.
 //! - In the decode engine an id has one landing at a time ([`Landings::begin`]), and each region of a block is read once
 //!   ([`Reading`](crate::Reading)).
 

@@ -6,7 +6,7 @@
 //!
 //! # Which blocks may be evicted while a save of their continuation is in flight
 //!
-//! None of those that it continues. A block may be evicted only if it is sealed, no lease names it, and no other
+//! No block that the save continues may be evicted. A block may be evicted only if it is sealed, no lease names it, and no other
 //! entry is its child. A claim makes the block that it saves a child of the block before it:
 //!
 //! ```text
@@ -14,8 +14,8 @@
 //!   has a child   has children  not sealed     not sealed                       may be evicted
 //! ```
 //! - The claim comes first and room is made afterwards. So a save never evicts its own ancestors.
-//! - When C is sealed it is still the child of B, and goes before B. If its claim dies, its entry goes too, unless D
-//!   keeps it as a gap. B may be evicted once no entry is left below it.
+//! - When C is sealed it is still the child of B, so it is evicted before B. If its claim dies, its entry is removed, unless
+//!   D keeps it as a gap. B may be evicted once no entry is left below it.
 //! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`.
 //! - The blocks of a group with a window (`Chain::Unchained`) have no parents. A save of one protects no other.
 //! - A check of a sealed block (scrub, spill) does not protect it. Its memory stays in limbo until the check ends.
