@@ -160,13 +160,15 @@ impl Drop for Chunks {
             // SAFETY: the chunk was mapped here and is unmapped once; the holder has waited for work on it.
             let unmapped = unsafe { driver.chunk_unmap(device, address, *bytes) };
             left |= unmapped.is_err();
-            warn_of("unmap a chunk", unmapped);
+            warn_of(Some(device), "unmap a chunk", unmapped);
             address += bytes;
         }
         // Addresses where something is still mapped are not given to others.
         if !left {
             // SAFETY: the addresses were reserved here, and nothing is mapped there any more.
-            warn_of("give up addresses", unsafe { driver.unreserve(device, self.base, self.bytes) });
+            warn_of(Some(device), "release addresses", unsafe {
+                driver.unreserve(device, self.base, self.bytes)
+            });
         }
     }
 }

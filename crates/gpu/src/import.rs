@@ -76,7 +76,7 @@ impl Drop for Imported {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the base came from ipc_open and is closed once; the holder has waited for its work.
-        warn_of("close imported memory", unsafe { driver.ipc_close(device, self.base) });
+        warn_of(Some(device), "close imported memory", unsafe { driver.ipc_close(device, self.base) });
     }
 }
 

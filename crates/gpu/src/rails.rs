@@ -109,9 +109,10 @@ impl Rails {
             // Log: the fast way for short pieces was in use or had failed; the load worked. Do: nothing, unless
             // `kvlane_loads_unstaged_total` grows quickly.
             tracing::info!(
+                once = true,
                 gpu,
-                "a load of short pieces comes piece by piece, which is slower: another load uses the ring on its GPU, or \
-                 the ring failed; further ones are counted in kvlane_loads_unstaged_total"
+                "staging ring busy or failed; a load of short pieces goes piece by piece, which is slower. \
+                 kvlane_loads_unstaged_total counts such loads"
             );
         }
     }
@@ -158,7 +159,7 @@ impl Rails {
             Err(error) => {
                 // Log: this GPU is not used as a rail; loads use the others. Do: mend what the error names, often
                 // a lack of GPU memory, or leave it out of `--rails`.
-                tracing::warn!(gpu, %error, "a GPU lends its link to no load, since it cannot be opened");
+                tracing::warn!(once = true, gpu, %error, "cannot open this GPU as a rail");
                 None
             }
         });
@@ -175,7 +176,7 @@ impl Rails {
         if self.chosen.iter().any(|device| device.ordinal != own) {
             let rails: Vec<u32> = reached.iter().map(|rail| rail.ordinal()).collect();
             // Log: a worker on this GPU registered; these other GPUs lend their links to its loads (`--rails`).
-            tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
+            tracing::info!(gpu = own, ?rails, "loads to this GPU may use rails");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
         let lends = self.chosen.iter().any(|device| device.ordinal == own);
@@ -197,7 +198,7 @@ impl Rails {
         match target.enable_peer(&rail.gpu) {
             Ok(()) => Some(rail),
             Err(error) => {
-                tracing::debug!(gpu, target = target.info().ordinal, %error, "a GPU is no rail");
+                tracing::debug!(gpu, target = target.info().ordinal, %error, "GPU cannot serve as a rail");
                 None
             }
         }

@@ -128,9 +128,9 @@ impl Rail {
         match lent.begin(targets, making) {
             Ok(()) => Some(lent),
             Err(error) => {
-                // Log: this load comes piece by piece, which is slower; later loads try the fast way again. Do:
-                // look for GPU errors in the log and Xid in dmesg if it repeats.
-                tracing::warn!(gpu = self.ordinal(), %error, "a load does without the ring of a GPU, since it cannot be read");
+                // Log: a load goes piece by piece, or without a rail, which is slower; later loads try the ring again.
+                // Do: look for GPU errors in the log and Xid in dmesg if it repeats.
+                tracing::warn!(gpu = self.ordinal(), %error, "staging ring unreadable; this load goes without it");
                 lent.give_back();
                 None
             }
@@ -141,7 +141,7 @@ impl Rail {
     fn warn(&self, error: &GpuError) {
         // Log: loads of short pieces to this GPU, and rails over it, are slower until the daemon is restarted.
         // Do: look for GPU errors and Xid in dmesg, then restart the daemon.
-        tracing::warn!(gpu = self.ordinal(), %error, "no load goes through a ring on this GPU any more");
+        tracing::warn!(once = true, gpu = self.ordinal(), %error, "staging ring failed; loads go without it");
     }
 }
 
