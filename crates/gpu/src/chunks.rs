@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::device::{Gpu, uuid_text, warn_of};
 use crate::error::GpuError;
-use crate::import::Mapped;
+use crate::import::MappedImport;
 
 /// Chunks at consecutive addresses of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -219,7 +219,7 @@ impl ImportedChunks {
     ///
     /// # Errors
     /// [`GpuError::Invalid`] while chunks are missing.
-    pub fn mapped(&self) -> Result<Mapped, GpuError> {
+    pub fn mapped(&self) -> Result<MappedImport, GpuError> {
         let Chunks { base, bytes, filled, .. } = self.chunks;
         if filled < bytes {
             return Err(GpuError::Invalid(format!(
@@ -227,7 +227,7 @@ impl ImportedChunks {
                 self.engine_base
             )));
         }
-        Ok(Mapped { engine_base: self.engine_base, local_base: base, bytes })
+        Ok(MappedImport { engine_base: self.engine_base, local_base: base, bytes })
     }
 }
 

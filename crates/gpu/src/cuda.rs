@@ -725,8 +725,8 @@ impl Driver for CudaDriver {
         let mut value = 0;
         let (from, to) = (device_handle(device)?, device_handle(peer)?);
         // SAFETY: the pointer is valid and both devices exist.
-        let asked = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, native, from, to) };
-        check("cuDeviceGetP2PAttribute", asked)?;
+        let queried = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, native, from, to) };
+        check("cuDeviceGetP2PAttribute", queried)?;
         Ok(value != 0)
     }
 

@@ -60,8 +60,8 @@ impl Rails {
     pub fn new(driver: Arc<dyn Driver>, seams: &[u64], options: RailOptions) -> Result<Arc<Rails>, GpuError> {
         let RailOptions { slot_bytes, slots, blocks, .. } = options;
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(KERNEL_ALIGNMENT) || slots == 0 || blocks == 0 {
-            let asked = format!("{slots} slots of {slot_bytes} bytes, read by {blocks} thread blocks");
-            return Err(GpuError::Invalid(format!("{asked}, make no ring")));
+            let wanted = format!("{slots} slots of {slot_bytes} bytes, read by {blocks} thread blocks");
+            return Err(GpuError::Invalid(format!("{wanted}, make no ring")));
         }
         let chosen = options.choice.among(driver.devices()?)?;
         let (opened, traffic) = (Mutex::default(), Mutex::default());
@@ -269,7 +269,7 @@ impl Loader {
     /// that no other load uses and whose own GPU has no load. Loads that begin later share the links with this one. `pulls`
     /// decides how the target reads a ring. A staged load ([`Loader::staging`]) also takes the ring on the target, if no other
     /// load uses it.
-    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> Loading<'_> {
+    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> RailLoad<'_> {
         let (idle, most) = self.count_and_choose();
         let mut relay = Relay::new(Vec::new());
         let mut is_staged = false;
@@ -291,7 +291,7 @@ impl Loader {
             rings.splice(0..0, own);
             relay = Relay::new(rings);
         }
-        Loading { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
+        RailLoad { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
     }
 
     /// Ends the count of a load to this GPU.
@@ -331,9 +331,9 @@ impl Drop for Loader {
     }
 }
 
-/// A load in progress. Call [`Loading::synchronize`] before the memory is used otherwise; a drop waits too.
+/// A load in progress. Call [`RailLoad::synchronize`] before the memory is used otherwise; a drop waits too.
 #[derive(Debug)]
-pub struct Loading<'a> {
+pub struct RailLoad<'a> {
     loader: &'a Loader,
     relay: Relay<'a>,
     /// Whether the first ring is on the target.
@@ -342,7 +342,7 @@ pub struct Loading<'a> {
     failed: bool,
 }
 
-impl Loading<'_> {
+impl RailLoad<'_> {
     /// The number of rails that this load uses.
     pub fn rails(&self) -> usize {
         self.relay.rings().len() - usize::from(self.staging)
@@ -358,7 +358,7 @@ impl Loading<'_> {
     /// a kernel. After an error some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`Copier::enqueue`], until the caller has waited for [`Loading::synchronize`] and then for the copier's stream.
+    /// As for [`Copier::enqueue`], until the caller has waited for [`RailLoad::synchronize`] and then for the copier's stream.
     /// The copier's stream is the one with which the load began.
     pub unsafe fn enqueue(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         // SAFETY: the caller's promise.
@@ -368,7 +368,7 @@ impl Loading<'_> {
     }
 
     /// # Safety
-    /// As for [`Loading::enqueue`].
+    /// As for [`RailLoad::enqueue`].
     unsafe fn enqueue_all(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         let bytes = |copies: &[Copy]| copies.iter().map(|copy| copy.len).sum::<u64>();
         if self.relay.rings().is_empty() {
@@ -431,7 +431,7 @@ impl Loading<'_> {
     }
 }
 
-impl Drop for Loading<'_> {
+impl Drop for RailLoad<'_> {
     fn drop(&mut self) {
         // A caller that needs the outcome has called `synchronize` before.
         let _ = self.synchronize();

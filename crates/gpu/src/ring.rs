@@ -201,8 +201,8 @@ impl Lent<'_> {
         // No work waits for these words now.
         (0..self.slots * (1 + targets.len())).for_each(|word| self.ring.words.set(word, 0));
         for target in targets {
-            let known = self.ring.pulls.remove(&target.gpu.info().ordinal);
-            let mut pull = known.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
+            let kept = self.ring.pulls.remove(&target.gpu.info().ordinal);
+            let mut pull = kept.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
             // A slot is short. Short pieces let more groups of threads read it at once.
             let piece_bytes = Thresholds::default().piece_bytes;
             pull.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
@@ -364,11 +364,11 @@ impl Lent<'_> {
 impl PollFailures {
     /// Queries a stream: returns its error, and clears `idle` while the stream is busy.
     fn poll(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
-        let looked = stream.is_idle();
-        self.0 = if looked.is_err() { self.0 + 1 } else { 0 };
+        let polled = stream.is_idle();
+        self.0 = if polled.is_err() { self.0 + 1 } else { 0 };
         let lost = self.mean_loss();
-        *idle &= looked.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
-        looked.map(drop)
+        *idle &= polled.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
+        polled.map(drop)
     }
 
     fn mean_loss(&self) -> bool {

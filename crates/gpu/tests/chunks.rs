@@ -13,7 +13,7 @@ use std::sync::Arc;
 use kvlane_fake_gpu::driver_named;
 use kvlane_gpu::{
     AddressMap, ChunkRange, Chunks, Copier, CopierOptions, Copy, Direction, Gpu, GpuError, HostBuffer,
-    ImportedChunks, Mapped, detect,
+    ImportedChunks, MappedImport, detect,
 };
 use support::role::{Role, asked_role, hand_over, listen, say};
 use support::{gpus, pattern, read, stream, tested_driver, write};
@@ -187,7 +187,7 @@ fn a_range_with_a_missing_chunk_is_not_to_be_had() {
     let error = imported.mapped().unwrap_err().to_string();
     assert!(error.contains("a chunk is missing") && error.contains("8388608"), "{error}");
     imported.push(SIZES[2], gpu.export_chunk(memory.base() + 8 * MIB).unwrap().as_fd()).unwrap();
-    let Mapped { engine_base, bytes, .. } = imported.mapped().unwrap();
+    let MappedImport { engine_base, bytes, .. } = imported.mapped().unwrap();
     assert_eq!((engine_base, bytes), (1 << 40, BYTES));
 }
 
