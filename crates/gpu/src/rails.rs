@@ -3,13 +3,14 @@
 //! ```text
 //!  host memory --own link---------------------------------> memory of the engine, on the target
 //!      |                                                        ^
-//!      +--link of a rail--> ring of slots on the rail --NVLink--+   the target reads the slots and scatters them
+//!      +--link of a rail--> staging ring on the rail --NVLink---+   the target reads the slots and scatters them
 //! ```
-//! Streams wait for each other, and the host waits for none: a slot is filled after its last content was read, and read
-//! after it was filled.
+//! Streams wait for each other: a slot is filled after its last content was read, and read after it was filled. While it
+//! enqueues, the host waits only for free tables of the kernel.
 //!
-//! A load of short pieces goes through a ring on the target itself in the same way (it is *staged*). Copy engines bring long
-//! runs at the link's full rate, and a kernel scatters the pieces within the GPU's memory in a fraction of that time.
+//! A load of short pieces goes through a staging ring on the target itself in the same way (it is *staged*). Copy engines
+//! bring long runs at the link's full rate, and a kernel scatters the pieces within the GPU's memory in a fraction of that
+//! time.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -93,7 +94,7 @@ impl Rails {
         self.relayed.load(Ordering::Relaxed)
     }
 
-    /// Bytes that came through a ring on their own GPU in loads that succeeded.
+    /// Bytes that came through the staging ring of their own GPU in loads that succeeded.
     pub fn staged_bytes(&self) -> u64 {
         self.staged.load(Ordering::Relaxed)
     }
@@ -212,7 +213,7 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
-    /// The ring on the target itself.
+    /// The staging ring on the target itself.
     own: Arc<Rail>,
     /// Whether the target serves as a rail for other GPUs.
     lends: bool,
@@ -250,7 +251,7 @@ impl Loader {
         &self.target
     }
 
-    /// The ring on the target itself, if the target serves as a rail.
+    /// The staging ring on the target itself, if the target serves as a rail.
     pub(crate) fn own(&self) -> Option<&Rail> {
         self.lends.then_some(&*self.own)
     }
@@ -348,14 +349,14 @@ impl RailLoad<'_> {
         self.relay.rings().len() - usize::from(self.staging)
     }
 
-    /// Whether the load goes through the ring on the target.
+    /// Whether the load goes through the staging ring on the target.
     pub fn is_staged(&self) -> bool {
         self.staging
     }
 
-    /// Enqueues copies from pinned host memory to the target: some by `direct` or through the ring on the target, the others
-    /// over rails. Later work in the target's stream comes after all of them. It blocks only while launches use all tables of
-    /// a kernel. After an error some copies may have been enqueued.
+    /// Enqueues copies from pinned host memory to the target: some by `direct` or through the target's staging ring, the
+    /// others over rails. Later work in the target's stream comes after all of them. It blocks only while launches use all
+    /// tables of a kernel. After an error some copies may have been enqueued.
     ///
     /// # Safety
     /// As for [`Copier::enqueue`], until the caller has waited for [`RailLoad::synchronize`] and then for the copier's stream.

@@ -97,7 +97,7 @@ impl Rail {
         self.gpu.info().ordinal
     }
 
-    /// The ring, ready for a load to these targets; None while another load uses it. The load's writes come after the work
+    /// The staging ring, ready for a load to these targets; None while another load uses it. The load's writes come after the work
     /// that is in the targets' streams by now.
     pub(crate) fn take<'a>(&'a self, targets: &[Target<'_>], making: Making<'_>) -> Option<Lent<'a>> {
         let mut state = self.ring.try_lock()?;
@@ -179,7 +179,7 @@ impl Pull {
     }
 }
 
-/// A ring that one load uses.
+/// A staging ring that one load uses.
 #[derive(Debug)]
 pub(crate) struct Lent<'a> {
     rail: &'a Rail,
