@@ -1,4 +1,4 @@
-//! Device memory that consists of chunks: shared by descriptors, and mapped in another process as one range.
+//! Memory of chunks: one process shares it by descriptors, and another maps it as one range.
 //!
 //! This binary starts itself again to be the other process: see [`plays_the_role_it_was_started_for`].
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]

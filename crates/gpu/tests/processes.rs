@@ -1,4 +1,4 @@
-//! Memory and events between real processes, and which driver a process finds.
+//! Memory and events between real processes, and the driver that a process finds.
 //!
 //! This binary starts itself again to be the other process: see [`plays_the_role_it_was_started_for`].
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]

@@ -1,4 +1,5 @@
-//! Loads over several links: the bytes are those of the model, and what the rest relies on holds.
+//! Loads over several links: the bytes are those of the model. Rails serve one load at a time, and the end of a load, also of a
+//! failed one, leaves no work in progress.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;
