@@ -2,14 +2,14 @@
 
 use std::process::ExitCode;
 
-/// Prints an error for a person, and answers the exit code.
+/// Prints an error for a person, and returns the exit code.
 pub(crate) fn print_error(error: &anyhow::Error) -> ExitCode {
     eprintln!("kvlane: {}", sentence(error));
     ExitCode::FAILURE
 }
 
-/// An error and what led to it, each thing once. Errors of the crates are whole sentences, and name what led to them for
-/// programs too: what was said already is left out.
+/// An error and its causes, each text once. Errors of the crates are whole sentences that contain their causes, which the chain
+/// then repeats for programs. So a text that the sentence has already is left out.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for link in error.chain() {
@@ -25,7 +25,7 @@ pub(crate) fn sentence(error: &anyhow::Error) -> String {
     text
 }
 
-/// "Permission denied (os error 13)" without the kernel's number, which says no more.
+/// "Permission denied (os error 13)" without the kernel's number, which adds nothing.
 fn without_numbers(text: &str) -> String {
     let mut parts = text.split(" (os error ");
     let mut left = parts.next().unwrap_or_default().to_owned();

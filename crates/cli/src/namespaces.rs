@@ -26,7 +26,7 @@ struct Held {
 
 /// Drops what one namespace holds.
 pub(crate) fn run(args: &DropArgs) -> Result<()> {
-    // Every name begins with it: a variable that is not set would drop the only namespace.
+    // Every name begins with the empty text. So an unset variable of a script would drop the only namespace.
     if args.namespace.is_empty() {
         bail!("'' names no namespace: see `kvlane status`");
     }

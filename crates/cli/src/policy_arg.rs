@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer, de};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PolicyArg(pub(crate) Choice);
 
-/// All of them, in the order in which people read them.
+/// All policies, in the order of help and errors.
 fn offered() -> impl Iterator<Item = Choice> {
     PolicyKind::SERVED.into_iter().map(Choice::Fixed).chain([Choice::Auto])
 }

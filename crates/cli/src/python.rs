@@ -12,13 +12,13 @@ pub(crate) struct PythonArgs {
     args: Vec<OsString>,
 }
 
-/// The interpreter beside this binary, else the one that the shell would find.
+/// The interpreter beside this binary, else `python3` on PATH.
 pub(crate) fn interpreter() -> PathBuf {
     let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(|folder| folder.join("python3")));
     beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from("python3"))
 }
 
-/// Becomes `python -m MODULE ARGS`.
+/// Replaces this process by `python -m MODULE ARGS`. Returns only if that fails.
 pub(crate) fn run(module: &str, args: &PythonArgs) -> Result<()> {
     let python = interpreter();
     let error = Command::new(&python).arg("-m").arg(module).args(&args.args).exec();

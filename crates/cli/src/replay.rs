@@ -100,7 +100,7 @@ impl ReplayArgs {
     }
 }
 
-/// Replays the trace, prints what came out, and draws it.
+/// Replays the trace, prints the report, and draws it.
 pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let file = trace_file::read(&args.trace)?;
     if let Some(route) = &args.route {
@@ -124,8 +124,8 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let mut setups = Vec::new();
     for policy in args.policies() {
         for capacity in &args.capacity {
-            let asked = capacity;
-            let capacity = blocks(asked)?;
+            let wanted = capacity;
+            let capacity = blocks(wanted)?;
             if u32::try_from(capacity).is_err() || u32::try_from(ssd_capacity).is_err() {
                 bail!(
                     "a capacity of {} blocks is too much: at most {}",
@@ -133,7 +133,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
                     u32::MAX
                 );
             }
-            let share = asked.share(capacity, trace.distinct());
+            let share = wanted.share(capacity, trace.distinct());
             setups.push((Setup { policy, capacity, ssd_capacity }, share));
         }
     }
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prints, unless who reads has had enough.
+/// Prints. A closed pipe, as of `head`, is no error.
 fn print(text: &str) -> Result<()> {
     match std::io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
@@ -171,7 +171,7 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
-/// Prints what came out, and draws it.
+/// Prints the report, and draws it.
 fn publish(args: &ReplayArgs, json: &Value, text: &str, module: &str) -> Result<()> {
     print(&if args.json { format!("{json:#}\n") } else { text.to_owned() })?;
     match &args.plot {
@@ -191,7 +191,7 @@ fn publish(args: &ReplayArgs, json: &Value, text: &str, module: &str) -> Result<
     Ok(())
 }
 
-/// All setups, each with its share, on as many threads as there are cores; in the order in which they were given.
+/// Replays all setups, each with its share, on all cores. The results have the order of `setups`.
 fn replay_all(trace: &Trace, setups: &[(Setup, f64)]) -> Vec<Run> {
     let bar = work::progress_bar(trace.references() * setups.len(), "references");
     let runs = work::on_all_cores(setups, |&(setup, share)| {

@@ -101,7 +101,7 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     let mut running = reload::Running::new(args, tables.values.clone(), settings.keys.clone(), program);
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Scheduler::new(settings::scheduler(args, random()?));
-    // Others may still come where names or beats bring engines.
+    // Names and beats may bring further engines.
     let is_closed = names.is_empty() && args.ping.is_none();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Tokenizers take seconds to load. A SIGHUP in the meantime waits; SIGTERM and SIGINT end the router at once.

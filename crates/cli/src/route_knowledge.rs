@@ -24,7 +24,7 @@ pub(crate) struct KnowledgeArgs {
     kv_events: Vec<EventSource>,
 }
 
-/// Loads the tokenizers. `engines` are those that are known at the start; if `is_closed` there will be no others.
+/// Loads the tokenizers. `engines` are those of flags and file. If `is_closed`, no others will come.
 pub(crate) fn knowledge<'a>(
     args: &KnowledgeArgs,
     engines: impl Iterator<Item = &'a Address>,

@@ -66,7 +66,7 @@ fn serve(options: &Resolved) -> Result<()> {
         options.sessions_were_asked.then_some(options.serve.sessions_max as u64),
     );
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
+    // Takes the signals over before the pool, which may take long. So a SIGTERM meanwhile ends the daemon in order.
     let (mut term, mut interrupt, mut hangup) = {
         let _inside = runtime.enter();
         // Under `nohup` the daemon goes on when the terminal is closed.
@@ -103,10 +103,7 @@ fn serve(options: &Resolved) -> Result<()> {
     if !daemon.stop(options.drain) {
         // Log: the daemon ended with saves or SSD writes unfinished; those blocks are lost, and engines compute
         // them again. Do: raise `--drain-seconds` if this repeats.
-        tracing::warn!(
-            seconds = options.drain.as_secs(),
-            "work was still under way when the time to drain was over"
-        );
+        tracing::warn!(seconds = options.drain.as_secs(), "drain timed out with work unfinished");
     }
     Ok(())
 }
@@ -132,7 +129,7 @@ fn is_ignored(kind: SignalKind) -> bool {
     mask >> (kind.as_raw_value() - 1) & 1 == 1
 }
 
-/// Shown on a terminal while the pool is pre-faulted.
+/// Shows on a terminal how far the pool is pre-faulted.
 fn progress_bar(bytes: u64) -> ProgressBar {
     let bar = ProgressBar::new(bytes).with_message("taking the pool's memory");
     let style = "{msg} [{bar:40}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}";

@@ -26,7 +26,7 @@ use crate::{
     size::{Size, TypedSize},
 };
 
-/// Bytes of the pool when nobody says.
+/// Bytes of the pool by default.
 pub(crate) const DEFAULT_POOL: u64 = 4_000_000_000;
 const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
@@ -168,7 +168,7 @@ pub(crate) struct Resolved {
     pub(crate) drain: Duration,
     pub(crate) log: EnvFilter,
     pub(crate) log_format: LogFormat,
-    /// Why engines on GPUs are not served; empty where they are.
+    /// Why engines on GPUs are not served; empty if they are.
     pub(crate) no_gpu: String,
     /// As the user typed it.
     pub(crate) pool_size: String,
@@ -181,7 +181,7 @@ pub(crate) struct Resolved {
 }
 
 impl ServeArgs {
-    /// Fills what is missing from the file, then from the defaults, and checks it. GPUs are looked for through these drivers.
+    /// Takes missing settings from the file, then from the defaults, and checks all of them. `drivers` find the GPUs.
     pub(crate) fn resolve(self, drivers: Drivers) -> Result<Resolved> {
         let file = match &self.config {
             Some(path) => {
@@ -191,7 +191,7 @@ impl ServeArgs {
             }
             None => Self::default(),
         };
-        // First: what comes after may be logged by it.
+        // First, so that a mistake in --log shows before the checks that take time, such as the search for GPUs.
         let log = self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into());
         let log = logging::parse_filter(&log).map_err(anyhow::Error::msg)?;
         let mut warnings = Vec::new();
@@ -328,7 +328,7 @@ fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
     found.map(Some).with_context(|| format!("--http '{text}' is neither HOST:PORT nor off"))
 }
 
-/// Names without a port: they hold for any.
+/// Checks the names, which have no port because they hold for any.
 fn http_hosts(names: Option<Vec<String>>) -> Result<Vec<String>> {
     let names = names.unwrap_or_default();
     let is_name = |name: &String| {

@@ -27,7 +27,7 @@ pub(crate) fn notify(state: &str) {
             // Do: look at `Type=notify` and `NotifyAccess=` of the unit.
             tracing::warn!(%error, "cannot notify the service manager (NOTIFY_SOCKET) that this process is ready");
         }
-        Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),
+        Err(error) => tracing::debug!(%error, state, "cannot notify the service manager"),
     }
 }
 

@@ -63,7 +63,7 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// A size and how it was written, for messages.
+/// A size, with the text that the user typed, for messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TypedSize {
     pub(crate) size: Size,

@@ -1,4 +1,4 @@
-//! `kvlane size`: the bytes that the KV cache of a model takes, by the formula that its config.json tells.
+//! `kvlane size`: computes the bytes of a model's KV cache by a formula over its config.json.
 //!
 //! ```text
 //! bytes a token = layers x bytes of a layer
@@ -75,13 +75,13 @@ struct Pool {
     tokens: u64,
     block_size: u64,
     blocks: u64,
-    /// With the page that the last byte lies on.
+    /// Bytes of a block, each part rounded up to whole pages.
     block_bytes: u64,
     bytes: u64,
 }
 
 impl Pool {
-    /// None where it is more than a computer counts.
+    /// None if the bytes exceed a `u64`.
     fn of(cache: &Cache, tokens: u64, block_size: u64) -> Option<Self> {
         let blocks = tokens.div_ceil(block_size);
         // vLLM keeps the layers that slide in groups of their own, and each group has its own blocks.

@@ -12,7 +12,8 @@ use kvlane_proto::{
 };
 use serde_json::json;
 
-/// The name of a namespace of which the SSD has blocks and the pool none: no engine has told it since the daemon started.
+/// Printed for a namespace whose blocks are only on the SSD. The daemon has no name for it, because no engine has reported one
+/// since the daemon started.
 pub(crate) const ONLY_ON_THE_SSD: &str = "(only on the SSD)";
 
 /// Printed if there are several namespaces, because a user may wonder why engines do not share.
@@ -39,12 +40,12 @@ impl DaemonArgs {
         }
     }
 
-    /// Whose daemon it may be.
+    /// The user who may run the daemon, beside this process's user and root.
     pub(crate) fn user(&self) -> DaemonUser {
         self.daemon_user.unwrap_or_default()
     }
 
-    /// Connects, or says what to do.
+    /// Connects. The error says what to do.
     pub(crate) fn connect(&self) -> Result<Tool> {
         Ok(Tool::connect_to_user(&self.address()?, self.user(), Duration::from_secs(2))?)
     }
@@ -57,7 +58,7 @@ fn address_source() -> &'static str {
     if given { "--addr" } else { "KVLANE_ADDR" }
 }
 
-/// The value itself is in the message already.
+/// The error leaves out the value, which clap's message has.
 fn parse_user(text: &str) -> Result<DaemonUser, String> {
     text.parse()
         .map_err(|_| "this host has no such user: give the name or the number of who runs the daemon".into())
@@ -83,8 +84,7 @@ pub(crate) fn run(args: &StatusArgs) -> Result<()> {
     Ok(())
 }
 
-/// An engine that computes says so every 10 s. One that is silent for longer has nothing to do: neither its scheduler nor its
-/// workers have a reason to speak.
+/// A session that is silent for longer counts as idle. The sessions of an engine that computes send something every 10 s.
 const IDLE_MS: u64 = 15_000;
 
 /// A session's state, for people and for programs.
@@ -238,8 +238,8 @@ fn layouts(status: &Status) -> String {
     )
 }
 
-/// "lru", or "auto, now arc; 7 blocks were not let in" and a line with what the shadow caches hit; empty from a daemon that does
-/// not say.
+/// "lru", or "auto, now arc; 7 blocks were not let in" and a line with the hits of the shadow caches. Empty if the daemon does
+/// not report its policy.
 fn policy(status: &Status) -> String {
     let mut text = status.policy.clone();
     if status.policy != status.active_policy {
@@ -256,9 +256,9 @@ fn policy(status: &Status) -> String {
     text
 }
 
-/// The kinds of blocks that are shown.
+/// Most kinds of blocks that are shown.
 const KINDS_SHOWN: usize = 8;
-/// So that the least of them is a number that can be read.
+/// References for which hits are counted: many, so that the smallest number is readable.
 const REFERENCES: f64 = 1e6;
 
 /// The policy's knowledge of the kinds of blocks that it has seen most; empty for a policy that does not learn.
@@ -271,7 +271,7 @@ fn learnt(status: &Status) -> String {
         let density = kind.hit_densities.get(next.saturating_sub(1)).copied().unwrap_or(0.0);
         three_figures(REFERENCES * density)
     };
-    // A block that is not asked for leaves a pool under pressure after about as many references as the pool has blocks.
+    // A full pool evicts a block without a hit after about as many references as the pool has blocks.
     let blocks = status.blocks.max(10);
     let ages = [0, blocks / 10, blocks];
     let rows = status.learnt.iter().take(KINDS_SHOWN).map(|kind| {

@@ -2,7 +2,7 @@
 
 use std::{env, io::IsTerminal};
 
-/// Whether to write colours: to terminals only, and not where the user wants none (<https://no-color.org>).
+/// Whether to write colours: only to terminals, and not if NO_COLOR is set (<https://no-color.org>).
 pub(crate) fn has_colours(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && env::var_os("NO_COLOR").is_none_or(|set| set.is_empty())
 }

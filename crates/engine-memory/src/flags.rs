@@ -194,7 +194,7 @@ fn runs_of(
 #[cfg(test)]
 mod tests {
     use kvlane_block::{Run, slice};
-    use kvlane_gpu::Mapped;
+    use kvlane_gpu::MappedImport;
     use kvlane_memory::{ArenaOptions, HugePages, Numa};
 
     use super::*;
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn a_flag_is_a_whole_word_of_memory_that_is_mapped() {
-        let map = Mapped { engine_base: 0x1000, local_base: 0x50000, bytes: 0x100 };
+        let map = MappedImport { engine_base: 0x1000, local_base: 0x50000, bytes: 0x100 };
         let map = AddressMap::new([map]).unwrap();
         let at = |word| Flag { word, value: 7 }.local(&map);
         assert_eq!(at(0x1004), Ok(Flag { word: 0x50004, value: 7 }));

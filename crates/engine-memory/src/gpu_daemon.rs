@@ -10,7 +10,7 @@ use std::{
 use kvlane_block::{Position, Region, Run};
 use kvlane_gpu::{
     AddressMap, Calibration, Copy, Direction, Event, Export, GpuError, Imported, ImportedChunks, Loader,
-    Loading, Mapped, Priority, Stream, Thresholds, Together,
+    MappedImport, Priority, RailLoad, Stream, Thresholds, Together,
 };
 use kvlane_memory::{pidfd_exited, pidfd_exited_within};
 use parking_lot::Mutex;
@@ -140,7 +140,7 @@ impl GpuMemory {
         let chunks =
             chunked.map(|allocation| chunks.take(allocation, uuid)).collect::<Result<Vec<_>, _>>()?;
         let mapped = chunks.iter().map(ImportedChunks::mapped).collect::<Result<Vec<_>, _>>()?;
-        let map = AddressMap::new(imports.iter().map(Mapped::from).chain(mapped))?;
+        let map = AddressMap::new(imports.iter().map(MappedImport::from).chain(mapped))?;
         for region in regions {
             // A validated region has a span, so the default is never taken.
             map.local(region.base, region.span_bytes().unwrap_or(u64::MAX))?;
@@ -378,7 +378,7 @@ impl GpuMemory {
                         None => lane.copier.enqueue(&copies, Direction::DeviceToHost)?,
                     }
                 };
-                let staged = loading.as_ref().is_some_and(Loading::is_staged);
+                let staged = loading.as_ref().is_some_and(RailLoad::is_staged);
                 tracing::debug!(?way, ?how, staged, "GPU copies enqueued");
                 if let Some(flag) = flag {
                     let Flag { word, value } = flag.local(&self.map)?;

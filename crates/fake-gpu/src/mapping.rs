@@ -90,7 +90,7 @@ impl Drop for DeviceMapping {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let bytes = self.bytes as usize;
         debug_assert!(self.arena.contains(self.base));
-        // SAFETY: the range is this mapping's, and whoever accesses it holds the mapping.
+        // SAFETY: the range is this mapping's, and all code that accesses it holds the mapping.
         let reserved = unsafe {
             rustix::mm::mmap_anonymous(pointer(self.base).cast(), bytes, ProtFlags::empty(), flags)
         };
@@ -128,7 +128,7 @@ impl HostMapping {
 
 impl Drop for HostMapping {
     fn drop(&mut self) {
-        // SAFETY: base and length are those that mmap returned, and whoever accesses the range holds the mapping.
+        // SAFETY: base and length are those that mmap returned, and all code that accesses the range holds the mapping.
         let unmapped = unsafe { rustix::mm::munmap(pointer(self.base).cast(), self.bytes as usize) };
         if let Err(error) = unmapped {
             // Log: the simulation kept host memory of its process.

@@ -150,7 +150,7 @@ impl Memory {
     pub(super) fn import(&self, device: u32, handle: &IpcHandle) -> Outcome<u64> {
         let mut tables = self.tables.lock();
         let opened = tables.device.values_mut().find_map(|allocation| match &mut allocation.origin {
-            Origin::Imported(known, count) if known == handle && allocation.device == device => {
+            Origin::Imported(opened, count) if opened == handle && allocation.device == device => {
                 *count += 1;
                 Some(allocation.mapping.base)
             }

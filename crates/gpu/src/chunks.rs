@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::device::{Gpu, uuid_text, warn_of};
 use crate::error::GpuError;
-use crate::import::Mapped;
+use crate::import::MappedImport;
 
 /// Chunks at consecutive addresses of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -160,13 +160,15 @@ impl Drop for Chunks {
             // SAFETY: the chunk was mapped here and is unmapped once; the holder has waited for work on it.
             let unmapped = unsafe { driver.chunk_unmap(device, address, *bytes) };
             left |= unmapped.is_err();
-            warn_of("unmap a chunk", unmapped);
+            warn_of(Some(device), "unmap a chunk", unmapped);
             address += bytes;
         }
         // Addresses where something is still mapped are not given to others.
         if !left {
             // SAFETY: the addresses were reserved here, and nothing is mapped there any more.
-            warn_of("give up addresses", unsafe { driver.unreserve(device, self.base, self.bytes) });
+            warn_of(Some(device), "release addresses", unsafe {
+                driver.unreserve(device, self.base, self.bytes)
+            });
         }
     }
 }
@@ -217,7 +219,7 @@ impl ImportedChunks {
     ///
     /// # Errors
     /// [`GpuError::Invalid`] while chunks are missing.
-    pub fn mapped(&self) -> Result<Mapped, GpuError> {
+    pub fn mapped(&self) -> Result<MappedImport, GpuError> {
         let Chunks { base, bytes, filled, .. } = self.chunks;
         if filled < bytes {
             return Err(GpuError::Invalid(format!(
@@ -225,7 +227,7 @@ impl ImportedChunks {
                 self.engine_base
             )));
         }
-        Ok(Mapped { engine_base: self.engine_base, local_base: base, bytes })
+        Ok(MappedImport { engine_base: self.engine_base, local_base: base, bytes })
     }
 }
 

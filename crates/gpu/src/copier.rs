@@ -271,7 +271,7 @@ impl Copier {
                 Err(error @ GpuError::Unsupported { .. }) => {
                     // Log: this driver has no batched copies; copies work, and cost more CPU time. Do: install a
                     // newer driver.
-                    tracing::warn!(%error, "copies are enqueued one by one");
+                    tracing::info!(once = true, gpu = device, %error, "copies are enqueued one by one");
                     self.methods.batch = false;
                 }
                 outcome => {

@@ -222,7 +222,7 @@ impl Drop for Current {
             let mut popped = ptr::null_mut();
             // SAFETY: the context was pushed on this thread, and calls are not nested.
             let outcome = check("cuCtxPopCurrent", unsafe { sys::cuCtxPopCurrent_v2(&mut popped) });
-            crate::device::warn_of("leave a context", outcome);
+            crate::device::warn_of(None, "leave a context", outcome);
         }
     }
 }
@@ -312,7 +312,7 @@ impl Driver for CudaDriver {
         if let Err(error) = &kernel {
             // Log: blocks are copied by the GPU's copy engines only, which is slower for short pieces. Do: see
             // whether the driver is too old for this GPU or the wheel.
-            tracing::warn!(%error, device, "the copy kernel cannot be used");
+            tracing::warn!(gpu = device, %error, "copy kernel cannot be used");
         }
         contexts.insert(device, Context { opened: 1, raw, kernel });
         Ok(())
@@ -329,10 +329,10 @@ impl Driver for CudaDriver {
             None => return Err(GpuError::Invalid(format!("GPU {device} is not open"))),
         }
         if let Some(Context { raw, kernel: Ok(kernel), .. }) = contexts.remove(&device) {
-            // SAFETY: whoever used the kernel has closed the device.
+            // SAFETY: all users of the kernel have closed the device.
             let unload = |_current| unsafe { sys::cuModuleUnload(handle(kernel.module)) };
             let unloaded = Current::new(raw).map(unload).and_then(|result| check("cuModuleUnload", result));
-            crate::device::warn_of("unload the copy kernel", unloaded);
+            crate::device::warn_of(Some(device), "unload the copy kernel", unloaded);
         }
         // SAFETY: the context was retained once by this driver.
         let released = unsafe { sys::cuDevicePrimaryCtxRelease_v2(device_handle(device)?) };
@@ -725,8 +725,8 @@ impl Driver for CudaDriver {
         let mut value = 0;
         let (from, to) = (device_handle(device)?, device_handle(peer)?);
         // SAFETY: the pointer is valid and both devices exist.
-        let asked = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, native, from, to) };
-        check("cuDeviceGetP2PAttribute", asked)?;
+        let queried = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, native, from, to) };
+        check("cuDeviceGetP2PAttribute", queried)?;
         Ok(value != 0)
     }
 

@@ -81,7 +81,7 @@ impl Gpu {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        warn_of("close a GPU", self.driver.close(self.info.ordinal));
+        warn_of(Some(self.info.ordinal), "close a GPU", self.driver.close(self.info.ordinal));
     }
 }
 
@@ -109,16 +109,16 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the address came from this driver's alloc and is freed once; users of it have waited for their work.
-        warn_of("free device memory", unsafe { driver.free(device, self.address) });
+        warn_of(Some(device), "free device memory", unsafe { driver.free(device, self.address) });
     }
 }
 
-/// Logs an error of a drop, which has no caller to return it to.
-pub(crate) fn warn_of(action: &'static str, outcome: Result<(), GpuError>) {
+/// Logs an error of a drop, which has no caller to return it to. `gpu` is an ordinal; None if the drop does not know it.
+pub(crate) fn warn_of(gpu: Option<u32>, action: &'static str, outcome: Result<(), GpuError>) {
     if let Err(error) = outcome {
-        // Log: the GPU driver refused to give something back, mostly because the GPU or the
-        // process is ending. Do: look for Xid in dmesg if it comes while all run.
-        tracing::warn!(%error, "cannot {action}");
+        // Log: the GPU driver refused to free something, mostly because the GPU or the process is ending. Do: look
+        // for Xid in dmesg if it comes while all run.
+        tracing::warn!(gpu, %error, "cannot {action}");
     }
 }
 

@@ -76,13 +76,13 @@ impl Drop for Imported {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the base came from ipc_open and is closed once; the holder has waited for its work.
-        warn_of("close imported memory", unsafe { driver.ipc_close(device, self.base) });
+        warn_of(Some(device), "close imported memory", unsafe { driver.ipc_close(device, self.base) });
     }
 }
 
 /// A range of another process's addresses with its local address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mapped {
+pub struct MappedImport {
     /// Address of its first byte in the engine's process.
     pub engine_base: u64,
     /// Address of its first byte in this process.
@@ -91,10 +91,10 @@ pub struct Mapped {
     pub bytes: u64,
 }
 
-impl From<&Imported> for Mapped {
-    fn from(imported: &Imported) -> Mapped {
+impl From<&Imported> for MappedImport {
+    fn from(imported: &Imported) -> MappedImport {
         let Export { base: engine_base, bytes, .. } = imported.export;
-        Mapped { engine_base, local_base: imported.base, bytes }
+        MappedImport { engine_base, local_base: imported.base, bytes }
     }
 }
 
@@ -102,14 +102,14 @@ impl From<&Imported> for Mapped {
 #[derive(Debug, Clone, Default)]
 pub struct AddressMap {
     /// In ascending order, without overlaps.
-    ranges: Vec<Mapped>,
+    ranges: Vec<MappedImport>,
 }
 
 impl AddressMap {
     /// A map of these ranges, which must not overlap in the other process.
-    pub fn new(ranges: impl IntoIterator<Item = Mapped>) -> Result<AddressMap, GpuError> {
-        let mut ranges: Vec<Mapped> = ranges.into_iter().collect();
-        for Mapped { engine_base, local_base, bytes } in &ranges {
+    pub fn new(ranges: impl IntoIterator<Item = MappedImport>) -> Result<AddressMap, GpuError> {
+        let mut ranges: Vec<MappedImport> = ranges.into_iter().collect();
+        for MappedImport { engine_base, local_base, bytes } in &ranges {
             if engine_base.checked_add(*bytes).is_none() || local_base.checked_add(*bytes).is_none() {
                 return Err(GpuError::NotImported { address: *engine_base, bytes: *bytes });
             }
@@ -140,8 +140,8 @@ impl AddressMap {
 mod tests {
     use super::*;
 
-    fn mapped(engine_base: u64, local_base: u64, bytes: u64) -> Mapped {
-        Mapped { engine_base, local_base, bytes }
+    fn mapped(engine_base: u64, local_base: u64, bytes: u64) -> MappedImport {
+        MappedImport { engine_base, local_base, bytes }
     }
 
     #[test]

@@ -50,12 +50,12 @@ pub use driver::{
     Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
 };
 pub use error::{GpuError, code};
-pub use import::{AddressMap, Export, Imported, Mapped};
+pub use import::{AddressMap, Export, Imported, MappedImport};
 pub use no_driver::{DRIVER_VARIABLE, NoDriver};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::{Direction, Thresholds};
 pub use rail_options::{RailChoice, RailOptions, Staging};
-pub use rails::{Loader, Loading, Rails};
+pub use rails::{Loader, RailLoad, Rails};
 pub use stream::{EngineStream, Event, Stream};
 pub use stream_word::StreamWord;
 pub use together::Together;

@@ -43,7 +43,7 @@ impl Drop for HostBuffer {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the address came from host_alloc and is freed once; users of it have waited for their work.
-        warn_of("free pinned memory", unsafe { driver.host_free(device, self.address) });
+        warn_of(Some(device), "free pinned memory", unsafe { driver.host_free(device, self.address) });
     }
 }
 
@@ -101,7 +101,7 @@ impl Drop for Pinned {
         let (driver, device) = self.gpu.raw();
         for chunk in &self.chunks {
             // SAFETY: the chunk was registered and is unregistered once; the owner has waited for work on it.
-            warn_of("unpin host memory", unsafe { driver.host_unregister(device, *chunk) });
+            warn_of(Some(device), "unpin host memory", unsafe { driver.host_unregister(device, *chunk) });
         }
     }
 }

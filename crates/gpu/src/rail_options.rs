@@ -65,7 +65,7 @@ pub struct RailOptions {
     pub choice: RailChoice,
     /// Bytes of a slot, a multiple of [`crate::plan::KERNEL_ALIGNMENT`].
     pub slot_bytes: u64,
-    /// Slots of a ring: with two, one is filled while the other is read.
+    /// Slots of a staging ring: with two, one is filled while the other is read.
     pub slots: usize,
     /// Smaller loads use no rails.
     pub least_bytes: u64,
@@ -77,7 +77,7 @@ pub struct RailOptions {
     /// keep the engine's kernels waiting for longer. Between H200s 48 read 333 GB/s in pieces of 64 KiB, 0.85 of a contiguous
     /// copy; 16 read 0.73 of that copy, and more than 48 no more than 48. Copy engines read 104 GB/s.
     pub blocks: u32,
-    /// Whether loads of short pieces are staged through a ring on the target.
+    /// Whether loads of short pieces are staged through the target's staging ring.
     pub staging: bool,
     /// Pieces are short below this mean length. From 32 KiB on copy engines bring single pieces at most of the link's rate; at
     /// 16 KiB, on an H200, at 0.12 to 0.5 of it.
@@ -87,7 +87,7 @@ pub struct RailOptions {
     pub stage_beside_rails_below: u64,
 }
 
-/// Whether a load is staged: goes through a ring on its own GPU.
+/// Whether a load is staged: goes through the staging ring on its own GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Staging {
     /// Not staged.

@@ -3,13 +3,14 @@
 //! ```text
 //!  host memory --own link---------------------------------> memory of the engine, on the target
 //!      |                                                        ^
-//!      +--link of a rail--> ring of slots on the rail --NVLink--+   the target reads the slots and scatters them
+//!      +--link of a rail--> staging ring on the rail --NVLink---+   the target reads the slots and scatters them
 //! ```
-//! Streams wait for each other, and the host waits for none: a slot is filled after its last content was read, and read
-//! after it was filled.
+//! Streams wait for each other: a slot is filled after its last content was read, and read after it was filled. While it
+//! enqueues, the host waits only for free tables of the kernel.
 //!
-//! A load of short pieces goes through a ring on the target itself in the same way (it is *staged*). Copy engines bring long
-//! runs at the link's full rate, and a kernel scatters the pieces within the GPU's memory in a fraction of that time.
+//! A load of short pieces goes through a staging ring on the target itself in the same way (it is *staged*). Copy engines
+//! bring long runs at the link's full rate, and a kernel scatters the pieces within the GPU's memory in a fraction of that
+//! time.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -60,8 +61,8 @@ impl Rails {
     pub fn new(driver: Arc<dyn Driver>, seams: &[u64], options: RailOptions) -> Result<Arc<Rails>, GpuError> {
         let RailOptions { slot_bytes, slots, blocks, .. } = options;
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(KERNEL_ALIGNMENT) || slots == 0 || blocks == 0 {
-            let asked = format!("{slots} slots of {slot_bytes} bytes, read by {blocks} thread blocks");
-            return Err(GpuError::Invalid(format!("{asked}, make no ring")));
+            let wanted = format!("{slots} slots of {slot_bytes} bytes, read by {blocks} thread blocks");
+            return Err(GpuError::Invalid(format!("{wanted}, make no ring")));
         }
         let chosen = options.choice.among(driver.devices()?)?;
         let (opened, traffic) = (Mutex::default(), Mutex::default());
@@ -93,7 +94,7 @@ impl Rails {
         self.relayed.load(Ordering::Relaxed)
     }
 
-    /// Bytes that came through a ring on their own GPU in loads that succeeded.
+    /// Bytes that came through the staging ring of their own GPU in loads that succeeded.
     pub fn staged_bytes(&self) -> u64 {
         self.staged.load(Ordering::Relaxed)
     }
@@ -109,9 +110,10 @@ impl Rails {
             // Log: the fast way for short pieces was in use or had failed; the load worked. Do: nothing, unless
             // `kvlane_loads_unstaged_total` grows quickly.
             tracing::info!(
+                once = true,
                 gpu,
-                "a load of short pieces comes piece by piece, which is slower: another load uses the ring on its GPU, or \
-                 the ring failed; further ones are counted in kvlane_loads_unstaged_total"
+                "staging ring busy or failed; a load of short pieces goes piece by piece, which is slower. \
+                 kvlane_loads_unstaged_total counts such loads"
             );
         }
     }
@@ -158,7 +160,7 @@ impl Rails {
             Err(error) => {
                 // Log: this GPU is not used as a rail; loads use the others. Do: mend what the error names, often
                 // a lack of GPU memory, or leave it out of `--rails`.
-                tracing::warn!(gpu, %error, "a GPU lends its link to no load, since it cannot be opened");
+                tracing::warn!(once = true, gpu, %error, "cannot open this GPU as a rail");
                 None
             }
         });
@@ -175,7 +177,7 @@ impl Rails {
         if self.chosen.iter().any(|device| device.ordinal != own) {
             let rails: Vec<u32> = reached.iter().map(|rail| rail.ordinal()).collect();
             // Log: a worker on this GPU registered; these other GPUs lend their links to its loads (`--rails`).
-            tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
+            tracing::info!(gpu = own, ?rails, "loads to this GPU may use rails");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
         let lends = self.chosen.iter().any(|device| device.ordinal == own);
@@ -197,7 +199,7 @@ impl Rails {
         match target.enable_peer(&rail.gpu) {
             Ok(()) => Some(rail),
             Err(error) => {
-                tracing::debug!(gpu, target = target.info().ordinal, %error, "a GPU is no rail");
+                tracing::debug!(gpu, target = target.info().ordinal, %error, "GPU cannot serve as a rail");
                 None
             }
         }
@@ -211,7 +213,7 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
-    /// The ring on the target itself.
+    /// The staging ring on the target itself.
     own: Arc<Rail>,
     /// Whether the target serves as a rail for other GPUs.
     lends: bool,
@@ -249,7 +251,7 @@ impl Loader {
         &self.target
     }
 
-    /// The ring on the target itself, if the target serves as a rail.
+    /// The staging ring on the target itself, if the target serves as a rail.
     pub(crate) fn own(&self) -> Option<&Rail> {
         self.lends.then_some(&*self.own)
     }
@@ -268,7 +270,7 @@ impl Loader {
     /// that no other load uses and whose own GPU has no load. Loads that begin later share the links with this one. `pulls`
     /// decides how the target reads a ring. A staged load ([`Loader::staging`]) also takes the ring on the target, if no other
     /// load uses it.
-    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> Loading<'_> {
+    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> RailLoad<'_> {
         let (idle, most) = self.count_and_choose();
         let mut relay = Relay::new(Vec::new());
         let mut is_staged = false;
@@ -290,7 +292,7 @@ impl Loader {
             rings.splice(0..0, own);
             relay = Relay::new(rings);
         }
-        Loading { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
+        RailLoad { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
     }
 
     /// Ends the count of a load to this GPU.
@@ -330,9 +332,9 @@ impl Drop for Loader {
     }
 }
 
-/// A load in progress. Call [`Loading::synchronize`] before the memory is used otherwise; a drop waits too.
+/// A load in progress. Call [`RailLoad::synchronize`] before the memory is used otherwise; a drop waits too.
 #[derive(Debug)]
-pub struct Loading<'a> {
+pub struct RailLoad<'a> {
     loader: &'a Loader,
     relay: Relay<'a>,
     /// Whether the first ring is on the target.
@@ -341,23 +343,23 @@ pub struct Loading<'a> {
     failed: bool,
 }
 
-impl Loading<'_> {
+impl RailLoad<'_> {
     /// The number of rails that this load uses.
     pub fn rails(&self) -> usize {
         self.relay.rings().len() - usize::from(self.staging)
     }
 
-    /// Whether the load goes through the ring on the target.
+    /// Whether the load goes through the staging ring on the target.
     pub fn is_staged(&self) -> bool {
         self.staging
     }
 
-    /// Enqueues copies from pinned host memory to the target: some by `direct` or through the ring on the target, the others
-    /// over rails. Later work in the target's stream comes after all of them. It blocks only while launches use all tables of
-    /// a kernel. After an error some copies may have been enqueued.
+    /// Enqueues copies from pinned host memory to the target: some by `direct` or through the target's staging ring, the
+    /// others over rails. Later work in the target's stream comes after all of them. It blocks only while launches use all
+    /// tables of a kernel. After an error some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`Copier::enqueue`], until the caller has waited for [`Loading::synchronize`] and then for the copier's stream.
+    /// As for [`Copier::enqueue`], until the caller has waited for [`RailLoad::synchronize`] and then for the copier's stream.
     /// The copier's stream is the one with which the load began.
     pub unsafe fn enqueue(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         // SAFETY: the caller's promise.
@@ -367,7 +369,7 @@ impl Loading<'_> {
     }
 
     /// # Safety
-    /// As for [`Loading::enqueue`].
+    /// As for [`RailLoad::enqueue`].
     unsafe fn enqueue_all(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         let bytes = |copies: &[Copy]| copies.iter().map(|copy| copy.len).sum::<u64>();
         if self.relay.rings().is_empty() {
@@ -430,7 +432,7 @@ impl Loading<'_> {
     }
 }
 
-impl Drop for Loading<'_> {
+impl Drop for RailLoad<'_> {
     fn drop(&mut self) {
         // A caller that needs the outcome has called `synchronize` before.
         let _ = self.synchronize();

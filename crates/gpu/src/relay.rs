@@ -1,4 +1,4 @@
-//! A load's way through the rings of several GPUs, to one target or more.
+//! A load's way through the staging rings of several GPUs, to one target or more.
 //!
 //! Calls are made in turns, a slot's worth for each link. When the calls for the GPU's own link came first, four links brought
 //! 2.1 times the rate of one for 256 MiB and 1.6 times for 1 GiB (four H200s): 4,096 calls for pieces take milliseconds, and
@@ -17,7 +17,7 @@ const POLL_EVERY: Duration = Duration::from_micros(20);
 /// The same after a failure, which may take long to end.
 const POLL_AFTER_FAILURE: Duration = Duration::from_millis(5);
 
-/// The rings that one load uses.
+/// The staging rings that one load uses.
 ///
 /// If a GPU is lost, other GPUs wait for the bytes that it was to bring. The host could end these waits, but the work behind
 /// them would then write wrong bytes, perhaps over right ones that the engine has written meanwhile. So the relay ends them

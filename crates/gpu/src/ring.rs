@@ -97,7 +97,7 @@ impl Rail {
         self.gpu.info().ordinal
     }
 
-    /// The ring, ready for a load to these targets; None while another load uses it. The load's writes come after the work
+    /// The staging ring, ready for a load to these targets; None while another load uses it. The load's writes come after the work
     /// that is in the targets' streams by now.
     pub(crate) fn take<'a>(&'a self, targets: &[Target<'_>], making: Making<'_>) -> Option<Lent<'a>> {
         let mut state = self.ring.try_lock()?;
@@ -128,9 +128,9 @@ impl Rail {
         match lent.begin(targets, making) {
             Ok(()) => Some(lent),
             Err(error) => {
-                // Log: this load comes piece by piece, which is slower; later loads try the fast way again. Do:
-                // look for GPU errors in the log and Xid in dmesg if it repeats.
-                tracing::warn!(gpu = self.ordinal(), %error, "a load does without the ring of a GPU, since it cannot be read");
+                // Log: a load goes piece by piece, or without a rail, which is slower; later loads try the ring again.
+                // Do: look for GPU errors in the log and Xid in dmesg if it repeats.
+                tracing::warn!(gpu = self.ordinal(), %error, "staging ring unreadable; this load goes without it");
                 lent.give_back();
                 None
             }
@@ -141,7 +141,7 @@ impl Rail {
     fn warn(&self, error: &GpuError) {
         // Log: loads of short pieces to this GPU, and rails over it, are slower until the daemon is restarted.
         // Do: look for GPU errors and Xid in dmesg, then restart the daemon.
-        tracing::warn!(gpu = self.ordinal(), %error, "no load goes through a ring on this GPU any more");
+        tracing::warn!(once = true, gpu = self.ordinal(), %error, "staging ring failed; loads go without it");
     }
 }
 
@@ -179,7 +179,7 @@ impl Pull {
     }
 }
 
-/// A ring that one load uses.
+/// A staging ring that one load uses.
 #[derive(Debug)]
 pub(crate) struct Lent<'a> {
     rail: &'a Rail,
@@ -201,8 +201,8 @@ impl Lent<'_> {
         // No work waits for these words now.
         (0..self.slots * (1 + targets.len())).for_each(|word| self.ring.words.set(word, 0));
         for target in targets {
-            let known = self.ring.pulls.remove(&target.gpu.info().ordinal);
-            let mut pull = known.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
+            let kept = self.ring.pulls.remove(&target.gpu.info().ordinal);
+            let mut pull = kept.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
             // A slot is short. Short pieces let more groups of threads read it at once.
             let piece_bytes = Thresholds::default().piece_bytes;
             pull.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
@@ -364,11 +364,11 @@ impl Lent<'_> {
 impl PollFailures {
     /// Queries a stream: returns its error, and clears `idle` while the stream is busy.
     fn poll(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
-        let looked = stream.is_idle();
-        self.0 = if looked.is_err() { self.0 + 1 } else { 0 };
+        let polled = stream.is_idle();
+        self.0 = if polled.is_err() { self.0 + 1 } else { 0 };
         let lost = self.mean_loss();
-        *idle &= looked.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
-        looked.map(drop)
+        *idle &= polled.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
+        polled.map(drop)
     }
 
     fn mean_loss(&self) -> bool {

@@ -85,7 +85,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the stream is destroyed once, here.
-        warn_of("destroy a stream", unsafe { driver.stream_destroy(device, self.raw) });
+        warn_of(Some(device), "destroy a stream", unsafe { driver.stream_destroy(device, self.raw) });
     }
 }
 
@@ -188,6 +188,6 @@ impl Drop for Event {
     fn drop(&mut self) {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event is destroyed once, here.
-        warn_of("destroy an event", unsafe { driver.event_destroy(device, self.raw) });
+        warn_of(Some(device), "destroy an event", unsafe { driver.event_destroy(device, self.raw) });
     }
 }

@@ -64,7 +64,10 @@ impl Drop for StreamWord {
                 // Log: the engine's GPU did not finish its work within the wait at the end; a small page stays
                 // pinned. Do: look for CUDA errors in the engine's log if it did not just end.
                 tracing::warn!(
-                    "a stream of the engine has not come to its last write: a pinned page is not given back"
+                    gpu = self.gpu.info().ordinal,
+                    written = self.words.get(0),
+                    awaited = last,
+                    "engine's stream has not made its last write; a page stays pinned"
                 );
                 return;
             }

@@ -1,8 +1,8 @@
 //! [`Together`]: loads the same bytes to several GPUs. Each GPU brings a share over its own link, for all of them.
 //!
 //! ```text
-//!  host memory --link of GPU 0--> ring of GPU 0 --+--> memory of the engine on GPU 0, on GPU 1, ...
-//!              --link of GPU 1--> ring of GPU 1 --+    each GPU reads all rings and scatters, over NVLink but for its own
+//!  host memory --link of GPU 0--> staging ring of GPU 0 --+--> memory of the engine on GPU 0, on GPU 1, ...
+//!              --link of GPU 1--> staging ring of GPU 1 --+   each GPU reads all rings (the others' over NVLink) and scatters
 //! ```
 //! One thread enqueues for all GPUs, each wait after the work that ends it. So nothing waits in a circle.
 
@@ -71,8 +71,8 @@ impl<'a> Together<'a> {
     /// some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`crate::Copier::enqueue`], until the caller has waited for [`Together::synchronize_or`] and then for the streams.
-    /// The streams are those with which the load began.
+    /// As for [`crate::Copier::enqueue`], until the caller has waited for [`Together::synchronize_or`] and then for the
+    /// streams. The streams are those with which the load began.
     pub unsafe fn enqueue(&mut self, streams: &[&Stream], copies: &[Vec<Copy>]) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         let enqueued = unsafe { self.enqueue_all(streams, copies) };

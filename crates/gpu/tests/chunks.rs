@@ -1,4 +1,4 @@
-//! Device memory that consists of chunks: shared by descriptors, and mapped in another process as one range.
+//! Memory of chunks: one process shares it by descriptors, and another maps it as one range.
 //!
 //! This binary starts itself again to be the other process: see [`plays_the_role_it_was_started_for`].
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use kvlane_fake_gpu::driver_named;
 use kvlane_gpu::{
     AddressMap, ChunkRange, Chunks, Copier, CopierOptions, Copy, Direction, Gpu, GpuError, HostBuffer,
-    ImportedChunks, Mapped, detect,
+    ImportedChunks, MappedImport, detect,
 };
 use support::role::{Role, asked_role, hand_over, listen, say};
 use support::{gpus, pattern, read, stream, tested_driver, write};
@@ -187,7 +187,7 @@ fn a_range_with_a_missing_chunk_is_not_to_be_had() {
     let error = imported.mapped().unwrap_err().to_string();
     assert!(error.contains("a chunk is missing") && error.contains("8388608"), "{error}");
     imported.push(SIZES[2], gpu.export_chunk(memory.base() + 8 * MIB).unwrap().as_fd()).unwrap();
-    let Mapped { engine_base, bytes, .. } = imported.mapped().unwrap();
+    let MappedImport { engine_base, bytes, .. } = imported.mapped().unwrap();
     assert_eq!((engine_base, bytes), (1 << 40, BYTES));
 }
 

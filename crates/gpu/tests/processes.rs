@@ -1,4 +1,4 @@
-//! Memory and events between real processes, and which driver a process finds.
+//! Memory and events between real processes, and the driver that a process finds.
 //!
 //! This binary starts itself again to be the other process: see [`plays_the_role_it_was_started_for`].
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvlane_fake_gpu::driver_named;
 use kvlane_gpu::{
     AddressMap, Copier, CopierOptions, Copy, DRIVER_VARIABLE, Direction, Event, EventScope, Export, Gpu,
-    GpuError, HostBuffer, IpcHandle, Mapped, NoDriver, detect,
+    GpuError, HostBuffer, IpcHandle, MappedImport, NoDriver, detect,
 };
 use support::role::{Role, asked_role, listen, say};
 use support::{Gate, device_memory, gpus, pattern, read, stream, tested_driver};
@@ -116,7 +116,7 @@ fn a_daemon_saves_from_and_loads_into_an_engines_memory() {
     let (gpu, _) = gpus();
     let stream = stream(&gpu);
     let imported = gpu.import(&exported).unwrap();
-    let map = AddressMap::new([Mapped::from(&imported)]).unwrap();
+    let map = AddressMap::new([MappedImport::from(&imported)]).unwrap();
     let local = map.local(exported.base, BYTES as u64).unwrap();
     let ready = Event::open(&gpu, &handle(&said[4])).unwrap();
 

@@ -174,7 +174,7 @@ impl Daemon {
         self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
     }
 
-    /// Bytes that loads moved through the GPU ring of their own GPU so far.
+    /// Bytes that loads moved through the staging ring of their own GPU so far.
     pub fn staged_bytes(&self) -> u64 {
         self.shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)
     }

@@ -17,7 +17,7 @@ const OURS: &str = "kvlane-";
 pub(crate) struct Facts(BTreeMap<u32, BTreeSet<u32>>);
 
 impl Facts {
-    /// Processes that end meanwhile, or are other users', are left out.
+    /// Leaves out processes that end meanwhile and those of other users.
     pub(crate) fn read(root: &Path) -> Self {
         let numbered = |path: &Path| {
             let entries = fs::read_dir(path).into_iter().flatten().flatten();
@@ -32,12 +32,12 @@ impl Facts {
                     status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()))
                 };
                 match value("Name") {
-                    // Where ours may not run elsewhere either, as on one processor, `nobind` would change nothing.
+                    // If kvlane's thread is bound to one processor too, `nobind` would change nothing.
                     Some(name) if name.starts_with(OURS) => {
                         is_worker |=
                             value("Cpus_allowed_list").is_some_and(|list| list.parse::<u32>().is_err());
                     }
-                    // Several are written as a list or a range.
+                    // A single number is one processor. Several are a list or a range, which does not parse.
                     _ => bound.extend(value("Cpus_allowed_list").and_then(|list| list.parse::<u32>().ok())),
                 }
             }

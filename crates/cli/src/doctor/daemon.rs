@@ -16,7 +16,7 @@ pub(crate) enum Facts {
     Nobody,
     /// A file that is no socket, in the place of one.
     Blocked,
-    /// Something that does not answer as a daemon should, and the sentence.
+    /// The error of a process that does not answer as a daemon should, as a sentence.
     Unwell(String),
 }
 

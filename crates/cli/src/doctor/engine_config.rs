@@ -50,7 +50,7 @@ struct Wanted {
     is_needed: bool,
 }
 
-/// Looks at the JSON, or at the file that has it, and for the daemon that an engine with it would look for.
+/// Checks the configuration, which is JSON or the name of a file with it, and looks for the daemon that its engine would use.
 pub(crate) fn examine(config: &str) -> Vec<Finding> {
     let read = if config.trim_start().starts_with(['{', '[']) {
         Ok(config.to_owned())
@@ -86,7 +86,7 @@ fn ask(interpreter: &Path, json: &str) -> Result<Report, String> {
         .spawn()
         .map_err(|error| format!("{name} cannot be run: {error}"))?;
     if let Some(mut input) = child.stdin.take() {
-        // One that does not read it does not answer either.
+        // An interpreter that does not read its input does not answer either, which the caller reports.
         let _ = input.write_all(json.as_bytes());
     }
     let answer = child.wait_with_output().map_err(|error| format!("{name} does not answer: {error}"))?;

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-/// A file without the white space around it; None where it cannot be read.
+/// A file's text without the white space around it; None if the file cannot be read.
 pub(crate) fn text(root: &Path, path: &str) -> Option<String> {
     fs::read_to_string(root.join(path)).ok().map(|text| text.trim().to_owned())
 }
@@ -12,7 +12,7 @@ pub(crate) fn number(root: &Path, path: &str) -> Option<u64> {
     text(root, path)?.parse().ok()
 }
 
-/// The names in a folder, sorted; none where there is no such folder.
+/// The names in a folder, sorted; empty if there is no such folder.
 pub(crate) fn names(root: &Path, path: &str) -> Vec<String> {
     let Ok(entries) = fs::read_dir(root.join(path)) else { return Vec::new() };
     let mut names: Vec<String> =

@@ -47,12 +47,12 @@ pub(crate) struct Link {
 
 /// Asks the driver, in a thread that is abandoned if no answer comes.
 pub(crate) fn read(root: &Path, drivers: Drivers) -> Facts {
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
         // The receiver is gone if the answer took too long.
-        let _ = tell.send(ask(drivers));
+        let _ = sender.send(ask(drivers));
     });
-    match told.recv_timeout(LIMIT) {
+    match receiver.recv_timeout(LIMIT) {
         Ok(Ok((name, mut gpus))) => {
             gpus.iter_mut().for_each(|gpu| gpu.link = link(root, &gpu.info.pci_bus_id));
             Facts::Driver { name, gpus }

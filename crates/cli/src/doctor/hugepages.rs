@@ -22,7 +22,7 @@ pub(crate) struct Facts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Reserved {
     total: u64,
-    /// Neither used nor promised.
+    /// Neither in use nor reserved by a mapping.
     free: u64,
 }
 
@@ -42,7 +42,7 @@ impl Facts {
         Self { two_mib: reserved("2048kB"), one_gib: reserved("1048576kB"), shared: setting.and_then(chosen) }
     }
 
-    /// Whether reserved pages are free for the whole pool. The same rule as the arena's (crates/memory/src/arena.rs).
+    /// Whether the free reserved pages hold the whole pool. The same rule as the arena's (crates/memory/src/arena.rs).
     pub(crate) fn hold(&self, pool: Size) -> bool {
         pool.0.div_ceil(BYTES) <= self.two_mib.free
     }
@@ -52,7 +52,7 @@ impl Facts {
     }
 }
 
-/// `running`: a daemon has its pool already, so what is left is not for it.
+/// If `running`, a daemon has its pool already and needs none of the free pages.
 pub(crate) fn judge(facts: &Facts, pool: Size, running: bool) -> Finding {
     let Facts { two_mib, one_gib, shared } = facts;
     let mut found = vec![format!("2 MiB: {} of {} free", two_mib.free, two_mib.total)];

@@ -25,7 +25,7 @@ pub(crate) fn judge(available: &Available, pool: Size, memory: PoolMemory) -> Fi
         return Finding::ok("memory", "the kernel does not tell how much is available");
     };
     let machine = available.machine.map(|bytes| format!("{} available", Size(bytes)));
-    // Without a limit, the first version of control groups says exabytes.
+    // Version 1 of control groups reports exabytes if there is no limit. So only a limit below the machine's memory counts.
     let group = available.group.filter(|bytes| available.machine.is_none_or(|machine| *bytes < machine));
     let group = group.map(|bytes| format!("{} left under the control group's limit", Size(bytes)));
     let found = machine.into_iter().chain(group).collect::<Vec<_>>().join(", ");

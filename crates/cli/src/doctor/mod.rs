@@ -37,13 +37,13 @@ const SUBJECT_WIDTH: usize = 15;
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// The pool that is to be had: 4gb, 512mib, or plain bytes [default: 4gb]
+    /// Size of the pool to check for: 4gb, 512mib, or plain bytes [default: 4gb]
     #[arg(long, env = "KVLANE_POOL_SIZE", value_name = "SIZE")]
     pool_size: Option<Size>,
     /// Look at an engine's configuration too: the JSON that is given to vLLM's --kv-transfer-config, or a file with it
     #[arg(long, value_name = "JSON")]
     engine_config: Option<String>,
-    /// Say also of what is in order what it means
+    /// Explain also what is in order
     #[arg(long)]
     verbose: bool,
     /// Print JSON
@@ -51,7 +51,7 @@ pub(crate) struct DoctorArgs {
     json: bool,
 }
 
-/// Looks at everything and prints what it found.
+/// Examines all subjects and prints the findings.
 pub(crate) fn run(args: &DoctorArgs, drivers: Drivers) -> ExitCode {
     let address = match args.daemon.address() {
         Ok(address) => address,
@@ -124,7 +124,7 @@ fn to_json(findings: &[Finding]) -> serde_json::Value {
     })
 }
 
-/// How the findings are written for people.
+/// The style of findings for people.
 #[derive(Debug, Clone, Copy, Default)]
 struct Style {
     /// Explain also what is in order.

@@ -9,13 +9,13 @@ use crate::doctor::{files, finding::Finding};
 pub(crate) struct Facts {
     /// Nodes that have memory, as the kernel writes them: "0-1".
     nodes: Option<String>,
-    /// Each GPU's number and node, None where the kernel does not know it.
+    /// Each GPU's number and node; None if the kernel does not know the node.
     gpus: Vec<(u32, Option<u64>)>,
 }
 
 /// `gpus` are numbers with PCI ids.
 pub(crate) fn read<'a>(root: &Path, gpus: impl Iterator<Item = (u32, &'a str)>) -> Facts {
-    // -1, for an unknown node, is no number here.
+    // The kernel writes -1 for an unknown node, which does not parse as a number here.
     let node = |id: &str| files::number(root, &format!("sys/bus/pci/devices/{id}/numa_node"));
     Facts {
         nodes: files::text(root, "sys/devices/system/node/has_memory").filter(|nodes| !nodes.is_empty()),
@@ -23,7 +23,7 @@ pub(crate) fn read<'a>(root: &Path, gpus: impl Iterator<Item = (u32, &'a str)>) 
     }
 }
 
-/// Never more than a fact: one node or several, kvlane works.
+/// Always in order, because kvlane works with one node and with several.
 pub(crate) fn judge(facts: &Facts) -> Finding {
     let Some(nodes) = &facts.nodes else {
         return Finding::ok("numa", "the kernel tells of no nodes");

@@ -33,14 +33,14 @@ fn ports(root: &Path, device: &str) -> Vec<String> {
         let state = file("state").unwrap_or_default();
         // "4: ACTIVE"
         let state = state.split_once(": ").map_or(&*state, |(_, word)| word).to_owned();
-        let told: Vec<String> =
+        let facts: Vec<String> =
             [Some(state), file("rate"), file("link_layer")].into_iter().flatten().collect();
-        format!("{device} port {port} {}", told.join(", "))
+        format!("{device} port {port} {}", facts.join(", "))
     };
     files::names(root, &folder).into_iter().map(describe).collect()
 }
 
-/// Where the dynamic loader's cache has a library. Nothing is loaded for it.
+/// Path of a library in the dynamic loader's cache. The library is not loaded.
 fn library(root: &Path, name: &str) -> Option<String> {
     let cache = std::fs::read(root.join("etc/ld.so.cache")).ok()?;
     let ending = format!("/{name}");
@@ -48,7 +48,7 @@ fn library(root: &Path, name: &str) -> Option<String> {
     paths.filter_map(|path| std::str::from_utf8(path).ok()).map(str::to_owned).next()
 }
 
-/// Facts all of them: nothing to do.
+/// All findings are in order, because kvlane uses none of these.
 pub(crate) fn judge(facts: &Facts) -> Vec<Finding> {
     let seen = |subject: &str, found: String| Finding::ok(subject, format!("{found}; {NOT_YET}"));
     let rdma = if facts.rdma.is_empty() { "no devices".into() } else { facts.rdma.join(" | ") };

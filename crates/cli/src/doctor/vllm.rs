@@ -15,7 +15,7 @@ use crate::{doctor::finding::Finding, doctor::kernel::version, python};
 
 /// The versions of vLLM that are supported.
 const SUPPORTED: std::ops::RangeInclusive<(u32, u32)> = (0, 24)..=(0, 33);
-/// An interpreter on a slow disk takes seconds.
+/// Longest wait for an interpreter, which takes seconds on a slow disk.
 const LIMIT: Duration = Duration::from_secs(15);
 const SEED: &str = "PYTHONHASHSEED";
 
@@ -58,16 +58,16 @@ fn ask(interpreter: &Path, limit: Duration) -> Result<Packages, String> {
         .stderr(Stdio::null())
         .spawn()
         .map_err(|error| format!("{name} cannot be run: {error}"))?;
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let output = child.stdout.take();
     thread::spawn(move || {
         let mut text = String::new();
         if output.is_some_and(|mut output| output.read_to_string(&mut text).is_ok()) {
             // The receiver is gone if the answer took too long.
-            let _ = tell.send(text);
+            let _ = sender.send(text);
         }
     });
-    let answer = told.recv_timeout(limit);
+    let answer = receiver.recv_timeout(limit);
     // The child is killed and not waited for, because one that hangs in the kernel does not die either.
     let _ = child.kill();
     match answer {

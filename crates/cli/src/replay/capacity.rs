@@ -50,7 +50,7 @@ impl Capacity {
         }
     }
 
-    /// In blocks, of a trace with so many different ones.
+    /// The capacity in blocks, for a trace of `distinct` different ones.
     pub(super) fn blocks(&self, distinct: usize, block_bytes: Option<Size>) -> Result<usize> {
         match *self {
             Self::Percent(percent) => Ok(((distinct as f64 * percent / 100.0) as usize).max(1)),

@@ -112,7 +112,7 @@ fn over_time(replayed: &Replayed, setup: &Setup, limits: Limits) -> Vec<Value> {
     spans
 }
 
-/// Requests a second that the fleet serves where all of them wait from the beginning, by the default policy.
+/// Requests a second that the fleet serves by the default policy if all of them wait from the beginning.
 fn capacity(trace: &Trace, setup: &Setup) -> f64 {
     let bar = progress_bar(trace.requests.len(), "requests, to see what the fleet can serve");
     let mut setup = Setup { speed: AT_ONCE, ..setup.clone() };

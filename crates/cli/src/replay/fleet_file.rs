@@ -1,4 +1,4 @@
-//! The file of `kvlane replay --route`: engines, the router before them, and what is replayed.
+//! The file of `kvlane replay --route`: engines, the router before them, and the loads to replay.
 
 use std::{collections::HashMap, fs, path::Path, sync::Arc, time::Duration};
 
@@ -17,12 +17,12 @@ const NODES_MAX: usize = 4096;
 /// A fleet file, read and checked.
 #[derive(Debug)]
 pub(super) struct FleetFile {
-    /// With the first policy, at the recorded speed.
+    /// The setup with the first policy, at the recorded speed.
     pub(super) setup: Setup,
     pub(super) policies: Vec<Policy>,
-    /// Shares of what the fleet can serve.
+    /// Loads, as shares of the fleet's capacity.
     pub(super) loads: Vec<f64>,
-    /// In place of loads: times as fast as recorded.
+    /// Replaces loads: factors on the recorded speed.
     pub(super) speeds: Vec<f64>,
     pub(super) limits: Limits,
 }
@@ -69,9 +69,9 @@ impl Default for File {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ClassTable {
     name: String,
-    /// A file of bench/gpu/steps.py; without it those of an H100.
+    /// A file of bench/gpu/steps.py with times of steps; without it those of an H100.
     steps: Option<String>,
-    /// Factors on that time: for prompts, and for further tokens.
+    /// Factors on these times: this one for prompts, the next for further tokens.
     prefill_times: Option<f64>,
     decode_times: Option<f64>,
     kv_tokens: Option<u64>,
@@ -138,14 +138,14 @@ impl Default for SignalsTable {
     }
 }
 
-/// Reads the file; a mistake is told with its key.
+/// Reads the file. An error names the key of the mistake.
 pub(super) fn read(path: &Path) -> Result<FleetFile> {
     let place = || format!("--route '{}'", path.display());
     let text = fs::read_to_string(path).with_context(place)?;
     parse(&text, path.parent().unwrap_or(Path::new("."))).with_context(place)
 }
 
-/// `folder`: from which files are named.
+/// Parses the file. Paths in it are relative to `folder`.
 fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
     let file: File = toml::from_str(text).map_err(|error: toml::de::Error| {
         let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();

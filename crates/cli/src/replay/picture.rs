@@ -28,15 +28,15 @@ pub(super) fn draw(path: &Path, report: &Value, module: &str) -> Result<()> {
         .spawn()
         .with_context(|| format!("cannot run {}", interpreter.display()))?;
     if let Some(mut stdin) = drawing.stdin.take() {
-        // Python that ends early says why itself.
+        // If Python ends early, its stderr has the reason.
         let _ = write!(stdin, "{report}");
     }
     let output = drawing.wait_with_output()?;
     if output.status.success() {
         return Ok(());
     }
-    let told = String::from_utf8_lossy(&output.stderr);
-    let reason = told.trim().lines().next_back().unwrap_or("no reason given").to_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let reason = stderr.trim().lines().next_back().unwrap_or("no reason given").to_owned();
     if reason.contains("No module named 'kvlane") {
         bail!(
             "{} has no package kvlane: put a Python that has it first on PATH, or install kvlane's wheel there",

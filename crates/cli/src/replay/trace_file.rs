@@ -14,13 +14,13 @@ use kvlane_fleet::Request;
 use kvlane_policy::{Trace, spread};
 use serde::{Deserialize, Deserializer, de};
 
-/// Whose format a trace has; known by its first request.
+/// The format of a trace, by its first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     /// Milliseconds; blocks of 512 tokens in the published traces.
     Mooncake,
-    /// Has `chat_id`; seconds; blocks of 16 tokens in the published traces. An id names the tokens of its block alone,
-    /// whatever comes before it, so ids are chained here.
+    /// Has `chat_id`; seconds; blocks of 16 tokens in the published traces. An id names the tokens of its block alone, not
+    /// those before it, so ids are chained here.
     QwenBailian,
 }
 
@@ -76,7 +76,7 @@ impl<'de> Deserialize<'de> for Id {
     }
 }
 
-/// A trace and whose format it had.
+/// A trace, with its format.
 pub(super) struct TraceFile {
     pub(super) trace: Trace,
     pub(super) format: Format,
@@ -84,7 +84,7 @@ pub(super) struct TraceFile {
     pub(super) requests: Result<Vec<Request>, String>,
 }
 
-/// Reads a whole trace; a mistake is told with its line.
+/// Reads a whole trace. An error names the line of the mistake.
 pub(super) fn read(path: &Path) -> Result<TraceFile> {
     let file = File::open(path).with_context(|| path.display().to_string())?;
     let bar = ProgressBar::new(file.metadata().map_or(0, |facts| facts.len())).with_message("reading");
@@ -113,10 +113,10 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
             continue;
         }
         let request: Line = serde_json::from_str(&line).map_err(|error| {
-            // Its own line is always 1.
-            let told = error.to_string();
-            let told = told.split(" at line ").next().unwrap_or_default().to_owned();
-            anyhow!("line {number}, column {}: {told}", error.column())
+            // serde_json counts lines within this one, so its number is always 1.
+            let text = error.to_string();
+            let text = text.split(" at line ").next().unwrap_or_default().to_owned();
+            anyhow!("line {number}, column {}: {text}", error.column())
         })?;
         let this = if request.chat_id.is_some() { Format::QwenBailian } else { Format::Mooncake };
         let format = *format.get_or_insert(this);

@@ -9,7 +9,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar up to `count` things that are named `of`.
+/// A progress bar up to `count`, with `of` as the name of the counted things.
 pub(super) fn progress_bar(count: usize, of: &str) -> ProgressBar {
     let bar = ProgressBar::new(count as u64).with_message("replaying");
     let template = format!("{{msg}} {{bar:40}} {{percent}}% of {{human_len}} {of}, {{eta}}");

@@ -1,7 +1,7 @@
 //! The file of `kvlane route --config`: flags' values, and tables of engines.
 //!
-//! Flags' values become words of the command line, behind those that were given: so each key has the type, the limits and the
-//! error of its flag.
+//! Flags' values become words of the command line, behind those that the user typed. So each key has the type, the limits and
+//! the error of its flag.
 
 use std::{collections::BTreeMap, env, ffi::OsString, fs, path::Path};
 
@@ -19,7 +19,7 @@ use crate::balance_table::BalanceTable;
 
 /// Most data-parallel ranks of a server.
 const RANKS_MAX: u32 = 1024;
-/// Engines are tables, since there is more to say of them.
+/// Flags that name engines, and the table that takes their place in the file, because it has more fields.
 const OF_TABLES: [(&str, &str); 6] = [
     ("worker", "[[node]]"),
     ("prefill", "[[node]]"),
@@ -40,7 +40,7 @@ pub(super) struct Tables {
     pub(super) values: BTreeMap<String, String>,
 }
 
-/// Reads the file and puts its values where neither a flag nor the environment has one. `program` is the whole command line
+/// Reads the file. Its values count only if neither a flag nor the environment sets them. `program` is the whole command line
 /// of kvlane.
 pub(super) fn read(file: &Path, program: &Command) -> Result<(RouteArgs, Tables)> {
     let text =
@@ -61,7 +61,7 @@ pub(super) fn read(file: &Path, program: &Command) -> Result<(RouteArgs, Tables)
     Ok((RouteArgs::from_arg_matches(matches)?, tables))
 }
 
-/// The words that the file adds to a command line that has given these.
+/// The words that the file adds to a command line, of which `given` are the flags that the user set.
 fn parse(text: &str, given: &ArgMatches) -> Result<(Vec<String>, Tables)> {
     let mut table: Table = text.parse().map_err(|error: toml::de::Error| {
         let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
@@ -99,10 +99,10 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
         );
     }
     let is_key = |name: &&str| !matches!(*name, "config" | "help");
-    let known: Vec<(&str, &Arg)> =
+    let keys: Vec<(&str, &Arg)> =
         flags.get_arguments().filter_map(|arg| Some((arg.get_long().filter(is_key)?, arg))).collect();
-    let Some((_, arg)) = known.iter().find(|(name, _)| *name == key) else {
-        let names = known.iter().map(|(name, _)| *name);
+    let Some((_, arg)) = keys.iter().find(|(name, _)| *name == key) else {
+        let names = keys.iter().map(|(name, _)| *name);
         let names: Vec<&str> = names.filter(|name| OF_TABLES.iter().all(|of| of.0 != *name)).collect();
         bail!("{key} = {value}: there is no such key; there are node, dns, {}", names.join(", "));
     };
@@ -121,7 +121,7 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
         }
     };
     let words = values.iter().filter_map(|value| word(value).transpose()).collect::<Result<Vec<_>>>()?;
-    // Looked at even where a flag counts more: a mistake shows before the flag is left out.
+    // Parsed even if a flag overrides the key. So a mistake shows now, and not once the flag is left out.
     let line = std::iter::once("route").chain(words.iter().map(String::as_str));
     flags
         .clone()
@@ -155,7 +155,7 @@ fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
     tables.ok_or_else(|| anyhow!("{key} has to be tables: write [[{key}]]"))
 }
 
-/// Looked at here, so that a mistake shows with the file's name.
+/// Reads and checks `[balance]` here, so that a mistake shows with the file's name.
 fn balance(value: Value) -> Result<Option<BalanceTable>> {
     if let Value::Boolean(is_on) = value {
         return Ok(is_on.then(BalanceTable::default));

@@ -95,7 +95,7 @@ fn default_socket() -> PathBuf {
     RuntimeFolder::of_this_user().path().join("route.sock")
 }
 
-/// The router's side: binds the socket, unless it is off. Where nobody asked for it, a router goes on without one.
+/// The router's side: binds the socket, unless it is off. If the default socket cannot be bound, the router goes on without.
 pub(super) fn bind(path: Option<&Path>, shared: &Arc<Shared>) -> Result<Option<(UnixListener, SocketFile)>> {
     if path.is_some_and(|path| path.as_os_str() == "off") {
         return Ok(None);
@@ -112,7 +112,7 @@ pub(super) fn bind(path: Option<&Path>, shared: &Arc<Shared>) -> Result<Option<(
             // what the error names, or choose another `--socket`, and restart.
             tracing::warn!(
                 path = %at.display(), %error,
-                "this router has no socket, so that `kvlane route list` and the like do not reach it; give it another --socket"
+                "router has no socket: `kvlane route list`, `drain`, `add` and `remove` cannot reach it"
             );
             return Ok(None);
         }

@@ -9,7 +9,7 @@ use kvlane_router::{
 
 use super::{args::RouteArgs, config::Tables};
 
-/// All of them, and all names whose addresses are engines.
+/// All engines of the flags and the file, and all names whose addresses are engines.
 pub(super) fn all(args: &RouteArgs, tables: Tables) -> Result<(Vec<Spec>, Vec<DnsName>)> {
     let Tables { nodes: mut specs, names: mut dns, balance: _, values: _ } = tables;
     let by_role = |worker: &[Address], prefill: &[Address], decode: &[Address]| {
@@ -28,7 +28,7 @@ pub(super) fn all(args: &RouteArgs, tables: Tables) -> Result<(Vec<Spec>, Vec<Dn
     Ok((specs, dns))
 }
 
-/// Where nobody else names engines, they have to make sense together.
+/// Checks that the engines can serve together. Called only if no name or ping brings others later.
 fn check(specs: &[Spec]) -> Result<()> {
     let has = |role| specs.iter().any(|spec| spec.role == role);
     match (has(Role::Worker), has(Role::Prefill), has(Role::Decode)) {
@@ -44,7 +44,7 @@ fn check(specs: &[Spec]) -> Result<()> {
 
 const ALONE: &str = "--GIVEN without --MISSING: engines of both kinds work together; one that serves whole requests is a --worker";
 
-/// How many there are, for the log.
+/// The number of engines of each role, for the log.
 pub(super) fn counts(specs: &[Spec]) -> String {
     let count = |role| specs.iter().filter(|spec| spec.role == role).count();
     format!(

@@ -62,8 +62,8 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Most of the cores are the engines'. One thread serves a stream with the least work; several answer sooner when thousands of
-/// streams have something to say at once (bench/route/results/README.md).
+/// Threads that serve clients. The engines get most of the cores. One thread needs the least work for a stream. Several answer
+/// sooner if thousands of streams have data at once (bench/route/results/README.md).
 fn threads_of(cores: usize) -> usize {
     (cores / 4).clamp(1, 8)
 }

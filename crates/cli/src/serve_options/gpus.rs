@@ -43,11 +43,11 @@ pub(super) struct GpuFlags {
     pub(super) save_link_share: Option<u8>,
 }
 
-/// How the daemon uses GPUs.
+/// The daemon's settings of GPUs, complete and checked.
 #[derive(Debug)]
 pub(super) struct GpuOptions {
     pub(super) driver: Option<Arc<dyn Driver>>,
-    /// Why engines on GPUs are not served; empty where they are.
+    /// Why engines on GPUs are not served; empty if they are.
     pub(super) none: String,
     pub(super) rails: RailOptions,
     pub(super) calibrate: bool,

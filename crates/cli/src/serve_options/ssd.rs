@@ -8,7 +8,7 @@ use kvlane_ssd::DeviceOptions;
 
 use crate::size::Size;
 
-/// Longer than computing a long prompt takes is of no use.
+/// A longer wait gains nothing, because the engine computes a long prompt in that time.
 const DEFAULT_WAIT_MS: u32 = 1000;
 
 /// The tier on SSDs, if there is one.
@@ -39,7 +39,8 @@ pub(super) fn options(
 
 const EXAMPLE_SSD: &str = "/ssd/kvlane:200gb";
 
-/// PATH or PATH:CAPACITY; what follows the last colon is a capacity if it has no slash and the whole is no path that is there.
+/// Parses PATH or PATH:CAPACITY. A text behind the last colon that begins with a digit is the capacity. Another text belongs to
+/// the path if it has a slash or the whole is an existing path; otherwise it is a mistake.
 fn device(text: &str) -> Result<DeviceOptions> {
     let (path, capacity) = match text.rsplit_once(':') {
         Some((path, size)) if size.starts_with(|first: char| first.is_ascii_digit()) => {
@@ -47,7 +48,7 @@ fn device(text: &str) -> Result<DeviceOptions> {
                 size.parse().map_err(|why| anyhow!("--ssd '{text}': '{size}' is no size: {why}"))?;
             (path, Some(size.0))
         }
-        // A mistyped size would be a file of that name, on all of the disk.
+        // Otherwise a mistyped size would become a file of that name with most of the disk.
         Some((_, rest)) if !rest.contains('/') && !Path::new(text).exists() => {
             bail!(
                 "--ssd '{text}': '{rest}' is no size; write PATH:CAPACITY such as {EXAMPLE_SSD}, or PATH alone"

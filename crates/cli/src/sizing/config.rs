@@ -4,7 +4,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::ValueEnum;
 use serde_json::Value;
 
-/// As vLLM names them, as far as an element has whole bytes and nothing is stored beside it.
+/// Data types of caches by vLLM's names: those whose elements have whole bytes and need nothing stored beside them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum CacheDtype {
     Auto,
@@ -15,7 +15,7 @@ pub(super) enum CacheDtype {
     Fp8,
 }
 
-/// A model's cache, before it is asked for how many tokens.
+/// The facts of a model's cache that do not depend on the number of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cache {
     /// The model's name in the output.
@@ -25,7 +25,7 @@ pub(super) struct Cache {
     pub(super) full_layers: u64,
     /// Layers that look back `window` tokens.
     pub(super) sliding_layers: u64,
-    /// 0 where none slides.
+    /// Tokens; 0 if no layer slides.
     pub(super) window: u64,
     pub(super) element_bytes: u64,
     pub(super) dtype: String,
@@ -153,7 +153,7 @@ fn number(config: &Value, key: &str) -> Result<u64> {
     })
 }
 
-/// A number above 0, or None where there is none.
+/// A number above 0; None if the key is missing.
 fn optional(config: &Value, key: &str) -> Result<Option<u64>> {
     match &config[key] {
         Value::Null => Ok(None),
@@ -209,7 +209,7 @@ fn layer(text: &Value, kind: &str, notes: &mut Vec<String>) -> Result<Layer> {
 /// Layers that look back to the first token, those that slide, and their window.
 fn split_layers(text: &Value, kind: &str, layers: u64) -> Result<(u64, u64, u64)> {
     let window = match &text["sliding_window"] {
-        // vLLM takes 0 for none.
+        // For vLLM 0 means no window.
         Value::Number(number) if number.as_u64() == Some(0) => None,
         _ => optional(text, "sliding_window")?,
     };
@@ -222,9 +222,9 @@ fn split_layers(text: &Value, kind: &str, layers: u64) -> Result<(u64, u64, u64)
             let is = |word: &str| types.iter().filter(|each| each.as_str() == Some(word)).count() as u64;
             let (full, sliding) = (is("full_attention"), is("sliding_attention"));
             if full + sliding != layers {
-                let known =
+                let is_other =
                     |each: &&Value| !matches!(each.as_str(), Some("full_attention" | "sliding_attention"));
-                let other = types.iter().find(known).map(ToString::to_string).unwrap_or_default();
+                let other = types.iter().find(is_other).map(ToString::to_string).unwrap_or_default();
                 bail!(
                     "'layer_types' has {other}, of which `kvlane size` does not know what it keeps of a token; it knows \
                      full_attention and sliding_attention"
@@ -234,7 +234,7 @@ fn split_layers(text: &Value, kind: &str, layers: u64) -> Result<(u64, u64, u64)
         }
         None => match (window, optional(text, "sliding_window_pattern")?) {
             (None, _) => 0,
-            // Every so many layers one looks back to the first token.
+            // One of each `pattern` layers looks back to the first token.
             (Some(_), Some(pattern)) => layers - layers / pattern,
             (Some(_), None) if kind == "gemma2" => layers - layers / 2,
             (Some(_), None) if ALL_SLIDE.contains(&kind) => layers,

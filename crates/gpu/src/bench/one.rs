@@ -27,7 +27,7 @@ pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64,
 }
 
 /// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose. If `staged`, the bytes
-/// over its own link go through a ring on the GPU.
+/// over its own link go through the staging ring on the GPU.
 pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape, staged: bool) -> Result<f64, GpuError> {
     if !matches!(shape.path, Path::HostToDevice) {
         return Err(GpuError::Invalid("rails are for copies from the host to a GPU".into()));

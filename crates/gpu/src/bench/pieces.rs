@@ -127,9 +127,9 @@ impl Pieces {
         };
         let count = shape.total_bytes.checked_div(bytes).unwrap_or(0);
         if count == 0 || shape.joined == 0 || !bytes.is_multiple_of(8) {
-            let asked = format!("{} bytes in pieces of {bytes}", shape.total_bytes);
+            let wanted = format!("{} bytes in pieces of {bytes}", shape.total_bytes);
             return Err(GpuError::Invalid(format!(
-                "{asked} cannot be measured: pieces are multiples of 8 bytes"
+                "{wanted} cannot be measured: pieces are multiples of 8 bytes"
             )));
         }
         let mut slots: Vec<u64> = (0..count).collect();

@@ -16,7 +16,7 @@ use crate::stream::Stream;
 
 /// As [`super::measure_copy`], from the host to each of these GPUs at the same time, each from memory of its own and by a
 /// thread of its own: GB/s in sum, from the first call of the first one until the last stream is done. If `staged`, the
-/// bytes go through a ring on their GPU in long runs, as in [`super::measure_rails`] without rails.
+/// bytes go through the staging ring on their GPU in long runs, as in [`super::measure_rails`] without rails.
 pub fn measure_together(
     gpus: &[Gpu],
     shape: &Shape,

@@ -88,7 +88,7 @@ impl AllocationHandle {
         if allowed.is_err() {
             // SAFETY: as above; no other code has the mapping yet.
             let unmapped = unsafe { sys::cuMemUnmap(address, bytes as usize) };
-            crate::device::warn_of("unmap a chunk", check("cuMemUnmap", unmapped));
+            crate::device::warn_of(Some(device), "unmap a chunk", check("cuMemUnmap", unmapped));
         }
         allowed
     }
@@ -96,9 +96,10 @@ impl AllocationHandle {
 
 impl Drop for AllocationHandle {
     fn drop(&mut self) {
-        // SAFETY: the reference is given up once, here.
+        // SAFETY: the reference is released once, here.
         crate::device::warn_of(
-            "give up a chunk",
+            None,
+            "release a chunk",
             check("cuMemRelease", unsafe { sys::cuMemRelease(self.0) }),
         );
     }

@@ -14,8 +14,8 @@ pub(super) fn check(operation: &'static str, result: CUresult) -> Result<(), Gpu
     }
     let mut name = ptr::null();
     // SAFETY: the pointer is valid; on success it points to a string of the driver's that is never freed.
-    let known = unsafe { sys::cuGetErrorName(result, &mut name) };
-    let name = if known == CUresult::CUDA_SUCCESS && !name.is_null() {
+    let found = unsafe { sys::cuGetErrorName(result, &mut name) };
+    let name = if found == CUresult::CUDA_SUCCESS && !name.is_null() {
         // SAFETY: as above.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     } else {

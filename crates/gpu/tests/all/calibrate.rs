@@ -1,4 +1,4 @@
-//! A GPU is measured through the pool's own memory.
+//! Calibration measures a GPU through the pool's own memory, whose bytes stay the same.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use kvlane_fake_gpu::driver_named;

@@ -1,4 +1,4 @@
-//! Whatever is copied, in whatever way, the bytes that arrive are those that a loop over the list would move.
+//! Each way to copy brings the bytes that a loop over the list would move, for any list.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use crate::support::{device_memory, fake, pattern, read, stream, write};

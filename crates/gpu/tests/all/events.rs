@@ -1,4 +1,4 @@
-//! What waits for what, on the fake or on a real GPU.
+//! The order of work by events and words, on the fake or on a real GPU.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use crate::support::{Gate, device_memory, gpus, pattern, read, stream};

@@ -1,4 +1,4 @@
-//! Errors: each is reported to who caused it, and what is not lost goes on.
+//! Errors: each is reported to its causer, and devices that are not lost go on.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Tests of GPUs, within one process, as one program: each one takes seconds to link.
+//! Tests of GPUs within one process. They are one program, because each program takes seconds to link.
 
 mod calibrate;
 mod copies_match_a_byte_model;

@@ -1,5 +1,5 @@
-//! What only a real GPU can show: set KVLANE_TEST_DRIVER=cuda where there is one, else there is nothing to do here. The same
-//! command runs what the other tests show of any driver, chunks.rs (memory by the driver's API for virtual memory) above all.
+//! Properties that only a real GPU can show. Without KVLANE_TEST_DRIVER=cuda these tests do nothing. This command also runs the
+//! tests of any driver, above all chunks.rs (memory by the driver's API for virtual memory), on the real GPU:
 //!
 //!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-gpu -- --nocapture --test-threads=1
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]

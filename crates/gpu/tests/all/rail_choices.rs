@@ -1,4 +1,4 @@
-//! Which GPUs lend their links, and options that make no sense.
+//! The choice of GPUs that serve as rails, and refused options.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Loads over several links: the bytes are those of the model, and what the rest relies on holds.
+//! Loads over several links: the bytes are those of the model. Rails serve one load at a time, and the end of a load, also of a
+//! failed one, leaves no work in progress.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Loader,
-    Loading, Pinned, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails, measure_together,
+    Pinned, RailLoad, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails, measure_together,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -71,7 +72,7 @@ impl Target {
         (0..pieces).map(copy).collect()
     }
 
-    fn enqueue(&mut self, loading: &mut Loading<'_>) {
+    fn enqueue(&mut self, loading: &mut RailLoad<'_>) {
         let copies = self.reversal();
         // SAFETY: pool and memory are this target's, and are not used before the streams are waited for.
         unsafe { loading.enqueue(&mut self.copier, &copies).unwrap() };

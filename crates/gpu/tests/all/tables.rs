@@ -1,4 +1,4 @@
-//! The kernel's tables are pinned memory that it reads while it runs: none is written before that is over.
+//! The kernel reads its tables in pinned memory while it runs, so a copier writes no table before its launch is done.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::sync::Arc;

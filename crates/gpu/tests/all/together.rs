@@ -1,6 +1,6 @@
 //! Loads of the same bytes to several GPUs: every GPU gets them all, and each link brings an even share.
 //!
-//! On a machine with two GPUs or more, its GPUs and what sharing is worth there:
+//! On a machine with two GPUs or more, this measures what sharing gains:
 //!
 //!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-gpu --test all -- --nocapture of_this_machine
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]

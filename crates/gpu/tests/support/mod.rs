@@ -1,4 +1,4 @@
-//! Fake GPUs, memory to copy between, and a gate that keeps a stream from going on.
+//! Fake GPUs, memory to copy between, and a gate that holds a stream up.
 #![allow(dead_code, reason = "every test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 

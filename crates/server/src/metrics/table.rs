@@ -239,13 +239,13 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     total(
         "kvlane_loaded_staged_bytes_total",
         Counter,
-        "Bytes of short pieces that loads brought in long runs to the GPU ring of their GPU, and scattered there.",
+        "Bytes of short pieces that loads brought in long runs to the staging ring of their GPU, and scattered there.",
         |s| s.gpus.staged_bytes,
     ),
     total(
         "kvlane_loads_unstaged_total",
         Counter,
-        "Loads of short pieces that came piece by piece, because the GPU ring was in use or had failed.",
+        "Loads of short pieces that came piece by piece, because the staging ring was in use or had failed.",
         |s| s.gpus.unstaged_loads,
     ),
     each(
