@@ -165,7 +165,7 @@ class SchedulerSide:
         state = self.requests.get(request.request_id)
         promised_by = state.promised_by if state is not None else None
         if external_tokens and promised_by is None:
-            # No kind has promised them, but the engine waits for them: the load is reported as failed.
+            # No kind has promised these tokens, but the engine waits for them. So the load is reported as failed.
             promised_by = self.loads.name
         if state is not None and external_tokens:
             state.awaits_tokens = True
@@ -211,7 +211,7 @@ class SchedulerSide:
     # Kinds
 
     def _notify(self, what: str, notify: Callable[[SchedulerKind], None], then: str = WITHOUT_IT) -> None:
-        """Tell every kind. One that fails does not keep the others from hearing it."""
+        """Calls every kind. One that fails does not keep the others from being called."""
         for kind in self.kinds:
             try:
                 notify(kind)
@@ -219,7 +219,7 @@ class SchedulerSide:
                 self._failed(what, kind, error, then)
 
     def _says(self, what: str, ask: Callable[[SchedulerKind], bool]) -> bool:
-        """Ask the kinds one after the other until one says yes."""
+        """Calls the kinds in order until one returns True."""
         for kind in self.kinds:
             try:
                 if ask(kind):
@@ -291,7 +291,7 @@ class SchedulerSide:
         return self._says("pending work", lambda kind: kind.pending())
 
     def frees_are_near(self) -> bool:
-        """Whether blocks come free without preempting a request."""
+        """Makes blocks come free if a kind can. True if they will, so that vLLM need not preempt a request."""
         return self._says("blocks that come free", lambda kind: kind.frees_are_near())
 
     # Resets
@@ -299,7 +299,7 @@ class SchedulerSide:
     def before_pool_reset(self) -> None:
         """vLLM is about to reset its own cache. It refuses while any block is referenced."""
         held = self._pinned()
-        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
+        # If others hold blocks, or a load is still writing, vLLM refuses anyhow.
         if held and self.pins.pool is not None and self.pins.are_all(held):
             self._notify("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
 

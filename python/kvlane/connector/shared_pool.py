@@ -117,7 +117,7 @@ class PoolInfo:
         self._shown: tuple[str, str] | None = None
 
     def hear(self, part: Part) -> None:
-        """Merge a part, and update the metric if that changes it."""
+        """Merges a part, and updates the metric if that changes it."""
         self._known.update(part)
         named = self._named()
         if named == self._shown:
@@ -134,7 +134,7 @@ class PoolInfo:
         self._shown = named
 
     def _named(self) -> tuple[str, str] | None:
-        """Daemon and space. None without a daemon, or until all parts have come."""
+        """Daemon and space, if all parts have come; else None."""
         ranks = [self._known.get(str(rank)) for rank in range(int(self._known.get("workers", 0)))]
         daemon = self._known.get("daemon")
         if not daemon or None in ranks:
