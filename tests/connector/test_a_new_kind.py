@@ -338,7 +338,7 @@ def test_a_kind_that_fails_leaves_the_others_as_they_are() -> None:
     assert engine.scheduler.matched_tokens(again, 0) == (20, True)
     engine.scheduler.forget_request("again")
     assert not engine.scheduler.has_pending_work()
-    assert not engine.scheduler.frees_are_near()
+    assert not engine.scheduler.free_blocks_soon()
     store.restart()
     engine.step()
     assert engine.failures.count > 20

@@ -183,7 +183,7 @@ def saver(address: str, pool_bytes: int) -> Iterator[Any]:
     how many."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    child = context.Process(target=_save_until_told, args=(far, address, pool_bytes), daemon=True)
+    child = context.Process(target=_save_until_stopped, args=(far, address, pool_bytes), daemon=True)
     child.start()
     far.close()
     assert near.recv() == "full"
@@ -200,7 +200,7 @@ def saver(address: str, pool_bytes: int) -> Iterator[Any]:
         child.kill()
 
 
-def _save_until_told(pipe: Connection, address: str, pool_bytes: int) -> None:
+def _save_until_stopped(pipe: Connection, address: str, pool_bytes: int) -> None:
     engine = Engine(
         address,
         "saver",
@@ -208,14 +208,14 @@ def _save_until_told(pipe: Connection, address: str, pool_bytes: int) -> None:
         memory=Memory(_SAVED_BLOCK_BYTES * _SAVED_BLOCKS),
     )
     saved = job = 0
-    told_full = False
+    reported_full = False
     while not pipe.poll():
         finished = engine.save(block_hashes(f"saver-{job}", _SAVED_BLOCKS), range(_SAVED_BLOCKS))
         job += 1
         saved += finished.blocks
         # From here on each save evicts.
-        if not told_full and saved * _SAVED_BLOCK_BYTES > pool_bytes * 2:
-            told_full = True
+        if not reported_full and saved * _SAVED_BLOCK_BYTES > pool_bytes * 2:
+            reported_full = True
             saved = 0
             pipe.send("full")
     pipe.recv()

@@ -35,7 +35,7 @@ WHOLE_BELOW = 256 << 10
 """Tensors of fewer bytes are read whole; adapters are small."""
 MAX_ADAPTERS = 65_536
 """Adapters that one engine remembers; later ones take no part."""
-LOOK_SECONDS = 0.02
+CHECK_SECONDS = 0.02
 """A check of an adapter's files holds for this many seconds within a step, because requests may wait long between two
 steps."""
 WHAT_TO_DO = "load changed weights under a new name and from a new folder"
@@ -65,10 +65,10 @@ class Moment:
         return None if self._now is None else (self._step, self._now)
 
     def is_near(self, former: tuple[int, float] | None) -> bool:
-        """Whether a stamp was taken in this step, less than LOOK_SECONDS ago."""
+        """Whether a stamp was taken in this step, less than CHECK_SECONDS ago."""
         if former is None or self._now is None:
             return False
-        return former[0] == self._step and self._now - former[1] < LOOK_SECONDS
+        return former[0] == self._step and self._now - former[1] < CHECK_SECONDS
 
 
 class Adapter:
@@ -193,7 +193,7 @@ class Adapters:
         """Set by the scheduler role."""
         self._now_ns = now_ns
         self._started_ns = now_ns()
-        self._known: dict[tuple[int, str, str], Adapter] = {}
+        self._by_key: dict[tuple[int, str, str], Adapter] = {}
         self._by_number: dict[int, Adapter] = {}
         self._by_hash: dict[tuple[str, ...], Adapter] = {}
 
@@ -206,7 +206,7 @@ class Adapters:
     def loading(self, lora_request: LoraRequest, load: Callable[[], T]) -> T:
         """Runs `load`, by which vLLM loads an adapter before any request names it."""
         key = _key(lora_request)
-        new = key not in self._known
+        new = key not in self._by_key
         if new and _is_here(lora_request.lora_path):
             self.of(lora_request)
         try:
@@ -223,7 +223,7 @@ class Adapters:
 
     def _of(self, lora_request: LoraRequest) -> Adapter:
         key = _key(lora_request)
-        known = self._known.get(key)
+        known = self._by_key.get(key)
         if known is not None:
             if getattr(lora_request, "load_inplace", False):
                 known.withdraw("it was loaded in place of itself")
@@ -233,10 +233,10 @@ class Adapters:
         adapter = Adapter(
             name, path, [self._meaning, extra] if extra else [self._meaning], self._now_ns, self.moment
         )
-        if len(self._known) >= MAX_ADAPTERS:
+        if len(self._by_key) >= MAX_ADAPTERS:
             adapter.withdraw(f"this engine has had {MAX_ADAPTERS} adapters before")
             return adapter
-        self._known[key] = adapter
+        self._by_key[key] = adapter
         adapter.read()
         self._compare(adapter, lora_request)
         return adapter
@@ -262,7 +262,7 @@ class Adapters:
                 each.withdraw("two adapters of different content have had this name")
 
     def _forget(self, key: tuple[int, str, str]) -> None:
-        adapter = self._known.pop(key, None)
+        adapter = self._by_key.pop(key, None)
         for table in (self._by_number, self._by_hash):
             for name in [name for name, each in table.items() if each is adapter]:
                 del table[name]  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ class SchedulerSide:
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
-        if self._connection.has_restarted():
+        if self._connection.take_restart():
             self._notify("a new daemon", lambda kind: kind.daemon_restarted())
         self._plan_runs(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
@@ -273,7 +273,7 @@ class SchedulerSide:
 
     def _plan_runs(self, jobs: StepJobs) -> None:
         """Names the daemon's runs whose pools the workers may unmap."""
-        gone = self._connection.newly_gone()
+        gone = self._connection.take_newly_gone()
         if gone is not None:
             self._notify("a daemon that is gone", lambda kind: kind.runs_gone(gone))
         boots = {load.boot for load in jobs.loads}
@@ -290,9 +290,9 @@ class SchedulerSide:
         """Whether the engine has to keep stepping although no request runs."""
         return self._says("pending work", lambda kind: kind.pending())
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         """Makes blocks come free if a kind can. True if they will, so that vLLM need not preempt a request."""
-        return self._says("blocks that come free", lambda kind: kind.frees_are_near())
+        return self._says("blocks that come free", lambda kind: kind.free_blocks_soon())
 
     # Resets
 

@@ -53,7 +53,7 @@ class WeightsMemo:
     def __init__(self, folder: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._folder = folder
         self._now_ns = now_ns
-        self._known: dict[str, WeightsContent] = {}
+        self._cached: dict[str, WeightsContent] = {}
 
     def content(self, files: Sequence[Path]) -> WeightsContent:
         """The content of these files, remembered or read. Raises OSError, and FilesChanging if they keep changing."""
@@ -72,15 +72,15 @@ class WeightsMemo:
         raise FilesChanging("the weight files changed while they were read")
 
     def _find(self, key: str) -> WeightsContent | None:
-        known = self._known.get(key)
+        known = self._cached.get(key)
         if known is None and self._folder is not None:
             known = _read_entry(self._folder, key)
         return known
 
     def _keep(self, key: str, content: WeightsContent) -> None:
-        if len(self._known) >= ENTRIES:
-            self._known.clear()
-        self._known[key] = content
+        if len(self._cached) >= ENTRIES:
+            self._cached.clear()
+        self._cached[key] = content
         if self._folder is not None:
             try:
                 _write_entry(self._folder, key, content)

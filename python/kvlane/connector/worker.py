@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
-from kvlane.connector.kinds import LookAtWeights, worker_kinds
+from kvlane.connector.kinds import DigestWeights, worker_kinds
 from kvlane.connector.kinds.direct_offer import OfferDirect, RankGone
 from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.shared_pool import WorkerPart
@@ -46,7 +46,7 @@ class WorkerSide:
         self.counters = self._shared.counters
         self.pool = WorkerPart(rank)
         self.kinds = kinds(self._shared)
-        (self._weights,) = (each for each in self.kinds if isinstance(each, LookAtWeights))
+        (self._weights,) = (each for each in self.kinds if isinstance(each, DigestWeights))
         self.on_layer_computed: LayerHook | None = None
         """The same after a layer has written its KV cache."""
         self.on_layer: LayerHook | None = None

@@ -560,7 +560,7 @@ class LandDirect(SchedulerKind):
             if not landed.is_alive:
                 self._landings.pop(landed.landing.id, None)
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         """Called when a running request gets no block: has the youngest landing give up its blocks."""
         direct = self._shared.direct
         if direct is None or direct.agent is None:

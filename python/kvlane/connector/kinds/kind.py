@@ -153,7 +153,7 @@ class SchedulerKind:
         """Whether the engine has to keep stepping for this kind although no request runs."""
         return False
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         """Called when a running request gets no block. Makes blocks come free soon if the kind can. True if they will,
         so that vLLM need not preempt a request."""
         return False

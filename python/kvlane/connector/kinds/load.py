@@ -117,7 +117,7 @@ class LookUpAndLoad(SchedulerKind):
         state.asked_tokens = tokens
         if tokens <= 0 or not request.block_hashes:
             return
-        # Blocks beyond `limit` count too: what is stored of them needs no saving.
+        # Blocks beyond `tokens` are asked for too, because stored ones need no saving.
         hashes = [
             shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
             for group in shared.shape.groups
@@ -189,7 +189,7 @@ class LookUpAndLoad(SchedulerKind):
         """Drops a hit of another run of the daemon, because workers may have unmapped that run's pool."""
         if state.hit is None or state.hit.tokens == 0:
             return
-        self._shared.connection.look_if_idle()
+        self._shared.connection.tick_if_idle()
         if state.hit.boot != self._shared.core.boot or not self._shared.core.ready:
             self._drop_hit(state)
 

@@ -67,13 +67,13 @@ class LoadWorker(WorkerKind):
             return self._wait_for_layer
         if outstanding:
             self._hold_up(None)
-        return self._see_layer if self._step_kind is not None else None
+        return self._record_layer if self._step_kind is not None else None
 
     def _is_trusted(self, kind: str) -> bool:
         assert self._shared.stream is not None
         return self._seen_layers.get(kind, set()) >= self._shared.stream.last_region.keys()
 
-    def _see_layer(self, layer_name: str) -> None:
+    def _record_layer(self, layer_name: str) -> None:
         assert self._step_kind is not None
         self._seen_layers.setdefault(self._step_kind, set()).add(layer_name)
 

@@ -7,7 +7,7 @@ from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.weights import Weights, WeightsReport
 
 
-class LookAtWeights(WorkerKind):
+class DigestWeights(WorkerKind):
     """Digests of one rank's weights."""
 
     name = "reset"

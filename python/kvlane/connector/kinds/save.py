@@ -152,5 +152,5 @@ class SaveBlocks(SchedulerKind):
     def pending(self) -> bool:
         return self.saves.pending
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         return self.saves.frees_are_near(self._shared.clock())

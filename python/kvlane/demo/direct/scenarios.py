@@ -165,7 +165,7 @@ def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
     that it is not done before that is told, however busy the machine is."""
     end = time.monotonic() + ANSWER_TIMEOUT_S
     while _read_bytes(decode) < goal and time.monotonic() < end:
-        victim.engine.go_on()
+        victim.engine.resume()
         time.sleep(_MOMENT_S)
         victim.engine.pause()
     victim.engine.kill()

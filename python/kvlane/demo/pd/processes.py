@@ -84,7 +84,7 @@ class ServedEngine:
         """SIGSTOP to all its processes."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT to all its processes."""
         self._signal(signal.SIGCONT)
 

@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._busy = False
         self._close_after = False
-        self._told_to_continue = False
+        self._sent_continue = False
         self.transport: asyncio.Transport
         self.on_lost: Callable[[], None] | None = None
         """Called if the peer goes before its answer has ended."""
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
             return
         if request is not None:
             self._busy = True
-            self._told_to_continue = False
+            self._sent_continue = False
             self._handler.handle(self, request)
 
     def _parse(self) -> HttpRequest | None:
@@ -152,8 +152,8 @@ class Connection(asyncio.Protocol):
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
         found = self._body(headers, end + 4)
         if found is None:
-            if headers.get("expect", "").lower() == "100-continue" and not self._told_to_continue:
-                self._told_to_continue = True
+            if headers.get("expect", "").lower() == "100-continue" and not self._sent_continue:
+                self._sent_continue = True
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return None
         body, taken = found
