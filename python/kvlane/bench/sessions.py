@@ -26,13 +26,13 @@ _BLOCK_BYTES = 4096
 _SAVED_BLOCK_BYTES = 64 << 10
 _SAVED_BLOCKS = 64
 
-# Seconds, and whether the whole prompt was found.
+# Seconds of a lookup, and whether it found the whole prompt.
 _Lookup = tuple[float, bool]
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many users ask, how often, and for how long."""
+    """The number of users, their rate, and the duration."""
 
     address: str
     blocks: int
@@ -85,7 +85,7 @@ def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
 
 
 def _phase(load: Load, sessions: int) -> dict[str, Any]:
-    """Latencies in seconds of all lookups of that many sessions, and how late the latest was asked."""
+    """Latencies in seconds of all lookups of that many sessions, and how late the most delayed lookup began."""
     context = multiprocessing.get_context("spawn")
     processes = min(load.processes, sessions)
     interval = load.sessions / load.rate
@@ -131,7 +131,7 @@ def _client(pipe: Connection, load: Load, numbers: list[int], interval: float) -
         # Until the blocks are visible and the engine is ready; also warms the code.
         while (hit := engine.lookup(hashes)).tokens < load.blocks * TOKENS_PER_BLOCK:
             engine.release(hit)
-        # Kept until the session's first lookup, so that nothing is evicted before the start.
+        # The lease is held until the session's first lookup, so that nothing is evicted before the start.
         held.append(hit)
     pipe.send("ready")
     start = pipe.recv()
@@ -179,8 +179,8 @@ def _ask(
 
 @contextmanager
 def saver(address: str, pool_bytes: int) -> Iterator[Any]:
-    """A process that saves new blocks all the time, into a pool that is full; yields a function that ends it and says
-    how many."""
+    """A process that keeps saving new blocks into a full pool. Yields a function that ends it and returns the blocks
+    saved."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     child = context.Process(target=_save_until_stopped, args=(far, address, pool_bytes), daemon=True)
