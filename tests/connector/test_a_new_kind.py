@@ -161,7 +161,7 @@ class EngineWithHandOff(Engine):
 def test_a_further_kind_holds_a_prompt_back_and_then_brings_its_beginning() -> None:
     store = FakeCore()
     engine = EngineWithHandOff(store)
-    # What the daemon has of it does not count: the kind is asked first.
+    # The daemon's blocks of the prompt do not count, because the kind is asked first.
     ours = Request("ours", PROMPT)
     assert engine.run(ours) == 0
     engine.finish(ours)

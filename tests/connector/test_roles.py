@@ -801,7 +801,7 @@ def test_what_runs_through_a_reset_belongs_to_no_weights() -> None:
     engine.weights.present = "life 1"
     engine.scheduler.reset()
     assert store.leases == set()
-    # What runs on was begun with the old weights.
+    # The running request began with the old weights.
     running.all_token_ids += range(8)
     engine.compute(running, 8)
     engine.step()

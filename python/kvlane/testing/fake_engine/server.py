@@ -24,7 +24,7 @@ _EMBEDDING = [0.0625, -0.125, 0.25, -0.5]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the paths need to know beside the engine."""
+    """The settings of the paths, beside the engine's."""
 
     models: Models
     pairing: pairs.Pairing
