@@ -726,7 +726,7 @@ class GroupTransfer:
         return all(part.done for part in self.parts)
 
     def cancel(self) -> None:
-        """Cancels all parts that are not over. They are over when `wait` has said so."""
+        """Cancels all parts that are not over. A part is over only when `wait` says so."""
         for part in self.parts:
             part.cancel()
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 # A dimension of a block in memory order: its index in the tensor without that of the blocks, and its size.
 Sized = tuple[int, int]
 KERNEL_BLOCKS = -1
-"""The index for blocks of the attention kernel, several of which make one block. They are no dimension of the
-tensor."""
+"""The index for blocks of the attention kernel, several of which make one block: no dimension of the tensor."""
 CONTENT_SIZES_MAX = 3
 """Bound on a token's content in a head, in sizes of the head: keys, values and their scales."""
 

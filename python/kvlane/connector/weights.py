@@ -67,7 +67,7 @@ class WeightsReport:
     """Each rank's label; None if the rank cannot digest its weights."""
 
     def merge(self, other: WeightsReport) -> WeightsReport:
-        """The merged report of this and other ranks. Of two resets the later one counts."""
+        """The merged report of this and other ranks. The report of the later reset wins."""
         if self.reset != other.reset:
             return max(self, other, key=lambda report: report.reset)
         return WeightsReport(self.reset, self.labels | other.labels)

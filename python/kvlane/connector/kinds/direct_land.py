@@ -485,7 +485,7 @@ class LandDirect(SchedulerKind):
         )
 
     def _free(self, landed: _Landed) -> None:
-        """Unpins all blocks of the landing. They stay in the prefix cache until vLLM reuses them."""
+        """Unpins all blocks of the landing, which stay in the prefix cache until vLLM reuses them."""
         self._shared.pins.unpin(landed.local + landed.taken)
         landed.local, landed.taken, landed.rest = [], [], None
 

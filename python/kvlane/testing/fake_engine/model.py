@@ -93,7 +93,7 @@ class _Sequence:
     key: Hashable
     blocks: list[int]
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     remote_tokens: int
     """Prompt tokens that another engine computed."""
     arrived: float

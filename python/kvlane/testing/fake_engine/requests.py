@@ -85,7 +85,7 @@ def read_generation(data: bytes, chat: bool, tokenizer: Tokenizer | None = None)
 
 
 def _tokenized(body: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> bytes | None:
-    """None where the prompt is token ids already. What is in the body was checked."""
+    """The prompt in tokens; None if it is token ids already. The caller has checked the body."""
     if chat:
         messages = body["messages"]
         return tokenizer.chat([(each.get("role", ""), messages_text([each]).decode()) for each in messages])
