@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Of the pictures of each result, those that are committed.
+# The committed pictures of each result.
 FABRIC = {
     "2026-11-23-two-cores": ("", "-latency", "-one-host", "-one-host-latency", "-goals"),
     "2026-11-23-two-cores-2": ("-goals",),

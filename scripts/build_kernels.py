@@ -99,7 +99,7 @@ def _compile(nvrtc: Nvrtc, source: Path) -> None:
     for architecture in CUBINS:
         code = nvrtc.compile(source, [*options, f"--gpu-architecture={architecture}"], "CUBIN")
         made[source.with_suffix(f".{architecture}.cubin")] = code
-    # A string of C; the zero at its end does not belong into a text file.
+    # NVRTC returns a string of C; the zero at its end does not belong into a text file.
     text = nvrtc.compile(source, [*options, f"--gpu-architecture={PTX}"], "PTX").rstrip(b"\0")
     made[source.with_suffix(".ptx")] = text
     for path, content in made.items():

@@ -51,7 +51,7 @@ def imports(folder: Path) -> dict[str, set[str]]:
     """By file of a crate, the files that it imports; all named by their module, such as "links::ids"."""
     texts = {module_of(path.relative_to(folder)): read(path) for path in folder.rglob("*.rs")}
     listed = passed_on(texts.get("", ""), texts)
-    # What lib.rs passes on is meant for users of the crate.
+    # Names that lib.rs passes on are for users of the crate.
     texts[""] = USE.sub(lambda use: "" if use.group(1) else use.group(), texts.get("", ""))
     return {
         module: {file_of(path, texts, listed) for path in paths(text, module, texts)} - {module}
@@ -94,7 +94,7 @@ def starts_here(path: list[str], module: str, texts: dict[str, str]) -> bool:
 
 
 def closing_brace(text: str, at: int) -> int:
-    """Behind the brace that closes the one before this place."""
+    """The position behind the brace that closes the one before `at`."""
     depth = 1
     for token in re.finditer(r"[{}]", text[at:]):
         depth += 1 if token.group() == "{" else -1

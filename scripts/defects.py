@@ -24,7 +24,7 @@ from cargo import ROOT
 
 DEFECTS = ROOT / "tests/defects"
 COPY = ROOT / ".cache/defects"
-# Of pytest and of libtest.
+# A failed test in pytest's and in libtest's output.
 FAILED = re.compile(r"^(?:FAILED (\S+)|test (\S+) \.\.\. FAILED)", re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def copy() -> None:
-    """This tree's tracked and new files, as they are. What is the same is left alone, since cargo goes by times."""
+    """Copies this tree's tracked and new files. Equal files are left alone, because cargo goes by times."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     wanted = {name for name in names if (ROOT / name).is_file()}
@@ -92,7 +92,7 @@ def found(patch: Path) -> tuple[str, float, str]:
 
 
 def apply(patch: Path, *options: str) -> int:
-    """The status of git, which is not to take the copy for a part of this repository."""
+    """Runs git on the copy, which git must not take for a part of this repository. Returns its status."""
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(COPY.parent)}
     return subprocess.run(
         ["git", "apply", *options, str(patch)], cwd=COPY, env=environment, check=False
@@ -100,7 +100,7 @@ def apply(patch: Path, *options: str) -> int:
 
 
 def run(part: str) -> tuple[int, str]:
-    """The status of a command in the copy, and all that it printed."""
+    """Runs a command in the copy. Returns its status and output."""
     done = subprocess.run(
         shlex.split(part),
         cwd=COPY,

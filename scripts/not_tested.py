@@ -10,7 +10,7 @@ TIMES = Path(__file__).resolve().parent.parent / ".cache/times"
 
 
 def tell(name: str, why: str) -> None:
-    """Says it at once, and at the end of a run of several stages."""
+    """Prints the reason at once, and records it for the end of a run of several stages."""
     print(f"not tested: {name}: {why}")
     suite = ElementTree.Element("testsuite")
     case = ElementTree.SubElement(suite, "testcase", classname="checks", name=name, time="0")

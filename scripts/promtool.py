@@ -19,14 +19,14 @@ UNPACKED = Path(__file__).resolve().parents[1] / ".cache/promtool"
 
 
 def find() -> Path | None:
-    """The program, if it was fetched or the machine has it."""
+    """The program's path, if it was fetched or the machine has it; else None."""
     fetched = UNPACKED / "usr/bin/promtool"
     installed = shutil.which("promtool")
     return fetched if fetched.exists() else Path(installed) if installed else None
 
 
 def fetch() -> str | None:
-    """Download and unpack it. Returns the reason if that is not possible."""
+    """Downloads and unpacks it. Returns the reason if that is not possible."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return "promtool comes in Debian's package prometheus, and this machine has no apt-get"
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:

@@ -31,13 +31,13 @@ from cargo import ROOT, Built
 TIMES = ROOT / ".cache/times/rust.xml"
 JOBS = 3
 PATIENCE_S = 900
-# A line of libtest: the test's name, what became of it, and its seconds.
+# A line of libtest: the test's name, its outcome, and its seconds.
 LINE = re.compile(r"^test (\S+)(?: - should panic)? \.\.\. (\w+)(?:.*?<([\d.]+)s>)?", re.MULTILINE)
 
 
 def build(arguments: list[str]) -> list[Built]:
-    """The programs that these arguments of `cargo test` name."""
-    # All of them together are what scripts/environment.py wants, too: compiled once.
+    """Builds the programs that these arguments of `cargo test` name."""
+    # scripts/environment.py wants all of them too, so they are compiled once.
     everything = arguments == ["--workspace"]
     made = cargo.build(*(cargo.everything() if everything else ("test", "--no-run", "--locked", *arguments)))
     return [each for each in made if each.is_test and each.program]
@@ -58,8 +58,8 @@ class Run:
     def __init__(self, options: list[str]) -> None:
         self._options = options
         self._printing = threading.Lock()
-        # --report-time is marked as unstable, and asked for in this way by whoever has a stable toolchain; it changes
-        # nothing but the output.
+        # libtest has --report-time marked as unstable, and stable toolchains enable it in this way. It changes nothing
+        # but the output.
         self._environment = {**os.environ, "RUSTC_BOOTSTRAP": "1"}
         self.failed: list[str] = []
         self.cases: list[tuple[str, str, str, float]] = []
@@ -70,7 +70,7 @@ class Run:
     def run(self, program: Built) -> None:
         began = time.monotonic()
         command = [str(program.program), "-Z", "unstable-options", "--report-time", "--show-output"]
-        # Into a file: what a hanging test has started may outlive it, and would keep a pipe open.
+        # Output goes into a file, because a process that a hanging test started may outlive it and keep a pipe open.
         with tempfile.TemporaryFile("w+", errors="replace") as written:
             try:
                 status = subprocess.run(
@@ -138,7 +138,7 @@ def main() -> None:
     if not programs:
         sys.exit("these arguments name no tests")
     run = Run(options)
-    # The longest come first, so that none is left alone at the end: the largest files are likely to be.
+    # The longest come first, so that none runs alone at the end. The largest files are likely to be the longest.
     programs.sort(key=lambda each: -sum(file.stat().st_size for file in each.files))
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(run.run, programs):

@@ -29,13 +29,13 @@ ROUNDS = {"KVLANE_TEST_ROUNDS": "1000"}
 
 @dataclass
 class Part:
-    """Something that can be done again and again."""
+    """A part of the soak, which can be repeated."""
 
     what: str
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
     needs: str = ""
-    """A variable without which it is left out."""
+    """A variable without which the part is left out."""
 
 
 def _rust(*arguments: str) -> list[str]:
@@ -239,7 +239,8 @@ def last_whole_run(known: Sequence[Landing]) -> str:
 
 
 def soak(name: str, share: float) -> tuple[str, int, float, bool]:
-    """One part until its share of the time is over, or it fails: name, times, seconds, whether it failed."""
+    """Repeats one part until its share of the time is over, or it fails. Returns name, times, seconds, and whether it
+    failed."""
     part, times, began = PARTS[name], 0, time.monotonic()
     while True:
         print(f"\n==> {name}: {part.what}", flush=True)

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / ".cache/times"
 SLOWEST = 15
-# What it takes depends on the network.
+# Its time depends on the network.
 DOWNLOADS = "fetch"
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def make(target: str, arguments: str = "") -> int:
-    """The status of one target. What ends this process ends all that the target has started."""
+    """Runs one target and returns its status. If this process ends, all that the target has started ends too."""
     # ARGS are for one target, not for all.
     made = subprocess.Popen(["make", target, f"ARGS={arguments}"], cwd=ROOT, start_new_session=True)
 
@@ -82,7 +82,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All tests of this run, but for those of a runner that was stopped while it wrote."""
+    """All tests of this run, without those of a runner that was stopped while it wrote."""
     found: list[Case] = []
     for path in sorted(TIMES.glob("*.xml")):
         try:
@@ -102,7 +102,7 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def tell(took: list[tuple[str, float]], tests: list[Case]) -> None:
-    """The tables."""
+    """Prints the tables."""
     print("\n==> slowest tests")
     for case in sorted(tests, key=lambda case: -case.seconds)[:SLOWEST]:
         print(f"{case.seconds:8.1f} s  {case.name}")

@@ -199,7 +199,7 @@ async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str
     for prompt in prompts:
         await engine.ttft(prompt)
         cached.append(engine.cached_tokens)
-    # What is computed again has the same bytes: only this tells it from what was loaded.
+    # A block that is computed again has the same bytes. Only this count shows that it was loaded.
     found["loaded_tokens_of_a_prompt"] = min(cached)
     found["control_loaded"] = min(cached) > 0
     loaded = (await engine.on_workers(model.block_hashes, POISON))[0]

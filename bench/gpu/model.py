@@ -65,7 +65,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-# Of the weights, by shape: so that a changed block of the prompt changes the answer, which the controls check.
+# Standard deviation of the weights by shape, so that a changed block of the prompt changes the answer, which the
+# controls check.
 DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "tiny": 0.5}
 
 

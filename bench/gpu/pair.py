@@ -150,7 +150,7 @@ def main() -> None:
 
     async def run() -> dict[str, Any]:
         ready: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-        # Whatever is read from disk or compiled at first.
+        # The engines read from disk and compile here what they do at first.
         started("none")[0].shutdown()
         engines: dict[str, Engine] = {}
         try:

@@ -246,7 +246,7 @@ def measure(
     def engine() -> EngineProcess:
         engines.append(EngineProcess(settings, logs[len(engines)]))
         found["engine_ready_s"].append(engines[-1].done())
-        # Whatever it compiles or allocates at first, also for hits: prompts that nobody has.
+        # The engine compiles and allocates here what it does at first, also for hits, with prompts that nobody has.
         own = draw(settings.tokens)
         for prompt in (own, draw(64), own, own):
             engines[-1].ask(prompt)
@@ -293,7 +293,7 @@ def measure(
         loaded = second.call("block_hashes")
         differ = len([block for block in loaded if block not in computed])
         found["loaded_blocks"], found["loaded_blocks_that_differ"] = len(loaded), differ
-        # Of each prompt the block that is computed again, and those of the answer.
+        # For each prompt, the block that is computed again and that of the answer.
         again = settings.prompts * 2
         held["restarted_same_bytes"] = len(loaded) > again and differ <= again
 
@@ -403,7 +403,7 @@ def main() -> int:
         times = {name: summary(list(itertools.chain(*found[f"{name}_ms"]))) for name in TIMES}
         more = {"summary": times, "controls": held, "cpu_use": watch.facts}
         result["runs"][mode] = found | more
-        # After each mode: what was measured stays, even if the rest is cut off.
+        # Written after each mode, so that results stay if the rest is cut off.
         report.write_json(settings.out / "restart.json", result)
     result["machine"] = report.machine_facts()
     return publish(result, settings.out)

@@ -43,12 +43,12 @@ def move(engine: Engine, rate: float, stop: threading.Event) -> float:
     while not stop.is_set():
         hashes = block_hashes(f"{start} {moved}", BLOCKS)
         moved += engine.save(hashes, ids).bytes
-        # What was saved before: the last save may not be visible yet.
+        # Load the prompt of the save before, because the last save may not be visible yet.
         hit = engine.lookup(saved) if saved else None
         if hit is not None and hit.tokens:
             moved += engine.load(hit, ids[: len(hit.pages(0, 0)) // 4]).bytes
         saved = hashes
-        # As late as the bytes so far may take.
+        # Sleep until the time that the rate gives for the bytes so far.
         stop.wait(max(0.0, start + moved / 1e9 / rate - time.monotonic()))
     return moved / 1e9 / (time.monotonic() - start)
 

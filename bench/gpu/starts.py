@@ -30,8 +30,8 @@ KINDS = ("none", "kvlane")
 async def loads(engine: Engine, prompts: list[list[int]], draw: Any) -> list[float]:
     """TTFT of prompts that the daemon has, the first load of this engine first."""
     own = draw(len(prompts[0]))
-    # The second time and the third: hits in GPU memory, of the same shape as what comes then. What an engine compiles
-    # or allocates for that does not count as the load's.
+    # The second and third time of `own` are hits in GPU memory, of the same shape as the loads below. So compiling and
+    # allocating for that shape does not count as the load's.
     for tokens in (own, draw(64), own, own):
         await engine.ttft(tokens)
     return [round(await engine.ttft(prompt), 2) for prompt in prompts]

@@ -33,7 +33,7 @@ LIMITS = "ttft-ms = 500\ntpot-ms = 30\n"
 BALANCE = f"[balance]\n{LIMITS}"
 NODES = 8
 OURS, TOGETHER = "roles that change", "both on each node"
-# What each mechanism is good for: without it.
+# Each mechanism's setting to turn it off, which shows its benefit.
 SWITCHES = {
     "roles stay": "flips = false\n",
     "no relief": "relief = 0\n",
@@ -48,7 +48,7 @@ prefill-times = 6.7
 decode-times = 0.84
 kv-tokens = 500000
 """
-# Of the traces' rates: what these two classes can serve is less.
+# Multiples of the traces' rates, below 1 because these two classes can serve less.
 CLASS_SPEEDS = {"prefill-heavy": (0.6, 0.7, 0.75), "swinging": (0.6, 0.7, 0.8)}
 # Between two hosts, each with three prefill and two decode nodes: milliseconds a token of 128 KiB, by 35 and 10 Gb/s.
 FAR_TOKEN_MS = (0.03, 0.105)

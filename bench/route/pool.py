@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LOADS = (0.3, 0.8)
 GOALS = {0.3: 1.0, 0.8: 0.8}
 PROMPTS, ZIPF, BLOCK = 40, 1.0, 512
-# Of a prompt for real engines.
+# Words of a prompt for real engines.
 WORDS = 3000
 KNOWS, KNOWS_NOT = "knows of the pool", "does not"
 # CPU engines take thirty times (prefill) and three times (decode) as long as an H100, and 4 ms to load 4,000 tokens.

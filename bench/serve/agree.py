@@ -63,7 +63,7 @@ def main() -> int:
         flags = f"--dtype {SHAPES[settings.shape].dtype} --enforce-eager --kv-cache-memory-bytes {1 << 29}"
         with own_engine(str(model), connector_config(address), flags.split(), settings.out) as url:
             endpoint = Endpoint(url)
-            # Whatever an engine does only once.
+            # The engine does its one-time work here.
             _kvlane(settings, url, model, 1)
             for number in range(settings.repetitions):
                 for tool in TOOLS if number % 2 else reversed(TOOLS):

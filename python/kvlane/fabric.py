@@ -89,7 +89,7 @@ class DeadlineExceeded(FabricError, TimeoutError):
 
 
 class Refused(FabricError):
-    """The peer does not share these bytes, or not any more: ask it for a new descriptor, and `Peer.update`."""
+    """The peer does not share these bytes, or no longer does. Ask it for a new descriptor, and call `Peer.update`."""
 
 
 class NoRoom(FabricError, TimeoutError):
@@ -97,7 +97,7 @@ class NoRoom(FabricError, TimeoutError):
 
 
 class GpuFailed(FabricError):
-    """The driver of a GPU, here or at the peer, could not copy the bytes: the log there says how."""
+    """The driver of a GPU, here or at the peer, could not copy the bytes. The log of that process says how."""
 
 
 class GpuError(OSError):
@@ -109,7 +109,7 @@ class PeerLost(FabricError, ConnectionError):
 
 
 class GroupFailed(FabricError):
-    """Some members' parts failed, and all are over. `failures`: what each of those members failed with, by its place in
+    """The parts of some members failed, and all parts are over. `failures`: each failed member's error, by its place in
     the group."""
 
     def __init__(self, failures: dict[int, FabricError], members: int) -> None:
@@ -119,7 +119,7 @@ class GroupFailed(FabricError):
 
 
 class StillMoving(TimeoutError):
-    """The time to wait is over, the transfer is not: its memory still belongs to it."""
+    """The wait timed out while the transfer goes on, so its memory still belongs to it."""
 
 
 _FAILURES: dict[str, tuple[type[FabricError], str]] = {
@@ -134,12 +134,12 @@ _FAILURES: dict[str, tuple[type[FabricError], str]] = {
 
 
 class Tls(NamedTuple):
-    """PEM files that encrypt all connections of an engine (TLS 1.3). Both sides of a connection show a certificate,
-    which the other's `authority` has to have signed, for servers and clients if it says what it is for. Names and
-    addresses in certificates are not looked at: who has one is let in to prove the token."""
+    """PEM files that encrypt all connections of an engine (TLS 1.3). Each side of a connection shows a certificate that
+    the other side's `authority` has signed. If a certificate limits its use, it must allow servers and clients. Names
+    and addresses in certificates are not checked: any holder of one is let in to prove the token."""
 
     certificate: str | os.PathLike[str]
-    """This process's certificate, and behind it those between it and the authority."""
+    """This process's certificate, followed by the intermediate certificates up to the authority."""
     key: str | os.PathLike[str]
     """The certificate's key, not encrypted."""
     authority: str | os.PathLike[str]
@@ -147,7 +147,7 @@ class Tls(NamedTuple):
 
 
 class EngineId(NamedTuple):
-    """Which engine, and which start of it."""
+    """An engine, and one start of it."""
 
     engine: int
     boot: int
@@ -167,7 +167,7 @@ class Staged(NamedTuple):
     to_gpus: int
     """Bytes copied into the memory of GPUs."""
     from_gpus: int
-    """Bytes copied out of it."""
+    """Bytes copied out of the memory of GPUs."""
     failed: int
     """Copies that a driver reported as failed."""
 
@@ -175,26 +175,28 @@ class Staged(NamedTuple):
 class Engine:
     """Memory, peers and transfers of this process.
 
-    `listen`: where peers connect, HOST:PORT, port 0 for any; each address is a path of its own for them. An address
-    that other hosts reach needs a `token`, which both sides have to give. `token`: with one, only engines with the same
-    are trusted. Without, engines of this user on this host are, by a secret in the user's runtime folder
-    ($XDG_RUNTIME_DIR/kvlane or /tmp/kvlane-UID); where that folder is not this user's alone, whoever has the
-    descriptor, which then carries a secret. Both sides prove it to each other before anything else.
-    `connections`: how many to each address of a peer. `patience`: a peer that cannot be reached for so long is lost,
-    and transfers with it fail. `transport`: "auto" for the best way that this process and a peer both have, "tcp" for
-    nothing else, "cma" for no peers but those of this host whose memory may be read: others are not reached, and
-    `Peer.paths` says why. `copy_threads`: so many threads at the most copy between this process and others of its
-    host, the one that waits among them, 1 to 64; None for as many as there are processors for it, but 4 at the most.
-    `inbox_messages` and `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more
-    are told to try again later. At least 1 and 65,536.
-    `checksums`: what crosses sockets has checksums (crc32c), so that bytes which were changed on the way are not taken:
-    the connection is made again, and what it had under way is sent again. With False on one side there are none. With
-    `tls` there are none either: it finds every change itself.
-    `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
-    by TCP. ValueError names the file that cannot be used.
+    `listen`: addresses at which peers connect, HOST:PORT, port 0 for any. Each address is a path of its own for peers.
+    An address that other hosts reach needs a `token`, which both sides have to give.
+    `token`: an engine with a token trusts only engines with the same token. Without one, it trusts engines of this user
+    on this host, by a secret in the user's runtime folder ($XDG_RUNTIME_DIR/kvlane or /tmp/kvlane-UID). If that folder
+    is not this user's alone, the descriptor carries a secret, and the engine trusts any engine that has the descriptor.
+    Both sides prove the secret or the token to each other before anything else.
+    `connections`: connections to each address of a peer.
+    `patience`: after so many seconds a peer that cannot be reached is lost, and transfers with it fail.
+    `transport`: "auto" takes the best way that this process and a peer both have, and "tcp" only TCP. "cma" reaches
+    only peers of this host whose memory may be read; `Peer.paths` says why others are not reached.
+    `copy_threads`: most threads that copy between this process and others of its host, 1 to 64, including the one that
+    waits. None takes one for each processor that this process may use, at most 4.
+    `inbox_messages` and `inbox_bytes`: most messages, and bytes of them, that wait for `receive`: at least 1 and
+    65,536. Peers that send more are told to try again later.
+    `checksums`: bytes that cross sockets have checksums (crc32c). If bytes were changed on the way, they are not taken:
+    the engine connects again, and sends again what was in flight on that connection. There are no checksums if one side
+    has False, or with `tls`, which finds every change itself.
+    `tls`: certificates, as a `Tls` or such a tuple. The engine does not talk to peers without certificates, as
+    `Peer.paths` says, and all bytes go by TCP. ValueError names a file that cannot be used.
 
-    An engine belongs to the process that made it. In a child that this process forks, its calls and those of all that
-    came from it raise RuntimeError, and closing it does nothing: make another one there.
+    An engine belongs to the process that made it. In a child that this process forks, calls of the engine and of all
+    objects made by it raise RuntimeError, and closing it does nothing. Make another engine there.
     """
 
     def __init__(
@@ -228,19 +230,20 @@ class Engine:
         device: str | None = None,
         windows_only: bool = False,
     ) -> Region:
-        """Let transfers touch memory: anything that can be written and has the buffer protocol (bytearray, mmap, numpy
-        array), a tensor (`data_ptr()`, `nbytes` and `device`), an array of a GPU (`__cuda_array_interface__`), or an
-        address with a `length` in bytes. Peers may read it, and write it if `writable`; with `windows_only` they read
-        what `open_window` shows each of them, and nothing else. It is kept alive until `unregister` or `close`; an
-        address is yours to keep.
+        """Lets transfers touch memory: any object that can be written and has the buffer protocol (bytearray, mmap,
+        numpy array), a tensor (`data_ptr()`, `nbytes` and `device`), an array of a GPU (`__cuda_array_interface__`), or
+        an address with a `length` in bytes. Peers may read the memory, and write it if `writable`. With `windows_only`
+        they read what `open_window` shows each of them, and nothing else. The engine keeps the object alive until
+        `unregister` or `close`. For an address, the caller keeps the memory.
 
-        `device`: "cpu", or "cuda:N" for the N-th GPU of this process, where the memory does not say it itself. A GPU's
+        `device`: "cpu", or "cuda:N" for the N-th GPU of this process, if the memory does not say it itself. A GPU's
         bytes go through pinned memory of the host and through sockets, also between processes of one host. The engine
-        copies in streams of its own: what you have enqueued that touches the memory has to be over when a transfer
+        copies in streams of its own. So all enqueued work that touches the memory has to be over when a transfer
         begins.
 
-        ValueError for what is no such memory, also a GPU's where the engine was made for cma only; `GpuError` where
-        there is no driver or no such GPU, or it refuses, as for memory that is not allocated on it."""
+        ValueError for other memory, and for a GPU's if the engine was made for cma only. `GpuError` if there is no
+        driver or no such GPU, or if it refuses, as for memory that is not allocated on it.
+        """
         address, size, owner, where = _memory(memory, length, device)
         if length is not None and length > size:
             raise ValueError(f"{length} bytes of memory that has {size}")
@@ -258,17 +261,18 @@ class Engine:
 
     def open_window(self, peer: EngineId, ranges: Iterable[tuple[Region | int, int, int]]) -> Window:
         """Lets one peer, connected or not yet, read these ranges of registered memory, each (region, offset, length),
-        until `Window.close`. Send it `Window.descriptor` as you like; it reads by `Peer.read_window`. `peer`: its
+        until `Window.close`. Send it `Window.descriptor` by any way; it reads by `Peer.read_window`. `peer`: its
         `Engine.id`, which `Message.sender` and `Peer.id` say too.
 
-        ValueError for ranges that are not registered, of the host's memory and a GPU's together, or more than
-        65,536."""
+        ValueError for ranges that are not registered, for ranges of the host's memory and a GPU's together, and for
+        more than 65,536.
+        """
         numbers = [(_number(region), offset, length) for region, offset, length in ranges]
         descriptor = self._core.open_window((peer.engine, peer.boot), numbers)
         return Window(self, descriptor, sum(length for _, _, length in numbers))
 
     def describe(self) -> bytes:
-        """The descriptor by which a peer connects and names the registered memory. Send it as you like. It is secret
+        """The descriptor by which a peer connects and names the registered memory. Send it by any way. It is secret
         only if this engine has neither a token nor a runtime folder."""
         return self._core.describe()
 
@@ -276,21 +280,23 @@ class Engine:
         """A peer, by its descriptor or by the address at which it listens, HOST:PORT.
 
         By its descriptor this returns at once: transfers wait for the connection. ValueError for a descriptor of
-        another version of kvlane, or where only one of both engines has a token. By its address this waits until both
-        have proved the token, or their user's secret, and the peer has told what it has registered (`Peer.regions`).
-        ConnectionError if that has not happened after so many seconds."""
+        another version of kvlane, or if only one of both engines has a token.
+
+        By its address this waits until both sides have proved the token, or their user's secret, and the peer has sent
+        its regions (`Peer.regions`). ConnectionError if that takes longer than `timeout` seconds.
+        """
         if isinstance(peer, str):
             return Peer(self, self._core.connect_to(peer, timeout * 1e3))
         return Peer(self, self._core.connect(peer))
 
     def group(self, peers: Sequence[Peer]) -> Group:
-        """These peers, in this order, as one. ValueError if one of them is there twice, KeyError if one was
+        """A group of these peers, in this order. ValueError if one of them is there twice, KeyError if one was
         disconnected."""
         return Group(self, peers)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """A message of any peer: of those that arrived the one that waits the longest. None: not within so many
-        seconds. ValueError if the engine is closed, also meanwhile. Other threads run meanwhile."""
+        """The oldest message that has arrived from any peer. None if none comes within `timeout` seconds. ValueError if
+        the engine is closed, also during the call. Other threads run meanwhile."""
         message = self._core.receive(_milliseconds(timeout))
         return None if message is None else Message(EngineId(*message[0]), message[1])
 
@@ -301,14 +307,14 @@ class Engine:
 
     @property
     def checksum_errors(self) -> int:
-        """Connections, ours and peers', that ended since a checksum differed: something between the two hosts, or one
+        """Connections, ours and peers', that ended because a checksum differed: something between the two hosts, or one
         of them, changes bytes."""
         return self._core.checksum_errors()
 
     @property
     def connections_without_rings(self) -> int:
-        """Control connections to processes of this host, ours and peers', that had to do without shared memory since
-        the engine was made; `Path.no_rings` says why."""
+        """Control connections to processes of this host, ours and peers', that went without shared memory since the
+        engine was made; `Path.no_rings` says why."""
         return self._core.connections_without_rings()
 
     @property
@@ -321,8 +327,8 @@ class Engine:
         return Counter(self, number, self._core.open_counter(number))
 
     def close(self) -> None:
-        """Ends all transfers as failed and all connections, and lets go of all memory. Takes a second at most, while a
-        process of this host that reads our memory has not said that it does so no more."""
+        """Ends all transfers as failed and all connections, and releases all memory. Waits up to a second for processes
+        of this host to confirm that they no longer read our memory."""
         self._core.close()
         self._owners.clear()
 
@@ -368,13 +374,13 @@ def _memory(memory: Any, length: int | None, device: str | None) -> tuple[int, i
     view = memoryview(memory)
     if view.readonly or not view.c_contiguous:
         raise ValueError("memory has to be writable and contiguous")
-    # Keeps the memory where it is: a bytearray cannot be resized meanwhile.
+    # Pins the memory, because a bytearray cannot be resized while it is exported.
     owner = (ctypes.c_char * view.nbytes).from_buffer(memory)
     return ctypes.addressof(owner), view.nbytes, owner, None
 
 
 def _gpu(device: str | None, memory: Any = None) -> int | None:
-    """The number of the GPU that memory is on, by what it says itself or else by `device`."""
+    """The number of the GPU that holds the memory, from the memory itself or else from `device`."""
     own = getattr(memory, "device", None)
     # An array of cupy's has an object with the number.
     number = getattr(own, "id", None)
@@ -399,14 +405,14 @@ class Region:
 
     @property
     def number(self) -> int:
-        """KeyError once it was unregistered: other memory may have the number by then."""
+        """KeyError once the region is unregistered, because other memory may have the number by then."""
         if self._number is None:
             raise KeyError("the region is not registered any more")
         return self._number
 
     def unregister(self) -> None:
-        """Give it back: nothing touches it any more when this returns. ValueError while transfers of this process use
-        it, KeyError if that was done before."""
+        """Ends the registration: nothing touches the memory any more when this returns. ValueError while transfers of
+        this process use it, KeyError if it is not registered."""
         number = self.number
         self._engine._core.unregister(number)
         self._number = None
@@ -439,10 +445,10 @@ class Window:
         """Bytes of all ranges together."""
 
     def close(self) -> None:
-        """Nothing more is read through it: when this returns the memory can be used for something else, and no byte of
-        that reaches the peer, also one that is stopped amid a read. A read that was not over fails there as `Refused`.
-        Takes a second at most, where the peer takes no bytes that are on their way. KeyError if it is closed
-        already."""
+        """Ends all reads through the window. When this returns, the memory can be used for something else: no byte
+        written from then on reaches the peer, even if this stops a read halfway. A read that was not over fails there
+        as `Refused`. Takes up to a second if the peer does not take bytes that are on their way. KeyError if it is
+        closed already."""
         self._engine._core.close_window(self.descriptor)
 
     def __enter__(self) -> Window:
@@ -469,27 +475,27 @@ class Path(NamedTuple):
     address: str | None
     """The peer's address; None before the first attempt."""
     up: bool
-    """Whether it carries something."""
+    """Whether transfers can use it."""
     bytes_per_second: float | None
-    """Over the last parts that it carried, in the time in which it had any; None before the first."""
+    """Rate over the last parts that it carried, counting only the time in which it had any. None before the first."""
     trouble: str | None
     """The reason of the last break or failed attempt."""
     no_rings: str | None = None
-    """Of "control" between processes of a host: why what is said goes through the socket, and not through shared
-    memory. None if it does not."""
+    """For "control" between processes of a host: why messages go through the socket, and not through shared memory.
+    None if they go through shared memory."""
 
 
 class RemoteRegion(NamedTuple):
     """Memory that a peer has registered."""
 
     number: int
-    """By which transfers name it."""
+    """The name of the memory in transfers."""
     length: int
-    """In bytes."""
+    """Bytes."""
     writable: bool
-    """Whether it may be written, and not only read."""
+    """Whether transfers may write it, not only read it."""
     gpu: bool
-    """Whether it is a GPU's."""
+    """Whether it is memory of a GPU."""
 
 
 class Peer:
@@ -526,7 +532,7 @@ class Peer:
         timeout: float | None = None,
         bulk: bool = False,
     ) -> Transfer:
-        """Bytes of the peer's region into ours, otherwise as `write`."""
+        """Reads bytes of the peer's region into ours, otherwise as `write`."""
         return self._begin_runs(False, region, remote, runs, notify, timeout, bulk)
 
     def read_window(
@@ -538,9 +544,9 @@ class Peer:
         timeout: float | None = None,
         bulk: bool = False,
     ) -> Transfer:
-        """Bytes that the peer shows through a window into our region. `window`: the `Window.descriptor` that it sent.
-        Offsets there count through the window's ranges one after the other; otherwise as `write`. `Refused`, here or
-        by `Transfer.wait`, if the peer has closed it."""
+        """Reads bytes that the peer shows through a window into our region. `window`: the `Window.descriptor` that the
+        peer sent. Offsets there count through the window's ranges one after the other; otherwise as `write`. `Refused`,
+        here or by `Transfer.wait`, if the peer has closed the window."""
         extras = (notify, _milliseconds(timeout), bulk)
         core = self._engine._core.read_window(self._core, window, region.number, _packed(runs), extras)
         if core is None:
@@ -548,21 +554,22 @@ class Peer:
         return Transfer(core, self)
 
     def write_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
-        """The n-th of our pages to the n-th of the peer's, otherwise as `write`."""
+        """Writes the n-th of our pages to the n-th of the peer's, otherwise as `write`."""
         return self._begin_pages(True, page_bytes, local, remote, **how)
 
     def read_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
-        """The n-th of the peer's pages into the n-th of ours, otherwise as `write`."""
+        """Reads the n-th of the peer's pages into the n-th of ours, otherwise as `write`."""
         return self._begin_pages(False, page_bytes, local, remote, **how)
 
     def send(self, data: bytes, timeout: float = 10.0, bulk: bool = False) -> Transfer:
-        """A message of at most 65,536 bytes, which the peer takes by `Engine.receive`. No memory needs to be registered
-        on either side. `bulk`: others come first.
+        """Sends a message of at most 65,536 bytes, which the peer takes by `Engine.receive`. Neither side needs
+        registered memory. `bulk`: others come first.
 
-        It is delivered once, or fails; messages have no order, among each other or with transfers. Where the peer has
-        no room for it, it is sent again, until it fails as `NoRoom` after `timeout` seconds. One that failed
-        otherwise may have been delivered, or may still be for a moment where a connection broke; never twice.
-        ValueError if it is too long, or too many are under way; KeyError if the peer was disconnected.
+        A message is delivered once, or fails. Messages have no order, among each other or with transfers. If the peer
+        has no room, the message is sent again, until it fails as `NoRoom` after `timeout` seconds. A message that
+        failed otherwise may have been delivered. If a connection broke, it may still be delivered for a moment. It is
+        never delivered twice. ValueError if it is too long or too many are under way, KeyError if the peer was
+        disconnected.
         """
         return Transfer(self._engine._core.send(self._core, data, timeout * 1e3, bulk), self)
 
@@ -577,17 +584,17 @@ class Peer:
         return [RemoteRegion(*region) for region in self._engine._core.regions(self._core)]
 
     def update(self, descriptor: bytes) -> None:
-        """Take note of what the peer has registered since, before it tells by itself. KeyError if it is another process
-        by now."""
+        """Takes the peer's newer registrations from its new descriptor, before the peer announces them. KeyError if it
+        is another process by now."""
         self._engine._core.update(self._core, descriptor)
 
     @property
     def paths(self) -> list[Path]:
-        """All ways to the peer, and what is wrong with those that are not up."""
+        """All paths to the peer, and the trouble of those that are not up."""
         return [Path(*path) for path in self._engine._core.paths(self._core)]
 
     def disconnect(self) -> None:
-        """End the connections; transfers under way fail as `PeerLost`."""
+        """Ends the connections; transfers under way fail as `PeerLost`."""
         self._engine._core.disconnect(self._core)
 
     def _begin_runs(
@@ -629,9 +636,9 @@ def _milliseconds(timeout: float | None) -> float | None:
 
 
 class Part:
-    """The write for one member of a group: bytes of our region to its region of the number `remote`, as by
-    `Peer.write`. `notify`: (number, generation) of a counter of the member, counted once after all of its bytes are in
-    place."""
+    """One member's write in a group: bytes of our region to the member's region of the number `remote`, as by
+    `Peer.write`. `notify`: (number, generation) of a counter of the member, counted once after all of these bytes are
+    in place."""
 
     def __init__(
         self,
@@ -655,9 +662,9 @@ class Part:
 class Group:
     """Distinct peers in a fixed order, made by `Engine.group`.
 
-    A call begins the parts of all members or, if it raises, of none: ValueError if there is not one part for each
-    member, one does not fit its memory, or too many transfers are under way; KeyError if a member was disconnected or a
-    region unregistered. From then on each part is a transfer of its own: one that fails holds up no other.
+    A call begins the parts of all members or, if it raises, of none. ValueError if there is not one part for each
+    member, a part does not fit its memory, or too many transfers are under way. KeyError if a member was disconnected
+    or a region unregistered. From then on each part is a transfer of its own, and a failed one holds up no other.
     """
 
     def __init__(self, engine: Engine, peers: Sequence[Peer]) -> None:
@@ -667,7 +674,7 @@ class Group:
     def scatter(
         self, parts: Iterable[Part], timeout: float | None = None, bulk: bool = False
     ) -> GroupTransfer:
-        """Write each member its own part, the n-th to the n-th member. Each is given up after `timeout` seconds;
+        """Writes each member its own part, the n-th to the n-th member. Each part is given up after `timeout` seconds;
         `bulk`: others come first."""
         cores = self._core.scatter([part._core for part in parts], _milliseconds(timeout), bulk)
         return GroupTransfer(cores, self._peers)
@@ -694,15 +701,15 @@ class Group:
 
 
 class GroupTransfer:
-    """The transfers of a group. `parts`: the transfer of each member in the group's order, to wait for or cancel by
-    itself."""
+    """The transfers of one call of a group. `parts`: each member's transfer in the group's order, which can be waited
+    for or cancelled alone."""
 
     def __init__(self, cores: list[_core.FabricTransfer], peers: list[Peer]) -> None:
         self.parts = [Transfer(core, peer) for core, peer in zip(cores, peers, strict=True)]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the parts of all members are over and done. Raises `GroupFailed` when all are over and some
-        failed, and `StillMoving` if not all are over after so many seconds. Other threads run meanwhile."""
+        """Returns when the parts of all members are complete. Raises `GroupFailed` when all are over and some failed,
+        and `StillMoving` if not all are over after `timeout` seconds. Other threads run meanwhile."""
         deadline = None if timeout is None else monotonic() + timeout
         failures: dict[int, FabricError] = {}
         for member, part in enumerate(self.parts):
@@ -715,17 +722,17 @@ class GroupTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether all are over, either way."""
+        """Whether all parts are over, complete or failed."""
         return all(part.done for part in self.parts)
 
     def cancel(self) -> None:
-        """Give all up that are not over. They are over when `wait` has said so."""
+        """Cancels all parts that are not over. A part is over only when `wait` says so."""
         for part in self.parts:
             part.cancel()
 
 
 class Transfer:
-    """A transfer that was begun."""
+    """A transfer in progress or over."""
 
     __slots__ = ("__weakref__", "_core", "_peer")
 
@@ -735,7 +742,7 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when all bytes are in place, and the peer's counter has counted. Raises a `FabricError` if the
-        transfer failed, and `StillMoving` if it is not over after so many seconds. Other threads run meanwhile."""
+        transfer failed, and `StillMoving` if it is not over after `timeout` seconds. Other threads run meanwhile."""
         outcome = self._core.wait(_milliseconds(timeout))
         if outcome is None:
             raise StillMoving("the transfer is not over yet; its memory still belongs to it")
@@ -750,11 +757,11 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, either way."""
+        """Whether it is over, complete or failed."""
         return self._core.outcome() is not None
 
     def cancel(self) -> None:
-        """Give it up. It is over when `wait` has raised `Cancelled`, or returned if it was over before."""
+        """Cancels the transfer. It is over when `wait` has raised `Cancelled`, or returned if it was over before."""
         self._core.cancel()
 
 
@@ -768,14 +775,13 @@ class Counter:
 
     @property
     def count(self) -> int:
-        """How often it has counted."""
+        """How often transfers have counted it up in this generation."""
         return self._engine._core.count(self.number, self.generation)
 
     def wait(self, target: int, timeout: float | None = None) -> bool:
-        """Waits until it has counted so often. False: not after so many seconds, or the
-        engine was closed."""
+        """Waits until `count` reaches `target`. False if `timeout` seconds pass first, or the engine is closed."""
         return self._engine._core.wait_count(self.number, self.generation, target, _milliseconds(timeout))
 
     def retire(self) -> None:
-        """Begins anew at 0 with the next generation: what peers still send for this one counts nowhere."""
+        """Starts the next generation at 0. Transfers that still name this generation count nowhere."""
         self.generation = self._engine._core.retire_counter(self.number, self.generation)

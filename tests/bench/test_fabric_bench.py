@@ -61,7 +61,7 @@ def test_between_processes_of_one_host_the_bare_system_call_is_beside_it(tmp_pat
         assert systems == {("kvlane", "tcp"), ("kvlane-cma", "cma"), ("process_vm", "cma")}
         assert "cma read paged / process_vm" in {figure["what"] for figure in result["figures"]}
     else:
-        # Nobody may read another's memory here.
+        # No process may read another's memory here.
         assert systems == {("kvlane", "tcp")}
 
 

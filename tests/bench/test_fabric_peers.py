@@ -84,7 +84,7 @@ def test_mooncake_is_measured_as_it_comes_and_tuned_or_said_to_be_missing(
     assert "failed: mooncake, read paged 16 MiB" in capfd.readouterr().out
     results = json.loads((tmp_path / "fabric.json").read_text())["results"]
     assert {each["system"] for each in results} == {"kvlane", "mooncake", "mooncake-tuned"}
-    # So many pages are too much for its default queues, and spoil the process for what comes after.
+    # These pages are too many for its default queues, and spoil the process for later cells.
     failed = [each for each in results if "error" in each]
     assert {(each["system"], each["op"], each["pattern"]) for each in failed} == {
         ("mooncake", "write", "paged"),

@@ -18,7 +18,7 @@ from kvlane.bench.drawing import Picture
 from kvlane.bench.load import Timing
 from kvlane.bench.sources import Sources
 
-# What the two engines of an endpoint count; the second one does nothing.
+# The counters of an endpoint's two engines; the second one does nothing.
 COUNTERS = {
     "kvlane": ("vllm:external_prefix_cache_hits", "vllm:kvlane_hit_tokens"),
     "another connector": ("vllm:external_prefix_cache_hits",),
@@ -129,7 +129,7 @@ def test_cold_and_warm_are_told_apart(
     assert (cold["kvlane_hit_tokens"], warm["kvlane_hit_tokens"]) == (0, 240)
     assert cold["own_hit_tokens"] == warm["own_hit_tokens"] == 0
     assert cold["prompt_tokens"] == 240 and cold["output_tokens"] == 18
-    # What the server waits with a new prompt is the least that it takes; how much more, a busy machine decides.
+    # A new prompt takes at least as long as the server waits with it; a busy machine takes any time more.
     assert cold["ttft_ms"]["mean"] >= 1000 * NEW_PROMPT_S and warm["ttft_ms"]["mean"] > 0
     assert cold["e2el_ms"]["p50"] >= cold["ttft_ms"]["p50"]
     assert cold["own_prefix_cache_reset"] is True and fake.resets == 3
@@ -213,7 +213,7 @@ def test_prompts_that_were_cached_before_make_no_cold_round(fake: FakeVllm, tmp_
     [
         (Sources(kvlane=240, external=240, own=0, reset=True), True),
         (Sources(kvlane=240, external=240, own=0, reset=False), True),
-        # What prompts share they find in the engine, within one round.
+        # Prompts find their shared tokens in the engine, within one round.
         (Sources(kvlane=200, external=200, own=40, reset=True), True),
         (Sources(kvlane=200, external=200, own=40, reset=False), False),
         (Sources(kvlane=240, external=240, own=None, reset=False), False),

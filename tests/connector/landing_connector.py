@@ -318,7 +318,7 @@ class LandingConnector(KVConnectorBase_V1, SupportsHMA):
         """Asked when a running request gets no block. True, and the request is tried again in the next step."""
         return self.gives_up == "when asked" and self._give_up_one()
 
-    # Of workers.
+    # Workers
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(kv_caches.values())

@@ -81,7 +81,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "warm": warm,
             "stored": stored,
             "paused": paused,
-            # Of all prompts together, for whoever looks at a failure.
+            # Sums over all prompts, for the reader of a failure.
             "blocks_hit_and_missed": [
                 (each["hit_blocks"], each["missed_blocks"]) for each in status["namespaces"]
             ],

@@ -161,7 +161,7 @@ class EngineWithHandOff(Engine):
 def test_a_further_kind_holds_a_prompt_back_and_then_brings_its_beginning() -> None:
     store = FakeCore()
     engine = EngineWithHandOff(store)
-    # What the daemon has of it does not count: the kind is asked first.
+    # The daemon's blocks of the prompt do not count, because the kind is asked first.
     ours = Request("ours", PROMPT)
     assert engine.run(ours) == 0
     engine.finish(ours)
@@ -338,7 +338,7 @@ def test_a_kind_that_fails_leaves_the_others_as_they_are() -> None:
     assert engine.scheduler.matched_tokens(again, 0) == (20, True)
     engine.scheduler.forget_request("again")
     assert not engine.scheduler.has_pending_work()
-    assert not engine.scheduler.frees_are_near()
+    assert not engine.scheduler.free_blocks_soon()
     store.restart()
     engine.step()
     assert engine.failures.count > 20

@@ -17,7 +17,7 @@ from fakes import Engine, Request, after_a_while
 from weights import safetensors
 
 from kvlane.connector import adapters as adapters_module
-from kvlane.connector.adapters import LOOK_SECONDS, Adapters
+from kvlane.connector.adapters import CHECK_SECONDS, Adapters
 from kvlane.connector.namespace import keyed_hash
 from kvlane.testing import FakeCore
 
@@ -307,7 +307,7 @@ def test_an_adapter_withdrawn_while_its_request_waits_gives_its_lease_back(tmp_p
     assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
     assert store.leases
     write_adapter(folder, b"WEIGHTS")
-    engine.now += 2 * LOOK_SECONDS
+    engine.now += 2 * CHECK_SECONDS
     assert engine.scheduler.matched_tokens(waiting, 0) == (0, False)
     assert not store.leases
 

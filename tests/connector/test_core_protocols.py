@@ -50,7 +50,7 @@ def missing(protocol: type, made: object) -> list[str]:
         if name in wrong or isinstance(asked, property):
             continue
         wanted = list(inspect.signature(asked).parameters)[1:]
-        # Of a module's function or a bound method there is no `self`.
+        # The signature of a module's function or a bound method has no `self`.
         found = [each for each in inspect.signature(getattr(made, name)).parameters if each != "self"]
         if found[: len(wanted)] != wanted:
             wrong.append(f"{name}{tuple(found)} instead of {name}{tuple(wanted)}")

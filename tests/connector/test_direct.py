@@ -365,7 +365,7 @@ def test_blocks_are_not_used_otherwise_before_their_load_is_over(what: str) -> N
     if what == "an abort":
         world.side.forget_request(request.request_id)
     else:
-        assert world.side.frees_are_near()
+        assert world.side.free_blocks_soon()
     assert not world.cached(request)
     assert world.references() >= STORED and world.side.has_pending_work()
     assert not world.pool.reset_prefix_cache(), "as with each load"
@@ -530,11 +530,11 @@ def test_a_running_request_does_not_wait_for_blocks_of_a_load() -> None:
     world.store.hold_loads = True
     world.step()
     assert world.agent.landings == {ID: (STORED, ALL)} and not world.pool.get_num_free_blocks()
-    assert not world.side.frees_are_near() and not world.agent.given_up
+    assert not world.side.free_blocks_soon() and not world.agent.given_up
     world.pool.free_blocks(others)
     world.step()
     world.pool.touch([block for block in world.pool.blocks if not block.ref_cnt and not block.is_null])
-    assert world.side.frees_are_near()
+    assert world.side.free_blocks_soon()
     assert world.pool.get_num_free_blocks() == ALL - STORED
 
 
@@ -679,12 +679,12 @@ def test_a_running_request_without_a_block_gets_those_of_the_youngest_landing() 
     older, younger = world.request("older"), world.request("younger", handoff="y")
     assert world.waits(older) and world.waits(younger)
     world.step()
-    assert world.side.frees_are_near()
+    assert world.side.free_blocks_soon()
     assert world.agent.given_up == [Lending("y").id]
     assert world.references() == ALL and world.waits(older) and not world.waits(younger)
     # One that does not end in time frees nothing: to say so would stop the engine.
     world.agent.ends_at_once = False
-    assert not world.side.frees_are_near()
+    assert not world.side.free_blocks_soon()
 
 
 def test_a_reset_ends_all_and_succeeds() -> None:

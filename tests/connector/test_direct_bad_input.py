@@ -133,7 +133,7 @@ def test_a_peer_that_the_agent_does_not_understand(world: World, caplog: pytest.
 )
 def test_nonsense(world: World, params: object, caplog: pytest.LogCaptureFixture) -> None:
     is_computed(world, asked(world, params))
-    # What the other kinds of hand-off say of it is theirs.
+    # Messages of the other kinds of hand-off are not checked here.
     (said,) = (each.getMessage() for each in caplog.records if NOT_OFFERED in each.getMessage())
     assert "it makes no sense: " in said and len(said) < 400
 

@@ -366,9 +366,11 @@ def test_blocks_stay_pinned_until_every_rank_has_copied_them() -> None:
     assert [engine.pool.blocks[each].ref_cnt for each in table[:5]] == [1] * 5
     assert engine.pool.freed == [table[5]], "the tail block is not full, nobody copies it"
     assert engine.scheduler.has_pending_work()
-    assert engine.scheduler.frees_are_near()
+    assert engine.scheduler.free_blocks_soon()
     engine.now += 60
-    assert not engine.scheduler.frees_are_near(), "a save that hangs must not keep the engine from preempting"
+    assert not engine.scheduler.free_blocks_soon(), (
+        "a save that hangs must not keep the engine from preempting"
+    )
 
     store.release_held()
     engine.workers[0].poll()
@@ -799,7 +801,7 @@ def test_what_runs_through_a_reset_belongs_to_no_weights() -> None:
     engine.weights.present = "life 1"
     engine.scheduler.reset()
     assert store.leases == set()
-    # What runs on was begun with the old weights.
+    # The running request began with the old weights.
     running.all_token_ids += range(8)
     engine.compute(running, 8)
     engine.step()

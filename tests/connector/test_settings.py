@@ -21,7 +21,7 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
     assert Settings.parse({"kvlane.daemon_user": 1000}).daemon_user == "1000"
 
 
-# Of connectors that may be configured beside or instead of kvlane's.
+# Keys of connectors that may be configured beside kvlane's or instead of it.
 OTHERS = {
     "shared_storage_path": "/x", "backends": ["UCX"], "num_threads": 4, "cpu_bytes_to_use": 1 << 30, "block_size": 16,
     "connectors": [], "spec_name": "CPUOffloadingSpec", "lmcache.mp.host": "h", "use_layerwise": True, "loads": 1,

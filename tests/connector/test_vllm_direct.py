@@ -423,7 +423,7 @@ def test_what_p_computes_with_new_weights_does_not_land_where_the_old_ones_are(
     fallbacks = d.counted["direct_fallbacks"]
     p.ask("retrain", TRAINED)
     p.ask("finish")
-    # What had landed was computed with the old weights, which D still has.
+    # The landed blocks were computed with the old weights, which D still has.
     assert answer(d, begun.name) == (begun.old, 3 * BLOCK)
     assert d.counted["direct_fallbacks"] == fallbacks + 1
     p.ask("retrain", 1 / TRAINED)

@@ -175,7 +175,7 @@ def test_when_d_is_killed_amid_its_reads_p_goes_on_and_its_blocks_are_free(
     truth = p.ask("generate", asked, 24)
     start = p.ask("books")
     begin(p, roomy, asked)
-    # What P computes next is read as it comes.
+    # D reads the blocks of P's next step as they come.
     assert p.ask("step")
     roomy.kill()
     p.ask("finish")

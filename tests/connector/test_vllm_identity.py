@@ -261,7 +261,7 @@ def engine_namespace(path: Path, **arguments: Any) -> str:
     return group_namespace(group, engine_meaning(config, [group], "", b"seed")).hex()
 
 
-# What every version gives for the model of tiny_model.py: a change of it makes all stored blocks cold.
+# The identity that every version gives the model of tiny_model.py. Changing it makes all stored blocks cold.
 TINY_MODEL = "adee35069855fa0f4fb79bf0881ef381"
 
 

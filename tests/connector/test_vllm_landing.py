@@ -261,7 +261,7 @@ def test_blocks_taken_amid_a_lookup_overwrite_the_hit_of_another_request(decoder
     alone = decoder.computed(theirs, "theirs")
     answer = decoder.run(decoder.engine.add(here, ANSWER))
     decoder.run(*(decoder.engine.add(each, 1) for each in filler))
-    # Of the free blocks those of the first prompt are the oldest, if one leaves out those without a hash.
+    # The first prompt's free blocks are the oldest, apart from those without a hash.
     unused = [block for block in decoder.pool.blocks if block.ref_cnt == 0 and block.block_hash is None]
     decoder.pool.touch(unused)
 

@@ -45,7 +45,7 @@ def test_blocks_land_in_a_served_engine(
         assert result[how]["amid"] is True
         assert landed(result[how]) == (alone, 0)
     assert [count for count in result["given_back"] if count] == [5, 5]
-    # What had come for a request that its client gave up; nothing is held at the end.
+    # The blocks that came for a request whose client gave up. No block is held at the end.
     assert result["aborted"] == {"tokens": alone, "cached": 160}
     assert result["given_back"][-1] == 0
 

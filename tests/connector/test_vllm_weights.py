@@ -160,7 +160,7 @@ def test_vllm_pauses_sleeps_and_resets_with_saves_under_way(
             # vLLM tells its frontend only when that is another process.
             engine.llm.llm_engine.abort_request(names)
         assert saves.pinned_blocks == 0
-        # Whoever comes next overwrites the blocks; in some modes that are the same requests again.
+        # Later requests overwrite the blocks; in some modes those are the same requests again.
         engine.add(prompt(100 + 4 * turn + 3, 900), 4)
         engine.run()
     assert under_way >= TURNS * 3 // 4, f"only {under_way} of {TURNS} calls met a save"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-# What a child of another user may take.
+# Most seconds of a child of another user.
 SECONDS = 60
-# Of the range of ids that /etc/subuid gives to this user, which newuidmap maps.
+# The child's user is from the range of ids that /etc/subuid gives to this user, which newuidmap maps.
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--map-auto", "--"]
 
 

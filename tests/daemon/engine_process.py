@@ -80,7 +80,7 @@ class EngineProcess:
                 address, name, "kvlane tests", groups, options["workers"], timeout, options["daemon_user"]
             )
 
-    # What a block holds.
+    # The content of a block
 
     def _places(self, block: int) -> Iterator[slice]:
         for half in (0, self.blocks * self.piece):

@@ -62,7 +62,7 @@ MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
 
 
-# What a person types.
+# Typed by a person
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_stale_socket_file_is_replaced(make_daemon: MakeDaemon, folder: Path) 
     assert daemon.status()["blocks"] == 0
 
 
-# Who connects.
+# Connections
 
 
 def _as_user(uid: int, path: Path) -> tuple[int, str]:
@@ -247,7 +247,7 @@ def test_hello_comes_first_and_once(daemon: Daemon) -> None:
         wire.wait_closed()
 
 
-# What comes over the wire.
+# Bytes on the wire
 
 
 @pytest.fixture
@@ -517,7 +517,7 @@ def test_connections_are_bounded(make_daemon: MakeDaemon) -> None:
             one.wait_closed()
 
 
-# What an engine asks.
+# Requests of engines
 
 
 def test_two_engines_with_one_id(daemon: Daemon, cached: Engine, make_engine: MakeEngine) -> None:

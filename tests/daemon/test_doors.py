@@ -103,7 +103,7 @@ def test_a_socket_whose_folder_was_removed_is_made_again(in_folder: Daemon, make
     until("a new socket", lambda: in_folder.path.is_socket())
     assert in_folder.path.parent.stat().st_mode & 0o777 == 0o700
     until("its mode", lambda: in_folder.path.stat().st_mode & 0o777 == 0o600)
-    # Who was connected stays so, and who comes now finds what was there.
+    # Sessions from before go on, and a new session finds their blocks.
     assert engine.call("check", prompt="p", count=5)["blocks"] == 5
     other = make_engine(in_folder, "b")
     assert other.wait_connected()["boot"] == boot
@@ -148,7 +148,7 @@ def test_another_daemon_at_its_socket_is_left_alone(in_folder: Daemon, folder: P
         assert in_folder.path.stat().st_ino == inode
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(in_folder.path))
-    # Nobody serves it any more: it is a file that a dead daemon left behind.
+    # The socket is a file that a dead daemon left behind.
     until("health", lambda: _health(in_folder)[0] == 200)
     assert in_folder.status()["blocks"] == 0
 
@@ -275,7 +275,7 @@ def test_who_has_proven_nothing_gets_little_and_not_for_long(make_daemon: MakeDa
                 continue
             except OSError:
                 break
-    # Who greets has proven nothing either.
+    # A greeting proves nothing either.
     with Wire(at) as wire:
         assert wire.ask(HELLO, hello())[0] == WELCOME
         assert wire.ask(GET_STATUS)[0] == STATUS

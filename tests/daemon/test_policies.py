@@ -14,7 +14,7 @@ MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
 
 POLICIES = ["lru", "arc", "wtinylfu", "learned", "auto"]
-# What auto compares: those that serve does not offer by name, too.
+# The policies that auto compares, including those that serve does not offer by name.
 COMPARED = ["lru", "arc", "s3fifo", "sieve", "tinylfu", "wtinylfu", "learned"]
 BLOCKS = 32
 
@@ -95,7 +95,7 @@ def test_learned_says_what_it_has_learnt_and_the_ssd_goes_by_it(
         if step == 20:
             # The SSD has room for all that comes, so nothing is kept out of the pool, by which it gets there.
             assert metric(daemon, "kvlane_save_not_admitted_blocks_total") == 0
-    # Of so few blocks little is learnt, so it may be given up at times.
+    # So few blocks teach little, so the policy may give the block up at times.
     assert often >= 40
     assert metric(daemon, "kvlane_ssd_dropped_blocks_total") > 0, "the SSD was never full"
     assert metric(daemon, "kvlane_ssd_kept_blocks_total") > 0

@@ -63,7 +63,7 @@ def test_prompts_come_back_after_the_daemons_end(
     assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
     assert engine.call("check", prompt="two", count=BLOCKS) == right(BLOCKS // 2)
     assert engine.call("check", prompt="three", count=BLOCKS) == right(0)
-    # What came back is in the pool now, and is not written again.
+    # The blocks that came back are in the pool now, and are not written again.
     status = ssd_daemon.status()
     assert status["blocks"] == BLOCKS + BLOCKS // 2
     assert status["ssd_blocks"] == status["blocks"]
@@ -256,7 +256,7 @@ def test_damaged_bytes_are_a_miss(ssd_daemon: Daemon, make_engine: MakeEngine, s
         return counted(ssd_daemon, "fetched_blocks") + counted(ssd_daemon, "failed_fetches") == BLOCKS
 
     until("all blocks have come or failed", are_read)
-    # What failed can be saved again.
+    # The failed blocks can be saved again.
     assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
     # A block is found once its checksum is taken, which nobody waits for.
     ssd_daemon.settle()

@@ -297,7 +297,7 @@ def _(folder: Path, make_daemon: MakeDaemon) -> str:
     file = _made(folder, make_daemon)
     told = _serve(folder, "--ssd", f"{file}:32Mi")
     assert "not 32mib" in told and "'" + str(file) + ":32Mi'" in told
-    # What it says that the file was made with is what may be asked for.
+    # The flag may name the size that the file was made with, by the message.
     asked = re.search(r"was made with (\S+) of capacity", told)
     assert asked is not None
     assert make_daemon("--ssd", f"{file}:{asked[1]}").stop() == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 HERE = "tests/docs/test_commands.py::"
 START = "tests/engine/test_start_page.py::test_the_start_page_word_for_word"
 WHEEL = "tests/packaging/test_wheel.py::test_a_daemon_an_engine_that_saves_and_another_one_that_loads"
-# What `kvlane serve` is told, up to the last flag; the daemon itself runs in the tests of tests/daemon.
+# Checks all flags of `kvlane serve`; the daemon itself runs in the tests of tests/daemon.
 FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
 UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
 ROUTE_UNIT = HERE + "test_the_unit_starts_and_reloads_a_router_as_systemd_would"

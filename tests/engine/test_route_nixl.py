@@ -28,7 +28,7 @@ class Pair:
 
 
 def engine(model: Path, log: Path) -> ServedEngine:
-    # What NIXL's agents tell each other goes over a port of each engine; the bytes go by UCX, here over TCP and shm.
+    # NIXL's agents exchange metadata over a port of each engine. The bytes go by UCX, here over TCP and shm.
     own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,shm,self"}
     return ServedEngine(model, "", log, transfer=TRANSFER, environment=own)
 

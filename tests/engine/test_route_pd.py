@@ -65,7 +65,7 @@ def test_answers_are_those_of_one_engine_and_little_is_computed_twice(pair: Pair
 
     assert pair.prefill.complaints() == [] and pair.decode.complaints() == []
 
-    # What takes the hand-over: the decode engine waits for what the prefill engine saves. Without it, a race.
+    # The hand-off takes effect: the decode engine waits for the prefill engine's save. Without that this is a race.
     within = sum(tokens <= BLOCK + 1 for tokens in computed)
     assert within == PROMPTS, f"{within} of {PROMPTS} prompts; computed: {computed}"
     # It does not wait where vLLM's hashes of the two engines differ. That none of these did says that they were equal.

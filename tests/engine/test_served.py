@@ -29,7 +29,7 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(shared_
     def hits(engine: ServedEngine) -> float:
         return engine.metric(HITS) - hits_before[engine]
 
-    # What one computed the other loads.
+    # One engine loads what the other computed.
     cold = first.complete(prompt(1))
     assert hits(first) == 0
     wait_for(f"{BLOCKS} more blocks in the pool", lambda: daemon.block_count() >= had + BLOCKS)

@@ -22,8 +22,8 @@ for line in sys.stdin:
     print(bytes(memory[:2]).decode(), bytes(memory[-2:]).decode(), flush=True)
 """
 
-# The parent makes an engine and all that hangs on it, and forks. The child does as `way` says, and then ends as
-# Python does. What the child was told goes to standard output, with what the parent finds afterwards.
+# The parent makes an engine and all that hangs on it, and forks. The child does as `way` says, and then ends as Python
+# does. The child's results go to standard output, with what the parent finds afterwards.
 PARENT = """
 import gc, json, os, signal, sys
 from kvlane import fabric

@@ -36,7 +36,8 @@ def test_all_of_the_package_is_in_it(wheel: Path) -> None:
         names = [name for name in packed.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
     assert any(name.endswith(".data/scripts/kvlane") for name in names)
-    # What runs NIXL, Mooncake, iperf3 and fio stays in bench/: a wheel has the package, what describes it, a program.
+    # The code that runs NIXL, Mooncake, iperf3 and fio stays in bench/. The wheel has the package, its description and
+    # a program.
     rest = [name for name in names if not name.startswith("kvlane/")]
     assert [name for name in rest if not re.match(r"kvlane-[\d.]+\.(dist-info|data|libs)/", name)] == []
 

@@ -104,7 +104,7 @@ def test_a_prefill_leg_that_was_not_stripped_is_refused(more: dict[str, Any], na
         assert status == 400
         assert named in answer["error"]["message"]
         assert engine.log()[0]["status"] == 400
-        # What would be refused of a prefill leg is fine in a whole request.
+        # A whole request may have what a prefill leg may not.
         assert ask(engine, True, **{**PREFILL, **more, "stream": False, "kv_transfer_params": None})[0] == 200
 
 

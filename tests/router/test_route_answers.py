@@ -222,5 +222,5 @@ def test_a_client_that_does_not_read_keeps_its_engine_from_sending(routed: tuple
     finally:
         over.set()
         client.close()
-    # What the kernel holds for four sockets, and less than 1 MB in the router.
+    # The kernel's buffers of four sockets, and less than 1 MB in the router.
     assert sent[0] < 1000

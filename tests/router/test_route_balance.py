@@ -20,7 +20,7 @@ from routed import COMPLETIONS, LONG, Router, ask, routed, text_of, wanted
 from kvlane.testing.fake_engine import FakeEngine
 
 ENGINE = ["--pairs", "kvlane", "--prefill-tokens-per-second", "4000", "--itl-ms", "5"]
-# What would take minutes takes seconds.
+# Shortens minutes to seconds.
 QUICK = """
 [balance]
 every-ms = 50

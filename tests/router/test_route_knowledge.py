@@ -137,7 +137,7 @@ def test_a_prefix_is_known_by_its_tokens(tokenizer: Path, maps: list[str]) -> No
     engines = [Engine(tokenizer, *maps) for _ in range(2)]
     with ExitStack() as stack:
         first, second = (stack.enter_context(each.start()) for each in engines)
-        # Of this prompt the router hears by events only: it was not asked.
+        # The router learns of this prompt by events only, because it did not route it.
         complete(second.address, words(0, 43))
         with knowing(tokenizer, engines) as router:
             stored(router, 10)
@@ -190,7 +190,7 @@ def test_chats_are_known_by_the_models_template(tokenizer: Path) -> None:
                 ]
             served = {each["node"] for each in ask(router.admin, "/decisions")[1]["decisions"]}
             assert len(served) == 1
-            # What has no known text is served all the same, and counted.
+            # A request without known text is served all the same, and counted.
             picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
             assert ask(router.address, CHAT, {"model": "fake", "messages": picture})[0] == 200
             assert metric(router, 'kvlane_route_knowledge_fallbacks_total{reason="request_form"}') == 1
@@ -301,7 +301,7 @@ def test_knowledge_that_is_off_is_not_silent(tokenizer: Path, tmp_path: Path) ->
             )
             for _ in range(4):
                 complete(router.address, words(0, 42))
-            # What the engine counts agrees: that much is known.
+            # The engine's own counter agrees with the router, so its prefixes count as checked.
             assert (nodes(router)[0]["prefixes"], reason(router)) == ("checked", "no_events")
         with knowing(other, engines) as router:
             talk = {"model": "fake", "messages": [{"role": "user", "content": words(0, 42)}], "max_tokens": 1}

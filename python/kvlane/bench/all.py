@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what can be run here and write the file; figures of what cannot are left as they are."""
+    """Runs what this machine can run, and writes the file. Other figures stay as they are."""
     wanted = arguments.only or list(BENCHMARKS)
     has_vllm = importlib.util.find_spec("vllm") is not None
     measured: dict[str, list[dict[str, Any]]] = {}
@@ -88,7 +88,7 @@ def _run_one(name: str, out: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, measured: dict[str, list[dict[str, Any]]], machine: dict[str, Any]) -> None:
-    """Put the figures of the benchmarks that ran in place of those that the file has of them."""
+    """Replaces the figures of the benchmarks that ran, and keeps the others in the file."""
     kept = json.loads(path.read_text())["figures"] if path.exists() else []
     by_name: dict[str, list[dict[str, Any]]] = {}
     for figure in kept:

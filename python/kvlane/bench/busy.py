@@ -114,7 +114,7 @@ def _figures(us: dict[str, dict[str, dict[str, float]]], blocks: int) -> list[Fi
 
 
 def _lookup(engine: Engine, hashes: list[bytes]) -> float:
-    """Seconds of one lookup, asked as the connector asks; its lease is given back outside."""
+    """Seconds of one lookup, made as the connector makes it. The lease is released outside the measured time."""
     scheduler, asked, tokens = engine.scheduler, [hashes], len(hashes) * TOKENS_PER_BLOCK
     start = time.perf_counter()
     scheduler.lookup_start("busy", asked, tokens)
@@ -129,7 +129,7 @@ def _lookup(engine: Engine, hashes: list[bytes]) -> float:
 def _phase(ask: Callable[[], float], rounds: int) -> list[float]:
     seconds = []
     for _ in range(rounds):
-        # The engine waits for its step; what follows begins a turn.
+        # An engine waits for its next step here, so the next call begins a turn of the thread.
         time.sleep(1e-3)
         seconds.append(ask())
     return seconds
@@ -137,7 +137,7 @@ def _phase(ask: Callable[[], float], rounds: int) -> list[float]:
 
 @contextmanager
 def _computing(threads: int) -> Iterator[None]:
-    """Python threads that compute, and want the interpreter all the time."""
+    """Python threads that compute, and always want the interpreter."""
     stopped = threading.Event()
 
     def compute() -> None:

@@ -23,8 +23,8 @@ _KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
 
 
 def make(folder: Path) -> Tls:
-    """An authority and one certificate for both sides, as files in `folder`, by the `openssl` command. OSError with a
-    sentence if there is none, or it fails."""
+    """Makes an authority and one certificate for both sides, as files in `folder`, with the `openssl` command. OSError
+    with a sentence if there is no `openssl`, or it fails."""
     if shutil.which("openssl") is None:
         raise FileNotFoundError("there is no `openssl` command, which makes certificates")
     (folder / "openssl.cnf").write_text(_CONFIGURATION)

@@ -20,17 +20,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Failed(SystemExit):
-    """A process failed, in a sentence, with which the benchmark ends where nobody handles it."""
+    """A process failed; the text says how. Unless a caller handles it, the benchmark ends with this text."""
 
 
 class Child:
-    """A process, as the benchmark sees it."""
+    """A child process, as the benchmark sees it."""
 
     def __init__(
         self, program: Sequence[str], environment: Mapping[str, str], not_inherited: tuple[str, ...] = ()
     ) -> None:
         """`program`: what this Python runs; its last word is the process's name. Variables that begin with one of
-        `not_inherited` reach it by `environment` only."""
+        `not_inherited` reach the child through `environment` only."""
         self._name = program[-1]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(not_inherited)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -40,18 +40,18 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**inherited, **environment},
-            # Ctrl-C is for the benchmark, which then ends them; and they end with what they have started.
+            # Ctrl-C reaches only the benchmark, which then ends each child with all that it has started.
             start_new_session=True,
         )
         self.pid = self._process.pid
 
     def ask(self, do: str, **facts: Any) -> Any:
-        """Have it done. `Failed` if it cannot be."""
+        """Sends a command and returns the answer. `Failed` if the child fails."""
         self.tell(do, **facts)
         return self.answer(do)
 
     def tell(self, do: str, **facts: Any) -> None:
-        """Have it begun; `answer` waits for its end."""
+        """Sends a command; `answer` waits for its end."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write((json.dumps({"do": do, **facts}) + "\n").encode())
@@ -60,7 +60,7 @@ class Child:
             raise self._ended(do) from None
 
     def answer(self, do: str) -> Any:
-        """The child's answer to this request."""
+        """Waits for the child's answer to the command `do`."""
         assert self._process.stdout is not None
         try:
             if not select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)[0]:
@@ -78,11 +78,11 @@ class Child:
         return Failed(f"{self._name}, {do}: the process ended: {said[-2000:]}")
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Sends the child a signal."""
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill it with what it has started, and wait; also a stopped process ends so."""
+        """Kills the child with all that it has started, and waits; this ends a stopped process too."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -95,15 +95,15 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+    """Makes the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve_commands(side: object, prepare: Callable[[dict[str, Any]], None] = lambda command: None) -> None:
-    """Call the methods of `side` that stdin names, until it ends. `prepare` makes of their arguments what they are."""
+    """Calls the methods of `side` that stdin names, until it ends. `prepare` converts their arguments from JSON."""
     # Without this, a stopped process would stay when the benchmark is killed.
     end_with_parent()
-    # Libraries print what they like to stdout.
+    # Libraries may print to stdout, so answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -112,7 +112,7 @@ def serve_commands(side: object, prepare: Callable[[dict[str, Any]], None] = lam
         prepare(command)
         try:
             answer = {"value": method(**command)}
-        # Whatever it is, the benchmark ends with its text.
+        # Any error is an answer, and the benchmark ends with its text.
         except Exception as error:  # noqa: BLE001
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

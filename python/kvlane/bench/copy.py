@@ -28,10 +28,10 @@ BLOCK_BYTES = 2 << 20
 # Pieces of a block: whole, and as a model of 16 layers with separate keys and values has it.
 SHAPES = {"2 MiB": 1, "64 KiB pieces": 32}
 GOALS = {"2 MiB": 0.9, "64 KiB pieces": 0.85}
-# Each measured copy, and the bare loop that it is compared with.
+# Each measured copy, and the bare loop of its comparison.
 PAIRS = {"save by process_vm": "process_vm loop", "save by mapping": "memcpy out", "load": "memcpy in"}
 _METHODS = {"save by process_vm": "process_vm", "save by mapping": "mapped"}
-# process_vm takes up to so many ranges a call; for whole blocks, a call a block is as fast.
+# process_vm takes up to so many ranges a call. For whole blocks, one call for each block is as fast.
 _PIECES_PER_CALL = 1024
 _WARM_UP = 2
 
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     size = arguments.mib << 20
     figures: list[Figure] = []
     details: dict[str, Any] = {}
-    # Room for what two engines may have in flight.
+    # Room for the blocks that two engines may have in flight.
     with daemon.running(size + (64 << 20)) as serve:
         huge = serve.page_size.startswith("2 MB")
         target = Memory(size, shared=True, huge=huge)
@@ -140,7 +140,7 @@ def _take_turns(
             if name in _METHODS:
                 serve.tool.drop_namespaces([namespace])
             taken[name] = ask(name)
-            # The checksums of what was saved are made in the background; they are no part of any copy.
+            # The daemon computes the checksums of saved blocks in the background; they are no part of any copy.
             serve.settle()
         if number >= 0:
             for name, (seconds, used) in taken.items():
@@ -169,7 +169,7 @@ def _copying_cpu_seconds() -> float:
 
 
 def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge: bool) -> None:
-    """Two engines over one memory, one for each way to save; obeys the names of copies."""
+    """Runs two engines over one memory, one for each way to save. Obeys the names of copies."""
     memory = Memory(size)
     linear = Memory(size, shared=True, huge=huge)
     memory.fill(pieces)

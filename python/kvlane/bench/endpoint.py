@@ -1,4 +1,4 @@
-"""The endpoint under test, by its HTTP pages."""
+"""The endpoint under test, through its HTTP pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 
 
 class NoEndpointError(Exception):
-    """Nothing can be measured there. The sentence names the URL and says what to do."""
+    """The endpoint cannot be measured. The sentence names the URL and says what to do."""
 
 
 class Endpoint:
@@ -24,7 +24,7 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def first_model(self) -> str:
-        """The model that the endpoint names first. Raises NoEndpointError if nobody names one there."""
+        """The first model that the endpoint names. Raises NoEndpointError if it names none."""
         try:
             return json.loads(await self._text("GET", "/v1/models"))["data"][0]["id"]
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -39,7 +39,8 @@ class Endpoint:
             ) from error
 
     async def counters(self) -> dict[str, float]:
-        """Prometheus samples of /metrics, labels summed up, without `_total`; empty where there is no such page."""
+        """Prometheus samples of /metrics, summed over labels, with names without `_total`. Empty without such a
+        page."""
         try:
             page = await self._text("GET", "/metrics")
         except (aiohttp.ClientError, ValueError):
@@ -52,9 +53,8 @@ class Endpoint:
         return samples
 
     async def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
-        """Empty the engine's own prefix cache, so that hits come from outside. False where that is not offered.
-
-        vLLM refuses while blocks are in use, which they are until they are saved: hence asked again.
+        """Empties the engine's own prefix cache, so that hits come from outside. False if the endpoint does not offer
+        that. Asks again for a while, because vLLM refuses while blocks are in use, until they are saved.
         """
         deadline = time.monotonic() + timeout_s
         while True:

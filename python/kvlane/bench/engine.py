@@ -1,4 +1,4 @@
-"""An engine without vLLM: what the connector's two sides are to the daemon, over memory of its own."""
+"""An engine without vLLM: the two sides of the connector towards the daemon, over memory of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
 
 
 class Blocks(Protocol):
-    """Where an engine's blocks lie."""
+    """The positions of an engine's blocks in memory."""
 
     @property
     def address(self) -> int: ...
@@ -48,7 +48,7 @@ class Engine:
         piece_bytes = block_bytes // pieces
         offsets = [piece * blocks * piece_bytes for piece in range(pieces)]
         region = (memory.address, piece_bytes, blocks, piece_bytes, offsets)
-        # Engines that cut blocks in the same way share them.
+        # Engines that cut blocks the same way share them.
         namespace = hashlib.sha256(f"bench {block_bytes} {pieces}".encode()).digest()[:16]
         groups = [(namespace, f"bench {block_bytes} B", TOKENS_PER_BLOCK, 0)]
         self.namespace = namespace
@@ -78,28 +78,28 @@ class Engine:
         self._jobs = itertools.count(1)
 
     def save(self, hashes: list[bytes], ids: Sequence[int], parent: bytes = b"") -> _core.Finished:
-        """Save blocks of one prompt; they continue `parent`, or begin the prompt."""
+        """Saves blocks of one prompt. They continue `parent`, or begin the prompt."""
         self.worker.save(next(self._jobs), [(0, parent, hashes, list(ids))])
         return self._finished()
 
     def load(self, hit: _core.Hit, ids: Sequence[int]) -> _core.Finished:
-        """Load a hit into the blocks `ids` and give its lease back."""
+        """Loads a hit into the blocks `ids`, and releases its lease."""
         self.worker.load(next(self._jobs), hit.boot, [(0, list(ids), hit.pages(0, 0))])
         finished = self._finished()
         self.release(hit)
         return finished
 
     def lookup(self, hashes: list[bytes]) -> _core.Hit:
-        """Ask for a prompt; what is found is leased until `release`."""
+        """Looks a prompt up. A hit is leased until `release`."""
         return self.scheduler.lookup([hashes], len(hashes) * TOKENS_PER_BLOCK, timeout_ms=_TIMEOUT_MS)
 
     def release(self, hit: _core.Hit) -> None:
-        """Give the lease back, if there is one."""
+        """Releases the hit's lease, if it has one."""
         if hit.tokens:
             self.scheduler.release(hit.boot, hit.lease)
 
     def close(self) -> None:
-        """Say goodbye to the daemon."""
+        """Closes the connection to the daemon."""
         self.scheduler.close()
         self.worker.close()
 

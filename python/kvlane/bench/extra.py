@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
 
     class _AtFirstUse:
-        """Stands for a package; asks it for whatever it is asked for, once each."""
+        """Stands for a package, and imports it at its first attribute."""
 
         def __init__(self, name: str) -> None:
             self._name = name

@@ -43,17 +43,18 @@ GPU_OTHERS = ("loop", "gpu-copies")
 
 @dataclass(frozen=True)
 class System:
-    """One that takes its turns."""
+    """One of the systems that take turns."""
 
     side: str
-    """The name of what its processes are."""
+    """The key of `Field.sides` for its processes."""
     transport: str
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables of the system's processes, beside this one's."""
+    """Variables of the system's processes, added to the environment of this one."""
 
 
 class Goal(NamedTuple):
-    """Least GB/s of `own` by those of `other`; None where that is for information. No size is the paged pattern."""
+    """The least ratio of `own`'s GB/s to `other`'s; None if the ratio is for information. A `size` of None is the paged
+    pattern."""
 
     own: str
     op: str
@@ -64,7 +65,7 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """Which systems are measured beside kvlane, and what is asked of their ratios."""
+    """The systems beside kvlane, and the goals of their ratios."""
 
     systems: Mapping[str, System]
     sides: Mapping[str, type[Side]]
@@ -72,15 +73,15 @@ class Field:
     """Arguments of Python that start a process of one side; the side's name follows."""
     goals: tuple[Goal, ...]
     not_of_gpus: Mapping[str, str]
-    """Why a side is not measured with the memory of GPUs."""
+    """Why a side is not measured with the memory of GPUs, by side."""
     tuning: tuple[str, ...] = ()
-    """How variables begin that change what a system does: they reach no process but from its own `environment`."""
+    """Prefixes of variables that change what a system does. A process gets them from its own `environment` only."""
     latency_others: tuple[tuple[str, str], ...] = ()
-    """Systems by whose latencies ours are divided."""
+    """Pairs of systems whose latencies are compared: ours, and the one that it is divided by."""
     missing: Callable[[str], str | None] = lambda name: None
     """Why a side cannot be measured here; None if it can."""
     install: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """How to get a side that is missing."""
+    """How to install a side that is missing."""
     note: str = ""
 
     @property
@@ -121,14 +122,14 @@ BARE = Field(
 READ_GOAL = 0.9  # of our write of the same size
 CHECKSUMS_GOAL = 0.9  # of our rate without
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
-# How a figure calls what of ours it is about.
+# Names of our systems in figures.
 WIRES = {"kvlane": "TCP", "kvlane-cma": "cma"}
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
 _SMALL = pictures.SMALL
-# A cell moves so many bytes, in so many operations at most and at least.
+# Bytes that a cell moves, in at most and at least so many operations.
 _CELL_BYTES, _MOST, _LEAST = 256 * MIB, 1000, 3
-# The check looks so far before and behind an operation for bytes that should not be there.
+# Bytes before and behind an operation that the check reads for stray bytes.
 _MARGIN = 4 * KIB
 
 
@@ -326,7 +327,7 @@ def _row(
     failure: str | None,
     memory: str = "host",
 ) -> dict[str, Any]:
-    """A result; None for what the system does not have, and `error` where it failed."""
+    """A result; None for cells that the system does not have. `error` if the cell failed."""
     return {
         "op": op,
         "transport": transport,
@@ -340,8 +341,8 @@ def _row(
 
 
 class _System:
-    """The processes of one system, connected: `near` moves bytes. `far` is None if it is elsewhere, or in the same
-    process. They stand still but for their turns."""
+    """The processes of one system, connected: `near` moves bytes. `far` is None if it is on another host, or in the
+    same process. The processes are stopped outside their turns."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, tls: list[str] | None = None, field: Field = BARE
@@ -368,7 +369,7 @@ class _System:
         self._near = self._start(near=True)
         if address := self._arguments.address or (self._far and self._far.ask("listen")):
             self._near.ask("connect", address=address)
-        # A connection that is only begun would not survive standing still.
+        # The connection is used once now, because one that is only begun would not survive being stopped.
         self._near.ask("once", op="write", cell=Cell("contiguous", 1))
 
     def _start(self, near: bool) -> Child:
@@ -389,14 +390,14 @@ class _System:
         return child
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         for child in self._children:
             child.end()
         self._children.clear()
 
     def attempt(self, do: Callable[[str, Cell], T], op: str, cell: Cell) -> T | None:
-        """Do it, if that is something for this system. Where a peer fails that is a result: `failures` says it, the
-        cell is not tried again, and new processes begin, since the former ones may be spoilt."""
+        """Calls `do`, if the system has such cells. A peer's failure is a result: it goes into `failures`, the cell is
+        not tried again, and new processes begin, because the failure may have spoilt the former ones."""
         if cell.pattern not in self._side_type.patterns or (op, cell) in self.failures:
             return None
         try:
@@ -411,7 +412,7 @@ class _System:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Its processes run meanwhile, and stand still afterwards."""
+        """The system's processes run in this context, and are stopped after it."""
         self._signal(signal.SIGCONT)
         yield
         self._signal(signal.SIGSTOP)
@@ -432,7 +433,7 @@ class _System:
             return (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - start)
 
     def check(self, op: str, cell: Cell) -> None:
-        """One operation into poisoned memory, and all bytes of both. `Failed` where one is wrong."""
+        """Does one operation into poisoned memory, and compares all bytes of both sides. `Failed` if one is wrong."""
         if cell.pattern == "stream":
             return  # into memory that only the system sees
         runs = cell.first_runs(self._region, whole=not self._side_type.moves_pages)
@@ -460,7 +461,7 @@ class _System:
 
     def _prepare(self, far: bool, do: str, facts: dict[str, Any]) -> None:
         if far and self._far is None and not self._side_type.is_both:
-            # No process of this system runs there, so the near side does it.
+            # No process of this system runs on the far side, so the near side does it.
             self._near.ask(do, **facts)
             self._move("write", facts)
             return
@@ -486,7 +487,7 @@ class _System:
 
 @contextmanager
 def _tls(arguments: argparse.Namespace) -> Iterator[list[str] | None]:
-    """The files of --tls; made here where none are given. SystemExit with a sentence if that cannot be."""
+    """The files of --tls; made here if none are given. SystemExit with a sentence if that fails."""
     if arguments.tls is None or len(arguments.tls) == 3:
         yield arguments.tls
         return
@@ -522,7 +523,7 @@ def _but_host(arguments: argparse.Namespace, text: str) -> str:
 
 
 def _listen(arguments: argparse.Namespace) -> list[str]:
-    """Where the far side of kvlane listens."""
+    """The address at which kvlane's far side listens."""
     if not arguments.nics:
         return [arguments.listen]
     port = arguments.listen.rpartition(":")[2]
@@ -530,7 +531,7 @@ def _listen(arguments: argparse.Namespace) -> list[str]:
 
 
 def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None, field: Field) -> _System | None:
-    """None where two processes may not read each other's memory, which nobody has asked for by name."""
+    """The system; None if two processes may not read each other's memory, unless the user named the system."""
     try:
         return _System(name, arguments, tls, field)
     except Failed as failure:
@@ -542,7 +543,7 @@ def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None, fie
 
 
 def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
-    """kvlane first, then what is asked for or there."""
+    """The systems that run: kvlane first, then those that were asked for or are installed."""
     if arguments.address:
         try:
             unpack_address(arguments.address)
@@ -581,7 +582,7 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
 
 
 def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
-    """Those that move the memory of GPUs, and what they are compared with."""
+    """The systems that move the memory of GPUs, and those that they are compared with."""
     wanted = [*field.others, *GPU_OTHERS[1:]] if arguments.vs is None else arguments.vs
     transports = arguments.transports or TRANSPORTS
     without = [each for each in wanted if each not in GPU_OTHERS] + ["kvlane-cma"] * ("cma" in transports)
@@ -614,7 +615,7 @@ def _region(arguments: argparse.Namespace) -> int:
 
 
 def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field = BARE) -> list[Figure]:
-    """Our figures by the others' of the same run, where both were measured."""
+    """The ratios of our figures to others' of the same run, if both were measured."""
     by_size = {
         (name, op, cell.bytes if cell.pattern == "contiguous" else None): values
         for (name, op, cell), values in medians.items()
@@ -653,7 +654,7 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field
 
 
 def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
-    """Our rate by that of the slower of the two that it consists of: a socket, and copies."""
+    """The ratio of our rate to the slower of its two parts: a socket, and copies."""
     figures = []
     for (name, op, cell), values in medians.items():
         parts = [medians.get((each, op, cell)) for each in GPU_OTHERS]
@@ -666,7 +667,7 @@ def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """GB/s of each system, a row for each operation; below that latency, where it is small; then what failed."""
+    """GB/s of each system, with a row for each operation. Below are latencies of small operations, and failures."""
     parts = [
         _one_table("GB/s", "gb_per_s", results),
         _one_table("p50, us", "p50_us", [each for each in results if _is_small(each)]),

@@ -25,7 +25,7 @@ from kvlane.bench.memory import GpuMemory, Memory
 
 ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
-# Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
+# Single operations step through the region in so many steps, so that they do not find their bytes in a cache.
 _STEPS = 256
 _libc = ctypes.CDLL(None)
 # Ranges in one call of process_vm.
@@ -60,9 +60,9 @@ class Cell(NamedTuple):
         return self.bytes // self.pages
 
     def offsets(self, region: int) -> list[int]:
-        """Where single operations in one piece begin, on both sides; taken in turns."""
+        """Offsets of single operations in one piece, the same on both sides; taken in turns."""
         steps = max(1, min(_STEPS, region // self.bytes))
-        # Multiples of 64, so that no system has to deal with crooked addresses.
+        # Multiples of 64, so that all addresses are aligned.
         step = region // steps // 64 * 64 if steps > 1 else 0
         return [each * step for each in (*range(1, steps), 0)]
 
@@ -83,10 +83,10 @@ class Cell(NamedTuple):
 
 
 class Side:
-    """One process of a system; the public methods are what it can be told."""
+    """One process of a system. The benchmark calls the public methods by commands."""
 
     moves_pages = True
-    # Its one process has both sides.
+    # True if one process has both sides.
     is_both = False
     # The patterns of the cells that the system can do.
     patterns: tuple[str, ...] = ("contiguous", "paged")
@@ -96,30 +96,30 @@ class Side:
         self._prepared: dict[tuple[str, Cell], Operation] = {}
 
     def open(self, size: int, **options: Any) -> None:
-        """Memory, all of it touched. `options` are the system's own."""
+        """Allocates memory, and touches all of it. `options` are the system's own."""
         self.memory = Memory(size, huge=True)
         self.start(**options)
 
     def start(self, **options: Any) -> None:
-        """Make ready what the system needs in a process."""
+        """Prepares what the system needs in this process."""
 
     def listen(self) -> str:
         """The address of the far side."""
         raise NotImplementedError
 
     def connect(self, address: str) -> None:
-        """Make the near side use that far side."""
+        """Connects the near side to that far side."""
         raise NotImplementedError
 
     def operation(self, op: str, cell: Cell) -> Operation:
-        """A function that does the operation with a number, start to end. Made once: preparation is not measured."""
+        """A function that does operation number N from start to end. Made once, so that preparation is not measured."""
         raise NotImplementedError
 
     def announce(self, op: str, cell: Cell, count: int) -> None:
-        """Called before so many operations."""
+        """Called before `count` operations."""
 
     def memory_of(self, far: bool) -> Any:
-        """This side's memory; the other side's too where one process has both."""
+        """This side's memory. `far`: the other side's, if one process has both."""
         assert not far, "this process has no far memory"
         return self.memory
 
@@ -128,7 +128,7 @@ class Side:
         return self.memory_of(far).words.view(numpy.uint8)
 
     def measure(self, op: str, cell: Cell, warm_up: int, count: int) -> dict[str, float]:
-        """Single operations one after the other, after `warm_up` that do not count."""
+        """Times single operations one after the other. The first `warm_up` do not count."""
         operate = self._operation(op, cell)
         self.announce(op, cell, warm_up + count)
         seconds: list[float] = []
@@ -145,22 +145,22 @@ class Side:
         }
 
     def once(self, op: str, cell: Cell) -> None:
-        """The first operation, not measured."""
+        """Does the first operation, without measuring it."""
         operate = self._operation(op, cell)
         self.announce(op, cell, 1)
         operate(0)
 
     def fill(self, start: int, end: int, salt: int, far: bool = False) -> None:
-        """Bytes that differ from place to place and from salt to salt."""
+        """Fills memory with bytes that differ by place and by salt."""
         self.memory_of(far).put(start, _pattern(start, end - start, salt))
 
     def poison(self, start: int, end: int, far: bool = False) -> None:
-        """Bytes that no transfer brings."""
+        """Fills memory with bytes that no transfer brings."""
         self.memory_of(far).put(start, numpy.full(end - start, POISON, dtype=numpy.uint8))
 
     def wrong(self, start: int, end: int, salt: int, runs: Runs, far: bool = False) -> int | None:
-        """The first place from `start` to `end` that has not what the runs (offset there, offset here, length) brought
-        from memory filled with `salt`, or is not poison where they brought nothing."""
+        """The first wrong place from `start` to `end`. Where the runs (offset there, offset here, length) brought
+        bytes, they must equal memory filled with `salt`. Elsewhere the poison must still stand."""
         expected = numpy.full(end - start, POISON, dtype=numpy.uint8)
         for source, target, length in runs:
             expected[target - start : target - start + length] = _pattern(source, length, salt)
@@ -185,7 +185,7 @@ class Kvlane(Side):
     """kvlane.fabric."""
 
     def open(self, size: int, memory: str = "host", **options: Any) -> None:
-        """Memory of the host, all of it touched, or of a GPU."""
+        """Allocates memory of the host, all of it touched, or of a GPU."""
         self.memory = Memory(size, huge=True) if memory == "host" else GpuMemory(size, memory)
         self.start(**options)
 
@@ -199,7 +199,7 @@ class Kvlane(Side):
         checksums: bool = True,
         **_: Any,
     ) -> None:
-        """An engine with the region registered."""
+        """Starts an engine, and registers the memory."""
         credentials = fabric.Tls(*tls) if tls else None
         self.engine = fabric.Engine(
             listen, token, connections, transport=transport, checksums=checksums, tls=credentials
@@ -223,7 +223,7 @@ class Kvlane(Side):
         self.peer = self.engine.connect(descriptor)
 
     def operation(self, op: str, cell: Cell) -> Operation:
-        """Begin and wait."""
+        """Begins a transfer, and waits for it."""
         if cell.pages > 1:
             move_pages = self.peer.write_pages if op == "write" else self.peer.read_pages
             near = fabric.Pages(self.region, cell.order(True), cell.page_bytes)
@@ -235,7 +235,7 @@ class Kvlane(Side):
         return lambda number: move(region, remote, runs[number % len(runs)]).wait()
 
     def move(self, op: str, start: int, end: int) -> None:
-        """The same place on both sides, one transfer."""
+        """Moves one range between the same offsets of both sides, in one transfer."""
         move = self.peer.write if op == "write" else self.peer.read
         move(self.region, self.remote, [(start, start, end - start)]).wait()
 
@@ -260,7 +260,7 @@ class Loop(Side):
     moves_pages = False
 
     def listen(self) -> str:
-        """A port of loopback. One near side is served, by a thread."""
+        """The port of a listener on loopback. A thread serves one near side."""
         listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
         return f"127.0.0.1:{listener.getsockname()[1]}"
@@ -272,12 +272,12 @@ class Loop(Side):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def announce(self, op: str, cell: Cell, count: int) -> None:
-        """Tell the far side how many writes come, so that each is nothing but its bytes."""
+        """Tells the far side how many writes come, so that each write is only its bytes."""
         if op == "write":
             self.socket.sendall(_REQUEST.pack(cell.bytes * 2 + 1, count))
 
     def operation(self, op: str, cell: Cell) -> Operation:
-        """Write: the bytes, then one byte back. Read: a request, then the bytes back."""
+        """A write sends the bytes and receives one byte. A read sends a request and receives the bytes."""
         offsets = cell.offsets(self.memory.size)
         views = self._views(offsets, cell.bytes)
         send, receive = self.socket.sendall, self.socket.recv_into
@@ -326,10 +326,10 @@ def _receive(source: socket.socket, rest: memoryview) -> None:
 
 
 class ProcessVm(Side):
-    """The bare system call: one for each operation, or as many as its pages need. The far side does nothing."""
+    """The bare system call: one for each operation, or as many as its pages need. The far side only owns memory."""
 
     def listen(self) -> str:
-        """Its process, and where its memory is."""
+        """The pid, and the address of the memory."""
         return f"{os.getpid()} {self.memory.address}"
 
     def connect(self, address: str) -> None:
@@ -396,8 +396,8 @@ class Memcpy(Side):
 
 
 class GpuCopies(Side):
-    """Bytes of one memory of a GPU copied to another by way of the host's pinned memory, in one process: what is left
-    of a transfer without a network."""
+    """Copies bytes from one memory of a GPU to another through the host's pinned memory, in one process: a transfer
+    without its network."""
 
     moves_pages = False
     is_both = True
@@ -434,7 +434,7 @@ SIDES: dict[str, type[Side]] = {
 
 
 def be(side: type[Side]) -> NoReturn:
-    """Be a process of that side, and end without unloading libraries: some of peers crash there."""
+    """Serves as a process of that side, and ends without unloading libraries, because some peers crash there."""
     status = 1
     try:
         serve_commands(side(), _with_cell)

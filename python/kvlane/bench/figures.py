@@ -17,7 +17,7 @@ from kvlane.bench.drawing import save
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and the bound that it must keep; without a bound it is only for information."""
+    """A measured value and its goal; without a goal it is only for information."""
 
     what: str
     value: float
@@ -27,7 +27,7 @@ class Figure:
 
     @property
     def passed(self) -> bool:
-        """Whether it keeps its bound; a value that could not be measured does not."""
+        """Whether the value reaches its goal; False if it could not be measured."""
         if self.at_most is not None:
             return self.value <= self.at_most
         return self.at_least is None or self.value >= self.at_least
@@ -96,7 +96,7 @@ def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWa
     print(report.paragraph(outcome.note))
     print(f"others used {watch.facts['other_cores']:.2f} cores meanwhile")
     written = [out / f"{outcome.name}.json"]
-    # As it stands in the file: what was not measured is null there.
+    # The same values as in the file, which has null for what was not measured.
     if picture := pictures.goals(json.loads(written[0].read_text())):
         written.append(out / f"{outcome.name}.png")
         save(picture, written[-1])

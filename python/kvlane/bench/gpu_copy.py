@@ -15,19 +15,20 @@ from kvlane.bench.sizes import count
 NAME = "gpu-copy"
 HELP = "shuffled pieces between host and GPU, over one link and several, and between GPUs; needs a GPU"
 KIB, MIB = 1 << 10, 1 << 20
-# Share of the contiguous copy that pieces of a size are to reach, by path.
+# The goal for pieces of each size, as a share of the contiguous copy's rate, by path.
 GOALS = {
     "h2d": {16 * KIB: 0.88, 64 * KIB: 0.91, MIB: 0.97, 2 * MIB: 0.97},
     "d2h": {16 * KIB: 0.88, 64 * KIB: 0.93, MIB: 0.97, 2 * MIB: 0.97},
     "peer": {64 * KIB: 0.88},
 }
-# From the host through rings, on other GPUs and on the same one: in which pieces, and how much, in multiples of --mib.
-# Pieces of so many bytes lie together in the host's memory, as the layers of a block do.
+# Loads through rings, on other GPUs and on the same one: the size of pieces, and the amount in multiples of --mib.
+# RING_JOINED bytes of pieces lie together in the host's memory, as the layers of a block do.
 RING_SHAPES = ((16 * KIB, 1), (64 * KIB, 1), (64 * KIB, 4))
 RING_JOINED = 256 * KIB
-# Four links, as a multiple of one.
+# The goal for four links, as a multiple of one.
 FOUR_LINKS_GOAL = 2.2
-# As a share of contiguous copies over all links at once: every GPU loads its own part, as the ranks of an engine do.
+# The goal as a share of contiguous copies over all links at once, where every GPU loads its own part, as the ranks of
+# an engine do.
 TOGETHER_GOAL = 0.95
 PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
 METHODS = ("auto", "kernel", "batch", "engine")
@@ -38,18 +39,18 @@ class Rings(NamedTuple):
 
     piece: int
     size: int
-    """In multiples of --mib."""
+    """Bytes in multiples of --mib."""
     rails: int
-    """Other GPUs whose links bring a part."""
+    """GPUs beside the loading one, whose links bring a part."""
     staged: bool
-    """Whether what its own link brings goes through a ring on the same GPU, in long runs."""
+    """Whether the bytes on the GPU's own link go through a ring on that GPU, in long runs."""
 
 
 class Together(NamedTuple):
     """Loads from the host to all GPUs at the same time."""
 
     piece: int
-    """0: all of it in one."""
+    """Bytes of a piece; 0 for one piece."""
     staged: bool
 
 
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> Outcome:
-    """The measurement that the daemon makes at its start."""
+    """Runs the measurement that the daemon makes at its start."""
     try:
         rates, thresholds = _bench.gpu_calibrate(arguments.gpu)
     except OSError as error:

@@ -20,7 +20,7 @@ NAME = "handoff"
 HELP = "direct hand-offs between two processes, beside a bare READ of the same bytes; needs no vLLM"
 TRANSPORTS = ("cma", "tcp")
 READ_GOAL, OVERLAP_GOAL, HOOK_GOAL_US = 0.95, 0.10, 5.0
-# A READ of a layer takes this share of the time in which it is computed.
+# A READ of a layer takes this share of the time to compute the layer.
 LINK_SHARE = 0.8
 
 
@@ -78,7 +78,7 @@ class _Pair:
         self.bare_hook_us: list[float] = []
 
     def meet(self, arguments: argparse.Namespace) -> None:
-        """A first hand-off, so that its extra cost is not measured."""
+        """Does a first hand-off, so that its extra cost is not measured."""
         for side in (self.prefill, self.decode):
             side.ask(
                 "open",
@@ -93,12 +93,12 @@ class _Pair:
         self.check()
 
     def end(self) -> None:
-        """End both."""
+        """Ends both engines."""
         for side in (self.prefill, self.decode):
             side.end()
 
     def check(self) -> None:
-        """All bytes are those of the other engine's blocks; and not by chance."""
+        """Checks that the landed bytes equal the other engine's, and that the check notices other bytes."""
         theirs, ours = self.prefill.ask("digest"), self.decode.ask("digest")
         if theirs != ours:
             raise SystemExit(f"{self.transport}: what has landed is something else")
@@ -107,7 +107,7 @@ class _Pair:
             raise SystemExit("the check of bytes finds nothing")
 
     def whole(self, salt: int) -> float:
-        """Seconds of a hand-off of a prompt that is computed already."""
+        """Seconds of a hand-off of a prompt that has been computed."""
         self.prefill.ask("put", salt=salt)
         name = secrets.token_hex(16)
         self.prefill.ask("begin", id=name)
@@ -137,7 +137,7 @@ class _Pair:
 
     @property
     def layer_ms(self) -> float:
-        """How long a layer is computed, so that a READ of it takes the share LINK_SHARE of that."""
+        """Milliseconds to compute a layer, so that a READ of it takes the share LINK_SHARE of that."""
         return statistics.median(self.results["bare_s"]) / self.layers * 1e3 / LINK_SHARE
 
     def _add(self, case: str, seconds: float) -> None:

@@ -22,11 +22,11 @@ _SOON_MS = 120_000.0
 
 
 class EngineSide:
-    """One of both engines. Its cache has `layers` layers, one behind the other, each with `blocks` blocks."""
+    """One of the two engines. Its cache has `layers` layers, one behind the other, each with `blocks` blocks."""
 
     def open(self, layers: int, blocks: int, block_layer_bytes: int, transport: str, scattered: bool) -> None:
-        """Memory, all of it touched, and what reads and shows it. Blocks of a prompt lie in a random order if
-        `scattered`."""
+        """Allocates memory, all of it touched, and starts the engine that reads and shows it. Blocks of a prompt lie in
+        a random order if `scattered`."""
         self.layers, self.blocks, self.piece = layers, blocks, block_layer_bytes
         layer_bytes = blocks * block_layer_bytes
         self.memory = Memory(layers * layer_bytes, huge=True)
@@ -42,14 +42,14 @@ class EngineSide:
         self.scheduler = _core.HandoffScheduler("127.0.0.1:0", "", ranks, _SHAPE, [])
         self.order = list(range(blocks))
         if scattered:
-            # Another one in each of both.
+            # The two engines have different orders.
             random.Random(os.getpid()).shuffle(self.order)
         self.bare = fabric.Engine(("127.0.0.1:0",), transport=transport)
         self.region = self.bare.register(self.memory.address, self.memory.size)
         self.offered: list[int] = []
 
     def address(self) -> list[Any]:
-        """Where the other one finds this one, and in which order its blocks lie."""
+        """The address of this engine, and the order in which its blocks lie."""
         return [self.scheduler.address, self.bare.describe().hex(), self.region.number, self.order]
 
     def meet(self, address: list[Any]) -> None:
@@ -63,7 +63,7 @@ class EngineSide:
             for near, there in zip(self.order, far, strict=True)
         ]
         self.runs = b"".join(_RUN.pack(*run) for run in runs)
-        # Its first one makes the connections.
+        # The first READ makes the connections.
         self.read()
 
     def read(self, layers: int | None = None) -> float:
@@ -75,7 +75,7 @@ class EngineSide:
         return time.perf_counter() - began
 
     def put(self, salt: int) -> None:
-        """Bytes that differ from place to place."""
+        """Fills the memory with bytes that differ by place."""
         self.memory.fill(salt)
 
     def digest(self, order: list[int] | None = None) -> int:
@@ -88,13 +88,13 @@ class EngineSide:
     # The engine that computes.
 
     def begin(self, id: str) -> None:
-        """A request is here."""
+        """Begins to lend the blocks of a request."""
         assert self.scheduler.begin_lending(bytes.fromhex(id), _CONTENT)
 
     def compute(self, id: str, layer_ms: float, at_once: bool) -> dict[str, float]:
-        """A step that takes so long for each layer, and offers each when it is done, or all at the end. Answers when
-        the last layer was done, and how long the calls of the layers' hook took, and calls of an empty function at the
-        same place."""
+        """Computes a step of `layer_ms` for each layer. Offers each layer when it is done, or all at the end. Returns
+        the time of the last layer's end, and the median seconds of a call of the layers' hook and of a call of an empty
+        function at the same places."""
         filled = [(bytes.fromhex(id), 0, self.order, _HASH)]
         hook = None
         if not at_once:
@@ -111,7 +111,7 @@ class EngineSide:
                 time.sleep(max(0.0, done - time.monotonic()))
             if hook is None:
                 continue
-            # In turns: whichever comes first after the wait finds cold caches.
+            # The two take turns as first, because the first call after the wait finds cold caches.
             if layer % 2:
                 began = time.perf_counter()
                 nothing(str(layer))
@@ -132,13 +132,13 @@ class EngineSide:
         }
 
     def free(self) -> int:
-        """Hand-offs whose blocks may be used otherwise."""
+        """The number of hand-offs whose blocks came free since the last call."""
         return len(self.scheduler.take_free_lendings())
 
     # The engine that goes on.
 
     def land(self, id: str) -> dict[str, float]:
-        """Asks for a prompt and waits until it has landed: how long that took, and when it was over."""
+        """Asks for a prompt and waits until it has landed: the seconds that took, and the time of its end."""
         name = bytes.fromhex(id)
         began = time.perf_counter()
         self.want(id)

@@ -49,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         sys.exit(
             f"kvlane bench hooks calls the connector inside vLLM, and there is none beside this Python: {error}"
         )
-    # The hooks ask for no more of the connector's state than this.
+    # The hooks read no other state of the connector.
     connector = object.__new__(KVLaneConnector)
     connector._worker = WorkerSide(0, Failures())
     hooks = {

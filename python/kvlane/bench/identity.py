@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
-    """Milliseconds to the digest; nothing of the files is in memory when a round begins."""
+    """Milliseconds to the digest. A round begins with nothing of the files in memory."""
     milliseconds: dict[str, list[float]] = {"read": [], "remembered": []}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         files = _write_model(Path(folder), int(arguments.gigabytes * 1e9))
@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         digests = set()
         for number in range(arguments.rounds):
             memo = Path(folder) / f"memo-{number}"
-            # The second one stands for the next process: it knows what is on the disk only.
+            # The second memo stands for the next process, which has only the entries on disk.
             for way in milliseconds:
                 _drop_from_memory(files)
                 start = time.perf_counter()
@@ -112,7 +112,7 @@ def _write_model(folder: Path, size: int) -> list[Path]:
 
 
 def _drop_from_memory(files: Sequence[Path]) -> None:
-    """The next read comes from the disk."""
+    """Drops the files from memory, so that the next read comes from the disk."""
     for each in files:
         with each.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Side:
-    """A daemon and its engine, which follows the journal or does not."""
+    """A daemon and its engine, with or without following the journal."""
 
     def __init__(
         self, serve: daemon.Daemon, arguments: argparse.Namespace, memory: Memory, follows: bool
@@ -54,7 +54,7 @@ class _Side:
             follow_journal=follows,
         )
         self.heard = 0
-        """Entries of the journal that the engine has taken."""
+        """Entries of the journal taken so far."""
 
     def round(self, number: int) -> dict[str, float]:
         """Seconds: wall time of a save until it is visible and of a lookup; CPU time of the daemon for all."""
@@ -78,16 +78,16 @@ class _Side:
         return took
 
     def _step(self) -> None:
-        """The work of one step of an engine."""
+        """Does the work of one step of an engine."""
         self._engine.scheduler.tick()
         self.heard += len(self._engine.scheduler.take_changes()[1])
 
     def hears(self, entries: int) -> bool:
-        """Steps until so many entries of the journal were taken. False: not within some seconds."""
+        """Steps until so many entries of the journal were taken. False if that takes longer than some seconds."""
         deadline = time.monotonic() + _HEARS_WITHIN_S
         while self.heard < entries and time.monotonic() < deadline:
             self._step()
-            # A step asks the daemon again when 100 ms are over; nothing but a step takes the answer.
+            # A step asks the daemon again after 100 ms, and only a step takes the answer.
             time.sleep(0.01)
         return self.heard >= entries
 
@@ -96,7 +96,7 @@ class _Side:
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
-    """Medians over pairs of the ratios, and their intervals."""
+    """Medians of the ratios over pairs of sides, and their intervals."""
     save_bytes = arguments.blocks * (arguments.block_kib << 10)
     memory = Memory(save_bytes)
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -112,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             took = {side: side.round(number) for side in order}
             if number >= 0:
                 pairs.append((took[on], took[off]))
-        # The last rounds' entries may still be under way.
+        # Entries of the last rounds may still be on their way.
         evicted_too = 2 * arguments.blocks * (arguments.rounds - 1)
         assert on.hears(evicted_too), f"the reader heard of {on.heard} blocks that came or went"
         on.close()

@@ -1,4 +1,5 @@
-"""Open-loop load on an OpenAI completions endpoint: requests leave at their time, whatever became of the others."""
+"""Open-loop load on an OpenAI completions endpoint: each request leaves at its time, even if earlier ones have no
+answer."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ class Timing:
     """One request. Times in seconds."""
 
     started: float
-    """After the start of the round."""
+    """Since the start of the round."""
     late: float = 0.0
-    """How much later it left than planned: the client itself was too slow."""
+    """How much later than planned the request left, because the client itself was too slow."""
     chunks: list[float] = field(default_factory=list)
-    """When each piece of text came, after `started`."""
+    """The times of each piece of text, since `started`."""
     tokens: int = 0
     total: float = 0.0
     error: str = ""

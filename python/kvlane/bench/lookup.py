@@ -22,7 +22,7 @@ HELP = (
     "--busy also beside saves, evictions and threads that compute"
 )
 BLOCK_BYTES = 4096
-# So large that saves at full speed do not evict a prompt between two lookups of it.
+# A pool so large that saves at full speed do not evict a prompt between two lookups of it.
 _POOL_BYTES = 256 << 20
 _WARM_UP = 100
 
@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
 
 
 def _placements() -> dict[str, tuple[set[int], set[int]]]:
-    """Where the asking side runs and where the other one."""
+    """The cores of the asking side and of the other one."""
     first, *others = sorted(os.sched_getaffinity(0))
     apart = {"two cores": ({first}, {others[0]})} if others else {}
     return {**apart, "one core": ({first}, {first})}
@@ -109,7 +109,7 @@ def _placements() -> dict[str, tuple[set[int], set[int]]]:
 
 @contextmanager
 def _pinned(process: int, cores: set[int]) -> Iterator[None]:
-    """All threads of a process on these cores, and those that they start."""
+    """Binds all threads of a process to these cores, and the threads that they start."""
     before = os.sched_getaffinity(process)
     _pin(process, cores)
     try:
@@ -132,7 +132,7 @@ def _round_trips(
     ping_bytes = sum(map(len, hashes))
     tokens = blocks * TOKENS_PER_BLOCK
     seconds: dict[str, list[float]] = {"lookup": [], "python": [], "rust": []}
-    # The other processes first: a process with threads had better not fork.
+    # The other processes start first, because a process with threads should not fork.
     with (
         echo_process(ping_bytes, far, in_rust=False) as python,
         echo_process(ping_bytes, far, in_rust=True) as rust,

@@ -1,4 +1,4 @@
-"""Memory whose address is known, and on what pages it lies."""
+"""Memory with a known address and a known page size."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Memory:
         self.words[:] = 0
 
     def fill(self, salt: int) -> None:
-        """Every word gets a value of its own."""
+        """Gives every word a value of its own."""
         self.words[:] = numpy.arange(len(self.words), dtype=numpy.uint64)
         self.words *= numpy.uint64(0x9E37_79B9_7F4A_7C15)
         self.words += numpy.uint64(salt)
 
     def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
-        """Bytes, from there on."""
+        """Writes bytes from this offset on."""
         self.words.view(numpy.uint8)[start : start + len(bytes)] = bytes
 
     def get(self, start: int, end: int) -> numpy.ndarray[Any, Any]:
-        """The bytes from there to there."""
+        """The bytes from offset to offset."""
         return self.words.view(numpy.uint8)[start:end]
 
     @property
@@ -61,7 +61,7 @@ class Memory:
 
 
 class GpuMemory:
-    """The same on the GPU of this name, such as "cuda:0". OSError where there is none."""
+    """The same on a GPU with a name such as "cuda:0". OSError if there is none."""
 
     def __init__(self, size: int, device: str) -> None:
         self.size = size
@@ -71,12 +71,12 @@ class GpuMemory:
         self.put(0, numpy.zeros(size, dtype=numpy.uint8))
 
     def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
-        """Bytes, from there on."""
+        """Writes bytes from this offset on."""
         bytes = numpy.ascontiguousarray(bytes)
         self.core.copy_from_host(start, bytes.ctypes.data, len(bytes))
 
     def get(self, start: int, end: int) -> numpy.ndarray[Any, Any]:
-        """The bytes from there to there."""
+        """The bytes from offset to offset."""
         bytes = numpy.empty(end - start, dtype=numpy.uint8)
         self.core.copy_to_host(start, bytes.ctypes.data, len(bytes))
         return bytes

@@ -9,14 +9,13 @@ from kvlane.bench.drawing import AT_LEAST, AT_MOST, COLOURS, Bar, Panel, Picture
 
 # The 99th percentile of fewer samples is the largest one: they are drawn instead.
 _P99_SAMPLES = 100
-# Multiples of a goal; what is further off is written.
+# The scale's end in multiples of a goal; values further off are written as text.
 _FARTHEST = 2.5
 
 
 def goals(result: Mapping[str, Any]) -> Picture | None:
-    """Every figure that has a goal, as a multiple of it: `result` is what `figures.publish` writes. None without any.
-
-    What must be at least its goal and what may be at most that stand in panels of their own, in colours of their own.
+    """Every figure with a goal, as a multiple of the goal. `result` is what `figures.publish` writes. None if no figure
+    has one. Figures with a least value and figures with a largest value have panels and colours of their own.
     """
     at_least = tuple(_share(each, "at_least") for each in result["figures"] if each["at_least"] is not None)
     at_most = tuple(_share(each, "at_most") for each in result["figures"] if each["at_most"] is not None)
@@ -39,7 +38,7 @@ def goals(result: Mapping[str, Any]) -> Picture | None:
 
 def _share(figure: Mapping[str, Any], bound: str) -> Bar:
     value, goal = finite(figure["value"]), figure[bound]
-    # Below nothing is as good as nothing; a goal of nothing has no multiples.
+    # At a goal of 0 there are no multiples: 0 reaches it, and anything else does not.
     share = max(value, 0.0) / goal if value is not None and goal else None
     text = figure["text"] if value is not None else "not measured"
     return Bar(
@@ -60,9 +59,9 @@ def _where(result: Mapping[str, Any]) -> str:
 
 
 def fabric(result: Mapping[str, Any]) -> dict[str, Picture]:
-    """Rates of what is long and latencies of what is small, over sockets and between processes of one host; goals.
-
-    By what stands in the file's name behind that of the benchmark. `result` is that of `kvlane bench fabric`.
+    """Rates of long operations and latencies of short ones, over sockets and between processes of one host, and the
+    goals. Keyed by the suffix of the file's name behind that of the benchmark. `result` is that of `kvlane bench
+    fabric`.
     """
     found: dict[str, Picture] = {}
     about = _where(result) + " Medians of rounds in which the systems take turns."
@@ -82,7 +81,7 @@ def fabric(result: Mapping[str, Any]) -> dict[str, Picture]:
 
 
 SMALL = 64 * 1024
-"""Operations up to so many bytes are drawn by their latency, longer ones by their rate."""
+"""Operations up to so many bytes are drawn by latency, longer ones by rate."""
 
 
 def _operations(rows: Sequence[Mapping[str, Any]], what: str, unit: str) -> tuple[Panel, ...]:
@@ -144,12 +143,12 @@ def serve(result: Mapping[str, Any]) -> Picture:
 
 
 def round_label(each: Mapping[str, Any]) -> str:
-    """The round's name, which says of a repeat that it is not known to be warm."""
+    """The round's name; a repeat that is not known to be warm is marked."""
     return f"{each['round']} (not known\nto be kvlane's)" if each.get("not_warm") else each["round"]
 
 
 def _times(name: str, summary: Mapping[str, float], samples: Sequence[float], colour: int) -> Bar:
-    """A row with the mean; samples where they are few, else the median and p99."""
+    """A row with the mean: with all samples if they are few, else with the median and p99."""
     mean = finite(summary["mean"])
     if mean is None:
         return Bar(name, None, "no answer", COLOURS[0])

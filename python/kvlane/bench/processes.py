@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _START_TIMEOUT_S = 600
-# An engine asked for on a machine without GPU runs on all its cores.
+# An engine on a machine without a GPU runs on all its cores.
 _ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -76,7 +76,7 @@ def connector_config(address: str, **settings: Any) -> dict[str, Any]:
 
 
 def beside_python(name: str) -> str:
-    """The program of this environment, else the one on PATH. SystemExit with a sentence if there is none."""
+    """The program beside this Python, else the one on PATH. SystemExit with a sentence if there is none."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -85,7 +85,7 @@ def beside_python(name: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
+    """A free TCP port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -95,7 +95,7 @@ def free_port() -> int:
 def _process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as sink:
-        # Its own group: vLLM's children must end with it.
+        # A group of its own, because vLLM's children must end with it.
         process = subprocess.Popen(
             command,
             env=environment,

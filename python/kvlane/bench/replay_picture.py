@@ -44,11 +44,12 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture(report: Mapping[str, Any]) -> Figure:
-    """Hit rate against capacity: a line for each policy, for a cache that knows the future, for one without limit."""
+    """Hit rate against capacity: a line for each policy, one for a cache that knows the future, and one for a cache
+    without limit."""
     shown = facts(report)
     figure, (axes,) = page(shown["title"], 4.8)
     for policy, points in shown["lines"].items():
-        # The policy that chooses among the others lies on one of them: dashed, both are seen.
+        # The policy that chooses among the others lies on one of them, so it is dashed and both are seen.
         style = {"color": "black", "linestyle": "--", "marker": "x"} if policy == "auto" else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=policy, markersize=4, **style)
     if shown["clairvoyant"]:
@@ -60,13 +61,13 @@ def picture(report: Mapping[str, Any]) -> Figure:
     ticks = sorted({share for points in shown["lines"].values() for share, _ in points})
     axes.set_xticks(ticks, [f"{share:.3g} %" for share in ticks])
     axes.minorticks_off()
-    # Lines that lie close together far from 0 could not be told apart.
+    # The axis does not begin at 0, or lines that lie close together could not be told apart.
     least = min(hits for points in shown["lines"].values() for _, hits in points)
     axes.set_ylim(bottom=math.floor(0.9 * least) if 2 * least > shown["ceiling"] else 0)
     axes.set_xlabel("RAM, share of the different blocks")
     axes.set_ylabel("prefix hits, % of block references")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    # Capacities may lie close together: a number that would be written over the one before is left out.
+    # A number that would cover the one before is left out.
     figure.draw_without_rendering()
     texts, end = [], -math.inf
     for label in axes.get_xticklabels():

@@ -20,7 +20,7 @@ _PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 _TICKS = os.sysconf("SC_CLK_TCK")
 WIDTH = 100
 """Columns of a terminal that every table and paragraph fits."""
-# The first column of a table is not broken into shorter pieces.
+# Least characters to which the first column is broken.
 _LEAST_FIRST = 32
 
 
@@ -68,9 +68,8 @@ def _first_value(path: str, key: str) -> str | None:
 
 
 class CpuWatch:
-    """Says how much of the machine others used while one measured: `with CpuWatch() as watch: ...; watch.facts`.
-
-    Ours are this process and its descendants, alive or reaped; all else that `/proc/stat` counts is others'.
+    """Measures how much of the machine others used: `with CpuWatch() as watch: ...; watch.facts`. This process and its
+    descendants, alive or reaped, are ours; the rest of `/proc/stat` is others'.
     """
 
     facts: dict[str, float]
@@ -100,14 +99,14 @@ def _machine_cpu_seconds() -> float:
 
 
 def _own_cpu_seconds() -> float:
-    """This process, its descendants, and those of them that were reaped."""
+    """CPU seconds of this process and its descendants, with those that were reaped."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            # The command name, in parentheses, may hold anything: what follows starts after the last one.
+            # The command name, in parentheses, may hold any characters, so the fields start after the last parenthesis.
             columns = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it ended meanwhile
@@ -124,10 +123,10 @@ def _own_cpu_seconds() -> float:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], width: int = WIDTH) -> str:
-    """Aligned columns under a rule, no line longer than `width`; the first column to the left, the others to the right.
+    """Aligned columns under a rule, no line longer than `width`: the first column to the left, the others to the right.
 
-    What does not fit goes on below: first the text of the first column is broken, where that leaves it `_LEAST_FIRST`
-    characters; else the columns are shared out among tables that stand one under the other, each with the first column.
+    If the table is too wide, the text of the first column is broken first, down to `_LEAST_FIRST` characters. Then the
+    columns are shared out among tables one below the other, each with the first column.
     """
     cells = [list(map(str, headers)), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
@@ -186,7 +185,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that one stands in, with "+changes" where it has some."""
+    """The commit of the source tree in the current folder, with "+changes" if it has any."""
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -200,5 +199,5 @@ def commit() -> str | None:
 
 
 def say(text: str) -> None:
-    """A line for people who wait; results go to stdout, this to stderr."""
+    """Writes a line for waiting people to stderr; results go to stdout."""
     print(text, file=sys.stderr, flush=True)

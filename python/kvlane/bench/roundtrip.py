@@ -1,4 +1,4 @@
-"""A bare round trip over a Unix socket: what a lookup is compared with."""
+"""A bare round trip over a Unix socket, with which lookups are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlane bench serve`: what a client of an OpenAI endpoint feels, with a cold and with a warm cache."""
+"""`kvlane bench serve`: the times that a client of an OpenAI endpoint sees, with a cold and with a warm cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATUSES = (
     "repeat, but for --connector none, of which nobody expects more."
 )
 NOT_AS_MEANT = 3
-"""The exit status of rounds that are not what they were meant to be."""
+"""The exit status of rounds that were not cold or warm as intended."""
 # The times in a report, with their names in vLLM's benchmark.
 TIMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 PARTS = ("mean", "p50", "p90", "p95", "p99")
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def status(runs: list[dict[str, Any]]) -> int:
-    """The exit status that STATUSES tells of."""
+    """The exit status, as STATUSES says."""
     if any(each["failed"] for measured in runs for each in measured["rounds"]):
         return 1
     meant = [measured for measured in runs if measured["meant_to_be_warm"]]
@@ -169,7 +169,7 @@ async def _rounds(
     prompts = load.make_prompts(
         arguments.num_prompts, arguments.input_len, arguments.shared_prefix, arguments.seed, arguments.vocab
     )
-    # Whatever an engine does only once, it does now.
+    # The engine now does its one-time work.
     warmup = load.make_prompts(1, arguments.input_len, 0, f"warm-up {arguments.seed}", arguments.vocab)
     [first] = await load.run_round(endpoint.base_url, model, warmup, [0.0], 2, api_key=arguments.api_key)
     if first.error:
@@ -222,7 +222,7 @@ async def _rounds(
 
 
 def round_figures(timings: list[load.Timing]) -> dict[str, Any]:
-    """A round's figures in milliseconds. A failed request counts as failed and takes part in no other figure."""
+    """A round's figures in milliseconds. A failed request counts as failed, and in no other figure."""
     good = [timing for timing in timings if not timing.error]
     duration = max((timing.started + timing.total for timing in good), default=0.0)
     rate = len(good) / duration if duration else 0.0
@@ -268,7 +268,7 @@ def _publish(out: Path, result: dict[str, Any]) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Where the tokens of each round came from, and below that its times."""
+    """The sources of each round's prompt tokens, and below them the round's times."""
     rounds = [
         (f"{measured['name']}, {each['round']}", each) for measured in runs for each in measured["rounds"]
     ]

@@ -26,13 +26,13 @@ _BLOCK_BYTES = 4096
 _SAVED_BLOCK_BYTES = 64 << 10
 _SAVED_BLOCKS = 64
 
-# Seconds, and whether the whole prompt was found.
+# Seconds of a lookup, and whether it found the whole prompt.
 _Lookup = tuple[float, bool]
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many users ask, how often, and for how long."""
+    """The number of users, their rate, and the duration."""
 
     address: str
     blocks: int
@@ -85,7 +85,7 @@ def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
 
 
 def _phase(load: Load, sessions: int) -> dict[str, Any]:
-    """Latencies in seconds of all lookups of that many sessions, and how late the latest was asked."""
+    """Latencies in seconds of all lookups of that many sessions, and how late the most delayed lookup began."""
     context = multiprocessing.get_context("spawn")
     processes = min(load.processes, sessions)
     interval = load.sessions / load.rate
@@ -131,7 +131,7 @@ def _client(pipe: Connection, load: Load, numbers: list[int], interval: float) -
         # Until the blocks are visible and the engine is ready; also warms the code.
         while (hit := engine.lookup(hashes)).tokens < load.blocks * TOKENS_PER_BLOCK:
             engine.release(hit)
-        # Kept until the session's first lookup, so that nothing is evicted before the start.
+        # The lease is held until the session's first lookup, so that nothing is evicted before the start.
         held.append(hit)
     pipe.send("ready")
     start = pipe.recv()
@@ -179,11 +179,11 @@ def _ask(
 
 @contextmanager
 def saver(address: str, pool_bytes: int) -> Iterator[Any]:
-    """A process that saves new blocks all the time, into a pool that is full; yields a function that ends it and says
-    how many."""
+    """A process that keeps saving new blocks into a full pool. Yields a function that ends it and returns the blocks
+    saved."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    child = context.Process(target=_save_until_told, args=(far, address, pool_bytes), daemon=True)
+    child = context.Process(target=_save_until_stopped, args=(far, address, pool_bytes), daemon=True)
     child.start()
     far.close()
     assert near.recv() == "full"
@@ -200,7 +200,7 @@ def saver(address: str, pool_bytes: int) -> Iterator[Any]:
         child.kill()
 
 
-def _save_until_told(pipe: Connection, address: str, pool_bytes: int) -> None:
+def _save_until_stopped(pipe: Connection, address: str, pool_bytes: int) -> None:
     engine = Engine(
         address,
         "saver",
@@ -208,14 +208,14 @@ def _save_until_told(pipe: Connection, address: str, pool_bytes: int) -> None:
         memory=Memory(_SAVED_BLOCK_BYTES * _SAVED_BLOCKS),
     )
     saved = job = 0
-    told_full = False
+    reported_full = False
     while not pipe.poll():
         finished = engine.save(block_hashes(f"saver-{job}", _SAVED_BLOCKS), range(_SAVED_BLOCKS))
         job += 1
         saved += finished.blocks
         # From here on each save evicts.
-        if not told_full and saved * _SAVED_BLOCK_BYTES > pool_bytes * 2:
-            told_full = True
+        if not reported_full and saved * _SAVED_BLOCK_BYTES > pool_bytes * 2:
+            reported_full = True
             saved = 0
             pipe.send("full")
     pipe.recv()

@@ -18,7 +18,7 @@ HELP = "hit rate of eight engines on one shared pool against eight isolated ones
 _BLOCK_BYTES = 4096
 # 512 to 4096 and 32 to 512 tokens.
 _SYSTEM_BLOCKS, _USER_BLOCKS = (32, 256), (2, 32)
-# A steeper popularity than the one measured: there an isolated pool already holds what is asked most.
+# A steeper popularity than the measured one. With it an isolated pool already holds the most popular prompts.
 _STEEP_ZIPF = 1.0
 
 
@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
 
 
 def hit_rate(made: trace.Trace, engines: int, pool_blocks: int, *, isolated: bool) -> float:
-    """Hit blocks of all blocks asked for, where each engine has a pool of its own, or all have one."""
+    """The share of hit blocks, if each engine has a pool of its own, or all have one."""
     memory = Memory(_BLOCK_BYTES * (_SYSTEM_BLOCKS[1] + _USER_BLOCKS[1]))
     daemons = engines if isolated else 1
     hits = 0

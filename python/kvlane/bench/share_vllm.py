@@ -1,8 +1,8 @@
-"""The sharing benchmark by a real vLLM: hit rate and mean time to first token.
+"""The sharing benchmark with a real vLLM: hit rate and mean time to first token.
 
-One vLLM stands for all engines, one after the other: its own prefix cache is emptied before each request, so that
-only the daemon remembers. For the isolated pools it goes through the requests of one engine after the other, with a
-fresh daemon for each; since isolated engines do not touch each other, their order does not matter.
+One vLLM takes the place of all engines, one after the other. Its own prefix cache is emptied before each request, so
+only the daemon remembers. For the isolated pools it runs the requests of one engine after those of another, with a
+fresh daemon for each. Isolated engines do not affect each other, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _rate(answers: list[dict[str, Any]]) -> float:
 def _phase(
     engine: VllmProcess, address: str, blocks: int, requests: list[trace.Request], name: str
 ) -> list[dict[str, Any]]:
-    """The answers to the requests over a fresh daemon of that many blocks."""
+    """Runs the requests over a fresh daemon of that many blocks, and returns the answers."""
     answers = []
     with daemon.running(blocks * _BLOCK_BYTES, "--scrub-rate", "0", address=address) as serve:
         _connect(engine, serve)
@@ -83,7 +83,7 @@ def _phase(
 
 
 def _connect(engine: VllmProcess, serve: daemon.Daemon) -> None:
-    """Return once the engine has found the daemon: what it computes is then a hit the next time."""
+    """Waits until the engine has found the daemon, so that its next blocks are saved."""
     for number in range(_CONNECT_TRIES):
         prompt = _tokens(f"connect {serve.pid} {number}", 4 * TOKENS_PER_BLOCK + 1)
         _generate(engine, serve, prompt)

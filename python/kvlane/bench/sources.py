@@ -1,4 +1,4 @@
-"""Where the prompt tokens of a round came from, by the counters of an endpoint's /metrics."""
+"""Counts the sources of a round's prompt tokens, by the counters of an endpoint's /metrics."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KVLANE = "vllm:kvlane_hit_tokens"
-"""kvlane's connector counts here the tokens that it loaded from the daemon."""
+"""kvlane's counter of tokens loaded from the daemon."""
 EXTERNAL = "vllm:external_prefix_cache_hits"
-"""vLLM counts here the tokens that its connector gave, whichever connector that is."""
+"""vLLM's counter of tokens that its connector gave, whichever connector that is."""
 OWN = "vllm:prefix_cache_hits"
-"""vLLM counts here the tokens that were in its own prefix cache."""
+"""vLLM's counter of tokens found in its own prefix cache."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Tokens of one round by where they came from; None where the endpoint does not say."""
+    """Prompt tokens of one round by source; None if the endpoint does not say."""
 
     kvlane: int | None
     external: int | None
@@ -33,17 +33,19 @@ class Sources:
         return cls(grown(KVLANE), grown(EXTERNAL), grown(OWN), reset)
 
     def not_cold(self, shared: int) -> str | None:
-        """Why the first round was not of prompts that nobody had, in a sentence; None where nothing says so.
-        `shared` is how many tokens its prompts can have found of each other."""
+        """Why the first round's prompts were not new to all caches, in a sentence; None if nothing shows that. The
+        prompts can find `shared` tokens of each other."""
         found = (self.external or 0) + (self.own or 0)
         if found <= shared:
             return None
         return f"{found} prompt tokens were cached before the first round: another --seed makes new prompts"
 
     def not_warm(self) -> str | None:
-        """Why a round of prompts that were sent before is not known to have come from kvlane, in a sentence; None if it
-        has. Only kvlane's own counter says that something came from kvlane, and only an own prefix cache that was
-        emptied before, or had no hit, says that the rest of the prompts did not come from there."""
+        """Why a repeated round is not known to have come from kvlane, in a sentence; None if it has.
+
+        kvlane's own counter is the only proof that tokens came from kvlane. The rest of the prompts did not come from
+        the engine's own prefix cache only if that was emptied before, or had no hit.
+        """
         own = f"; {self.own} tokens were in the engine's own prefix cache" if self.own else ""
         if self.kvlane is None and self.external:
             return (
@@ -56,8 +58,8 @@ class Sources:
             return f"the endpoint's /metrics counts no token from kvlane ({KVLANE}){own}"
         if self.reset or self.own == 0:
             return None
-        told = "/metrics does not say how many" if self.own is None else f"{self.own} tokens"
+        found = "/metrics does not say how many" if self.own is None else f"{self.own} tokens"
         return (
-            f"beside {self.kvlane} tokens from kvlane, {told} came from the engine's own prefix cache, which could "
+            f"beside {self.kvlane} tokens from kvlane, {found} came from the engine's own prefix cache, which could "
             "not be emptied before: VLLM_SERVER_DEV_MODE=1 in the engine's environment allows it"
         )

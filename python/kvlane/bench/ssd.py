@@ -37,7 +37,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Phase:
-    """Blocks that are read, in an order without pattern, or written one behind the other; `depth` at once."""
+    """Blocks that are read in random order, or written one behind the other, `depth` at once."""
 
     op: str
     paths: tuple[str, ...]
@@ -47,24 +47,24 @@ class Phase:
     count: int
     depth: int
     huge: bool
-    """Whether a peer has its memory in huge pages, where it can be told so."""
+    """Whether a peer's memory is in huge pages, if the peer has that option."""
     first: int = 0
-    """The block of each file at which writes begin."""
+    """The block of each file where writes begin."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to do a phase, on files of its own."""
+    """Another program that does a phase, on files of its own."""
 
     does: Callable[[Phase], Values]
     missing: Callable[[], str | None]
     """Why it cannot be measured here; None if it can."""
     install: str
-    """How to get it."""
+    """How to install it."""
     p99_goal: float | None = None
-    """Most p99 of the tier's reads by its own."""
+    """The largest ratio of the tier's p99 reads to its own."""
     has_huge_pages: bool = False
-    """Whether it can have huge pages where none are reserved, and then has a row of its own on such."""
+    """Whether it can have huge pages where none are reserved, and then has a row of its own with them."""
 
 
 NO_PEERS: Mapping[str, Peer] = {}
@@ -111,10 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer] = N
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS, note: str = "") -> int:
-    """Measure and publish; `note` says what there is to know of the peers."""
+    """Measures and publishes. `note` is what readers should know of the peers."""
     with report.CpuWatch() as watch:
         outcome = measure(arguments, peers, note)
-    # Where the files were is nobody's business.
+    # The files' paths are not published.
     shown = {key: value for key, value in vars(arguments).items() if key != "paths"}
     return publish(argparse.Namespace(**shown, files=len(arguments.paths)), outcome, watch)
 
@@ -140,14 +140,14 @@ def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS,
         progress.set_description("restart")
         tables, headers = _restart(files[0], arguments.restart_blocks)
         progress.update()
-    # Opening a file costs something without any block in it: a few say nothing of many.
+    # Opening a file has a fixed cost, so few blocks do not show the cost of many.
     goal = RESTART_GOAL * arguments.restart_blocks / 100_000 if arguments.restart_blocks >= 100_000 else None
     figures.append(
         Figure(f"restart from tables, {arguments.restart_blocks} blocks", tables, "s", at_most=goal)
     )
     if headers is not None:
         figures.append(Figure(f"restart from headers, {arguments.restart_blocks} blocks", headers, "s"))
-    told = (
+    conditions = (
         f"{len(files)} file{'s' if len(files) > 1 else ''} of {arguments.capacity >> 20} MiB, direct I/O, the pool in "
         f"pages of {sizes[0]['pool_pages']}; "
         f"{arguments.phase_bytes >> 20} MiB a turn, medians over {arguments.rounds} rounds in which all take turns. "
@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS,
         "sizes": sizes,
         "restart_s": {"blocks": arguments.restart_blocks, "tables": tables, "headers": headers},
     }
-    return Outcome(NAME, figures, details, told)
+    return Outcome(NAME, figures, details, conditions)
 
 
 def _measure_size(
@@ -176,7 +176,7 @@ def _measure_size(
     failures: dict[str, str] = {}
     progress.set_description(f"{_name(block)}: filling")
     try:
-        # One block more than is in flight: the one that is written.
+        # One block more than is in flight, for the one that is being written.
         tier = _bench.SsdBench(
             [str(file) for file in files], arguments.capacity, block, (depth + 1) * block, arguments.threads
         )
@@ -210,7 +210,7 @@ def _measure_size(
                 does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _bench.crc32c(block, _CRC_BYTES)}
             for number in range(arguments.rounds):
                 names = list(does)
-                # Writes go on where those of the last round ended, as a log's do.
+                # Writes continue where the last round ended, as a log's do.
                 blocks, share = file_bytes // block, -(-count // len(files))
                 first = number * share % blocks if blocks else 0
                 first = first if first + share <= blocks else 0
@@ -269,7 +269,7 @@ def _figures(measured: dict[str, Any], peers: Mapping[str, Peer] = NO_PEERS) -> 
         figures += [
             Figure(f"{op} {name}, {peer}", other["gb_per_s"], "GB/s") for peer, other in others.items()
         ]
-        # Other pages are another device: requests are as long as what lies together in memory.
+        # With other pages the device behaves differently, because requests are as long as memory is contiguous.
         for peer in [each for each in others if each.endswith(ON_HUGE)]:
             other = others.pop(peer)
             figures.append(Figure(f"{op} {name} / {peer}", own["gb_per_s"] / other["gb_per_s"]))
@@ -326,14 +326,14 @@ def _restart(file: Path, blocks: int) -> tuple[float, float | None]:
 
 
 def _present(asked: list[str] | None, peers: Mapping[str, Peer]) -> list[str]:
-    """The peers to measure beside the tier. A missing peer is named; if it was asked for, the benchmark ends."""
+    """The peers to measure beside the tier. A missing peer is named. If the user asked for it, the benchmark ends."""
     present = []
     for name in (*peers, CRC) if asked is None else asked:
         if why := peers[name].missing() if name in peers else None:
-            told = f"{name} is not measured, {why}: {peers[name].install}"
+            sentence = f"{name} is not measured, {why}: {peers[name].install}"
             if asked is not None:
-                sys.exit(told)
-            report.say(told)
+                sys.exit(sentence)
+            report.say(sentence)
         else:
             present.append(name)
     return present
@@ -344,7 +344,7 @@ def _peers_file(file: Path) -> Path:
 
 
 def _fill(paths: tuple[str, ...], size: int) -> int:
-    """Written files for the peers, on all of whose bytes there is something. How long they are."""
+    """Writes files for the peers, without holes, and returns their length."""
     size = size // (4 * MIB) * (4 * MIB) or size
     chunk = os.urandom(min(size, 4 * MIB))
     for path in paths:

@@ -1,4 +1,4 @@
-"""A small real vLLM in a process of its own, with or without the connector, told what to do by JSON lines."""
+"""A small real vLLM in a process of its own, with or without the connector, commanded by JSON lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS_PER_BLOCK = 32
 
 
 class VllmProcess:
-    """See `kvlane.demo.engine` for what it can be asked."""
+    """The commands are those of `kvlane.demo.engine`."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
@@ -33,7 +33,7 @@ class VllmProcess:
         self.pid = process.pid
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
+        """Sends a command and waits for its answer."""
         assert self._process.stdin is not None
         self._asked += 1
         self._process.stdin.write(json.dumps({"id": self._asked, "op": op, **arguments}) + "\n")
@@ -46,7 +46,7 @@ class VllmProcess:
         return message
 
     def next_message(self) -> dict[str, Any]:
-        """The next line it says."""
+        """The next line of its output."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -85,7 +85,7 @@ def running(
 
 
 def tiny_model(out: Path) -> Path:
-    """The demo's smallest model, built where it is not there yet."""
+    """The demo's smallest model, built if it does not exist yet."""
     try:
         from kvlane.demo.model import TINY, build_model
 
@@ -95,7 +95,7 @@ def tiny_model(out: Path) -> Path:
 
 
 def connector(address: str) -> dict[str, Any]:
-    """vLLM's kv_transfer_config, with time enough for a busy machine."""
+    """vLLM's kv_transfer_config, with timeouts long enough for a busy machine."""
     from kvlane.bench.processes import connector_config
 
     config = connector_config(address)

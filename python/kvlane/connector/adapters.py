@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONFIGURATION = "adapter_config.json"
-# As vLLM looks for them; the first that is there is loaded.
+# In the order in which vLLM looks for them; it loads the first that exists.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 WHOLE_BELOW = 256 << 10
 """Tensors of fewer bytes are read whole; adapters are small."""
 MAX_ADAPTERS = 65_536
 """Adapters that one engine remembers; later ones take no part."""
-LOOK_SECONDS = 0.02
-"""So long a look at an adapter's files counts within a step; requests may wait for long between two steps."""
+CHECK_SECONDS = 0.02
+"""A check of an adapter's files holds for this many seconds within a step, because requests may wait long between two
+steps."""
 WHAT_TO_DO = "load changed weights under a new name and from a new folder"
 
 
@@ -45,7 +46,7 @@ class Withdrawn(Exception):
 
 
 class Moment:
-    """The step in which an engine is, and the time by its scheduler's clock; nothing where nobody tells."""
+    """The engine's present step, and the time by its scheduler's clock. Empty until `at` is called."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -60,14 +61,14 @@ class Moment:
         self._step += 1
 
     def stamp(self) -> tuple[int, float] | None:
-        """This moment."""
+        """The step and the time; None without a time. For `is_near`."""
         return None if self._now is None else (self._step, self._now)
 
     def is_near(self, former: tuple[int, float] | None) -> bool:
-        """Whether a former moment was in this step, and just now."""
+        """Whether a stamp was taken in this step, less than CHECK_SECONDS ago."""
         if former is None or self._now is None:
             return False
-        return former[0] == self._step and self._now - former[1] < LOOK_SECONDS
+        return former[0] == self._step and self._now - former[1] < CHECK_SECONDS
 
 
 class Adapter:
@@ -115,7 +116,7 @@ class Adapter:
             return False
 
     def read(self) -> None:
-        """Take the content for what vLLM loads from now on."""
+        """Takes the present content of the files for what vLLM loads from now on."""
         try:
             self._signature, self.digest = self._content()
             self._settled = self._is_old(self._signature)
@@ -123,7 +124,7 @@ class Adapter:
             self.withdraw(str(reason))
 
     def withdraw(self, reason: str) -> None:
-        """Its requests take no part in the cache from now on."""
+        """Excludes its requests from the cache from now on, and logs the first reason."""
         if not self._withdrawn:
             self._withdrawn = True
             # Log: an adapter's files changed or cannot be read; its requests are computed, others use the cache.
@@ -182,17 +183,17 @@ class Adapters:
         path_is_hashed: bool = False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`meaning`: what of the engine's configuration changes an adapter's effect, as JSON. `path_is_hashed`:
-        vLLM's own block hashes tell apart adapters of one name by their path."""
+        """`meaning`: the part of the engine's configuration that changes an adapter's effect, as JSON.
+        `path_is_hashed`: vLLM's own block hashes distinguish adapters of one name by their path."""
         self._meaning = meaning
         self._path_is_hashed = path_is_hashed
         self.loads_are_seen = True
-        """Whether `loading` is called each time that vLLM loads an adapter for no request."""
+        """Whether `loading` is called each time that vLLM loads an adapter without a request for it."""
         self.moment = Moment()
         """Set by the scheduler role."""
         self._now_ns = now_ns
         self._started_ns = now_ns()
-        self._known: dict[tuple[int, str, str], Adapter] = {}
+        self._by_key: dict[tuple[int, str, str], Adapter] = {}
         self._by_number: dict[int, Adapter] = {}
         self._by_hash: dict[tuple[str, ...], Adapter] = {}
 
@@ -205,7 +206,7 @@ class Adapters:
     def loading(self, lora_request: LoraRequest, load: Callable[[], T]) -> T:
         """Runs `load`, by which vLLM loads an adapter before any request names it."""
         key = _key(lora_request)
-        new = key not in self._known
+        new = key not in self._by_key
         if new and _is_here(lora_request.lora_path):
             self.of(lora_request)
         try:
@@ -214,7 +215,7 @@ class Adapters:
             if new:
                 self._forget(key)
             raise
-        # An adapter from the hub is here only now.
+        # An adapter from the hub is on this host only after the load.
         adapter = self.of(lora_request)
         assert adapter is not None
         adapter.check()
@@ -222,7 +223,7 @@ class Adapters:
 
     def _of(self, lora_request: LoraRequest) -> Adapter:
         key = _key(lora_request)
-        known = self._known.get(key)
+        known = self._by_key.get(key)
         if known is not None:
             if getattr(lora_request, "load_inplace", False):
                 known.withdraw("it was loaded in place of itself")
@@ -232,10 +233,10 @@ class Adapters:
         adapter = Adapter(
             name, path, [self._meaning, extra] if extra else [self._meaning], self._now_ns, self.moment
         )
-        if len(self._known) >= MAX_ADAPTERS:
+        if len(self._by_key) >= MAX_ADAPTERS:
             adapter.withdraw(f"this engine has had {MAX_ADAPTERS} adapters before")
             return adapter
-        self._known[key] = adapter
+        self._by_key[key] = adapter
         adapter.read()
         self._compare(adapter, lora_request)
         return adapter
@@ -261,14 +262,15 @@ class Adapters:
                 each.withdraw("two adapters of different content have had this name")
 
     def _forget(self, key: tuple[int, str, str]) -> None:
-        adapter = self._known.pop(key, None)
+        adapter = self._by_key.pop(key, None)
         for table in (self._by_number, self._by_hash):
             for name in [name for name, each in table.items() if each is adapter]:
                 del table[name]  # type: ignore[arg-type]
 
 
 def watch_loads(adapters: Adapters) -> bool:
-    """Have `adapters.loading` called whenever this process's engine cores load an adapter; whether that is possible."""
+    """Makes this process's engine cores call `adapters.loading` whenever they load an adapter. Returns whether that is
+    possible."""
     from vllm.v1.engine import core as engine_core
 
     load = getattr(engine_core.EngineCore, "add_lora", None)
@@ -304,7 +306,7 @@ def _files_in(folder: Path | None) -> list[Path]:
 
 
 def _folder(path: str) -> Path | None:
-    """As vLLM finds it, but nothing is downloaded."""
+    """The adapter's folder as vLLM finds it, without a download."""
     if os.path.isabs(path) or path.startswith("~"):
         return Path(path).expanduser()
     return model_folder(path, None, None)

@@ -22,9 +22,9 @@ from kvlane.connector.vllm_protocols import KVEvent
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored
 
-# Blocks that listeners know of at the same time, some 200 bytes each: when there are more, the oldest are withdrawn.
+# Announced blocks at the same time, some 200 bytes each. Above this the oldest are withdrawn.
 ANNOUNCED_MAX = 1_000_000
-# Blocks of the last saves that are remembered, each with its event and its state at the daemon.
+# Remembered blocks of the last saves, each with its event and its state at the daemon.
 RECENT_MAX = 16_384
 # Hashes in one event.
 BATCH = 1024
@@ -46,7 +46,7 @@ class _Recent:
     event: BlockStored
     index: int
     visible: bool | None = None
-    """By the daemon's last entry: found by lookups, or gone. None without an entry."""
+    """The daemon's last entry: whether lookups find the block. None without an entry."""
     ended: bool = False
     """The save has ended, so the block may be announced."""
 
@@ -65,16 +65,16 @@ class Announcements:
         self._counters = counters
         self._most = most
         self._announced: dict[bytes, object] = {}
-        """By key, the announced hash, the oldest first."""
+        """The announced hash by key, the oldest first."""
         self._recent: OrderedDict[bytes, _Recent] = OrderedDict()
         self.era = 0
-        """Announcements that were begun in an earlier one count no more."""
+        """Counts the times when all announcements ended. Saves of a former era announce nothing."""
 
     def __len__(self) -> int:
         return len(self._announced)
 
     def begin(self, group: CacheGroup, stored: Sequence[bytes], event: BlockStored) -> Announcement:
-        """These blocks are to be saved."""
+        """Begins the announcement of blocks that are to be saved; `ended` announces them."""
         suffix = self._suffixes[group.index]
         keys = [each[:16] + suffix for each in stored]
         for index, key in enumerate(keys):
@@ -143,13 +143,13 @@ class Announcements:
         return made
 
     def forget(self) -> None:
-        """Listeners were told that all is cleared."""
+        """Forgets all announced blocks, because listeners were told that all is cleared."""
         self._announced.clear()
         self._recent.clear()
         self.era += 1
 
     def _bound(self) -> list[KVEvent]:
-        """Withdraw the oldest where there are too many; some more than needed, so that the next are not at once."""
+        """Withdraws the oldest blocks above the bound, and some more, so that the next ones do not reach it at once."""
         if len(self._announced) <= self._most:
             return []
         count = len(self._announced) - self._most + self._most // 64
@@ -159,7 +159,7 @@ class Announcements:
         return self._withdraw(oldest)
 
     def _withdraw(self, blocks: dict[bytes, object]) -> list[KVEvent]:
-        """Empties `blocks`: key, and the hash that listeners know."""
+        """The events that withdraw these blocks. Takes key and announced hash, and empties `blocks`."""
         by_group: dict[int, list[object]] = {}
         for key, hash_ in blocks.items():
             by_group.setdefault(key[-1], []).append(hash_)

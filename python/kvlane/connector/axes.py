@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # A dimension of a block in memory order: its index in the tensor without that of the blocks, and its size.
 Sized = tuple[int, int]
 KERNEL_BLOCKS = -1
-"""The index of what is no dimension of its own: blocks of the attention kernel, several of which make one block."""
+"""The index for blocks of the attention kernel, several of which make one block: no dimension of the tensor."""
 CONTENT_SIZES_MAX = 3
-"""A token has keys, values and their scales in a head: at most so many times the size of a head."""
+"""Bound on a token's content in a head, in sizes of the head: keys, values and their scales."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _facts(vllm_config: VllmConfig, group: CacheGroup, spec: KVCacheSpec, is_nam
 
 
 def _head_place(vllm_config: VllmConfig, group: CacheGroup, count: int) -> tuple[int, int] | None:
-    """Which of a layer's KV heads this rank has, if that is certain."""
+    """The first of a layer's KV heads in this rank and how many the layer has in all; None if that is not certain."""
     parallel = vllm_config.parallel_config
     tensor = parallel.tensor_parallel_size
     if tensor == 1:
@@ -85,8 +85,8 @@ def _head_place(vllm_config: VllmConfig, group: CacheGroup, count: int) -> tuple
 def dimensions(
     shape: Sequence[Sized], tensor_dimensions: int, facts: LayerFacts, layers_together: int = 1
 ) -> tuple[Dimension, ...]:
-    """`shape` with what each of its entries counts. The tensor has so many dimensions, that of the blocks among them,
-    and holds so many layers."""
+    """Names the unit that each entry of `shape` counts. `tensor_dimensions` includes that of the blocks;
+    `layers_together` layers share the tensor."""
     axes = _axes(shape, tensor_dimensions - 1, facts, layers_together)
     return tuple(
         Dimension(axis, None if index == KERNEL_BLOCKS else index, size)
@@ -101,7 +101,7 @@ def _axes(shape: Sequence[Sized], inner: int, facts: LayerFacts, layers_together
     elif facts.heads is not None and facts.is_named and inner == 3:
         known |= {0: "head", 1: "token", 2: "content"}
     elif facts.heads is not None:
-        # The numbers of a token come last, if the backend has not folded all dimensions into one.
+        # The content of a token comes last, if the backend has not folded all dimensions into one.
         if dict(shape).get(inner - 1, 0) <= CONTENT_SIZES_MAX * facts.heads.size:
             known[inner - 1] = "content"
         known |= _by_size(shape, known, facts.heads, facts.tokens or 0, layers_together)
@@ -111,7 +111,7 @@ def _axes(shape: Sequence[Sized], inner: int, facts: LayerFacts, layers_together
 def _by_size(
     shape: Sequence[Sized], known: dict[int, Axis], heads: Heads, tokens: int, layers_together: int
 ) -> dict[int, Axis]:
-    """The dimensions that only one axis can be, and that axis only them."""
+    """Names a dimension if only one axis has its size, and only this dimension has the axis's size."""
     kernel_blocks = dict(shape).get(KERNEL_BLOCKS, 1)
     sizes: dict[Axis, int] = {"half": 2, "head": heads.count, "token": tokens // kernel_blocks}
     if layers_together > 1:

@@ -103,13 +103,13 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
 def steps_at_once(vllm_config: VllmConfig) -> int:
     """How many steps an engine may have under way: more than one with async scheduling, or in a pipeline."""
     known = getattr(vllm_config, "max_concurrent_batches", None)
-    # A version that does not tell has no more than this.
+    # A version without this field has at most this many.
     return known if isinstance(known, int) else 1 + vllm_config.parallel_config.pipeline_parallel_size
 
 
 def step_kind() -> str | None:
     """How the step that begins runs its forward pass, if its layers call the connector's hooks: without CUDA graphs, or
-    with graphs between the attention layers. None for a full graph, and where vLLM does not tell."""
+    with graphs between the attention layers. None for a full graph, and if vLLM does not say."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     # A runner that replays a full graph sets no forward context (V2), or one that says so (V1).

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from kvlane.connector.core_protocols import SchedulerCore
 
-# After so long without a step the connection is looked at before a hit is promised: an idle worker lets the pool of
-# a dead daemon go after a minute.
-LOOK_BEFORE_PROMISE_SECONDS = 1.0
+# After this time without a step the connection ticks before a hit is promised, because an idle worker unmaps the pool
+# of a dead daemon after a minute.
+TICK_BEFORE_PROMISE_SECONDS = 1.0
 
 
 class Connection:
@@ -22,25 +22,25 @@ class Connection:
         self._gone: list[bytes] = []
 
     def tick(self) -> None:
-        """Once a step: reconnect, send and read what is due. Never blocks."""
+        """Called once a step: reconnects, and sends and reads what is due. Never blocks."""
         self._core.tick()
         self._ticked_at = self._clock()
 
-    def look_if_idle(self) -> None:
-        """`tick`, if there was no step for long."""
-        if self._clock() - self._ticked_at >= LOOK_BEFORE_PROMISE_SECONDS:
+    def tick_if_idle(self) -> None:
+        """Ticks if the last step was long ago."""
+        if self._clock() - self._ticked_at >= TICK_BEFORE_PROMISE_SECONDS:
             self.tick()
 
-    def has_restarted(self) -> bool:
-        """Whether the daemon's run is another one than at the last call. A new run has nothing stored."""
+    def take_restart(self) -> bool:
+        """True once for each new run of the daemon after the first. A new run has nothing stored."""
         boot = self._core.boot
         if boot is None or boot == self._boot:
             return False
         before, self._boot = self._boot, boot
         return before is not None
 
-    def newly_gone(self) -> list[bytes] | None:
-        """The runs that were left, if they are others than at the last call."""
+    def take_newly_gone(self) -> list[bytes] | None:
+        """The runs that were left, if they changed since the last call; else None."""
         gone = self._core.gone
         if gone == self._gone:
             return None

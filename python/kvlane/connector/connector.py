@@ -315,7 +315,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.frees_are_near()
+        return self._scheduler is not None and self._scheduler.free_blocks_soon()
 
     @guarded(lambda: False, "blocks of other weights may be found")
     def reset_cache(self) -> bool | None:

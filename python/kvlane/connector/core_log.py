@@ -16,7 +16,7 @@ _started_in: int | None = None
 
 
 def start(core: LogSource) -> None:
-    """Start the thread, once a process; `core` is `kvlane._core`."""
+    """Starts the thread, once a process; `core` is `kvlane._core`."""
     global _started_in
     with _lock:
         if _started_in == os.getpid():

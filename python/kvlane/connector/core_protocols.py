@@ -121,7 +121,7 @@ class LogSource(Protocol):
 
 
 class RankLayerHook(Protocol):
-    """The hook that vLLM calls after each layer."""
+    """The function that vLLM's hook calls after each layer."""
 
     def begin(self, stream: int, /) -> None: ...
     def __call__(self, layer: str, /) -> None: ...

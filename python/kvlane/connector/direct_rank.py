@@ -49,7 +49,7 @@ def start_rank(
     with unbound():
         core_log.start(_core)
     with suppress(Exception):
-        # A warning costs the rank nothing.
+        # The rank starts also if this warning fails.
         warn_of_shared_processors()
     group = the_group(cache_groups(vllm_config, kv_cache_config))
     device = gpu_of(kv_caches)
@@ -118,7 +118,7 @@ def block_copier(
 
 
 def _storages(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory in which the caches lie, by its address."""
+    """The memory that holds the caches, by its address."""
     storages: dict[int, torch.UntypedStorage] = {}
     for cache in kv_caches.values():
         for tensor in cache if isinstance(cache, list | tuple) else [cache]:

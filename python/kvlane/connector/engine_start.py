@@ -20,7 +20,8 @@ class EngineStart:
     life: tuple[str, str]
     """Two ids that vLLM gives it. A user may choose the first one, which then is the same after a restart."""
     began_ns: int | None
-    """When, by the clock of this host, before any process of the engine read weights; None where vLLM does not tell."""
+    """Nanoseconds since 1970 by this host's clock, before any process of the engine read weights; None if vLLM does not
+    say."""
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> EngineStart:

@@ -20,7 +20,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.count = 0
-        """Errors since the last `take`."""
+        """Errors counted since the last `take`."""
         self._seen: set[tuple[str, str]] = set()
 
     def record(self, where: str, error: BaseException, consequence: str) -> None:

@@ -48,9 +48,9 @@ class StepJobs:
     gone: list[bytes] = field(default_factory=list)
     """Runs that the scheduler was connected to and never is again. No load of this step or a later one is of them."""
     look_at_weights: int | None = None
-    """After this reset of the engine the workers are to look which weights they compute with."""
+    """The reset after which the workers are to digest the weights that they compute with; None in other steps."""
     others: dict[str, object] = field(default_factory=dict)
-    """By name of a further kind: what it tells its worker halves. Plain data, which vLLM pickles."""
+    """By name of a further kind: its data for its worker halves. Plain data, which vLLM pickles."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ import os
 
 from kvlane.connector.weights import STARTED_WITH, WeightsReport
 
-# A request waits for so long for the workers' answer before it is computed without the cache.
+# A request waits this long for the workers' answer, and is computed without the cache then.
 PATIENCE_SECONDS = 2.0
 
 
@@ -32,7 +32,7 @@ class KnownWeights:
         self._asked: int | None = None
         self._unknown_since: float | None = None
         self.key: bytes | None = self._first_key
-        """Mixed into the hashes of blocks; None for none."""
+        """The key that is mixed into the hashes of blocks; None for the weights that the namespace names."""
 
     @property
     def are_known(self) -> bool:
@@ -40,14 +40,14 @@ class KnownWeights:
         return self._unknown_since is None
 
     def is_worth_waiting(self, now: float) -> bool:
-        """Whether a request should wait for the workers' answer. The time begins with the first call after a reset: the
-        engine may have slept since."""
+        """Whether a request should wait for the workers' answer. The time runs from the first call after a reset,
+        because the engine may have slept in between."""
         if self._unknown_since == 0.0:
             self._unknown_since = now
         return self._unknown_since is not None and now - self._unknown_since < PATIENCE_SECONDS
 
     def forget(self) -> None:
-        """The engine was reset: its weights may be others from here on."""
+        """Draws a random key after a reset, because the weights may be others from here on."""
         self._resets += 1
         self._asked = None
         self._unknown_since = 0.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
 Region = tuple[int, int, int, int, list[int]]
 
-# Ranks share the blocks that all of them hold if there are so many bytes for each; the core asks for them.
+# Ranks that hold the same blocks share their saves if each slice has at least so many bytes; the core requires it.
 SLICE_BYTES_MIN = 512
 
 
@@ -59,7 +59,7 @@ class LayerHint:
     """A layer's facts in the engine's configuration, for tensors whose shape alone is ambiguous."""
 
     block_strides: tuple[int, ...] = ()
-    """Bytes from one block to the next, the surest first."""
+    """Bytes from one block to the next, the most certain first."""
     backend: str = ""
     """Name of the attention backend and of its packing, because two of them may order a shape's bytes differently."""
 
@@ -95,12 +95,11 @@ def group_layout(
     holders: int = 1,
     facts: Mapping[str, LayerFacts] | None = None,
 ) -> GroupLayout:
-    """The layout of the layers `names`. `layers` maps names to tensors, or lists of them (packed states).
+    """The layout of the layers `names`. `layers` maps names to tensors, or to lists of tensors (packed states).
 
-    `cut` says which part of the model this worker holds: its rank, and the engine's tensor- and pipeline-parallel
-    sizes. As many consecutive ranks as `holders` says hold the same bytes. `facts` is what vLLM's specification says of
-    layers.
-    Raises Unsupported.
+    `cut` is the part of the model in this worker: its rank, and the engine's tensor- and pipeline-parallel sizes.
+    `holders` consecutive ranks hold the same bytes. `facts` is from vLLM's specification of the layers. Raises
+    Unsupported.
     """
     names = sorted(names, key=natural_order)
     together = Counter(id(layers.get(name)) for name in names)
@@ -118,7 +117,7 @@ def group_layout(
             view = TensorView.of(tensor)
             place = (view.address, view.shape, view.strides)
             if place in stored:
-                # A layer that reads another one's cache.
+                # This layer reads another layer's cache.
                 last_region[name] = max(last_region.get(name, 0), stored[place])
                 continue
             found, shape = tensor_regions(view, num_blocks, hint.block_strides, f"{name}[{part}]")
@@ -150,8 +149,8 @@ def group_layout(
 
 
 def run_lengths(regions: Iterable[Region], blocks: Iterable[int] = (0,)) -> list[int]:
-    """The lengths of the contiguous runs that blocks are copied in, whose extents follow each other in the pool: pieces
-    that follow each other are one. The core's `plan` cuts them so; both are tested with the same cases."""
+    """The lengths of the contiguous runs in which blocks are copied, if their extents follow each other in the pool.
+    Adjacent pieces make one run. The core's `plan` cuts runs the same way; both have the same test cases."""
     regions = list(regions)
     runs: list[int] = []
     end = None
@@ -255,8 +254,9 @@ def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
         inner = getattr(spec, "kv_cache_specs", {})
         for name in group.layer_names:
             page = inner.get(name, spec).page_size_bytes
-            # The pages of all layers, where one tensor before 0.29 holds them; a page; or half of one, where keys and
-            # values are two halves of the tensor. Caches apart step nowhere as far as all pages, so the order is safe.
+            # The candidates: the pages of all layers, which one tensor holds before 0.29; a page; or half of one, if
+            # keys and values are two halves of the tensor. Separate caches never step as far as all pages, so the order
+            # is safe.
             all_pages = page * len(kv_cache_config.kv_cache_tensors)
             strides = [packed.get(name, 0), all_pages, page, page // 2]
             hints[name] = LayerHint(

@@ -23,7 +23,7 @@ class KVLaneWorkerMetadata(KVConnectorWorkerMetadata):
     ended: dict[int, JobEnd]
     weights: WeightsReport | None = None
     others: dict[str, Mergeable] = field(default_factory=dict)
-    """By name of a further kind: what its worker halves say besides ends of jobs."""
+    """By name of a further kind: the report of its worker halves besides ends of jobs."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVLaneWorkerMetadata:
         """The merged reports of this and the other ranks."""

@@ -114,7 +114,7 @@ def fix_hash_seed(algorithm: str) -> bytes | None:
 
 
 def drawn_hash_seed() -> bytes | None:
-    """The hash that this process's engine core really starts with; None before it was drawn."""
+    """The hash that this process's engine core starts chains with; None before it was drawn."""
     from vllm.v1.core import kv_cache_utils
 
     return getattr(kv_cache_utils, "NONE_HASH", None)

@@ -9,11 +9,11 @@ from kvlane.connector.vllm_protocols import Block, BlockPool
 
 
 class Pins:
-    """The engine's block pool, as far as blocks are pinned in it."""
+    """The engine's block pool, and the references that kvlane holds on its blocks."""
 
     def __init__(self) -> None:
         self.pool: BlockPool | None = None
-        """vLLM's block pool; nothing can be pinned, and so nothing be copied, before `bind`."""
+        """vLLM's block pool. None before `bind`: nothing can be pinned, and so nothing is copied."""
 
         self.was_reset = True
         """Whether vLLM's last reset of the pool succeeded; True if there was none."""
@@ -24,10 +24,10 @@ class Pins:
         before_reset: Callable[[], None] | None = None,
         after_reset: Callable[[], None] | None = None,
     ) -> None:
-        """From now on blocks of this pool are pinned.
+        """Pins blocks of this pool from now on.
 
-        vLLM resets its pool before it tells its connector, and refuses while one block is held. So `before_reset` is
-        called first; `after_reset` when it succeeded.
+        vLLM resets its pool before it tells its connector, and refuses while any block is referenced. So the pool's
+        reset calls `before_reset` first, and `after_reset` if it succeeded.
         """
         self.pool = pool
         if before_reset is None:
@@ -44,21 +44,21 @@ class Pins:
         pool.reset_prefix_cache = reset_prefix_cache
 
     def are_all(self, pinned: Iterable[Block]) -> bool:
-        """Whether nobody holds a block of the pool but these pins; a block is named as often as it is pinned."""
+        """Whether these pins hold all referenced blocks of the pool. A block is named as often as it is pinned."""
         times = Counter(block.block_id for block in pinned)
         assert self.pool is not None
         blocks = self.pool.blocks
         ours = sum(1 for block_id, count in times.items() if blocks[block_id].ref_cnt == count)
-        # The null block counts as used.
+        # The null block is never free.
         return len(blocks) - self.pool.get_num_free_blocks() - 1 == ours
 
     def pin(self, blocks: Sequence[Block]) -> None:
-        """One reference more on each."""
+        """Adds a reference to each."""
         assert self.pool is not None
         self.pool.touch(blocks)
 
     def unpin(self, blocks: Sequence[Block]) -> None:
-        """Give the references back; `blocks` are in the order of their prompts."""
+        """Drops a reference of each; `blocks` are in the order of their prompts."""
         assert self.pool is not None
-        # The end of a prompt is worth the least without its beginning, so it is offered for reuse first.
+        # The end of a prompt is worth least without its beginning, so it is offered for reuse first.
         self.pool.free_blocks(reversed(blocks))

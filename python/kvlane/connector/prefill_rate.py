@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
 
-# A request with fewer tokens in a step generates, also where a drafter proposes some: that says nothing of prompts.
+# A request with fewer tokens in a step generates, even with a drafter's tokens. It shows nothing of prompts.
 PROMPT_TOKENS_MIN = 32
 # Steps with fewer tokens of prompts say little.
 TOKENS_MIN = 64
@@ -34,7 +34,7 @@ class PrefillRate:
         if len(self._steps) < (self._steps.maxlen or 0):
             return
         steps = list(self._steps)
-        # The oldest step is over now. Its own time began when the step before it was over, and one more was planned.
+        # The oldest step is over now. It ran from the end of the step before it, at which one more step was planned.
         tokens = sum(count for count in steps[0][1].values() if count >= PROMPT_TOKENS_MIN)
         if tokens < TOKENS_MIN:
             return

@@ -46,7 +46,7 @@ class RequestState:
     asked_tokens: int = 0
     """The upper bound given to the last lookup."""
     local_tokens: int = 0
-    """Tokens that the engine's own cache had at the last scheduling attempt."""
+    """Tokens in the engine's own cache at the last scheduling attempt."""
     promised_by: str | None = None
     """The kind of job that promised tokens at the last scheduling attempt."""
     loading: int | None = None
@@ -96,7 +96,7 @@ class RequestState:
         self.next_save = 0
 
     def tokens_to_find(self, groups: Sequence[CacheGroup], alignment: int, limit: int) -> int:
-        """How many of its first tokens others can find once the saves that are under way have ended well: a multiple of
+        """The number of its first tokens that others can find once the saves in progress have ended well: a multiple of
         `alignment`, and at most `limit`."""
         tokens = min(limit, *(self.saved_blocks[group.index] * group.tokens_per_block for group in groups))
         while True:
@@ -142,7 +142,7 @@ class GroupHashes:
         scale = self._scale[group.index]
         hashes = state.request.block_hashes
         if scale == 1:
-            # A slice of vLLM's list is a list.
+            # vLLM's list slices to a plain list.
             return cast("list[bytes]", hashes[first:end])
         return [hashes[(block + 1) * scale - 1] for block in range(first, end)]
 

@@ -23,7 +23,7 @@ WAIT_FOR_FREES_SECONDS = 2.0
 
 @dataclass
 class _Save:
-    """A save under way."""
+    """A save in progress."""
 
     blocks: list[Block] = field(default_factory=list)
     """Pinned blocks, in the order of their prompts."""
@@ -95,7 +95,7 @@ class Saves:
         return self._pinned
 
     def frees_are_near(self, now: float) -> bool:
-        """Whether waiting for pinned blocks is better than preempting."""
+        """Whether waiting for pinned blocks is better than preempting, because a save is young."""
         young = (save for save in self._running.values() if now - save.since < WAIT_FOR_FREES_SECONDS)
         return any(save.blocks for save in young)
 

@@ -165,7 +165,7 @@ class SchedulerSide:
         state = self.requests.get(request.request_id)
         promised_by = state.promised_by if state is not None else None
         if external_tokens and promised_by is None:
-            # No kind has promised them, but the engine waits for them: the load is reported as failed.
+            # No kind has promised these tokens, but the engine waits for them. So the load is reported as failed.
             promised_by = self.loads.name
         if state is not None and external_tokens:
             state.awaits_tokens = True
@@ -211,7 +211,7 @@ class SchedulerSide:
     # Kinds
 
     def _notify(self, what: str, notify: Callable[[SchedulerKind], None], then: str = WITHOUT_IT) -> None:
-        """Tell every kind. One that fails does not keep the others from hearing it."""
+        """Calls every kind. One that fails does not keep the others from being called."""
         for kind in self.kinds:
             try:
                 notify(kind)
@@ -219,7 +219,7 @@ class SchedulerSide:
                 self._failed(what, kind, error, then)
 
     def _says(self, what: str, ask: Callable[[SchedulerKind], bool]) -> bool:
-        """Ask the kinds one after the other until one says yes."""
+        """Calls the kinds in order until one returns True."""
         for kind in self.kinds:
             try:
                 if ask(kind):
@@ -240,7 +240,7 @@ class SchedulerSide:
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
-        if self._connection.has_restarted():
+        if self._connection.take_restart():
             self._notify("a new daemon", lambda kind: kind.daemon_restarted())
         self._plan_runs(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
@@ -273,7 +273,7 @@ class SchedulerSide:
 
     def _plan_runs(self, jobs: StepJobs) -> None:
         """Names the daemon's runs whose pools the workers may unmap."""
-        gone = self._connection.newly_gone()
+        gone = self._connection.take_newly_gone()
         if gone is not None:
             self._notify("a daemon that is gone", lambda kind: kind.runs_gone(gone))
         boots = {load.boot for load in jobs.loads}
@@ -290,16 +290,16 @@ class SchedulerSide:
         """Whether the engine has to keep stepping although no request runs."""
         return self._says("pending work", lambda kind: kind.pending())
 
-    def frees_are_near(self) -> bool:
-        """Whether blocks come free without preempting a request."""
-        return self._says("blocks that come free", lambda kind: kind.frees_are_near())
+    def free_blocks_soon(self) -> bool:
+        """Makes blocks come free if a kind can. True if they will, so that vLLM need not preempt a request."""
+        return self._says("blocks that come free", lambda kind: kind.free_blocks_soon())
 
     # Resets
 
     def before_pool_reset(self) -> None:
         """vLLM is about to reset its own cache. It refuses while any block is referenced."""
         held = self._pinned()
-        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
+        # If others hold blocks, or a load is still writing, vLLM refuses anyhow.
         if held and self.pins.pool is not None and self.pins.are_all(held):
             self._notify("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
 

@@ -113,12 +113,12 @@ class PoolInfo:
     def __init__(self, gauge: PromMetric, labels: Sequence[object]) -> None:
         self._gauge = gauge
         self._labels = labels
-        self._known: Part = {}
+        self._parts: Part = {}
         self._shown: tuple[str, str] | None = None
 
     def hear(self, part: Part) -> None:
-        """Merge a part, and update the metric if that changes it."""
-        self._known.update(part)
+        """Merges a part, and updates the metric if that changes it."""
+        self._parts.update(part)
         named = self._named()
         if named == self._shown:
             return
@@ -134,9 +134,9 @@ class PoolInfo:
         self._shown = named
 
     def _named(self) -> tuple[str, str] | None:
-        """Daemon and space. None without a daemon, or until all parts have come."""
-        ranks = [self._known.get(str(rank)) for rank in range(int(self._known.get("workers", 0)))]
-        daemon = self._known.get("daemon")
+        """Daemon and space, if all parts have come; else None."""
+        ranks = [self._parts.get(str(rank)) for rank in range(int(self._parts.get("workers", 0)))]
+        daemon = self._parts.get("daemon")
         if not daemon or None in ranks:
             return None
-        return daemon, digest16([self._known["blocks"], *ranks]).hex()
+        return daemon, digest16([self._parts["blocks"], *ranks]).hex()

@@ -15,5 +15,5 @@ class Stream:
     last_region: dict[str, int]
     """The last region that each layer reads; empty if loads cannot be awaited in parts."""
     step_kind: Callable[[], str | None]
-    """Of the step that begins: how vLLM runs its forward pass. None where layers do not call their hooks, as in a full
-    CUDA graph. Steps of one kind call the same hooks."""
+    """How vLLM runs the forward pass of the step that begins. None if layers do not call their hooks, as in a full CUDA
+    graph. Steps of one kind call the same hooks."""

@@ -67,7 +67,7 @@ class WeightsReport:
     """Each rank's label; None if the rank cannot digest its weights."""
 
     def merge(self, other: WeightsReport) -> WeightsReport:
-        """The merged report of this and other ranks. Of two resets the later one counts."""
+        """The merged report of this and other ranks. The report of the later reset wins."""
         if self.reset != other.reset:
             return max(self, other, key=lambda report: report.reset)
         return WeightsReport(self.reset, self.labels | other.labels)
@@ -77,11 +77,11 @@ class Weights:
     """The weights of one worker."""
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None) -> None:
-        """`parameters` gives the names and tensors that the worker computes with, None if they cannot be looked at.
-        Takes the first digest."""
+        """`parameters` gives the names and tensors that the worker computes with; None if they cannot be read. Takes
+        the first digest."""
         self._parameters = parameters
         self._labels: OrderedDict[bytes, str] = OrderedDict()
-        # Without digests: what the weights were named since the last look.
+        # The name given since the last `label`, if there are no digests.
         self._named: str | None = None
         if parameters is not None:
             self._labels[digest(parameters())] = STARTED_WITH
@@ -95,7 +95,7 @@ class Weights:
             self._remember(digest(self._parameters()), f"version {version}")
 
     def label(self, reset: int) -> str | None:
-        """The label of the present weights after the engine's reset of that number; None if they have none."""
+        """The label of the present weights after the engine's reset number `reset`; None if they have none."""
         if self._parameters is None:
             named, self._named = self._named, None
             return f"version {named}" if named is not None else None
@@ -111,7 +111,7 @@ class Weights:
 
 
 def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """blake2b of samples of all parameters, in the order of their names; each memory once."""
+    """blake2b of samples of all parameters, in the order of their names. Shared memory counts once."""
     hasher = hashlib.blake2b(digest_size=16)
     seen: set[int] = set()
     is_synchronized = False
@@ -132,7 +132,7 @@ def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def _samples(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bytes:
-    """Bytes of a parameter's memory, in whatever order its dimensions lie."""
+    """Sampled bytes of a parameter's memory, regardless of its dimensions' order."""
     import torch
 
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -141,14 +141,14 @@ def _samples(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bytes:
         return memory.cpu().numpy().tobytes()
     each = words // SAMPLED_WORDS
     place = torch.arange(SAMPLED_WORDS, dtype=torch.int64)
-    # Not always the same word of a row: rows may be as long as the distance between two samples.
+    # The sampled word shifts within its stretch, because rows may be as long as the stretch.
     places = place * words // SAMPLED_WORDS + place * 2654435761 % each
     sampled = memory[: words * WORD_BYTES].view(torch.int32)[places.to(tensor.device)]
     return sampled.cpu().numpy().tobytes()
 
 
 class ModelRunner(Protocol):
-    """vLLM's model runner, or its worker, as far as it is asked for its model."""
+    """The method of vLLM's model runner, or of its worker, that gives its model."""
 
     def get_model(self) -> torch.nn.Module: ...
 
@@ -182,8 +182,8 @@ def parameters_of(runner: ModelRunner) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def parameters_move(vllm_config: VllmConfig) -> bool:
-    """Whether parameters get other content although the weights are the same, so that a digest tells nothing: experts
-    that change places, layers that take turns in one memory."""
+    """Whether the parameters' memory changes while the weights stay the same, so a digest shows nothing. Experts change
+    places, or layers take turns in one memory."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return True
     offload = getattr(vllm_config, "offload_config", None)

@@ -40,7 +40,7 @@ def memo_folder() -> Path | None:
     """`kvlane/weights` in the user's cache folder; None for a user without a home."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        # The standard says that a relative path is to be ignored.
+        # The XDG standard has relative paths ignored.
         base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
     except RuntimeError:
         return None
@@ -48,12 +48,12 @@ def memo_folder() -> Path | None:
 
 
 class WeightsMemo:
-    """Entries in this process and in a folder; a folder that cannot be used is done without."""
+    """Entries in this process and in a folder. A folder that cannot be used is left out."""
 
     def __init__(self, folder: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._folder = folder
         self._now_ns = now_ns
-        self._known: dict[str, WeightsContent] = {}
+        self._cached: dict[str, WeightsContent] = {}
 
     def content(self, files: Sequence[Path]) -> WeightsContent:
         """The content of these files, remembered or read. Raises OSError, and FilesChanging if they keep changing."""
@@ -72,20 +72,20 @@ class WeightsMemo:
         raise FilesChanging("the weight files changed while they were read")
 
     def _find(self, key: str) -> WeightsContent | None:
-        known = self._known.get(key)
+        known = self._cached.get(key)
         if known is None and self._folder is not None:
             known = _read_entry(self._folder, key)
         return known
 
     def _keep(self, key: str, content: WeightsContent) -> None:
-        if len(self._known) >= ENTRIES:
-            self._known.clear()
-        self._known[key] = content
+        if len(self._cached) >= ENTRIES:
+            self._cached.clear()
+        self._cached[key] = content
         if self._folder is not None:
             try:
                 _write_entry(self._folder, key, content)
             except OSError:
-                # A memo that cannot be written costs time at the next start, and nothing else.
+                # A failed write costs time at the next start, and nothing else.
                 return
 
 
@@ -101,7 +101,7 @@ def _check(key: str, digest: str, weaker: bool) -> str:
 
 
 def _read_entry(folder: Path, key: str) -> WeightsContent | None:
-    """None for an entry that is missing, damaged, or may have been written by others."""
+    """The entry at this name; None if it is missing or damaged, or others may have written it."""
     try:
         opened = _open_folder(folder)
     except OSError:
@@ -130,7 +130,7 @@ def _write_entry(folder: Path, key: str, content: WeightsContent) -> None:
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     opened = _open_folder(folder)
     try:
-        # Several processes may write the same entry; each has its own file until it is complete.
+        # Several processes may write the same entry, so each writes a file of its own and renames it.
         part = f"{key}.{os.getpid()}.{threading.get_ident()}.part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(part, flags, 0o600, dir_fd=opened)
@@ -150,7 +150,7 @@ def _write_entry(folder: Path, key: str, content: WeightsContent) -> None:
 
 
 def _open_folder(folder: Path) -> int:
-    """Raises PermissionError for a folder that others may write."""
+    """Opens the folder. Raises PermissionError if others may write it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not _only_ours(os.fstat(opened)):
         os.close(opened)

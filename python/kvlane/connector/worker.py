@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
-from kvlane.connector.kinds import LookAtWeights, worker_kinds
+from kvlane.connector.kinds import DigestWeights, worker_kinds
 from kvlane.connector.kinds.direct_offer import OfferDirect, RankGone
 from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.shared_pool import WorkerPart
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
 
-# In the order in which the agent of direct hand-offs tells them.
+# In the order in which the agent of direct hand-offs returns them.
 DIRECT_COUNTS = (
     "direct_reads",
     "direct_failed_reads",
@@ -31,8 +31,8 @@ WITHOUT_IT = "the engine goes on without it"
 
 
 class WorkerSide:
-    """All of the worker role. Its methods may raise; the connector guards them. A kind that fails is logged and
-    counted, and the others go on."""
+    """The worker role. Its methods may raise; the connector guards them. A kind that fails is logged and counted, and
+    the others go on."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WorkerSide:
         self.counters = self._shared.counters
         self.pool = WorkerPart(rank)
         self.kinds = kinds(self._shared)
-        (self._weights,) = (each for each in self.kinds if isinstance(each, LookAtWeights))
+        (self._weights,) = (each for each in self.kinds if isinstance(each, DigestWeights))
         self.on_layer_computed: LayerHook | None = None
         """The same after a layer has written its KV cache."""
         self.on_layer: LayerHook | None = None
@@ -56,7 +56,7 @@ class WorkerSide:
 
     @property
     def weights(self) -> Weights | None:
-        """The weights that the model computes with; None if they could not be found."""
+        """The weights that the model computes with; None if they were not found."""
         return self._weights.weights
 
     @weights.setter
@@ -70,8 +70,9 @@ class WorkerSide:
         replicas: Sequence[int] = (),
         layouts: Sequence[bytes] = (),
     ) -> None:
-        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas`
-        says for each group how many consecutive ranks hold the same blocks, if any do; `layouts` how a block is cut."""
+        """Sets the core's worker. Before this, and after `detach`, every job fails. `stream` is for caches on a GPU.
+        `replicas` has, for each group, how many consecutive ranks hold the same blocks; it is empty if none do.
+        `layouts` has the cut of each group's blocks."""
         self._shared.core = core
         self._shared.stream = stream
         self._shared.replicas = replicas
@@ -89,7 +90,7 @@ class WorkerSide:
         return self._shared.core is not None
 
     def detach(self) -> None:
-        """End all copies: the KV caches are about to go away."""
+        """Ends all copies, because the KV caches are about to go away."""
         direct, self._shared.direct = self._shared.direct, None
         if direct is not None:
             direct.agent.close()
@@ -106,7 +107,7 @@ class WorkerSide:
         self._notify("the end of copies", lambda kind: kind.detached())
 
     def bind(self, jobs: StepJobs) -> None:
-        """A step begins."""
+        """Begins a step."""
         # In a pipeline with a drafter, vLLM ends a step in the last stage only.
         self.start_saves()
         self._jobs = jobs
@@ -136,7 +137,7 @@ class WorkerSide:
                 self.on_layer_computed = hook if former is None else _one_after_the_other(former, hook)
 
     def start_saves(self) -> None:
-        """The step's forward pass is over: start what waited for it. Calling it again changes nothing."""
+        """Called after the step's forward pass: starts what waited for it. Calling it again changes nothing."""
         if self._jobs is None or self._is_computed:
             return
         self._is_computed = True
@@ -144,7 +145,7 @@ class WorkerSide:
         self._notify("a computed step", lambda kind: kind.computed(jobs))
 
     def unbind(self) -> None:
-        """A step ends. Steps without a forward pass have not started their saves yet in some versions."""
+        """Ends a step. In some versions, steps without a forward pass have not started their saves before."""
         self.start_saves()
         self._jobs = None
 
@@ -170,7 +171,7 @@ class WorkerSide:
         return longest
 
     def _notify(self, what: str, notify: Callable[[WorkerKind], None]) -> None:
-        """Tell every kind. One that fails does not keep the others from hearing it."""
+        """Calls every kind. One that fails does not keep the others from being called."""
         for kind in self.kinds:
             try:
                 notify(kind)

@@ -25,7 +25,7 @@ _DRAWING = ("matplotlib", "tqdm")
 
 
 def main() -> int:
-    """Run the demo; its exit status."""
+    """Runs the demo, and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="kvlane demo", description="Real vLLM engines on this machine: cold, warm, killed, restarted."
     )
@@ -67,7 +67,7 @@ def main() -> int:
         )
     ran_on = gpus[0] if setup.device == "cuda" else report.machine_facts()["cpu"]
     report.say(f"engines on {setup.device}: {ran_on}")
-    # Also a terminated demo ends its engines.
+    # A terminated demo ends its engines too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -98,14 +98,14 @@ def lacking() -> str | None:
     names = missing_packages()
     if not names:
         return None
-    told = f"kvlane demo needs {', '.join(names)} beside {sys.executable}"
+    needs = f"kvlane demo needs {', '.join(names)} beside {sys.executable}"
     if any(name in names for name in _ENGINE):
         # How to install vLLM depends on the device.
         return (
-            f"{told}: start it with the Python of an environment that has vLLM 0.24 to 0.33, and install "
+            f"{needs}: start it with the Python of an environment that has vLLM 0.24 to 0.33, and install "
             f"kvlane's wheel and {' and '.join(_DRAWING)} there; in a checkout, `make demo` makes one"
         )
-    return f"{told}: {extra.install(names)}"
+    return f"{needs}: {extra.install(names)}"
 
 
 def _cache() -> Path:
@@ -115,7 +115,7 @@ def _cache() -> Path:
 def _run(
     arguments: argparse.Namespace, setup: Setup, model: Path, folder: Path, logs: Path
 ) -> tuple[Demo, list[Scenario]]:
-    """All scenarios in order. One that a process failed in is the last: the next ones build on it."""
+    """Runs all scenarios in order. It stops after one in which a process failed, because the next ones build on it."""
     from tqdm import tqdm
 
     daemon = Daemon(folder, arguments.pool_size, logs, "auto" if setup.device == "cuda" else "off")

@@ -1,4 +1,4 @@
-"""Whether the demo's engines run on the CPU or on a GPU, and with what: the smallest thing that shows the same."""
+"""Chooses the CPU or a GPU for the demo's engines, with the smallest setup that shows the same."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SETUPS = {
 
 
 class NoSuchDevice(Exception):
-    """The device that was asked for cannot be had; the message says why."""
+    """The device that the user chose cannot be had; the message says why."""
 
 
 def visible_gpus(kvlane: str) -> list[str]:
-    """Names of the GPUs that the daemon could use, asked of the program `kvlane`."""
+    """Names of the GPUs that the daemon could use, as the program `kvlane` reports them."""
     asked = subprocess.run([kvlane, "doctor", "--json"], capture_output=True, text=True, check=False)
     try:
         return usable_gpus(json.loads(asked.stdout)["findings"])
@@ -76,7 +76,7 @@ def vllm_here() -> str | None:
 
 
 def choose(wanted: str, gpus: list[str], vllm: str | None) -> Setup:
-    """The setup for `wanted`, one of DEVICES, with the vLLM that is there. Raises NoSuchDevice."""
+    """The setup for `wanted`, one of DEVICES, and the installed vLLM. Raises NoSuchDevice."""
     if wanted == "auto":
         wanted = "cuda" if vllm == "cuda" else "cpu"
     if vllm not in (None, wanted):

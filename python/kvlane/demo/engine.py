@@ -33,8 +33,8 @@ class _Engine:
 
         options: dict[str, Any] = {}
         if settings.device == "cuda":
-            # The cache has a size of its own; this share must be free at the start, beside another engine. Steps are
-            # asked for one by one, so none is planned ahead.
+            # The cache has a size of its own. This share must be free at the start, beside another engine. Steps are
+            # requested one by one, so none is planned ahead.
             options |= {"gpu_memory_utilization": 0.3, "async_scheduling": False}
         if settings.connector:
             options["kv_transfer_config"] = json.loads(settings.connector)
@@ -61,8 +61,8 @@ class _Engine:
         self._count_external_hits()
 
     def _count_external_hits(self) -> None:
-        """Where vLLM makes its numbers: before 0.30 those of steps without an output reach no counter, and the step
-        that starts a load is one of them."""
+        """Counts external hits where vLLM makes its numbers. Before 0.30 those of steps without an output reach no
+        counter, and the step that starts a load is one of them."""
         make_stats = self._core.scheduler.make_stats
 
         def make_and_count(*arguments: Any, **named: Any) -> Any:

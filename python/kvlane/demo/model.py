@@ -47,7 +47,7 @@ class ModelShape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * self.vocab * self.hidden
 
 
-# Starts in no time; for tests.
+# Starts at once; for tests.
 TINY = ModelShape(layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=512)
 # A 2,000-token prefill takes seconds on two CPU cores. In float32, because bfloat16 is fast on some CPUs only, and
 # because rounding then does not change an answer between a computed and a loaded prefix.
@@ -154,7 +154,7 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
 
 
 def _write_weights(directory: Path, shape: ModelShape, seed: int) -> None:
-    # Late: the package imports without torch.
+    # Imported late, because the package must import without torch.
     import torch
     from safetensors.torch import save_file
 

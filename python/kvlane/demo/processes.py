@@ -1,4 +1,4 @@
-"""The demo's processes: engines that are asked by JSON lines, and the daemon. All can be killed like any process."""
+"""The demo's processes: engines that obey JSON lines, and the daemon. All can be killed like any process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ENGINE_ENVIRONMENT = {
 
 
 class ProcessFailed(Exception):
-    """A process of the demo ended, went silent, or refused a command."""
+    """A process of the demo ended, hung, or refused a command."""
 
 
 class Engine:
-    """One vLLM with the connector; see `kvlane.demo.engine` for what it can be asked."""
+    """One vLLM with the connector. Its commands are those of `kvlane.demo.engine`."""
 
     def __init__(self, name: str, model: Path, address: str, logs: Path, setup: Setup) -> None:
         self.name = name
@@ -55,13 +55,13 @@ class Engine:
             )
 
     def wait_ready(self, timeout_s: float = 300) -> None:
-        """Return when the model is loaded."""
+        """Waits until the model is loaded."""
         message = self._next_message(timeout_s)
         if message.get("event") != "ready":
             raise ProcessFailed(f"engine {self.name} began with {message} instead of saying that it is ready")
 
     def start(self, op: str, **arguments: Any) -> int:
-        """Send a command and return its number without waiting."""
+        """Sends a command and returns its number without waiting."""
         assert self._process.stdin is not None
         self._asked += 1
         line = json.dumps({"id": self._asked, "op": op, **arguments}) + "\n"
@@ -73,7 +73,7 @@ class Engine:
         return self._asked
 
     def wait_first_token(self, number: int) -> None:
-        """Return when a request of that `generate` has its first token."""
+        """Waits until a request of that `generate` has its first token."""
         while True:
             message = self._next_message()
             if "event" not in message:
@@ -84,7 +84,7 @@ class Engine:
                 return
 
     def result(self, number: int) -> dict[str, Any]:
-        """The answer to a command."""
+        """Waits for the answer to a command."""
         while True:
             message = self._next_message()
             if "event" in message:
@@ -96,7 +96,7 @@ class Engine:
             return message
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
+        """Sends a command and waits for its answer."""
         return self.result(self.start(op, **arguments))
 
     def kill(self) -> None:
@@ -105,7 +105,7 @@ class Engine:
         self._process.wait()
 
     def close(self) -> None:
-        """End it, if it still runs."""
+        """Ends it, if it still runs."""
         if self._process.poll() is None:
             self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -121,7 +121,7 @@ class Engine:
         return [line for line in lines if "Traceback (most recent call last)" in line or " ERROR " in line]
 
     def _next_message(self, timeout_s: float = 180) -> dict[str, Any]:
-        """The next line. Waits on the pipe itself, so that a hung engine is told from a slow one by the time only."""
+        """The next line. Waits on the pipe itself: a hung engine differs from a slow one only in the time."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -167,7 +167,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Starts it, and waits until it answers."""
         assert self._process is None, "the daemon runs already"
         command = [beside_python("kvlane"), "serve", "--listen", self.address, "--http", self._http]
         command += ["--pool-size", self._pool_size, "--gpu", self._gpu, *self._flags]
@@ -183,7 +183,7 @@ class Daemon:
         self._process = None
 
     def close(self) -> None:
-        """End it in good order, if it still runs."""
+        """Ends it in good order, if it still runs."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(timeout=30)
@@ -199,7 +199,7 @@ class Closes(Protocol):
 
 
 def close_all(processes: Iterable[Closes]) -> None:
-    """End them all, whatever one of them does about it."""
+    """Ends them all, even if one of them fails to end."""
     for process in processes:
         try:
             process.close()

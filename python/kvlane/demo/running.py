@@ -16,7 +16,7 @@ _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_at_signals() -> None:
-    """From here on SIGINT and SIGTERM raise SystemExit, once: a second one must not end the ending."""
+    """From here on SIGINT and SIGTERM raise SystemExit, once, because a second one must not stop the cleanup."""
     for number in _ENDS:
         signal.signal(number, _end)
 
@@ -28,7 +28,7 @@ def _end(number: int, _: object) -> None:
 
 
 def run(steps: Sequence[Callable[[Callable[[str], object]], Scenario]]) -> list[Scenario]:
-    """All scenarios in order. One in which a process failed is the last: the next ones build on it."""
+    """Runs all scenarios in order. It stops after one in which a process failed, because the next ones build on it."""
     finished: list[Scenario] = []
     with tqdm(total=len(steps), unit="scenario", bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]") as bar:
         for scenario in steps:
@@ -39,6 +39,6 @@ def run(steps: Sequence[Callable[[Callable[[str], object]], Scenario]]) -> list[
                 break
             finally:
                 bar.update()
-            told = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
-            bar.write(f"{finished[-1].name}: {told}", file=sys.stderr)
+            outcome = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
+            bar.write(f"{finished[-1].name}: {outcome}", file=sys.stderr)
     return finished

@@ -39,19 +39,19 @@ class Scenario:
         return not self.problems
 
     def must(self, holds: bool, sentence: str) -> None:
-        """Note `sentence` as a problem unless it holds."""
+        """Records `sentence` as a problem unless the condition holds."""
         if not holds:
             self.problems.append(sentence)
 
     def timed(self, ttfts_ms: Iterable[float]) -> None:
-        """Note times to first token: each, and what they come to."""
+        """Records times to first token: each one, and their summary."""
         each = list(ttfts_ms)
         self.figures |= {"ttft_ms": summary(each), "ttft_each_ms": each}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt, the answer from an engine's own prefix cache, and what its blocks held then."""
+    """A prompt, the answer from an engine's own prefix cache, and the content of its blocks then."""
 
     prompt: list[int]
     answer: dict[str, Any]
@@ -60,7 +60,7 @@ class Reference:
 
 
 class Demo:
-    """Engines, daemon and references, handed from scenario to scenario."""
+    """Engines, daemon and references, passed from scenario to scenario."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Demo:
         self._model = model
         self._logs = logs
         self._setup = setup
-        # With the 8 bits of bfloat16 another rounding alone leads to another answer.
+        # With the 8 bits of bfloat16 another rounding alone may change the answer.
         self._other_batch = OTHER_BATCH if setup.shape.dtype == "float32" else None
         self._source = random.Random(seed)
         self._prompt_tokens = prompt_tokens
@@ -169,7 +169,7 @@ class Demo:
         return scenario
 
     def together(self, step: Callable[[str], object]) -> Scenario:
-        """Engine B, started while A lives, and A load the same prompts at the same time."""
+        """Starts engine B while A lives, and both load the same prompts at the same time."""
         scenario = Scenario("shared: engines A and B at once")
         a, b = self.engines
         step("engine B gets ready")
@@ -192,7 +192,7 @@ class Demo:
         return scenario
 
     def engine_killed(self, step: Callable[[str], object]) -> Scenario:
-        """A computes a prompt that B never saw, is killed while it works on the next; B hits what A left."""
+        """Kills A while it works on a prompt, after it computed one that B never saw; B hits what A left."""
         scenario = Scenario("engine A killed -9: B hits its prefix")
         a, b = self.engines
         step("engine A computes a new prompt")
@@ -232,7 +232,7 @@ class Demo:
         return scenario
 
     def daemon_restarted(self, step: Callable[[str], object]) -> Scenario:
-        """The daemon is killed while B works, is away, and comes back."""
+        """Kills the daemon while B works, and starts it again later."""
         scenario = Scenario("daemon killed and restarted under load")
         b = self.engines[1]
         known, newcomer = self._references[:2], self._new_prompt()
@@ -274,7 +274,7 @@ class Demo:
         return scenario
 
     def no_exceptions(self, step: Callable[[str], object]) -> Scenario:
-        """Through all of it, nothing may have reached vLLM as an exception."""
+        """Checks that no exception reached vLLM in all of it."""
         scenario = Scenario("no exception in vLLM's logs")
         step("logs are read")
         for engine in self.engines:
@@ -308,7 +308,7 @@ class Demo:
         return [self._source.randrange(4, 32_000) for _ in range(self._prompt_tokens)]
 
     def _warm_up(self, engine: Engine) -> None:
-        """Lets the engine do what it does only once, with a prompt too short to be kept."""
+        """Has the engine do its one-time work, with a prompt too short to be kept."""
         engine.ask("generate", prompts=[self._new_prompt()[: BLOCK_TOKENS // 2]], tokens=2)
 
     def _answer(self, engine: Engine, prompt: list[int]) -> dict[str, Any]:
@@ -322,13 +322,13 @@ class Demo:
         return Reference(prompt, own, digests, cold)
 
     def _settle(self, engine: Engine) -> None:
-        """Return when all that the engine computed is saved and visible."""
+        """Waits until all that the engine computed is saved and visible."""
         engine.ask("drain")
         with _tool(self.daemon.address) as tool:
             tool.settle(30_000)
 
     def _forget(self, scenario: Scenario, engine: Engine) -> None:
-        """Save everything, then empty the engine's own prefix cache."""
+        """Saves everything, then empties the engine's own prefix cache."""
         self._settle(engine)
         scenario.must(engine.ask("reset_prefix_cache")["reset"], f"engine {engine.name} keeps blocks pinned")
 
@@ -341,8 +341,8 @@ class Demo:
         tolerance: float | None,
         hit_tokens: int | None = -1,
     ) -> None:
-        """The answer must be the reference's, its logprobs within the tolerance; without one they are only looked at.
-        -1 means that it must come from a full hit, None from wherever."""
+        """Compares the answer with the reference's: equal, with logprobs within the tolerance. Without a tolerance the
+        logprobs are only reported. -1 means that it must come from a full hit, None from any source."""
         agreeing = agreeing_tokens(answer, reference.answer)
         if tolerance is None:
             fewest = scenario.figures.get("agreeing_tokens", ANSWER_TOKENS)
@@ -388,7 +388,7 @@ class Demo:
 
 
 def agreeing_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """How many tokens two answers begin with alike."""
+    """The number of equal tokens at the start of two answers."""
     pairs = zip(one["tokens"], other["tokens"], strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(one["tokens"]))
 
@@ -428,7 +428,7 @@ class _Pool:
         self._bytes = int(str(tool.status()["pool_bytes"]))
 
     def overwrite(self, victim: dict[str, Any], other: dict[str, Any]) -> None:
-        """Give every layer of `victim` the bytes of `other`: as well-formed as before, and wrong."""
+        """Writes the bytes of `other` into every layer of `victim`: as well-formed as before, and wrong."""
         places = self._find([*victim["layers"], *other["layers"]])
         for wrong, right in zip(victim["layers"], other["layers"], strict=True):
             content = self._tool.read_pool(places[right], victim["layer_bytes"])

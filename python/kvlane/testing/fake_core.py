@@ -35,11 +35,11 @@ class FakeCore:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.down = False
-        """The daemon does not answer: lookups miss, saves store nothing, loads go on."""
+        """True: the daemon does not answer. Lookups miss, saves store nothing, loads go on."""
         self.silent = False
-        """The daemon does not confirm that it has cancelled saves."""
+        """True: the daemon does not confirm that it has cancelled saves."""
         self.hold_lookups = False
-        """Lookups stay pending."""
+        """True: lookups stay pending."""
         self.hold_saves = False
         self.hold_loads = False
         self.fail_saves = False
@@ -50,9 +50,9 @@ class FakeCore:
         self.pages: dict[bytes, dict[int, bytes]] = {self.boot: {}}
         """Shard bytes by boot and page."""
         self.leases: set[int] = set()
-        """Leases not given back."""
+        """Leases that were not released."""
         self.journal: list[tuple[Key, bool]] = []
-        """Blocks that came (True) and went."""
+        """The journal: blocks that became visible (True) or went."""
         self.journal_start = 0
         """Entries before this one are lost. Engines that have not read them start again."""
         self.engines: dict[str, OpenEngine] = {}
@@ -108,13 +108,13 @@ class FakeCore:
             self.journal, self.journal_start = [], 0
 
     def release_held(self) -> None:
-        """Let everything go on that is held."""
+        """Lets all held calls go on."""
         with self.changed:
             self.hold_lookups = self.hold_saves = self.hold_loads = False
             self.changed.notify_all()
 
     def corrupt(self) -> int:
-        """Overwrite all that is stored with zeros; gives the number of shards."""
+        """Overwrites all that is stored with zeros. Returns the number of shards."""
         pages = self.pages[self.boot]
         for page, data in pages.items():
             pages[page] = bytes(len(data))
@@ -180,7 +180,7 @@ class FakeCore:
         return hit
 
     def put(self, key: Key, rank: int, data: bytes) -> bool:
-        """Store a shard; False if it is there."""
+        """Stores a shard. False if it exists."""
         ranks = self.blocks.setdefault(key, {})
         if rank in ranks:
             return False

@@ -199,7 +199,7 @@ class FakeWorker:
         """No load is released before its end."""
 
     def step_begins(self, computes: bool, present: bytes | None = None, gone: Sequence[bytes] = ()) -> None:
-        """As the core does it: from here on no load may be of a boot that is gone."""
+        """Takes the boots that are gone. As in the core, no load from here on may be of one."""
         self._gone = set(gone)
 
     def poll(self) -> list[FakeFinished]:
@@ -247,7 +247,7 @@ class FakeWorker:
             namespace, _, regions = self._engine.ranks[self._rank][group]
             space = self._engine.space(group)
             if parent and (namespace, space, parent) not in self._store.blocks:
-                # As in the daemon: a block without its parent could never be found.
+                # As in the daemon, it is not stored: a block without its parent could never be found.
                 continue
             for each, block_id in zip(hashes, block_ids, strict=True):
                 data = self._slice(group, read_block(regions, block_id))

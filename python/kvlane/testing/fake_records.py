@@ -1,4 +1,4 @@
-"""What the fake of the daemon keeps of an engine, and what it answers; and blocks in an engine's memory."""
+"""The fake daemon's records of an engine, its answers, and access to blocks in an engine's memory."""
 
 from __future__ import annotations
 

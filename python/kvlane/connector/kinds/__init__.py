@@ -18,7 +18,7 @@ from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared, WorkerKi
 from kvlane.connector.kinds.load import LookUpAndLoad
 from kvlane.connector.kinds.load_worker import LoadWorker
 from kvlane.connector.kinds.reset import Reset
-from kvlane.connector.kinds.reset_worker import LookAtWeights
+from kvlane.connector.kinds.reset_worker import DigestWeights
 from kvlane.connector.kinds.save import SaveBlocks
 from kvlane.connector.kinds.save_worker import SaveWorker
 
@@ -37,4 +37,4 @@ def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
 
 def worker_kinds(shared: WorkerShared) -> list[WorkerKind]:
     """The kinds of the worker role."""
-    return [LoadWorker(shared), SaveWorker(shared), DirectWorker(shared), LookAtWeights(shared)]
+    return [LoadWorker(shared), SaveWorker(shared), DirectWorker(shared), DigestWeights(shared)]

@@ -35,7 +35,7 @@ from kvlane.connector.vllm_protocols import (
 if TYPE_CHECKING:
     from kvlane.connector.direct import Direct
 
-# A shorter prompt is computed here, because that takes no longer than asking for it.
+# A shorter prompt is computed here, because a hand-off of it takes as long.
 TOKENS_MIN = 64
 # Blocks taken in one step. Each costs the step 0.7 us.
 BLOCKS_A_STEP = 1024
@@ -54,29 +54,29 @@ class _Landed:
     landing: Landing
     state: RequestState
     local: list[Block] = field(default_factory=list)
-    """The prompt's first blocks, which the engine had itself."""
+    """The prompt's first blocks, which the engine's own cache had. Pinned."""
     taken: list[Block] = field(default_factory=list)
-    """The blocks behind them, in which the prompt lands."""
+    """The blocks after `local` in which the prompt lands. Pinned."""
     wanted: int = 0
-    """How many of these there are in all."""
+    """The number of `taken` blocks that the whole prompt needs."""
     stored: int = 0
-    """How many of them, the first ones, come from the daemon."""
+    """The number of first `taken` blocks that come from the daemon."""
     loads: bool = False
-    """The load of these blocks is in progress."""
+    """The load of the `stored` blocks is in progress."""
     failed: bool = False
     """The load failed, or began before a reset."""
     rest: Block | None = None
-    """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
-    It is copied into the request's own."""
+    """Once all has landed: the one of `taken` with the prompt's last tokens, which vLLM does not take as a hit.
+    `allocated` has it copied into the request's own block."""
     is_begun: bool = False
     begun: float = 0.0
-    """When the other engine was asked, in seconds of the scheduler's clock."""
+    """When the prefill engine was asked, in seconds of the scheduler's clock."""
     is_ready: bool = False
-    """The request need not wait any more."""
+    """The landing is over, so the request waits no longer."""
     until: float = 0.0
-    """The request does not wait longer, in seconds of the scheduler's clock."""
+    """The request waits until this time at most, in seconds of the scheduler's clock."""
     is_alive: bool = True
-    """The request is not over."""
+    """The request has not ended. A landing may outlive its request until the ranks stop writing."""
 
 
 class LandDirect(SchedulerKind):
@@ -112,7 +112,7 @@ class LandDirect(SchedulerKind):
         try:
             landing = direct_of(transfer_params(request))
         except NotDirect:
-            # OfferDirect has logged and counted it.
+            # OfferDirect logs and counts it.
             return
         if not isinstance(landing, Landing) or shared.pins.pool is None:
             return
@@ -130,7 +130,7 @@ class LandDirect(SchedulerKind):
         self._landings[landing.id] = self._by_request[request.request_id] = landed
 
     def _against(self, state: RequestState, landing: Landing, direct: Direct) -> tuple[str, str] | None:
-        """Why a prompt cannot land: a word for the kind of reason, and the reason."""
+        """The reason why a prompt cannot land here: a word for its kind, and a sentence. None if it can."""
         request = state.request
         if request.num_prompt_tokens < TOKENS_MIN:
             return "short", f"it has less than {TOKENS_MIN} tokens"
@@ -152,7 +152,7 @@ class LandDirect(SchedulerKind):
         return None
 
     def _fell_back(self, word: str, why: str) -> None:
-        """Computes the prompt here. Logs each reason once."""
+        """Counts a prompt that is computed here, and logs each kind of reason once."""
         self._shared.counters.add("direct_fallbacks")
         if word not in self._logged:
             self._logged.add(word)
@@ -180,7 +180,7 @@ class LandDirect(SchedulerKind):
         rest = state.request.num_prompt_tokens - 1 - local_tokens
         if landed.rest is None or not 0 < rest < direct.group.tokens_per_block:
             return NOTHING
-        # One token is computed. The copy is enqueued before that, and cannot fail.
+        # The request computes one token. The copy is enqueued before that, and cannot fail.
         return Answer(rest, at_once=True)
 
     def _waits_with_another(self, state: RequestState) -> bool:
@@ -194,8 +194,8 @@ class LandDirect(SchedulerKind):
         return False
 
     def _leave(self, landed: _Landed) -> None:
-        """Computes the prompt, because a rank has not reported that it stopped writing. The blocks stay pinned until
-        it does."""
+        """Has the prompt computed here, because a rank has not reported that it stopped writing. The blocks stay pinned
+        until it does."""
         self._fell_back("stuck", "a rank does not answer")
         self._by_request.pop(landed.state.request.request_id, None)
         landed.is_alive = False
@@ -287,7 +287,7 @@ class LandDirect(SchedulerKind):
         landed.wanted = end - local
         fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
         if not fits:
-            # Room for it would never come.
+            # The prompt would wait for room that never comes.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
         if not fits or (end - max(local, found)) * size < TOKENS_MIN:
             self._free(landed)
@@ -340,7 +340,7 @@ class LandDirect(SchedulerKind):
             self._load_failed(landed)
 
     def _load_failed(self, landed: _Landed) -> None:
-        """Has the load's blocks promised to no sample of the prompt again, because they would fail again."""
+        """Has no sample of the prompt promised the load's blocks again, because they would fail again."""
         landed.failed = True
         self._loads.promise_no_more(landed.state)
         for request_id, other in self._with.items():
@@ -368,7 +368,7 @@ class LandDirect(SchedulerKind):
             direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])
 
     def _take(self, count: int) -> list[Block]:
-        """The oldest free blocks, at most so many."""
+        """Takes the oldest free blocks, at most `count`: evicts them from the prefix cache and pins them."""
         pool = self._pool()
         blocks: list[Block] = []
         block = pool.free_block_queue.fake_free_list_head.next_free_block
@@ -455,8 +455,8 @@ class LandDirect(SchedulerKind):
             self._landings.pop(landed.landing.id, None)
 
     def _known_to_be_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> int | None:
-        """How many of the prompt's blocks the other engine computed from this request's tokens: a hash stands for its
-        block and all before. None if a hash is not this request's."""
+        """The number of the prompt's blocks that the other engine computed from this request's tokens, as far as hashes
+        prove it: a hash covers its block and all before. None if a hash is not this request's."""
         direct, own = self._shared.direct, self._shared.hashes
         assert direct is not None
         size, prompt = direct.group.tokens_per_block, state.request.num_prompt_tokens
@@ -485,7 +485,7 @@ class LandDirect(SchedulerKind):
         )
 
     def _free(self, landed: _Landed) -> None:
-        """Unpins all blocks of the landing. They stay in the prefix cache until vLLM reuses them."""
+        """Unpins all blocks of the landing, which stay in the prefix cache until vLLM reuses them."""
         self._shared.pins.unpin(landed.local + landed.taken)
         landed.local, landed.taken, landed.rest = [], [], None
 
@@ -502,7 +502,7 @@ class LandDirect(SchedulerKind):
             self._copies.append((landed.rest.block_id, own.block_id))
             self._shared.pins.pin([landed.rest])
             self._sources.append(landed.rest)
-            # It comes before the step computes, and so before the step's saves.
+            # The step copies the block before it computes, and so before its saves.
             state.tokens_ended(ok=True)
         self._forget(landed)
 
@@ -512,7 +512,7 @@ class LandDirect(SchedulerKind):
         self._by_request.pop(landed.state.request.request_id, None)
 
     def give_back(self, state: RequestState) -> None:
-        """The request has ended. A landing in progress is given up; `_end` caches what has landed."""
+        """Gives up a landing in progress, because its request has ended; `_end` caches what has landed."""
         self._with.pop(state.request.request_id, None)
         landed = self._by_request.get(state.request.request_id)
         if landed is None:
@@ -560,13 +560,13 @@ class LandDirect(SchedulerKind):
             if not landed.is_alive:
                 self._landings.pop(landed.landing.id, None)
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         """Called when a running request gets no block: has the youngest landing give up its blocks."""
         direct = self._shared.direct
         if direct is None or direct.agent is None:
             return False
         for landed in reversed(list(self._landings.values())):
-            # A load in progress keeps its blocks.
+            # Blocks of a load in progress cannot be given up.
             held = landed.stored if landed.loads else 0
             if len(landed.taken) <= held or landed.is_ready:
                 continue

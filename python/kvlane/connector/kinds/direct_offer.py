@@ -69,7 +69,7 @@ class OfferDirect(SchedulerKind):
         self._lendings: dict[bytes, _Offered] = {}
         self._by_request: dict[str, _Offered] = {}
         self._later: dict[str, Lending] = {}
-        """Lendings of requests that came after a reset. They begin once the weights are known."""
+        """Lendings of requests that came after a reset, which begin once the weights are known."""
         self._logged: set[str] = set()
 
     def request_added(self, state: RequestState) -> None:

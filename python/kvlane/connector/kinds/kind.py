@@ -153,8 +153,9 @@ class SchedulerKind:
         """Whether the engine has to keep stepping for this kind although no request runs."""
         return False
 
-    def frees_are_near(self) -> bool:
-        """Whether blocks come free soon, without a request being preempted."""
+    def free_blocks_soon(self) -> bool:
+        """Called when a running request gets no block. Makes blocks come free soon if the kind can. True if they will,
+        so that vLLM need not preempt a request."""
         return False
 
 
@@ -168,7 +169,7 @@ class Reports:
     failed: set[str] = field(default_factory=set)
     """Requests of `loaded` whose blocks did not come."""
     failed_blocks: set[int] = field(default_factory=set)
-    """Blocks of failed loads, for versions of vLLM that do not hear of requests."""
+    """Blocks of failed loads, for versions of vLLM that take no failures by request."""
     weights: WeightsReport | None = None
     others: dict[str, Mergeable] = field(default_factory=dict)
     """By name of a further kind: its report to its scheduler half, besides ends of jobs."""
@@ -205,7 +206,7 @@ class WorkerShared:
     replicas: Sequence[int] = ()
     """For each group, how many consecutive ranks hold the same blocks; empty if none do."""
     steps_at_once: int = 0
-    """Empty steps that do not wait for copies, because the engine is about to hear of one."""
+    """Empty steps left that do not wait for copies, because the engine is about to learn of a released load."""
 
     def stream_handle(self) -> int:
         """The handle of the stream that the engine computes in; 0 on a CPU."""
@@ -223,7 +224,7 @@ class WorkerKind:
         self._shared = shared
 
     def attached(self) -> None:
-        """There are caches, and a core that copies."""
+        """Called once there are caches, and a core that copies."""
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """Before the forward pass: start what may write the engine's blocks. A hook is called for each layer."""

@@ -32,14 +32,14 @@ MISS_IS_OLD_SECONDS = 1.0
 
 @dataclass
 class _Load:
-    """A load under way."""
+    """A load in progress."""
 
     request_id: str
     """Empty for one that no request waits for."""
     boot: bytes
     lease: int
     blocks: list[Block]
-    """Pinned until the end: a load may outlive its request."""
+    """Pinned until the load's end, because a load may outlive its request."""
     ranks_left: int
     ok: bool = True
     on_end: Callable[[bool], None] | None = None
@@ -54,13 +54,13 @@ class LookUpAndLoad(SchedulerKind):
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
         self.under_way: dict[int, _Load] = {}
-        """Loads whose end is awaited, by job; also those in `to_send`."""
+        """Loads that have not ended, by job, including those in `to_send`."""
         self.to_send: list[LoadJob] = []
         """Loads that have not been sent to the workers."""
         self._logged: set[str] = set()
         self._waits_for_saves = True
-        """Whether this step may still wait for a lookup that awaits a save. One a step may, because each can take
-        seconds."""
+        """Whether this step may still wait for a lookup that awaits a save. A step waits for one such lookup, because
+        each can take seconds."""
 
     # Lookups
 
@@ -117,7 +117,7 @@ class LookUpAndLoad(SchedulerKind):
         state.asked_tokens = tokens
         if tokens <= 0 or not request.block_hashes:
             return
-        # Also those beyond the limit: what is stored of them needs no saving.
+        # Blocks beyond `tokens` are asked for too, because stored ones need no saving.
         hashes = [
             shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
             for group in shared.shape.groups
@@ -153,7 +153,7 @@ class LookUpAndLoad(SchedulerKind):
             return False
         own = self._shared.hashes.ending_at(state, awaited.tokens)
         if own is None:
-            # A prompt that ends before is another one. Else vLLM has no hash there, and the daemon compares the blocks.
+            # A shorter prompt is another one. Otherwise vLLM has no hash there, and the daemon compares the blocks.
             return state.request.num_tokens < awaited.tokens
         return own != awaited.last
 
@@ -189,7 +189,7 @@ class LookUpAndLoad(SchedulerKind):
         """Drops a hit of another run of the daemon, because workers may have unmapped that run's pool."""
         if state.hit is None or state.hit.tokens == 0:
             return
-        self._shared.connection.look_if_idle()
+        self._shared.connection.tick_if_idle()
         if state.hit.boot != self._shared.core.boot or not self._shared.core.ready:
             self._drop_hit(state)
 
@@ -238,7 +238,8 @@ class LookUpAndLoad(SchedulerKind):
         self._drop_hit(state)
 
     def runs_gone(self, gone: Sequence[bytes]) -> None:
-        # Also if the scheduler comes back to the same run: the daemon gave the leases back when the session ended.
+        # This holds even if the scheduler comes back to the same run: the daemon released the leases when the session
+        # ended.
         for state in self._shared.requests.values():
             if state.hit is not None and state.hit.tokens and state.hit.boot in gone:
                 self._drop_hit(state)

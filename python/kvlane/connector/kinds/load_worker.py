@@ -6,11 +6,11 @@ from kvlane.connector.core_protocols import Finished, Release
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
 
-# With nothing to compute the worker waits this long for its copies instead of spinning through empty steps: for loads
-# whose request has been released not long, since a request that arrives meanwhile waits too.
+# Longest wait of a step without work for this rank's copies, so that it does not spin through empty steps. It is short
+# for loads whose request was released, because a request that arrives meanwhile waits too.
 LOAD_WAIT_MS = 2.0
 RELEASED_WAIT_MS = 0.2
-# Empty steps after a load was released: the engine has planned one of them before it learns of it.
+# Empty steps after a load was released: the engine planned one of them before the release reached it.
 STEPS_TO_A_RELEASED_REQUEST = 2
 
 
@@ -24,7 +24,7 @@ class LoadWorker(WorkerKind):
         self._loads: dict[int, LoadJob] = {}
         # Loads that run on while their request computes already.
         self._released: set[int] = set()
-        # By kind of step, the layers whose hook was called: with all of them, such steps can be trusted to call it.
+        # Layers whose hook was called, by kind of step. A kind with all layers is trusted to call all hooks.
         self._seen_layers: dict[str, set[str]] = {}
         self._step_kind: str | None = None
         self._waits_by_layer = False
@@ -35,7 +35,7 @@ class LoadWorker(WorkerKind):
         self._waits_by_layer = False
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
-        """vLLM's own zeroing of new blocks precedes this."""
+        """Starts this step's loads. vLLM has zeroed new blocks before."""
         self._waits_by_layer = False
         hook = None
         try:
@@ -52,8 +52,8 @@ class LoadWorker(WorkerKind):
     # Steps that have to wait
 
     def _wait_for_released(self) -> LayerHook | None:
-        """Holds up what this step computes until the loads that were released are there, layer by layer if possible.
-        All of them: their blocks may be hit by other requests, or belong to others by now."""
+        """Holds this step up until all released loads have ended, layer by layer if possible. It waits for all of them,
+        because other requests may have hit their blocks, or own them by now."""
         core, stream = self._shared.core, self._shared.stream
         if core is None or stream is None or not stream.last_region:
             return None
@@ -67,13 +67,13 @@ class LoadWorker(WorkerKind):
             return self._wait_for_layer
         if outstanding:
             self._hold_up(None)
-        return self._see_layer if self._step_kind is not None else None
+        return self._record_layer if self._step_kind is not None else None
 
     def _is_trusted(self, kind: str) -> bool:
         assert self._shared.stream is not None
         return self._seen_layers.get(kind, set()) >= self._shared.stream.last_region.keys()
 
-    def _see_layer(self, layer_name: str) -> None:
+    def _record_layer(self, layer_name: str) -> None:
         assert self._step_kind is not None
         self._seen_layers.setdefault(self._step_kind, set()).add(layer_name)
 
@@ -92,7 +92,7 @@ class LoadWorker(WorkerKind):
             self._shared.failures.record("waiting for a load", error, "the GPU's context is lost")
 
     def computed(self, jobs: StepJobs) -> None:
-        """Steps of a kind that left a hook out are not trusted again."""
+        """Withdraws the trust in a kind of step that left a hook out."""
         if not self._waits_by_layer:
             return
         assert self._shared.stream is not None
@@ -135,8 +135,8 @@ class LoadWorker(WorkerKind):
         return b"".join(pages[first : first + replicas])
 
     def _release(self, load: LoadJob, idle: bool) -> Release:
-        """When a load's request may compute. Before its end only where every step can be made to wait; where others
-        run that would have to wait with it, not long before."""
+        """When a load's request may compute. A request computes before its load's end only if every step can be made to
+        wait. If others run, which would wait too, that is not long before the end."""
         stream = self._shared.stream
         if not load.request_id or stream is None or not stream.last_region:
             return "at_end"

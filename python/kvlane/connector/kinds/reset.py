@@ -18,20 +18,21 @@ class Reset(SchedulerKind):
 
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
-        # vLLM refused to reset its own cache when it reset the connector: it may hold blocks of other weights.
+        # True if vLLM refused to reset its own cache when it reset the connector. That cache may hold blocks of other
+        # weights.
         self._own_cache_is_old = False
-        # Since the last reset a request was to be scheduled: from here on the weights stay as they are.
+        # True if a request was to be scheduled since the last reset. The weights stay as they are from then on.
         self._is_scheduling = False
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         shared = self._shared
         if state.stale:
-            # It starts over, so nothing of before the reset is left of it.
+            # All requests start over, so none has blocks from before the reset.
             state.stale = False
             state.forget_progress()
         self._is_scheduling = True
         if shared.weights.are_known or not shared.shape.can_load or self._own_cache_is_old:
-            # Nothing to wait for: the workers are not asked while vLLM's own cache may be of other weights.
+            # Prompts need not wait: the workers are not asked while vLLM's own cache may be of other weights.
             return NOTHING
         return ASK_AGAIN if shared.weights.is_worth_waiting(shared.clock()) else NOTHING
 

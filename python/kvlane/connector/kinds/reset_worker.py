@@ -7,8 +7,8 @@ from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.weights import Weights, WeightsReport
 
 
-class LookAtWeights(WorkerKind):
-    """The weights of one rank."""
+class DigestWeights(WorkerKind):
+    """Digests of one rank's weights."""
 
     name = "reset"
 
@@ -18,7 +18,7 @@ class LookAtWeights(WorkerKind):
         """The weights that the model computes with; None if they could not be found."""
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
-        """Before this step computes anything: the weights are those that its blocks will belong to."""
+        """Digests the weights before this step computes, because its blocks will belong to them."""
         if jobs.look_at_weights is None:
             return None
         label = None

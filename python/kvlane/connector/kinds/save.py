@@ -39,7 +39,8 @@ class SaveBlocks(SchedulerKind):
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         if self._shared.announcements is not None:
             self._run = self._shared.connection.boot or self._run
-            # Before what this step saves is announced: a daemon that says to start again means what was before.
+            # The journal is read before this step's saves are announced, because a restart in it concerns earlier
+            # announcements.
             self._shared.events += self._shared.announcements.changed(*self._shared.core.take_changes())
         self._queue(output)
         save = self.saves.take_job(self._shared.clock())
@@ -47,7 +48,7 @@ class SaveBlocks(SchedulerKind):
             jobs.saves.append(save)
 
     def _queue(self, output: SchedulerOutput) -> None:
-        """Queue what this step fills."""
+        """Queues the blocks that this step fills."""
         shared = self._shared
         shown = block_state(output)
         if not self._can_save():
@@ -79,7 +80,7 @@ class SaveBlocks(SchedulerKind):
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """Its last full blocks are saved before vLLM frees them."""
         if self._can_save() and not state.awaits_tokens and not state.load_failed:
-            # The last sampled token was never an input: its keys and values were not computed.
+            # The last sampled token was never an input, so its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self.saves.add(state, computed, tables, tables_are_exact=True, wait=False)
 
@@ -95,7 +96,8 @@ class SaveBlocks(SchedulerKind):
             shared.counters.add("not_handed_over")
             return None
         if not state.takes_part():
-            # The request is the reason, not the engine: 0 tokens, so routers go on pairing with this engine.
+            # The request is the reason, not the engine. So the answer names 0 tokens, and routers go on pairing with
+            # this engine.
             shared.counters.add("not_handed_over")
             return AwaitedSave(shared.core.engine_id, shared.core.run, boot, 0).params()
         alignment, prompt_tokens = shared.shape.hit_alignment, request.num_prompt_tokens
@@ -150,5 +152,5 @@ class SaveBlocks(SchedulerKind):
     def pending(self) -> bool:
         return self.saves.pending
 
-    def frees_are_near(self) -> bool:
+    def free_blocks_soon(self) -> bool:
         return self.saves.frees_are_near(self._shared.clock())

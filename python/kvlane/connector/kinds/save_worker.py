@@ -6,8 +6,8 @@ from kvlane.connector.core_protocols import Finished
 from kvlane.connector.jobs import JobEnd, SaveJob, StepJobs
 from kvlane.connector.kinds.kind import WorkerKind, WorkerShared
 
-# With nothing to compute the worker waits this long for saves instead of spinning through empty steps. Not long, since
-# a request that arrives meanwhile waits too.
+# Longest wait of a step without work for this rank's saves, so that it does not spin through empty steps. It is short,
+# because a request that arrives meanwhile waits too.
 SAVE_WAIT_MS = 0.2
 
 

@@ -1,4 +1,4 @@
-"""One prompt to two engines at once, as a router for direct hand-offs asks them."""
+"""Sends one prompt to two engines at once, as a router for direct hand-offs does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Streamed:
 
     tokens: list[int]
     first_s: float
-    """From asking to its first token."""
+    """From the request to its first token."""
     all_s: float
 
 
@@ -33,7 +33,7 @@ class HandedOver:
 
     answer: Streamed
     prefill_s: float | None
-    """From asking to the end of the prefill engine's part; None where it did not answer."""
+    """From the request to the end of the prefill engine's part; None if it did not answer."""
 
 
 def stream(side: Side, prompt: str, tokens: int, params: dict[str, Any] | None, salt: str = "") -> Streamed:
@@ -61,7 +61,7 @@ def stream(side: Side, prompt: str, tokens: int, params: dict[str, Any] | None, 
 
 
 def hand_over(pool: ThreadPoolExecutor, prefill: Side, decode: Side, prompt: str, tokens: int) -> HandedOver:
-    """Both engines get the prompt at the same time. Raises OSError where the decode engine does not answer."""
+    """Sends the prompt to both engines at the same time. Raises OSError if the decode engine does not answer."""
     handoff = secrets.token_hex(16)
     began = time.monotonic()
     for_prefill = {"do_remote_decode": True, "kvlane": {"handoff": handoff}}

@@ -1,4 +1,4 @@
-"""The engines of the demo as one thing: started with progress shown, ended whatever happens."""
+"""Starts the demo's engines with progress shown, and ends them all in the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Side:
-    """An engine, and where it hands over."""
+    """An engine, and the address of its hand-offs."""
 
     node: Node
     engine: ServedEngine
@@ -45,20 +45,21 @@ class Cluster:
 
     @property
     def prefill(self) -> list[Side]:
-        """Those that compute prompts."""
+        """The engines that compute prompts."""
         return [self.sides[node.name] for node in self.plan.prefill]
 
     @property
     def decode(self) -> list[Side]:
-        """Those that go on."""
+        """The engines that decode."""
         return [self.sides[node.name] for node in self.plan.decode]
 
     def start(self, show: Callable[[str], object]) -> None:
-        """Return when all engines answer. `show` gets a sentence for each thing that is ready. Raises ProcessFailed."""
+        """Starts all engines and waits until each answers. `show` gets a sentence for each that is ready. Raises
+        ProcessFailed."""
         began = time.monotonic()
         for node in self.plan.engines:
             handoff = f"127.0.0.1:{free_port()}"
-            # No daemon listens there, and none is needed.
+            # No daemon listens at this address, and none is needed.
             connector = connector_config(f"unix:{self._logs}/no-daemon.sock")
             connector["kv_connector_extra_config"] |= {
                 "kvlane.direct": "on",

@@ -21,13 +21,13 @@ from kvlane.demo.scenarios import Scenario
 
 ANSWER_TOKENS = 16
 KILLED_PROMPT = 3
-"""The prompt amid which a prefill engine is killed is so many times as long as the others: there is time to see that a
-part of it has landed."""
+"""The prompt during which a prefill engine is killed is so many times as long as the others, so that a part of it lands
+before."""
 _MOMENT_S = 0.03
 
 
 class Demo:
-    """The engines, and what was asked of them."""
+    """The engines, and the hand-offs so far."""
 
     def __init__(self, cluster: Cluster, prompts: int, prompt_tokens: int, kv_cache: int) -> None:
         self.handed_over: list[dict[str, Any]] = []
@@ -47,10 +47,10 @@ class Demo:
         return stream(self._cluster.prefill[-1], prompt, ANSWER_TOKENS, None, salt="alone").tokens
 
     def equal_answers(self, step: Callable[[str], object]) -> Scenario:
-        """Each prompt to a prefill and a decode engine at once: the same tokens as from one engine."""
+        """Sends each prompt to a prefill and a decode engine at once: the tokens must equal those of one engine."""
         scenario = Scenario("answers equal those of one engine, and decode engines compute one token")
         equal, computed, exposed = 0, [], []
-        # The first one finds its way: connections are made.
+        # The first prompt makes the connections.
         hand_over(self._pool, *next(self._pairs), prompt_text(self._tokens, "warm"), 1)
         for number in range(1, self._count + 1):
             step(f"prompt {number} of {self._count}")
@@ -96,7 +96,7 @@ class Demo:
         return scenario
 
     def _token_bytes(self) -> float:
-        """Bytes of a token's KV, by the prompts that were handed over."""
+        """Bytes of a token's KV, from the prompts that were handed over."""
         sides = self._cluster.decode
         landed = sum(counters(side).get("direct_landed_tokens", 0) for side in sides)
         return sum(_read_bytes(side) for side in sides) / landed
@@ -105,7 +105,7 @@ class Demo:
         return counted(lambda: prompt_tokens(decode.node.url), before, tokens)
 
     def control(self, step: Callable[[str], object]) -> Scenario:
-        """The bytes that have landed are made wrong: the answer must change, or equal answers prove nothing."""
+        """Makes the bytes that have landed wrong: the answer must change, or equal answers prove nothing."""
         scenario = Scenario("control: wrong bytes give a wrong answer")
         step("a prompt lands, its bytes are made wrong, and it is asked again")
         prompt = prompt_text(self._tokens, "control")
@@ -124,7 +124,8 @@ class Demo:
         return scenario
 
     def prefill_killed(self, step: Callable[[str], object]) -> Scenario:
-        """A prefill engine gets SIGKILL amid a prompt: what had landed is used, and the answer is right."""
+        """Kills a prefill engine with SIGKILL during a prompt: the decode engine uses what had landed, and the answer
+        is right."""
         victim, decode = self._cluster.prefill[0], self._cluster.decode[-1]
         scenario = Scenario(f"{victim.node.name} killed -9 amid a prompt: the answer is right")
         step("right answer")
@@ -161,19 +162,19 @@ def _read_bytes(side: Side) -> float:
 
 
 def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
-    """Kills an engine once another one tells that it has read so many bytes. It computes for a moment at a time, so
-    that it is not done before that is told, however busy the machine is."""
+    """Kills an engine once another one reports that it has read so many bytes. The engine computes for a moment at a
+    time, so that on a busy machine it is not done before the report."""
     end = time.monotonic() + ANSWER_TIMEOUT_S
     while _read_bytes(decode) < goal and time.monotonic() < end:
-        victim.engine.go_on()
+        victim.engine.resume()
         time.sleep(_MOMENT_S)
         victim.engine.pause()
     victim.engine.kill()
 
 
 def _make_cache_wrong(processes: Sequence[int], kv_cache: int) -> int:
-    """Turn the numbers of an engine's KV cache around: as well-formed as before, and of other tokens. Answers the bytes
-    that are others by then."""
+    """Permutes the numbers of an engine's KV cache: they are as well-formed as before, and belong to other tokens.
+    Returns the bytes that changed."""
     changed = 0
     for pid in processes:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

@@ -1,1 +1,1 @@
-"""Prefill and decode engines behind `kvlane route`, on this machine's CPU: what examples/run_pd.py is made of."""
+"""Prefill and decode engines behind `kvlane route`, on this machine's CPU: the parts of examples/run_pd.py."""

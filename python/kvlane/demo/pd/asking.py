@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL_NAME = "demo"
-"""Under which the engines serve the model, whatever its own name is."""
+"""The name under which the engines serve the model, whatever its own name is."""
 ANSWER_TIMEOUT_S = 300.0
 _PAGE_TIMEOUT_S = 10.0
 _COUNT_TIMEOUT_S = 10.0
@@ -63,7 +63,7 @@ def page(base_url: str, path: str) -> Any:
 
 
 def is_healthy(base_url: str) -> bool:
-    """Whether /health says so."""
+    """Whether /health answers that the process is well."""
     try:
         _read(urllib.request.Request(base_url + "/health"), _PAGE_TIMEOUT_S)
     except AskFailed:
@@ -72,7 +72,7 @@ def is_healthy(base_url: str) -> bool:
 
 
 def tokens_of(base_url: str, text: str) -> int:
-    """How many tokens the engine's tokenizer makes of a text."""
+    """The number of tokens that the engine's tokenizer makes of a text."""
     body = json.dumps({"model": MODEL_NAME, "prompt": text, "add_special_tokens": False}).encode()
     request = urllib.request.Request(base_url + "/tokenize", body, {"Content-Type": "application/json"})
     return int(json.loads(_read(request, _PAGE_TIMEOUT_S))["count"])
@@ -89,7 +89,7 @@ class PromptTokens:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Prompt tokens of all sources."""
         return self.computed + self.own_cache + self.connector
 
     def __add__(self, other: PromptTokens) -> PromptTokens:
@@ -115,7 +115,7 @@ def prompt_tokens(base_url: str) -> PromptTokens:
 
 
 def read_prompt_tokens(metrics: str) -> PromptTokens:
-    """The same, out of the page /metrics."""
+    """The counters in the page /metrics."""
     sources: dict[str, int] = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     for line in metrics.splitlines():
         sample = _SAMPLE.match(line)
@@ -127,8 +127,8 @@ def read_prompt_tokens(metrics: str) -> PromptTokens:
 
 
 def counted(counters: Callable[[], PromptTokens], before: PromptTokens, tokens: int) -> PromptTokens:
-    """The growth of the counters once they have counted a prompt of `tokens`. Exact while nothing else is asked.
-    Raises AskFailed where they count something else."""
+    """The growth of the counters once they have counted a prompt of `tokens`. Exact while no other request runs. Raises
+    AskFailed if they count another number."""
     deadline = time.monotonic() + _COUNT_TIMEOUT_S
     while (grown := counters() - before).total < tokens and time.monotonic() < deadline:
         time.sleep(0.02)  # vLLM counts beside answering, and tells nobody when it has

@@ -1,4 +1,4 @@
-"""Clients that measure, as users call them, against the demo's router: `kvlane bench serve` and vLLM's own."""
+"""Measures the demo's router with clients, called as users call them: `kvlane bench serve` and vLLM's own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TIMEOUT_S = 600
 
 
 def kvlanes(scenario: Scenario, router_url: str, prompt_tokens: int, out: Path) -> None:
-    """`kvlane bench serve`: its figures into the scenario; what it prints goes into a log beside them."""
+    """Runs `kvlane bench serve`: its figures go into the scenario, and its output into a log beside them."""
     folder = out / "demo-pd-bench"
-    # The router has no counters of caches, so that a second round could not be told from a repeat.
+    # The router has no counters of caches, so a second round could not be told from a repeat.
     command = [beside_python("kvlane"), "bench", "serve", "--base-url", router_url, "--model", MODEL_NAME]
     command += ["--connector", "none", "--warm-rounds", "0", "--num-prompts", str(PROMPTS)]
     command += ["--input-len", str(prompt_tokens), "--output-len", str(ANSWER_TOKENS), "--out", str(folder)]
@@ -32,7 +32,7 @@ def kvlanes(scenario: Scenario, router_url: str, prompt_tokens: int, out: Path) 
 
 
 def vllms(scenario: Scenario, router_url: str, prompt_tokens: int, tokenizer: str, out: Path) -> None:
-    """`vllm bench serve`, likewise."""
+    """Runs `vllm bench serve`, with its figures and output in the same places."""
     folder = out / "demo-pd-vllm-bench"
     command = [beside_python("vllm"), "bench", "serve", "--base-url", router_url]
     command += ["--model", MODEL_NAME, "--tokenizer", tokenizer, "--dataset-name", "random"]

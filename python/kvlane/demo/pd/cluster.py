@@ -1,4 +1,4 @@
-"""Daemon, engines and router as one thing: started with progress shown, ended whatever happens."""
+"""Starts daemon, engines and router with progress shown, and ends them all in the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cluster:
         self.memory: dict[str, int] = {}
         """Bytes of each engine when all were ready."""
         self.model = model
-        """Name or folder."""
+        """The model's name or folder."""
         self._logs = logs
         self._max_tokens, self._kv_cache, self._pool_size = max_tokens, kv_cache, pool_size
         self._route_config = route_config
@@ -49,20 +49,20 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Engines first, so that they find their daemon to the end.
+        # Engines end first, so that they have their daemon to the end.
         last = [process for process in (self._router, self._daemon) if process is not None]
         end_all([*self.engines.values(), *last])
         self._folder.cleanup()
 
     @property
     def router(self) -> Router:
-        """The one before all engines."""
+        """The router of all engines."""
         assert self._router is not None, "the router was not started"
         return self._router
 
     def start(self, show: Callable[[str], object]) -> None:
-        """Return when all engines answer and the router knows it. `show` gets a sentence for each thing that is ready.
-        Raises ProcessFailed."""
+        """Starts everything, and waits until all engines answer and the router has them. `show` gets a sentence for
+        each thing that is ready. Raises ProcessFailed."""
         began = time.monotonic()
         # No scrub: it would find the bytes that the control makes wrong.
         self._daemon = Daemon(
@@ -92,20 +92,21 @@ class Cluster:
         self.memory = {name: engine.memory() for name, engine in self.engines.items()}
 
     def start_joining(self) -> ServedEngine:
-        """Start the further engine and tell the router of it, without waiting."""
+        """Starts the further engine and adds it to the router, without waiting."""
         self.router.add(self.plan.joins)
         return self._start_engine(self.plan.joins)
 
     def settle(self) -> None:
-        """Return when all that engines have saved can be found."""
+        """Waits until all that engines have saved can be found."""
         with_tool(self._address, lambda tool: tool.settle(30_000))
 
     def make_pool_wrong(self) -> None:
-        """Turn all bytes of the pool around, block by block: as well-formed as before, and of other tokens."""
+        """Permutes all bytes of the pool, block by block: they are as well-formed as before, and belong to other
+        tokens."""
         with_tool(self._address, _turn_around)
 
     def forget_all(self) -> None:
-        """Drop every block of the daemon."""
+        """Drops every block of the daemon."""
 
         def drop(tool: Tool) -> None:
             status: Any = tool.status()
@@ -130,7 +131,7 @@ class Cluster:
 
 
 def with_tool(address: str, act: Callable[[Tool], object]) -> None:
-    """Do something at the daemon that only tools do."""
+    """Does something at the daemon that only tools may do."""
     tool = Tool(address, 30_000.0)
     try:
         act(tool)
@@ -139,7 +140,7 @@ def with_tool(address: str, act: Callable[[Tool], object]) -> None:
 
 
 def _turn_around(tool: Tool) -> None:
-    # Four bytes a number: numbers stay numbers of the same size, and stand where others stood.
+    # Moves numbers of four bytes, so numbers keep their sizes and replace other numbers.
     window = 1 << 20
     for offset in range(0, int(str(tool.status()["pool_bytes"])), window):
         content = tool.read_pool(offset, window)

@@ -1,4 +1,4 @@
-"""The demo of changing roles: the work changes, and a worker prefills or decodes as the work needs.
+"""The demo of changing roles: as the work changes, a worker prefills or decodes.
 
 Right answers are those of one prefill engine that is asked alone, under a cache salt of its own.
 """
@@ -38,7 +38,7 @@ class Work:
 
     name: str
     role: str
-    """That it needs more of."""
+    """The role that the work needs more of."""
     clients: int
     prompt_words: int
     answer_tokens: int
@@ -46,17 +46,17 @@ class Work:
 
 @dataclass
 class Done:
-    """The outcome."""
+    """The outcome of one work."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    """By prompt."""
+    """Answers by prompt."""
     failed: list[str] = field(default_factory=list)
     changed_s: float = 0.0
-    """From the first request until the worker had the role."""
+    """Seconds from the first request until the worker had the role."""
 
 
 class FlipDemo:
-    """The cluster, and what was asked of it."""
+    """The cluster, and the requests so far."""
 
     def __init__(self, cluster: Cluster, prompt_tokens: int) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -71,7 +71,8 @@ class FlipDemo:
         return (self.roles_change, self.equal_answers)
 
     def roles_change(self, step: Callable[[str], object]) -> Scenario:
-        """Work that is mostly decode, mostly prefill, and decode again: the worker has the role that it needs."""
+        """Runs work that is mostly decode, mostly prefill, and decode again: each time the worker gets the role that
+        the work needs."""
         worker = self._plan.workers[0]
         scenario = Scenario(f"{worker.name} prefills or decodes as the work needs it")
         decode = Work("long answers", "decode", 12, max(64, self._words // 5), 64)
@@ -105,13 +106,14 @@ class FlipDemo:
         return scenario
 
     def equal_answers(self, step: Callable[[str], object]) -> Scenario:
-        """Answers from each time, before, while and after roles changed: the same tokens as from one engine."""
+        """Compares answers from before, during and after changes of roles with those of one engine: the tokens are
+        equal."""
         scenario = Scenario("answers equal those of one engine")
         alone = self._plan.prefill[0]
         prompts = equal = 0
         for work, done in self._done:
             given = list(done.answers.items())
-            # The last ones were asked while the role changed.
+            # The last requests ran while the role changed.
             for prompt, answer in {**dict(given[:_COMPARED]), **dict(given[-_COMPARED:])}.items():
                 prompts += 1
                 step(f"prompt {prompts}")
@@ -123,7 +125,7 @@ class FlipDemo:
         return scenario
 
     def _until_it_has(self, work: Work) -> Done:
-        """Clients ask one request after the other until the worker has the role, and each some more."""
+        """Clients send one request after the other until the worker has the role, and each some more."""
         done, over, lock = Done(), threading.Event(), threading.Lock()
 
         def client() -> None:

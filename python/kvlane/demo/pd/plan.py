@@ -24,30 +24,30 @@ class NotPossible(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """One engine."""
+    """One engine of the plan."""
 
     name: str
-    """P1, P2, D1 ..."""
+    """Its short name: P1, P2, D1 ..."""
     role: str
-    """prefill, decode or worker"""
+    """Its role: prefill, decode or worker."""
     port: int
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The address at which it answers."""
         return f"http://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is started."""
+    """All processes that are started."""
 
     prefill: list[Node]
     decode: list[Node]
     workers: list[Node]
-    """Engines that the router has prefill or decode, as the work needs it."""
+    """Engines whose role the router changes between prefill and decode, as the work needs it."""
     joins: Node
-    """A further prefill engine, which comes later: the router is told of it then."""
+    """A prefill engine that starts later, and is added to the router then."""
     router_port: int
     admin_port: int
     notes: list[str]
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def engines(self) -> list[Node]:
-        """Those that run from the beginning."""
+        """The engines that run from the beginning."""
         return [*self.prefill, *self.decode, *self.workers]
 
     @property
@@ -79,8 +79,8 @@ class Plan:
 
 
 def plan(prefill: int, decode: int, prefill_port: int, decode_port: int, workers: int = 0) -> Plan:
-    """Workers have the ports behind those of decode engines. Raises NotPossible where the ports of engines are taken;
-    router and admin port move to free ones."""
+    """Chooses the ports. Workers' ports follow those of decode engines. Raises NotPossible if the ports of engines are
+    taken; router and admin port move to free ones."""
     if prefill < 1 or decode < 1:
         raise NotPossible(f"--prefill {prefill} and --decode {decode}: there must be at least one of each")
     ports = {prefill_port + at for at in range(prefill + 1)} & {
@@ -117,7 +117,7 @@ def _this_or_free(port: int, what: str, notes: list[str]) -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: a port whose last connections still linger is free.
+        # Servers set this too: a port whose last connections still linger is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -127,7 +127,7 @@ def _is_free(port: int) -> bool:
 
 
 def check_memory(engines: int, weights: int, kv_cache: int, pool: int, available: int) -> int:
-    """Bytes that all of it takes, about. Raises NotPossible where `available` is less."""
+    """Roughly the bytes that all of it takes. Raises NotPossible if `available` is less."""
     each = ENGINE_BYTES + weights + kv_cache
     needed = engines * each + pool + OTHER_BYTES
     if needed > available:
@@ -159,7 +159,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def weight_bytes(model: Path) -> int:
-    """Bytes of a model's weights as float32, which the engines compute in; 0 where it is still to be downloaded."""
+    """Bytes of a model's weights as float32, in which the engines compute; 0 if it is still to be downloaded."""
     if not model.is_dir():
         return 0
     files = sum(file.stat().st_size for file in model.glob("*.safetensors"))

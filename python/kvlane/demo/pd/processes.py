@@ -1,4 +1,4 @@
-"""The processes: `vllm serve` for each engine, and `kvlane route` before them. The daemon is the other demo's."""
+"""Runs `vllm serve` for each engine, and `kvlane route` before them. The daemon is the other demo's."""
 
 from __future__ import annotations
 
@@ -73,23 +73,23 @@ class ServedEngine:
         return is_healthy(self.node.url)
 
     def processes(self) -> list[int]:
-        """All of them."""
+        """The ids of all its processes."""
         return _group(self._process.pid)
 
     def memory(self) -> int:
-        """Bytes that its processes have, what several share counted in parts."""
+        """Bytes of its processes; shared memory is counted in parts."""
         return sum(_proportional(pid) for pid in self.processes())
 
     def pause(self) -> None:
         """SIGSTOP to all its processes."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT to all its processes."""
         self._signal(signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
-        """That its processes have used."""
+        """CPU seconds that its processes have used."""
         return sum(_cpu_seconds(pid) for pid in self.processes())
 
     def ask_to_end(self) -> None:
@@ -104,7 +104,7 @@ class ServedEngine:
         self._process.wait()
 
     def close(self) -> None:
-        """End it, if it still runs: in good order if that does not take long."""
+        """Ends it, if it still runs: in good order if that does not take long."""
         if self._process.poll() is None:
             self.ask_to_end()
             try:
@@ -154,7 +154,7 @@ class Router:
             raise ProcessFailed(f"kvlane route add {node.url}: {said.stderr.strip()}")
 
     def states(self) -> dict[str, str]:
-        """ready or suspect, by the engines' names. Raises ProcessFailed where the router has ended."""
+        """The state of each engine, ready or suspect, by name. Raises ProcessFailed if the router has ended."""
         if self._process.poll() is not None:
             raise ProcessFailed(f"kvlane route ended with status {self._process.returncode}; see {self.log}")
         try:
@@ -164,7 +164,7 @@ class Router:
         return {self._plan.name_of(node["node"]): node["state"] for node in nodes}
 
     def requests(self, node: Node) -> int:
-        """Requests that this engine has of the router now."""
+        """Requests of the router that are in flight at this engine."""
         nodes = page(self._plan.admin_url, "/nodes")["nodes"]
         return sum(each["requests"] for each in nodes if each["node"] == node.url)
 
@@ -180,7 +180,8 @@ class Router:
 
 
 def wait_until(what: str, holds: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
-    """Ask until it holds: other processes send no event when they are ready. Raises ProcessFailed."""
+    """Polls until the condition holds, because other processes send no event when they are ready. Raises
+    ProcessFailed."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:
@@ -189,7 +190,7 @@ def wait_until(what: str, holds: Callable[[], bool], timeout_s: float = START_TI
 
 
 def end_all(processes: Iterable[ServedEngine | Router | Daemon]) -> None:
-    """End them all, whatever one of them does about it, and whoever presses Ctrl-C again meanwhile."""
+    """Ends them all, even if one of them fails to end or Ctrl-C comes again meanwhile."""
     asked_to_end = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in asked_to_end]
     processes = list(processes)

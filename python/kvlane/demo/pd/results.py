@@ -12,7 +12,7 @@ from kvlane.bench.drawing import number, save
 from kvlane.demo.scenarios import Scenario
 
 EQUAL, COMPUTES, CONTROL = "answers equal", "the decode engine computes", "control"
-"""How the names of these scenarios begin."""
+"""The prefix of these scenarios' names."""
 
 
 def result(
@@ -33,12 +33,12 @@ def result(
 
 
 def _passed(scenarios: Sequence[Scenario], name: str) -> bool:
-    """False also where it was not reached."""
+    """Whether a scenario passed; False if it was not reached."""
     return any(each.name.startswith(name) and each.passed for each in scenarios)
 
 
 def publish(found: Mapping[str, Any], out: Path, name: str = "demo-pd") -> None:
-    """Print the tables, write both files of this name, a .json and a .png."""
+    """Prints the tables, and writes both files of this name, a .json and a .png."""
     print(report.paragraph(found["title"]))
     print(report.table(["request", "prefill", "decode", "why"], _served(found["requests"])))
     print()
@@ -69,7 +69,7 @@ def _served(requests: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _short(name: str, figures: Mapping[str, Any]) -> str:
-    """A scenario's figures in a few words."""
+    """A scenario's figures in short."""
     if name.startswith(EQUAL) and figures:
         return f"{figures['equal']} of {figures['prompts']} equal"
     if name.startswith(COMPUTES) and figures:

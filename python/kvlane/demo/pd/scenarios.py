@@ -33,7 +33,7 @@ _JOIN_TIMEOUT_S = 60.0
 
 
 class Demo:
-    """The cluster, and what was asked of it."""
+    """The cluster, and the requests so far."""
 
     def __init__(
         self, cluster: Cluster, prompts: int, prompt_tokens: int, out: Path, with_vllm_bench: bool
@@ -64,7 +64,7 @@ class Demo:
         )
 
     def who_and_why(self, step: Callable[[str], object]) -> Scenario:
-        """Requests of several kinds, and what the router says about each."""
+        """Sends requests of several kinds, and checks the router's decision and reason for each."""
         scenario = Scenario("who serves what, and why")
         step("requests of several kinds")
         # A model with another tokenizer makes more tokens of a word.
@@ -92,7 +92,7 @@ class Demo:
         return scenario
 
     def equal_answers(self, step: Callable[[str], object]) -> Scenario:
-        """The same prompts to one engine alone, and to the router: the same tokens."""
+        """Sends the same prompts to one engine alone, and to the router: the tokens must be equal."""
         scenario = Scenario("answers equal those of one engine")
         alone, routed = [], []
         for number in range(1, self._count + 1):
@@ -101,7 +101,7 @@ class Demo:
             alone.append(self._alone(scenario, prompt))
             before = self._decode_counters()
             routed.append(self._ask(prompt, f"equal {number}"))
-            # One request at a time: what the counters grew by is its own.
+            # One request at a time, so that the counters' growth is its own.
             grown = self._grown(before, routed[-1].prompt_tokens)
             self._computed.append(grown)
             self.requests[-1] |= {"decode_computed": grown.computed, "prompt_tokens": grown.total}
@@ -120,7 +120,7 @@ class Demo:
         return scenario
 
     def decode_computes(self, step: Callable[[str], object]) -> Scenario:
-        """How many tokens of these prompts the decode engines computed, by their own counters."""
+        """Checks how many tokens of these prompts the decode engines computed, by their own counters."""
         scenario = Scenario("the decode engine computes a block and a token at most")
         step("counters of the decode engines")
         computed = [each.computed for each in self._computed]
@@ -141,7 +141,7 @@ class Demo:
         return scenario
 
     def control(self, step: Callable[[str], object]) -> Scenario:
-        """The pool's bytes are made wrong: the answer must change, or equal answers prove nothing."""
+        """Makes the pool's bytes wrong: the answer must change, or equal answers prove nothing."""
         scenario = Scenario("control: wrong bytes give a wrong answer")
         step("a prompt is saved, its bytes are made wrong")
         prompt = self._prompt("control")
@@ -165,7 +165,7 @@ class Demo:
         return scenario
 
     def prefill_killed(self, step: Callable[[str], object]) -> Scenario:
-        """The first prefill engine gets SIGKILL while it has requests; all of them are answered, and right."""
+        """Kills the first prefill engine with SIGKILL while it has requests: all of them are answered, and rightly."""
         scenario = Scenario("P1 killed -9 at work: all requests are answered")
         prompts = [self._prompt(f"killed {number}") for number in range(_KILLED_WHILE)]
         step("right answers")
@@ -212,7 +212,8 @@ class Demo:
         return scenario
 
     def engine_joins(self, step: Callable[[str], object]) -> Scenario:
-        """A further prefill engine starts; `kvlane route add` names it, and it gets work. Nothing else is restarted."""
+        """Starts a further prefill engine, and `kvlane route add` names it: it gets work, and nothing else is
+        restarted."""
         joins = self._plan.joins
         scenario = Scenario(f"{joins.name} joins while the others serve")
         step(f"{joins.name} starts")
@@ -246,14 +247,14 @@ class Demo:
         return scenario
 
     def bench_serve(self, step: Callable[[str], object]) -> Scenario:
-        """The times that a client sees, by `kvlane bench serve` against the router."""
+        """Measures the times that a client sees, by `kvlane bench serve` against the router."""
         scenario = Scenario("kvlane bench serve at the router")
         step("kvlane bench serve")
         bench.kvlanes(scenario, self._router, self._prompt_tokens, self._out)
         return scenario
 
     def vllm_bench(self, step: Callable[[str], object]) -> Scenario:
-        """The same by vLLM's own client."""
+        """Measures the times by vLLM's own client."""
         scenario = Scenario("vllm bench serve at the router")
         step("vllm bench serve")
         bench.vllms(scenario, self._router, self._prompt_tokens, self._cluster.model, self._out)
@@ -280,14 +281,14 @@ class Demo:
         return asking.complete(self._router, prompt, ANSWER_TOKENS, request_id, **more)
 
     def _ask(self, prompt: str, what: str, **more: Any) -> Answer:
-        """Ask the router, and note what it decided."""
+        """Sends a request to the router, and notes the decision."""
         request_id = f"demo-{next(self._numbers)}"
         answer = self._ask_only(prompt, request_id, **more)
         self._note(what, self._decision(request_id))
         return answer
 
     def _decision(self, request_id: str) -> dict[str, Any]:
-        """The last one about this request."""
+        """The router's last decision about this request."""
         for decision in asking.page(self._plan.admin_url, "/decisions?limit=200")["decisions"]:
             if decision["client_id"] == request_id:
                 return decision

@@ -1,4 +1,4 @@
-"""What a fake engine says: text that is a pure function of model and prompt, in the shapes of vLLM's server."""
+"""The answers of a fake engine, in the shapes of vLLM's server. The text is a pure function of model and prompt."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def whole(
 
 
 class Stream:
-    """The events of one streamed answer. What is the same in all of them is built once."""
+    """The events of one streamed answer. Their common parts are built once."""
 
     def __init__(self, chat: bool, request_id: str, model: str, count: int) -> None:
         self._chat = chat
@@ -79,7 +79,7 @@ class Stream:
         self._head = "data: " + dump(head).decode()[:-1] + ',"choices":['
 
     def opening(self) -> bytes:
-        """What comes before the first token: in a chat, whose turn it is."""
+        """The events before the first token: in a chat, the role."""
         if not self._chat:
             return b""
         delta = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -95,7 +95,7 @@ class Stream:
         return "".join(f'{self._head}{{"index":{index},{tail}' for index in range(self._count)).encode()
 
     def ending(self, used: dict[str, Any] | None, transfer: dict[str, Any] | None) -> bytes:
-        """What comes after the last token: the usage if asked for, and the end."""
+        """The events after the last token: the usage if requested, and the end."""
         if used is None and transfer is None:
             return DONE
         more = {"usage": used} if transfer is None else {"usage": used, "kv_transfer_params": transfer}

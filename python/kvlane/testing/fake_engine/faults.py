@@ -19,11 +19,11 @@ KINDS: dict[str, tuple[type, ...]] = {
     "retry_after": (int, float),
     "hand_nothing_over": (bool,),
 }
-"""Each fault and what its value may be; options.py tells what they do."""
+"""Each fault and the values that it may have; options.py describes them."""
 
 
 class BadFault(ValueError):
-    """A fault that does not exist, or with a value that it cannot have."""
+    """A fault with an unknown name, or with a value that it cannot have."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Faults:
     def __init__(self) -> None:
         self._on: dict[str, _Fault] = {}
         self.path: str | None = None
-        """Where they happen; None is every path that generates."""
+        """The paths on which they happen; None is every path that generates."""
 
     def __bool__(self) -> bool:
         return bool(self._on)

@@ -16,7 +16,7 @@ from kvlane.testing.fake_engine.pairs import Leg
 from kvlane.testing.fake_engine.requests import TOKEN_BYTES, Asked, token_ids
 
 EXIT_CODE = 3
-"""Of a process that the fault exit_at_chunk ends."""
+"""The exit status of a process that the fault exit_at_chunk ends."""
 _BROKEN_CHUNK = b"400\r\ndata: "
 _MISSING_BYTES = 100
 
@@ -241,7 +241,7 @@ class Engine:
     def _publish(
         self, generation: Generation, blocks: list[int], begun: Begun, text: bytes | None = None
     ) -> None:
-        """Tells which blocks are new, one event for each run of them, and which are gone."""
+        """Publishes the new blocks, one event for each run of them, and the evicted ones."""
         if self._publisher is None:
             return
         data = generation.asked.prompt if text is None else text

@@ -25,7 +25,7 @@ class HttpRequest:
     path: str
     query: str
     headers: dict[str, str]
-    """By name in lower case; repeated ones are joined by a comma."""
+    """Headers by name in lower case; repeated ones are joined by a comma."""
     body: bytes
 
 
@@ -40,7 +40,7 @@ class Handler(Interface):
 
 
 class BadHttp(ValueError):
-    """Bytes that are no request."""
+    """Received bytes that are no request."""
 
 
 def answer(
@@ -69,10 +69,10 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._busy = False
         self._close_after = False
-        self._told_to_continue = False
+        self._sent_continue = False
         self.transport: asyncio.Transport
         self.on_lost: Callable[[], None] | None = None
-        """Called if the peer goes before its answer has ended."""
+        """Called if the peer leaves before its answer has ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._close_after = True
 
     def reset(self) -> None:
-        """The peer gets a reset instead of the rest."""
+        """Resets the connection instead of sending the rest."""
         raw = self.transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
             return
         if request is not None:
             self._busy = True
-            self._told_to_continue = False
+            self._sent_continue = False
             self._handler.handle(self, request)
 
     def _parse(self) -> HttpRequest | None:
@@ -152,8 +152,8 @@ class Connection(asyncio.Protocol):
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
         found = self._body(headers, end + 4)
         if found is None:
-            if headers.get("expect", "").lower() == "100-continue" and not self._told_to_continue:
-                self._told_to_continue = True
+            if headers.get("expect", "").lower() == "100-continue" and not self._sent_continue:
+                self._sent_continue = True
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return None
         body, taken = found

@@ -82,7 +82,7 @@ class Publisher:
         self._events.close()
 
     def _answer_replays(self) -> None:
-        # ZeroMQ's descriptor tells of a change only once: all that is there must be read.
+        # ZeroMQ's descriptor signals a change once, so this reads all messages.
         while self._replay.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
             frames = self._replay.recv_multipart(self._zmq.NOBLOCK)
             if len(frames) not in (2, 3) or len(frames[-1]) != 8:

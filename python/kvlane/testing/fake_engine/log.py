@@ -1,4 +1,4 @@
-"""What a fake engine was asked: the newest requests, for tests to read."""
+"""Logs a fake engine's newest requests, for tests to read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Entry:
     path: str
     headers: dict[str, str]
     body: bytes | None
-    """None if it has 64 kB or more."""
+    """None from 64 kB on."""
     arrived: float
-    """Seconds since 1970, as the other times."""
+    """Seconds since 1970, as all times here."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     leg: str = "whole"

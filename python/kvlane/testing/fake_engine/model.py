@@ -1,4 +1,4 @@
-"""How long a fake engine takes, and what its prefix cache holds. Pure: the time is an argument, in seconds."""
+"""A fake engine's times and prefix cache. Pure: the time is an argument, in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Latencies:
-    """What requests cost. Zero means at once."""
+    """The costs of requests. Zero means at once."""
 
     prefill_tokens_per_second: float = 0.0
     ttft: float = 0.0
@@ -21,12 +21,12 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Change:
-    """What an insertion did to the prefix cache."""
+    """The changes of the prefix cache by one insertion."""
 
     stored: list[int]
     """Indices of the given blocks that are new."""
     removed: list[int]
-    """Blocks that were evicted for them."""
+    """Blocks that were evicted to make room for them."""
 
 
 class PrefixCache:
@@ -40,7 +40,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def hit(self, blocks: list[int]) -> int:
-        """The number of leading blocks that are there."""
+        """The number of leading blocks that are cached."""
         held = self._blocks
         count = 0
         for block in blocks:
@@ -50,7 +50,7 @@ class PrefixCache:
         return count
 
     def insert(self, blocks: list[int]) -> Change:
-        """Makes these the most recently used, a prefix more than what follows it."""
+        """Inserts blocks as the most recently used. A prefix counts as used later than its continuations."""
         held = self._blocks
         kept = blocks[: self.capacity]
         stored = [index for index, block in enumerate(kept) if block not in held]
@@ -67,9 +67,8 @@ class PrefixCache:
 
 
 def block_hashes(tokens: bytes, block_bytes: int, root: int, known: list[int] | None = None) -> list[int]:
-    """The hash of each full block, from the hash of the one before; `root` keeps models apart.
-
-    `known` are the hashes of the first blocks, where they were computed before.
+    """The hash of each full block, chained from the hash of the one before; `root` separates models. `known` has the
+    hashes of the first blocks, if they were computed before.
     """
     hashes = list(known or ())
     parent = hashes[-1] if hashes else root
@@ -94,7 +93,7 @@ class _Sequence:
     key: Hashable
     blocks: list[int]
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     remote_tokens: int
     """Prompt tokens that another engine computed."""
     arrived: float
@@ -145,7 +144,7 @@ class EngineModel:
         self._free_since = max(self._free_since, now) if self._prefilling is None else self._free_since
 
     def wake_at(self) -> float | None:
-        """When `advance` has something to do next, if nothing arrives or leaves before."""
+        """When `advance` has work next, unless a request arrives or leaves before."""
         return None if self._prefilling is None else self._prefilling.prefilled_at
 
     def advance(self, now: float) -> list[Begun]:

@@ -1,4 +1,4 @@
-"""Prefill and decode legs: which leg a request is, what a prefill leg may not ask for, and what it answers."""
+"""Prefill and decode legs: tells them apart, checks a prefill leg, and makes its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pairing:
     form: str = "none"
     engine_id: str = "fake"
     role: str | None = None
-    """Of P2P NCCL: "P" or "D"; None is told by the addresses in the request's id."""
+    """The role in P2P NCCL: "P" or "D". If None, the addresses in the request's id decide."""
     zmq_address: str | None = None
     host: str = "127.0.0.1"
     port: int = 5600
@@ -61,7 +61,7 @@ def leg_of(body: dict[str, Any], max_tokens: int, request_id: str, pairing: Pair
 
 
 def transfer_params(pairing: Pairing, run: str, prompt_tokens: int, request_id: str) -> dict[str, Any] | None:
-    """What a prefill leg answers for the decode leg."""
+    """The transfer params in a prefill leg's answer, for the decode leg."""
     if pairing.form == "kvlane":
         named = {"engine": pairing.engine_id, "run": run, "daemon": run[::-1], "tokens": prompt_tokens}
         return {"kvlane": named}

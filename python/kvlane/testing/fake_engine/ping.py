@@ -12,7 +12,7 @@ def message(role: str, http_address: str, zmq_address: str) -> bytes:
 
 
 class Pinger:
-    """Says every few seconds which engine this is. A router that is away misses pings; the engine does not wait."""
+    """Sends every few seconds which engine this is. An unreachable router misses pings; the engine does not wait."""
 
     def __init__(self, router: str, role: str, http_address: str, zmq_address: str, seconds: float) -> None:
         zmq = zeromq.load()

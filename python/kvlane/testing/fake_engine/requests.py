@@ -23,7 +23,7 @@ class BadRequest(ValueError):
 
 @dataclass
 class Asked:
-    """What a request wants."""
+    """A checked request."""
 
     body: dict[str, Any]
     model: str | None
@@ -85,7 +85,7 @@ def read_generation(data: bytes, chat: bool, tokenizer: Tokenizer | None = None)
 
 
 def _tokenized(body: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> bytes | None:
-    """None where the prompt is token ids already. What is in the body was checked."""
+    """The prompt in tokens; None if it is token ids already. The caller has checked the body."""
     if chat:
         messages = body["messages"]
         return tokenizer.chat([(each.get("role", ""), messages_text([each]).decode()) for each in messages])
@@ -119,7 +119,7 @@ def prompt_text(prompt: object) -> bytes:
     if not all(type(each) is int and 0 <= each < 1 << 32 for each in prompt):
         raise BadRequest("Token ids must be integers of 32 bits; this server takes one prompt in a request.")
     text = b"".join(each.to_bytes(TOKEN_BYTES, "little") for each in prompt)
-    # A text need not fill its last token.
+    # A text may end within its last token.
     return text[:-TOKEN_BYTES] + (text[-TOKEN_BYTES:].rstrip(b"\0") or b"\0")
 
 

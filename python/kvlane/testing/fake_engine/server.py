@@ -24,7 +24,7 @@ _EMBEDDING = [0.0625, -0.125, 0.25, -0.5]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the paths need to know beside the engine."""
+    """The settings of the paths, beside the engine's."""
 
     models: Models
     pairing: pairs.Pairing
@@ -59,7 +59,7 @@ class Server:
             ("POST", "/v1/unload_lora_adapter"): self._unload_adapter,
             ("POST", "/reset_prefix_cache"): self._reset_cache,
         }
-        self._known = {path for _, path in self._routes} | set(GENERATING)
+        self._paths = {path for _, path in self._routes} | set(GENERATING)
 
     def connected(self, connection: http.Connection) -> bool:
         return self._faults.take("refuse") is None
@@ -93,7 +93,7 @@ class Server:
                 return route(request)
             except requests.BadRequest as error:
                 return http.answer(400, answers.error(400, str(error)))
-        status, detail = (405, "Method Not Allowed") if request.path in self._known else (404, "Not Found")
+        status, detail = (405, "Method Not Allowed") if request.path in self._paths else (404, "Not Found")
         return http.answer(status, answers.dump({"detail": detail}))
 
     def _answer(self, connection: http.Connection, data: bytes, close: bool = False) -> None:
