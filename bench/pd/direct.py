@@ -78,7 +78,7 @@ def main() -> int:
             at_once = measure(systems, arguments)
         finally:
             for system in systems:
-                system.each(ServedEngine.go_on)
+                system.each(ServedEngine.resume)
             end_all(side.engine for system in systems for side in (system.prefill, system.decode))
     found = result(systems, at_once, arguments, watch)
     publish(found, arguments.out)
@@ -167,7 +167,7 @@ def measure(systems: list[System], arguments: argparse.Namespace) -> list[float]
     pool = ThreadPoolExecutor(2)
     for first in range(0, arguments.prompts, TURN):
         for system in systems if first // TURN % 2 == 0 else systems[::-1]:
-            system.each(ServedEngine.go_on)
+            system.each(ServedEngine.resume)
             # Connections that broke meanwhile are made again.
             for turn in range(2):
                 one_after_the_other(system, prompt_text(200, f"warm {system.name} {first} {turn}"), 1)

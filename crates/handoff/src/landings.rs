@@ -13,10 +13,12 @@
 //!
 //! A hand-off lands at most once:
 //! - The prefill engine ([`Lendings`](crate::Lendings)) has one reader per hand-off: the engine whose Want came first. It
-//!   refuses the Want of any other decode engine with [`Reason::Over`]. A restarted engine counts as another one, because its
-//!   `EngineId` holds a boot nonce.
+//!   refuses the Want of any other decode engine with [`Reason::Ended`]. A restarted decode engine counts as another one,
+//!   because its `EngineId` holds a boot nonce.
 //! - The prefill engine's ranks open their windows for that reader's ranks only, and the fabric refuses READs by others.
-//! - A hand-off's id is used once. The prefill engine remembers ended hand-offs, and refuses a Want for one of them.
+//! - A hand-off's id is used once. The prefill engine remembers the last 4,096 that ended, and refuses a Want for one of them.
+//! - A prefill engine that restarts has no hand-off of its former life: its windows are gone, landings from it end as
+//!   [`Outcome::PeerLost`], and a Want finds no request there.
 //! - In the decode engine an id has one landing at a time ([`Landings::begin`]), and each region of a block is read once
 //!   ([`Reading`](crate::Reading)).
 
@@ -310,7 +312,7 @@ impl Landings {
                 }
             }
             Message::Refused(_, reason) => self.stop(id, Outcome::Refused(reason)),
-            Message::Cancel(_) => self.stop(id, Outcome::Refused(Reason::Over)),
+            Message::Cancel(_) => self.stop(id, Outcome::Refused(Reason::Ended)),
             _ => {}
         }
     }

@@ -198,7 +198,7 @@ impl Lendings {
     fn want(&mut self, now: Duration, from: EngineId, want: Want) {
         let id = want.id;
         let refused = if self.over.has(id) {
-            Some(Reason::Over)
+            Some(Reason::Ended)
         } else if want.shape != self.shape || want.ranks.len() != self.ranks.len() {
             Some(Reason::OtherShape)
         } else {
@@ -217,10 +217,10 @@ impl Lendings {
         }
         let Some(lending) = self.lendings.get_mut(&id) else { return };
         if lending.closing.is_some() {
-            return self.refuse(from, id, Reason::Over);
+            return self.refuse(from, id, Reason::Ended);
         }
         match &lending.reader {
-            Some(reader) if reader.engine != from => self.refuse(from, id, Reason::Over),
+            Some(reader) if reader.engine != from => self.refuse(from, id, Reason::Ended),
             // A repeated Want renews the lease. It does not prolong the wait for a request.
             Some(_) if lending.content.is_some() => lending.expires_at = now + self.options.lease,
             Some(_) => {}
@@ -404,7 +404,7 @@ mod tests {
             lendings.message(Duration::ZERO, OTHER, end.clone());
             assert!(lendings.is_open(ID));
             let said: Vec<LendingAction> = std::iter::from_fn(|| lendings.next_action()).collect();
-            let refused = LendingAction::Send(OTHER, Message::Refused(ID, Reason::Over));
+            let refused = LendingAction::Send(OTHER, Message::Refused(ID, Reason::Ended));
             assert!(said.contains(&refused), "{said:?}");
             lendings.message(Duration::ZERO, READER, end);
             assert!(!lendings.is_open(ID) && lendings.live() == 1 && lendings.take_free().is_empty());

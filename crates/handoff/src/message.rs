@@ -60,7 +60,7 @@ pub enum Reason {
     /// P has too many hand-offs under way.
     Full,
     /// The request or its lease ended at P, P's cache was reset, or another engine reads this hand-off.
-    Over,
+    Ended,
 }
 
 /// D asks P for blocks of a prompt; D repeats this to renew its lease.
@@ -222,7 +222,7 @@ impl Message {
 
 impl Reason {
     pub(crate) const ALL: [Reason; 5] =
-        [Reason::Unknown, Reason::OtherContent, Reason::OtherShape, Reason::Full, Reason::Over];
+        [Reason::Unknown, Reason::OtherContent, Reason::OtherShape, Reason::Full, Reason::Ended];
 
     pub(crate) fn number(self) -> u32 {
         Reason::ALL.iter().position(|reason| *reason == self).unwrap_or(0) as u32
@@ -239,7 +239,7 @@ impl Reason {
                 "that engine cuts its cache otherwise: start both with the same parallel sizes, block size and layout"
             }
             Reason::Full => "that engine has too many hand-offs under way",
-            Reason::Over => "the request ended there, or that engine's cache was reset",
+            Reason::Ended => "the request ended there, or that engine's cache was reset",
         }
     }
 }

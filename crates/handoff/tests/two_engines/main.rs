@@ -344,7 +344,7 @@ fn what_had_landed_is_kept_when_the_other_engine_gives_up_or_goes() {
         }
         let standing = d.over(id);
         assert_eq!(standing.end_block, 8);
-        assert!(matches!(standing.outcome, Some(Outcome::Refused(Reason::Over) | Outcome::PeerLost)));
+        assert!(matches!(standing.outcome, Some(Outcome::Refused(Reason::Ended) | Outcome::PeerLost)));
         assert!(d.holds(0, &[1, 2, 3, 4, 5, 6, 7, 8]));
         d.scheduler.forget_landing(id);
     }

@@ -18,6 +18,9 @@
 //! show it only seconds later. A pair gets two [`Reservation`]s, one for each [`Leg`]; a node that serves the whole request gets
 //! one. A reservation ends with its leg. Its tokens are released earlier: at the first byte of the answer.
 //!
+//! A leg ends with its answer. The prefill leg's answer is one token, so it ends about when its prompt is prefilled. Where the
+//! prefill engine answers first, the decode leg is reserved all that time, and is sent afterwards.
+//!
 //! ```text
 //!                  at the choice                           at the first byte of its answer    when the leg ends
 //!  own_requests    + 1 at the leg's node                                                      - 1
@@ -29,12 +32,16 @@
 //!                    does not stream
 //!  own_awaited     prefill leg: + 1 at the decode node     - 1                                - 1, if still there
 //! ```
+//! `own_decodes - own_awaited` are the requests that a node decodes now: a decode node has nothing to do for a request that its
+//! pair's other node still prefills. `own_tokens - own_unseen` are tokens that a node certainly still has to prefill: an answer
+//! in one piece does not show when its prompt was prefilled.
 //!
 //! - A reservation ends exactly once, in [`Scheduler::end`]: it cannot be copied, and `end` consumes it. The proxy calls `end`
 //!   when the answer has ended, the node has failed, or the client has left. The scheduler itself has no timeout for it.
 //! - If the node has left the router meanwhile, its load went with it, and `end` releases nothing there.
-//! - A choice also notes that the first node will have the prompt, so that equal prompts meet there. This is no reservation:
-//!   the note stays until the index evicts it or the node restarts.
+//! - A choice also records in the index that the node which prefills the prompt will have it, so that equal prompts meet there.
+//!   The decode node follows at its first byte. A record is no reservation: it stays until the index evicts it or the node
+//!   restarts.
 
 mod breaker;
 mod cached;
