@@ -31,7 +31,7 @@ def main() -> None:
     if parser.parse_args().fetch:
         fetch()
     else:
-        look()
+        check()
 
 
 def fetch() -> None:
@@ -42,7 +42,7 @@ def fetch() -> None:
     subprocess.run(command, cwd=ROOT.parent, check=True)
 
 
-def look() -> None:
+def check() -> None:
     fetch()
     _run(str(TOOLS / "bin/cargo-machete"), "crates", "fuzz")
     deny = shutil.which(

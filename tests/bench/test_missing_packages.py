@@ -34,7 +34,7 @@ def give(python: Path, *names: str) -> None:
             (packages / f"{name}.py").touch()
 
 
-def told(*command: str | Path, stdin: str = "") -> str:
+def refusal(*command: str | Path, stdin: str = "") -> str:
     """The sentences of a command that must fail."""
     done = subprocess.run(
         [str(part) for part in command], input=stdin, capture_output=True, text=True, timeout=60, check=False
@@ -45,15 +45,15 @@ def told(*command: str | Path, stdin: str = "") -> str:
 
 
 def test_the_demo_names_what_it_lacks(bare: Path) -> None:
-    said = told(bare, "-m", "kvlane.demo")
+    said = refusal(bare, "-m", "kvlane.demo")
     assert f"needs vllm, torch, safetensors, matplotlib, tqdm beside {bare}" in said
     assert "environment that has vLLM 0.24 to 0.33" in said
-    assert told(bare.with_name("kvlane"), "demo") == said
+    assert refusal(bare.with_name("kvlane"), "demo") == said
 
 
 def test_the_demos_model_names_what_it_lacks(bare: Path, tmp_path: Path) -> None:
     """The demo's model ended with a traceback."""
-    said = told(bare, "-m", "kvlane.demo.model", "--shape", "tiny", tmp_path / "model")
+    said = refusal(bare, "-m", "kvlane.demo.model", "--shape", "tiny", tmp_path / "model")
     assert f"needs torch and safetensors, which come with vLLM, beside {bare}" in said
     assert not (tmp_path / "model").exists()
 
@@ -67,7 +67,7 @@ def test_the_demos_model_names_what_it_lacks(bare: Path, tmp_path: Path) -> None
     ],
 )
 def test_an_environment_without_pip_is_not_told_to_use_it(bare: Path, command: tuple[str, ...]) -> None:
-    said = told(bare, *command, stdin="{}")
+    said = refusal(bare, *command, stdin="{}")
     assert f"uv pip install --python {bare} " in said
     assert "-m pip" not in said
 
@@ -80,7 +80,7 @@ def test_beside_vllm_the_demo_says_how_to_get_the_rest(tmp_path: Path) -> None:
     (next(tmp_path.glob("beside/lib/python*/site-packages")) / "kvlane").symlink_to(
         Path(kvlane.__file__).parent
     )
-    said = told(python, "-m", "kvlane.demo")
+    said = refusal(python, "-m", "kvlane.demo")
     assert f"needs matplotlib, tqdm beside {python}: {python} -m pip install matplotlib tqdm" in said
     assert "make demo" not in said
 
@@ -90,7 +90,7 @@ def test_a_picture_names_what_it_lacks(bare: Path, tmp_path: Path) -> None:
     trace = tmp_path / "turns.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 3)
     command = [bare.with_name("kvlane"), "replay", trace, "--policy", "lru", "--capacity", "2"]
-    said = told(*command, "--plot", tmp_path / "turns.png")
+    said = refusal(*command, "--plot", tmp_path / "turns.png")
     assert f"a picture needs matplotlib: uv pip install --python {bare} matplotlib" in said
     assert "kvlane[" not in said
 

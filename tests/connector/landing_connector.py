@@ -37,7 +37,7 @@ class Landing:
     local: list[Any] = field(default_factory=list)  # the prompt's beginning, which this engine has by itself
     taken: list[Any] = field(default_factory=list)  # the whole blocks after it
     last: Any = None  # the partial block at the end, which is never hashed
-    asked: int = 0  # blocks whose bytes the workers were told to write
+    asked: int = 0  # blocks whose bytes the workers were asked to write
     written: int = 0  # blocks whose bytes are there, in all ranks
     ready: bool = False  # hashed, or given up: the request need not wait any more
 
@@ -165,10 +165,10 @@ class LandingConnector(KVConnectorBase_V1, SupportsHMA):
                 self._advance(landing)
 
     def _advance(self, landing: Landing) -> None:
-        told = self.peer.told(landing.name)
+        offered = self.peer.offered(landing.name)
         request = landing.request
         whole = request.num_prompt_tokens // self.block_size
-        if told.blocks and not landing.begun:
+        if offered.blocks and not landing.begun:
             landing.begun = True
             # Held, so that it is still there at the end.
             while len(landing.local) < whole and (
@@ -177,17 +177,17 @@ class LandingConnector(KVConnectorBase_V1, SupportsHMA):
                 landing.local += found
             self.pool.touch(landing.local)
             landing.asked = landing.written = len(landing.local)
-        if told.blocks > landing.asked:
-            blocks = self.take(told.blocks - landing.asked)
+        if offered.blocks > landing.asked:
+            blocks = self.take(offered.blocks - landing.asked)
             for index, block in enumerate(blocks, landing.asked):
                 self._work.writes.append((block.block_id, landing.name, index))
                 if index < whole:
                     landing.taken.append(block)
                 else:
                     landing.last = block
-            landing.asked = told.blocks
+            landing.asked = offered.blocks
             self._steps.setdefault(self._work.step, []).append(landing)
-        if told.ended and landing.written == landing.asked:
+        if offered.ended and landing.written == landing.asked:
             self._hash(landing)
             landing.ready = True
 

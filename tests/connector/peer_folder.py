@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Told:
+class Offered:
     """What the other engine has said of a prompt so far."""
 
     blocks: int = 0  # from the prompt's beginning on, that may be read
@@ -18,7 +18,7 @@ class Told:
 
 
 class PeerFolder:
-    """One file for each block and rank, and one for what was told."""
+    """One file for each block and rank, and one for what may be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,19 +30,19 @@ class PeerFolder:
         """Blocks of a prompt that have been computed."""
         return len(list(self.path.glob(f"{name}.*.0")))
 
-    def tell(self, name: str, blocks: int | None = None, ended: bool = True) -> None:
+    def offer(self, name: str, blocks: int | None = None, ended: bool = True) -> None:
         """From the engine's next step on this many blocks may be read, by default all."""
         said = {"blocks": self.blocks(name) if blocks is None else blocks, "ended": ended}
-        self._replace(f"{name}.told", json.dumps(said))
+        self._replace(f"{name}.offered", json.dumps(said))
 
-    def told(self, name: str) -> Told:
+    def offered(self, name: str) -> Offered:
         try:
-            return Told(**json.loads((self.path / f"{name}.told").read_text()))
+            return Offered(**json.loads((self.path / f"{name}.offered").read_text()))
         except FileNotFoundError:
-            return Told()
+            return Offered()
 
     def copy(self, name: str, other: str) -> None:
-        """The same blocks under another name; nothing is told of them yet."""
+        """The same blocks under another name; none of them is offered yet."""
         for file in self.path.glob(f"{name}.*.*"):
             (self.path / f"{other}{file.name.removeprefix(name)}").write_bytes(file.read_bytes())
 

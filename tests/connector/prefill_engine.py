@@ -62,7 +62,7 @@ class PrefillEngine:
         self._pipe.send((command, *arguments))
         return self._answer()
 
-    def take_note(self) -> None:
+    def run_a_step(self) -> None:
         """An idle engine makes no step: with its next request it takes note of what has ended. Nothing is reset."""
         self.ask("add", prompt(98, 40), 1)
         self.ask("answers")

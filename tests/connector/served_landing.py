@@ -96,11 +96,11 @@ class Served:
             self.peer.flip(name, 0)
         landing = asyncio.create_task(self.answer(self.prompt, land=name))
         same = await self.ask_others() == others
-        self.peer.tell(name, 5, ended=False)
+        self.peer.offer(name, 5, ended=False)
         same &= await self.ask_others() == others
         waited = not landing.done()
         result = await amid() if amid else None
-        self.peer.tell(name)
+        self.peer.offer(name)
         (answer, again) = await asyncio.gather(landing, self.ask_others())
         return {**answer, "others_are_right": same and again == others, "waited": waited, "amid": result}
 
@@ -118,7 +118,7 @@ class Served:
         assert await self.engine.reset_prefix_cache()
         self.peer.copy("theirs", "aborted")
         landing = asyncio.create_task(self.answer(self.prompt, land="aborted"))
-        self.peer.tell("aborted", 5, ended=False)
+        self.peer.offer("aborted", 5, ended=False)
         await self.ask_others()
         landing.cancel()
         await asyncio.wait([landing])

@@ -99,7 +99,7 @@ class DaemonStore:
         """It lives, and does not answer."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -114,7 +114,7 @@ class DaemonStore:
     def close(self) -> None:
         self._tool.close()
         # A test that fails while the daemon is stopped must tell of its own failure, not of a daemon that does not end.
-        self.go_on()
+        self.resume()
         self._process.terminate()
         assert self._process.wait(stretched(20)) == 0
         self._log.close()

@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass
-class Told:
+class StepPart:
     """What the scheduler half tells in one step."""
 
     count: bool
@@ -83,7 +83,7 @@ class HandOff(SchedulerKind):
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         if self._waiting or self._bring:
-            jobs.others[self.name] = Told(self._waiting, self._bring)
+            jobs.others[self.name] = StepPart(self._waiting, self._bring)
             self._bring = []
 
     def ended(self, job: int, end: JobEnd) -> bool:
@@ -117,13 +117,13 @@ class HandOffWorker(WorkerKind):
         self.layers: list[str] = []
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
-        told = jobs.others.get(self.name)
-        if not isinstance(told, Told):
+        part = jobs.others.get(self.name)
+        if not isinstance(part, StepPart):
             return None
-        if told.count:
+        if part.count:
             self._steps += 1
             self._shared.reports.others[self.name] = Seen(frozenset({(self._shared.rank, self._steps)}))
-        for job, request_id, block in told.bring:
+        for job, request_id, block in part.bring:
             self.brought.append(block)
             if self.hold:
                 self.held.append((job, request_id))
@@ -274,7 +274,7 @@ def test_a_hit_that_another_kind_supersedes_is_given_back() -> None:
 def test_hooks_of_several_kinds_are_called_one_after_the_other() -> None:
     engine = EngineWithHandOff(FakeCore(), workers=1)
     (worker,), (handoff,) = engine.workers, engine.handoff_workers
-    worker.bind(StepJobs(others={"handoff": Told(count=True, bring=[])}))
+    worker.bind(StepJobs(others={"handoff": StepPart(count=True, bring=[])}))
     assert worker.on_layer is not None
     worker.on_layer("layers.0")
     assert handoff.layers == ["layers.0"]

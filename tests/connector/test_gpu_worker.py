@@ -20,7 +20,7 @@ LAYERS = [f"layers.{layer}" for layer in range(3)]
 
 
 class Core:
-    """Records what it is told; ends are put in by the test."""
+    """Records what happens; ends are put in by the test."""
 
     def __init__(self) -> None:
         self.loads: list[tuple[int, int, str]] = []  # (job, stream, release)
@@ -201,7 +201,7 @@ class Hook:
 
     def __call__(self, layer: str) -> None:
         if not self.agent.refuses:
-            self.agent.told.append((layer, self.stream))
+            self.agent.events.append((layer, self.stream))
 
     def check(self) -> None:
         if self.agent.refuses:
@@ -213,16 +213,16 @@ class Agent:
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
-        self.told: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []
 
     def step_begins(self, filled: Any) -> None:
-        self.told.append(("begins",))
+        self.events.append(("begins",))
 
     def layer_hook(self) -> Any:
         return Hook(self)
 
     def step_ends(self, stream: int) -> None:
-        self.told.append(("ends", stream))
+        self.events.append(("ends", stream))
 
     def take_counts(self) -> tuple[int, ...]:
         return (0, 0, 0, 0, 0)
@@ -242,7 +242,7 @@ def test_a_hand_off_is_told_of_layers_in_the_engines_stream_and_a_refusal_ends_n
     side.start_saves()
     side.unbind()
     layers = [] if refuses else [(name, 77) for name in LAYERS]
-    assert agent.told == [("begins",), *layers, ("ends", 77)]
+    assert agent.events == [("begins",), *layers, ("ends", 77)]
     assert copied == [(3, 4)]
     errors = (side.take_stats() or {}).get("errors", 0)
     assert errors == (1 if refuses else 0)

@@ -46,7 +46,7 @@ def states() -> GroupLayout:
     return group_layout({"m": parts}, ["m"], 7, {}, [0, 1, 1], facts={"m": STATE})
 
 
-def told(made: GroupLayout, layer: int = 0) -> list[tuple[str, int]]:
+def dimensions_of(made: GroupLayout, layer: int = 0) -> list[tuple[str, int]]:
     return [(each.axis, each.size) for each in made.shard.layers[layer].dimensions]
 
 
@@ -79,35 +79,45 @@ def test_blocks_that_are_stored_are_found_by_the_same_digest(made: GroupLayout, 
 
 def test_each_dimension_has_its_name() -> None:
     by_name = layout((7, 8, 16, 256), (0, 2, 1, 3), NAMED)
-    assert told(by_name) == [("token", 16), ("head", 8), ("content", 256)]
-    assert told(layout((7, 2, 16, 8, 128), (0, 1, 2, 3, 4), ATTENTION)) == [
+    assert dimensions_of(by_name) == [("token", 16), ("head", 8), ("content", 256)]
+    assert dimensions_of(layout((7, 2, 16, 8, 128), (0, 1, 2, 3, 4), ATTENTION)) == [
         ("half", 2),
         ("token", 16),
         ("head", 8),
         ("content", 128),
     ]
-    assert told(layout((7, 16, 576), (0, 1, 2), LATENT)) == [("token", 16), ("content", 576)]
-    assert (told(states(), 0), told(states(), 1)) == ([("state", 4)], [("state", 2), ("state", 4)])
+    assert dimensions_of(layout((7, 16, 576), (0, 1, 2), LATENT)) == [("token", 16), ("content", 576)]
+    assert (dimensions_of(states(), 0), dimensions_of(states(), 1)) == (
+        [("state", 4)],
+        [("state", 2), ("state", 4)],
+    )
     assert [(each.name, each.part) for each in states().shard.layers] == [("m", 0), ("m", 1)]
     in_four = layout((28, 8, 4, 128), (0, 1, 2, 3), ATTENTION)
-    assert told(in_four) == [("kernel block", 4), ("head", 8), ("token", 4), ("content", 128)]
+    assert dimensions_of(in_four) == [("kernel block", 4), ("head", 8), ("token", 4), ("content", 128)]
 
 
 def test_dimensions_that_could_be_two_things_stay_untold() -> None:
     sixteen_heads = LayerFacts(tokens=16, heads=Heads(16, 128))
-    assert told(layout((7, 16, 16, 128), (0, 1, 2, 3), sixteen_heads)) == [
+    assert dimensions_of(layout((7, 16, 16, 128), (0, 1, 2, 3), sixteen_heads)) == [
         ("untold", 16),
         ("untold", 16),
         ("content", 128),
     ]
     two_heads = LayerFacts(tokens=16, heads=Heads(2, 128))
-    assert told(layout((2, 7, 16, 2, 128), (0, 1, 2, 3, 4), two_heads))[0] == ("untold", 2)
+    assert dimensions_of(layout((2, 7, 16, 2, 128), (0, 1, 2, 3, 4), two_heads))[0] == ("untold", 2)
     # A backend that folds tokens and heads into one dimension.
-    assert told(layout((7, 2, 16 * 8 * 128), (0, 1, 2), ATTENTION)) == [("half", 2), ("untold", 16384)]
-    assert told(layout((7, 8, 16, 256), (0, 1, 2, 3))) == [("untold", 8), ("untold", 16), ("untold", 256)]
+    assert dimensions_of(layout((7, 2, 16 * 8 * 128), (0, 1, 2), ATTENTION)) == [
+        ("half", 2),
+        ("untold", 16384),
+    ]
+    assert dimensions_of(layout((7, 8, 16, 256), (0, 1, 2, 3))) == [
+        ("untold", 8),
+        ("untold", 16),
+        ("untold", 256),
+    ]
     # From the version on that promises an order, sizes do not matter.
     named = LayerFacts(tokens=16, heads=Heads(16, 128), is_named=True)
-    assert told(layout((7, 16, 16, 256), (0, 2, 1, 3), named)) == [
+    assert dimensions_of(layout((7, 16, 16, 256), (0, 2, 1, 3), named)) == [
         ("token", 16),
         ("head", 16),
         ("content", 256),
@@ -120,7 +130,7 @@ def test_layers_between_each_others_heads_are_one_that_tells_so() -> None:
     names = LAYERS[:3]
     caches = layer_caches(Tensor(memory), (1, 3, 0, 2, 4), [[name] for name in names], 7)
     made = group_layout(caches, names, 7, {}, [0, 1, 1], facts=dict.fromkeys(names, ATTENTION))
-    assert told(made) == [("head", 8), ("layer", 3), ("token", 16), ("content", 256)]
+    assert dimensions_of(made) == [("head", 8), ("layer", 3), ("token", 16), ("content", 256)]
     assert [layer.name for layer in made.shard.layers] == names[:1]
 
 
@@ -138,8 +148,8 @@ def test_what_is_told_besides_changes_no_digest(
     plain, described = (layout(shape, tuple(order), each, names=LAYERS[:2]) for each in (NO_FACTS, facts))
     assert plain.digest == described.digest
     assert [layer.heads for layer in described.shard.layers] == [facts.heads] * 2
-    sizes_told = [[size for _, size in told(each)] for each in (plain, described)]
-    assert sizes_told[0] == sizes_told[1]
+    of_both = [[size for _, size in dimensions_of(each)] for each in (plain, described)]
+    assert of_both[0] == of_both[1]
 
 
 @pytest.mark.parametrize(

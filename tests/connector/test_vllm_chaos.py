@@ -118,7 +118,7 @@ class Chaos:
             self._mend, self._mend_at = self._store.start, time.monotonic() + later
         elif fault == "stop":
             self._store.stop()
-            self._mend, self._mend_at = self._store.go_on, time.monotonic() + later
+            self._mend, self._mend_at = self._store.resume, time.monotonic() + later
         else:
             self._store.restart()
             if self._dice.random() < 0.3:

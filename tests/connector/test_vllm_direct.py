@@ -86,7 +86,7 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     assert d.counted["direct_landed_tokens"] - landed == TOKENS
     assert offered >= WHOLE // BLOCK
     assert len(seen) >= 3 and seen == sorted(seen) and seen[0] < WHOLE // BLOCK, "it landed in parts"
-    p.take_note()
+    p.run_a_step()
     assert p.ask("books") == start
     assert p.ask("errors") == 0
 
@@ -277,7 +277,7 @@ def test_prompts_in_flight_at_once_all_land(p: PrefillEngine, d: InProcessEngine
     assert [list(outputs[name].outputs[0].token_ids) for name in names] == truths
     assert [outputs[name].num_cached_tokens for name in names] == [ALL] * len(prompts)
     assert (d.counted - before)["direct_landed"] == len(prompts)
-    p.take_note()
+    p.run_a_step()
     assert p.ask("books") == start
 
 
@@ -319,7 +319,7 @@ def test_of_two_prompts_with_one_id_at_both_engines_one_lands(p: PrefillEngine, 
     grown = d.counted - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 1)
     assert p.ask("counted")["direct_not_offered"] == not_offered + 1
-    p.take_note()
+    p.run_a_step()
     assert p.ask("books") == start
 
 
@@ -349,7 +349,7 @@ def test_what_ds_daemon_has_of_a_prompt_is_loaded_while_p_hands_over_the_rest(
             names = ("direct_loaded_tokens", "direct_landed_tokens", "direct_fallbacks", "failed_loads")
             grown = [counted.get(each, 0) - before.get(each, 0) for each in names]
             assert grown == [beginning, TOKENS - beginning, 0, 0]
-        other.take_note()
+        other.run_a_step()
         assert other.ask("reset") and other.ask("errors") == 0
     finally:
         other.close()
@@ -523,7 +523,7 @@ def test_either_engine_sleeps_or_pauses_amid_a_hand_off(
         assert not d.llm.llm_engine.has_unfinished_requests()
         name = d.add(asked, 24)
     assert answer(d, name) == (truth, 3 * BLOCK if who == "p" else 0)
-    p.take_note()
+    p.run_a_step()
     assert p.ask("books") == start
     # From then on they hand over again.
     assert d.llm.reset_prefix_cache()
@@ -577,7 +577,7 @@ def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
     deadline = time.monotonic() + STEPS_SECONDS
     while p.ask("books") != start:
         assert time.monotonic() < deadline, "P's blocks are free"
-        p.take_note()
+        p.run_a_step()
 
 
 # Last: it ends P.

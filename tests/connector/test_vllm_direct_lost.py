@@ -69,7 +69,7 @@ def begin(p: PrefillEngine, d: PrefillEngine, asked: list[int]) -> str:
 def until_free(p: PrefillEngine, start: tuple[int, int]) -> float:
     """Seconds until nobody holds P's blocks any more."""
     began = time.monotonic()
-    wait_until("P's blocks are free", lambda: p.ask("books") == start, p.take_note)
+    wait_until("P's blocks are free", lambda: p.ask("books") == start, p.run_a_step)
     return time.monotonic() - began
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_that_p_preempts_amid_its_leg_lands_as_a_whole(
     assert roomy.ask("answers")[name] == (truths[1], ALL)
     grown = counted(roomy) - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0)
-    p.take_note()
+    p.run_a_step()
     assert p.ask("books") == start
     assert p.ask("errors") == roomy.ask("errors") == 0
 
@@ -119,7 +119,7 @@ def test_a_running_request_of_d_gets_the_blocks_in_which_a_prompt_lands(
     grown = counted(d) - before
     assert (grown["direct_landings"], grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0, 1)
     p.ask("finish")
-    d.take_note()
+    d.run_a_step()
     assert d.ask("books") == start
     assert d.ask("errors") == 0
 
@@ -140,7 +140,7 @@ def test_a_prompt_that_has_landed_is_preempted_and_computed_again(p: PrefillEngi
     grown = counted(d) - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0)
     assert d.ask("preemptions") > preempted
-    d.take_note()
+    d.run_a_step()
     assert d.ask("books") == start
     assert d.ask("errors") == 0
 

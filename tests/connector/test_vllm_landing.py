@@ -139,7 +139,7 @@ def test_blocks_of_another_engine_become_a_local_hit_and_one_token_is_computed(
     assert decoder.request(running).num_output_tokens >= 4, "others go on while one waits"
     assert decoder.request(name).num_output_tokens == 0
 
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     assert decoder.run(name) == [alone]
     assert decoder.outputs[name].num_cached_tokens == tokens - 1
     assert decoder.connector.computed["theirs"] == 1 + ANSWER - 1
@@ -153,7 +153,7 @@ def test_an_answer_that_hardly_depends_on_its_blocks_would_prove_nothing(decoder
     for name, block in (("a whole one", 0), ("the last one", 9)):
         decoder.peer.copy("theirs", name)
         decoder.peer.flip(name, block)
-        decoder.peer.tell(name)
+        decoder.peer.offer(name)
         (answer,) = decoder.run(decoder.engine.add(wanted, ANSWER, land=name))
         assert answer != alone
         assert decoder.pool.reset_prefix_cache()
@@ -166,10 +166,10 @@ def test_blocks_land_while_the_other_engine_computes_and_what_came_is_used_when_
     alone = decoder.computed(wanted, "theirs")
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
     for blocks in (3, 6):
-        decoder.peer.tell("theirs", blocks, ended=False)
+        decoder.peer.offer("theirs", blocks, ended=False)
         decoder.step_until_written(name, blocks)
         assert decoder.request(name).num_output_tokens == 0
-    decoder.peer.tell("theirs", 6, ended=True)
+    decoder.peer.offer("theirs", 6, ended=True)
     assert decoder.run(name) == [alone]
     assert decoder.outputs[name].num_cached_tokens == 6 * BLOCK
 
@@ -179,12 +179,12 @@ def test_blocks_that_the_engine_has_by_itself_are_held_and_not_taken(decoder: De
     alone = decoder.computed(wanted, "theirs")
     decoder.run(decoder.engine.add(wanted[: 4 * BLOCK + 1], 1))
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
-    decoder.peer.tell("theirs", 8, ended=False)
+    decoder.peer.offer("theirs", 8, ended=False)
     decoder.step_until_written(name, 8)
     assert [len(decoder.landing(name).local), len(decoder.landing(name).taken)] == [4, 4]
     # The same prompt is computed here meanwhile: now there are two blocks of each hash.
     assert decoder.run(decoder.engine.add(wanted, ANSWER)) == [alone]
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     assert decoder.run(name) == [alone]
     assert decoder.outputs[name].num_cached_tokens == 299
 
@@ -221,7 +221,7 @@ def test_the_source_of_the_last_block_is_held_a_step_or_another_copy_overwrites_
     before = decoder.connector.targets_that_are_sources
     names = [decoder.engine.add(each, ANSWER, land=f"prompt{number}") for number, each in enumerate(prompts)]
     for number in range(2):
-        decoder.peer.tell(f"prompt{number}")
+        decoder.peer.offer(f"prompt{number}")
     # Right also where they meet: here copies run one after the other.
     assert decoder.run(*names) == alone
     assert (decoder.connector.targets_that_are_sources > before) == (not held)
@@ -236,7 +236,7 @@ def test_loads_start_before_the_forward_pass_in_each_step_in_which_a_request_wai
     decoder.run(decoder.engine.add(prompt(13, 40), 1))
     usual = decoder.worker.hooks.copy()
     name = decoder.engine.add(wanted, 1, land="theirs")
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     decoder.step_until(lambda: decoder.landing(name).ready)
     decoder.worker.hooks.clear()
     decoder.run(name)
@@ -268,7 +268,7 @@ def test_blocks_taken_amid_a_lookup_overwrite_the_hit_of_another_request(decoder
     decoder.connector.takes_in = hook
     asked = decoder.engine.add(here, ANSWER)
     lands = decoder.engine.add(theirs, ANSWER, land="theirs")
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     got = decoder.run(asked)
     assert decoder.outputs[asked].num_cached_tokens == 192
     if hook == "build_connector_meta":
@@ -295,11 +295,11 @@ def test_a_request_is_aborted_and_what_came_serves_the_next(
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
     decoder.step()
     if moment == "half way":
-        decoder.peer.tell("theirs", 5, ended=False)
+        decoder.peer.offer("theirs", 5, ended=False)
         decoder.step_until_written(name, 5)
         assert decoder.books() == (BLOCKS - 1 - 5, 5)
     elif moment != "before":
-        decoder.peer.tell("theirs")
+        decoder.peer.offer("theirs")
         decoder.step_until(lambda: decoder.landing(name).ready)
         assert decoder.books() == (BLOCKS - 1 - 10, 10)
     if moment == "while it runs":
@@ -314,7 +314,7 @@ def test_an_abort_between_a_step_that_takes_blocks_and_the_news_of_their_bytes(d
     wanted = prompt(31)
     alone = decoder.computed(wanted, "theirs")
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     decoder.engine.scheduler.schedule()
     assert len(decoder.landing(name).held()) == 10
     # As the step never runs, nothing may be found of it.
@@ -345,7 +345,7 @@ def test_resets_succeed_if_blocks_are_given_back_inside_the_pools_own_reset(
     alone, other_alone = decoder.computed(wanted, "theirs"), decoder.computed(other, "other", 40)
     running = decoder.engine.add(other, 40)
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
-    decoder.peer.tell("theirs", 6, ended=False)
+    decoder.peer.offer("theirs", 6, ended=False)
     decoder.step_until_written(name, 6)
     decoder.connector._sent += decoder.connector.take(1)
     resets = len(decoder.connector.resets)
@@ -368,7 +368,7 @@ def test_resets_succeed_if_blocks_are_given_back_inside_the_pools_own_reset(
 
     assert decoder.lives(name) == decoder.lives(running) == (how not in ENDS_REQUESTS)
     if decoder.lives(name):
-        decoder.peer.tell("theirs", 6)
+        decoder.peer.offer("theirs", 6)
         assert decoder.run(name, running) == [alone, other_alone]
         assert decoder.outputs[name].num_cached_tokens == (0 if gives_back else 6 * BLOCK)
     decoder.step(2)
@@ -383,10 +383,10 @@ def test_a_plain_reset_is_refused_while_others_run_and_then_costs_no_landing(
     alone = decoder.computed(wanted, "theirs")
     running = decoder.engine.add(prompt(43, 60), 40) if others_run else None
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
-    decoder.peer.tell("theirs", 6, ended=False)
+    decoder.peer.offer("theirs", 6, ended=False)
     decoder.step_until_written(name, 6)
     assert decoder.engine.llm.reset_prefix_cache() == (not others_run)
-    decoder.peer.tell("theirs")
+    decoder.peer.offer("theirs")
     assert decoder.run(name) == [alone]
     assert decoder.outputs[name].num_cached_tokens == (299 if others_run else 0)
     if running:
@@ -426,7 +426,7 @@ def test_a_running_request_is_preempted_unless_a_landing_is_given_up_for_it(
     decoder.connector.gives_up = gives_up
     running = decoder.engine.add(other, 250)
     name = decoder.engine.add(wanted, ANSWER, land="theirs")
-    decoder.peer.tell("theirs", 12, ended=False)
+    decoder.peer.offer("theirs", 12, ended=False)
     decoder.step_until_written(name, 12)
     # All but one of the others: the running request wants seven more.
     full = decoder.connector.take(decoder.pool.get_num_free_blocks() - 1)
@@ -435,5 +435,5 @@ def test_a_running_request_is_preempted_unless_a_landing_is_given_up_for_it(
     asks_in_vain = gives_up == "when asked" and not ASKS_BEFORE_PREEMPTION
     assert bool(request.num_preemptions) == (gives_up == "never" or asks_in_vain)
     decoder.pool.free_blocks(full)
-    decoder.peer.tell("theirs", 12)
+    decoder.peer.offer("theirs", 12)
     assert decoder.run(running, name) == [other_alone, alone]

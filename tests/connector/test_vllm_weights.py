@@ -210,5 +210,5 @@ def test_a_daemon_that_does_not_answer_makes_vllm_refuse_for_a_while(
         engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     engine.drain()
     assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    store.go_on()
+    store.resume()
     assert engine.errors() == 0

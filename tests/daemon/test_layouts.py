@@ -39,7 +39,7 @@ def layout(tensor_parallel: int) -> ShardLayout:
     return ShardLayout(0, 1, tensor_parallel, 1, layers)
 
 
-class Told:
+class DescribedEngine:
     """The scheduler and the first rank of an engine that tells what its blocks consist of."""
 
     def __init__(self, daemon: Daemon, name: str, shard: ShardLayout | None, digest: bytes) -> None:
@@ -63,8 +63,8 @@ class Told:
 def engines() -> Iterator[Any]:
     with ExitStack() as stack:
 
-        def start(*arguments: Any) -> Told:
-            engine = Told(*arguments)
+        def start(*arguments: Any) -> DescribedEngine:
+            engine = DescribedEngine(*arguments)
             stack.callback(engine.close)
             return engine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pages import ROOT
 
 
-def told(folder: Path, files: dict[str, str]) -> str:
+def output(folder: Path, files: dict[str, str]) -> str:
     """What the script says of a crate of these files."""
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ def test_files_that_only_import_downwards_are_fine(tmp_path: Path) -> None:
         "parts.rs": "pub mod p;\npub use self::p::P;\n",
         "parts/p.rs": "pub struct P;\nimpl P {\n    pub(super) fn p() {}\n}\n",
     }
-    assert told(tmp_path, files) == ""
+    assert output(tmp_path, files) == ""
 
 
 def test_a_circle_is_named_with_its_files(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_circle_is_named_with_its_files(tmp_path: Path) -> None:
         "parts/p.rs": "use super::super::A;\npub struct P;\n",
         "apart.rs": "pub struct Z;\n",
     }
-    assert told(tmp_path, files).strip().endswith("these files import each other: a, b, parts::p")
+    assert output(tmp_path, files).strip().endswith("these files import each other: a, b, parts::p")
 
 
 def test_a_step_up_inside_braces_counts_from_where_the_braces_stand(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_step_up_inside_braces_counts_from_where_the_braces_stand(tmp_path: Pa
         "parts.rs": "pub mod p;\nuse self::p::P;\n",
         "parts/p.rs": "use super::{\n    super::low::L,\n};\npub struct P(L);\n",
     }
-    assert told(tmp_path, files) == ""
+    assert output(tmp_path, files) == ""
 
 
 def test_a_file_that_takes_a_re_exported_name_imports_the_file_that_re_exports_it(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_a_file_that_takes_a_re_exported_name_imports_the_file_that_re_exports_i
         "engine/error.rs": "pub struct Error;\n",
         "regions.rs": "use crate::engine::Fault;\npub struct Region;\n",
     }
-    assert told(tmp_path, files).strip().endswith("these files import each other: engine, regions")
+    assert output(tmp_path, files).strip().endswith("these files import each other: engine, regions")
     cut = "use crate::engine::error::Error;\npub struct Region;\n"
-    assert told(tmp_path, files | {"regions.rs": cut}) == ""
+    assert output(tmp_path, files | {"regions.rs": cut}) == ""
 
 
 def test_a_submodule_that_takes_a_name_from_its_parent_closes_a_circle_if_the_parent_uses_it(
@@ -75,8 +75,8 @@ def test_a_submodule_that_takes_a_name_from_its_parent_closes_a_circle_if_the_pa
         "parts/low.rs": "pub struct L;\n",
         "parts/p.rs": "use super::L;\npub fn g() -> L {}\n",
     }
-    assert told(tmp_path, files).strip().endswith("these files import each other: parts, parts::p")
-    assert told(tmp_path, files | {"parts.rs": "mod low;\nmod p;\npub use low::L;\n"}) == "", (
+    assert output(tmp_path, files).strip().endswith("these files import each other: parts, parts::p")
+    assert output(tmp_path, files | {"parts.rs": "mod low;\nmod p;\npub use low::L;\n"}) == "", (
         "a declaration imports"
     )
 
@@ -86,7 +86,7 @@ def test_lib_rs_that_uses_a_file_which_uses_it_closes_a_circle(tmp_path: Path) -
         "lib.rs": "mod a;\npub fn f() {\n    a::g();\n}\n",
         "a.rs": "pub fn g() {\n    crate::f();\n}\n",
     }
-    assert told(tmp_path, files).strip().endswith("these files import each other: lib, a")
+    assert output(tmp_path, files).strip().endswith("these files import each other: lib, a")
 
 
 def test_without_folders_every_crate_is_covered() -> None:

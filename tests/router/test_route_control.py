@@ -27,7 +27,7 @@ def at(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "route.sock"
 
 
-def told(at: Path, *words: str) -> str:
+def output(at: Path, *words: str) -> str:
     done = run_kvlane("route", *words, "--socket", str(at))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -40,7 +40,7 @@ def refusal(at: Path, *words: str) -> str:
 
 
 def listed(at: Path) -> dict[str, dict[str, Any]]:
-    return {node["node"]: node for node in json.loads(told(at, "list", "--json"))["nodes"]}
+    return {node["node"]: node for node in json.loads(output(at, "list", "--json"))["nodes"]}
 
 
 def test_a_drained_engine_finishes_its_streams_and_gets_nothing_new(at: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_drained_engine_finishes_its_streams_and_gets_nothing_new(at: Path) ->
         assert waits.wait(PATIENCE) == 0
         assert (len(one.log()), len(other.log())) == (2, 6)
         assert ask(router.admin, "/nodes")[1]["nodes"][0]["state"] in ("draining", "ready")
-        told(at, "add", one.url, "--role", "worker")
+        output(at, "add", one.url, "--role", "worker")
         until(
             "it serves again",
             lambda: ask(router.address, COMPLETIONS, wanted("short")) and len(one.log()) > 2,
@@ -75,16 +75,16 @@ def test_engines_are_added_and_removed_while_it_runs(at: Path) -> None:
         FakeEngine("--itl-ms", "20") as other,
         Router("--worker", one.url, "--socket", str(at), nodes=1) as router,
     ):
-        table = told(at, "add", other.url, "--role", "worker", "--group", "a")
+        table = output(at, "add", other.url, "--role", "worker", "--group", "a")
         assert other.url in table and table.startswith("NODE")
         until("it is ready", lambda: listed(at)[other.url]["state"] == "ready")
         assert listed(at)[other.url]["known_by"] == ["operator"]
-        told(at, "remove", one.url, "--wait")
+        output(at, "remove", one.url, "--wait")
         assert list(listed(at)) == [other.url]
         stream = connect(router.address)
         stream.request("POST", COMPLETIONS, json.dumps(wanted("short", max_tokens=60, stream=True)))
         until("it runs", lambda: len(other.log()) == 1)
-        assert "goes when the 1 requests" in told(at, "remove", other.url)
+        assert "goes when the 1 requests" in output(at, "remove", other.url)
         assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 503
         assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
         until("it has gone", lambda: not listed(at))
@@ -104,7 +104,7 @@ def test_it_does_what_the_page_tells_it(at: Path) -> None:
         assert {"8100", *(f"8100#{rank}" for rank in range(4)), "8200"} <= set(found)
         assert (found["8200"]["group"], found["8200"]["connector"]) == ("a", "p2p-nccl")
         for command in commands.splitlines():
-            told(at, *command.split()[2:])
+            output(at, *command.split()[2:])
         assert "http://127.0.0.1:8102" in listed(at)
         until("it has gone", lambda: "http://127.0.0.1:8100" not in listed(at))
 
@@ -114,7 +114,7 @@ def test_removed_at_once_what_is_under_way_goes_on(at: Path) -> None:
         stream = connect(router.address)
         stream.request("POST", COMPLETIONS, json.dumps(wanted("short", max_tokens=60, stream=True)))
         until("it runs", lambda: len(engine.log()) == 1)
-        assert "has gone" in told(at, "remove", engine.url, "--now")
+        assert "has gone" in output(at, "remove", engine.url, "--now")
         assert listed(at) == {}
         assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
 
