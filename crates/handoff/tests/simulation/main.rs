@@ -71,7 +71,7 @@ fn whatever_breaks_what_arrived_is_right_and_all_blocks_come_back_in_time() {
             "Refused(OtherContent)",
             "Refused(OtherShape)",
             "Refused(Full)",
-            "Refused(Over)",
+            "Refused(Ended)",
             "Unreachable",
             "Unheard",
             "Stalled",
