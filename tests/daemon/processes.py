@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from ports import free_port
+
 from kvlane import _core
 
 KVLANE = Path(shutil.which("kvlane") or Path(sys.executable).with_name("kvlane"))
@@ -51,11 +53,6 @@ def _thread_states(pid: int) -> list[str]:
         except OSError:
             continue  # the thread ended
     return states
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from patterns import NAMESPACE
-from processes import Daemon, Engine, clean_environment, free_port, run_kvlane, until
+from ports import free_port
+from processes import Daemon, Engine, clean_environment, run_kvlane, until
 from wire import (
     DROP_NAMESPACES,
     GET_STATUS,

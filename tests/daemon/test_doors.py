@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 from patterns import NAMESPACE
-from processes import Daemon, Engine, free_port, run_kvlane, until
+from ports import free_port
+from processes import Daemon, Engine, run_kvlane, until
 from wire import (
     BYE,
     DONE,

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import KVLANE, PATIENCE, Daemon, clean_environment, free_port, run_kvlane
+from ports import free_port
+from processes import KVLANE, PATIENCE, Daemon, clean_environment, run_kvlane
 from wire import (
     DONE,
     ENGINE_OPENED,

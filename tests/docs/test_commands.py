@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from commands import DIRECT, FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
-from processes import KVLANE, PATIENCE, Daemon, clean_environment, free_port, run_kvlane
+from ports import free_port
+from processes import KVLANE, PATIENCE, Daemon, clean_environment, run_kvlane
 
 from kvlane import fabric
 from kvlane.connector.settings_check import check

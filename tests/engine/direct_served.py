@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from served import ServedEngine, free_port
+from ports import free_port
+from served import ServedEngine
 from tiny_model import build_tiny_model
 
 

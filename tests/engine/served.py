@@ -39,12 +39,6 @@ class Daemon(DaemonStore):
         return [session for session in self._tool.status()["sessions"] if session["role"] == role]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class ReservedPort:
     """A port that nothing else on this host gets until it is closed. vLLM binds it beside this socket, on which nobody
     listens: both allow it by SO_REUSEADDR."""

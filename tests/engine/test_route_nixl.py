@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from pairs import SPLIT, alone, complete, counted, counters, prompt
+from ports import free_port
 from routed import Router, ask
-from served import BLOCK, ServedEngine, free_port
+from served import BLOCK, ServedEngine
 from tiny_model import build_tiny_model
 
 PROMPTS = 20

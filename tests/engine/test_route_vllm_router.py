@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from direct_served import Pair, served_pair
 from pairs import alone, complete, counted, counters, prompt
-from served import free_port
+from ports import free_port
 
 PROMPTS = 20
 START_SECONDS = 60.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_ports
 
 from kvlane.testing.fake_engine import FakeEngine, msgpack_encoder, zeromq
 
@@ -64,14 +64,6 @@ def test_without_pyzmq_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(SystemExit, match=r"pip install .*pyzmq"):
         zeromq.load()
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in taken]
-    for each in taken:
-        each.close()
-    return ports
 
 
 def complete(engine: FakeEngine, prompt: str, model: str = "fake") -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 from processes import run_kvlane, until
 from routed import CHAT, COMPLETIONS, Router, ask
 
@@ -55,14 +56,6 @@ def write_tokenizer(folder: Path, shift: int, template: str | None = TEMPLATE) -
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Engine:

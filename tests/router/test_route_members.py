@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import zmq
-from processes import KVLANE, PATIENCE, free_port, run_kvlane, until
+from ports import free_port
+from processes import KVLANE, PATIENCE, run_kvlane, until
 from routed import COMPLETIONS, LONG, Router, ask, routed, wanted
 
 from kvlane.testing.fake_engine import FakeEngine

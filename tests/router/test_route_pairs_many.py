@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import free_port, until
+from ports import free_port
+from processes import until
 from routed import COMPLETIONS, LONG, Router, ask, connect, wanted, words_of
 
 from kvlane.testing.fake_engine import FakeEngine

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from hostile import Hostile
-from processes import free_port, until
+from ports import free_port
+from processes import until
 from routed import COMPLETIONS, Router, ask, connect, wanted
 
 from kvlane.testing.fake_engine import FakeEngine
