@@ -7,22 +7,23 @@
 //!   lookup: the daemon leases blocks --> hit --> promised to vLLM --> load: the worker copies --> lease released
 //! ```
 //! # What keeps a promised hit true when the daemon dies
-//! vLLM cannot take a promised hit back, so from the lookup to the end of the load (a *run* is one start of the daemon, with
-//! a pool of its own):
+//! A promised hit that fails costs a request: by default vLLM fails it (`kv_load_failure_policy`). So from the lookup to the end
+//! of the load (a *run* is one start of the daemon, with a pool of its own):
 //!
 //! - **The bytes are verified, leased and mapped before the promise.** The daemon answers a lookup with sealed blocks in RAM,
 //!   under a lease. It offers no hit until every worker of the engine has mapped its pool. It neither evicts nor overwrites
 //!   leased blocks.
 //! - **The mapping outlives the daemon.** The kernel keeps the pool's memory as long as a worker maps it. A worker that loses
-//!   the daemon keeps the pool of that run mapped ([`promises`]). It unmaps the pool when no promise on it can be open: the
-//!   daemon's process has ended, and a step has said that the scheduler promises nothing of that run any more. An engine that
-//!   runs no step for a minute has no open promise either.
+//!   the daemon keeps the pool of that run mapped ([`promises`]). It unmaps the pool when the daemon's process has ended, and
+//!   no promise on it is open: the scheduler has said so with a step, or the engine has run no step for a minute. (An idle
+//!   engine has no request that waits for a load. While its process is stopped, the minute does not pass.)
 //! - **The worker can copy by itself.** If the daemon refuses a load, dies or is silent, the worker copies the blocks from its
-//!   own mapping (worker/loads.rs). The load fails only if that copy fails, or the worker is closed.
+//!   own mapping (worker/loads.rs). The load fails only if that copy fails, or the worker is closed. The blocks stay as they
+//!   were: a dead daemon writes nothing, and one that lives keeps the leases of a process that may still copy.
 //! - **The scheduler makes no new promise of a run that it has left** ([`gone`](scheduler::SchedulerLink::gone)).
 //!
-//! One bound breaks this: a worker keeps eight former pools. If a ninth daemon dies before the scheduler's next step, the worker
-//! unmaps the oldest pool, and a load of it that has not begun fails. vLLM then computes its blocks.
+//! One bound breaks this: a worker keeps eight former pools. If nine daemons die between two steps of the scheduler, the worker
+//! unmaps the oldest pool. Copies from it that run keep their view. A load that has not begun fails.
 //!
 //! # Rules between a link and its driver
 //!

@@ -16,11 +16,12 @@
 //!   refuses the Want of any other decode engine with [`Reason::Ended`]. A restarted decode engine counts as another one,
 //!   because its `EngineId` holds a boot nonce.
 //! - The prefill engine's ranks open their windows for that reader's ranks only, and the fabric refuses READs by others.
-//! - A hand-off's id is used once. The prefill engine remembers the last 4,096 that ended, and refuses a Want for one of them.
+//! - A hand-off's id is used once: the router draws a new one for each attempt. The prefill engine remembers the last 4,096 that
+//!   ended, and refuses a Want for one of them. A Want for an older one waits 2 s for a request, which does not come.
 //! - A prefill engine that restarts has no hand-off of its former life: its windows are gone, landings from it end as
 //!   [`Outcome::PeerLost`], and a Want finds no request there.
-//! - In the decode engine an id has one landing at a time ([`Landings::begin`]), and each region of a block is read once
-//!   ([`Reading`](crate::Reading)).
+//! - In the decode engine an id has one landing at a time ([`Landings::begin`]), and a landing reads each region of a block once
+//!   ([`Reading`](crate::Reading)). A second landing of an id finds it ended at the prefill engine.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;

@@ -6,22 +6,24 @@
 //!
 //! # Which blocks may be evicted while a save of their continuation is in flight
 //!
-//! No block that the save continues may be evicted. A block may be evicted only if it is sealed, no lease names it, and no other
-//! entry is its child. A claim makes the block that it saves a child of the block before it:
+//! None: neither the block before it nor any ancestor. A block may be evicted if it is sealed, no lease names it, and no other
+//! entry, block or gap, is its child. A claim makes the block that it saves a child of the block before it:
 //!
 //! ```text
 //!   A sealed <--- B sealed <--- C claimed <--- D claimed          B sealed <--- E sealed
 //!   has a child   has children  not sealed     not sealed                       may be evicted
 //! ```
 //! - The claim comes first and room is made afterwards. So a save never evicts its own ancestors.
-//! - When C is sealed it is still the child of B, so it is evicted before B. If its claim dies, its entry is removed, unless
-//!   D keeps it as a gap. B may be evicted once no entry is left below it.
-//! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`.
+//! - When C is sealed it is still the child of B. If its claim dies, its entry is removed, or becomes a gap (an entry without a
+//!   block) if D is below it. B may be evicted once no entry is left below it.
+//! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`: the store does
+//!   not keep C, because no lookup would reach it.
 //! - The blocks of a group with a window (`Chain::Unchained`) have no parents. A save of one protects no other.
-//! - A check of a sealed block (scrub, spill) does not protect it. Its memory stays in limbo until the check ends.
-//!   Only a slab that is cleared as a whole must be free of checks too, because its memory is needed at once.
-//! - Eviction is not the only death: a dropped namespace or a failed scrub also takes blocks with children. Such a
-//!   block leaves a gap. The memory of a claim below it stays with its writer until the writer is done.
+//! - A reader of a sealed block (scrub, spill) does not protect it. If it is evicted meanwhile, its memory is in limbo, not free,
+//!   until the reader is done. Where a whole slab is cleared because its memory is needed at once, none of its blocks has a
+//!   reader.
+//! - Eviction is not the only death: a dropped namespace or a failed scrub takes blocks with children and leases too. Such a
+//!   block leaves a gap, and its memory stays in limbo until its leases, readers and writers are done.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};

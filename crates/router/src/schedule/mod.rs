@@ -18,8 +18,8 @@
 //! show it only seconds later. A pair gets two [`Reservation`]s, one for each [`Leg`]; a node that serves the whole request gets
 //! one. A reservation ends with its leg. Its tokens are released earlier: at the first byte of the answer.
 //!
-//! A leg ends with its answer. The prefill leg's answer is one token, so it ends about when its prompt is prefilled. Where the
-//! prefill engine answers first, the decode leg is reserved all that time, and is sent afterwards.
+//! A leg ends with its own answer. The prefill leg's answer is one token, so that leg ends about when its prompt is prefilled.
+//! Both legs are reserved at the choice, also in the modes in which the decode leg is sent after the prefill leg has ended.
 //!
 //! ```text
 //!                  at the choice                           at the first byte of its answer    when the leg ends
@@ -32,12 +32,13 @@
 //!                    does not stream
 //!  own_awaited     prefill leg: + 1 at the decode node     - 1                                - 1, if still there
 //! ```
-//! `own_decodes - own_awaited` are the requests that a node decodes now: a decode node has nothing to do for a request that its
-//! pair's other node still prefills. `own_tokens - own_unseen` are tokens that a node certainly still has to prefill: an answer
-//! in one piece does not show when its prompt was prefilled.
+//! `own_decodes - own_awaited` are the requests that a node decodes now: it has nothing to do yet for those whose prompts other
+//! nodes prefill. `own_unseen` are tokens that may be prefilled already, because an answer in one piece does not show when. Such
+//! a request counts as decoding from the choice on.
 //!
-//! - A reservation ends exactly once, in [`Scheduler::end`]: it cannot be copied, and `end` consumes it. The proxy calls `end`
-//!   when the answer has ended, the node has failed, or the client has left. The scheduler itself has no timeout for it.
+//! - A reservation ends exactly once, in [`Scheduler::end`]: it cannot be copied, and `end` consumes it. The proxy's guard calls
+//!   `end` when the answer has ended, the node has failed, or the client has left, at the latest when the guard is dropped. The
+//!   scheduler itself has no timeout for it.
 //! - If the node has left the router meanwhile, its load went with it, and `end` releases nothing there.
 //! - A choice also records in the index that the node which prefills the prompt will have it, so that equal prompts meet there.
 //!   The decode node follows at its first byte. A record is no reservation: it stays until the index evicts it or the node
