@@ -609,6 +609,8 @@ impl Driver for FakeDriver {
         }
     }
 
+    fn let_others_capture(&self) {}
+
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {
         self.begin(device, "cuCtxEnablePeerAccess")?;
         self.begin(peer, "cuCtxEnablePeerAccess")?;

@@ -191,11 +191,20 @@ impl ImportedChunks {
             });
         }
         // Checks the peer's report before it reserves addresses.
-        if bytes == 0 || bytes > info.total_bytes || engine_base.checked_add(bytes).is_none() {
+        if bytes > info.total_bytes {
             return Err(GpuError::Invalid(format!(
                 "{bytes} bytes of chunks at {engine_base:#x}, on a GPU of {} bytes",
                 info.total_bytes
             )));
+        }
+        Self::begin_from_any(gpu, engine_base, bytes)
+    }
+
+    /// As [`ImportedChunks::begin`], for chunks of any GPU of this host, which this process need not see. A driver may map
+    /// memory that `gpu` does not reach, so the caller tries a copy.
+    pub fn begin_from_any(gpu: &Gpu, engine_base: u64, bytes: u64) -> Result<Self, GpuError> {
+        if bytes == 0 || engine_base.checked_add(bytes).is_none() {
+            return Err(GpuError::Invalid(format!("{bytes} bytes of chunks at {engine_base:#x}")));
         }
         Ok(Self { engine_base, chunks: Chunks::reserve(gpu, bytes)? })
     }

@@ -163,13 +163,22 @@ impl Copier {
         self.options.thresholds = thresholds;
     }
 
+    /// Replaces [`CopierOptions::peer_blocks`] from the next call on.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn set_peer_blocks(&mut self, blocks: u32) {
+        assert!(blocks > 0, "the copy kernel needs at least one block");
+        self.options.peer_blocks = blocks;
+    }
+
     /// The ways to copy that this copier uses beside single copies.
     pub fn methods(&self) -> &CopyMethods {
         &self.methods
     }
 
     /// Whether the kernel may copy some of these.
-    pub(crate) fn may_launch(&self, copies: &[Copy]) -> bool {
+    pub fn may_launch(&self, copies: &[Copy]) -> bool {
         let longest = self.options.thresholds.kernel_below(&self.methods);
         self.methods.kernel && copies.iter().any(|copy| copy.len < longest)
     }

@@ -730,6 +730,17 @@ impl Driver for CudaDriver {
         Ok(value != 0)
     }
 
+    fn let_others_capture(&self) {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid. The mode is this thread's own.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        crate::device::warn_of(
+            None,
+            "relax the capture mode",
+            check("cuThreadExchangeStreamCaptureMode", exchanged),
+        );
+    }
+
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {
         let mut reachable = 0;
         let (from, to) = (device_handle(device)?, device_handle(peer)?);

@@ -72,6 +72,12 @@ impl Gpu {
         driver.is_linked(device, peer.info().ordinal)
     }
 
+    /// From now on, calls of this thread do not break the capture of a CUDA graph in another thread. For threads that allocate,
+    /// export and import, while an engine may capture.
+    pub fn let_others_capture(&self) {
+        self.0.driver.let_others_capture();
+    }
+
     /// Lets kernels that run here reach the memory of another device of the same driver.
     pub fn enable_peer(&self, peer: &Gpu) -> Result<(), GpuError> {
         let (driver, device) = self.raw();

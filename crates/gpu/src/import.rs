@@ -26,6 +26,27 @@ impl Gpu {
         Ok(Export { handle, base, bytes, device_uuid: self.info().uuid })
     }
 
+    /// Maps an allocation that another process exported from any GPU of this host, so that this GPU reaches it. This process
+    /// need not see the other GPU. A driver may map memory that this GPU does not reach, so the caller tries a copy.
+    ///
+    /// # Errors
+    /// The driver's, such as for a handle whose process has ended. [`GpuError::Invalid`] if the handle maps less than the export
+    /// says.
+    pub fn import_from_any(&self, export: &Export) -> Result<Imported, GpuError> {
+        let (driver, device) = self.raw();
+        let base = driver.ipc_open(device, &export.handle)?;
+        let imported = Imported { gpu: self.clone(), export: *export, base };
+        // Checked, because this process computes addresses from the peer's report. A driver may not answer for memory of a GPU
+        // that this process does not see.
+        match driver.address_range(device, base) {
+            Ok((mapped_base, mapped)) if mapped_base + mapped < base + export.bytes => {
+                let said = export.bytes;
+                Err(GpuError::Invalid(format!("an export of {said} bytes maps {mapped} bytes")))
+            }
+            _ => Ok(imported),
+        }
+    }
+
     /// Maps an allocation that another process exported from this device.
     pub fn import(&self, export: &Export) -> Result<Imported, GpuError> {
         if export.device_uuid != self.info().uuid {
@@ -34,16 +55,7 @@ impl Gpu {
                 importing: uuid_text(self.info().uuid),
             });
         }
-        let (driver, device) = self.raw();
-        let base = driver.ipc_open(device, &export.handle)?;
-        let imported = Imported { gpu: self.clone(), export: *export, base };
-        // Checked, because this process computes addresses from the peer's report.
-        let (mapped_base, mapped) = driver.address_range(device, base)?;
-        if mapped_base + mapped < base + export.bytes {
-            let said = export.bytes;
-            return Err(GpuError::Invalid(format!("an export of {said} bytes maps {mapped} bytes")));
-        }
-        Ok(imported)
+        self.import_from_any(export)
     }
 }
 
@@ -66,7 +78,7 @@ impl Imported {
         &self.export
     }
 
-    /// The device that holds it.
+    /// The device for which it is mapped. [`Export::device_uuid`] names the one that holds it.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
