@@ -44,9 +44,12 @@
 //! - If the owner sends the bytes (through sockets), it refuses new requests. [`Carrier::touches`] is true while any byte is
 //!   queued or in a job, and the call waits until it is false. After one second [`Carrier::release`] closes the peer's
 //!   connection, which ends the wait.
-//! - If the peer reads by itself (cma), [`Registrar::withdraw`] and [`Registrar::close_window`] take the region's mark
-//!   away first. The peer reads the bytes and then the mark, and drops the bytes if the mark is gone. The owner waits for
-//!   nobody, even if the peer is stopped amid a read.
+//! - If the peer reads by itself (cma, cuda), [`Registrar::withdraw`] and [`Registrar::close_window`] first clear the mark of the
+//!   region or window on the owner's card. The peer reads the bytes and then the mark. If it is gone, or of another generation,
+//!   the READ fails as Refused. The owner waits for nobody, even if the peer is stopped in the middle of a read.
+//!
+//! With cma and cuda no process writes into another: the target of a WRITE reads it. So there the side that serves touches only
+//! its own memory, and can stop.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -390,6 +393,11 @@ impl Context<'_> {
         self.outbox.events.push_back(Event::Broke { path, connection });
     }
 
+    /// Shows users why a path is not up yet.
+    pub fn waits(&mut self, path: PathId, why: impl fmt::Display) {
+        self.outbox.troubles.push((path, why.to_string()));
+    }
+
     /// Reports that a path which answered [`NotNow`] takes posts again.
     pub fn ready(&mut self, path: PathId) {
         self.outbox.events.push_back(Event::Ready(path));
@@ -438,6 +446,11 @@ impl Context<'_> {
         let PostedRun { region, generation, offset, len, .. } = *run;
         let known = self.peers.get(&peer);
         known.map_or(RemoteMemory::None, |peer| peer.memory(self.code, (region, generation), offset, len))
+    }
+
+    /// The regions of a peer that have a key of this carrier, as (number, generation, key).
+    pub fn remote_regions(&self, peer: PeerId) -> Vec<(u32, u32, &[u8])> {
+        self.peers.get(&peer).map(|known| known.keyed(self.code).collect()).unwrap_or_default()
     }
 
     /// Whether the peer has yet to announce this generation of a region or window.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::task::Waker;
 
 use crate::numbered::Numbered;
+use crate::process::Carried;
 use crate::transfers::{Failure, Ticket};
 
 /// The outcomes of transfers that still have a handle.
@@ -22,6 +23,7 @@ pub(crate) struct Outcomes {
 struct Waiter {
     /// None: the transfer is not over.
     outcome: Option<Result<(), Failure>>,
+    carried: Carried,
     waker: Option<Waker>,
 }
 
@@ -32,9 +34,9 @@ impl Outcomes {
     }
 
     /// Records that a transfer is over.
-    pub(crate) fn complete(&mut self, ticket: Ticket, outcome: Result<(), Failure>) {
+    pub(crate) fn complete(&mut self, ticket: Ticket, outcome: Result<(), Failure>, carried: Carried) {
         if let Some(wanted) = self.wanted.get_mut(&ticket) {
-            wanted.outcome = Some(outcome);
+            (wanted.outcome, wanted.carried) = (Some(outcome), carried);
             self.to_wake.extend(wanted.waker.take());
         }
         self.changed = true;
@@ -48,6 +50,11 @@ impl Outcomes {
     /// The outcome of a transfer. None: it is not over, or has no handle any more.
     pub(crate) fn of(&self, ticket: Ticket) -> Option<Result<(), Failure>> {
         self.wanted.get(&ticket).and_then(|wanted| wanted.outcome)
+    }
+
+    /// The bytes that each carrier moved of a transfer that is over.
+    pub(crate) fn carried(&self, ticket: Ticket) -> Option<&Carried> {
+        self.wanted.get(&ticket).filter(|wanted| wanted.outcome.is_some()).map(|wanted| &wanted.carried)
     }
 
     /// Forgets a transfer whose handle is dropped. The caller drops the returned waker without the lock, because that may drop

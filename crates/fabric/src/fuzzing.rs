@@ -403,12 +403,14 @@ pub fn greeting(bytes: &[u8]) {
     assert_eq!(key.decode_verdict(&refusal, &chosen), Ok(Verdict::Refused));
 }
 
-/// Decodes announcements of regions, and the words of process_vm: decoded values encode to the same bytes.
+/// Decodes announcements of regions, the words of cma and cuda, and the handles of cuda: decoded values encode to the same bytes.
 pub fn words(bytes: &[u8]) {
     if let Ok(news) = decode_regions(bytes) {
         assert_eq!(decode_regions(&encode_regions(&news).concat()), Ok(news));
     }
     crate::carriers::process_vm::check_words(bytes);
+    crate::carriers::cuda::check_words(bytes);
+    crate::carriers::cuda::check_handles(bytes);
 }
 
 /// Decodes a descriptor: a decoded one can be encoded, and decodes to the same again.

@@ -66,8 +66,8 @@ impl<C: Control> Hub<C> {
             let outcomes = &mut self.outcomes;
             more |=
                 drive(&mut self.transfers, &mut self.outside, now, &mut runs, |outside, ticket, outcome| {
-                    outside.process.note_over(ticket);
-                    outcomes.complete(ticket, outcome);
+                    let carried = outside.process.note_over(ticket);
+                    outcomes.complete(ticket, outcome, carried);
                 });
             any |= more;
             if !more || runs == 0 {

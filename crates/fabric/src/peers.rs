@@ -339,6 +339,19 @@ impl Peer {
         }
     }
 
+    /// Whether it shows any of its memory to this process alone.
+    pub(crate) fn has_windows(&self) -> bool {
+        !self.windows.is_empty()
+    }
+
+    /// The announced regions that have a key of this carrier, as (number, generation, key).
+    pub(crate) fn keyed(&self, code: u8) -> impl Iterator<Item = (u32, u32, &[u8])> {
+        self.keys.iter().filter_map(move |(number, (generation, keys))| {
+            let (_, key) = keys.iter().find(|(of, _)| *of == code)?;
+            Some((*number, *generation, &**key))
+        })
+    }
+
     fn bytes(&self, code: u8, range: WindowRange) -> Option<RemoteBytes<'_>> {
         let WindowRange { region, offset, len } = range;
         let (generation, keys) = self.keys.get(&region)?;

@@ -26,8 +26,8 @@ pub(crate) struct Process {
     pub(crate) sessions: Sessions,
     pub(crate) immediates: Immediates,
     pub(crate) inbox: Inbox,
-    /// Regions of both sides that each transfer in flight uses.
-    used: Numbered<Ticket, Used>,
+    /// Regions of both sides that each transfer in flight uses, and the bytes of it that were moved.
+    used: Numbered<Ticket, (Used, Carried)>,
     /// Threads that wait until nothing touches memory that they take back.
     pub(crate) releasing: usize,
     pub(crate) news: News,
@@ -52,6 +52,31 @@ pub(crate) struct Used {
     own: Vec<(u32, u32)>,
     /// Regions of the peer, with the generation that they had when the transfer began.
     theirs: Vec<(u32, u32)>,
+}
+
+/// Bytes of a transfer, by the index of the carrier that moved them. Most transfers have one carrier, which needs no allocation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Carried {
+    first: Option<(u8, u64)>,
+    more: Vec<(u8, u64)>,
+}
+
+impl Carried {
+    fn add(&mut self, carrier: u8, bytes: u64) {
+        let (known, added) = self.first.get_or_insert((carrier, 0));
+        if *known == carrier {
+            *added += bytes;
+        } else if let Some((_, added)) = self.more.iter_mut().find(|(known, _)| *known == carrier) {
+            *added += bytes;
+        } else {
+            self.more.push((carrier, bytes));
+        }
+    }
+
+    /// Each carrier's index, with its bytes.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (u8, u64)> {
+        self.first.into_iter().chain(self.more.iter().copied())
+    }
 }
 
 /// The regions of this process and those of a peer.
@@ -100,13 +125,21 @@ impl Process {
     /// Counts a transfer as a user of its regions, until [`Process::note_over`].
     pub(crate) fn note_use(&mut self, ticket: Ticket, used: Used) {
         used.own.iter().for_each(|(region, _)| self.regions.count_use(*region, 1));
-        self.used.insert(ticket, used);
+        self.used.insert(ticket, (used, Carried::default()));
     }
 
-    pub(crate) fn note_over(&mut self, ticket: Ticket) {
-        for (region, _) in self.used.remove(&ticket).map(|used| used.own).unwrap_or_default() {
-            self.regions.count_use(region, -1);
+    /// A carrier has moved bytes of a transfer.
+    pub(crate) fn note_carried(&mut self, ticket: Ticket, carrier: u8, bytes: u64) {
+        if let Some((_, carried)) = self.used.get_mut(&ticket) {
+            carried.add(carrier, bytes);
         }
+    }
+
+    /// A transfer is over. Returns the bytes that each carrier moved of it.
+    pub(crate) fn note_over(&mut self, ticket: Ticket) -> Carried {
+        let Some((used, carried)) = self.used.remove(&ticket) else { return Carried::default() };
+        used.own.iter().for_each(|(region, _)| self.regions.count_use(*region, -1));
+        carried
     }
 
     /// Transfers in flight that use memory.
@@ -117,7 +150,7 @@ impl Process {
 
     /// The peer of a transfer, and the generation that the peer's region had when the transfer began.
     pub(crate) fn used_generation(&self, ticket: Ticket, region: u32) -> Option<(PeerId, u32)> {
-        let used = self.used.get(&ticket)?;
+        let (used, _) = self.used.get(&ticket)?;
         let (_, generation) = used.theirs.iter().find(|(number, _)| *number == region)?;
         Some((used.peer, *generation))
     }

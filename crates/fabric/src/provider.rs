@@ -35,6 +35,11 @@ pub trait Provider {
     /// The path takes nothing now. [`Transfers`] posts again after [`Event::Ready`] or the completion of another post on it.
     fn post(&mut self, now: Duration, post: Post) -> Result<(), NotNow>;
 
+    /// A post of a transfer has moved these bytes over a path.
+    fn placed(&mut self, ticket: Ticket, path: PathId, bytes: u64) {
+        let _ = (ticket, path, bytes);
+    }
+
     /// No path to a peer that serves the route has been up for [`crate::Options::peer_patience`]. [`Transfers`] fails the
     /// transfers that need one, and goes on to connect the peer's paths.
     fn lost(&mut self, now: Duration, peer: PeerId, route: Route);
@@ -149,7 +154,13 @@ fn take_event(transfers: &mut Transfers, provider: &mut impl Provider, now: Dura
         Event::PathRemoved(path) => transfers.remove_path(now, path),
         Event::Broke { path, connection } => transfers.path_broke(now, path, connection),
         Event::Ready(path) => transfers.path_ready(path),
-        Event::Completed(token, completion) => transfers.complete(now, token, completion),
+        Event::Completed(token, completion) => {
+            let moved = transfers.moves(token).filter(|_| completion == Completion::Placed);
+            if let Some((ticket, path, bytes)) = moved {
+                provider.placed(ticket, path, bytes);
+            }
+            transfers.complete(now, token, completion);
+        }
     }
 }
 

@@ -353,6 +353,13 @@ impl Transfers {
         self.give_up(now, ticket, Failure::Cancelled);
     }
 
+    /// The transfer, path and bytes of a post that moves bytes and has not been completed.
+    pub fn moves(&self, token: Token) -> Option<(Ticket, PathId, u64)> {
+        let posted = self.posted.get(&token)?;
+        let is_move = matches!(posted.work, Work::Move { .. });
+        is_move.then(|| (posted.ticket, posted.path, posted.work.bytes()))
+    }
+
     /// Records how a post ended. A repeated report is ignored.
     pub fn complete(&mut self, now: Duration, token: Token, completion: Completion) {
         let Some(posted) = self.take_posted(now, token, completion == Completion::Placed) else { return };

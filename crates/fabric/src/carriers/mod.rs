@@ -5,16 +5,21 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use self::cuda::Cuda;
 use self::process_vm::ProcessVm;
 use self::slots::SlotPool;
 use self::socket::{SocketCarrier, SocketOptions};
 use crate::carrier::Carrier;
 use crate::watch::Watch;
 
+mod awaited;
+mod card;
+pub(crate) mod cuda;
 pub(crate) mod process_vm;
 pub(crate) mod slots;
 pub(crate) mod socket;
 
+pub(crate) const CUDA: &str = "cuda";
 pub(crate) const CMA: &str = "cma";
 pub(crate) const TCP: &str = "tcp";
 pub(crate) const TCP_SLOTS: &str = "tcp-slots";
@@ -60,6 +65,7 @@ pub(crate) fn built_in(setup: Setup) -> Vec<NewCarrier<'static>> {
     let Setup { sockets, slots, copy_threads, chunk_bytes } = setup;
     let (me, of_hosts) = (sockets.me, sockets.clone());
     vec![
+        NewCarrier::new(CUDA, move |watch| Ok(Box::new(Cuda::open(me, watch)?))),
         NewCarrier::new(CMA, move |watch| {
             Ok(Box::new(ProcessVm::open(me, watch, copy_threads, chunk_bytes)?))
         }),

@@ -83,6 +83,15 @@ impl Handle {
         self.shared.wait(&mut hub, deadline, |hub| hub.hub.outcomes.of(self.ticket))
     }
 
+    /// The bytes that each carrier moved, by the carrier's name, as in [`crate::PathStatus`]. A part that was sent again over
+    /// another path counts for the one over which it arrived. Empty before the transfer is over.
+    pub fn carried(&self) -> Vec<(&'static str, u64)> {
+        let hub = self.shared.hub();
+        let carried = hub.hub.outcomes.carried(self.ticket);
+        let named = |(carrier, bytes)| (hub.hub.outside.name_of(carrier), bytes);
+        carried.into_iter().flat_map(|carried| carried.all()).map(named).collect()
+    }
+
     /// Gives it up. Its memory belongs to it until [`Handle::wait`] says that it is over.
     pub fn cancel(&self) {
         let mut hub = self.shared.hub();

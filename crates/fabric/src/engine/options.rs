@@ -5,7 +5,7 @@ use std::num::NonZero;
 use std::time::Duration;
 
 use super::error::FabricError;
-use crate::carriers::{CMA, TCP, TCP_SLOTS};
+use crate::carriers::{CMA, CUDA, TCP, TCP_SLOTS};
 use crate::inbox::{InboxOptions, MESSAGE_BYTES_MAX};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Tls};
 use crate::transfers::Options;
@@ -74,6 +74,9 @@ pub struct Transport(pub &'static [&'static str]);
 impl Transport {
     /// Sockets. Bytes of GPUs go through pinned memory of the host on their way.
     pub const TCP: Transport = Transport(&[TCP, TCP_SLOTS]);
+    /// Straight from a GPU's memory of one process into a GPU's memory of another on the same host. The host's memory is out of
+    /// its reach.
+    pub const CUDA: Transport = Transport(&[CUDA]);
     /// Straight from the memory of one process into that of another on the same host, by process_vm (cross-memory attach).
     pub const CMA: Transport = Transport(&[CMA]);
 

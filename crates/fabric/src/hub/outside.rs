@@ -20,7 +20,7 @@ use crate::peers::{Peer, Peers};
 use crate::process::{BothSides, Process};
 use crate::provider::{Event, NotNow, Provider};
 use crate::served::SessionsServed;
-use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Token, Work};
+use crate::transfers::{Between, Completion, Op, PathId, PeerId, Post, Route, Ticket, Token, Work};
 
 /// Reasons that the log names per peer. Each is logged once.
 const REFUSALS_LOGGED_MAX: usize = 16;
@@ -131,7 +131,7 @@ impl<C: Control> Outside<C> {
     }
 
     /// The name of the carrier at this index.
-    pub(super) fn name_of(&self, index: u8) -> &'static str {
+    pub(crate) fn name_of(&self, index: u8) -> &'static str {
         self.names.get(usize::from(index)).copied().unwrap_or("?")
     }
 
@@ -478,6 +478,12 @@ impl<C: Control> Provider for Outside<C> {
         self.posted.insert(token, channel);
         self.control.send(channel, frame);
         Ok(())
+    }
+
+    fn placed(&mut self, ticket: Ticket, path: PathId, bytes: u64) {
+        if let Some(carrier) = self.paths.get(&path).and_then(|at| at.carrier) {
+            self.process.note_carried(ticket, carrier, bytes);
+        }
     }
 
     fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {

@@ -55,7 +55,7 @@ pub struct PathSpec {
     /// The routes that it serves.
     pub reach: Reach,
     /// Lower is better. A path carries nothing on a route, trials included, while a path of a lower class is up that serves the
-    /// route. This crate's paths have [`PathSpec::CMA`] and [`PathSpec::SOCKETS`]; others may lie before, between and behind.
+    /// route. This crate's paths have [`PathSpec::CUDA`], [`PathSpec::CMA`] and [`PathSpec::SOCKETS`]; others may lie before, between and behind.
     pub class: u8,
     /// Most bytes of a post that writes. None: [`crate::Options::chunk_bytes`].
     pub write_bytes: Option<u64>,
@@ -162,6 +162,8 @@ impl Reach {
 }
 
 impl PathSpec {
+    /// The class of paths from a GPU's memory to a GPU's between processes of one host.
+    pub const CUDA: u8 = 32;
     /// The class of paths from memory to memory between processes of one host.
     pub const CMA: u8 = 64;
     /// The class of paths through sockets, which reach every peer.

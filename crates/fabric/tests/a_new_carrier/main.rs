@@ -167,7 +167,7 @@ fn a_name_that_no_carrier_has_or_two_have_is_refused() {
     let wire = Arc::new(Wire::new());
     let by = |transport| EngineOptions { transport, ..EngineOptions::default() };
     let unknown = Engine::with_carriers(by(Some(Transport(&["toy", "rdma"]))), vec![toy(&wire)]);
-    let why = "no carrier is called rdma: this engine has cma, tcp, tcp-slots, toy";
+    let why = "no carrier is called rdma: this engine has cuda, cma, tcp, tcp-slots, toy";
     assert_eq!(unknown.unwrap_err().to_string(), why);
     let twice = Engine::with_carriers(by(None), vec![toy(&wire), toy(&wire)]);
     assert!(matches!(twice, Err(FabricError::SameCarrier("toy"))), "{twice:?}");

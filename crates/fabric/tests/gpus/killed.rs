@@ -1,8 +1,8 @@
-//! Two processes with GPU memory, one of which is killed.
+//! Two processes with GPU memory, one of which is killed. Their bytes go through slots.
 
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{EngineOptions, Failure, Op, Options};
+use kvlane_fabric::{EngineOptions, Failure, Op, Options, Transport};
 
 use crate::side::{CANARY, On, Side, done, driver, pattern};
 use crate::support::{MIB, PATIENCE, Process};
@@ -11,7 +11,7 @@ const BYTES: usize = 8 * MIB;
 
 fn impatient() -> EngineOptions {
     let transfers = Options { peer_patience: Duration::from_secs(1), ..Options::default() };
-    EngineOptions { transfers, ..EngineOptions::default() }
+    EngineOptions { transfers, transport: Some(Transport::TCP), ..EngineOptions::default() }
 }
 
 /// Waits until this is so.
@@ -45,7 +45,7 @@ fn a_process_that_is_killed_in_the_middle_fails_its_transfers_and_no_other() {
     let driver = driver();
     for op in [Op::Write, Op::Read] {
         let here = Side::new(&driver, On::Gpu(0), BYTES, impatient());
-        let (mut doomed, mut living) = (Process::new(BYTES), Process::new(BYTES));
+        let (mut doomed, mut living) = (Process::with(BYTES, "tcp"), Process::with(BYTES, "tcp"));
         let (doomed_one, living_one) = (doomed.descriptor(), living.descriptor());
         let lost = here.engine.connect(&doomed_one).unwrap();
         let kept = here.engine.connect(&living_one).unwrap();
@@ -73,7 +73,7 @@ fn a_process_that_is_killed_in_the_middle_fails_its_transfers_and_no_other() {
 fn a_writer_that_is_killed_leaves_a_gpu_alone() {
     let driver = driver();
     let here = Side::of(&driver, On::Gpu(0), BYTES);
-    let mut doomed = Process::new(BYTES);
+    let mut doomed = Process::with(BYTES, "tcp");
     driver.slow_down(Duration::from_millis(20));
     let ours = here.descriptor().to_text().unwrap();
     doomed.order(&format!("move write {ours} {}", here.region));

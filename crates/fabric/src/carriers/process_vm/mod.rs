@@ -37,7 +37,6 @@
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
-mod card;
 mod copies;
 mod neighbour;
 mod served;
@@ -54,7 +53,6 @@ use kvlane_memory::ProbeError;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-pub(crate) use self::card::Card;
 use self::copies::{Copies, CopyHandle, CopyId, CopyTurn, Generations, NewCopy};
 pub(crate) use self::neighbour::Neighbour;
 use self::neighbour::{PullError, PulledRange};
@@ -62,6 +60,8 @@ use self::served::ServedNeighbour;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};
+use super::awaited::AwaitedRegions;
+pub(crate) use super::card::Card;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::identity::Identity;
@@ -81,9 +81,6 @@ use crate::wire::WireRun;
 const READ_CHUNKS: u64 = 4;
 /// WRITEs below this size, less than a page, travel inside the request.
 const PULLED_BYTES_MIN: u64 = 4096;
-/// The peer reports a region over the control connection at about the time at which its descriptor names it. A region that
-/// was not reported for this long never will be.
-const KEYS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Watch tag of the eventfd that [`Copies`] writes when copies have ended.
 const WAKE: u64 = 0;
 
@@ -123,17 +120,7 @@ struct ConnectedPeer {
     connection: u64,
     /// None until the peer has accepted and its card was probed.
     neighbour: Option<Arc<Neighbour>>,
-    /// Regions that the peer has not reported yet, and for which posts were answered `NotNow`.
-    awaited: Vec<Awaited>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Awaited {
-    region: u32,
-    generation: u32,
-    since: Duration,
-    /// [`KEYS_TIMEOUT`] is over, so posts for it are refused.
-    is_late: bool,
+    awaited: AwaitedRegions,
 }
 
 #[derive(Debug)]
@@ -238,24 +225,6 @@ impl Registrar for CardRegistrar {
 
     fn close_window(&self, number: u32, _: u32) {
         self.0.remove(number);
-    }
-}
-
-impl ConnectedPeer {
-    /// When the oldest wait for a region runs out.
-    fn awaited_deadline(&self) -> Option<Duration> {
-        let waiting = self.awaited.iter().filter(|awaited| !awaited.is_late);
-        waiting.map(|awaited| awaited.since + KEYS_TIMEOUT).min()
-    }
-
-    /// Notes that a post waits for this region. True if it has waited for too long and the post is to be refused.
-    fn await_region(&mut self, now: Duration, region: u32, generation: u32) -> bool {
-        let is_it = |awaited: &&Awaited| (awaited.region, awaited.generation) == (region, generation);
-        if let Some(awaited) = self.awaited.iter().find(is_it) {
-            return awaited.is_late;
-        }
-        self.awaited.push(Awaited { region, generation, since: now, is_late: false });
-        false
     }
 }
 
@@ -397,7 +366,7 @@ impl ProcessVm {
                     let found = match cx.remote_memory(peer, run) {
                         RemoteMemory::Known(found) => pulled_ranges(run.local.piece, &found),
                         RemoteMemory::None => None,
-                        RemoteMemory::NotYet if reader.await_region(cx.now, run.region, run.generation) => {
+                        RemoteMemory::NotYet if reader.awaited.add(cx.now, run.region, run.generation) => {
                             None
                         }
                         RemoteMemory::NotYet => return Err(NotNow),
@@ -481,7 +450,8 @@ impl Carrier for ProcessVm {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let reader = ConnectedPeer { path, number, connection, neighbour: None, awaited: Vec::new() };
+        let reader =
+            ConnectedPeer { path, number, connection, neighbour: None, awaited: AwaitedRegions::default() };
         self.peers.insert(peer, reader);
         let offer = Offer { connection, at: self.invitation() };
         cx.offer(peer, offer.encode());
@@ -529,13 +499,10 @@ impl Carrier for ProcessVm {
     }
 
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let Some(reader) = self.peers.get_mut(&peer).filter(|reader| !reader.awaited.is_empty()) else {
-            return;
-        };
-        let is_awaited = |awaited: &Awaited| cx.is_awaited(peer, awaited.region, awaited.generation);
-        // Drops reported regions, also those that no post asks for again. The others keep waiting from when they began.
-        reader.awaited.retain(is_awaited);
-        cx.ready(reader.path);
+        let Some(reader) = self.peers.get_mut(&peer) else { return };
+        if reader.awaited.retain(|region, generation| cx.is_awaited(peer, region, generation)) {
+            cx.ready(reader.path);
+        }
     }
 
     fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
@@ -588,9 +555,7 @@ impl Carrier for ProcessVm {
         let any = self.take_ended(cx);
         self.send_outcomes(cx);
         for reader in self.peers.values_mut() {
-            if reader.awaited_deadline().is_some_and(|until| until <= cx.now) {
-                let late = reader.awaited.iter_mut().filter(|awaited| awaited.since + KEYS_TIMEOUT <= cx.now);
-                late.for_each(|awaited| awaited.is_late = true);
+            if reader.awaited.expire(cx.now) {
                 cx.ready(reader.path);
             }
         }
@@ -599,7 +564,7 @@ impl Carrier for ProcessVm {
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
         let now = (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO);
-        now.or_else(|| self.peers.values().filter_map(ConnectedPeer::awaited_deadline).min())
+        now.or_else(|| self.peers.values().filter_map(|reader| reader.awaited.deadline()).min())
     }
 
     fn is_expecting(&self) -> bool {

@@ -6,7 +6,7 @@ use kvlane_memory::{ProbeError, RemoteProcess};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use super::card::{IDENTITY_BYTES, identity_bytes, mark_of};
+use super::super::card::{IDENTITY_BYTES, identity_bytes, mark_of};
 use crate::identity::Identity;
 use crate::ranges::Piece;
 

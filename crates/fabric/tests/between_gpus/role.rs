@@ -1,0 +1,109 @@
+//! The role of a second process: an engine with GPU memory, driven by lines on its standard input.
+
+use std::time::Duration;
+
+use kvlane_fabric::{
+    Access, Descriptor, EngineId, EngineOptions, Handle, Op, PeerId, Pieces, Transfer, Transport,
+    WindowDescriptor, WindowRange,
+};
+
+use crate::side::{Kind, Side, done, pattern};
+use crate::support::PATIENCE;
+
+/// What another process does, and what it answers.
+pub(crate) struct Role {
+    side: Side,
+    peer: Option<(PeerId, u32)>,
+    transfer: Option<Handle>,
+    window: Option<WindowDescriptor>,
+}
+
+impl Role {
+    /// `setup`: the GPU's ordinal, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, or "late" if it
+    /// registers its memory when it is told.
+    pub(crate) fn new(bytes: usize, setup: &str) -> Role {
+        let words: Vec<&str> = setup.split_whitespace().collect();
+        let kind = match words[1] {
+            "chunks" => Kind::Chunks,
+            "own-chunks" => Kind::OwnChunks,
+            _ => Kind::Whole,
+        };
+        let (ordinal, more) = (words[0].parse().unwrap(), words.get(2));
+        let transport = more.filter(|word| **word == "slots").map(|_| Transport::TCP);
+        let options = EngineOptions { transport, ..EngineOptions::default() };
+        let side = match more {
+            Some(&"late") => Side::without_region(ordinal, kind, bytes, options),
+            _ => Side::new(ordinal, kind, bytes, options),
+        };
+        Role { side, peer: None, transfer: None, window: None }
+    }
+
+    pub(crate) fn obey(&mut self, what: &str, rest: &[&str]) -> String {
+        let number = |index: usize| rest[index].parse::<u64>().unwrap();
+        let Side { engine, memory, .. } = &self.side;
+        match what {
+            "describe" => return engine.describe().unwrap().to_text().unwrap(),
+            "pattern" => memory.put(0, &pattern(memory.len, number(0))),
+            "fill" => memory.fill(number(0) as u8),
+            "is" => return (memory.all() == pattern(memory.len, number(0))).to_string(),
+            "unregister" => engine.unregister(self.side.region).unwrap(),
+            "register" => self.side.region = self.side.register(Access::ReadWrite),
+            "timed-unregister" => {
+                let begun = std::time::Instant::now();
+                engine.unregister(self.side.region).unwrap();
+                return begun.elapsed().as_millis().to_string();
+            }
+            "open-window" => return self.open_window(rest),
+            "close-window" => engine.close_window(&self.window.take().unwrap()).unwrap(),
+            "slow" => self.side.driver.slow_down(Duration::from_micros(number(0))),
+            "fail-work" => {
+                let device = self.side.gpu.info().ordinal;
+                self.side.driver.fail_work(device, number(0), number(1) as u32);
+            }
+            "meet" => {
+                let descriptor: Descriptor = rest[0].parse().unwrap();
+                self.peer = Some((self.side.meet(&descriptor), descriptor.regions[0].number));
+            }
+            "read" => done(&self.move_all(Op::Read)),
+            "write" => done(&self.move_all(Op::Write)),
+            "begin-read" => self.transfer = Some(self.move_all(Op::Read)),
+            "end" => return format!("{:?}", self.transfer.take().unwrap().wait(Some(PATIENCE))),
+            "try-read" => return self.try_read(),
+            "staged" => return self.side.staged().to_string(),
+            "mapped" => return self.side.mapped().to_string(),
+            "disconnect" => engine.disconnect(self.peer.take().unwrap().0),
+            "close" => engine.close(),
+            _ => panic!("{what}?"),
+        }
+        "done".into()
+    }
+
+    /// How a read of all of the peer's region ends, if it begins.
+    fn try_read(&self) -> String {
+        let (peer, region) = self.peer.unwrap();
+        let pieces = Pieces::Runs(vec![self.side.run(region, 0, 0, self.side.memory.len)]);
+        match self.side.engine.begin(peer, Transfer { op: Op::Read, ..Transfer::write(pieces) }) {
+            Ok(handle) => format!("{:?}", handle.wait(Some(PATIENCE)).unwrap()),
+            Err(error) => format!("not begun: {error}"),
+        }
+    }
+
+    fn move_all(&self, op: Op) -> Handle {
+        let (peer, region) = self.peer.unwrap();
+        self.side.move_all(peer, op, region)
+    }
+
+    /// Shows these ranges (offset, len) of its region to an engine. Answers the window's descriptor.
+    fn open_window(&mut self, rest: &[&str]) -> String {
+        let (to, ranges) = rest.split_at(2);
+        let peer = EngineId { engine_id: to[0].parse().unwrap(), boot_nonce: to[1].parse().unwrap() };
+        let ranges = ranges.chunks(2).map(|range| WindowRange {
+            region: self.side.region,
+            offset: range[0].parse().unwrap(),
+            len: range[1].parse().unwrap(),
+        });
+        let window = self.side.engine.open_window(peer, ranges.collect()).unwrap();
+        self.window = Some(window);
+        window.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
