@@ -264,9 +264,9 @@ class HandoffRank:
     def step_ends(self, stream: int = 0) -> None:
         """The same of all of them. A GPU's stream may compute on when the next step begins."""
 
-    def take_counts(self) -> tuple[int, int, int, int, int]:
+    def take_counts(self) -> tuple[int, int, int, int, int, int]:
         """Since the last call: READs that brought their bytes, READs that did not, runs of neighbouring bytes of which
-        they consisted, bytes by process_vm, bytes by TCP."""
+        they consisted, bytes from GPU to GPU, bytes by process_vm, bytes by TCP."""
 
     def close(self) -> None:
         """When this returns nothing is read or written any more."""
@@ -387,6 +387,10 @@ class GpuMemory:
     def copy_to_host(self, offset: int, address: int, length: int) -> None: ...
     def copy_to(self, offset: int, to: GpuMemory, to_offset: int, length: int) -> None:
         """Into other memory by way of the host's pinned memory; it is there when this returns."""
+
+    def copy_from(self, other: GpuMemory, runs: list[tuple[int, int, int]], blocks: int) -> None:
+        """Ranges (offset here, offset there, bytes) of other memory, over the link between the GPUs: by the copy kernel
+        with so many thread blocks, with 0 by copy engines alone."""
 
 _Extras = tuple[tuple[int, int] | None, float | None, bool]  # (counter, generation), milliseconds, bulk
 _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-endian u32

@@ -184,7 +184,8 @@ class Engine:
     `connections`: connections to each address of a peer.
     `patience`: after so many seconds a peer that cannot be reached is lost, and transfers with it fail.
     `transport`: "auto" takes the best way that this process and a peer both have, and "tcp" only TCP. "cma" reaches
-    only peers of this host whose memory may be read; `Peer.paths` says why others are not reached.
+    only peers of this host whose memory may be read, "cuda" only GPU memory of peers of this host and user, from GPU
+    memory here; `Peer.paths` says why others are not reached.
     `copy_threads`: most threads that copy between this process and others of its host, 1 to 64, including the one that
     waits. None takes one for each processor that this process may use, at most 4.
     `inbox_messages` and `inbox_bytes`: most messages, and bytes of them, that wait for `receive`: at least 1 and
@@ -469,9 +470,9 @@ class Path(NamedTuple):
     """A way to a peer, as it is now."""
 
     carrier: str
-    """The carrier. "control": messages, counters and what carriers say to each other. For bytes: "cma" (process_vm)
-    between processes of a host that may read each other's memory, "tcp" for the memory of hosts otherwise, "tcp-slots"
-    where a GPU's memory is on either side."""
+    """The carrier. "control": messages, counters and what carriers say to each other. For bytes: "cuda" between GPUs of
+    one host, "cma" (process_vm) between processes of a host that may read each other's memory, "tcp" for the memory of
+    hosts otherwise, "tcp-slots" where a GPU's memory is on either side."""
     address: str | None
     """The peer's address; None before the first attempt."""
     up: bool

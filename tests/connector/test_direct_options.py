@@ -29,8 +29,9 @@ def test_the_files_of_tls_belong_together_and_go_through_sockets() -> None:
     for missing in TLS:
         with pytest.raises(ValueError, match="give all three or none"):
             Settings.parse({**ON, **{key: value for key, value in TLS.items() if key != missing}})
-    with pytest.raises(ValueError, match="TLS cannot encrypt it"):
-        Settings.parse({**ON, **TLS, "kvlane.direct.transport": "cma"})
+    for transport in ("cma", "cuda"):
+        with pytest.raises(ValueError, match="TLS cannot encrypt it"):
+            Settings.parse({**ON, **TLS, "kvlane.direct.transport": transport})
 
 
 def test_with_get_a_prompt_is_offered_in_the_step_that_completes_it() -> None:

@@ -225,7 +225,7 @@ class Agent:
         self.events.append(("ends", stream))
 
     def take_counts(self) -> tuple[int, ...]:
-        return (0, 0, 0, 0, 0)
+        return (0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

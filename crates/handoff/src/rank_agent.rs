@@ -93,6 +93,8 @@ pub struct ReadCounts {
     pub failed: u64,
     /// Runs of adjacent bytes in the READs that succeeded.
     pub runs: u64,
+    /// Bytes read from GPUs of this host, over the link between them or within one.
+    pub cuda_bytes: u64,
     /// Bytes read by process_vm, from memory of this host.
     pub cma_bytes: u64,
     /// Bytes read through sockets.
@@ -104,7 +106,8 @@ pub struct ReadCounts {
 struct FinishedRead {
     from: (EngineId, PeerId),
     runs: u64,
-    bytes: u64,
+    /// By the carrier's name.
+    carried: Vec<(&'static str, u64)>,
     /// Whether the memory of either side is a GPU's.
     is_on_gpu: bool,
 }
@@ -272,8 +275,8 @@ struct RankThread {
     waiting: Vec<(HandoffId, Endpoint, Computed)>,
     counts: Arc<Mutex<ReadCounts>>,
     computed: Arc<Progress>,
-    /// Engine and whether process_vm reads from it, for each path that the log has.
-    logged_paths: HashSet<(EngineId, bool)>,
+    /// Engine and carrier, for each path that the log has.
+    logged_paths: HashSet<(EngineId, &'static str)>,
     /// Sends true to cancel all READs of a hand-off.
     cancels: HashMap<HandoffId, watch::Sender<bool>>,
     started: Instant,
@@ -539,45 +542,66 @@ impl RankThread {
             return;
         };
         let is_on_gpu = self.is_on_gpu || offer.window.kind == MemoryKind::Cuda;
-        let read = FinishedRead { from: (source, peer), runs, bytes: offer.window.len, is_on_gpu };
         let mut cancel = self.cancels.entry(id).or_insert_with(|| watch::Sender::new(false)).subscribe();
         tokio::task::spawn_local(async move {
             let outcome = tokio::select! {
                 outcome = &mut handle => outcome,
                 _ = cancel.wait_for(|is_over| *is_over) => {
                     handle.cancel();
-                    handle.await
+                    (&mut handle).await
                 }
             };
+            let read = FinishedRead { from: (source, peer), runs, carried: handle.carried(), is_on_gpu };
             let _ = events.send(RankEvent::ReadOver(id, number, outcome.is_ok().then_some(read)));
         });
     }
 
     fn count(&mut self, read: Option<&FinishedRead>) {
         let mut counts = self.counts.lock();
-        let Some(FinishedRead { from: (engine, peer), runs, bytes, is_on_gpu }) = read else {
+        let Some(FinishedRead { from: (engine, peer), runs, carried, is_on_gpu }) = read else {
             counts.failed += 1;
             return;
         };
-        let paths = self.engine.paths(*peer);
-        let is_cma = !is_on_gpu && paths.iter().any(|path| path.carrier == "cma" && path.is_up);
-        *(if is_cma { &mut counts.cma_bytes } else { &mut counts.tcp_bytes }) += bytes;
+        for (carrier, bytes) in carried {
+            *match *carrier {
+                "cuda" => &mut counts.cuda_bytes,
+                "cma" => &mut counts.cma_bytes,
+                _ => &mut counts.tcp_bytes,
+            } += bytes;
+        }
         counts.reads += 1;
         counts.runs += runs;
         drop(counts);
-        if self.logged_paths.len() < LOGGED_PATHS_MAX && self.logged_paths.insert((*engine, is_cma)) {
-            let address = paths.iter().find_map(|path| path.address);
-            let address = address.map_or_else(String::new, |address| format!(" at {address}"));
-            let trouble =
-                paths.iter().find(|path| path.carrier == "cma").and_then(|path| path.trouble.as_deref());
-            let why = if *is_on_gpu { Some("they are in a GPU's memory") } else { trouble };
-            if is_cma {
+        for (carrier, _) in carried {
+            if self.logged_paths.len() < LOGGED_PATHS_MAX && self.logged_paths.insert((*engine, carrier)) {
+                self.log_path(*peer, carrier, *is_on_gpu);
+            }
+        }
+    }
+
+    fn log_path(&self, peer: PeerId, carrier: &str, is_on_gpu: bool) {
+        let paths = self.engine.paths(peer);
+        let address = paths.iter().find_map(|path| path.address);
+        let address = address.map_or_else(String::new, |address| format!(" at {address}"));
+        match carrier {
+            "cuda" => {
+                // Log: blocks of this engine come the fast way, copied from its GPU's memory to this one's.
+                tracing::info!(
+                    once = true,
+                    "reading blocks of the engine{address} from its GPU's memory, on this host"
+                );
+            }
+            "cma" => {
                 // Log: blocks of this engine come the fast way, copied from its memory on this host.
                 tracing::info!(
                     once = true,
                     "reading blocks of the engine{address} by process_vm, on this host"
                 );
-            } else {
+            }
+            _ => {
+                let better = if is_on_gpu { "cuda" } else { "cma" };
+                let why = paths.iter().find(|path| path.carrier == better);
+                let why = why.and_then(|path| path.trouble.as_deref());
                 let why = why.map_or_else(String::new, |why| format!(" because {why}"));
                 // Log: blocks of this engine come through sockets, for the reason named. Do: nothing, unless both
                 // engines run on one host: then mend the reason.

@@ -517,7 +517,8 @@ pub(crate) fn transport_of(name: &str) -> PyResult<Option<Transport>> {
         "auto" => Ok(None),
         "tcp" => Ok(Some(Transport::TCP)),
         "cma" => Ok(Some(Transport::CMA)),
-        other => Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma"))),
+        "cuda" => Ok(Some(Transport::CUDA)),
+        other => Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp, cma or cuda"))),
     }
 }
 

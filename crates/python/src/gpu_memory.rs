@@ -1,6 +1,11 @@
 //! Memory of GPUs for Python, without torch.
 
-use kvlane_gpu::{Copy, DeviceMemory, HostBuffer, Priority, Stream};
+use std::sync::Arc;
+
+use kvlane_gpu::{
+    Copier, CopierOptions, Copy, DeviceMemory, Direction, HostBuffer, Priority, Stream, Thresholds,
+};
+use parking_lot::Mutex;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::convert::value_error;
@@ -13,6 +18,7 @@ pub(crate) struct PyGpuMemory {
     stream: Stream,
     /// Pinned host memory through which copies to another GPU go.
     between: HostBuffer,
+    copier: Mutex<Copier>,
 }
 
 #[pymethods]
@@ -22,7 +28,9 @@ impl PyGpuMemory {
         let gpu = open_gpu(gpu)?;
         let stream = Stream::new(&gpu, Priority::Normal).map_err(failed)?;
         let between = HostBuffer::new(&gpu, 2 * PART_BYTES).map_err(failed)?;
-        Ok(Self { memory: gpu.alloc(bytes).map_err(failed)?, stream, between })
+        let own = Arc::new(Stream::new(&gpu, Priority::Normal).map_err(failed)?);
+        let copier = Mutex::new(Copier::new(own, CopierOptions::default()).map_err(failed)?);
+        Ok(Self { memory: gpu.alloc(bytes).map_err(failed)?, stream, between, copier })
     }
 
     #[getter]
@@ -60,6 +68,37 @@ impl PyGpuMemory {
     fn copy_to_host(&self, py: Python<'_>, offset: u64, address: u64, length: u64) -> PyResult<()> {
         let copy = Copy { dst: address, src: self.place(offset, length)?, len: length };
         self.copy(py, copy)
+    }
+
+    /// Copies ranges (offset here, offset there, bytes) of another GPU's memory, or the same one's, into this memory, over the
+    /// link between the GPUs: by the copy kernel with so many blocks; with 0 by copy engines alone.
+    fn copy_from(
+        &self,
+        py: Python<'_>,
+        from: &PyGpuMemory,
+        runs: Vec<(u64, u64, u64)>,
+        blocks: u32,
+    ) -> PyResult<()> {
+        let copy = |(to, at, len): &(u64, u64, u64)| {
+            PyResult::Ok(Copy { dst: self.place(*to, *len)?, src: from.place(*at, *len)?, len: *len })
+        };
+        let copies: Vec<Copy> = runs.iter().map(copy).collect::<PyResult<_>>()?;
+        let run = || {
+            if from.stream.gpu().info().ordinal != self.stream.gpu().info().ordinal {
+                self.stream.gpu().enable_peer(from.stream.gpu())?;
+            }
+            let mut copier = self.copier.lock();
+            copier.set_thresholds(Thresholds {
+                batch_bytes: if blocks == 0 { 0 } else { u64::MAX },
+                engine_bytes: if blocks == 0 { 0 } else { u64::MAX },
+                ..Thresholds::idle(Direction::Peer)
+            });
+            copier.set_peer_blocks(blocks.max(1));
+            // SAFETY: both memories live until the stream is done, below, and the caller's ranges do not overlap.
+            unsafe { copier.enqueue(&copies, Direction::Peer)? };
+            copier.stream().synchronize()
+        };
+        py.detach(run).map_err(failed)
     }
 
     /// Copies this memory into another GPU's or the same one's, through pinned memory of the host. Each part leaves while the

@@ -90,10 +90,11 @@ impl PyHandoffRank {
         here(self.0.get()?)?.step_ends(&engine_stream(stream)).map_err(failed)
     }
 
-    /// Since the last call: reads, failed ones, runs, bytes by cma, bytes by TCP.
-    fn take_counts(&self) -> PyResult<(u64, u64, u64, u64, u64)> {
-        let ReadCounts { reads, failed, runs, cma_bytes, tcp_bytes } = here(self.0.get()?)?.take_counts();
-        Ok((reads, failed, runs, cma_bytes, tcp_bytes))
+    /// Since the last call: reads, failed ones, runs, bytes by cuda, by cma, and by TCP.
+    fn take_counts(&self) -> PyResult<(u64, u64, u64, u64, u64, u64)> {
+        let counts = here(self.0.get()?)?.take_counts();
+        let ReadCounts { reads, failed, runs, cuda_bytes, cma_bytes, tcp_bytes } = counts;
+        Ok((reads, failed, runs, cuda_bytes, cma_bytes, tcp_bytes))
     }
 
     fn close(&self, py: Python<'_>) {

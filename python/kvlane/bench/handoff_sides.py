@@ -171,8 +171,9 @@ class EngineSide:
 
     def counts(self) -> dict[str, int]:
         """Counts of reads since the last call."""
-        reads, failed, runs, cma, tcp = self.rank.take_counts()
-        return {"reads": reads, "failed": failed, "runs": runs, "cma_bytes": cma, "tcp_bytes": tcp}
+        reads, failed, runs, cuda, cma, tcp = self.rank.take_counts()
+        by_carrier = {"cuda_bytes": cuda, "cma_bytes": cma, "tcp_bytes": tcp}
+        return {"reads": reads, "failed": failed, "runs": runs, **by_carrier}
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ COUNTERS = {
     "direct_reads": "Reads of other engines' blocks, by worker",
     "direct_failed_reads": "Reads of other engines' blocks that did not bring their bytes",
     "direct_read_runs": "Contiguous runs of bytes in reads of other engines' blocks",
+    "direct_cuda_bytes": "Bytes of other engines' blocks read from GPU to GPU, on the same host",
     "direct_cma_bytes": "Bytes of other engines' blocks read by process_vm, from memory of the same host",
     "direct_tcp_bytes": "Bytes of other engines' blocks read through sockets",
     "withdrawn_blocks": "Blocks that KV events took back, because the daemon no longer has them or is out of reach",

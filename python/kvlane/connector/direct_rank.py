@@ -55,6 +55,10 @@ def start_rank(
     device = gpu_of(kv_caches)
     if device is not None and vllm_config.model_config.enable_sleep_mode:
         raise Unsupported("in sleep mode a GPU's memory may go away while another engine reads it")
+    if device is None and settings.direct_transport == "cuda":
+        raise Unsupported(
+            "kvlane.direct.transport is cuda, and this engine's cache is in the host's memory: take auto"
+        )
     parallel = vllm_config.parallel_config
     layout = group_layout(
         kv_caches,

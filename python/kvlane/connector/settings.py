@@ -15,7 +15,7 @@ PREFIX = "kvlane."
 SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
 SWITCH = ("on", "off")
-TRANSPORTS = ("auto", "tcp", "cma")
+TRANSPORTS = ("auto", "tcp", "cma", "cuda")
 DAEMON = ("auto", "on", "off")
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
 # These keys have no prefix: users know them from vLLM's P2P NCCL connector. They are read with `kvlane.direct` only.
@@ -71,8 +71,8 @@ class Settings:
     """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
     this host."""
     direct_transport: str = "auto"
-    """How blocks come to this engine, one of TRANSPORTS: the best way, through sockets alone, or by process_vm alone,
-    for which the other engine has to be on this host."""
+    """How blocks come to this engine, one of TRANSPORTS: the best way, through sockets alone, by process_vm alone, or
+    from GPU to GPU alone. For the last two the other engine has to be on this host."""
     direct_wait_ms: float = 60_000.0
     """How long a request waits for a direct hand-off in all."""
     send_type: str = "PUT_ASYNC"
@@ -174,9 +174,10 @@ class Settings:
                 "kvlane.direct.tls_certificate, kvlane.direct.tls_key and kvlane.direct.tls_authority belong together: "
                 "give all three or none"
             )
-        if any(files) and self.direct_transport == "cma":
+        if any(files) and self.direct_transport in ("cma", "cuda"):
             raise ValueError(
-                "kvlane.direct.transport is cma, which copies without sockets: TLS cannot encrypt it"
+                f"kvlane.direct.transport is {self.direct_transport}, which copies without sockets: TLS cannot encrypt "
+                "it"
             )
         for network in self.networks():
             try:

@@ -23,6 +23,7 @@ DIRECT_COUNTS = (
     "direct_reads",
     "direct_failed_reads",
     "direct_read_runs",
+    "direct_cuda_bytes",
     "direct_cma_bytes",
     "direct_tcp_bytes",
 )

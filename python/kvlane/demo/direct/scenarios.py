@@ -158,7 +158,8 @@ class Demo:
 def _read_bytes(side: Side) -> float:
     """Bytes that an engine has read of other engines' blocks; all of them have landed."""
     counted = counters(side)
-    return counted.get("direct_cma_bytes", 0) + counted.get("direct_tcp_bytes", 0)
+    carriers = ("direct_cuda_bytes", "direct_cma_bytes", "direct_tcp_bytes")
+    return sum(counted.get(name, 0) for name in carriers)
 
 
 def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
