@@ -212,22 +212,29 @@ def test_gpus_memory_is_measured_beside_a_socket_and_copies(
 ) -> None:
     monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
     sizes = ["--sizes", "64,1m", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
-    assert main(["fabric", *sizes, "--memory", "cuda:1", "--out", str(tmp_path)]) == 0
-    assert "memcpy is not measured with --memory cuda:1" in capfd.readouterr().err
-    result = json.loads((tmp_path / "fabric.json").read_text())
-    assert {(each["system"], each["memory"]) for each in result["results"]} == {
-        ("kvlane", "cuda:1"),
-        ("gpu-copies", "cuda:1"),
-        ("loop", "host"),
-    }
-    assert all(each["gb_per_s"] > 0 for each in result["results"])
-    assert any("GPU memory / slower of" in figure["what"] for figure in result["figures"])
+    for memory in ("cuda:1", "cuda:0,cuda:1"):
+        main(["fabric", *sizes, "--memory", memory, "--out", str(tmp_path)])
+        assert f"memcpy is not measured with --memory {memory}" in capfd.readouterr().err
+        result = json.loads((tmp_path / "fabric.json").read_text())
+        assert {(each["system"], each["memory"]) for each in result["results"]} == {
+            ("kvlane", memory),
+            ("kvlane-cuda", memory),
+            ("gpu-copies", memory),
+            ("peer-copy", memory),
+            ("loop", "host"),
+        }
+        assert all(each["gb_per_s"] > 0 for each in result["results"])
+        figures = [figure["what"] for figure in result["figures"]]
+        assert any("GPU memory / slower of" in what for what in figures)
+        assert {"cuda read 1 MiB / peer-copy", "cuda write 1 MiB / peer-copy"} <= set(figures)
     for wrong, why in (
         (["--vs", "memcpy"], "memcpy is not measured with"),
         (["--transports", "cma"], "kvlane-cma is not measured with"),
     ):
         with pytest.raises(SystemExit, match=why):
             main(["fabric", *sizes, "--memory", "cuda:1", *wrong])
+    with pytest.raises(SystemExit, match="goes with --memory cuda:N"):
+        main(["fabric", *sizes, "--transports", "cuda"])
     monkeypatch.setenv("KVLANE_GPU_DRIVER", "off")
     with pytest.raises(SystemExit, match="KVLANE_GPU_DRIVER is off"):
         main(["fabric", *sizes, "--memory", "cuda:0", "--vs", "none"])

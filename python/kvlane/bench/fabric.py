@@ -36,9 +36,13 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
-TRANSPORTS = ("tcp", "cma")
-# Measured beside transfers of GPUs' memory: a plain socket between host memories, and the copies alone.
-GPU_OTHERS = ("loop", "gpu-copies")
+TRANSPORTS = ("tcp", "cma", "cuda")
+# Measured beside transfers of GPUs' memory: a plain socket between host memories, and the copies alone, through the
+# host and over the link between the GPUs.
+GPU_OTHERS = ("loop", "gpu-copies", "peer-copy")
+# The bare counterparts of a transfer through sockets.
+_SOCKET_PARTS = ("loop", "gpu-copies")
+CUDA_GOALS = {MIB: 0.9, 16 * MIB: 0.9, None: 0.9}  # of peer-copy
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Field:
     @property
     def others(self) -> tuple[str, ...]:
         """The sides beside kvlane that move memory of the host."""
-        return tuple(name for name in self.sides if name not in ("kvlane", "gpu-copies"))
+        return tuple(name for name in self.sides if name not in ("kvlane", "gpu-copies", "peer-copy"))
 
 
 def _bare_goals() -> tuple[Goal, ...]:
@@ -106,7 +110,9 @@ BARE = Field(
         "kvlane-no-checksums": System("kvlane", "tcp-no-checksums"),
         "kvlane-tls": System("kvlane", "tls"),
         "loop": System("loop", "tcp"),
+        "kvlane-cuda": System("kvlane", "cuda"),
         "gpu-copies": System("gpu-copies", "memory"),
+        "peer-copy": System("peer-copy", "memory"),
         "process_vm": System("process_vm", "cma"),
         "memcpy": System("memcpy", "memory"),
     },
@@ -123,7 +129,7 @@ READ_GOAL = 0.9  # of our write of the same size
 CHECKSUMS_GOAL = 0.9  # of our rate without
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
 # Names of our systems in figures.
-WIRES = {"kvlane": "TCP", "kvlane-cma": "cma"}
+WIRES = {"kvlane": "TCP", "kvlane-cma": "cma", "kvlane-cuda": "cuda"}
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
 _SMALL = pictures.SMALL
@@ -182,14 +188,16 @@ def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
     parser.add_argument(
         "--transports",
         type=_some_of(TRANSPORTS),
-        help="of kvlane: tcp,cma (process_vm, on one host); default: both with --loopback, tcp with ADDRESS",
+        help="of kvlane: tcp,cma (process_vm, on one host),cuda (between GPUs of one host); default: all that reach "
+        "the memory with --loopback, tcp with ADDRESS",
     )
     parser.add_argument(
         "--memory",
         type=_memory,
         default="host",
-        metavar="host|cuda:N",
-        help="of both sides; with ADDRESS of the near one, and --server says its own (default %(default)s)",
+        metavar="host|cuda:N|cuda:N,cuda:M",
+        help="of both sides, or of the near one and the far one; with ADDRESS of the near one, and --server says its "
+        "own (default %(default)s)",
     )
     parser.add_argument("--ops", type=_some_of(OPS), default=list(OPS), help="default: write,read")
     parser.add_argument(
@@ -207,7 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
     parser.add_argument("--page-bytes", type=parse_size, default=64 * KIB, help="of each page (default: 64k)")
     parser.add_argument(
         "--vs",
-        type=lambda text: [] if text == "none" else _some_of((*field.others, "gpu-copies"))(text),
+        type=lambda text: [] if text == "none" else _some_of((*field.others, *GPU_OTHERS[1:]))(text),
         help=f"what else to measure, in turns: {','.join(field.others)} or none; with --loopback only (default: what "
         f"is there); with --memory cuda:N {','.join(GPU_OTHERS)}",
     )
@@ -302,11 +310,14 @@ def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
     ).rstrip()
     if arguments.memory != "host":
         note = (
-            f"Memory of {arguments.memory} on both sides. Single operations one after the other, medians over "
-            f"{arguments.rounds} rounds in which the systems take turns and the others are stopped; bytes checked "
-            f"once each, not timed. Paged: {arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one "
-            "call, which the others move in one piece. loop is a plain socket with the host's memory, gpu-copies the "
-            "same bytes copied out of a GPU's memory and in again through pinned memory, in one process."
+            f"Memory of {' and '.join(dict.fromkeys(_memories(arguments.memory)))}. Single operations one after the "
+            f"other, medians over {arguments.rounds} rounds in which the systems take turns and the others are "
+            "stopped; bytes checked once each, not timed. Paged: "
+            f"{arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one "
+            "call, which loop and gpu-copies move in one piece. loop is a plain socket with the host's memory, "
+            "gpu-copies the same bytes copied out of a GPU's memory and in again through pinned memory, in one "
+            "process. peer-copy is the same bytes copied by one process over the link between the GPUs, or within "
+            "one: by a copy engine, pages by a kernel of 16 blocks."
         )
     details = {
         "results": results,
@@ -379,11 +390,14 @@ class _System:
             "token": self._arguments.token,
             "connections": self._arguments.connections,
             "tls": self._tls,
-            "transport": "cma" if self._system.transport == "cma" else "tcp",
+            "transport": self._system.transport if self._system.transport in ("cma", "cuda") else "tcp",
             "checksums": self._system.transport != "tcp-no-checksums",
         }
-        if self._runner in ("kvlane", "gpu-copies"):
-            options["memory"] = self._arguments.memory
+        if self._runner in ("kvlane", "gpu-copies", "peer-copy"):
+            of_near, of_far = _memories(self._arguments.memory)
+            options["memory"] = of_near if near else of_far
+        if self._runner in ("gpu-copies", "peer-copy"):
+            options["far_memory"] = of_far
         if not near:
             options["listen"] = _listen(self._arguments)
         child.ask("open", size=self._region, near=near, **options)
@@ -506,7 +520,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     listen = _listen(arguments)
     with _tls(arguments) as tls:
         try:
-            side.open(_region(arguments), arguments.memory, token=arguments.token, listen=listen, tls=tls)
+            side.open(
+                _region(arguments),
+                _memories(arguments.memory)[1],
+                token=arguments.token,
+                listen=listen,
+                tls=tls,
+            )
         except (OSError, ValueError) as error:
             what = f"--listen {','.join(listen)}" + _but_host(arguments, ", --memory {}")
             sys.exit(f"{what}: {error}")
@@ -562,8 +582,10 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
     if arguments.memory != "host":
         return _gpu_systems(arguments, field)
     others = field.others if arguments.vs is None else arguments.vs
-    if "gpu-copies" in others:
-        sys.exit("--vs gpu-copies goes with --memory cuda:N")
+    for name in set(GPU_OTHERS[1:]) & set(others):
+        sys.exit(f"--vs {name} goes with --memory cuda:N")
+    if "cuda" in (arguments.transports or ()):
+        sys.exit("--transports cuda goes with --memory cuda:N")
     absent = {each: why for each in others if (why := field.missing(each))}
     for name, why in absent.items():
         line = f"{name} is not measured, {why}: {field.install[name]}"
@@ -575,7 +597,7 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
         name
         for name, system in field.systems.items()
         if system.side in others
-        or (system.side == "kvlane" and system.transport in (arguments.transports or TRANSPORTS))
+        or (system.side == "kvlane" and system.transport in (arguments.transports or ("tcp", "cma")))
         or (system.transport == "tls" and arguments.tls is not None)
         or (system.transport == "tcp-no-checksums" and arguments.no_checksums)
     ]
@@ -592,7 +614,8 @@ def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
         if name in asked:
             sys.exit(line)
         report.say(line)
-    systems = ["kvlane", *["kvlane-no-checksums"] * arguments.no_checksums]
+    systems = [name for name, each in (("kvlane", "tcp"), ("kvlane-cuda", "cuda")) if each in transports]
+    systems += ["kvlane-no-checksums"] * arguments.no_checksums
     systems += ["kvlane-tls"] * (arguments.tls is not None)
     return systems + [each for each in GPU_OTHERS if each in wanted]
 
@@ -654,14 +677,20 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field
 
 
 def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
-    """The ratio of our rate to the slower of its two parts: a socket, and copies."""
+    """The ratio of our rate to the slower of its two parts, a socket and copies; by cuda to a bare copy."""
     figures = []
     for (name, op, cell), values in medians.items():
-        parts = [medians.get((each, op, cell)) for each in GPU_OTHERS]
+        bare = medians.get(("peer-copy", op, cell))
+        if name == "kvlane-cuda" and cell.bytes >= MIB and bare:
+            size = cell.bytes if cell.pattern == "contiguous" else None
+            what = f"cuda {op} {_label(size)} / peer-copy"
+            ratio = values["gb_per_s"] / bare["gb_per_s"]
+            figures.append(Figure(what, ratio, at_least=CUDA_GOALS.get(size) if op == "read" else None))
+        parts = [medians.get((each, op, cell)) for each in _SOCKET_PARTS]
         if name == "kvlane" and cell.bytes >= MIB and all(parts):
             slower = min(part["gb_per_s"] for part in parts if part)
             size = _label(cell.bytes if cell.pattern == "contiguous" else None)
-            what = f"TCP {op} {size}, GPU memory / slower of {' and '.join(GPU_OTHERS)}"
+            what = f"TCP {op} {size}, GPU memory / slower of {' and '.join(_SOCKET_PARTS)}"
             figures.append(Figure(what, values["gb_per_s"] / slower))
     return figures
 
@@ -714,10 +743,16 @@ def _label(size: int | None) -> str:
 
 
 def _memory(text: str) -> str:
-    """ "host", or "cuda:N"."""
-    if text != "host" and not re.fullmatch(r"cuda:\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither host nor cuda:N")
+    """ "host", "cuda:N", or "cuda:N,cuda:M" for the near and the far side."""
+    if text != "host" and not re.fullmatch(r"cuda:\d+(,cuda:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither host nor cuda:N nor cuda:N,cuda:M")
     return text
+
+
+def _memories(memory: str) -> tuple[str, str]:
+    """The near side's and the far side's."""
+    near, _, far = memory.partition(",")
+    return near, far or near
 
 
 def _positive(text: str) -> int:
