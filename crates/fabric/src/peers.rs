@@ -71,6 +71,13 @@ pub enum RemoteMemory<'a> {
     None,
 }
 
+/// Why bytes of a peer are not known; see [`RemoteMemory`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NotThere {
+    NotYet,
+    None,
+}
+
 /// Bytes of one region of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteBytes<'a> {
@@ -313,29 +320,44 @@ impl Peer {
     }
 
     /// Finds bytes of a region or window of this generation, with the keys of the carrier with this code.
-    pub(crate) fn memory(
-        &self,
+    pub(crate) fn memory(&self, code: u8, which: (u32, u32), offset: u64, len: u64) -> RemoteMemory<'_> {
+        let mut parts = Vec::with_capacity(1);
+        match self.find(code, which, offset, len, &mut parts) {
+            Ok(()) => RemoteMemory::Known(parts),
+            Err(NotThere::NotYet) => RemoteMemory::NotYet,
+            Err(NotThere::None) => RemoteMemory::None,
+        }
+    }
+
+    /// As [`Peer::memory`], for many runs: adds the parts to `parts`. After an error it may have some of them.
+    pub(crate) fn find<'a>(
+        &'a self,
         code: u8,
         (region, generation): (u32, u32),
         offset: u64,
         len: u64,
-    ) -> RemoteMemory<'_> {
+        parts: &mut Vec<RemoteBytes<'a>>,
+    ) -> Result<(), NotThere> {
         let known = self.keys.get(&region).map(|(known, _)| *known);
-        let known = known.or_else(|| self.windows.get(&region).map(|(known, _)| *known));
-        match known {
-            Some(known) if known == generation => {
-                let found = match self.windows.get(&region) {
-                    None => self.bytes(code, WindowRange { region, offset, len }).map(|bytes| vec![bytes]),
-                    Some((_, ranges)) => ranges
-                        .cut(offset, len)
-                        .and_then(|parts| parts.map(|part| self.bytes(code, part)).collect()),
-                };
-                found.map_or(RemoteMemory::None, RemoteMemory::Known)
-            }
+        let window = if known.is_some() { None } else { self.windows.get(&region) };
+        match known.or_else(|| window.map(|(known, _)| *known)) {
+            Some(known) if known == generation => match window {
+                None => {
+                    let bytes = self.bytes(code, WindowRange { region, offset, len });
+                    parts.push(bytes.ok_or(NotThere::None)?);
+                    Ok(())
+                }
+                Some((_, ranges)) => {
+                    for part in ranges.cut(offset, len).ok_or(NotThere::None)? {
+                        parts.push(self.bytes(code, part).ok_or(NotThere::None)?);
+                    }
+                    Ok(())
+                }
+            },
             // Generations count up.
-            Some(known) if known > generation => RemoteMemory::None,
-            _ if self.has_announced && !self.shapes.contains_key(&region) => RemoteMemory::None,
-            _ => RemoteMemory::NotYet,
+            Some(known) if known > generation => Err(NotThere::None),
+            _ if self.has_announced && !self.shapes.contains_key(&region) => Err(NotThere::None),
+            _ => Err(NotThere::NotYet),
         }
     }
 

@@ -72,8 +72,9 @@ struct Streams {
 
 #[derive(Debug)]
 struct GpuCopy {
-    /// All that it writes.
-    written: Vec<Spot>,
+    /// All that it writes, on this GPU.
+    copies: Vec<Copy>,
+    gpu: u16,
     parts: usize,
     failed: Option<GpuError>,
 }
@@ -221,11 +222,7 @@ impl GpuCopies {
     ) -> CopyId {
         let id = self.next;
         self.next += 1;
-        let written = copies.iter().map(|copy| Spot {
-            piece: Piece { address: copy.dst as usize, len: copy.len as usize },
-            gpu: Some(number),
-        });
-        let written = crate::ranges::disjoint(written.collect());
+        let copies = merge(copies);
         let streams = self.gpus.entry(number).or_insert_with(|| Streams {
             gpu: gpu.clone(),
             free: Vec::new(),
@@ -233,8 +230,8 @@ impl GpuCopies {
             last_kernel: Arc::default(),
         });
         let room = streams.free.len() + (STREAMS_MAX - streams.made);
-        let parts = split(merge(copies), room, within.way().0.batch_bytes);
-        self.copies.insert(id, GpuCopy { written, parts: parts.len(), failed: None });
+        let parts = split(copies.clone(), room, within.way().0.batch_bytes);
+        self.copies.insert(id, GpuCopy { copies, gpu: number, parts: parts.len(), failed: None });
         for copies in parts {
             let copier = streams.free.pop();
             streams.made += usize::from(copier.is_none());
@@ -323,8 +320,11 @@ impl GpuCopies {
 
     /// Whether a copy writes any of this memory.
     pub(super) fn touches(&self, copy: CopyId, memory: Spots<'_>) -> bool {
-        let written = self.copies.get(&copy).map(|copy| copy.written.as_slice());
-        written.unwrap_or_default().iter().any(|spot| memory.overlap(*spot))
+        let Some(GpuCopy { copies, gpu, .. }) = self.copies.get(&copy) else { return false };
+        copies.iter().any(|copy| {
+            let piece = Piece { address: copy.dst as usize, len: copy.len as usize };
+            memory.overlap(Spot { piece, gpu: Some(*gpu) })
+        })
     }
 
     fn drain(&mut self, copy: CopyId, gpu: u16, copier: Copier, error: GpuError) {

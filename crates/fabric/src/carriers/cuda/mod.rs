@@ -84,7 +84,7 @@ use crate::carrier::{
 };
 use crate::identity::Identity;
 use crate::numbered::Numbered;
-use crate::peers::{Peer, RemoteBytes, RemoteMemory};
+use crate::peers::{NotThere, Peer, RemoteBytes};
 use crate::provider::NotNow;
 use crate::random::random;
 use crate::registrar::Registrar;
@@ -621,24 +621,33 @@ fn wanted(
     peer: PeerId,
     runs: &[PostedRun],
 ) -> Result<Wanted, CannotRead> {
+    let known = cx.peers.get(&peer).ok_or(CannotRead::Refused)?;
     let mut wanted = Wanted { bytes: Vec::with_capacity(runs.len()), marks: Vec::new() };
+    let mut parts: Vec<RemoteBytes<'_>> = Vec::new();
+    // The last region whose key was read. Runs mostly follow each other in one region.
+    let mut shared = None;
     for run in runs {
-        let found = match cx.remote_memory(peer, run) {
-            RemoteMemory::Known(found) => found,
-            RemoteMemory::NotYet if !awaited.add(cx.now(), run.region, run.generation) => {
+        parts.clear();
+        match known.find(cx.code, (run.region, run.generation), run.offset, run.len, &mut parts) {
+            Ok(()) => {}
+            Err(NotThere::NotYet) if !awaited.add(cx.now(), run.region, run.generation) => {
                 return Err(CannotRead::Yet);
             }
-            RemoteMemory::None | RemoteMemory::NotYet => return Err(CannotRead::Refused),
-        };
+            Err(NotThere::NotYet | NotThere::None) => return Err(CannotRead::Refused),
+        }
         if !wanted.marks.contains(&(run.region, run.generation)) {
             wanted.marks.push((run.region, run.generation));
         }
         let mut to = run.local.piece.address as u64;
-        for RemoteBytes { key, region, generation, offset, len } in found {
-            if let RegionKey::NotShared(why) = RegionKey::decode(key) {
-                return Err(CannotRead::NotShared(why.into_owned()));
+        for RemoteBytes { key, region, generation, offset, len } in &parts {
+            let (region, generation) = (*region, *generation);
+            if shared != Some((region, generation)) {
+                if let RegionKey::NotShared(why) = RegionKey::decode(key) {
+                    return Err(CannotRead::NotShared(why.into_owned()));
+                }
+                shared = Some((region, generation));
             }
-            wanted.bytes.push(WantedBytes { region, generation, offset, len, to });
+            wanted.bytes.push(WantedBytes { region, generation, offset: *offset, len: *len, to });
             to += len;
         }
     }

@@ -108,17 +108,24 @@ impl Neighbour {
         let (copies, mapped, within) = (Vec::new(), Vec::new(), Within::OneGpu);
         let (mut found, mut missing) = (Found { copies, mapped, within }, Vec::new());
         let mut waits = false;
+        // Pieces mostly follow each other in one region.
+        let mut last: Option<((u32, u32), &MappedRegion)> = None;
         for WantedBytes { region, generation, offset, len, to } in wanted {
+            let which = (*region, *generation);
+            if let Some((_, mapped)) = last.filter(|(of, _)| *of == which) {
+                mapped.import.copies(*offset, *len, *to, &mut found.copies).ok_or(NotFound::Refused)?;
+                continue;
+            }
             match self.imports.get(&(*region, *generation, gpu)) {
                 Some(Imported::Here(mapped)) => {
-                    let copies = mapped.import.copies(*offset, *len, *to, &mut found.copies);
-                    copies.ok_or(NotFound::Refused)?;
+                    mapped.import.copies(*offset, *len, *to, &mut found.copies).ok_or(NotFound::Refused)?;
                     if !mapped.import.is_own_gpu {
                         found.within = Within::TwoGpus;
                     }
                     if !found.mapped.iter().any(|held| Arc::ptr_eq(&held.of, &mapped.of)) {
                         found.mapped.push(mapped.clone());
                     }
+                    last = Some((which, mapped));
                 }
                 Some(Imported::Gone) => {
                     // A later request asks again.
@@ -126,8 +133,8 @@ impl Neighbour {
                     return Err(NotFound::Refused);
                 }
                 Some(Imported::Fetching) => waits = true,
-                None if missing.contains(&(*region, *generation)) => {}
-                None => missing.push((*region, *generation)),
+                None if missing.contains(&which) => {}
+                None => missing.push(which),
             }
         }
         match missing.is_empty() && !waits {
