@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map whose keys this process counted up itself. No peer can choose keys that collide. So the hash need not be secret, as
-/// that of the standard library is, and takes one multiplication.
+/// A map whose keys this process counted up itself, or that are less than [`crate::descriptor::REGIONS_MAX`]. No peer can choose
+/// many keys that collide. So the hash need not be secret, as that of the standard library is, and takes one multiplication.
 pub(crate) type Numbered<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
 /// Multiplies by 2^64 over the golden ratio (Knuth, The Art of Computer Programming, volume 3, 6.4).

@@ -39,9 +39,9 @@ pub(crate) struct Peer {
     /// The same regions, as the API shows them.
     regions: HashMap<u32, RegionDescriptor>,
     /// Announced regions, by number: the generation and the carriers' keys.
-    keys: HashMap<u32, (u32, Keys)>,
+    keys: Numbered<u32, (u32, Keys)>,
     /// Announced windows, by number: the generation and the ranges.
-    windows: HashMap<u32, (u32, Ranges)>,
+    windows: Numbered<u32, (u32, Ranges)>,
     /// A window whose announcement has more parts to come: number, generation and the ranges until now.
     partial_window: Option<(u32, u32, Vec<WindowRange>)>,
     /// Ranges of all `windows`, at most [`PEER_RANGES_MAX`].
@@ -102,8 +102,8 @@ impl Peer {
             control,
             shapes: Arc::default(),
             regions: HashMap::new(),
-            keys: HashMap::new(),
-            windows: HashMap::new(),
+            keys: Numbered::default(),
+            windows: Numbered::default(),
             partial_window: None,
             window_ranges: 0,
             described: HashSet::new(),

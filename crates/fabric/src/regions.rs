@@ -34,7 +34,7 @@ pub(crate) struct Shape {
 }
 
 /// The regions of one side at one moment, by number. A snapshot, so that transfers are checked without a lock.
-pub(crate) type Shapes = HashMap<u32, Shape>;
+pub(crate) type Shapes = Numbered<u32, Shape>;
 
 #[derive(Debug)]
 struct Registered {

@@ -60,6 +60,8 @@ use crate::numbered::Numbered;
 #[derive(Debug)]
 pub struct Transfers {
     options: Options,
+    /// The most runs of one post, over any path that was ever added.
+    most_runs: usize,
     peers: BTreeMap<PeerId, PeerState>,
     paths: BTreeMap<PathId, Path>,
     live: Numbered<Ticket, LiveTransfer>,
@@ -224,9 +226,9 @@ struct PostedWork {
 }
 
 impl Transfers {
-    /// [`Options::chunk_runs`]: the most runs of one post.
+    /// The most runs of one post, over any path.
     pub(crate) fn post_runs(&self) -> usize {
-        self.options.chunk_runs
+        self.most_runs
     }
 
     /// No peers and no transfers.
@@ -240,6 +242,7 @@ impl Transfers {
         assert!(options.backoff > Duration::ZERO && options.live_max > 0, "{options:?}");
         assert!(options.room_pause > Duration::ZERO, "{options:?}");
         Transfers {
+            most_runs: options.chunk_runs,
             options,
             peers: BTreeMap::new(),
             paths: BTreeMap::new(),

@@ -230,7 +230,7 @@ class Kvlane(Side):
 
     def _wait_for_carrier(self) -> None:
         deadline = time.monotonic() + CARRIER_SECONDS
-        while not any(path.carrier == self.transport and path.is_up for path in self.peer.paths):
+        while not any(path.carrier == self.transport and path.up for path in self.peer.paths):
             if time.monotonic() > deadline:
                 troubles = [f"{path.carrier}: {path.trouble}" for path in self.peer.paths if path.trouble]
                 raise OSError(

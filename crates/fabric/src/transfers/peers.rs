@@ -53,6 +53,7 @@ impl Transfers {
             has_stall_timer: false,
         };
         known.paths.push(id);
+        self.most_runs = self.most_runs.max(spec.read_runs.unwrap_or(0));
         for route in spec.reach.routes().filter(|route| known.lost.serves(*route)) {
             // `note_reach` begins the route's time again.
             known.unreachable[route.index()] = None;

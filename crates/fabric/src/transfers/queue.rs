@@ -95,8 +95,9 @@ impl Transfers {
         transfer.queued = transfer.queued.without(Reach::of(&[route]));
         if route != Route::Words {
             let (op, options) = (transfer.op, &self.options);
-            let bytes = self.paths.get(&path)?.post_bytes(op, options.chunk_bytes);
-            return transfer.take_chunk(route, bytes, options.chunk_runs);
+            let path = self.paths.get(&path)?;
+            let runs = path.spec.read_runs.filter(|_| op == Op::Read).unwrap_or(options.chunk_runs);
+            return transfer.take_chunk(route, path.post_bytes(op, options.chunk_bytes), runs);
         }
         let Immediate::Due { what, number } = &transfer.immediate else { return None };
         if !transfer.under_way.is_empty() || !transfer.stretches.is_empty() {

@@ -61,6 +61,8 @@ pub struct PathSpec {
     pub write_bytes: Option<u64>,
     /// Most bytes of a post that reads. None: [`crate::Options::chunk_bytes`].
     pub read_bytes: Option<u64>,
+    /// Most runs of a post that reads. None: [`crate::Options::chunk_runs`].
+    pub read_runs: Option<usize>,
 }
 
 impl Memory {
@@ -171,6 +173,6 @@ impl PathSpec {
 
     /// A path that serves these routes, with the engine's limits for posts.
     pub fn new(reach: Reach, class: u8) -> PathSpec {
-        PathSpec { reach, class, write_bytes: None, read_bytes: None }
+        PathSpec { reach, class, write_bytes: None, read_bytes: None, read_runs: None }
     }
 }

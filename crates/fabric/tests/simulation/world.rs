@@ -19,7 +19,8 @@ const WORDS: PathSpec = PathSpec { reach: Reach::WORDS, ..EVERYTHING };
 const FAST: PathSpec = PathSpec { reach: Reach::HOSTS, ..EVERYTHING };
 /// One that reaches all memory.
 const SLOW: PathSpec = PathSpec { reach: Reach::ALL_MEMORY, class: 1, ..EVERYTHING };
-const EVERYTHING: PathSpec = PathSpec { reach: Reach::ALL, class: 0, write_bytes: None, read_bytes: None };
+const EVERYTHING: PathSpec =
+    PathSpec { reach: Reach::ALL, class: 0, write_bytes: None, read_bytes: None, read_runs: None };
 
 /// More events mean that something goes round and round.
 const EVENTS_MAX: usize = 200_000;

@@ -7,8 +7,9 @@
 //! Each part has a stream for itself, so an error ends the copy whose bytes it moved, and no other. Streams are made when they
 //! are needed, and kept. A stream that failed is dropped once nothing runs in it any more.
 //!
-//! Parts of long runs go side by side, by copy engines. Parts of short runs go by the copy kernel, one after the other: a stream
-//! waits for the kernel before it in the GPU, so no more multiprocessors are taken than one kernel needs.
+//! Parts of long runs, and of few, go side by side, by copy engines. Parts of many short runs go by the copy kernel, two at a
+//! time: a stream waits in the GPU for the kernel before the last. So few multiprocessors are taken from the engines' own
+//! kernels, and the link has no gap between two kernels.
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
@@ -34,11 +35,15 @@ const STREAMS_MAX: usize = 8;
 const PART_BYTES: u64 = 8 << 20;
 /// Most parts of a copy.
 const PARTS_MAX: usize = 4;
-/// Thread blocks of the copy kernel between two GPUs: enough for a link. 64 KiB between two H200s: 8 blocks 0.78 of the
-/// contiguous copy, 16 0.92, 132 0.94. More would take multiprocessors from the engines' own kernels.
-const LINK_BLOCKS: u32 = 16;
+/// Kernels that run at the same time.
+const KERNELS: usize = 2;
+/// Thread blocks of a copy kernel between two GPUs. 64 KiB between two H200s: 8 blocks 0.78 of the contiguous copy, 16 0.92, 132
+/// 0.94. More would take multiprocessors from the engines' own kernels.
+const LINK_BLOCKS: u32 = 12;
 /// Thread blocks within one GPU, where more are faster: 16 blocks move 64 KiB pieces at 740 GB/s on an H200, 132 at 1,828.
 const OWN_BLOCKS: u32 = 64;
+/// Fewer runs go by copy engines: a kernel has one block for each, and one block moves 64 KiB in 70 us.
+const KERNEL_RUNS_MIN: usize = 24;
 /// Within one GPU, runs below this are left to the copy kernel: the batch call takes 4.6 us for each.
 const OWN_ENGINE_BYTES: u64 = 8 << 20;
 
@@ -64,10 +69,24 @@ pub(super) struct GpuCopies {
 #[derive(Debug)]
 struct Streams {
     gpu: Gpu,
-    free: Vec<Copier>,
+    free: Vec<CopyStream>,
     made: usize,
-    /// The last kernel that was enqueued, for the next one to wait for.
-    last_kernel: Arc<Mutex<Option<Event>>>,
+    kernels: Arc<Mutex<VecDeque<Arc<Event>>>>,
+}
+
+/// A stream, and the event that stands for the kernel that was enqueued in it last.
+#[derive(Debug)]
+struct CopyStream {
+    copier: Copier,
+    kernel: Arc<Event>,
+}
+
+impl CopyStream {
+    fn new(gpu: &Gpu) -> Result<CopyStream, GpuError> {
+        let stream = Arc::new(Stream::new(gpu, Priority::High)?);
+        let copier = Copier::new(stream, CopierOptions::default())?;
+        Ok(CopyStream { copier, kernel: Arc::new(Event::new(gpu, EventScope::Process)?) })
+    }
 }
 
 #[derive(Debug)]
@@ -84,7 +103,8 @@ struct GpuCopy {
 struct Running {
     copy: CopyId,
     gpu: u16,
-    copier: Copier,
+    stream: CopyStream,
+    is_kernel: bool,
 }
 
 /// A part that failed. Others of its copies may still run until the stream was waited for.
@@ -102,10 +122,12 @@ pub(super) struct Enqueue {
     number: u16,
     gpu: Gpu,
     /// None: the job makes one.
-    copier: Option<Copier>,
+    stream: Option<CopyStream>,
     copies: Vec<Copy>,
     within: Within,
-    last_kernel: Arc<Mutex<Option<Event>>>,
+    /// The last [`KERNELS`] that were enqueued on this GPU.
+    kernels: Arc<Mutex<VecDeque<Arc<Event>>>>,
+    is_kernel: bool,
     failed: Option<GpuError>,
 }
 
@@ -124,15 +146,15 @@ pub(super) struct Drain {
     stream: Arc<Stream>,
     is_over: Arc<AtomicBool>,
     /// Keeps the kernel's tables until then.
-    copier: Option<Copier>,
+    kept: Option<CopyStream>,
 }
 
 impl Job for Enqueue {
     fn run(&mut self) {
         crate::audit::takes_time("calls of a GPU's driver");
-        if self.copier.is_none() {
-            match new_copier(&self.gpu) {
-                Ok(copier) => self.copier = Some(copier),
+        if self.stream.is_none() {
+            match CopyStream::new(&self.gpu) {
+                Ok(stream) => self.stream = Some(stream),
                 Err(error) => self.failed = Some(error),
             }
         }
@@ -151,7 +173,7 @@ impl Job for Drain {
         crate::audit::takes_time("a wait for a GPU");
         // The copy has reported this error already.
         let _ = self.stream.synchronize();
-        self.copier = None;
+        self.kept = None;
         self.is_over.store(true, Ordering::Release);
     }
 
@@ -162,22 +184,28 @@ impl Job for Drain {
 
 impl Enqueue {
     fn enqueue(&mut self) -> Result<(), GpuError> {
-        let Some(copier) = &mut self.copier else { return Ok(()) };
-        let (thresholds, blocks) = self.within.way();
+        let Some(CopyStream { copier, kernel }) = &mut self.stream else { return Ok(()) };
+        let (mut thresholds, blocks) = self.within.way();
+        if self.copies.len() < KERNEL_RUNS_MIN {
+            (thresholds.batch_bytes, thresholds.engine_bytes) = (0, 0);
+        }
         copier.set_thresholds(thresholds);
         copier.set_peer_blocks(blocks);
-        // Held while the part is enqueued, so that each kernel waits for the one before.
-        let mut last = copier.may_launch(&self.copies).then(|| self.last_kernel.lock());
-        if let Some(Some(event)) = last.as_deref() {
-            copier.stream().wait(event)?;
+        self.is_kernel = copier.may_launch(&self.copies);
+        // Held while the part is enqueued, so that each kernel waits for the right one before it.
+        let mut kernels = self.is_kernel.then(|| self.kernels.lock());
+        if let Some(kernels) = &mut kernels
+            && kernels.len() == KERNELS
+            && let Some(before) = kernels.pop_front()
+        {
+            copier.stream().wait(&before)?;
         }
         // SAFETY: the destinations belong to the copy until it has ended, by the promise of `GpuCopies::begin`. The sources are
         // imports that the caller keeps until then. They may be written meanwhile; then the card refuses the bytes.
         unsafe { copier.enqueue(&self.copies, Direction::Peer)? };
-        if let Some(last) = last.as_deref_mut() {
-            let event = Event::new(&self.gpu, EventScope::Process)?;
-            event.record(copier.stream())?;
-            *last = Some(event);
+        if let Some(kernels) = &mut kernels {
+            kernel.record(copier.stream())?;
+            kernels.push_back(Arc::clone(kernel));
         }
         Ok(())
     }
@@ -195,11 +223,6 @@ impl Within {
             }
         }
     }
-}
-
-fn new_copier(gpu: &Gpu) -> Result<Copier, GpuError> {
-    let stream = Arc::new(Stream::new(gpu, Priority::High)?);
-    Copier::new(stream, CopierOptions::default())
 }
 
 impl GpuCopies {
@@ -227,17 +250,17 @@ impl GpuCopies {
             gpu: gpu.clone(),
             free: Vec::new(),
             made: 0,
-            last_kernel: Arc::default(),
+            kernels: Arc::default(),
         });
         let room = streams.free.len() + (STREAMS_MAX - streams.made);
         let parts = split(copies.clone(), room, within.way().0.batch_bytes);
         self.copies.insert(id, GpuCopy { copies, gpu: number, parts: parts.len(), failed: None });
         for copies in parts {
-            let copier = streams.free.pop();
-            streams.made += usize::from(copier.is_none());
-            let (gpu, last_kernel) = (streams.gpu.clone(), Arc::clone(&streams.last_kernel));
-            let failed = None;
-            let part = Enqueue { copy: id, number, gpu, copier, copies, within, last_kernel, failed };
+            let stream = streams.free.pop();
+            streams.made += usize::from(stream.is_none());
+            let (gpu, kernels) = (streams.gpu.clone(), Arc::clone(&streams.kernels));
+            let (is_kernel, failed) = (false, None);
+            let part = Enqueue { copy: id, number, gpu, stream, copies, within, kernels, is_kernel, failed };
             self.waiting.push_back(part);
         }
         id
@@ -271,12 +294,12 @@ impl GpuCopies {
     pub(super) fn put_back(&mut self, job: Box<dyn Any>) {
         self.jobs -= 1;
         let Ok(enqueue) = job.downcast::<Enqueue>() else { return };
-        let Enqueue { copy, number, copier, failed, .. } = *enqueue;
-        match (copier, failed) {
-            (Some(copier), None) => self.running.push(Running { copy, gpu: number, copier }),
-            (Some(copier), Some(error)) => self.drain(copy, number, copier, error),
+        let Enqueue { copy, number: gpu, stream, is_kernel, failed, .. } = *enqueue;
+        match (stream, failed) {
+            (Some(stream), None) => self.running.push(Running { copy, gpu, stream, is_kernel }),
+            (Some(stream), Some(error)) => self.drain(copy, gpu, stream, error),
             (None, failed) => {
-                if let Some(streams) = self.gpus.get_mut(&number) {
+                if let Some(streams) = self.gpus.get_mut(&gpu) {
                     streams.made -= 1;
                 }
                 self.part_over(copy, failed);
@@ -286,20 +309,28 @@ impl GpuCopies {
 
     /// Sees which streams are done.
     pub(super) fn poll(&mut self) {
-        let mut index = 0;
+        let (mut index, mut kernels) = (0, 0);
         while let Some(part) = self.running.get(index) {
-            match part.copier.stream().is_idle() {
-                Ok(false) => index += 1,
+            // Kernels behind those that run have not begun.
+            if part.is_kernel && kernels >= 2 * KERNELS {
+                index += 1;
+                continue;
+            }
+            match part.stream.copier.stream().is_idle() {
+                Ok(false) => {
+                    kernels += usize::from(part.is_kernel);
+                    index += 1;
+                }
                 Ok(true) => {
-                    let Running { copy, gpu, copier } = self.running.swap_remove(index);
+                    let Running { copy, gpu, stream, .. } = self.running.remove(index);
                     if let Some(streams) = self.gpus.get_mut(&gpu) {
-                        streams.free.push(copier);
+                        streams.free.push(stream);
                     }
                     self.part_over(copy, None);
                 }
                 Err(error) => {
-                    let Running { copy, gpu, copier } = self.running.swap_remove(index);
-                    self.drain(copy, gpu, copier, error);
+                    let Running { copy, gpu, stream, .. } = self.running.remove(index);
+                    self.drain(copy, gpu, stream, error);
                 }
             }
         }
@@ -327,12 +358,12 @@ impl GpuCopies {
         })
     }
 
-    fn drain(&mut self, copy: CopyId, gpu: u16, copier: Copier, error: GpuError) {
+    fn drain(&mut self, copy: CopyId, gpu: u16, failed: CopyStream, error: GpuError) {
         if let Some(copy) = self.copies.get_mut(&copy) {
             copy.failed.get_or_insert(error);
         }
-        let (is_over, stream) = (Arc::new(AtomicBool::new(false)), Arc::clone(copier.stream()));
-        self.drains.push(Drain { stream, is_over: Arc::clone(&is_over), copier: Some(copier) });
+        let (is_over, stream) = (Arc::new(AtomicBool::new(false)), Arc::clone(failed.copier.stream()));
+        self.drains.push(Drain { stream, is_over: Arc::clone(&is_over), kept: Some(failed) });
         self.draining.push(Draining { copy, gpu, is_over });
     }
 
@@ -355,7 +386,7 @@ impl Drop for GpuCopies {
         for part in &self.running {
             crate::audit::takes_time("a wait for a GPU");
             // The copies go, so an error has nowhere to go.
-            let _ = part.copier.stream().synchronize();
+            let _ = part.stream.copier.stream().synchronize();
         }
     }
 }

@@ -3,7 +3,8 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
+use std::sync::OnceLock;
 
 use kvlane_gpu::{Export, Gpu, GpuError};
 use parking_lot::Mutex;
@@ -17,7 +18,9 @@ use crate::transfers::Memory;
 /// Memory of GPUs that peers may map while it is registered.
 #[derive(Debug)]
 pub(super) struct Exposed {
-    card: Card,
+    me: Identity,
+    /// Made with the first GPU. None: this process cannot share memory, or has none of a GPU.
+    card: OnceLock<Card>,
     state: Mutex<State>,
 }
 
@@ -42,8 +45,21 @@ pub(super) struct ExposedRegion {
 }
 
 impl Exposed {
-    pub(super) fn new(me: Identity) -> io::Result<Exposed> {
-        Ok(Exposed { card: Card::in_memfd(me)?, state: Mutex::default() })
+    pub(super) fn new(me: Identity) -> Exposed {
+        Exposed { me, card: OnceLock::new(), state: Mutex::default() }
+    }
+
+    /// Makes the card, unless there is one.
+    pub(super) fn make_card(&self) -> io::Result<()> {
+        let card = Card::in_memfd(self.me)?;
+        // If another thread was faster, its card stays.
+        let _ = self.card.set(card);
+        Ok(())
+    }
+
+    /// The card's descriptor, for peers.
+    pub(super) fn card(&self) -> Option<BorrowedFd<'_>> {
+        self.card.get()?.shared()
     }
 
     pub(super) fn add_gpu(&self, number: u16, gpu: &Gpu) {
@@ -69,11 +85,13 @@ impl Exposed {
     pub(super) fn add(&self, region: &MemoryRegion, gpu: u16) -> Result<[u8; 16], GpuError> {
         let MemoryRegion { number, generation, address, len, .. } = *region;
         let opened = self.gpu(gpu).ok_or_else(|| GpuError::Invalid(format!("GPU {gpu} was not added")))?;
+        let card =
+            self.card.get().ok_or_else(|| GpuError::Invalid("this process cannot share memory".into()))?;
         check_shareable(&opened, address)?;
         let uuid = opened.info().uuid;
         let exposed = ExposedRegion { generation, gpu, address, len, is_open: true };
         self.state.lock().regions.insert(number, exposed);
-        self.card.add(number, generation);
+        card.add(number, generation);
         Ok(uuid)
     }
 
@@ -105,7 +123,7 @@ impl Exposed {
 
     /// Bytes of a region that peers read by themselves count no more, and no other peer maps it.
     pub(super) fn withdraw(&self, region: &MemoryRegion) {
-        self.card.remove(region.number);
+        self.card.get().iter().for_each(|card| card.remove(region.number));
         let mut state = self.state.lock();
         let known = state.regions.get_mut(&region.number);
         if let Some(known) = known.filter(|known| known.generation == region.generation) {
@@ -129,12 +147,12 @@ impl Exposed {
 
     pub(super) fn open_window(&self, window: &OpenedWindow<'_>) {
         if let Memory::Gpu(_) = window.memory {
-            self.card.add(window.number, window.generation);
+            self.card.get().iter().for_each(|card| card.add(window.number, window.generation));
         }
     }
 
     pub(super) fn close_window(&self, number: u32) {
-        self.card.remove(number);
+        self.card.get().iter().for_each(|card| card.remove(number));
     }
 
     /// Calls of this thread do not break the capture of a graph in another thread.
@@ -144,7 +162,7 @@ impl Exposed {
 
     /// The engine closes: no byte that a peer reads from now on counts.
     pub(super) fn clear(&self) {
-        self.card.clear();
+        self.card.get().iter().for_each(|card| card.clear());
     }
 }
 
@@ -153,12 +171,5 @@ fn check_shareable(gpu: &Gpu, address: u64) -> Result<(), GpuError> {
     match gpu.is_chunked(address)? {
         true => gpu.export_chunk(address).map(drop),
         false => gpu.export(address).map(|_: Export| ()),
-    }
-}
-
-/// The card's descriptor.
-impl AsFd for Exposed {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.card.shared().unwrap_or_else(|| unreachable!("this card was made in a memfd"))
     }
 }

@@ -70,6 +70,7 @@ impl MeetingPlace {
     /// A sentence for users: the runtime folder cannot be used, or the kernel refuses something.
     pub(super) fn open(exposed: &Arc<Exposed>) -> Result<MeetingPlace, String> {
         let refused = |error: io::Error| format!("it cannot give out handles of GPU memory: {error}");
+        exposed.make_card().map_err(refused)?;
         let meeting = Meeting { number: random().map_err(refused)?, pass: long_random().map_err(refused)? };
         remove_stale();
         let (listener, file) = SocketFile::bind(&meeting.path()).map_err(|error| error.to_string())?;
@@ -173,7 +174,8 @@ pub(super) fn check_user(stream: &UnixStream) -> io::Result<()> {
 }
 
 fn answer(stream: &UnixStream, exposed: &Exposed, ask: &Ask) -> io::Result<()> {
-    send(stream, &FINE, &[exposed.as_fd()])?;
+    let card = exposed.card().ok_or_else(|| io::Error::other("there is no card"))?;
+    send(stream, &FINE, &[card])?;
     for (number, generation) in &ask.regions {
         let (region, generation) = (*number, *generation);
         let known = exposed.region(region, generation).filter(|(found, _)| found.is_open);

@@ -88,7 +88,7 @@ use crate::peers::{NotThere, Peer, RemoteBytes};
 use crate::provider::NotNow;
 use crate::random::random;
 use crate::registrar::Registrar;
-use crate::tcp::BYTES_MAX;
+use crate::tcp::{BYTES_MAX, ENTRIES_MAX};
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Route, Token};
 use crate::watch::{Interest, Watch};
 use crate::wire::WireRun;
@@ -190,7 +190,7 @@ enum CopyOrigin {
 
 impl Cuda {
     pub(crate) fn open(me: Identity, watch: Watch) -> io::Result<Cuda> {
-        let (exposed, imports) = (Arc::new(Exposed::new(me)?), Imports::new()?);
+        let (exposed, imports) = (Arc::new(Exposed::new(me)), Imports::new()?);
         watch.add(imports.wake(), WAKE, Interest::READS)?;
         let registrar = Arc::new(CudaRegistrar::new(Arc::clone(&exposed), imports.waker()));
         Ok(Cuda {
@@ -229,7 +229,8 @@ impl Cuda {
 
     fn spec(&self) -> PathSpec {
         // A layer of a prompt then is one post, and the copy engines stay busy between posts.
-        PathSpec { read_bytes: Some(BYTES_MAX), ..PathSpec::new(self.reach(), PathSpec::CUDA) }
+        let usual = PathSpec::new(self.reach(), PathSpec::CUDA);
+        PathSpec { read_bytes: Some(BYTES_MAX), read_runs: Some(ENTRIES_MAX), ..usual }
     }
 
     fn answer_offer(
