@@ -95,15 +95,22 @@ class Pair:
         await asyncio.sleep(0.5)  # P saves it
         return prompt
 
-    def loaded(self) -> float:
-        """Tokens that D loaded from the daemon while the rest landed: vLLM counts for the engine that was started
-        last."""
+    def counted(self, name: str) -> float:
+        """One of D's counters: vLLM counts for the engine that was started last."""
         from prometheus_client import REGISTRY
 
-        name = "vllm:kvlane_direct_loaded_tokens_total"
+        name = f"vllm:kvlane_direct_{name}_total"
         return sum(
             each.value for metric in REGISTRY.collect() for each in metric.samples if each.name == name
         )
+
+    def loaded(self) -> float:
+        """Tokens that D loaded from the daemon while the rest landed."""
+        return self.counted("loaded_tokens")
+
+    def landed_bytes(self) -> list[str]:
+        """Bytes that D has read of P's blocks, by carrier."""
+        return [f"{carrier} {self.counted(f'{carrier}_bytes'):.0f}" for carrier in ("cuda", "cma", "tcp")]
 
     async def next_turns(self) -> dict[str, list[float]]:
         """The times of D's first tokens, by kind of turn."""
@@ -209,6 +216,7 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
         for what in GAPS:
             gaps[what].append(await pair.gaps(what))
     found["gaps"] = {what: summary([gap for one in rounds for gap in one]) for what, rounds in gaps.items()}
+    found["landed_bytes"] = pair.landed_bytes()
     found["gaps_p99_by_round"] = {
         what: [summary(one).get("p99") for one in rounds] for what, rounds in gaps.items()
     }
