@@ -28,6 +28,7 @@ mod rank_agent;
 mod reading;
 mod remembered;
 mod scheduler_agent;
+mod short_timer;
 mod talk;
 mod wire;
 
