@@ -58,12 +58,14 @@ pub struct FakeOptions {
     pub methods: CopyMethods,
     /// Whether links of their own join the GPUs, as NVLink does.
     pub linked: bool,
+    /// Whether GPUs can reach each other's memory at all.
+    pub reachable: bool,
 }
 
 impl Default for FakeOptions {
     fn default() -> FakeOptions {
         let methods = CopyMethods { batch: true, kernel: true };
-        FakeOptions { devices: 2, device_bytes: 16 << 30, methods, linked: true }
+        FakeOptions { devices: 2, device_bytes: 16 << 30, methods, linked: true, reachable: true }
     }
 }
 
@@ -607,6 +609,11 @@ impl Driver for FakeDriver {
             true => Ok(self.options.linked && device != peer),
             false => Err(GpuError::NoSuchDevice(device.max(peer).to_string())),
         }
+    }
+
+    fn can_reach(&self, device: u32, peer: u32) -> Result<bool, GpuError> {
+        self.is_linked(device, peer)?;
+        Ok(self.options.reachable || device == peer)
     }
 
     fn let_others_capture(&self) {}

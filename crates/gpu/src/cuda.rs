@@ -730,6 +730,14 @@ impl Driver for CudaDriver {
         Ok(value != 0)
     }
 
+    fn can_reach(&self, device: u32, peer: u32) -> Result<bool, GpuError> {
+        let mut reachable = 0;
+        let (from, to) = (device_handle(device)?, device_handle(peer)?);
+        // SAFETY: the pointer is valid and both devices exist.
+        check("cuDeviceCanAccessPeer", unsafe { sys::cuDeviceCanAccessPeer(&mut reachable, from, to) })?;
+        Ok(reachable != 0)
+    }
+
     fn let_others_capture(&self) {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the pointer is valid. The mode is this thread's own.
@@ -742,11 +750,7 @@ impl Driver for CudaDriver {
     }
 
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {
-        let mut reachable = 0;
-        let (from, to) = (device_handle(device)?, device_handle(peer)?);
-        // SAFETY: the pointer is valid and both devices exist.
-        check("cuDeviceCanAccessPeer", unsafe { sys::cuDeviceCanAccessPeer(&mut reachable, from, to) })?;
-        if reachable == 0 {
+        if !self.can_reach(device, peer)? {
             let reason = format!("GPU {device} does not reach the memory of GPU {peer}");
             return Err(GpuError::Unsupported { operation: "peer access", reason });
         }

@@ -78,6 +78,12 @@ impl Gpu {
         self.0.driver.let_others_capture();
     }
 
+    /// Whether this device can reach the memory of another one of the same driver, over a link of their own or PCIe.
+    pub fn can_reach(&self, peer: &Gpu) -> Result<bool, GpuError> {
+        let (driver, device) = self.raw();
+        driver.can_reach(device, peer.info().ordinal)
+    }
+
     /// Lets kernels that run here reach the memory of another device of the same driver.
     pub fn enable_peer(&self, peer: &Gpu) -> Result<(), GpuError> {
         let (driver, device) = self.raw();

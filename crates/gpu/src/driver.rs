@@ -352,6 +352,9 @@ pub trait Driver: Send + Sync + Debug {
     /// Whether a link of their own, such as NVLink, joins two devices. Its traffic takes nothing from the links to the host.
     fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError>;
 
+    /// Whether `device` can reach the memory of `peer`, over a link of their own or PCIe.
+    fn can_reach(&self, device: u32, peer: u32) -> Result<bool, GpuError>;
+
     /// Calls of this thread that could break the capture of a graph in another thread are allowed from now on.
     fn let_others_capture(&self);
 

@@ -22,8 +22,25 @@ pub(crate) enum Facts {
     Silent,
     /// This machine has no driver, for this reason.
     Missing(NoDriver),
-    /// `cuda`, or in tests `fake`, and its GPUs.
-    Driver { name: &'static str, gpus: Vec<Device> },
+    /// `cuda`, or in tests `fake`, its GPUs, and how each two of them reach each other.
+    Driver { name: &'static str, gpus: Vec<Device>, pairs: Vec<Pair> },
+}
+
+/// Two GPUs, by ordinal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Pair {
+    first: u32,
+    second: u32,
+    way: Way,
+}
+
+/// How two GPUs reach each other's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Way {
+    /// A link of their own, such as NVLink.
+    Link,
+    Pcie,
+    None,
 }
 
 /// A GPU with its PCIe link.
@@ -53,24 +70,37 @@ pub(crate) fn read(root: &Path, drivers: Drivers) -> Facts {
         let _ = sender.send(ask(drivers));
     });
     match receiver.recv_timeout(LIMIT) {
-        Ok(Ok((name, mut gpus))) => {
+        Ok(Ok((name, mut gpus, pairs))) => {
             gpus.iter_mut().for_each(|gpu| gpu.link = link(root, &gpu.info.pci_bus_id));
-            Facts::Driver { name, gpus }
+            Facts::Driver { name, gpus, pairs }
         }
         Ok(Err(reason)) => Facts::Missing(reason),
         Err(_) => Facts::Silent,
     }
 }
 
-fn ask(drivers: Drivers) -> Result<(&'static str, Vec<Device>), NoDriver> {
+fn ask(drivers: Drivers) -> Result<(&'static str, Vec<Device>, Vec<Pair>), NoDriver> {
     let driver = detect(drivers)?;
+    let mut pairs = Vec::new();
+    let ordinals: Vec<u32> = driver.devices()?.iter().map(|info| info.ordinal).collect();
+    for (index, first) in ordinals.iter().enumerate() {
+        for second in &ordinals[index + 1..] {
+            let reach = |from, to| driver.can_reach(from, to).unwrap_or(false);
+            let way = match driver.is_linked(*first, *second).unwrap_or(false) {
+                true => Way::Link,
+                false if reach(*first, *second) && reach(*second, *first) => Way::Pcie,
+                false => Way::None,
+            };
+            pairs.push(Pair { first: *first, second: *second, way });
+        }
+    }
     let open = |info: DeviceInfo| {
         // Opens it as the daemon does, and closes it at once.
         let opened = Gpu::open(driver.clone(), info.ordinal);
         let methods = opened.map(|gpu| gpu.methods().clone()).map_err(|error| error.to_string());
         Device { info, methods, link: None }
     };
-    Ok((driver.name(), driver.devices()?.into_iter().map(open).collect()))
+    Ok((driver.name(), driver.devices()?.into_iter().map(open).collect(), pairs))
 }
 
 fn link(root: &Path, pci_bus_id: &str) -> Option<Link> {
@@ -83,7 +113,7 @@ fn link(root: &Path, pci_bus_id: &str) -> Option<Link> {
     })
 }
 
-/// One finding for the driver and one for each GPU.
+/// One finding for the driver, one for each GPU, and one for the ways between them.
 pub(crate) fn judge(facts: &Facts) -> Vec<Finding> {
     match facts {
         Facts::Silent => vec![
@@ -99,7 +129,7 @@ pub(crate) fn judge(facts: &Facts) -> Vec<Finding> {
                 .means("engines on GPUs are not served here; engines in host memory are")
                 .advice(advice(reason)),
         ],
-        Facts::Driver { name, gpus } => {
+        Facts::Driver { name, gpus, pairs } => {
             let found = format!("{name}, {} GPU{}", gpus.len(), if gpus.len() == 1 { "" } else { "s" });
             let driver = match *name {
                 "fake" => Finding::note("gpu driver", found)
@@ -108,7 +138,8 @@ pub(crate) fn judge(facts: &Facts) -> Vec<Finding> {
                 _ => Finding::ok("gpu driver", found)
                     .means("`kvlane serve` pins its pool for these and copies for engines on them"),
             };
-            std::iter::once(driver).chain(gpus.iter().map(judge_gpu)).collect()
+            let ways = judge_pairs(pairs);
+            std::iter::once(driver).chain(gpus.iter().map(judge_gpu)).chain(ways).collect()
         }
     }
 }
@@ -128,6 +159,40 @@ fn advice(reason: &NoDriver) -> String {
         }
         NoDriver::Failed(_) => "see what `nvidia-smi` says".into(),
     }
+}
+
+/// Whether bytes of direct hand-offs go from GPU to GPU. None for a single GPU.
+fn judge_pairs(pairs: &[Pair]) -> Option<Finding> {
+    let by = |way: Way| {
+        let of_way = pairs.iter().filter(|pair| pair.way == way);
+        of_way.map(|pair| format!("{}-{}", pair.first, pair.second)).collect::<Vec<_>>()
+    };
+    let words = [(Way::Link, "a link of their own"), (Way::Pcie, "PCIe"), (Way::None, "no way")];
+    let found: Vec<String> = words
+        .into_iter()
+        .map(|(way, words)| (by(way), words))
+        .filter(|(which, _)| !which.is_empty())
+        .map(|(which, words)| match which.len() == pairs.len() {
+            true => format!("each GPU and each other: {words}"),
+            false => format!("{}: {words}", which.join(" ")),
+        })
+        .collect();
+    let apart = by(Way::None);
+    let subject = "gpu to gpu";
+    Some(match (pairs.is_empty(), apart.is_empty()) {
+        (true, _) => return None,
+        (_, true) => Finding::ok(subject, found.join("; "))
+            .means("direct hand-offs between engines of one user here go from GPU to GPU (cuda), also within one GPU"),
+        (_, false) => Finding::note(subject, found.join("; "))
+            .means(format!(
+                "direct hand-offs between engines on {} go through pinned host memory and sockets",
+                apart.join(" and ")
+            ))
+            .advice(
+                "where it matters, put engines that hand over to each other on GPUs that reach each other; a virtual \
+                 machine has to be given that",
+            ),
+    })
 }
 
 fn judge_gpu(gpu: &Device) -> Finding {
@@ -281,6 +346,24 @@ mod tests {
     }
 
     #[test]
+    fn gpus_that_do_not_reach_each_other_are_named() {
+        let pair = |first, second, way| Pair { first, second, way };
+        assert!(judge_pairs(&[]).is_none());
+        let linked = judge_pairs(&[pair(0, 1, Way::Link)]).unwrap();
+        assert_eq!(
+            (linked.verdict, &*linked.found),
+            (Verdict::Ok, "each GPU and each other: a link of their own")
+        );
+        let mixed = [pair(0, 1, Way::Link), pair(0, 2, Way::Pcie), pair(1, 2, Way::None)];
+        let mixed = judge_pairs(&mixed).unwrap();
+        assert_eq!(
+            (mixed.verdict, &*mixed.found),
+            (Verdict::Note, "0-1: a link of their own; 0-2: PCIe; 1-2: no way")
+        );
+        assert!(mixed.means.contains("between engines on 1-2 go through pinned"), "{}", mixed.means);
+    }
+
+    #[test]
     fn no_driver_is_a_note_and_a_silent_one_a_problem() {
         for reason in [
             NoDriver::Off,
@@ -299,10 +382,12 @@ mod tests {
 
     #[test]
     fn the_driver_comes_first_and_the_fake_one_is_not_mistaken_for_a_real_one() {
-        let facts = |name| Facts::Driver { name, gpus: vec![device(0, ID), device(1, "0000:1c:00.0")] };
+        let gpus = vec![device(0, ID), device(1, "0000:1c:00.0")];
+        let pairs = vec![Pair { first: 0, second: 1, way: Way::Pcie }];
+        let facts = |name| Facts::Driver { name, gpus: gpus.clone(), pairs: pairs.clone() };
         let found = judge(&facts("cuda"));
         let subjects: Vec<&str> = found.iter().map(|each| &*each.subject).collect();
-        assert_eq!(subjects, ["gpu driver", "gpu 0", "gpu 1"]);
+        assert_eq!(subjects, ["gpu driver", "gpu 0", "gpu 1", "gpu to gpu"]);
         assert_eq!((found[0].verdict, &*found[0].found), (Verdict::Ok, "cuda, 2 GPUs"));
         assert_eq!(judge(&facts("fake"))[0].verdict, Verdict::Note);
     }
