@@ -83,7 +83,7 @@ struct CopyStream {
 
 impl CopyStream {
     fn new(gpu: &Gpu) -> Result<CopyStream, GpuError> {
-        let stream = Arc::new(Stream::new(gpu, Priority::High)?);
+        let stream = Arc::new(Stream::new(gpu, Priority::Normal)?);
         let copier = Copier::new(stream, CopierOptions::default())?;
         Ok(CopyStream { copier, kernel: Arc::new(Event::new(gpu, EventScope::Process)?) })
     }
