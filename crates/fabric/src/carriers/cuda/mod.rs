@@ -52,6 +52,7 @@ mod imports;
 mod meeting;
 mod neighbour;
 mod registrar;
+mod served;
 mod serving;
 mod words;
 
@@ -73,7 +74,7 @@ use self::meeting::Meeting;
 use self::neighbour::IDLE;
 use self::neighbour::{MappedRegion, Neighbour, NotFound, WantedBytes};
 use self::registrar::{CudaRegistrar, RegionKey};
-use self::serving::ServedPeer;
+use self::served::ServedPeer;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Offer, PullSource, Words};

@@ -1,8 +1,7 @@
 //! Serves peers' WRITEs: copies the bytes that they ask for out of their memory.
 
-use std::collections::VecDeque;
-
-use super::neighbour::{Neighbour, NotFound, WantedBytes};
+use super::neighbour::{NotFound, WantedBytes};
+use super::served::{PulledWrite, ServedPeer};
 use super::words::{PullSource, Words};
 use super::{ActiveCopy, CopyOrigin, Cuda};
 use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
@@ -14,34 +13,6 @@ use crate::wire::{Fate, Outcome, WireRun};
 const REQUEST_RUNS: usize = 4;
 /// Runs that one peer may have in flight here.
 const RUNS_QUEUED_MAX: usize = 1 << 20;
-
-/// State of one session, from its accepted offer until the session or the connection ends.
-#[derive(Debug)]
-pub(super) struct ServedPeer {
-    pub(super) owner: Owner,
-    pub(super) neighbour: Neighbour,
-    /// WRITEs that wait for regions to be mapped, or for a stream.
-    waiting: VecDeque<PulledWrite>,
-    /// Runs of its requests in flight; bounded by [`RUNS_QUEUED_MAX`].
-    queued: usize,
-    outcomes: Vec<Outcome>,
-}
-
-/// A WRITE that this process is to carry out.
-#[derive(Debug)]
-struct PulledWrite {
-    token: u64,
-    gpu: u16,
-    bytes: Vec<WantedBytes>,
-    weight: usize,
-}
-
-impl ServedPeer {
-    pub(super) fn new(owner: Owner, neighbour: Neighbour) -> ServedPeer {
-        let (waiting, outcomes) = (VecDeque::new(), Vec::new());
-        ServedPeer { owner, neighbour, waiting, queued: 0, outcomes }
-    }
-}
 
 impl Cuda {
     /// A peer asks this process to copy its WRITE from these places of its regions.
