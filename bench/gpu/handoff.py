@@ -11,8 +11,9 @@
 | store | the same with blocks that go through the daemon's pool |
 | next turn | TTFT of prompts of which P computed the first four fifths before, and the daemon has them: where D \
 loads these and computes the rest, and where both engines get the request at once |
-| gaps | between tokens of the decode engine's running requests: while nothing else runs, while the prefill engine \
-computes prompts for nobody, and while such prompts land |
+| gaps | between tokens of the decode engine's running requests: while nothing else runs; while the prefill engine \
+computes prompts for nobody; while it does, and the decode engine starts requests whose prompts its own GPU memory \
+has; and while prompts land. A step in which a request starts is longer, so the third is what the last can reach |
 
 Every prompt is new, and the kinds have their turns with each. Controls: vLLM says how many tokens of a prompt it did
 not compute; blocks that land in poisoned memory are byte by byte the prefill engine's; the decode engine answers the
@@ -45,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 PEER = "127.0.0.1:7100"
 KINDS = ("alone", "both at once", "one after the other", "store")
 NEXT_TURN = ("alone", "both at once")
-GAPS = ("nothing else", "computing", "landing")
+GAPS = ("nothing else", "computing", "starting", "landing")
 
 
 class Pair:
@@ -127,6 +128,9 @@ class Pair:
     async def gaps(self, what: str) -> list[float]:
         """Between tokens of D's running requests, while so many prompts come."""
         settings = self._settings
+        known = [self.draw(settings.tokens) for _ in range(settings.landings)] if what == "starting" else []
+        for prompt in known:
+            await self.d.answer(prompt)
 
         async def decode() -> list[float]:
             began = time.perf_counter()
@@ -136,11 +140,13 @@ class Pair:
         running_requests = [asyncio.create_task(decode()) for _ in range(settings.decodes)]
         await asyncio.sleep(1.0)  # all of them decode by then
         first = time.perf_counter()
-        for _ in range(settings.landings):
+        for index in range(settings.landings):
             if what == "landing":
                 await self.ask("both at once", self.draw(settings.tokens))
             elif what == "computing":
                 await self.p.answer(self.draw(settings.tokens))
+            elif what == "starting":
+                await asyncio.gather(self.p.answer(self.draw(settings.tokens)), self.d.answer(known[index]))
             else:
                 await asyncio.sleep(0.3)
         last = time.perf_counter()
