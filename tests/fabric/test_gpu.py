@@ -181,5 +181,5 @@ def test_where_cma_is_required_a_gpus_memory_is_refused() -> None:
             engine.register(memory.core)
         region = engine.register(bytearray(10))
         peer = engine.connect(there.descriptor)
-        with pytest.raises(ValueError, match="cannot go by cma"):
+        with pytest.raises(ValueError, match="between memory of the host here and of a GPU at the peer"):
             peer.write(region, there.region, [(0, 0, 10)])

@@ -10,7 +10,7 @@ use super::shared::Shared;
 use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};
 use crate::shape::{Pieces, ShapeError, Side};
-use crate::transfers::{Between, Op, PeerId, Request, Stretch};
+use crate::transfers::{Op, PeerId, Request, Stretch};
 use crate::window::WindowDescriptor;
 
 /// Checks of one transfer before it fails as [`FabricError::Changing`]: the regions it uses may change between check and
@@ -88,11 +88,11 @@ impl Shared {
         let runs = pieces.runs(sides)?;
         let used = sides.used_by(peer, &runs);
         let stretches = sides.stretches(runs);
-        let is_out_of_reach = |between: Between| between.has_gpus() && !self.reach.serves(between.route());
-        if stretches.iter().any(|stretch| is_out_of_reach(stretch.between)) {
-            return Err(FabricError::NoWayToGpus);
+        let mut routes = stretches.iter().map(|stretch| stretch.between.route());
+        match routes.find(|route| !self.reach.serves(*route)) {
+            Some(route) => Err(FabricError::NoRoute(route)),
+            None => Ok((stretches, used)),
         }
-        Ok((stretches, used))
     }
 
     /// Whether the regions that a transfer was checked against have not changed.

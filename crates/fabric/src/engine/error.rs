@@ -13,6 +13,7 @@ use crate::regions::WindowRefused;
 use crate::registrar::RegisterError;
 use crate::shape::ShapeError;
 use crate::tcp::TlsError;
+use crate::transfers::Route;
 use crate::trust::Mistrust;
 use crate::window::PEER_RANGES_MAX;
 
@@ -36,6 +37,11 @@ pub enum FabricError {
     /// None of the engine's carriers reaches memory of GPUs.
     #[error("memory of GPUs cannot go by cma or another carrier of this engine: none reaches it")]
     NoWayToGpus,
+    /// None of the engine's carriers moves bytes between the two memories of a transfer, because its options require others.
+    #[error(
+        "no carrier of this engine moves bytes between {0}: leave the transport open, or require another"
+    )]
+    NoRoute(Route),
     /// [`crate::EngineOptions::transport`] names a carrier that is not in the engine's list.
     #[error("no carrier is called {name}: this engine has {known}")]
     NoSuchCarrier {

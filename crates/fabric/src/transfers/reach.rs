@@ -1,5 +1,7 @@
 //! Routes: the kinds of memory that bytes move between. Says which routes a path serves, and which one a post needs.
 
+use std::fmt;
+
 use crate::runs::Run;
 
 /// A memory of one side. All bytes of one chunk lie in one memory here and in one at the peer. So one path, near to both, can
@@ -76,11 +78,6 @@ impl Between {
     /// The host's memory on both sides.
     pub const HOSTS: Between = Between { local: Memory::Host(0), remote: Memory::Host(0) };
 
-    /// Whether either is memory of a GPU.
-    pub(crate) fn has_gpus(self) -> bool {
-        self.local.is_gpu() || self.remote.is_gpu()
-    }
-
     /// The route of bytes that move between the two.
     pub fn route(self) -> Route {
         match (self.local.is_gpu(), self.remote.is_gpu()) {
@@ -110,6 +107,18 @@ impl Route {
 
     fn bit(self) -> u8 {
         1 << self.index()
+    }
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Route::HostToHost => "memory of the hosts",
+            Route::HostToGpu => "memory of the host here and of a GPU at the peer",
+            Route::GpuToHost => "memory of a GPU here and of the host at the peer",
+            Route::GpuToGpu => "memory of GPUs",
+            Route::Words => "engines that only exchange words",
+        })
     }
 }
 

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvlane_fabric::{Access, EngineOptions, FabricError, Failure, Op, Pieces, Tls, Transfer, Transport};
+use kvlane_fabric::{
+    Access, EngineOptions, FabricError, Failure, Op, Pieces, Route, Tls, Transfer, Transport,
+};
 use kvlane_gpu::{Gpu, GpuError};
 
 use crate::certificates::Authority;
@@ -44,12 +46,21 @@ fn where_cma_is_required_a_gpus_memory_is_refused_with_a_reason() {
     let there = Side::of(&driver, On::Gpu(0), MIB);
     let pieces = Pieces::Contiguous(here.run(there.region, 0, 0, MIB));
     let begun = here.engine.begin(here.meet(&there), Transfer::write(pieces));
-    assert!(matches!(begun, Err(FabricError::NoWayToGpus)), "{begun:?}");
+    assert!(matches!(begun, Err(FabricError::NoRoute(Route::HostToGpu))), "{begun:?}");
     let gpu = Gpu::open(driver, 0).unwrap();
     let memory = gpu.alloc(MIB as u64).unwrap();
     // SAFETY: it is not registered.
     let registered = unsafe { here.engine.register_gpu(&gpu, memory.address(), 1, Access::Read) };
     assert!(matches!(registered, Err(FabricError::NoWayToGpus)), "{registered:?}");
+}
+
+#[test]
+fn where_cuda_is_required_the_hosts_memory_is_refused_with_a_reason() {
+    let options = EngineOptions { transport: Some(Transport::CUDA), ..EngineOptions::default() };
+    let (here, there) = (Side::new(&driver(), On::Host, MIB, options), Side::of(&driver(), On::Host, MIB));
+    let pieces = Pieces::Contiguous(here.run(there.region, 0, 0, MIB));
+    let begun = here.engine.begin(here.meet(&there), Transfer::write(pieces));
+    assert!(matches!(begun, Err(FabricError::NoRoute(Route::HostToHost))), "{begun:?}");
 }
 
 #[test]
