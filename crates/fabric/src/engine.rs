@@ -170,14 +170,14 @@ impl Engine {
         self.add_region(NewRegion { base, len, access, memory: Memory::Host(0) })
     }
 
-    /// As [`Engine::register`], for memory of a GPU. Its bytes go through pinned memory of the host ([`Staged`]) and through
-    /// sockets, also between peers whose host memory goes by [`Transport::CMA`]. An immediate counts after the last copy. The
-    /// engine copies in streams of its own: before a transfer begins, the caller waits for work in other streams that reads or
-    /// writes the memory.
+    /// As [`Engine::register`], for memory of a GPU. Bytes between GPUs of one host and one user go straight
+    /// ([`Transport::CUDA`]). Others go through pinned memory of the host ([`Staged`]) and sockets. An immediate counts after
+    /// the last copy. The engine copies in streams of its own: before a transfer begins, the caller waits for work in other
+    /// streams that reads or writes the memory.
     ///
     /// # Errors
     /// [`FabricError::NoWayToGpus`] if no carrier of the engine reaches GPUs; [`FabricError::Gpu`] if the memory is not
-    /// allocated on that GPU, or its driver gives no pinned memory; else as [`Engine::register`].
+    /// allocated on that GPU; else as [`Engine::register`].
     ///
     /// # Safety
     /// The memory stays allocated until [`Engine::unregister`] has returned, or the engine was closed.

@@ -16,8 +16,7 @@
 //! Each direction has slots of its own. A slot for sending is freed when the peer reads; one for receiving needs only a
 //! driver. So two processes never wait for each other's slots.
 //!
-//! A slot holds one chunk. The registration of a GPU's memory makes one slot for each direction; the others are made when they
-//! are needed, and all are kept. Each slot has its own streams, so an error fails only the transfer whose bytes it carried. After
+//! A slot holds one chunk. Slots are made when they are needed, and are kept. Each slot has its own streams, so an error fails only the transfer whose bytes it carried. After
 //! a lost context all transfers of that GPU fail until the process restarts.
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
@@ -98,7 +97,7 @@ impl Slots {
         Slots { pool: Some(pool), ..Slots::default() }
     }
 
-    /// The pool, which prepares slots for each GPU whose memory is registered.
+    /// The pool, which hears of each GPU whose memory is registered.
     pub(crate) fn registrar(&self) -> Option<Arc<dyn Registrar>> {
         self.pool.clone().map(|pool| pool as Arc<dyn Registrar>)
     }

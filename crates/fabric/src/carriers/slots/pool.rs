@@ -73,24 +73,36 @@ impl SlotPool {
     /// Allocates one more slot. Slow: the driver pins the memory.
     pub(super) fn grow(&self, direction: Direction) {
         let made = Slot::new(&self.gpus(), self.slot_bytes);
-        match made {
-            Ok(slot) => self.add(direction, slot),
-            Err(error) => {
-                let mut state = self.state.lock();
-                let of_direction = &mut state.directions[direction as usize];
-                // Log: until a restart, transfers between GPUs use the pinned buffers that there are (the field
-                // slots), and are slower. Do: free memory of the host, and restart the engine.
-                tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
-                of_direction.trouble = Some(error);
-            }
-        }
-    }
-
-    fn add(&self, direction: Direction, slot: Option<Slot>) {
         let mut state = self.state.lock();
+        let is_first = state.directions.iter().all(|direction| direction.made == 0);
         let of_direction = &mut state.directions[direction as usize];
-        of_direction.made += usize::from(slot.is_some());
-        of_direction.free.extend(slot);
+        let slot = match made {
+            Ok(slot) => {
+                if is_first {
+                    // Log: blocks in GPU memory are copied through the host's memory, which is slower than a direct
+                    // way.
+                    tracing::info!(
+                        once = true,
+                        "GPU transfers pass through pinned host memory and sockets: no carrier reaches GPU memory \
+                         directly"
+                    );
+                }
+                slot
+            }
+            Err(error) => {
+                // Log: transfers between GPUs use the pinned buffers that there are (the field slots), and are slower;
+                // without any they fail. Do: free memory of the host, and restart the engine.
+                tracing::warn!(%error, slots = of_direction.made, "cannot pin another slot for GPU transfers");
+                if of_direction.made > 0 {
+                    of_direction.trouble = Some(error);
+                    return;
+                }
+                // A transfer waits for this slot: it fails, and the next one tries again.
+                Slot::refused(error, self.slot_bytes)
+            }
+        };
+        of_direction.made += 1;
+        of_direction.free.push(slot);
     }
 
     /// A free slot, if there is one.
@@ -101,7 +113,13 @@ impl SlotPool {
     /// Gives back a slot that no copy touches any more.
     pub(super) fn give_back(&self, slot: Slot, direction: Direction) {
         debug_assert!(slot.is_idle());
-        self.state.lock().directions[direction as usize].free.push(slot);
+        let mut state = self.state.lock();
+        let of_direction = &mut state.directions[direction as usize];
+        if slot.is_refused() {
+            (of_direction.made, of_direction.trouble) = (of_direction.made - 1, None);
+        } else {
+            of_direction.free.push(slot);
+        }
     }
 
     pub(super) fn count(&self, direction: Direction, bytes: u64) {
@@ -124,23 +142,11 @@ impl SlotPool {
 }
 
 impl Registrar for SlotPool {
-    /// Allocates the first slots, so that the first transfer finds them.
+    /// Slots are allocated when a transfer needs them: most GPUs' bytes pass by other carriers.
     fn add_gpu(&self, number: u16, gpu: &Gpu) -> Result<(), GpuError> {
-        let is_known = |state: &PoolState| state.gpus.iter().any(|(known, _)| *known == number);
-        if !is_known(&self.state.lock()) {
-            // A GPU that refuses a slot must not enter the list, because each later slot gets a stream on every GPU there.
-            Slot::new(&[(number, gpu.clone())], self.slot_bytes)?;
-            let mut state = self.state.lock();
-            if !is_known(&state) {
-                state.gpus.push((number, gpu.clone()));
-            }
-        }
-        let gpus = self.gpus();
-        for direction in [Direction::Out, Direction::In] {
-            if self.state.lock().directions[direction as usize].made == 0 {
-                let slot = Slot::new(&gpus, self.slot_bytes)?;
-                self.add(direction, slot);
-            }
+        let mut state = self.state.lock();
+        if state.gpus.iter().all(|(known, _)| *known != number) {
+            state.gpus.push((number, gpu.clone()));
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use kvlane_block::merge;
 use kvlane_gpu::{Copy, Gpu, GpuError, HostBuffer, Priority, Stream};
@@ -29,7 +29,14 @@ pub(crate) struct Slot {
     failed: Option<GpuError>,
     /// The stream of a failed copy is being drained. True when that is over.
     drained: Option<Arc<AtomicBool>>,
-    buffer: HostBuffer,
+    buffer: SlotBuffer,
+}
+
+#[derive(Debug)]
+enum SlotBuffer {
+    Pinned(HostBuffer),
+    /// The driver refused to pin memory. The error is that of every copy; the bytes are where a socket puts them.
+    Refused(GpuError, Box<[AtomicU8]>),
 }
 
 /// A stream on which a copy failed. Copies that were enqueued behind it may still run.
@@ -50,21 +57,44 @@ impl Drain {
 }
 
 impl Slot {
-    /// A slot with a stream on each of these GPUs. None if there is no GPU.
-    pub(super) fn new(gpus: &[(u16, Gpu)], bytes: u64) -> Result<Option<Slot>, GpuError> {
+    /// A slot with a stream on each of these GPUs that works.
+    pub(super) fn new(gpus: &[(u16, Gpu)], bytes: u64) -> Result<Slot, GpuError> {
         crate::audit::takes_time("the making of a slot");
-        let Some((_, first)) = gpus.first() else { return Ok(None) };
-        let buffer = HostBuffer::new(first, bytes)?;
-        let mut slot = Slot { streams: Vec::new(), busy: Vec::new(), failed: None, drained: None, buffer };
-        for (number, gpu) in gpus {
-            slot.stream(gpu, *number)?;
+        let mut pinned = Err(GpuError::NoSuchDevice("no GPU is registered".into()));
+        for (_, gpu) in gpus {
+            // Another GPU's context may be lost.
+            pinned = HostBuffer::new(gpu, bytes);
+            if pinned.is_ok() {
+                break;
+            }
         }
-        Ok(Some(slot))
+        let mut slot = Slot::with(SlotBuffer::Pinned(pinned?));
+        for (number, gpu) in gpus {
+            // The first copy of that GPU reports the error.
+            let _ = slot.stream(gpu, *number);
+        }
+        Ok(slot)
+    }
+
+    /// A slot whose copies all fail with this error.
+    pub(super) fn refused(error: GpuError, bytes: u64) -> Slot {
+        Slot::with(SlotBuffer::Refused(error, (0..bytes).map(|_| AtomicU8::new(0)).collect()))
+    }
+
+    fn with(buffer: SlotBuffer) -> Slot {
+        Slot { streams: Vec::new(), busy: Vec::new(), failed: None, drained: None, buffer }
+    }
+
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(self.buffer, SlotBuffer::Refused(..))
     }
 
     /// Where the socket sends or receives each spot: host memory in place, GPU memory in the slot, packed in order.
     pub(crate) fn host_pieces(&self, spots: &[Spot]) -> Vec<Piece> {
-        let mut free = self.buffer.address() as usize;
+        let mut free = match &self.buffer {
+            SlotBuffer::Pinned(buffer) => buffer.address() as usize,
+            SlotBuffer::Refused(_, bytes) => bytes.as_ptr().expose_provenance(),
+        };
         let host = |spot: &Spot| match spot.gpu {
             None => spot.piece,
             Some(_) => {
@@ -83,6 +113,10 @@ impl Slot {
     /// Dropping the slot waits for them too. Those on GPUs have no more bytes together than the slot.
     pub(crate) unsafe fn start(&mut self, gpus: &[(u16, Gpu)], spots: &[Spot], direction: Direction) {
         debug_assert!(self.busy.is_empty() && self.failed.is_none());
+        if let SlotBuffer::Refused(error, _) = &self.buffer {
+            self.failed = Some(error.clone());
+            return;
+        }
         let host_pieces = self.host_pieces(spots);
         for (number, gpu) in gpus {
             let number = *number;

@@ -71,8 +71,6 @@ pub(crate) struct SocketCarrier {
     posted: Numbered<Token, SocketPost>,
     /// Transfers of GPU memory. Stays empty for `Kind::Tcp`.
     slots: Slots,
-    /// The log has named the detour through pinned memory.
-    has_logged_gpus: bool,
     check_at: Duration,
     is_closed: bool,
 }
@@ -137,7 +135,6 @@ impl SocketCarrier {
             paths: Numbered::default(),
             posted: Numbered::default(),
             slots,
-            has_logged_gpus: false,
             check_at: LIVENESS_INTERVAL,
             is_closed: false,
         }
@@ -157,13 +154,6 @@ impl SocketCarrier {
         for name in 0..known.addresses.len() * self.connections {
             let address = known.addresses[name % known.addresses.len()];
             cx.add_path_to(peer, spec, name as u64, Some(address));
-        }
-        if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_logged_gpus, true) {
-            // Log: blocks in GPU memory are copied through the host's memory, which is slower than a direct way.
-            tracing::info!(
-                once = true,
-                "GPU transfers pass through pinned host memory and sockets: no carrier reaches GPU memory directly"
-            );
         }
     }
 
@@ -356,6 +346,8 @@ impl Carrier for SocketCarrier {
             Err(other) => {
                 if let Ok(job) = other.downcast::<SlotJob>() {
                     self.slots.put_back(*job);
+                    // Bytes waited for the new slot, and no event comes for them.
+                    self.serve_slots(cx);
                 }
             }
         }
