@@ -162,7 +162,7 @@ class Message(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Bytes that went through pinned memory of the host, because no transport reaches a GPU's memory itself."""
+    """Bytes that went through pinned memory of the host, because no transport reached a GPU's memory itself."""
 
     to_gpus: int
     """Bytes copied into the memory of GPUs."""
@@ -237,10 +237,10 @@ class Engine:
         they read what `open_window` shows each of them, and nothing else. The engine keeps the object alive until
         `unregister` or `close`. For an address, the caller keeps the memory.
 
-        `device`: "cpu", or "cuda:N" for the N-th GPU of this process, if the memory does not say it itself. A GPU's
-        bytes go through pinned memory of the host and through sockets, also between processes of one host. The engine
-        copies in streams of its own. So all enqueued work that touches the memory has to be over when a transfer
-        begins.
+        `device`: "cpu", or "cuda:N" for the N-th GPU of this process, if the memory does not say it itself. Bytes
+        between GPUs go straight from one to the other if both processes are of one host and one user, else through
+        pinned memory of the host and sockets. The engine copies in streams of its own. So all enqueued work that
+        touches the memory has to be over when a transfer begins.
 
         ValueError for other memory, and for a GPU's if the engine was made for cma only. `GpuError` if there is no
         driver or no such GPU, or if it refuses, as for memory that is not allocated on it.
