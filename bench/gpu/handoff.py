@@ -205,12 +205,16 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
     await pair.same_answers(found)
     pair.came = {kind: [] for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    waits: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for index in range(settings.prompts):
         for turn in range(len(KINDS)):
             kind = KINDS[(index + turn) % len(KINDS)]
+            waited = pair.counted("wait_seconds")
             times[kind].append((await pair.ask(kind, pair.draw(settings.tokens)))[0])
             await asyncio.sleep(0.3)  # what is saved does not take the next one's links
+            waits[kind].append((pair.counted("wait_seconds") - waited) * 1e3)
     found["ttft"] = {kind: summary(values) for kind, values in times.items()}
+    found["waits_for_p"] = {kind: summary(waits[kind]) for kind in ("both at once", "one after the other")}
     found["tokens_not_computed"] = {kind: min(values, default=0) for kind, values in pair.came.items()}
     pair.came = {kind: [] for kind in KINDS}
     loaded = pair.loaded()
@@ -237,6 +241,8 @@ def table(found: dict[str, Any]) -> str:
         for kind, each in found["ttft"].items()
     ]
     lines = [report.table(["TTFT", "p50 ms", "beside alone", "tokens not computed"], rows)]
+    rows = [[kind, f"{each['p50']:.1f}"] for kind, each in found["waits_for_p"].items()]
+    lines.append(report.table(["D waits for P", "p50 ms"], rows))
     alone = found["next_turn"]["alone"]["p50"]
     not_computed = found["next_turn_tokens_not_computed"]
     rows = [
