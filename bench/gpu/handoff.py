@@ -275,6 +275,21 @@ def controls_hold(found: dict[str, Any], tokens: int) -> bool:
     return lands and came["alone"] == 0 and came["store"] > tokens // 2 and all(found[name] for name in names)
 
 
+def start_one(settings: argparse.Namespace, number: int, folder: Path) -> Engine:
+    """The prefill engine (0) or the decode engine (1), both with kvlane's direct hand-offs and its daemon."""
+    config = json.loads(SYSTEMS["kvlane"].connector(settings.cache_bytes, folder))
+    direct = {"kvlane.direct": "on"} | ({"kvlane.direct.listen": PEER} if number == 0 else {})
+    config["kv_connector_extra_config"] |= direct | json.loads(settings.extra)
+    return on_own_gpu(settings, number, json.dumps(config))
+
+
+def on_own_gpu(settings: argparse.Namespace, number: int, connector: str) -> Engine:
+    """An engine of a pair: with two GPUs on the one of its number."""
+    if settings.gpus == 2:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+    return start(argparse.Namespace(**vars(settings) | {"connector": connector}))[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="one for both, or each its own")
@@ -311,19 +326,10 @@ def main() -> int:
         folder = Path(scratch)
         settings.scratch = scratch
 
-        def engine(number: int) -> Engine:
-            config = json.loads(SYSTEMS["kvlane"].connector(settings.cache_bytes, folder))
-            direct = {"kvlane.direct": "on"} | ({"kvlane.direct.listen": PEER} if number == 0 else {})
-            config["kv_connector_extra_config"] |= direct | json.loads(settings.extra)
-            if settings.gpus == 2:
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
-            connector = json.dumps(config)
-            return start(argparse.Namespace(**vars(settings) | {"connector": connector}))[0]
-
         with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "kvlane.log"):
-            engines = [engine(0)]
+            engines = [start_one(settings, 0, folder)]
             try:
-                engines.append(engine(1))
+                engines.append(start_one(settings, 1, folder))
                 report.say(f"both engines are up; the daemon is at {kvlane_address(folder)}")
                 with report.CpuWatch() as watch:
                     found = asyncio.run(measure(Pair(engines[0], engines[1], settings), settings))

@@ -66,7 +66,7 @@ class Engine:
                 skip_tokenizer_init=True,
                 enforce_eager=settings.eager,
                 max_model_len=settings.tokens + settings.new_tokens + 1024,
-                max_num_batched_tokens=max(16384, settings.tokens),
+                max_num_batched_tokens=getattr(settings, "chunk", 0) or max(16384, settings.tokens),
                 gpu_memory_utilization=settings.gpu_memory,
                 tensor_parallel_size=settings.tensor_parallel,
                 enable_prefix_caching=True,
@@ -80,6 +80,19 @@ class Engine:
     ) -> tuple[list[float], tuple[int, ...]]:
         """When each token came, in ms after it was asked for, and the tokens. `params`: the request's
         `kv_transfer_params`."""
+        times, answer, self.cached_tokens, self.handed = await self._ask(prompt, tokens, params)
+        return times, answer
+
+    async def answer_counted(
+        self, prompt: list[int], tokens: int = 1, params: dict[str, Any] | None = None
+    ) -> tuple[list[float], int]:
+        """When each token came, and the prompt's tokens that vLLM did not compute."""
+        times, _, cached, _ = await self._ask(prompt, tokens, params)
+        return times, cached
+
+    async def _ask(
+        self, prompt: list[int], tokens: int, params: dict[str, Any] | None
+    ) -> tuple[list[float], tuple[int, ...], int, dict[str, Any]]:
         self._names += 1
         wanted = self._sampling(
             max_tokens=tokens,
@@ -91,15 +104,15 @@ class Engine:
         )
         times: list[float] = []
         answer: list[int] = []
+        cached, handed = 0, {}
         start = time.perf_counter()
         async for output in self._llm.generate({"prompt_token_ids": prompt}, wanted, f"r{self._names}"):
             came = (time.perf_counter() - start) * 1e3
-            self.cached_tokens = output.num_cached_tokens or 0
-            self.handed = output.kv_transfer_params or {}
+            cached, handed = output.num_cached_tokens or 0, output.kv_transfer_params or {}
             for token in output.outputs[0].token_ids:
                 times.append(came)
                 answer.append(token)
-        return times, tuple(answer)
+        return times, tuple(answer), cached, handed
 
     async def ttft(self, prompt: list[int]) -> float:
         """Milliseconds to the first token."""

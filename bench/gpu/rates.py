@@ -1,0 +1,230 @@
+"""Requests at rising rates: an engine that prefills and one that decodes, beside two engines that each do both.
+
+    python bench/gpu/rates.py --out out/rates                   # two GPUs; vLLM, no peer
+    python bench/gpu/rates.py --tokens 1000 --rates 4 8 16 24
+
+| mode | what |
+|---|---|
+| pair | both engines are asked at once, and blocks land layer by layer in the one that decodes |
+| two, N | two engines without a connector, asked in turns, in steps of at most N tokens |
+
+Requests come at random (Poisson), at the same times in each mode. A request is in time if its first token comes within
+`--slo-ttft` and its further tokens take `--slo-tpot` on average. Control: the decode engine computes one token of each
+prompt, or the run says how many prompts it computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import model
+from handoff import HERE, PEER, on_own_gpu, start_one
+from measure import Engine, summary
+from provenance import add_arguments, head, public
+from systems import ENVIRONMENT, SYSTEMS, running
+
+from kvlane.bench import report
+
+Ask = Callable[[list[int]], Awaitable[tuple[list[float], int]]]
+"""Asks for an answer: when each token came, in ms, and the prompt's tokens that were computed where it decodes."""
+
+
+def ask_pair(p: Engine, d: Engine, tokens: int) -> Ask:
+    """Both at once."""
+
+    async def ask(prompt: list[int]) -> tuple[list[float], int]:
+        name = secrets.token_hex(16)
+        at_p = {"do_remote_decode": True, "kvlane": {"handoff": name}}
+        beside = asyncio.create_task(p.answer(prompt, params=at_p))
+        times, cached = await d.answer_counted(prompt, tokens, {"kvlane": {"handoff": name, "peer": PEER}})
+        await beside
+        return times, len(prompt) - cached
+
+    return ask
+
+
+def ask_two(engines: list[Engine], tokens: int) -> Ask:
+    """One after the other."""
+    turns = itertools.cycle(engines)
+
+    async def ask(prompt: list[int]) -> tuple[list[float], int]:
+        times, cached = await next(turns).answer_counted(prompt, tokens)
+        return times, len(prompt) - cached
+
+    return ask
+
+
+async def at_rate(ask: Ask, rate: float, settings: argparse.Namespace) -> dict[str, Any]:
+    """What requests see that come at this rate for `--seconds`."""
+    source = random.Random(f"{rate} {settings.tokens}")
+    vocabulary = model.SHAPES[settings.shape]["vocab_size"]
+    arrivals: list[float] = []
+    at = source.expovariate(rate)
+    while at < settings.seconds:
+        arrivals.append(at)
+        at += source.expovariate(rate)
+    prompts = [[source.randrange(100, vocabulary) for _ in range(settings.tokens)] for _ in arrivals]
+    began = time.perf_counter()
+
+    async def one(at: float, prompt: list[int]) -> tuple[list[float], int]:
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        return await ask(prompt)
+
+    answers = await asyncio.gather(*map(one, arrivals, prompts))
+    took = time.perf_counter() - began
+    ttft = [times[0] for times, _ in answers]
+    tpot = [(times[-1] - times[0]) / max(1, len(times) - 1) for times, _ in answers]
+    gaps = [b - a for times, _ in answers for a, b in itertools.pairwise(times)]
+    in_time = sum(a <= settings.slo_ttft and b <= settings.slo_tpot for a, b in zip(ttft, tpot, strict=True))
+    return {
+        "rate": rate,
+        "requests": len(answers),
+        "per_second": round(len(answers) / took, 3),
+        "in_time": round(in_time / len(answers), 4),
+        "prompts_computed_where_decoded": sum(computed > 1 for _, computed in answers),
+        "ttft": summary(ttft),
+        "tpot": summary(tpot),
+        "itl": summary(gaps),
+    }
+
+
+async def measure(ask: Ask, what: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
+    """One mode at every rate."""
+    vocabulary = model.SHAPES[settings.shape]["vocab_size"]
+    source = random.Random(7)
+    for _ in range(4):
+        await ask([source.randrange(100, vocabulary) for _ in range(settings.tokens)])
+    points = []
+    for rate in settings.rates:
+        points.append(await at_rate(ask, rate, settings))
+        report.say(row(what, points[-1]))
+    return points
+
+
+def row(what: str, point: dict[str, Any]) -> str:
+    """A point in one line."""
+    ttft, tpot, itl = point["ttft"]["mean"], point["tpot"]["p99"], point["itl"]["p99"]
+    return (
+        f"{what:12} {point['rate']:6.2f}/s: TTFT mean {ttft:.0f}, TPOT p99 {tpot:.2f}, ITL p99 {itl:.2f} ms, "
+        f"in time {point['in_time']:.0%} of {point['requests']}"
+    )
+
+
+def compare(modes: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each rate, the pair's figures by the best of the two-engine modes (by TPOT p99)."""
+    found = []
+    for index, pair in enumerate(modes["pair"]):
+        others = {name: points[index] for name, points in modes.items() if name != "pair"}
+        if not others:
+            continue
+        name = min(others, key=lambda name: (others[name]["tpot"]["p99"], name))
+        best = others[name]
+
+        def of(what: str, part: str, pair: dict[str, Any] = pair, best: dict[str, Any] = best) -> float:
+            return round(pair[what][part] / best[what][part], 3)
+
+        found.append(
+            {
+                "rate": pair["rate"],
+                "best": name,
+                "tpot_p99": of("tpot", "p99"),
+                "itl_p99": of("itl", "p99"),
+                "ttft_mean": of("ttft", "mean"),
+                "in_time": [pair["in_time"], max(other["in_time"] for other in others.values())],
+            }
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="one for both, or each its own")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each engine")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
+    parser.add_argument("--tokens", type=int, default=5000, help="of a prompt (default %(default)s)")
+    parser.add_argument("--answer", type=int, default=200, help="tokens of an answer (default %(default)s)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1, 2, 3, 4, 5, 6], help="requests a second"
+    )
+    parser.add_argument("--seconds", type=float, default=15, help="at each rate (default %(default)s)")
+    parser.add_argument(
+        "--chunks", type=int, nargs="*", default=[2048, 8192, 16384], help="of the two engines"
+    )
+    parser.add_argument("--slo-ttft", type=float, default=1000, help="ms (default %(default)s)")
+    parser.add_argument("--slo-tpot", type=float, default=15, help="ms (default %(default)s)")
+    parser.add_argument("--cache-bytes", type=int, default=24_000_000_000, help="of the daemon's pool")
+    parser.add_argument("--kv-cache-bytes", type=int, default=40_000_000_000, help="of each engine")
+    parser.add_argument("--gpu-memory", type=float, default=0.12, help="share that is free at each start")
+    parser.add_argument(
+        "--extra", default="{}", help="further keys of the pair's kv_connector_extra_config, JSON"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/rates"))
+    add_arguments(parser)
+    settings = parser.parse_args()
+    settings.new_tokens = settings.answer
+    result = head("a prefill and a decode engine beside two engines that do both", settings)
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    settings.out.mkdir(parents=True, exist_ok=True)
+    modes: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch, report.CpuWatch() as watch:
+        folder = Path(scratch)
+        settings.scratch = scratch
+        with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "kvlane.log"):
+            modes["pair"] = run(
+                settings,
+                "pair",
+                lambda number: start_one(settings, number, folder),
+                lambda engines: ask_pair(engines[0], engines[1], settings.answer),
+            )
+        for chunk in settings.chunks:
+            chunked = argparse.Namespace(**vars(settings) | {"chunk": chunk})
+            modes[f"two, {chunk}"] = run(
+                settings,
+                f"two, {chunk}",
+                lambda number, each=chunked: on_own_gpu(each, number, ""),
+                lambda engines: ask_two(engines, settings.answer),
+            )
+    result |= {
+        "settings": public(settings),
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "modes": modes,
+        "ratios": compare(modes),
+    }
+    report.write_json(settings.out / "rates.json", result)
+    for each in result["ratios"]:
+        print(each)
+    return 0 if not any(point["prompts_computed_where_decoded"] for point in modes["pair"]) else 1
+
+
+def run(
+    settings: argparse.Namespace,
+    what: str,
+    engine: Callable[[int], Engine],
+    asking: Callable[[list[Engine]], Ask],
+) -> list[dict[str, Any]]:
+    """Starts two engines, measures one mode, ends them."""
+    engines: list[Engine] = []
+    try:
+        engines.extend(engine(number) for number in range(2))
+        return asyncio.run(measure(asking(engines), what, settings))
+    finally:
+        for each in engines:
+            each.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
