@@ -14,6 +14,8 @@ loads these and computes the rest, and where both engines get the request at onc
 | gaps | between tokens of the decode engine's running requests: while nothing else runs; while the prefill engine \
 computes prompts for nobody; while it does, and the decode engine starts requests whose prompts its own GPU memory \
 has; and while prompts land. A step in which a request starts is longer, so the third is what the last can reach |
+| killed | the prefill engine is killed in the middle of a prompt: until its GPU's memory is free, and until the \
+decode engine has answered |
 
 Every prompt is new, and the kinds have their turns with each. Controls: vLLM says how many tokens of a prompt it did
 not compute; blocks that land in poisoned memory are byte by byte the prefill engine's; the decode engine answers the
@@ -29,6 +31,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -46,6 +49,7 @@ HERE = Path(__file__).resolve().parent
 PEER = "127.0.0.1:7100"
 KINDS = ("alone", "both at once", "one after the other", "store")
 NEXT_TURN = ("alone", "both at once")
+KILL_PATIENCE_S = 15.0
 GAPS = ("nothing else", "computing", "starting", "landing")
 
 
@@ -63,7 +67,9 @@ class Pair:
         vocabulary = model.SHAPES[self._settings.shape]["vocab_size"]
         return [self._source.randrange(100, vocabulary) for _ in range(tokens)]
 
-    async def ask(self, kind: str, prompt: list[int], tokens: int = 1) -> tuple[float, tuple[int, ...]]:
+    async def ask(
+        self, kind: str, prompt: list[int], tokens: int = 1, spares_p: bool = True
+    ) -> tuple[float, tuple[int, ...]]:
         """Milliseconds from the request to D's first token, and the answer."""
         name = secrets.token_hex(16)
         for_p = {"do_remote_decode": True, "kvlane": {"handoff": name}}
@@ -86,7 +92,7 @@ class Pair:
         times, answer = await self.d.answer(prompt, tokens, for_d)
         self.came[kind].append(self.d.cached_tokens)
         if beside is not None:
-            await beside
+            await asyncio.gather(beside, return_exceptions=not spares_p)
         return before + times[0], answer
 
     async def turn_before(self) -> list[int]:
@@ -190,7 +196,43 @@ class Pair:
         found["control_block_matters"] = (await self.d.answer(changed, 16))[1] != again[0]
 
 
-async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
+async def killed(pair: Pair, settings: argparse.Namespace, processes: list[int]) -> dict[str, Any]:
+    """Kills P in the middle of a prompt. D answers as it does when it is asked again, and P's memory is free."""
+    prompt = pair.draw(settings.tokens // 128 * 128 + 1)
+    began = time.perf_counter()
+    asked = asyncio.create_task(pair.ask("both at once", prompt, 16, spares_p=False))
+    await asyncio.sleep(0.12)  # about half of the prompt is computed
+    with_p = used_memory(0)
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    killed_at = time.perf_counter()
+    free_after = None
+    while with_p is not None and time.perf_counter() < killed_at + KILL_PATIENCE_S:
+        if (used_memory(0) or 0) < with_p - settings.kv_cache_bytes:
+            free_after = round(time.perf_counter() - killed_at, 3)
+            break
+        await asyncio.sleep(0.02)
+    answer = (await asked)[1]
+    answered = round(time.perf_counter() - began, 3)
+    again = (await pair.d.answer(prompt, 16))[1]
+    return {"memory_free_after_s": free_after, "answered_within_s": answered, "same_answer": answer == again}
+
+
+def used_memory(gpu: int) -> int | None:
+    """Bytes of a GPU that are allocated; None without NVIDIA's library."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used)
+    except pynvml.NVMLError as error:
+        report.say(f"the GPU's used memory is not known: {error}")
+        return None
+
+
+async def measure(pair: Pair, settings: argparse.Namespace, processes_of_p: list[int]) -> dict[str, Any]:
     """All that the table above names."""
     found: dict[str, Any] = {"async_scheduling": pair.d.has_async_scheduling()}
     for engine in (pair.p, pair.d):
@@ -230,6 +272,7 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
     found["gaps_p99_by_round"] = {
         what: [summary(one).get("p99") for one in rounds] for what, rounds in gaps.items()
     }
+    found["killed"] = await killed(pair, settings, processes_of_p)
     return found
 
 
@@ -256,6 +299,7 @@ def table(found: dict[str, Any]) -> str:
     ]
     lines.append(report.table(["D's gaps beside", "p50 ms", "p99 ms"], rows))
     lines += [f"{name}: {value}" for name, value in found.items() if not isinstance(value, dict)]
+    lines += [f"killed, {name}: {value}" for name, value in found["killed"].items()]
     return "\n".join(lines)
 
 
@@ -272,7 +316,15 @@ def controls_hold(found: dict[str, Any], tokens: int) -> bool:
     lands = all(came[kind] >= tokens - 1 for kind in ("both at once", "one after the other"))
     lands = lands and found["next_turn_tokens_not_computed"]["both at once"] >= tokens - 1
     lands = lands and found["next_turn_tokens_loaded"] > 0
+    lands = lands and found["killed"]["same_answer"]
     return lands and came["alone"] == 0 and came["store"] > tokens // 2 and all(found[name] for name in names)
+
+
+def children() -> list[int]:
+    """This process's children, and theirs."""
+    import psutil
+
+    return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
 def start_one(settings: argparse.Namespace, number: int, folder: Path) -> Engine:
@@ -327,12 +379,16 @@ def main() -> int:
         settings.scratch = scratch
 
         with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "kvlane.log"):
+            before = children()
             engines = [start_one(settings, 0, folder)]
+            processes_of_p = [process for process in children() if process not in before]
             try:
                 engines.append(start_one(settings, 1, folder))
                 report.say(f"both engines are up; the daemon is at {kvlane_address(folder)}")
                 with report.CpuWatch() as watch:
-                    found = asyncio.run(measure(Pair(engines[0], engines[1], settings), settings))
+                    found = asyncio.run(
+                        measure(Pair(engines[0], engines[1], settings), settings, processes_of_p)
+                    )
             finally:
                 for each in engines:
                     each.shutdown()
