@@ -74,8 +74,8 @@ pub struct RailOptions {
     /// than the wait for a missing rank.
     pub meet_within: Duration,
     /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so fewer blocks would only
-    /// keep the engine's kernels waiting for longer. Between H200s 48 read 333 GB/s in pieces of 64 KiB, 0.85 of a contiguous
-    /// copy; 16 read 0.73 of that copy, and more than 48 no more than 48. Copy engines read 104 GB/s.
+    /// keep the engine's kernels waiting for longer. Between H200s 16 read 369 GB/s in pieces of 64 KiB, 0.93 of a contiguous
+    /// copy, and more read no more; copy engines read 104. An earlier kernel needed 48, with which rails were measured.
     pub blocks: u32,
     /// Whether loads of short pieces are staged through the target's staging ring.
     pub staging: bool,

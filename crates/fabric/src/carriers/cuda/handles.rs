@@ -61,7 +61,7 @@ pub(super) enum Part {
         bytes: u64,
         handle: IpcHandle,
     },
-    /// So many chunks follow, of `bytes` in sum.
+    /// `count` chunks follow, of `bytes` in sum.
     Chunks {
         base: u64,
         bytes: u64,

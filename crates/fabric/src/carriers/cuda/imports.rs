@@ -91,7 +91,7 @@ pub(super) struct RegionImport {
     pub(super) is_own_gpu: bool,
     /// Sorted by offset, without gaps.
     pieces: Vec<ImportedPiece>,
-    /// The mappings.
+    /// Keeps the pieces mapped.
     _held: Vec<Mapped>,
     _counted: Option<Counted>,
 }
@@ -228,7 +228,7 @@ impl Imports {
         self.shared.mapped.load(Ordering::Acquire) > 0
     }
 
-    /// What the thread has done since the last call.
+    /// Fetches and closes that the thread has finished since the last call.
     pub(super) fn take_done(&self) -> Vec<Done> {
         std::mem::take(&mut self.shared.done.lock())
     }

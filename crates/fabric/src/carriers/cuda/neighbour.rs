@@ -64,7 +64,7 @@ pub(super) struct MappedRegion {
     pub(super) import: Arc<RegionImport>,
 }
 
-/// What a copy needs.
+/// The sources of a copy, and the imports that it keeps mapped.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) copies: Vec<Copy>,

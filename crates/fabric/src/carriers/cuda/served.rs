@@ -1,4 +1,4 @@
-//! What this process knows of a peer whose WRITEs it serves.
+//! A peer whose WRITEs this process serves: its queue, and outcomes to be sent.
 
 use std::collections::VecDeque;
 
