@@ -1,6 +1,6 @@
 """vLLM's NixlConnector between two engines on GPUs, one asked after the other, beside the decode engine alone.
 
-    python bench/gpu/nixl_connector.py --gpus 2 --out out/nixl       # nixl and nixl-cu13 1.5.1; compare with handoff.py's result
+    python bench/gpu/nixl_connector.py --gpus 2 --out out/nixl       # nixl and nixl-cu13 1.5.1
 
 Prompts, kinds and engines are those of `handoff.py`, which ran before it on the same GPUs. Control: the
 decode engine's own part takes less than half as long as computing the prompt. vLLM counts no tokens for this connector.
