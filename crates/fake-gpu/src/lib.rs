@@ -50,8 +50,10 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
 /// The GPUs of a fake host.
 #[derive(Debug, Clone)]
 pub struct FakeOptions {
-    /// The number of GPUs; their ordinals count from 0.
+    /// The number of the host's GPUs. They have the numbers from 0.
     pub devices: u32,
+    /// Numbers of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them. The first has ordinal 0. None: all.
+    pub visible: Option<Vec<u32>>,
     /// Memory of each, in bytes. Only written pages take memory of the machine.
     pub device_bytes: u64,
     /// Ways to copy beside single copies.
@@ -65,7 +67,15 @@ pub struct FakeOptions {
 impl Default for FakeOptions {
     fn default() -> FakeOptions {
         let methods = CopyMethods { batch: true, kernel: true };
-        FakeOptions { devices: 2, device_bytes: 16 << 30, methods, linked: true, reachable: true }
+        let (devices, visible, device_bytes) = (2, None, 16 << 30);
+        FakeOptions { devices, visible, device_bytes, methods, linked: true, reachable: true }
+    }
+}
+
+impl FakeOptions {
+    /// The number of each visible GPU, by ordinal.
+    fn numbers(&self) -> Vec<u32> {
+        self.visible.clone().unwrap_or_else(|| (0..self.devices).collect())
     }
 }
 
@@ -99,6 +109,8 @@ pub struct LoggedCopy {
 #[derive(Debug)]
 pub struct FakeDriver {
     options: FakeOptions,
+    /// The host's number of each device, by ordinal.
+    numbers: Vec<u32>,
     machine: Arc<Machine>,
     next_handle: AtomicU64,
     /// The open count of each device.
@@ -111,9 +123,12 @@ pub struct FakeDriver {
 impl FakeDriver {
     /// A host with these GPUs. Fails only if the system has no addresses left.
     pub fn new(options: FakeOptions) -> io::Result<FakeDriver> {
-        let machine = Arc::new(Machine::new(Memory::new(options.device_bytes)?));
+        let numbers = options.numbers();
+        let memory = Memory::new(options.device_bytes, numbers.clone(), options.reachable)?;
+        let machine = Arc::new(Machine::new(memory));
         Ok(FakeDriver {
             options,
+            numbers,
             machine,
             next_handle: AtomicU64::new(1),
             open: Mutex::default(),
@@ -137,7 +152,7 @@ impl FakeDriver {
 
     /// Adds this time to every copy for each MiB.
     pub fn slow_down(&self, per_mib: Duration) {
-        (0..self.options.devices).for_each(|device| self.slow_down_device(device, per_mib));
+        (0..self.numbers.len()).for_each(|device| self.slow_down_device(device as u32, per_mib));
     }
 
     /// The same for the copies of one device.
@@ -275,10 +290,10 @@ fn missing(operation: &'static str) -> GpuError {
     GpuError::Unsupported { operation, reason: "this fake was made without it".into() }
 }
 
-/// The same for every fake, so that two processes agree on which device is which.
-fn uuid(device: u32) -> [u8; 16] {
+/// The same for every fake, so that two processes agree on which GPU is which.
+fn uuid(number: u32) -> [u8; 16] {
     let mut uuid = *b"kvlane-fake-0000";
-    uuid[12..].copy_from_slice(&device.to_be_bytes());
+    uuid[12..].copy_from_slice(&number.to_be_bytes());
     uuid
 }
 
@@ -288,19 +303,19 @@ impl Driver for FakeDriver {
     }
 
     fn devices(&self) -> Result<Vec<DeviceInfo>, GpuError> {
-        let info = |ordinal| DeviceInfo {
-            ordinal,
-            uuid: uuid(ordinal),
+        let info = |(ordinal, number): (usize, &u32)| DeviceInfo {
+            ordinal: ordinal as u32,
+            uuid: uuid(*number),
             name: "fake GPU".into(),
             total_bytes: self.options.device_bytes,
-            pci_bus_id: format!("0000:{:02x}:00.0", 0xf0 + ordinal),
+            pci_bus_id: format!("0000:{:02x}:00.0", 0xf0 + number),
             compute_capability: (0, 0),
         };
-        Ok((0..self.options.devices).map(info).collect())
+        Ok(self.numbers.iter().enumerate().map(info).collect())
     }
 
     fn open(&self, device: u32) -> Result<(), GpuError> {
-        if device >= self.options.devices {
+        if device as usize >= self.numbers.len() {
             return Err(GpuError::NoSuchDevice(device.to_string()));
         }
         if let Some(code) = self.machine.call_faults.lock().next(device, "cuDevicePrimaryCtxRetain") {
@@ -605,7 +620,7 @@ impl Driver for FakeDriver {
     }
 
     fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError> {
-        match device.max(peer) < self.options.devices {
+        match (device.max(peer) as usize) < self.numbers.len() {
             true => Ok(self.options.linked && device != peer),
             false => Err(GpuError::NoSuchDevice(device.max(peer).to_string())),
         }
@@ -619,6 +634,10 @@ impl Driver for FakeDriver {
     fn let_others_capture(&self) {}
 
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {
+        if !self.can_reach(device, peer)? {
+            let reason = format!("GPU {device} does not reach the memory of GPU {peer}");
+            return Err(GpuError::Unsupported { operation: "peer access", reason });
+        }
         self.begin(device, "cuCtxEnablePeerAccess")?;
         self.begin(peer, "cuCtxEnablePeerAccess")?;
         match self.machine.memory.enable_peer(device, peer) {

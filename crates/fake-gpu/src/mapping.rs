@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,6 +11,9 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 /// Addresses that a fake reserves for its devices. None is used twice, so a late access faults.
 const RESERVED: u64 = 1 << 40;
+
+/// Begins the name of a file that is memory of a GPU. The GPU's number follows.
+const NAME: &str = "kvlane-fake-gpu-";
 
 /// Allocations begin at multiples of this.
 pub(super) const GRAIN: u64 = 2 << 20;
@@ -62,12 +66,14 @@ pub(super) struct DeviceMapping {
     pub(super) base: u64,
     pub(super) bytes: u64,
     pub(super) file: File,
+    /// Number of the host's GPU that holds it.
+    pub(super) holder: u32,
     arena: Arc<Arena>,
 }
 
 impl DeviceMapping {
-    pub(super) fn new(arena: &Arc<Arena>, bytes: u64) -> io::Result<DeviceMapping> {
-        DeviceMapping::of(arena, device_file(bytes)?, bytes)
+    pub(super) fn new(arena: &Arc<Arena>, holder: u32, bytes: u64) -> io::Result<DeviceMapping> {
+        DeviceMapping::of(arena, device_file(holder, bytes)?, bytes)
     }
 
     pub(super) fn of(arena: &Arc<Arena>, file: File, bytes: u64) -> io::Result<DeviceMapping> {
@@ -77,11 +83,12 @@ impl DeviceMapping {
 
     /// Maps a file at addresses that were taken from the arena for it.
     pub(super) fn at(arena: &Arc<Arena>, base: u64, file: File, bytes: u64) -> io::Result<DeviceMapping> {
+        let holder = holder(&file)?;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the range was taken from the arena for this mapping alone.
         unsafe { rustix::mm::mmap(pointer(base).cast(), bytes as usize, prot, flags, &file, 0)? };
-        Ok(DeviceMapping { base, bytes, file, arena: Arc::clone(arena) })
+        Ok(DeviceMapping { base, bytes, file, holder, arena: Arc::clone(arena) })
     }
 }
 
@@ -101,11 +108,20 @@ impl Drop for DeviceMapping {
     }
 }
 
-/// Device memory without addresses.
-pub(super) fn device_file(bytes: u64) -> io::Result<File> {
-    let file = File::from(rustix::fs::memfd_create("kvlane-fake-gpu", MemfdFlags::CLOEXEC)?);
+/// Device memory without addresses. Its name tells each process that opens it which GPU holds it.
+pub(super) fn device_file(holder: u32, bytes: u64) -> io::Result<File> {
+    let name = format!("{NAME}{holder}");
+    let file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?);
     file.set_len(bytes)?;
     Ok(file)
+}
+
+/// The number of the GPU that holds the memory of this file.
+fn holder(file: &File) -> io::Result<u32> {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let name = link.to_str().and_then(|link| link.strip_prefix("/memfd:")?.strip_suffix(" (deleted)"));
+    let number = name.and_then(|name| name.strip_prefix(NAME)?.parse().ok());
+    number.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it is no memory of a fake GPU"))
 }
 
 /// Host memory of the fake.

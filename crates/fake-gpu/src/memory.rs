@@ -18,6 +18,10 @@ type Outcome<T> = Result<T, u32>;
 pub(super) struct Memory {
     arena: Arc<Arena>,
     device_bytes: u64,
+    /// The host's number of each device of this process.
+    numbers: Vec<u32>,
+    /// Whether a GPU reaches memory that another one holds.
+    is_peer_reachable: bool,
     tables: Mutex<Tables>,
 }
 
@@ -33,6 +37,7 @@ struct Tables {
 
 #[derive(Debug)]
 struct Allocation {
+    /// The device for which it is mapped. Another one may hold it if it is an import.
     device: u32,
     mapping: Arc<DeviceMapping>,
     origin: Origin,
@@ -88,8 +93,18 @@ pub(super) enum Hold {
 }
 
 impl Memory {
-    pub(super) fn new(device_bytes: u64) -> std::io::Result<Memory> {
-        Ok(Memory { arena: Arena::new()?, device_bytes, tables: Mutex::default() })
+    pub(super) fn new(
+        device_bytes: u64,
+        numbers: Vec<u32>,
+        is_peer_reachable: bool,
+    ) -> std::io::Result<Memory> {
+        let (arena, tables) = (Arena::new()?, Mutex::default());
+        Ok(Memory { arena, device_bytes, numbers, is_peer_reachable, tables })
+    }
+
+    /// The host's number of a device of this process.
+    fn number(&self, device: u32) -> Outcome<u32> {
+        self.numbers.get(device as usize).copied().ok_or(code::INVALID_CONTEXT)
     }
 
     pub(super) fn alloc(&self, device: u32, bytes: u64) -> Outcome<u64> {
@@ -98,7 +113,8 @@ impl Memory {
         }
         let mut tables = self.tables.lock();
         self.check_room(&tables, device, bytes)?;
-        let mapping = DeviceMapping::new(&self.arena, bytes).map_err(|_| code::OUT_OF_MEMORY)?;
+        let holder = self.number(device)?;
+        let mapping = DeviceMapping::new(&self.arena, holder, bytes).map_err(|_| code::OUT_OF_MEMORY)?;
         let base = mapping.base;
         tables.device.insert(base, Allocation { device, mapping: Arc::new(mapping), origin: Origin::Own });
         Ok(base)
@@ -203,7 +219,7 @@ impl Memory {
     pub(super) fn chunk_create(&self, device: u32, address: u64, bytes: u64, shareable: bool) -> Outcome<()> {
         let mut tables = self.tables.lock();
         self.check_room(&tables, device, bytes)?;
-        let file = device_file(bytes).map_err(|_| code::OUT_OF_MEMORY)?;
+        let file = device_file(self.number(device)?, bytes).map_err(|_| code::OUT_OF_MEMORY)?;
         let chunk = if shareable { Chunk::Shareable } else { Chunk::NotShareable };
         self.map_chunk(&mut tables, device, address, bytes, file, chunk)
     }
@@ -341,11 +357,14 @@ impl Memory {
         let end = address.checked_add(bytes).ok_or(refused)?;
         let tables = self.tables.lock();
         if let Some(allocation) = tables.allocation(address) {
-            let owner = allocation.device;
-            let reached =
+            let (owner, mapping) = (allocation.device, &allocation.mapping);
+            let is_mapped =
                 reach == Reach::CopyEngine || owner == device || tables.peers.contains(&(device, owner));
-            let mapping = &allocation.mapping;
-            if !reached {
+            // A driver maps imports that the GPU does not reach, and refuses only their copies. A copy engine reaches all memory
+            // that its process allocated, because the driver copies by way of the host where there is no other.
+            let is_reached =
+                self.is_peer_reachable || allocation.is_own() || self.number(device)? == mapping.holder;
+            if !is_mapped || !is_reached {
                 return Err(refused);
             }
             if end <= mapping.base + mapping.bytes {

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use kvlane_fake_gpu::driver_named;
+use kvlane_fake_gpu::{FakeDriver, FakeOptions, driver_named};
 use kvlane_gpu::{
     AddressMap, ChunkRange, Chunks, Copier, CopierOptions, Copy, Direction, Gpu, GpuError, HostBuffer,
     ImportedChunks, MappedImport, detect,
@@ -123,6 +123,32 @@ fn a_chunk_outlives_the_process_that_made_it() {
     drop(descriptors);
     let local = imported.mapped().unwrap().local_base;
     assert!(read(&stream(&gpu), local, BYTES as usize) == pattern(7, BYTES as usize));
+}
+
+#[test]
+fn a_gpu_that_does_not_reach_a_chunk_maps_it_and_fails_to_copy_it() {
+    let host = |visible, reachable| {
+        let options = FakeOptions { visible: Some(visible), reachable, ..FakeOptions::default() };
+        Gpu::open(Arc::new(FakeDriver::new(options).unwrap()), 0).unwrap()
+    };
+    let holder = host(vec![0], true);
+    let memory = Chunks::alloc(&holder, &SIZES, true).unwrap();
+    write(&stream(&holder), memory.base(), &pattern(3, BYTES as usize));
+    let range = ChunkRange { base: memory.base(), chunks: SIZES.to_vec() };
+    for (number, reachable) in [(0, false), (1, true), (1, false)] {
+        let gpu = host(vec![number], reachable);
+        let mut chunks = ImportedChunks::begin_from_any(&gpu, memory.base(), BYTES).unwrap();
+        for (bytes, chunk) in SIZES.iter().zip(exported(&holder, &range)) {
+            chunks.push(*bytes, chunk.as_fd()).unwrap();
+        }
+        let (stream, mut found) = (stream(&gpu), vec![0; BYTES as usize]);
+        let dst = found.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: both ranges live until the stream is waited for.
+        unsafe { stream.copy(Copy { dst, src: chunks.chunks().base(), len: BYTES }).unwrap() };
+        let copied = stream.synchronize();
+        assert_eq!(copied.is_ok(), number == 0 || reachable, "{copied:?}");
+        assert_eq!(found == pattern(3, BYTES as usize), copied.is_ok());
+    }
 }
 
 #[test]

@@ -7,13 +7,13 @@ mod support;
 
 use std::sync::Arc;
 
-use kvlane_fake_gpu::driver_named;
+use kvlane_fake_gpu::{FakeDriver, FakeOptions, driver_named};
 use kvlane_gpu::{
     AddressMap, Copier, CopierOptions, Copy, DRIVER_VARIABLE, Direction, Event, EventScope, Export, Gpu,
     GpuError, HostBuffer, IpcHandle, MappedImport, NoDriver, detect,
 };
 use support::role::{Role, asked_role, listen, say};
-use support::{Gate, device_memory, gpus, pattern, read, stream, tested_driver};
+use support::{Gate, device_memory, gpus, pattern, read, stream, tested_driver, write};
 
 const BYTES: usize = 3 << 20;
 
@@ -167,6 +167,56 @@ fn what_a_dead_process_exported_cannot_be_opened() {
     assert_eq!(Event::open(&gpu, &handle(&said[4])).unwrap_err().code(), Some(205));
     // The device goes on.
     assert!(gpu.alloc(1).is_ok());
+}
+
+/// A process sees only the second GPU, and the memory is on the first.
+#[test]
+fn memory_of_a_gpu_that_a_process_does_not_see_is_mapped_and_copied() {
+    let mut exporter = Role::start("exporter", "fake");
+    let exported = export(&exporter.hear());
+    let visible = Some(vec![1]);
+    let driver = Arc::new(FakeDriver::new(FakeOptions { visible, ..FakeOptions::default() }).unwrap());
+    let gpu = Gpu::open(driver, 0).unwrap();
+    assert_ne!(gpu.info().uuid, exported.device_uuid);
+    assert!(matches!(gpu.import(&exported), Err(GpuError::WrongDevice { .. })));
+    let imported = gpu.import_from_any(&exported).unwrap();
+    let (stream, near) = (stream(&gpu), gpu.alloc(BYTES as u64).unwrap());
+    write(&stream, imported.base(), &pattern(5, BYTES));
+    let mut copier = Copier::new(Arc::clone(&stream), CopierOptions::default()).unwrap();
+    let pieces = (0..BYTES as u64 / 4096).rev().map(|index| 4096 * index);
+    let copies = pieces.map(|at| Copy { dst: near.address() + at, src: imported.base() + at, len: 4096 });
+    let copies: Vec<Copy> = copies.collect();
+    // SAFETY: both ranges live until the stream is waited for.
+    let enqueued = unsafe { copier.enqueue(&copies, Direction::Peer).unwrap() };
+    assert_eq!(enqueued.kernel.bytes, BYTES as u64);
+    assert!(read(&stream, near.address(), BYTES) == pattern(5, BYTES));
+    drop(imported);
+    exporter.end();
+}
+
+#[test]
+fn memory_that_a_gpu_does_not_reach_is_mapped_and_its_copies_fail() {
+    let mut exporter = Role::start("exporter", "fake");
+    let exported = export(&exporter.hear());
+    let options = FakeOptions { reachable: false, ..FakeOptions::default() };
+    let driver = Arc::new(FakeDriver::new(options).unwrap());
+    let [same, other] = [0, 1].map(|ordinal| Gpu::open(Arc::clone(&driver) as _, ordinal).unwrap());
+    assert!(matches!(other.enable_peer(&same), Err(GpuError::Unsupported { .. })));
+    let imported = other.import_from_any(&exported).unwrap();
+    let (slow, mut byte) = (stream(&other), [0u8]);
+    let copy = Copy { dst: byte.as_mut_ptr().expose_provenance() as u64, src: imported.base(), len: 1 };
+    // SAFETY: both ranges live until the stream is waited for.
+    unsafe { slow.copy(copy).unwrap() };
+    let error = slow.synchronize().unwrap_err();
+    assert!(!error.is_sticky(), "{error}");
+    // The process's own memory is copied by way of the host, and the GPU that holds the import reaches it.
+    let (near, far) = (device_memory(&slow, &pattern(1, 64)), same.alloc(64).unwrap());
+    // SAFETY: as above.
+    unsafe { slow.copy(Copy { dst: far.address(), src: near.address(), len: 64 }).unwrap() };
+    assert!(read(&slow, far.address(), 64) == pattern(1, 64));
+    let imported = same.import_from_any(&exported).unwrap();
+    assert_eq!(read(&stream(&same), imported.base(), 64), [0; 64]);
+    exporter.end();
 }
 
 #[test]
