@@ -243,7 +243,7 @@ impl Cuda {
     ) {
         let Some(owner) = cx.owner(session) else { return };
         match own {
-            Err(why) => cx.refuse(session, why),
+            Err(why) => refuse(cx, session, why),
             Ok(own) => {
                 let Offer { connection, meeting } = offer;
                 let Owner(identity) = owner;
@@ -306,7 +306,7 @@ impl Cuda {
         match party {
             Party::Peer(peer) => self.give_up(cx, peer, why.to_owned()),
             Party::Session(session) => {
-                cx.refuse(session, why);
+                refuse(cx, session, why);
                 self.stop_serving(session);
             }
         }
@@ -595,6 +595,11 @@ impl Cuda {
         };
         self.lent.iter().any(|(_, region, generation)| is_it(region, generation))
     }
+}
+
+/// Refuses an offer with a sentence that this process would show its own users. The peer shows it to its users.
+fn refuse(cx: &mut Context<'_>, session: SessionId, why: &str) {
+    cx.refuse(session, &format!("the peer reports: {why}"));
 }
 
 fn send(cx: &mut Context<'_>, to: Party, words: &Words) {
