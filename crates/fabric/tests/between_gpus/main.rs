@@ -12,6 +12,7 @@ mod shapes;
 mod side;
 #[path = "../support/mod.rs"]
 mod support;
+mod visible;
 mod windows;
 
 use crate::role::Role;

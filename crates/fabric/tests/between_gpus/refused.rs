@@ -1,24 +1,11 @@
 //! Peers that cannot map memory: the reason is one sentence, and bytes go through pinned memory of the host.
 
-use kvlane_fabric::{EngineOptions, Op, PeerId};
+use kvlane_fabric::{EngineOptions, Op};
 
 use crate::side::{Kind, Side, done, pattern};
-use crate::support::{Deadline, MIB, PATIENCE, Process};
+use crate::support::{MIB, Process};
 
 const LEN: usize = 2 * MIB;
-
-/// Why bytes do not go by cuda.
-fn trouble(side: &Side, peer: PeerId) -> String {
-    let deadline = Deadline::after(PATIENCE);
-    loop {
-        let path = side.path(peer, "cuda");
-        if let Some(trouble) = path.and_then(|path| path.trouble) {
-            return trouble;
-        }
-        assert!(!deadline.has_passed(), "{:?}", side.engine.paths(peer));
-        std::thread::yield_now();
-    }
-}
 
 #[test]
 fn memory_that_was_not_made_for_sharing_goes_through_slots() {
@@ -29,7 +16,7 @@ fn memory_that_was_not_made_for_sharing_goes_through_slots() {
     done(&here.move_all(peer, Op::Read, region));
     assert!(here.memory.all() == pattern(LEN, 8));
     assert_eq!(here.staged(), LEN as u64);
-    let why = trouble(&here, peer);
+    let why = here.trouble(peer);
     assert!(why.contains("the peer cannot share its GPU memory") && why.ends_with("sleep mode)"), "{why}");
 }
 
@@ -42,7 +29,7 @@ fn a_peer_without_the_carrier_is_reached_through_slots() {
     done(&here.move_all(peer, Op::Read, region));
     assert!(here.memory.all() == pattern(LEN, 8));
     assert!(here.staged() > 0);
-    assert!(!trouble(&here, peer).is_empty());
+    assert!(!here.trouble(peer).is_empty());
 }
 
 /// A process cannot open its own handles, as with CUDA.
@@ -53,6 +40,6 @@ fn two_engines_of_one_process_use_slots() {
     let peer = here.engine.connect(&there.engine.describe().unwrap()).unwrap();
     done(&here.move_all(peer, Op::Read, there.region));
     assert!(here.memory.all() == pattern(LEN, 2));
-    let why = trouble(&here, peer);
+    let why = here.trouble(peer);
     assert!(why.contains("it is in this process"), "{why}");
 }

@@ -6,6 +6,7 @@ use kvlane_fabric::{
     Access, Descriptor, EngineId, EngineOptions, Handle, Op, PeerId, Pieces, Transfer, Transport,
     WindowDescriptor, WindowRange,
 };
+use kvlane_fake_gpu::FakeOptions;
 
 use crate::side::{Kind, Side, done, pattern};
 use crate::support::PATIENCE;
@@ -19,8 +20,8 @@ pub(crate) struct Role {
 }
 
 impl Role {
-    /// `setup`: the GPU's ordinal, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, or "late" if it
-    /// registers its memory when it is told.
+    /// `setup`: the GPU's number, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, "late" if it
+    /// registers its memory when it is told, "alone" if it sees no other GPU, "apart" if GPUs do not reach each other.
     pub(crate) fn new(bytes: usize, setup: &str) -> Role {
         let words: Vec<&str> = setup.split_whitespace().collect();
         let kind = match words[1] {
@@ -28,13 +29,15 @@ impl Role {
             "own-chunks" => Kind::OwnChunks,
             _ => Kind::Whole,
         };
-        let (ordinal, more) = (words[0].parse().unwrap(), words.get(2));
-        let transport = more.filter(|word| **word == "slots").map(|_| Transport::TCP);
+        let (number, has) = (words[0].parse().unwrap(), |word| words[2..].contains(&word));
+        let transport = has("slots").then_some(Transport::TCP);
         let options = EngineOptions { transport, ..EngineOptions::default() };
-        let side = match more {
-            Some(&"late") => Side::without_region(ordinal, kind, bytes, options),
-            _ => Side::new(ordinal, kind, bytes, options),
-        };
+        let (visible, ordinal) = if has("alone") { (Some(vec![number]), 0) } else { (None, number) };
+        let gpus = FakeOptions { visible, reachable: !has("apart"), ..FakeOptions::default() };
+        let mut side = Side::on(gpus, ordinal, kind, bytes, options);
+        if !has("late") {
+            side.region = side.register(Access::ReadWrite);
+        }
         Role { side, peer: None, transfer: None, window: None }
     }
 

@@ -92,9 +92,15 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    /// With memory on the GPU of this ordinal, which is not registered.
-    pub(crate) fn without_region(ordinal: u32, kind: Kind, len: usize, options: EngineOptions) -> Side {
-        let driver = Arc::new(FakeDriver::new(FakeOptions::default()).unwrap());
+    /// On a host with these GPUs, with memory on the one of this ordinal, which is not registered.
+    pub(crate) fn on(
+        gpus: FakeOptions,
+        ordinal: u32,
+        kind: Kind,
+        len: usize,
+        options: EngineOptions,
+    ) -> Side {
+        let driver = Arc::new(FakeDriver::new(gpus).unwrap());
         let gpu = Gpu::open(Arc::clone(&driver) as _, ordinal).unwrap();
         let memory = Bytes::new(&gpu, kind, len);
         let engine = Engine::new(options).unwrap();
@@ -103,7 +109,7 @@ impl Side {
 
     /// With its memory registered.
     pub(crate) fn new(ordinal: u32, kind: Kind, len: usize, options: EngineOptions) -> Side {
-        let mut side = Side::without_region(ordinal, kind, len, options);
+        let mut side = Side::on(FakeOptions::default(), ordinal, kind, len, options);
         side.region = side.register(Access::ReadWrite);
         side
     }
@@ -135,6 +141,18 @@ impl Side {
 
     pub(crate) fn path(&self, peer: PeerId, carrier: &str) -> Option<PathStatus> {
         self.engine.paths(peer).into_iter().find(|path| path.carrier == carrier)
+    }
+
+    /// Why bytes do not go by cuda, once that is known.
+    pub(crate) fn trouble(&self, peer: PeerId) -> String {
+        let deadline = Deadline::after(PATIENCE);
+        loop {
+            if let Some(trouble) = self.path(peer, "cuda").and_then(|path| path.trouble) {
+                return trouble;
+            }
+            assert!(!deadline.has_passed(), "{:?}", self.engine.paths(peer));
+            std::thread::yield_now();
+        }
     }
 
     pub(crate) fn run(&self, region: u32, local: usize, remote: usize, len: usize) -> Run {
