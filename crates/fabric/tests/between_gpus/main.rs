@@ -6,6 +6,8 @@
 
 mod given_back;
 mod killed;
+mod lies;
+mod meetings;
 mod refused;
 mod role;
 mod shapes;

@@ -8,6 +8,7 @@ use kvlane_fabric::{
 };
 use kvlane_fake_gpu::FakeOptions;
 
+use crate::lies::{lie, own_socket};
 use crate::side::{Kind, Side, done, pattern};
 use crate::support::PATIENCE;
 
@@ -21,7 +22,8 @@ pub(crate) struct Role {
 
 impl Role {
     /// `setup`: the GPU's number, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, "late" if it
-    /// registers its memory when it is told, "alone" if it sees no other GPU, "apart" if GPUs do not reach each other.
+    /// registers its memory when it is told, "alone" if it sees no other GPU, "apart" if GPUs do not reach each other, "token" if its
+    /// engine has the token "between".
     pub(crate) fn new(bytes: usize, setup: &str) -> Role {
         let words: Vec<&str> = setup.split_whitespace().collect();
         let kind = match words[1] {
@@ -31,7 +33,8 @@ impl Role {
         };
         let (number, has) = (words[0].parse().unwrap(), |word| words[2..].contains(&word));
         let transport = has("slots").then_some(Transport::TCP);
-        let options = EngineOptions { transport, ..EngineOptions::default() };
+        let token = if has("token") { "between" } else { "" };
+        let options = EngineOptions { transport, token: token.into(), ..EngineOptions::default() };
         let (visible, ordinal) = if has("alone") { (Some(vec![number]), 0) } else { (None, number) };
         let gpus = FakeOptions { visible, reachable: !has("apart"), ..FakeOptions::default() };
         let mut side = Side::on(gpus, ordinal, kind, bytes, options);
@@ -62,6 +65,13 @@ impl Role {
             "fail-work" => {
                 let device = self.side.gpu.info().ordinal;
                 self.side.driver.fail_work(device, number(0), number(1) as u32);
+            }
+            "lie" => lie(&self.side.gpu, rest[0]),
+            "socket" => return own_socket().display().to_string(),
+            "register-pages" => {
+                for page in 0..number(0) as usize {
+                    self.side.register_part(16 * page, 16);
+                }
             }
             "meet" => {
                 let descriptor: Descriptor = rest[0].parse().unwrap();

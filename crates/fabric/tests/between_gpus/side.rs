@@ -124,6 +124,14 @@ impl Side {
         unsafe { self.engine.register_gpu(&self.gpu, address, len as u64, access).unwrap() }
     }
 
+    /// Registers a part of its memory, as another region.
+    pub(crate) fn register_part(&self, at: usize, len: usize) -> u32 {
+        assert!(at + len <= self.memory.len);
+        let address = self.memory.address + at as u64;
+        // SAFETY: as above.
+        unsafe { self.engine.register_gpu(&self.gpu, address, len as u64, Access::ReadWrite).unwrap() }
+    }
+
     /// Connects, and waits until bytes go by cuda.
     pub(crate) fn meet(&self, descriptor: &Descriptor) -> PeerId {
         let peer = self.engine.connect(descriptor).unwrap();

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
@@ -34,10 +35,16 @@ impl Process {
 
     /// `setup`: what [`play`] hands to the role.
     pub(crate) fn with(bytes: usize, setup: &str) -> Process {
+        Process::in_environment(bytes, setup, &[])
+    }
+
+    /// With these variables besides.
+    pub(crate) fn in_environment(bytes: usize, setup: &str, variables: &[(&str, &Path)]) -> Process {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_process_of_the_tests_below", "--nocapture"])
             .env(BYTES, bytes.to_string())
             .env(SETUP, setup)
+            .envs(variables.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

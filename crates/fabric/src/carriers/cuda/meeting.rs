@@ -243,3 +243,84 @@ fn send_part(stream: &UnixStream, gpu: &Gpu, holding: &Holding) -> io::Result<()
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use std::fs::{Permissions, set_permissions};
+    use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+
+    use rustix::fs::Uid;
+    use rustix::thread::set_thread_res_uid;
+
+    use super::*;
+    use crate::carriers::cuda::handles::Verdict;
+    use crate::identity::Identity;
+
+    const PASS: u128 = 7;
+
+    /// A connection of another user, which only root can make, and has asked as a peer would.
+    fn ask_as(user: u32, path: PathBuf) -> UnixStream {
+        let asking = std::thread::spawn(move || {
+            let user = Uid::from_raw(user);
+            set_thread_res_uid(user, user, user).unwrap();
+            let stream = UnixStream::connect(path).unwrap();
+            // It may be hung up on already.
+            let _ = send(&stream, &Ask { pass: PASS, regions: Vec::new() }.encode(), &[]);
+            stream
+        });
+        asking.join().unwrap()
+    }
+
+    /// The folder and the socket's mode keep others away. If those fail, the kernel's word on the peer's user does.
+    #[test]
+    fn processes_of_another_user_get_nothing_and_keep_no_peer_waiting() {
+        let exposed = Arc::new(Exposed::new(Identity { engine: 1, boot: 2 }));
+        exposed.make_card().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+        set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let until = Arc::clone(&stop);
+        let accepting = std::thread::spawn(move || accept(&listener, &exposed, PASS, &until));
+        let is_root = rustix::process::geteuid().is_root();
+        let strangers = 0..if is_root { 3 * SERVED_MAX } else { 0 };
+        let strangers: Vec<_> = strangers.map(|_| ask_as(65_534, path.clone())).collect();
+        let peer = UnixStream::connect(&path).unwrap();
+        send(&peer, &Ask { pass: PASS, regions: Vec::new() }.encode(), &[]).unwrap();
+        assert!(matches!(Incoming::new(&peer).verdict().unwrap(), Verdict::Fine(_)));
+        for mut stranger in strangers {
+            let mut heard = Vec::new();
+            // The end may be that of a connection with unread bytes.
+            let _ = stranger.read_to_end(&mut heard);
+            assert!(heard.is_empty(), "{heard:?}");
+        }
+        rustix::io::write(&*stop, &1u64.to_ne_bytes()).unwrap();
+        accepting.join().unwrap();
+    }
+
+    #[test]
+    fn another_user_is_named_in_the_reason() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+        set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        let _stranger = ask_as(65_534, path.clone());
+        let error = check_user(&listener.accept().unwrap().0).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the peer runs as user 65534, this process as user 0: run both as one user"
+        );
+        let _own = UnixStream::connect(&path).unwrap();
+        check_user(&listener.accept().unwrap().0).unwrap();
+    }
+}
