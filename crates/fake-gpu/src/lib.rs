@@ -118,6 +118,7 @@ pub struct FakeDriver {
     streams: Mutex<HashMap<(u32, StreamHandle), Arc<Stream>>>,
     events: Mutex<HashMap<EventHandle, Arc<Event>>>,
     log: Mutex<Vec<LoggedCopy>>,
+    calls: AtomicU64,
 }
 
 impl FakeDriver {
@@ -135,6 +136,7 @@ impl FakeDriver {
             streams: Mutex::default(),
             events: Mutex::default(),
             log: Mutex::default(),
+            calls: AtomicU64::new(0),
         })
     }
 
@@ -160,6 +162,11 @@ impl FakeDriver {
         self.machine.slowness.lock().insert(device, per_mib);
     }
 
+    /// Calls on open devices so far, those that failed too.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
     /// Every call that enqueued copies since the last [`FakeDriver::clear_log`].
     pub fn log(&self) -> Vec<LoggedCopy> {
         self.log.lock().clone()
@@ -172,6 +179,7 @@ impl FakeDriver {
 
     /// The checks at the start of every call on a device.
     fn begin(&self, device: u32, operation: &'static str) -> Result<(), GpuError> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
         if !self.open.lock().contains_key(&device) {
             return Err(error(operation, code::INVALID_CONTEXT));
         }

@@ -18,6 +18,10 @@ use super::memory::{Memory, Reach};
 /// The longest that a poll of a word or an event of another process sleeps.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
+/// Bytes that a slow copy moves before it takes their extra time. So it copies over its whole time, as a GPU does, and its
+/// bytes may be older and newer ones.
+const SLICE_BYTES: u64 = 256 << 10;
+
 /// The name under which faults count running copies.
 const RUNNING_COPY: &str = "a copy that runs";
 
@@ -137,6 +141,9 @@ impl Machine {
         if let Some(code) = self.work_faults.lock().next(device, RUNNING_COPY) {
             return Err(code);
         }
+        let per_mib = self.slowness.lock().get(&device).copied().unwrap_or_default();
+        let slice_bytes = if per_mib.is_zero() { u64::MAX } else { SLICE_BYTES };
+        let mut bytes = 0;
         for copy in copies {
             let _source = self.memory.hold(device, copy.src, copy.len, reach)?;
             let _destination = self.memory.hold(device, copy.dst, copy.len, reach)?;
@@ -144,19 +151,19 @@ impl Machine {
             if reach == Reach::Kernel && !(copy.src | copy.dst | copy.len).is_multiple_of(16) {
                 return Err(code::ILLEGAL_ADDRESS);
             }
-            // SAFETY: both ranges are held mapped, or the caller of the driver vouches for them.
-            unsafe { std::ptr::copy(pointer(copy.src), pointer(copy.dst), copy.len as usize) };
+            let mut at = 0;
+            while at < copy.len {
+                if bytes >= SLICE_BYTES {
+                    dawdle(per_mib, std::mem::take(&mut bytes));
+                }
+                let len = slice_bytes.min(copy.len - at);
+                // SAFETY: both ranges are held mapped, or the caller of the driver vouches for them.
+                unsafe { std::ptr::copy(pointer(copy.src + at), pointer(copy.dst + at), len as usize) };
+                (at, bytes) = (at + len, bytes + len);
+            }
         }
-        self.dawdle(device, copies.iter().map(|copy| copy.len).sum());
+        dawdle(per_mib, bytes);
         Ok(())
-    }
-
-    fn dawdle(&self, device: u32, bytes: u64) {
-        let per_mib = self.slowness.lock().get(&device).copied().unwrap_or_default();
-        let nanos = (per_mib.as_nanos() * u128::from(bytes)) >> 20;
-        if nanos > 0 {
-            thread::sleep(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)));
-        }
     }
 
     fn word(&self, device: u32, address: u64, use_it: impl FnOnce(&AtomicU32)) -> Result<(), u32> {
@@ -167,5 +174,13 @@ impl Machine {
         // SAFETY: the word is held mapped or its caller vouches for it, and is aligned.
         use_it(unsafe { AtomicU32::from_ptr(pointer(address).cast()) });
         Ok(())
+    }
+}
+
+/// Takes the extra time of so many bytes.
+fn dawdle(per_mib: Duration, bytes: u64) {
+    let nanos = (per_mib.as_nanos() * u128::from(bytes)) >> 20;
+    if nanos > 0 {
+        thread::sleep(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)));
     }
 }
