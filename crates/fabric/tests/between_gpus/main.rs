@@ -5,10 +5,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod given_back;
+mod idle;
 mod killed;
 mod lies;
+mod lost;
 mod meetings;
 mod refused;
+mod resources;
 mod role;
 mod shapes;
 mod side;

@@ -10,7 +10,7 @@ use kvlane_fake_gpu::FakeOptions;
 
 use crate::lies::{lie, own_socket};
 use crate::side::{Kind, Side, done, pattern};
-use crate::support::PATIENCE;
+use crate::support::{PATIENCE, numbers, settled};
 
 /// What another process does, and what it answers.
 pub(crate) struct Role {
@@ -80,10 +80,16 @@ impl Role {
             "read" => done(&self.move_all(Op::Read)),
             "write" => done(&self.move_all(Op::Write)),
             "begin-read" => self.transfer = Some(self.move_all(Op::Read)),
+            "begin-write" => self.transfer = Some(self.move_all(Op::Write)),
             "end" => return format!("{:?}", self.transfer.take().unwrap().wait(Some(PATIENCE))),
             "try-read" => return self.try_read(),
             "staged" => return self.side.staged().to_string(),
             "mapped" => return self.side.mapped().to_string(),
+            "cycle" => self.cycle(&rest[0].parse().unwrap(), number(1)),
+            "count" => return numbers(settled(None)),
+            "recount" => return numbers(settled(Some([0, 1, 2].map(|index| number(index) as usize)))),
+            "calls" => return self.side.driver.calls().to_string(),
+            "receive" => drop(engine.receive(Some(PATIENCE)).unwrap()),
             "disconnect" => engine.disconnect(self.peer.take().unwrap().0),
             "close" => engine.close(),
             _ => panic!("{what}?"),
@@ -104,6 +110,22 @@ impl Role {
     fn move_all(&self, op: Op) -> Handle {
         let (peer, region) = self.peer.unwrap();
         self.side.move_all(peer, op, region)
+    }
+
+    /// Meets a peer, exchanges bytes and leaves it, again and again.
+    fn cycle(&mut self, descriptor: &Descriptor, rounds: u64) {
+        for round in 0..rounds {
+            let peer = self.side.meet(descriptor);
+            let region = descriptor.regions[0].number;
+            done(&self.side.move_all(peer, Op::Read, region));
+            done(&self.side.move_all(peer, Op::Write, region));
+            if round % 2 == 0 {
+                // The peer has mapped it for the WRITE.
+                self.side.engine.unregister(self.side.region).unwrap();
+                self.side.region = self.side.register(Access::ReadWrite);
+            }
+            self.side.engine.disconnect(peer);
+        }
     }
 
     /// Shows these ranges (offset, len) of its region to an engine. Answers the window's descriptor.

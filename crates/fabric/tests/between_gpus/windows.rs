@@ -15,7 +15,7 @@ fn window(text: &str) -> WindowDescriptor {
     WindowDescriptor::from_bytes(&bytes).unwrap()
 }
 
-fn open(there: &mut Process, to: EngineId, ranges: &[(usize, usize)]) -> WindowDescriptor {
+pub(crate) fn open(there: &mut Process, to: EngineId, ranges: &[(usize, usize)]) -> WindowDescriptor {
     let ranges: Vec<String> = ranges.iter().map(|(offset, len)| format!("{offset} {len}")).collect();
     let EngineId { engine_id, boot_nonce } = to;
     window(&there.ask(&format!("open-window {engine_id} {boot_nonce} {}", ranges.join(" "))))
