@@ -15,6 +15,7 @@ mod resources;
 mod role;
 mod shapes;
 mod side;
+mod stopped;
 #[path = "../support/mod.rs"]
 mod support;
 mod visible;

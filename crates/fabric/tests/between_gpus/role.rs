@@ -11,6 +11,7 @@ use kvlane_fake_gpu::FakeOptions;
 use crate::lies::{lie, own_socket};
 use crate::side::{Kind, Side, done, pattern};
 use crate::support::{PATIENCE, numbers, settled};
+use crate::windows::{text, window};
 
 /// What another process does, and what it answers.
 pub(crate) struct Role {
@@ -23,7 +24,7 @@ pub(crate) struct Role {
 impl Role {
     /// `setup`: the GPU's number, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, "late" if it
     /// registers its memory when it is told, "alone" if it sees no other GPU, "apart" if GPUs do not reach each other, "token" if its
-    /// engine has the token "between".
+    /// engine has the token "between", "port=" and the port where it listens.
     pub(crate) fn new(bytes: usize, setup: &str) -> Role {
         let words: Vec<&str> = setup.split_whitespace().collect();
         let kind = match words[1] {
@@ -34,7 +35,10 @@ impl Role {
         let (number, has) = (words[0].parse().unwrap(), |word| words[2..].contains(&word));
         let transport = has("slots").then_some(Transport::TCP);
         let token = if has("token") { "between" } else { "" };
-        let options = EngineOptions { transport, token: token.into(), ..EngineOptions::default() };
+        let mut options = EngineOptions { transport, token: token.into(), ..EngineOptions::default() };
+        if let Some(port) = words.iter().find_map(|word| word.strip_prefix("port=")) {
+            options.listen[0].set_port(port.parse().unwrap());
+        }
         let (visible, ordinal) = if has("alone") { (Some(vec![number]), 0) } else { (None, number) };
         let gpus = FakeOptions { visible, reachable: !has("apart"), ..FakeOptions::default() };
         let mut side = Side::on(gpus, ordinal, kind, bytes, options);
@@ -52,6 +56,7 @@ impl Role {
             "pattern" => memory.put(0, &pattern(memory.len, number(0))),
             "fill" => memory.fill(number(0) as u8),
             "is" => return (memory.all() == pattern(memory.len, number(0))).to_string(),
+            "is-all" => return memory.is_all(number(0) as u8).to_string(),
             "unregister" => engine.unregister(self.side.region).unwrap(),
             "register" => self.side.region = self.side.register(Access::ReadWrite),
             "timed-unregister" => {
@@ -80,6 +85,7 @@ impl Role {
             "read" => done(&self.move_all(Op::Read)),
             "write" => done(&self.move_all(Op::Write)),
             "begin-read" => self.transfer = Some(self.move_all(Op::Read)),
+            "begin-window" => self.transfer = Some(self.begin_through(window(rest[0]))),
             "begin-write" => self.transfer = Some(self.move_all(Op::Write)),
             "end" => return format!("{:?}", self.transfer.take().unwrap().wait(Some(PATIENCE))),
             "try-read" => return self.try_read(),
@@ -105,6 +111,13 @@ impl Role {
             Ok(handle) => format!("{:?}", handle.wait(Some(PATIENCE)).unwrap()),
             Err(error) => format!("not begun: {error}"),
         }
+    }
+
+    /// Begins a READ of all of a window of the peer.
+    fn begin_through(&self, shown: WindowDescriptor) -> Handle {
+        let all = self.side.run(shown.number, 0, 0, shown.len as usize);
+        let (peer, _) = self.peer.unwrap();
+        self.side.engine.begin(peer, Transfer::read_through(shown, Pieces::Runs(vec![all]))).unwrap()
     }
 
     fn move_all(&self, op: Op) -> Handle {
@@ -139,6 +152,6 @@ impl Role {
         });
         let window = self.side.engine.open_window(peer, ranges.collect()).unwrap();
         self.window = Some(window);
-        window.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+        text(&window)
     }
 }

@@ -9,7 +9,11 @@ const LEN: usize = 4 * MIB;
 const OLD: u8 = 0x11;
 const NEW: u8 = 0x77;
 
-fn window(text: &str) -> WindowDescriptor {
+pub(crate) fn text(window: &WindowDescriptor) -> String {
+    window.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn window(text: &str) -> WindowDescriptor {
     let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
     let bytes: Vec<u8> = (0..text.len()).step_by(2).map(byte).collect();
     WindowDescriptor::from_bytes(&bytes).unwrap()
