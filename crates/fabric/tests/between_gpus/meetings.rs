@@ -57,7 +57,7 @@ fn a_peer_that_lies_about_its_memory_is_read_through_slots() {
             there.order("pattern 7");
             there.order(&format!("lie {how}"));
             let (descriptor, staged) = (there.descriptor(), here.staged());
-            let (peer, region) = (here.engine.connect(&descriptor).unwrap(), descriptor.regions[0].number);
+            let (peer, region) = (here.connect(&descriptor), descriptor.regions[0].number);
             here.memory.fill(0);
             done(&here.move_all(peer, Op::Read, region));
             assert!(here.memory.all() == pattern(LEN, 7), "{how}");
@@ -132,7 +132,7 @@ fn read_through_slots(setup: &str, session: &Path, token: &str, why: &str) {
     let mut there = Process::in_environment(LEN, setup, &[("XDG_RUNTIME_DIR", session)]);
     there.order("pattern 7");
     let descriptor = there.descriptor();
-    let (peer, region) = (here.engine.connect(&descriptor).unwrap(), descriptor.regions[0].number);
+    let (peer, region) = (here.connect(&descriptor), descriptor.regions[0].number);
     done(&here.move_all(peer, Op::Read, region));
     assert!(here.memory.all() == pattern(LEN, 7));
     assert!(here.trouble(peer).starts_with(why), "{}", here.trouble(peer));

@@ -139,6 +139,17 @@ impl Side {
         peer
     }
 
+    /// Connects, and waits until bytes go by cuda or it is known why not. Before that they may go through slots.
+    pub(crate) fn connect(&self, descriptor: &Descriptor) -> PeerId {
+        let peer = self.engine.connect(descriptor).unwrap();
+        let deadline = Deadline::after(PATIENCE);
+        while !self.path(peer, "cuda").is_some_and(|path| path.is_up || path.trouble.is_some()) {
+            assert!(!deadline.has_passed(), "{:?}", self.engine.paths(peer));
+            std::thread::yield_now();
+        }
+        peer
+    }
+
     pub(crate) fn is_neighbour(&self, peer: PeerId) {
         let deadline = Deadline::after(PATIENCE);
         while !self.path(peer, "cuda").is_some_and(|path| path.is_up) {

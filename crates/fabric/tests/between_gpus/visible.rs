@@ -46,7 +46,7 @@ fn bytes_of_a_gpu_that_is_not_reached_go_through_slots() {
         let (here, mut there) = (apart(EngineOptions::default()), Process::with(LEN, &format!("1 {kind}")));
         there.order("pattern 7");
         let descriptor = there.descriptor();
-        let (peer, region) = (here.engine.connect(&descriptor).unwrap(), descriptor.regions[0].number);
+        let (peer, region) = (here.connect(&descriptor), descriptor.regions[0].number);
         done(&here.move_all(peer, Op::Read, region));
         assert!(here.memory.all() == pattern(LEN, 7));
         let why = here.trouble(peer);
@@ -82,7 +82,7 @@ fn a_transfer_that_may_go_by_cuda_only_fails_where_a_gpu_is_not_reached() {
     let here = apart(EngineOptions { transport: Some(Transport::CUDA), ..EngineOptions::default() });
     let mut there = Process::with(LEN, "1 whole");
     let descriptor = there.descriptor();
-    let (peer, region) = (here.engine.connect(&descriptor).unwrap(), descriptor.regions[0].number);
+    let (peer, region) = (here.connect(&descriptor), descriptor.regions[0].number);
     let outcome = here.move_all(peer, Op::Read, region).wait(Some(PATIENCE));
     assert_eq!(outcome, Some(Err(Failure::PeerLost)));
     let why = here.trouble(peer);
