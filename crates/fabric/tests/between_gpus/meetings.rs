@@ -5,9 +5,11 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
 
 use kvlane_fabric::{EngineOptions, Op};
-use rustix::fs::Uid;
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, Uid, utimensat};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::thread::set_thread_res_uid;
 
 use crate::side::{Kind, Side, done, pattern};
@@ -145,8 +147,32 @@ fn the_socket_of_a_killed_process_is_removed_by_the_next_one() {
     let socket = there.ask("socket");
     assert_eq!(std::fs::symlink_metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     there.kill();
+    make_old(Path::new(&socket));
     let _here = Side::of(0, LEN);
     assert!(!Path::new(&socket).exists());
+}
+
+/// Engines that started at the same time removed each other's, and bytes went through slots until the next start.
+#[test]
+fn a_socket_of_a_process_that_does_not_listen_yet_is_left_alone() {
+    let mut there = Process::with(LEN, "0 whole");
+    let folder = Path::new(&there.ask("socket")).parent().unwrap().to_owned();
+    let bound = folder.join(format!("fabric-{:016x}.sock", std::process::id()));
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new(&bound).unwrap()).unwrap();
+    drop(Side::of(0, LEN));
+    assert!(bound.exists());
+    make_old(&bound);
+    drop(Side::of(0, LEN));
+    assert!(!bound.exists());
+}
+
+/// As if the file had been there for an hour.
+fn make_old(path: &Path) {
+    let then = UNIX_EPOCH.elapsed().unwrap() - Duration::from_secs(3600);
+    let then = Timespec { tv_sec: then.as_secs() as i64, tv_nsec: 0 };
+    let times = Timestamps { last_access: then, last_modification: then };
+    utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
 }
 
 /// A process needs the pass, which peers hear of over their control connection.

@@ -37,6 +37,8 @@ use crate::random::{long_random, random};
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Peers that are served at the same time. Others wait until one is done.
 const SERVED_MAX: usize = 32;
+/// A socket of this age at which no process listens is a killed engine's.
+const STALE_AGE: Duration = Duration::from_secs(10);
 /// Pause after an accept that failed, mostly because this process may open no more files, and while as many peers are served as
 /// may be.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -99,9 +101,10 @@ fn remove_stale() {
     for entry in folder.flatten() {
         let name = entry.file_name();
         let is_one = name.to_str().is_some_and(|name| name.starts_with("fabric-") && name.ends_with(".sock"));
-        // An engine listens before others can know its socket's name. One that has bound and does not listen yet loses the
-        // file only if another engine starts within these microseconds; its peers then use slots.
+        let age = entry.metadata().and_then(|found| found.modified()).ok().and_then(|at| at.elapsed().ok());
+        // A younger one may belong to an engine that has bound it and does not listen yet: ranks of one model start together.
         if is_one
+            && age.is_some_and(|age| age >= STALE_AGE)
             && matches!(UnixStream::connect(entry.path()), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
         {
             let _ = std::fs::remove_file(entry.path());
