@@ -20,7 +20,7 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
 /// Bytes that a slow copy moves before it takes their extra time. So it copies over its whole time, as a GPU does, and its
 /// bytes may be older and newer ones.
-const SLICE_BYTES: u64 = 256 << 10;
+const SLICE_BYTES: u64 = 64 << 10;
 
 /// The name under which faults count running copies.
 const RUNNING_COPY: &str = "a copy that runs";
