@@ -83,9 +83,17 @@ PARTS = {
         {**ROUNDS, "PROPTEST_CASES": "100"},
     ),
     "connects": Part(
-        "1,000 peers of the fabric that come and go over TCP, as many on one host, and as many within a process",
-        _rust("-p", "kvlane-fabric", "--lib", "--test", "processes", "--test", "same_host", "come_and_go"),
+        "1,000 peers of the fabric that come and go over TCP, as many on one host, within a process, and with GPUs",
+        _rust(
+            *("-p", "kvlane-fabric", "--lib", "--test", "processes", "--test", "same_host"),
+            *("--test", "between_gpus", "come_and_go"),
+        ),
         ROUNDS,
+    ),
+    "gpu-windows": Part(
+        "10,000 rounds of GPU blocks that are used again while other processes read them through windows",
+        _rust("-p", "kvlane-fabric", "--test", "between_gpus", "reused"),
+        {"KVLANE_TEST_ROUNDS": "10000"},
     ),
     "storms": Part(
         "1,000 writes over TCP that are given up at any moment, and as many that end their connections",

@@ -12,6 +12,7 @@ mod lost;
 mod meetings;
 mod refused;
 mod resources;
+mod reused;
 mod role;
 mod shapes;
 mod side;

@@ -21,7 +21,7 @@ fn assert_none_left(before: &str, after: &str) {
 }
 
 #[test]
-fn peers_that_are_met_and_left_again_leave_nothing_mapped_or_open() {
+fn peers_that_come_and_go_leave_nothing_mapped_or_open() {
     for kind in ["whole", "chunks"] {
         let rounds = rounds(15);
         let patience = PATIENCE + Duration::from_millis(500) * rounds;
@@ -43,7 +43,7 @@ fn peers_that_are_met_and_left_again_leave_nothing_mapped_or_open() {
 }
 
 #[test]
-fn peers_that_are_killed_leave_nothing_mapped_or_open() {
+fn killed_peers_that_come_and_go_leave_nothing_mapped_or_open() {
     let mut stays = Process::with(LEN, "1 whole");
     let own = stays.ask("mapped");
     let descriptor = stays.descriptor().to_text().unwrap();

@@ -1,5 +1,6 @@
 //! The role of a second process: an engine with GPU memory, driven by lines on its standard input.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use kvlane_fabric::{
@@ -19,6 +20,10 @@ pub(crate) struct Role {
     peer: Option<(PeerId, u32)>,
     transfer: Option<Handle>,
     window: Option<WindowDescriptor>,
+    /// Where the parts of its memory begin that are regions of their own.
+    parts: HashMap<u32, usize>,
+    /// Open windows over several regions, and what they show.
+    shown: Vec<(WindowDescriptor, Vec<WindowRange>)>,
 }
 
 impl Role {
@@ -45,7 +50,7 @@ impl Role {
         if !has("late") {
             side.region = side.register(Access::ReadWrite);
         }
-        Role { side, peer: None, transfer: None, window: None }
+        Role { side, peer: None, transfer: None, window: None, parts: HashMap::new(), shown: Vec::new() }
     }
 
     pub(crate) fn obey(&mut self, what: &str, rest: &[&str]) -> String {
@@ -73,6 +78,13 @@ impl Role {
             }
             "lie" => lie(&self.side.gpu, rest[0]),
             "socket" => return own_socket().display().to_string(),
+            "register-part" => {
+                let region = self.side.register_part(number(0) as usize, number(1) as usize);
+                self.parts.insert(region, number(0) as usize);
+                return region.to_string();
+            }
+            "show" => return self.show(rest),
+            "reuse" => self.reuse(number(0) as u8),
             "register-pages" => {
                 for page in 0..number(0) as usize {
                     self.side.register_part(16 * page, 16);
@@ -153,5 +165,36 @@ impl Role {
         let window = self.side.engine.open_window(peer, ranges.collect()).unwrap();
         self.window = Some(window);
         text(&window)
+    }
+
+    /// Fills parts of its memory with a byte and shows them to an engine by one window. `rest`: the engine, the byte, then each
+    /// range's region, offset and bytes.
+    fn show(&mut self, rest: &[&str]) -> String {
+        let number = |word: &&str| word.parse::<u64>().unwrap();
+        let peer = EngineId { engine_id: rest[0].parse().unwrap(), boot_nonce: rest[1].parse().unwrap() };
+        let mut ranges = Vec::new();
+        for range in rest[3..].chunks(3) {
+            let [region, offset, len] = [0, 1, 2].map(|index| number(&range[index]));
+            ranges.push(WindowRange { region: region as u32, offset, len });
+        }
+        self.fill_ranges(&ranges, number(&rest[2]) as u8);
+        let window = self.side.engine.open_window(peer, ranges.clone()).unwrap();
+        self.shown.push((window, ranges));
+        text(&window)
+    }
+
+    /// Closes the windows one after the other, and uses what each showed again at once.
+    fn reuse(&mut self, byte: u8) {
+        for (window, ranges) in std::mem::take(&mut self.shown) {
+            self.side.engine.close_window(&window).unwrap();
+            self.fill_ranges(&ranges, byte);
+        }
+    }
+
+    fn fill_ranges(&self, ranges: &[WindowRange], byte: u8) {
+        for WindowRange { region, offset, len } in ranges {
+            let at = self.parts[region] + *offset as usize;
+            self.side.memory.put(at, &vec![byte; *len as usize]);
+        }
     }
 }
