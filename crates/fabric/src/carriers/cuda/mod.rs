@@ -49,8 +49,10 @@ mod copies;
 mod exposed;
 mod handles;
 mod imports;
+mod mapping;
 mod meeting;
 mod neighbour;
+mod reading;
 mod registrar;
 mod served;
 mod serving;
@@ -68,31 +70,27 @@ use self::copies::{CopyId, GpuCopies};
 use self::exposed::Exposed;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::handles::check_handles;
-use self::imports::{Done, FetchId, FetchedMemory, ImportOf, Imports};
+use self::imports::{FetchId, Imports};
 use self::meeting::Meeting;
 #[cfg(doc)]
 use self::neighbour::IDLE;
-use self::neighbour::{MappedRegion, Neighbour, NotFound, WantedBytes};
-use self::registrar::{CudaRegistrar, RegionKey};
+use self::neighbour::{MappedRegion, Neighbour};
+use self::registrar::CudaRegistrar;
 use self::served::ServedPeer;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
-use self::words::{Offer, PullSource, Words};
+use self::words::{Offer, Words};
 use super::awaited::AwaitedRegions;
 use super::card::SharedCard;
-use crate::carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
-};
+use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::identity::Identity;
 use crate::numbered::Numbered;
-use crate::peers::{NotThere, Peer, RemoteBytes};
 use crate::provider::NotNow;
 use crate::random::random;
 use crate::registrar::Registrar;
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX};
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Route, Token};
 use crate::watch::{Interest, Watch};
-use crate::wire::WireRun;
 
 /// Watch tag of the eventfd that [`Imports`] writes when something is done.
 const WAKE: u64 = 0;
@@ -254,148 +252,6 @@ impl Cuda {
         }
     }
 
-    /// Maps regions of a neighbour for a GPU of this process, unless that is under way.
-    fn fetch(&mut self, cx: &mut Context<'_>, party: Party, gpu: u16, regions: Vec<(u32, u32)>) {
-        let Some(opened) = self.exposed.gpu(gpu) else { return };
-        let neighbour = match party {
-            Party::Peer(peer) => self.peers.get_mut(&peer).and_then(|reader| reader.neighbour.as_mut()),
-            Party::Session(session) => self.serving.get_mut(&session).map(|serving| &mut serving.neighbour),
-        };
-        let Some(neighbour) = neighbour else { return };
-        let Some(asks) = neighbour.begin_fetch(gpu, regions) else {
-            return self.cannot_map(cx, party, "it has more regions than this process maps");
-        };
-        let (meeting, identity, connection) = (neighbour.meeting, neighbour.identity, neighbour.connection);
-        for regions in asks {
-            let id = self.imports.fetch(meeting, identity, opened.clone(), regions.clone());
-            self.fetching.insert(id, ActiveFetch { party, connection, gpu, regions });
-        }
-    }
-
-    /// Meets a peer, and maps its regions once it shows any of them to this process by a window, before a transfer needs them.
-    /// Others are mapped when a transfer names them: most processes of a peer never read each other.
-    fn meet(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let neighbour = self.peers.get(&peer).and_then(|reader| reader.neighbour.as_ref());
-        let Some(neighbour) = neighbour else { return };
-        let is_shown = neighbour.is_empty() && cx.peers.get(&peer).is_some_and(Peer::has_windows);
-        let Some(gpu) = self.exposed.gpus().first().copied() else { return };
-        if !is_shown {
-            return self.fetch(cx, Party::Peer(peer), gpu, Vec::new());
-        }
-        let is_shared = |key: &[u8]| matches!(RegionKey::decode(key), RegionKey::Shared(_));
-        let shared = cx.remote_regions(peer).into_iter().filter(|(.., key)| is_shared(key));
-        let shared = shared.map(|(region, generation, _)| (region, generation)).collect();
-        self.fetch(cx, Party::Peer(peer), gpu, shared);
-    }
-
-    /// Unmaps regions that a peer has given back.
-    fn close_gone(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        let neighbour = self.peers.get_mut(&peer).and_then(|reader| reader.neighbour.as_mut());
-        let Some(neighbour) = neighbour else { return };
-        let here: HashSet<(u32, u32)> =
-            cx.remote_regions(peer).into_iter().map(|(region, generation, _)| (region, generation)).collect();
-        let gone = neighbour.regions().into_iter().filter(|region| !here.contains(region));
-        let gone: Vec<(u32, u32)> = gone.collect();
-        let mapped: Vec<MappedRegion> =
-            gone.iter().flat_map(|(region, generation)| neighbour.take(*region, *generation)).collect();
-        self.close_imports(mapped);
-    }
-
-    /// A peer's memory cannot be mapped: other carriers move its bytes.
-    fn cannot_map(&mut self, cx: &mut Context<'_>, party: Party, why: &str) {
-        match party {
-            Party::Peer(peer) => self.give_up(cx, peer, why.to_owned()),
-            Party::Session(session) => {
-                refuse(cx, session, why);
-                self.stop_serving(session);
-            }
-        }
-    }
-
-    /// Takes what the thread that maps memory has done. Whether there was anything.
-    fn take_done(&mut self, cx: &mut Context<'_>) -> bool {
-        let done = self.imports.take_done();
-        let any = !done.is_empty();
-        for done in done {
-            match done {
-                Done::Fetched { id, outcome } => self.fetched(cx, id, outcome),
-                Done::Closed(of) => self.closed(cx, *of),
-            }
-        }
-        any
-    }
-
-    fn fetched(&mut self, cx: &mut Context<'_>, id: FetchId, outcome: Result<FetchedMemory, String>) {
-        let Some(ActiveFetch { party, connection, gpu, regions }) = self.fetching.remove(&id) else { return };
-        let neighbour = match party {
-            Party::Peer(peer) => self.peers.get_mut(&peer).and_then(|reader| reader.neighbour.as_mut()),
-            Party::Session(session) => self.serving.get_mut(&session).map(|serving| &mut serving.neighbour),
-        };
-        let neighbour = neighbour.filter(|neighbour| neighbour.connection == connection && !self.is_closed);
-        match (outcome, neighbour) {
-            (Ok(memory), Some(neighbour)) => {
-                let was_met = neighbour.card.is_some();
-                let mapped = neighbour.fetched(gpu, &regions, memory);
-                send(cx, party, &Words::Mapped(mapped));
-                if let Some(process) = neighbour.process.as_ref().filter(|_| !was_met) {
-                    // Without a watch the end of the control connection tells of its end too.
-                    neighbour.tag = self.next_tag;
-                    self.next_tag += 1;
-                    if self.watch.add(&**process, neighbour.tag, Interest::READS).is_ok() {
-                        self.watched.insert(neighbour.tag, (party, connection));
-                    }
-                }
-            }
-            (Err(why), Some(_)) => return self.cannot_map(cx, party, &why),
-            // That connection has ended meanwhile.
-            (Ok(memory), None) => {
-                for import in memory.regions {
-                    let (region, generation) = (import.region, import.generation);
-                    let of = Arc::new(ImportOf { region, generation, connection });
-                    self.imports.close(of, Arc::new(import));
-                }
-                return;
-            }
-            (Err(_), None) => return,
-        }
-        match party {
-            Party::Peer(peer) => {
-                // It may have given some back meanwhile.
-                self.close_gone(cx, peer);
-                if let Some(reader) = self.peers.get_mut(&peer) {
-                    match std::mem::replace(&mut reader.is_up, true) {
-                        false => cx.up(reader.path, reader.number),
-                        true => cx.ready(reader.path),
-                    }
-                }
-            }
-            Party::Session(session) => self.serve_waiting(cx, session),
-        }
-    }
-
-    /// A region is not mapped here any more: tells its owner.
-    fn closed(&mut self, cx: &mut Context<'_>, of: ImportOf) {
-        // A thread that closes the engine waits for the last one.
-        cx.process.news.change |= self.is_closed;
-        let ImportOf { region, generation, connection } = of;
-        let is_of = |neighbour: &Neighbour| neighbour.connection == connection;
-        let peers = self.peers.iter().filter_map(|(peer, reader)| {
-            reader.neighbour.as_ref().is_some_and(is_of).then_some(Party::Peer(*peer))
-        });
-        let sessions = self
-            .serving
-            .iter()
-            .filter_map(|(session, serving)| is_of(&serving.neighbour).then_some(Party::Session(*session)));
-        let to: Vec<Party> = peers.chain(sessions).collect();
-        for party in to {
-            send(cx, party, &Words::Unmapped(vec![(region, generation)]));
-        }
-    }
-
-    fn close_imports(&mut self, mapped: Vec<MappedRegion>) {
-        mapped.into_iter().for_each(|MappedRegion { of, import }| self.imports.close(of, import));
-    }
-
     /// Removes the path to a peer. Its next control connection starts anew.
     fn give_up(&mut self, cx: &mut Context<'_>, peer: PeerId, why: String) {
         self.end(cx, peer, &why);
@@ -426,157 +282,6 @@ impl Cuda {
         }
     }
 
-    /// Asks a peer to copy a WRITE. Its runs are on one GPU on both sides.
-    fn ask_pull(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
-        let CarrierPost { peer, token, runs, .. } = *post;
-        let source = |run: &PostedRun| {
-            let (region, generation, offset) = self.exposed.region_at(&run.local)?;
-            Some(PullSource { region, generation, offset })
-        };
-        let Some(sources) = runs.iter().map(source).collect() else {
-            cx.completed(token, Completion::Refused);
-            return Ok(());
-        };
-        let runs = runs.iter().map(|run| WireRun {
-            region: run.region,
-            generation: run.generation,
-            offset: run.offset,
-            len: run.len,
-        });
-        let words = Words::Pull { token: token.number(), runs: runs.collect(), sources };
-        send(cx, Party::Peer(peer), &words);
-        self.posted.insert(token, CudaPost { peer, is_pulled: true });
-        Ok(())
-    }
-
-    /// Begins the copy of a READ.
-    fn read(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>, gpu: u16) -> Result<(), NotNow> {
-        let CarrierPost { path, peer, token, runs, .. } = *post;
-        if !self.copies.has_room(gpu) {
-            self.starved.push(path);
-            return Err(NotNow);
-        }
-        let reader = self.peers.get_mut(&peer).ok_or(NotNow)?;
-        let connection = reader.connection;
-        let wanted = match wanted(cx, &mut reader.awaited, peer, runs) {
-            Ok(wanted) => wanted,
-            Err(CannotRead::Yet) => return Err(NotNow),
-            Err(CannotRead::Refused) => {
-                cx.completed(token, Completion::Refused);
-                return Ok(());
-            }
-            Err(CannotRead::NotShared(why)) => {
-                self.give_up(cx, peer, format!("the peer cannot share its GPU memory: {why}"));
-                return Err(NotNow);
-            }
-        };
-        let neighbour = reader.neighbour.as_mut().ok_or(NotNow)?;
-        match neighbour.find(cx.now(), gpu, &wanted.bytes) {
-            Ok(found) => {
-                let marks = wanted.marks;
-                let card = neighbour.card.clone().ok_or(NotNow)?;
-                let opened = self.exposed.gpu(gpu).ok_or(NotNow)?;
-                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
-                // `ActiveCopy` keeps the sources mapped.
-                let copy = unsafe { self.copies.begin(gpu, &opened, found.copies, found.within) };
-                let origin = CopyOrigin::Ours { token, connection };
-                self.copying.insert(copy, ActiveCopy { origin, card, marks, mapped: found.mapped });
-                self.posted.insert(token, CudaPost { peer, is_pulled: false });
-                Ok(())
-            }
-            Err(NotFound::Missing(regions)) => {
-                self.fetch(cx, Party::Peer(peer), gpu, regions);
-                Err(NotNow)
-            }
-            Err(NotFound::Refused) => {
-                cx.completed(token, Completion::Refused);
-                Ok(())
-            }
-        }
-    }
-
-    /// Completes the posts and requests whose copies have ended. Whether there were any.
-    fn take_ended(&mut self, cx: &mut Context<'_>) -> bool {
-        let ended = self.copies.take_ended();
-        let any = !ended.is_empty();
-        for (copy, outcome) in ended {
-            let Some(ActiveCopy { origin, card, marks, mapped }) = self.copying.remove(&copy) else {
-                continue;
-            };
-            // The card is read after the last byte was copied.
-            let completion = match outcome {
-                Ok(()) if card.marks(&marks) => Completion::Placed,
-                Ok(()) => Completion::Refused,
-                Err(error) => {
-                    // Log: a GPU failed to copy bytes of another engine's GPU; for a hand-off, the decode engine
-                    // computes those blocks. Do: look for CUDA errors in the engine's log and Xid in dmesg.
-                    tracing::warn!(%error, "GPU driver failed to copy bytes of a peer's GPU");
-                    Completion::GpuFailed
-                }
-            };
-            // If the neighbour was given up meanwhile, this was the last holder.
-            self.let_idle_go(mapped);
-            cx.note_released();
-            match origin {
-                CopyOrigin::Ours { token, connection } => {
-                    let Some(CudaPost { peer, .. }) = self.posted.remove(&token) else { continue };
-                    // If that connection is gone, the outcome of its other posts is unknown, so this one's is too.
-                    let is_of = |reader: &ConnectedPeer| reader.connection == connection;
-                    let is_connected = self.peers.get(&peer).is_some_and(is_of);
-                    cx.completed(token, if is_connected { completion } else { Completion::Unknown });
-                }
-                CopyOrigin::Theirs { session, connection, token, weight, .. } => {
-                    self.finish_pull(session, (connection, token, weight), completion);
-                }
-            }
-        }
-        if any {
-            std::mem::take(&mut self.starved).into_iter().for_each(|path| cx.ready(path));
-            let sessions: Vec<SessionId> = self.serving.keys().copied().collect();
-            sessions.into_iter().for_each(|session| self.serve_waiting(cx, session));
-        }
-        any
-    }
-
-    /// A neighbour's process has exited: unmaps its memory, even if its control connection lives on in a forked child.
-    fn neighbour_exited(&mut self, cx: &mut Context<'_>, party: Party, connection: u64) {
-        match party {
-            Party::Peer(peer) => {
-                if self.peers.get(&peer).is_some_and(|reader| reader.connection == connection) {
-                    self.end(cx, peer, "the peer's process has exited");
-                }
-            }
-            Party::Session(session) => {
-                let serving = self.serving.get(&session);
-                if serving.is_some_and(|serving| serving.neighbour.connection == connection) {
-                    self.stop_serving(session);
-                }
-            }
-        }
-    }
-
-    fn unwatch(&mut self, neighbour: &Neighbour) {
-        if self.watched.remove(&neighbour.tag).is_some()
-            && let Some(process) = &neighbour.process
-        {
-            self.watch.remove(&**process);
-        }
-    }
-
-    /// Gives up what a copy kept mapped.
-    fn let_idle_go(&mut self, mapped: Vec<MappedRegion>) {
-        let last = mapped.into_iter().filter(|held| Arc::strong_count(&held.import) == 1);
-        self.close_imports(last.collect());
-    }
-
-    /// Unmaps regions whose owner has given them back, or that nothing uses any more.
-    fn close_unused(&mut self, now: Duration) {
-        let idle = self.peers.values_mut().filter_map(|reader| reader.neighbour.as_mut());
-        let idle = idle.chain(self.serving.values_mut().map(|serving| &mut serving.neighbour));
-        let mapped: Vec<MappedRegion> = idle.flat_map(|neighbour| neighbour.take_idle(now)).collect();
-        self.close_imports(mapped);
-    }
-
     /// Asks the peers that have mapped them to unmap regions whose owner here takes them back.
     fn ask_back(&mut self, cx: &mut Context<'_>) {
         for (region, generation) in self.exposed.take_withdrawn() {
@@ -604,61 +309,6 @@ fn refuse(cx: &mut Context<'_>, session: SessionId, why: &str) {
 
 fn send(cx: &mut Context<'_>, to: Party, words: &Words) {
     words.encode().into_iter().for_each(|words| cx.send(to, words));
-}
-
-/// The bytes of a READ, and what the card has to mark afterwards.
-struct Wanted {
-    bytes: Vec<WantedBytes>,
-    /// Regions and windows, as (number, generation).
-    marks: Vec<(u32, u32)>,
-}
-
-/// Why a READ cannot begin.
-enum CannotRead {
-    Yet,
-    Refused,
-    /// The peer's memory was not made for sharing: why.
-    NotShared(String),
-}
-
-/// Where the bytes of these runs are at the peer.
-fn wanted(
-    cx: &Context<'_>,
-    awaited: &mut AwaitedRegions,
-    peer: PeerId,
-    runs: &[PostedRun],
-) -> Result<Wanted, CannotRead> {
-    let known = cx.peers.get(&peer).ok_or(CannotRead::Refused)?;
-    let mut wanted = Wanted { bytes: Vec::with_capacity(runs.len()), marks: Vec::new() };
-    let mut parts: Vec<RemoteBytes<'_>> = Vec::new();
-    // The last region whose key was read. Runs mostly follow each other in one region.
-    let mut shared = None;
-    for run in runs {
-        parts.clear();
-        match known.find(cx.code, (run.region, run.generation), run.offset, run.len, &mut parts) {
-            Ok(()) => {}
-            Err(NotThere::NotYet) if !awaited.add(cx.now(), run.region, run.generation) => {
-                return Err(CannotRead::Yet);
-            }
-            Err(NotThere::NotYet | NotThere::None) => return Err(CannotRead::Refused),
-        }
-        if !wanted.marks.contains(&(run.region, run.generation)) {
-            wanted.marks.push((run.region, run.generation));
-        }
-        let mut to = run.local.piece.address as u64;
-        for RemoteBytes { key, region, generation, offset, len } in &parts {
-            let (region, generation) = (*region, *generation);
-            if shared != Some((region, generation)) {
-                if let RegionKey::NotShared(why) = RegionKey::decode(key) {
-                    return Err(CannotRead::NotShared(why.into_owned()));
-                }
-                shared = Some((region, generation));
-            }
-            wanted.bytes.push(WantedBytes { region, generation, offset: *offset, len: *len, to });
-            to += len;
-        }
-    }
-    Ok(wanted)
 }
 
 impl Carrier for Cuda {
