@@ -245,7 +245,7 @@ class HandoffRank:
     ) -> None:
         """`listen`: HOST:PORT. `regions`: as of `Worker`, one after the other. `areas`: address and bytes of the memory
         in which they lie, which has to stay until `close`. `key`: 16 bytes, by which its own scheduler is known.
-        `transport`: auto, tcp or cma. `gpu`: the UUID of the GPU whose memory it is. `tls`: files with
+        `transport`: auto, tcp, cma or cuda. `gpu`: the UUID of the GPU whose memory it is. `tls`: files with
         a certificate, its key, and the authority's certificate. OSError, ValueError."""
 
     @property
@@ -382,6 +382,10 @@ class GpuMemory:
         """Such as "cuda:0"."""
 
     @property
+    def uuid(self) -> bytes:
+        """The GPU's UUID, 16 bytes, as `HandoffRank` takes it."""
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def copy_from_host(self, offset: int, address: int, length: int) -> None: ...
     def copy_to_host(self, offset: int, address: int, length: int) -> None: ...
@@ -429,6 +433,7 @@ class FabricTransfer:
 
     def wait(self, timeout_ms: float | None) -> str | None: ...
     def outcome(self) -> str | None: ...
+    def carried(self) -> list[tuple[str, int]]: ...
     def cancel(self) -> None: ...
 
 @final

@@ -761,6 +761,11 @@ class Transfer:
         """Whether it is over, complete or failed."""
         return self._core.outcome() is not None
 
+    @property
+    def carried(self) -> dict[str, int]:
+        """The bytes that each carrier moved, by its name as in `Path.carrier`. Empty before the transfer is over."""
+        return dict(self._core.carried())
+
     def cancel(self) -> None:
         """Cancels the transfer. It is over when `wait` has raised `Cancelled`, or returned if it was over before."""
         self._core.cancel()

@@ -81,35 +81,45 @@ def digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def test_a_gpus_memory_goes_to_a_gpu_of_another_process_and_back() -> None:
+@pytest.mark.parametrize(("transport", "carrier"), [("cuda", "cuda"), ("tcp", "tcp-slots")])
+def test_a_gpus_memory_goes_to_a_gpu_of_another_process_and_back(transport: str, carrier: str) -> None:
     source = numpy.random.default_rng(1).integers(0, 256, SIZE, dtype=numpy.uint8)
     memory = GpuMemory(SIZE, "cuda:0")
     memory.put(0, source)
-    with other() as there, fabric.Engine() as engine:
+    with other() as there, fabric.Engine(transport=transport) as engine:
         region = engine.register(memory.address, SIZE, device="cuda:0")
         peer = engine.connect(there.descriptor)
         expected = bytearray(b"o" * SIZE)
         runs = [(0, 100, 8193), (50_000, 20_000, 1), (60_000, 30_000, 300_000), (5, 5, 0)]
         for here, far, length in runs:
             expected[far : far + length] = source[here : here + length].tobytes()
-        peer.write(region, there.region, runs, notify=there.notify).wait(PATIENCE)
+        write = peer.write(region, there.region, runs, notify=there.notify)
+        write.wait(PATIENCE)
         assert there.ask("wait 1") == "True"
         assert there.ask("digest") == digest(expected)
         pages, page = 64, 4096
         order = [(each * 37 + 5) % (SIZE // page) for each in range(pages)]
         local = fabric.Pages(region, order, stride=page)
         remote = fabric.Pages(there.region, range(pages), stride=page)
-        peer.read_pages(page, local, remote).wait(PATIENCE)
+        read = peer.read_pages(page, local, remote)
+        read.wait(PATIENCE)
         for far, here in enumerate(order):
             came = memory.get(here * page, (here + 1) * page)
             assert came.tobytes() == expected[far * page : (far + 1) * page]
         moved = sum(length for _, _, length in runs)
-        assert engine.staged == fabric.Staged(pages * page, moved, 0)
-        # The host's memory, with the same peer.
-        host = bytearray(SIZE)
-        peer.read(engine.register(host), there.region, [(0, 0, SIZE)]).wait(PATIENCE)
-        assert host == expected
+        assert (write.carried, read.carried) == ({carrier: moved}, {carrier: pages * page})
+        staged = (pages * page, moved, 0) if transport == "tcp" else (0, 0, 0)
+        assert engine.staged == fabric.Staged(*staged)
         region.unregister()
+
+
+def test_a_gpus_memory_comes_into_the_hosts_through_sockets() -> None:
+    with other() as there, fabric.Engine() as engine:
+        host = bytearray(SIZE)
+        peer = engine.connect(there.descriptor)
+        read = peer.read(engine.register(host), there.region, [(0, 0, SIZE)])
+        read.wait(PATIENCE)
+        assert host == b"o" * SIZE and read.carried == {"tcp-slots": SIZE}
 
 
 class Tensor:

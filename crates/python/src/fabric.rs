@@ -396,6 +396,11 @@ impl PyTransfer {
         Ok(self.0.get()?.outcome().map(name))
     }
 
+    /// Carriers and the bytes that each moved. Empty before the transfer is over.
+    fn carried(&self) -> PyResult<Vec<(&'static str, u64)>> {
+        Ok(self.0.get()?.carried())
+    }
+
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         let handle = self.0.get()?;
         py.detach(|| handle.cancel());

@@ -6,7 +6,10 @@ use kvlane_gpu::{
     Copier, CopierOptions, Copy, DeviceMemory, Direction, HostBuffer, Priority, Stream, Thresholds,
 };
 use parking_lot::Mutex;
-use pyo3::{prelude::*, types::PyDict};
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyDict},
+};
 
 use crate::convert::value_error;
 use crate::gpu::{failed, open_gpu};
@@ -46,6 +49,11 @@ impl PyGpuMemory {
     #[getter]
     fn device(&self) -> String {
         format!("cuda:{}", self.stream.gpu().info().ordinal)
+    }
+
+    #[getter]
+    fn uuid<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.stream.gpu().info().uuid)
     }
 
     #[getter]
