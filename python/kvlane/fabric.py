@@ -238,9 +238,9 @@ class Engine:
         `unregister` or `close`. For an address, the caller keeps the memory.
 
         `device`: "cpu", or "cuda:N" for the N-th GPU of this process, if the memory does not say it itself. Bytes
-        between GPUs go straight from one to the other if both processes are of one host and one user, else through
-        pinned memory of the host and sockets. The engine copies in streams of its own. So all enqueued work that
-        touches the memory has to be over when a transfer begins.
+        between GPUs go straight from one to the other, once that path is up, if both processes are of one host and one
+        user; else through pinned memory of the host and sockets. The engine copies in streams of its own. So all
+        enqueued work that touches the memory has to be over when a transfer begins.
 
         ValueError for other memory, and for a GPU's if the engine was made for cma only. `GpuError` if there is no
         driver or no such GPU, or if it refuses, as for memory that is not allocated on it.

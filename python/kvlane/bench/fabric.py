@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import re
 import signal
 import statistics
 import sys
@@ -26,6 +25,7 @@ from kvlane.bench.drawing import save
 from kvlane.bench.extra import tqdm
 from kvlane.bench.fabric_sides import SIDES, Cell, Kvlane, Side, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.memory import both_memories, parse_memory
 from kvlane.bench.sizes import parse_size
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
     )
     parser.add_argument(
         "--memory",
-        type=_memory,
+        type=parse_memory,
         default="host",
         metavar="host|cuda:N|cuda:N,cuda:M",
         help="of both sides, or of the near one and the far one; with ADDRESS of the near one, and --server says its "
@@ -310,8 +310,8 @@ def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
     ).rstrip()
     if arguments.memory != "host":
         note = (
-            f"Memory of {' and '.join(dict.fromkeys(_memories(arguments.memory)))}. Single operations one after the "
-            f"other, medians over {arguments.rounds} rounds in which the systems take turns and the others are "
+            f"Memory of {' and '.join(dict.fromkeys(both_memories(arguments.memory)))}. Single operations one after "
+            f"the other, medians over {arguments.rounds} rounds in which the systems take turns and the others are "
             "stopped; bytes checked once each, not timed. Paged: "
             f"{arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one "
             "call, which loop and gpu-copies move in one piece. loop is a plain socket with the host's memory, "
@@ -394,7 +394,7 @@ class _System:
             "checksums": self._system.transport != "tcp-no-checksums",
         }
         if self._runner in ("kvlane", "gpu-copies", "peer-copy"):
-            of_near, of_far = _memories(self._arguments.memory)
+            of_near, of_far = both_memories(self._arguments.memory)
             options["memory"] = of_near if near else of_far
         if self._runner in ("gpu-copies", "peer-copy"):
             options["far_memory"] = of_far
@@ -522,7 +522,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         try:
             side.open(
                 _region(arguments),
-                _memories(arguments.memory)[1],
+                both_memories(arguments.memory)[1],
                 token=arguments.token,
                 listen=listen,
                 tls=tls,
@@ -740,19 +740,6 @@ def _label(size: int | None) -> str:
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
-
-
-def _memory(text: str) -> str:
-    """ "host", "cuda:N", or "cuda:N,cuda:M" for the near and the far side."""
-    if text != "host" and not re.fullmatch(r"cuda:\d+(,cuda:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither host nor cuda:N nor cuda:N,cuda:M")
-    return text
-
-
-def _memories(memory: str) -> tuple[str, str]:
-    """The near side's and the far side's."""
-    near, _, far = memory.partition(",")
-    return near, far or near
 
 
 def _positive(text: str) -> int:

@@ -21,7 +21,7 @@ from kvlane import fabric
 from kvlane.bench import report
 from kvlane.bench.children import serve_commands
 from kvlane.bench.extra import numpy
-from kvlane.bench.memory import GpuMemory, Memory
+from kvlane.bench.memory import GpuMemory, Memory, allocate
 
 ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
@@ -188,7 +188,7 @@ class Kvlane(Side):
 
     def open(self, size: int, memory: str = "host", **options: Any) -> None:
         """Allocates memory of the host, all of it touched, or of a GPU."""
-        self.memory = Memory(size, huge=True) if memory == "host" else GpuMemory(size, memory)
+        self.memory = allocate(size, memory)
         options.pop("far_memory", None)
         self.start(**options)
 

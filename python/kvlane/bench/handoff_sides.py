@@ -14,7 +14,7 @@ from typing import Any
 from kvlane import _core, fabric
 from kvlane.bench.children import serve_commands
 from kvlane.bench.extra import numpy
-from kvlane.bench.memory import Memory
+from kvlane.bench.memory import GpuMemory, allocate
 
 _RUN = struct.Struct("<QQQ")
 _SHAPE, _CONTENT, _HASH = bytes(16), bytes(16), bytes(16)
@@ -24,19 +24,28 @@ _SOON_MS = 120_000.0
 class EngineSide:
     """One of the two engines. Its cache has `layers` layers, one behind the other, each with `blocks` blocks."""
 
-    def open(self, layers: int, blocks: int, block_layer_bytes: int, transport: str, scattered: bool) -> None:
-        """Allocates memory, all of it touched, and starts the engine that reads and shows it. Blocks of a prompt lie in
-        a random order if `scattered`."""
+    def open(
+        self,
+        layers: int,
+        blocks: int,
+        block_layer_bytes: int,
+        transport: str,
+        scattered: bool,
+        memory: str = "host",
+    ) -> None:
+        """Allocates memory of the host, all of it touched, or of a GPU, and starts the engine that reads and shows it.
+        Blocks of a prompt lie in a random order if `scattered`."""
         self.layers, self.blocks, self.piece = layers, blocks, block_layer_bytes
         layer_bytes = blocks * block_layer_bytes
-        self.memory = Memory(layers * layer_bytes, huge=True)
+        self.memory = allocate(layers * layer_bytes, memory)
         regions = [
             (self.memory.address + layer * layer_bytes, block_layer_bytes, blocks, block_layer_bytes, [0])
             for layer in range(layers)
         ]
         self.transport, self.key = transport, secrets.token_bytes(16)
         areas = [(self.memory.address, self.memory.size)]
-        self.rank = _core.HandoffRank("127.0.0.1:0", "", regions, areas, self.key, transport)
+        uuid = self.memory.core.uuid if isinstance(self.memory, GpuMemory) else None
+        self.rank = _core.HandoffRank("127.0.0.1:0", "", regions, areas, self.key, transport, uuid)
         self.hook = self.rank.layer_hook([(str(layer), layer) for layer in range(layers)])
         ranks = [(self.rank.endpoint, self.key)]
         self.scheduler = _core.HandoffScheduler("127.0.0.1:0", "", ranks, _SHAPE, [])
@@ -45,7 +54,8 @@ class EngineSide:
             # The two engines have different orders.
             random.Random(os.getpid()).shuffle(self.order)
         self.bare = fabric.Engine(("127.0.0.1:0",), transport=transport)
-        self.region = self.bare.register(self.memory.address, self.memory.size)
+        device = "cpu" if memory == "host" else memory
+        self.region = self.bare.register(self.memory.address, self.memory.size, device=device)
         self.offered: list[int] = []
 
     def address(self) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import os
@@ -13,6 +14,24 @@ from kvlane import _core
 from kvlane.bench.extra import numpy
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
+
+
+def parse_memory(text: str) -> str:
+    """For argparse: "host", "cuda:N", or "cuda:N,cuda:M" for two sides. Raises ArgumentTypeError, with the text."""
+    if text != "host" and not re.fullmatch(r"cuda:\d+(,cuda:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither host nor cuda:N nor cuda:N,cuda:M")
+    return text
+
+
+def both_memories(memory: str) -> tuple[str, str]:
+    """The first side's and the second side's."""
+    first, _, second = memory.partition(",")
+    return first, second or first
+
+
+def allocate(size: int, memory: str) -> Memory | GpuMemory:
+    """Memory of the host on huge pages, or of a GPU."""
+    return Memory(size, huge=True) if memory == "host" else GpuMemory(size, memory)
 
 
 class Memory:
@@ -35,9 +54,7 @@ class Memory:
 
     def fill(self, salt: int) -> None:
         """Gives every word a value of its own."""
-        self.words[:] = numpy.arange(len(self.words), dtype=numpy.uint64)
-        self.words *= numpy.uint64(0x9E37_79B9_7F4A_7C15)
-        self.words += numpy.uint64(salt)
+        _fill(self.words, salt)
 
     def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
         """Writes bytes from this offset on."""
@@ -60,6 +77,12 @@ class Memory:
         return "2 MB" if huge_kb * 1024 * 2 >= self.size else f"{mmap.PAGESIZE // 1024} kB"
 
 
+def _fill(words: numpy.ndarray[Any, Any], salt: int) -> None:
+    words[:] = numpy.arange(len(words), dtype=numpy.uint64)
+    words *= numpy.uint64(0x9E37_79B9_7F4A_7C15)
+    words += numpy.uint64(salt)
+
+
 class GpuMemory:
     """The same on a GPU with a name such as "cuda:0". OSError if there is none."""
 
@@ -69,6 +92,17 @@ class GpuMemory:
         self.core = _core.GpuMemory(int(device.removeprefix("cuda:")), size)
         self.address = self.core.address
         self.put(0, numpy.zeros(size, dtype=numpy.uint8))
+
+    @property
+    def words(self) -> numpy.ndarray[Any, Any]:
+        """A copy of all words."""
+        return self.get(0, self.size).view(numpy.uint64)
+
+    def fill(self, salt: int) -> None:
+        """Gives every word a value of its own."""
+        words = numpy.empty(self.size // 8, dtype=numpy.uint64)
+        _fill(words, salt)
+        self.put(0, words.view(numpy.uint8))
 
     def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
         """Writes bytes from this offset on."""
