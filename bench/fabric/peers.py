@@ -27,11 +27,14 @@ from kvlane.bench import extra, fabric
 from kvlane.bench.children import end_with_parent
 from kvlane.bench.fabric import BARE, MIB, Field, Goal, System
 from kvlane.bench.fabric_sides import SIDES, Cell, Operation, Side, be
+from kvlane.bench.memory import GpuMemory, allocate
 
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+# In the environment of a side: its near agent has a progress thread too.
+NIXL_NEAR_THREAD = "KVLANE_BENCH_NIXL_NEAR_THREAD"
 # How to get them.
 INSTALL = {
-    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy",
+    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy; for the memory of GPUs nixl-cu12 or nixl-cu13, and torch",
     "mooncake": "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1 libnuma1",
     "iperf3": "apt-get install iperf3",
 }
@@ -42,23 +45,36 @@ _STREAM_BYTES = 1 << 30
 class Nixl(Side):
     """NIXL agents with the UCX backend. Which transport UCX takes is up to the environment."""
 
+    def open(self, size: int, memory: str = "host", **options: Any) -> None:
+        """Allocates memory of the host, all of it touched, or of a GPU."""
+        self.memory = allocate(size, memory)
+        self.kind, self.device = "DRAM", 0
+        if isinstance(self.memory, GpuMemory):
+            self.kind, self.device = "VRAM", int(memory.removeprefix("cuda:"))
+            # UCX finds no GPU in a thread without a context; the second call makes it.
+            torch: Any = importlib.import_module("torch")
+            torch.cuda.set_device(self.device)
+            torch.cuda.synchronize()
+        self.start(**options)
+
     def start(self, near: bool, **_: Any) -> None:
         """An agent with the region registered."""
         api: Any = importlib.import_module(f"{nixl_module()}._api")
-        # It is fastest so; a far agent without a progress thread would not answer.
-        settings = api.nixl_agent_config(enable_prog_thread=not near, backends=["UCX"])
+        # Between hosts' memory it is fastest so; a far agent without a progress thread would not answer.
+        has_thread = not near or NIXL_NEAR_THREAD in os.environ
+        settings = api.nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"])
         self.agent = api.nixl_agent(f"kvlane-bench-{os.getpid()}", settings)
         self.page_lists: list[Any] = []
-        self.agent.register_memory([(self.memory.address, self.memory.size, 0, "")], "DRAM")
+        self.agent.register_memory([(self.memory.address, self.memory.size, self.device, "")], self.kind)
 
     def listen(self) -> str:
         """The agent's metadata and where its region is."""
         metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
-        return json.dumps([metadata, self.memory.address])
+        return json.dumps([metadata, self.memory.address, self.device])
 
     def connect(self, address: str) -> None:
         """Connects to the other agent by its metadata."""
-        metadata, self.remote = json.loads(address)
+        metadata, self.remote, self.remote_device = json.loads(address)
         name: Any = self.agent.add_remote_agent(base64.b64decode(metadata))
         self.name = name.decode() if isinstance(name, bytes) else name
 
@@ -78,23 +94,31 @@ class Nixl(Side):
         return operate
 
     def _contiguous(self, op: str, cell: Cell) -> list[Any]:
-        def at(address: int) -> Any:
-            return self.agent.get_xfer_descs([(address, cell.bytes, 0)], "DRAM")
+        def at(address: int, device: int) -> Any:
+            return self.agent.get_xfer_descs([(address, cell.bytes, device)], self.kind)
 
         return [
             self.agent.initialize_xfer(
-                op.upper(), at(self.memory.address + offset), at(self.remote + offset), self.name
+                op.upper(),
+                at(self.memory.address + offset, self.device),
+                at(self.remote + offset, self.remote_device),
+                self.name,
             )
             for offset in cell.offsets(self.memory.size)
         ]
 
     def _paged(self, op: str, cell: Cell) -> Any:
-        def pages(address: int) -> list[tuple[int, int, int]]:
-            return [(address + page * cell.page_bytes, cell.page_bytes, 0) for page in range(cell.pages)]
+        def pages(address: int, device: int) -> list[tuple[int, int, int]]:
+            length = cell.page_bytes
+            return [(address + page * length, length, device) for page in range(cell.pages)]
 
+        near_pages, far_pages = (
+            pages(self.memory.address, self.device),
+            pages(self.remote, self.remote_device),
+        )
         lists = (
-            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(self.memory.address), "DRAM"),
-            self.agent.prep_xfer_dlist(self.name, pages(self.remote), "DRAM"),
+            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", near_pages, self.kind),
+            self.agent.prep_xfer_dlist(self.name, far_pages, self.kind),
         )
         # Their destructors release them, also in the hands of a transfer.
         self.page_lists.append(lists)
@@ -218,8 +242,8 @@ def _mooncake_missing() -> str | None:
 
 
 def _goals() -> tuple[Goal, ...]:
-    """Least kvlane / peer, over TCP and between processes of one host."""
-    tcp = [
+    """Least kvlane / peer, over TCP, between processes of one host, and between GPUs."""
+    tcp: list[tuple[str, int | None, str, float | None]] = [
         ("write", MIB, "nixl-tcp", 1.0),
         ("write", 16 * MIB, "nixl-tcp", 1.0),
         ("write", None, "nixl-tcp", 1.0),
@@ -235,7 +259,14 @@ def _goals() -> tuple[Goal, ...]:
         for op in fabric.OPS
         for size, goal in zip(sizes, (1.0, 1.0, 1.25), strict=True)
     ]
-    return tuple(Goal("kvlane", *each) for each in tcp) + tuple(Goal("kvlane-cma", *each) for each in cma)
+    cuda = [
+        (op, size, other, goal if op == "read" else None)
+        for other in ("nixl-cuda", "nixl-cuda-thread")
+        for op in fabric.OPS
+        for size, goal in ((MIB, 2.5), (16 * MIB, None), (None, 30.0))
+    ]
+    rows = {"kvlane": tcp, "kvlane-cma": cma, "kvlane-cuda": cuda}
+    return tuple(Goal(own, *each) for own, goals in rows.items() for each in goals)
 
 
 FIELD = Field(
@@ -243,6 +274,8 @@ FIELD = Field(
         **BARE.systems,
         "nixl-tcp": System("nixl", "tcp", {"UCX_TLS": "tcp"}),
         "nixl-cma": System("nixl", "cma"),
+        "nixl-cuda": System("nixl", "cuda"),
+        "nixl-cuda-thread": System("nixl", "cuda", {NIXL_NEAR_THREAD: "1"}),
         "mooncake": System("mooncake", "tcp"),
         # Its default queues do not take an operation of 4,096 pages.
         "mooncake-tuned": System(
@@ -263,7 +296,6 @@ FIELD = Field(
     latency_others=(("kvlane", "nixl-tcp"), ("kvlane", "mooncake"), ("kvlane-cma", "nixl-cma")),
     not_of_gpus={
         **BARE.not_of_gpus,
-        "nixl": "nobody has measured what it does with a GPU's memory here",
         "mooncake": "the package has no CUDA",
         "iperf3": "it has memory of its own",
     },
@@ -273,6 +305,10 @@ FIELD = Field(
         "NIXL posts handles made before; nixl-cma is what UCX takes by itself on one host. mooncake is Mooncake's "
         "Transfer Engine as it comes, mooncake-tuned has longer queues, pooled connections and slices of 1 MiB. iperf3 "
         "is one stream of writes of 1 MiB, which nobody answers one by one."
+    ),
+    gpu_note=(
+        "NIXL posts handles made before, by what UCX takes between GPUs of one host; nixl-cuda-thread has a progress "
+        "thread on the near side too."
     ),
 )
 

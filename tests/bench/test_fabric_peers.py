@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -20,6 +21,71 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "fabric" / "peers.py"
 SMALL = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
 TINY = [*SMALL, "--transports", "tcp"]
+
+# NIXL's calls, over kvlane.fabric: descriptors are (address, bytes, device).
+NIXL = """
+import json, os
+from pathlib import Path
+from kvlane import fabric
+
+class nixl_agent_config:
+    def __init__(self, enable_prog_thread, backends):
+        self.has_thread = enable_prog_thread
+
+class nixl_agent:
+    def __init__(self, name, config):
+        self.engine = fabric.Engine()
+        with Path(os.environ["NIXL_LOG"]).open("a") as log:
+            log.write(f"{config.has_thread}\\n")
+
+    def register_memory(self, regions, kind):
+        ((self.base, size, self.device, _),) = regions
+        self.kind = kind
+        device = {"DRAM": "cpu", "VRAM": f"cuda:{self.device}"}[kind]
+        self.region = self.engine.register(self.base, size, device=device)
+
+    def get_agent_metadata(self):
+        facts = [self.engine.describe().hex(), self.region.number, self.base, self.device, self.kind]
+        return json.dumps(facts).encode()
+
+    def add_remote_agent(self, metadata):
+        described, self.remote, self.far_base, self.far_device, kind = json.loads(metadata)
+        self.peer = self.engine.connect(bytes.fromhex(described))
+        assert kind == self.kind
+        return b"far"
+
+    def get_xfer_descs(self, descriptors, kind):
+        assert kind == self.kind
+        return descriptors
+
+    def prep_xfer_dlist(self, agent, descriptors, kind):
+        assert agent in ("NIXL_INIT_AGENT", "far")
+        return self.get_xfer_descs(descriptors, kind)
+
+    def make_prepped_xfer(self, op, near, near_indices, far, far_indices):
+        return self.initialize_xfer(op, [near[at] for at in near_indices], [far[at] for at in far_indices], "far")
+
+    def initialize_xfer(self, op, near, far, agent):
+        assert agent == "far"
+        assert {each[2] for each in near} == {self.device} and {each[2] for each in far} == {self.far_device}
+        runs = [(a[0] - self.base, b[0] - self.far_base, a[1]) for a, b in zip(near, far, strict=True)]
+        return {"READ": self.peer.read, "WRITE": self.peer.write}[op], runs
+
+    def transfer(self, handle):
+        move, runs = handle
+        self.moving = move(self.region, self.remote, runs)
+        return "PROC"
+
+    def check_xfer_state(self, handle):
+        self.moving.wait(30)
+        return "DONE"
+"""
+# As much of torch as makes a GPU current.
+TORCH = """
+class cuda:
+    set_device = staticmethod(lambda number: None)
+    synchronize = staticmethod(lambda: None)
+"""
 
 
 @pytest.fixture
@@ -68,6 +134,57 @@ def test_nixl_is_measured_over_both_of_its_transports_or_said_to_be_missing(
         ("nixl-cma", "cma"),
     }
     assert "TCP write 64 B, p50 / nixl-tcp" in {figure["what"] for figure in result["figures"]}
+
+
+@pytest.mark.fake_gpus
+def test_nixl_moves_the_memory_of_gpus_beside_the_carrier_cuda(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modules = tmp_path / "modules"
+    (modules / "nixl_cu12").mkdir(parents=True)
+    (modules / "nixl_cu12" / "__init__.py").touch()
+    (modules / "nixl_cu12" / "_api.py").write_text(NIXL)
+    (modules / "torch.py").write_text(TORCH)
+    monkeypatch.syspath_prepend(str(modules))
+    path = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("NIXL_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
+    cells = ["--sizes", "1m", "--pages", "16", "--page-bytes", "8k", "--rounds", "1", "--transports", "cuda"]
+    out = ["--out", str(tmp_path)]
+    assert peers.main([*cells, "--memory", "cuda:0,cuda:1", "--vs", "nixl,peer-copy", *out]) == 0
+    result = json.loads((tmp_path / "fabric.json").read_text())
+    systems = ["kvlane-cuda", "peer-copy", "nixl-cuda", "nixl-cuda-thread"]
+    assert list(dict.fromkeys(each["system"] for each in result["results"])) == systems
+    assert all(each["memory"] == "cuda:0,cuda:1" and each["gb_per_s"] > 0 for each in result["results"])
+    goals = {figure["what"]: figure["goal"] for figure in result["figures"]}
+    for other in systems[2:]:
+        assert goals[f"cuda read 1 MiB / {other}"] == "at least 2.5x"
+        assert goals[f"cuda read paged / {other}"] == "at least 30x"
+        assert goals[f"cuda write 1 MiB / {other}"] == ""
+    # The far agent of each pair, and its near one.
+    assert (tmp_path / "log").read_text().split() == ["True", "False", "True", "True"]
+    for wrong in ("mooncake", "iperf3"):
+        with pytest.raises(SystemExit, match=f"{wrong} is not measured with --memory cuda:0"):
+            peers.main([*cells, "--memory", "cuda:0", "--vs", wrong])
+    # Between hosts' memory NIXL is as before.
+    systems = fabric._systems(_parse(peers, [*TINY, "--vs", "nixl"]), peers.FIELD)
+    assert systems == ["kvlane", "nixl-tcp", "nixl-cma"]
+
+
+def _parse(peers: Any, words: list[str]) -> Any:
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser, peers.FIELD)
+    return parser.parse_args(words)
+
+
+def test_nixl_for_gpus_is_said_to_be_missing(peers: Any) -> None:
+    field = dataclasses.replace(
+        peers.FIELD, missing=lambda name: "it is not there" if name == "nixl" else None
+    )
+    with pytest.raises(SystemExit, match="nixl is not measured, it is not there: pip install"):
+        fabric._systems(_parse(peers, ["--memory", "cuda:0", "--vs", "nixl"]), field)
+    assert "nixl-cuda" not in fabric._systems(_parse(peers, ["--memory", "cuda:0"]), field)
 
 
 def test_mooncake_is_measured_as_it_comes_and_tuned_or_said_to_be_missing(

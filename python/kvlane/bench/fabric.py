@@ -87,6 +87,7 @@ class Field:
     install: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """How to install a side that is missing."""
     note: str = ""
+    gpu_note: str = ""
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -299,7 +300,7 @@ def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
     ]
     whose = "one side" if arguments.address else "both sides"
     figures = [
-        *(_ratios(medians, field) if arguments.memory == "host" else _gpu_ratios(medians)),
+        *(_ratios(medians, field) if arguments.memory == "host" else _gpu_ratios(medians, field)),
         Figure(f"idle, {whose}, a connection open", idle, "cores", at_most=IDLE_GOAL),
     ]
     note = (
@@ -317,8 +318,8 @@ def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
             "call, which loop and gpu-copies move in one piece. loop is a plain socket with the host's memory, "
             "gpu-copies the same bytes copied out of a GPU's memory and in again through pinned memory, in one "
             "process. peer-copy is the same bytes copied by one process over the link between the GPUs, or within "
-            "one: by a copy engine, pages by a kernel of 16 blocks."
-        )
+            f"one: by a copy engine, pages by a kernel of 16 blocks. {field.gpu_note}"
+        ).rstrip()
     details = {
         "results": results,
         "rounds": [
@@ -381,7 +382,7 @@ class _System:
         if address := self._arguments.address or (self._far and self._far.ask("listen")):
             self._near.ask("connect", address=address)
         # The connection is used once now, because one that is only begun would not survive being stopped.
-        self._near.ask("once", op="write", cell=Cell("contiguous", 1))
+        self._near.ask("once", op=self._arguments.ops[0], cell=Cell("contiguous", 1))
 
     def _start(self, near: bool) -> Child:
         child = Child([*self._field.program, self._runner], self._system.environment, self._field.tuning)
@@ -393,10 +394,9 @@ class _System:
             "transport": self._system.transport if self._system.transport in ("cma", "cuda") else "tcp",
             "checksums": self._system.transport != "tcp-no-checksums",
         }
-        if self._runner in ("kvlane", "gpu-copies", "peer-copy"):
-            of_near, of_far = both_memories(self._arguments.memory)
-            options["memory"] = of_near if near else of_far
-        if self._runner in ("gpu-copies", "peer-copy"):
+        of_near, of_far = both_memories(self._arguments.memory)
+        options["memory"] = of_near if near else of_far
+        if self._side_type.is_both:
             options["far_memory"] = of_far
         if not near:
             options["listen"] = _listen(self._arguments)
@@ -586,28 +586,35 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
         sys.exit(f"--vs {name} goes with --memory cuda:N")
     if "cuda" in (arguments.transports or ()):
         sys.exit("--transports cuda goes with --memory cuda:N")
-    absent = {each: why for each in others if (why := field.missing(each))}
-    for name, why in absent.items():
-        line = f"{name} is not measured, {why}: {field.install[name]}"
-        if arguments.vs:
-            sys.exit(line)
-        report.say(line)
-    others = [each for each in others if each not in absent]
+    others = _installed(others, arguments, field)
     return [
         name
         for name, system in field.systems.items()
-        if system.side in others
+        if (system.side in others and system.transport != "cuda")
         or (system.side == "kvlane" and system.transport in (arguments.transports or ("tcp", "cma")))
         or (system.transport == "tls" and arguments.tls is not None)
         or (system.transport == "tcp-no-checksums" and arguments.no_checksums)
     ]
 
 
+def _installed(others: Sequence[str], arguments: argparse.Namespace, field: Field) -> list[str]:
+    """Those of the sides that can be measured here. SystemExit if one was asked for and is missing."""
+    absent = {each: why for each in others if (why := field.missing(each))}
+    for name, why in absent.items():
+        line = f"{name} is not measured, {why}: {field.install[name]}"
+        if arguments.vs:
+            sys.exit(line)
+        report.say(line)
+    return [each for each in others if each not in absent]
+
+
 def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
     """The systems that move the memory of GPUs, and those that they are compared with."""
     wanted = [*field.others, *GPU_OTHERS[1:]] if arguments.vs is None else arguments.vs
     transports = arguments.transports or TRANSPORTS
-    without = [each for each in wanted if each not in GPU_OTHERS] + ["kvlane-cma"] * ("cma" in transports)
+    without = [
+        each for each in (*wanted, *["kvlane-cma"] * ("cma" in transports)) if each in field.not_of_gpus
+    ]
     asked = [*(arguments.vs or ()), *(["kvlane-cma"] if "cma" in (arguments.transports or ()) else [])]
     for name in without:
         line = f"{name} is not measured with --memory {arguments.memory}: {field.not_of_gpus[name]}"
@@ -617,7 +624,11 @@ def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
     systems = [name for name, each in (("kvlane", "tcp"), ("kvlane-cuda", "cuda")) if each in transports]
     systems += ["kvlane-no-checksums"] * arguments.no_checksums
     systems += ["kvlane-tls"] * (arguments.tls is not None)
-    return systems + [each for each in GPU_OTHERS if each in wanted]
+    others = _installed([each for each in wanted if each not in without], arguments, field)
+    peers = [
+        name for name, system in field.systems.items() if system.side in others and system.transport == "cuda"
+    ]
+    return systems + [each for each in GPU_OTHERS if each in others] + peers
 
 
 def _cells(arguments: argparse.Namespace, sides: Sequence[type[Side]]) -> list[tuple[str, Cell]]:
@@ -639,18 +650,8 @@ def _region(arguments: argparse.Namespace) -> int:
 
 def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field = BARE) -> list[Figure]:
     """The ratios of our figures to others' of the same run, if both were measured."""
-    by_size = {
-        (name, op, cell.bytes if cell.pattern == "contiguous" else None): values
-        for (name, op, cell), values in medians.items()
-    }
-    figures = []
-    for own, op, size, other, goal in field.goals:
-        is_stream = field.sides[field.systems[other].side].patterns == ("stream",)
-        mine = by_size.get((own, op, size))
-        theirs = by_size.get((other, op, None if is_stream else size))
-        if mine and theirs:
-            ratio = mine["gb_per_s"] / theirs["gb_per_s"]
-            figures.append(Figure(f"{WIRES[own]} {op} {_label(size)} / {other}", ratio, at_least=goal))
+    by_size = _by_size(medians)
+    figures = _goal_ratios(by_size, field)
     for size in (MIB, 16 * MIB, None):
         write, read = by_size.get(("kvlane", "write", size)), by_size.get(("kvlane", "read", size))
         if write and read:
@@ -676,9 +677,32 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field
     return figures
 
 
-def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
-    """The ratio of our rate to the slower of its two parts, a socket and copies; by cuda to a bare copy."""
+def _by_size(
+    medians: dict[tuple[str, str, Cell], dict[str, float]],
+) -> dict[tuple[str, str, int | None], dict[str, float]]:
+    """The medians by system, operation and bytes; None for the paged pattern."""
+    return {
+        (name, op, cell.bytes if cell.pattern == "contiguous" else None): values
+        for (name, op, cell), values in medians.items()
+    }
+
+
+def _goal_ratios(by_size: dict[tuple[str, str, int | None], dict[str, float]], field: Field) -> list[Figure]:
+    """The ratios of `field.goals`."""
     figures = []
+    for own, op, size, other, goal in field.goals:
+        is_stream = field.sides[field.systems[other].side].patterns == ("stream",)
+        mine = by_size.get((own, op, size))
+        theirs = by_size.get((other, op, None if is_stream else size))
+        if mine and theirs:
+            ratio = mine["gb_per_s"] / theirs["gb_per_s"]
+            figures.append(Figure(f"{WIRES[own]} {op} {_label(size)} / {other}", ratio, at_least=goal))
+    return figures
+
+
+def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field = BARE) -> list[Figure]:
+    """The ratio of our rate to the slower of its two parts, a socket and copies; by cuda to a bare copy, to peers."""
+    figures = _goal_ratios(_by_size(medians), field)
     for (name, op, cell), values in medians.items():
         bare = medians.get(("peer-copy", op, cell))
         if name == "kvlane-cuda" and cell.bytes >= MIB and bare:
