@@ -221,7 +221,7 @@ async def killed(pair: Pair, settings: argparse.Namespace, processes: list[int])
 def used_memory(gpu: int) -> int | None:
     """Bytes of a GPU that are allocated; None without NVIDIA's library."""
     try:
-        import pynvml
+        from vllm.third_party import pynvml
     except ImportError:
         return None
     try:
