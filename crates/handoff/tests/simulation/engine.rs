@@ -24,6 +24,8 @@ pub(crate) struct Shape {
     pub(crate) ranks: u32,
     pub(crate) regions: u32,
     pub(crate) lendings_max: usize,
+    /// Engines of one host copy from each other by themselves ([`Mover::Reader`](crate::reads::Mover)).
+    pub(crate) host: u64,
 }
 
 /// Who uses a block.
@@ -43,6 +45,8 @@ pub(crate) struct Window {
     pub(crate) blocks: Vec<u32>,
     pub(crate) is_closing: bool,
     pub(crate) is_closed: bool,
+    /// Bytes that the reader copied by itself before it saw this count.
+    pub(crate) is_marked: bool,
 }
 
 pub(crate) struct Rank {

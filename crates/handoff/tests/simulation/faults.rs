@@ -6,6 +6,10 @@ pub(crate) enum Fault {
     None,
     /// A READ goes on through a window that is closed.
     ReadsLate,
+    /// A reader that copies by itself looks at the window's mark before the bytes, not after them.
+    LooksBefore,
+    /// The owner clears a window's mark only after the close.
+    ClearsLate,
     /// A READ that fails is told as one whose bytes are there.
     FailsAsRead,
     /// The engine that computes unpins blocks as soon as it need not pin further ones, before its ranks said Closed.

@@ -1,5 +1,6 @@
 //! Engines hand prompts over to each other in simulated time, with all four state machines of each. The network is late and
-//! loses messages, READs copy at any moment, and engines reuse blocks as soon as they may.
+//! loses messages, READs copy at any moment, and engines reuse blocks as soon as they may. Some READs are sent by the owner of
+//! the blocks. Others their reader copies by itself, and engines reuse the blocks in the middle of that.
 //! `KVLANE_TEST_SEEDS` sets the number of seeds, `KVLANE_TEST_SEED` the first one, which is random otherwise.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
@@ -81,15 +82,18 @@ fn whatever_breaks_what_arrived_is_right_and_all_blocks_come_back_in_time() {
         ] {
             assert!(seen.ends.get(end).is_some_and(|count| *count > 20), "{end}: {seen:?}");
         }
-        let rare = [seen.failed, seen.cancelled, seen.closed_amid, seen.losses, seen.restarts];
+        let rare = [seen.failed, seen.cancelled, seen.closed_amid, seen.refused, seen.losses, seen.restarts];
         assert!(rare.iter().all(|count| *count > 100), "{seen:?}");
+        assert!(seen.stale > seen.refused && seen.of_dead > 5, "{seen:?}");
         assert!(seen.cached > SEEDS && seen.hashes > SEEDS / 2, "{seen:?}");
     }
 }
 
 /// Each defect, and what is said of it.
-const CONTROLS: [(Fault, &[&str]); 8] = [
+const CONTROLS: [(Fault, &[&str]); 10] = [
     (Fault::ReadsLate, &["after it was unpinned"]),
+    (Fault::LooksBefore, &["bytes count"]),
+    (Fault::ClearsLate, &["bytes count"]),
     (Fault::FailsAsRead, &["has a wrong byte"]),
     (Fault::UnpinsEarly, &["after it was unpinned"]),
     (Fault::FreesEarly, &["a block was written"]),

@@ -8,6 +8,7 @@ use kvlane_fabric::EngineId;
 use kvlane_handoff::{HandoffId, Message};
 
 use crate::agents::{Agent, engine_at};
+use crate::engine::Engine;
 use crate::faults::Fault;
 use crate::world::{Event, World};
 
@@ -144,7 +145,13 @@ impl World {
         self.seen.restarts += 1;
         let run = self.engines[engine].run;
         let former = Agent { engine, run, rank: None };
-        self.engines[engine] = crate::engine::Engine::new(engine, run + 1, self.engines[engine].shape);
+        let successor = Engine::new(engine, run + 1, self.engines[engine].shape);
+        let mut dead = std::mem::replace(&mut self.engines[engine], successor);
+        // An engine that is killed clears no marks.
+        let is_killed = self.dice.one_in(2);
+        let windows = dead.ranks.iter_mut().flat_map(|rank| rank.windows.values_mut());
+        windows.for_each(|window| window.is_marked &= is_killed);
+        self.dead.insert((engine, run), dead);
         self.reads.retain(|_, read| read.by.engine != engine);
         let keeps = self.dice.one_in(2);
         let of_it = self.ways.iter_mut().filter(|((from, _), _)| (from.engine, from.run) == (engine, run));

@@ -1,12 +1,27 @@
-//! Windows and READs. A READ copies its pieces one after the other, at any time until it is over, while its window is open.
+//! Windows and READs. A READ copies its pieces one after the other, at any time until it is over.
+//!
+//! ```text
+//!  the owner sends:  each piece, while the window is open ---> all are sent: read
+//!  the reader copies by itself:  each piece, at any time ----> all are copied; the mark is still there? read : failed
+//! ```
+//! The second way also copies after the close, and after the owner's death.
 
 use kvlane_fabric::{EngineId, MemoryKind, WindowDescriptor};
 use kvlane_handoff::{Computed, Endpoint, HandoffId, Message, Offer, engine_of};
 
 use crate::agents::Agent;
-use crate::engine::{Owner, Window};
+use crate::engine::{Engine, Owner, Window};
 use crate::faults::Fault;
 use crate::world::{Event, World};
+
+/// The side that moves the bytes of a READ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mover {
+    /// As through sockets.
+    Owner,
+    /// As the carrier "cuda" does.
+    Reader,
+}
 
 /// A READ that is under way.
 pub(crate) struct Read {
@@ -15,9 +30,14 @@ pub(crate) struct Read {
     number: u64,
     from: Agent,
     window: u32,
+    mover: Mover,
     /// Which block of the window goes into which of the reader's, in which region.
     pieces: Vec<(usize, u32, u32)>,
     copied: usize,
+    /// [`Fault::LooksBefore`]: the mark was there when the READ began.
+    was_marked: bool,
+    /// A piece was copied from a block that its owner had given back.
+    is_stale: bool,
     pub(crate) is_cancelled: bool,
     has_failed: bool,
 }
@@ -47,9 +67,11 @@ impl World {
     fn open(&mut self, at: Agent, id: HandoffId, reader: EngineId, blocks: &[u32]) -> WindowDescriptor {
         self.windows += 1;
         let number = self.windows;
-        let window = Window { id, reader, blocks: blocks.to_vec(), is_closing: false, is_closed: false };
+        let (is_closing, is_closed, is_marked, blocks) = (false, false, true, blocks.to_vec());
+        let len = blocks.len() as u64;
+        let window = Window { id, reader, blocks, is_closing, is_closed, is_marked };
         self.rank(at).windows.insert(number, window);
-        WindowDescriptor { number, generation: 0, len: blocks.len() as u64, kind: MemoryKind::Host }
+        WindowDescriptor { number, generation: 0, len, kind: MemoryKind::Host }
     }
 
     pub(crate) fn close_windows(&mut self, at: Agent, id: HandoffId) {
@@ -57,7 +79,11 @@ impl World {
         let count = windows.map(|window| window.is_closing = true).count();
         match count {
             0 => self.windows_closed(at, id),
-            _ => self.after(0, 150, Event::Closed(at, id)),
+            // An owner that sends no piece itself waits for no reader.
+            _ => {
+                let most = if self.dice.one_in(2) { 150 } else { 2 };
+                self.after(0, most, Event::Closed(at, id));
+            }
         }
     }
 
@@ -65,9 +91,19 @@ impl World {
         let read = |read: &&Read| read.from == at && read.id == id && read.copied < read.pieces.len();
         let count = self.reads.values().filter(read).count();
         self.seen.closed_amid += count as u64;
+        if self.fault == Fault::ClearsLate {
+            self.after(20, 300, Event::Clear(at, id));
+        } else {
+            self.clear_marks(at, id);
+        }
         let rank = self.rank(at);
         rank.windows.values_mut().filter(|window| window.id == id).for_each(|window| window.is_closed = true);
         rank.offering.closed(id);
+    }
+
+    pub(crate) fn clear_marks(&mut self, at: Agent, id: HandoffId) {
+        let windows = self.rank(at).windows.values_mut().filter(|window| window.id == id);
+        windows.for_each(|window| window.is_marked = false);
     }
 
     pub(crate) fn begin_read(
@@ -85,9 +121,25 @@ impl World {
         if offer.is_by_block {
             pieces.sort();
         }
-        let (window, copied) = (offer.window.number, 0);
-        let read =
-            Read { by, id, number, from, window, pieces, copied, is_cancelled: false, has_failed: false };
+        let host = |agent: Agent| self.engines[agent.engine].shape.host;
+        let is_near = host(by) == host(from);
+        // A carrier takes the place of another that has trouble.
+        let mover = if is_near && !self.dice.one_in(8) { Mover::Reader } else { Mover::Owner };
+        let mut read = Read {
+            by,
+            id,
+            number,
+            from,
+            window: offer.window.number,
+            mover,
+            pieces,
+            copied: 0,
+            was_marked: false,
+            is_stale: false,
+            is_cancelled: false,
+            has_failed: false,
+        };
+        read.was_marked = self.is_marked(&read);
         self.read_count += 1;
         self.seen.reads += 1;
         self.reads.insert(self.read_count, read);
@@ -96,10 +148,16 @@ impl World {
 
     /// Sometimes it hangs, until it is cancelled or its patience is over.
     fn copy_later(&mut self, read: u64) {
-        let is_cancelled = self.reads.get(&read).is_some_and(|read| read.is_cancelled);
-        let hangs = !self.is_calm && !is_cancelled && self.dice.one_in(30);
+        let under_way = self.reads.get(&read);
+        let is_cancelled = under_way.is_some_and(|read| read.is_cancelled);
+        // A GPU has other work, too, or its process is stopped.
+        let (least, one_in) = match under_way.map(|read| read.mover) {
+            Some(Mover::Reader) => (100, 6),
+            _ => (1000, 30),
+        };
+        let hangs = !self.is_calm && !is_cancelled && self.dice.one_in(one_in);
         if hangs {
-            self.after(1000, 1500, Event::Copy(read))
+            self.after(least, 1500, Event::Copy(read))
         } else {
             self.after(0, self.copy_ms, Event::Copy(read))
         }
@@ -119,17 +177,22 @@ impl World {
         let Some(mut read) = self.reads.remove(&number) else { return Ok(()) };
         self.abort(read.from, Some(read.id))?;
         let (has_all, ends) = (read.copied == read.pieces.len(), self.dice.one_in(2));
-        if has_all || read.has_failed || (read.is_cancelled && ends) {
-            return self.read_over(&read, has_all);
+        let has_to_end = read.has_failed && (read.mover == Mover::Owner || ends);
+        if has_all || has_to_end || (read.is_cancelled && ends) {
+            let counts = has_all && self.counts(&mut read);
+            if counts && read.is_stale {
+                return Err(format!("{:?}: bytes count that were read after they were unpinned", read.id));
+            }
+            return self.read_over(&read, counts);
         }
-        if !self.may_read(&read) {
+        if read.mover == Mover::Owner && !self.may_read(&read) {
             self.seen.failed += 1;
             read.has_failed = true;
         } else {
             let left = read.pieces.len() - read.copied;
             let count = self.dice.between(1, left as u64) as usize;
             for at in read.copied..read.copied + count {
-                self.copy_piece(&read, at)?;
+                self.copy_piece(&mut read, at)?;
             }
             read.copied += count;
         }
@@ -151,15 +214,45 @@ impl World {
         })
     }
 
-    fn copy_piece(&mut self, read: &Read, at: usize) -> Result<(), String> {
+    /// Whether a READ counts, all of whose pieces are copied.
+    fn counts(&mut self, read: &mut Read) -> bool {
+        if read.mover == Mover::Owner {
+            return true;
+        }
+        let is_dead = !self.is_alive(read.from);
+        // The reader sees the owner's death at any time.
+        read.has_failed |= is_dead && self.dice.one_in(3);
+        read.has_failed |= !match self.fault {
+            Fault::LooksBefore => read.was_marked,
+            _ => self.is_marked(read),
+        };
+        self.seen.failed += u64::from(read.has_failed);
+        self.seen.refused += u64::from(read.has_failed && read.is_stale);
+        self.seen.of_dead += u64::from(!read.has_failed && is_dead);
+        !read.has_failed
+    }
+
+    fn is_marked(&self, read: &Read) -> bool {
+        let rank = &self.owner(read.from).ranks[read.from.rank.unwrap_or(0) as usize];
+        rank.windows.get(&read.window).is_some_and(|window| window.is_marked)
+    }
+
+    /// The engine of a READ's source, which may be dead.
+    fn owner(&self, agent: Agent) -> &Engine {
+        self.dead.get(&(agent.engine, agent.run)).unwrap_or(&self.engines[agent.engine])
+    }
+
+    fn copy_piece(&mut self, read: &mut Read, at: usize) -> Result<(), String> {
         let (of_window, to, region) = read.pieces[at];
-        let (id, source) = (read.id, &self.engines[read.from.engine]);
+        let (id, source) = (read.id, self.owner(read.from));
         let rank = &source.ranks[read.from.rank.unwrap_or(0) as usize];
         let from = rank.windows[&read.window].blocks[of_window] as usize;
-        if source.owners[from] != Owner::Prompt(id) {
+        let (is_stale, word) = (source.owners[from] != Owner::Prompt(id), rank.memory[from][region as usize]);
+        if is_stale && read.mover == Mover::Owner {
             return Err(format!("{id:?}: a block was read after it was unpinned"));
         }
-        let word = rank.memory[from][region as usize];
+        self.seen.stale += u64::from(is_stale);
+        read.is_stale |= is_stale;
         let owner = self.engines[read.by.engine].owners[to as usize];
         if owner != Owner::Task(id) {
             return Err(format!("{id:?}: a block was written that is {owner:?}'s"));
@@ -168,8 +261,8 @@ impl World {
         Ok(())
     }
 
-    fn read_over(&mut self, read: &Read, has_all: bool) -> Result<(), String> {
-        let is_there = has_all || (self.fault == Fault::FailsAsRead && read.has_failed);
+    fn read_over(&mut self, read: &Read, counts: bool) -> Result<(), String> {
+        let is_there = counts || (self.fault == Fault::FailsAsRead && read.has_failed);
         if self.fault == Fault::LosesReads && self.dice.one_in(3) {
             return Ok(());
         }

@@ -38,6 +38,8 @@ pub(crate) enum Event {
     Room(Agent, HandoffId),
     Copy(u64),
     Closed(Agent, HandoffId),
+    /// [`Fault::ClearsLate`].
+    Clear(Agent, HandoffId),
     Plan(Plan),
 }
 
@@ -60,6 +62,12 @@ pub(crate) struct Seen {
     pub(crate) failed: u64,
     pub(crate) cancelled: u64,
     pub(crate) closed_amid: u64,
+    /// Pieces that readers copied by themselves after their blocks were given back.
+    pub(crate) stale: u64,
+    /// READs with such pieces, all of which were copied.
+    pub(crate) refused: u64,
+    /// READs that counted although their owner was dead.
+    pub(crate) of_dead: u64,
     pub(crate) losses: u64,
     pub(crate) restarts: u64,
 }
@@ -75,6 +83,9 @@ impl Seen {
         self.failed += other.failed;
         self.cancelled += other.cancelled;
         self.closed_amid += other.closed_amid;
+        self.stale += other.stale;
+        self.refused += other.refused;
+        self.of_dead += other.of_dead;
         self.losses += other.losses;
         self.restarts += other.restarts;
     }
@@ -85,6 +96,8 @@ pub(crate) struct World {
     pub(crate) fault: Fault,
     pub(crate) now: Duration,
     pub(crate) engines: Vec<Engine>,
+    /// Former runs of engines, by number and run. Others may still copy their memory.
+    pub(crate) dead: BTreeMap<(usize, u64), Engine>,
     pub(crate) ways: Ways,
     pub(crate) reads: BTreeMap<u64, Read>,
     pub(crate) read_count: u64,
@@ -118,9 +131,11 @@ impl World {
             ranks: dice.between(1, 2) as u32,
             regions: dice.between(1, 2) as u32,
             lendings_max: if is_calm || !dice.one_in(5) { 64 } else { 2 },
+            host: 0,
         };
         let mut engines = Vec::new();
         for number in 0..dice.between(2, 3) as usize {
+            shape.host = dice.below(2);
             engines.push(Engine::new(number, 0, shape));
             // The next one may be cut otherwise, or say so.
             match dice.below(40) {
@@ -135,6 +150,7 @@ impl World {
             fault,
             now: Duration::ZERO,
             engines,
+            dead: BTreeMap::new(),
             ways: BTreeMap::new(),
             reads: BTreeMap::new(),
             read_count: 0,
@@ -314,6 +330,10 @@ impl World {
             Event::Closed(at, id) if self.is_alive(at) => {
                 self.windows_closed(at, id);
                 self.settle(at.engine)
+            }
+            Event::Clear(at, id) if self.is_alive(at) => {
+                self.clear_marks(at, id);
+                Ok(())
             }
             Event::Copy(read) => self.copy(read),
             Event::Plan(plan) => self.carry_out(plan),
