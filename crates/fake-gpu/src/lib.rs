@@ -15,6 +15,7 @@ mod handle;
 mod machine;
 mod mapping;
 mod memory;
+mod pace;
 mod stream;
 
 use std::collections::HashMap;
@@ -33,6 +34,8 @@ use parking_lot::Mutex;
 use self::event::Event;
 use self::machine::{Machine, Work};
 use self::memory::Memory;
+use self::pace::Pace;
+pub use self::pace::Rates;
 use self::stream::Stream;
 
 /// The driver with this name, as [`kvlane_gpu::driver_named`] gives it, and `fake` besides: a host with two GPUs.
@@ -62,13 +65,15 @@ pub struct FakeOptions {
     pub linked: bool,
     /// Whether GPUs can reach each other's memory at all.
     pub reachable: bool,
+    /// How fast copies are at most. None: as fast as this machine copies.
+    pub rates: Option<Rates>,
 }
 
 impl Default for FakeOptions {
     fn default() -> FakeOptions {
         let methods = CopyMethods { batch: true, kernel: true };
         let (devices, visible, device_bytes) = (2, None, 16 << 30);
-        FakeOptions { devices, visible, device_bytes, methods, linked: true, reachable: true }
+        FakeOptions { devices, visible, device_bytes, methods, linked: true, reachable: true, rates: None }
     }
 }
 
@@ -126,7 +131,7 @@ impl FakeDriver {
     pub fn new(options: FakeOptions) -> io::Result<FakeDriver> {
         let numbers = options.numbers();
         let memory = Memory::new(options.device_bytes, numbers.clone(), options.reachable)?;
-        let machine = Arc::new(Machine::new(memory));
+        let machine = Arc::new(Machine::new(memory, Pace::new(options.rates)));
         Ok(FakeDriver {
             options,
             numbers,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_gpu::driver::TableEntry;
 use kvlane_gpu::{Copy, code};
@@ -14,6 +14,7 @@ use super::event::Event;
 use super::faults::Faults;
 use super::mapping::pointer;
 use super::memory::{Memory, Reach};
+use super::pace::Pace;
 
 /// The longest that a poll of a word or an event of another process sleeps.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
@@ -43,6 +44,7 @@ pub(super) struct Machine {
     pub(super) work_faults: Mutex<Faults>,
     /// Extra time of a copy of 1 MiB, for each slow device.
     pub(super) slowness: Mutex<BTreeMap<u32, Duration>>,
+    pace: Pace,
     /// The fake is being dropped: no more work is done.
     pub(super) stopping: AtomicBool,
     /// Devices whose context is lost, with the error that they return.
@@ -50,12 +52,13 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new(memory: Memory) -> Machine {
+    pub(super) fn new(memory: Memory, pace: Pace) -> Machine {
         Machine {
             memory,
             call_faults: Mutex::default(),
             work_faults: Mutex::default(),
             slowness: Mutex::default(),
+            pace,
             stopping: AtomicBool::new(false),
             lost: Mutex::default(),
         }
@@ -143,14 +146,15 @@ impl Machine {
         }
         let per_mib = self.slowness.lock().get(&device).copied().unwrap_or_default();
         let slice_bytes = if per_mib.is_zero() { u64::MAX } else { SLICE_BYTES };
-        let mut bytes = 0;
+        let (mut bytes, mut end) = (0, None);
         for copy in copies {
-            let _source = self.memory.hold(device, copy.src, copy.len, reach)?;
-            let _destination = self.memory.hold(device, copy.dst, copy.len, reach)?;
+            let source = self.memory.hold(device, copy.src, copy.len, reach)?;
+            let destination = self.memory.hold(device, copy.dst, copy.len, reach)?;
             // The kernel could not load this in one instruction.
             if reach == Reach::Kernel && !(copy.src | copy.dst | copy.len).is_multiple_of(16) {
                 return Err(code::ILLEGAL_ADDRESS);
             }
+            end = end.max(self.pace.reserve((source.holder(), destination.holder()), copy.len));
             let mut at = 0;
             while at < copy.len {
                 if bytes >= SLICE_BYTES {
@@ -163,6 +167,7 @@ impl Machine {
             }
         }
         dawdle(per_mib, bytes);
+        thread::sleep(end.map_or(Duration::ZERO, |end| end.saturating_duration_since(Instant::now())));
         Ok(())
     }
 

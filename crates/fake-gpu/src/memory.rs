@@ -80,16 +80,27 @@ pub(super) enum Reach {
 /// Keeps memory mapped while it is accessed.
 pub(super) enum Hold {
     Device {
-        _mapping: Arc<DeviceMapping>,
+        mapping: Arc<DeviceMapping>,
     },
     Chunks {
-        _mappings: Vec<Arc<DeviceMapping>>,
+        mappings: Vec<Arc<DeviceMapping>>,
     },
     Host {
         _mapping: Arc<HostMapping>,
     },
     /// Host memory that the caller vouches for.
     Caller,
+}
+
+impl Hold {
+    /// Number of the host's GPU that holds the memory. None: the host does.
+    pub(super) fn holder(&self) -> Option<u32> {
+        match self {
+            Hold::Device { mapping } => Some(mapping.holder),
+            Hold::Chunks { mappings } => mappings.first().map(|mapping| mapping.holder),
+            Hold::Host { .. } | Hold::Caller => None,
+        }
+    }
 }
 
 impl Memory {
@@ -368,12 +379,12 @@ impl Memory {
                 return Err(refused);
             }
             if end <= mapping.base + mapping.bytes {
-                return Ok(Hold::Device { _mapping: Arc::clone(mapping) });
+                return Ok(Hold::Device { mapping: Arc::clone(mapping) });
             }
             // Chunks at consecutive addresses are one range; other allocations are not.
             return tables
                 .chunks(address, end, owner)
-                .map(|_mappings| Hold::Chunks { _mappings })
+                .map(|mappings| Hold::Chunks { mappings })
                 .ok_or(refused);
         }
         if self.arena.contains(address) {

@@ -7,6 +7,7 @@ mod faults;
 mod on_a_gpu;
 mod rail_choices;
 mod rails;
+mod rates;
 mod stream_word;
 mod tables;
 mod together;
