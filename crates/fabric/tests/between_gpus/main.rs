@@ -10,6 +10,7 @@ mod killed;
 mod lies;
 mod lost;
 mod meetings;
+mod rates;
 mod refused;
 mod resources;
 mod reused;
