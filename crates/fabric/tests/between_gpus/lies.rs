@@ -65,7 +65,7 @@ impl Answer {
 /// Lies from now on to each peer that asks for memory of this GPU.
 pub(crate) fn lie(gpu: &Gpu, how: &str) {
     let path = own_socket();
-    // By this it is reached although another socket takes its place.
+    // This reaches the engine's socket although another one takes its place.
     let real = File::options().read(true).custom_flags(libc::O_PATH).open(&path).unwrap();
     remove_file(&path).unwrap();
     if how == "unlink" {

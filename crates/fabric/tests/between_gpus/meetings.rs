@@ -71,7 +71,7 @@ fn a_peer_that_lies_about_its_memory_is_read_through_slots() {
     }
 }
 
-/// These do no harm: the handles say where the bytes are.
+/// The handles say where the bytes are, so a false name does no harm.
 #[test]
 fn a_peer_that_names_another_gpu_is_read_by_cuda() {
     let here = Side::of(0, LEN);
@@ -120,7 +120,7 @@ fn a_process_whose_runtime_folder_is_open_to_others_is_read_through_slots() {
     read_through_slots("1 whole", session.path(), "", &why);
 }
 
-/// As a container has that does not share the folder.
+/// A container that does not share the folder looks the same.
 #[test]
 fn a_process_with_another_runtime_folder_is_read_through_slots() {
     let session = tempfile::tempdir().unwrap();

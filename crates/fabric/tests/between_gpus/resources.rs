@@ -23,7 +23,7 @@ fn assert_none_left(before: &str, after: &str) {
 #[test]
 fn peers_that_come_and_go_leave_nothing_mapped_or_open() {
     for kind in ["whole", "chunks"] {
-        let rounds = rounds(15);
+        let rounds = rounds(8);
         let patience = PATIENCE + Duration::from_millis(500) * rounds;
         let (mut stays, mut goes) =
             (Process::with(LEN, &format!("1 {kind}")), Process::with(LEN, &format!("0 {kind}")));
@@ -61,7 +61,7 @@ fn killed_peers_that_come_and_go_leave_nothing_mapped_or_open() {
     };
     meet_and_kill(&mut stays);
     let before = stays.ask("count");
-    (0..rounds(8)).for_each(|_| meet_and_kill(&mut stays));
+    (0..rounds(4)).for_each(|_| meet_and_kill(&mut stays));
     assert_none_left(&before, &stays.ask(&format!("recount {before}")));
     assert_eq!(stays.ask("mapped"), own);
 }

@@ -27,9 +27,9 @@ pub(crate) struct Role {
 }
 
 impl Role {
-    /// `setup`: the GPU's number, then "whole", "chunks" or "own-chunks", then "slots" if it has no cuda, "late" if it
-    /// registers its memory when it is told, "alone" if it sees no other GPU, "apart" if GPUs do not reach each other, "token" if its
-    /// engine has the token "between", "port=" and the port where it listens.
+    /// `setup`: the GPU's number, and "whole", "chunks" or "own-chunks". Then any of "slots" (it has no cuda), "late" (it registers
+    /// its memory when it is told), "alone" (it sees no other GPU), "apart" (its GPUs do not reach each other), "token" (its
+    /// engine's token is "between"), and "port=" with the port where it listens.
     pub(crate) fn new(bytes: usize, setup: &str) -> Role {
         let words: Vec<&str> = setup.split_whitespace().collect();
         let kind = match words[1] {

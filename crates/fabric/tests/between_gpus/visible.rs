@@ -1,12 +1,16 @@
 //! Processes that see only their own GPU, and GPUs that do not reach each other.
 
+use std::time::Duration;
+
 use kvlane_fabric::{Access, EngineOptions, Failure, Op, Transport};
 use kvlane_fake_gpu::FakeOptions;
 
 use crate::side::{Kind, Side, done, pattern};
-use crate::support::{MIB, PATIENCE, Process};
+use crate::support::{Deadline, MIB, PATIENCE, Process};
 
 const LEN: usize = 4 * MIB;
+/// A transfer without a path fails after 2.5 s.
+const IN_TIME: Duration = Duration::from_secs(5);
 
 fn registered(gpus: FakeOptions, ordinal: u32, options: EngineOptions) -> Side {
     let mut side = Side::on(gpus, ordinal, Kind::Whole, LEN, options);
@@ -83,8 +87,10 @@ fn a_transfer_that_may_go_by_cuda_only_fails_where_a_gpu_is_not_reached() {
     let mut there = Process::with(LEN, "1 whole");
     let descriptor = there.descriptor();
     let (peer, region) = (here.connect(&descriptor), descriptor.regions[0].number);
+    let deadline = Deadline::after(IN_TIME);
     let outcome = here.move_all(peer, Op::Read, region).wait(Some(PATIENCE));
     assert_eq!(outcome, Some(Err(Failure::PeerLost)));
+    deadline.assert_kept();
     let why = here.trouble(peer);
     assert!(why.starts_with("cuda is required, but this process's GPU cannot read the peer's"), "{why}");
     here.engine.close();
