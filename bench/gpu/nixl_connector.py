@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,6 @@ def main() -> int:
     settings = parser.parse_args()
     settings.new_tokens = 0
     result = head("NixlConnector between engines on GPUs", settings)
-    result["versions"]["nixl"] = version("nixl")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

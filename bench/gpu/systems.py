@@ -220,7 +220,7 @@ def plan(names: Iterable[str], size: int, folder: Path) -> str:
 def versions() -> dict[str, str]:
     """The versions of the packages that took part, if they are installed."""
     found = {}
-    for package in {"torch", *(system.package for system in SYSTEMS.values())}:
+    for package in {"torch", "nixl", *(system.package for system in SYSTEMS.values())}:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -27,12 +27,14 @@ SCRIPTS = {
     "handoff": ("direct.json", TINY),
     "hits": ("hits.json", [*TINY, "--engines", "1"]),
     "mla": ("mla.json", []),
+    "nixl_connector": ("nixl.json", TINY),
+    "rates": ("rates.json", TINY),
     "restart": ("restart.json", [*TINY, "--modes", "eager"]),
     "starts": ("starts.json", [*TINY, "--rounds", "1"]),
     "steps": ("steps.json", TINY),
     "turns": ("turns.json", [*TINY, "--systems", "kvlane"]),
 }
-STARTS_WORKERS = ("handoff", "hits", "steps", "turns")
+STARTS_WORKERS = ("handoff", "hits", "nixl_connector", "rates", "steps", "turns")
 
 
 class Played:
@@ -57,12 +59,22 @@ class Played:
         }
         if module.__name__ == "restart":
             parts |= {"Daemon": lambda *_: None, "measure": self.fail}
+        if module.__name__ == "rates":
+            parts |= {"measure": self.no_rates}
+        if module.__name__ in ("nixl_connector", "rates"):
+            parts |= {"on_own_gpu": self.one_of_two, "start_one": self.one_of_two}
         for name in parts.keys() & vars(module).keys():
             patch.setattr(module, name, parts[name])
 
     def start(self, *_: object) -> tuple[Any, float]:
         self.started_with.append(dict(os.environ))
         return SimpleNamespace(shutdown=lambda: None, _llm=SimpleNamespace(shutdown=lambda: None)), 1.0
+
+    def one_of_two(self, *_: object) -> Any:
+        return self.start()[0]
+
+    async def no_rates(self, *_: object) -> list[dict[str, Any]]:
+        return []
 
     async def measure(self, *_: object) -> dict[str, Any]:
         return {
@@ -71,6 +83,8 @@ class Played:
             "warm": {"p50": 1.0},
             "same_tokens": True,
             "control_distinct": True,
+            "ttft": {"alone": {"p50": 9.0}, "one after the other": {"p50": 10.0}},
+            "decode_engines_part": {"p50": 2.0},
         }
 
     def fail(self, *_: object) -> None:
