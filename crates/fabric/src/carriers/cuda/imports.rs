@@ -22,19 +22,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_gpu::{Copy, DeviceMemory, Export, Gpu, GpuError, Imported, ImportedChunks, Priority, Stream};
 use kvlane_memory::{PeerCredentials, peer_pidfd};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::handles::{Ask, Incoming, Part, RegionHead, Verdict, send};
+use super::handles::{Ask, Incoming, Part, RegionHead, Source, Verdict, send};
 use super::meeting::{Meeting, check_user};
 use crate::carriers::card::SharedCard;
 use crate::identity::Identity;
 
-/// Longest silence of a peer at its socket.
+/// How long one fetch waits for its peer in all: other peers' fetches wait behind it.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Bytes that are copied to see whether memory can be read.
 const PROBE_BYTES: u64 = 16;
@@ -344,7 +344,6 @@ fn fetch_memory(
         io::ErrorKind::WouldBlock => "the peer does not send the handles of its GPU memory".to_owned(),
         _ => format!("the peer's GPU memory was not shared: {error}"),
     };
-    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
     stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
     *shared.asking.lock() = Some(stream.try_clone().map_err(failed)?);
     check_user(&stream).map_err(failed)?;
@@ -355,7 +354,7 @@ fn fetch_memory(
     let process = peer_pidfd(&stream).ok();
     let ask = Ask { pass: meeting.pass, regions: regions.clone() };
     send(&stream, &ask.encode(), &[]).map_err(failed)?;
-    let mut incoming = Incoming::new(&stream);
+    let mut incoming = Incoming::new(Patient { stream: &stream, left: PATIENCE });
     let card = match incoming.verdict().map_err(failed)? {
         Verdict::Fine(card) => SharedCard::open(card.as_fd(), *identity).map_err(failed)?,
         Verdict::Refused(why) => return Err(why),
@@ -385,6 +384,25 @@ fn fetch_memory(
     Ok(FetchedMemory { card, process, regions: mapped })
 }
 
+/// A peer's answer, which may take so long in all.
+struct Patient<'a> {
+    stream: &'a UnixStream,
+    left: Duration,
+}
+
+impl Source for Patient<'_> {
+    fn take(&mut self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+        if self.left.is_zero() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.stream.set_read_timeout(Some(self.left))?;
+        let begun = Instant::now();
+        let taken = Source::take(&mut self.stream, bytes, descriptors);
+        self.left = self.left.saturating_sub(begun.elapsed());
+        taken
+    }
+}
+
 fn not_read(error: &GpuError) -> String {
     format!("this process's GPU cannot read the peer's GPU memory: {error}")
 }
@@ -408,7 +426,7 @@ impl From<GpuError> for ImportError {
 
 /// Maps the parts of a region. None: the peer has given it back.
 fn import_region(
-    incoming: &mut Incoming<&UnixStream>,
+    incoming: &mut Incoming<Patient<'_>>,
     gpu: &Gpu,
     head: &RegionHead,
     probe: &mut CopyProbe,
