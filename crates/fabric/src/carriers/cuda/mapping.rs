@@ -13,6 +13,9 @@ use crate::carrier::{Context, Party};
 use crate::peers::Peer;
 use crate::transfers::PeerId;
 use crate::watch::Interest;
+/// Most regions of a peer that are mapped before a transfer needs them.
+const MAPPED_AHEAD_MAX: usize = 256;
+
 impl Cuda {
     /// Maps regions of a neighbour for a GPU of this process, unless that is under way.
     pub(super) fn fetch(&mut self, cx: &mut Context<'_>, party: Party, gpu: u16, regions: Vec<(u32, u32)>) {
@@ -44,7 +47,9 @@ impl Cuda {
         }
         let is_shared = |key: &[u8]| matches!(RegionKey::decode(key), RegionKey::Shared(_));
         let shared = cx.remote_regions(peer).into_iter().filter(|(.., key)| is_shared(key));
-        let shared = shared.map(|(region, generation, _)| (region, generation)).collect();
+        // A transfer has the others mapped that it names.
+        let shared =
+            shared.map(|(region, generation, _)| (region, generation)).take(MAPPED_AHEAD_MAX).collect();
         self.fetch(cx, Party::Peer(peer), gpu, shared);
     }
 
