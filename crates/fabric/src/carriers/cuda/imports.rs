@@ -94,6 +94,8 @@ pub(super) struct RegionImport {
     /// Keeps the pieces mapped.
     _held: Vec<Mapped>,
     _counted: Option<Counted>,
+    /// The carrier has begun to close it. A copy that still holds it then hands it to [`Imports::close`] too.
+    pub(super) is_given_up: AtomicBool,
 }
 
 /// Counts an import until it is unmapped.
@@ -218,8 +220,9 @@ impl Imports {
         id
     }
 
-    /// Unmaps a region, once nothing else holds it.
+    /// Unmaps a region, once nothing else holds it. Each holder comes here, so the last one reports that it is closed.
     pub(super) fn close(&mut self, of: Arc<ImportOf>, import: Arc<RegionImport>) {
+        import.is_given_up.store(true, Ordering::Release);
         self.unmaps.send("kvlane-fabric-free", Errand::Close(of, import), &self.shared);
     }
 
@@ -475,7 +478,15 @@ fn import_region(
         return Err(io::Error::new(io::ErrorKind::InvalidData, why).into());
     }
     let is_own_gpu = uuid == gpu.info().uuid;
-    Ok(Some(RegionImport { region, generation, is_own_gpu, pieces, _held: held, _counted: None }))
+    Ok(Some(RegionImport {
+        region,
+        generation,
+        is_own_gpu,
+        pieces,
+        _held: held,
+        _counted: None,
+        is_given_up: AtomicBool::new(false),
+    }))
 }
 
 /// Copies a few bytes, because a driver maps memory that a GPU does not reach, and says so only when it is read.
@@ -516,6 +527,7 @@ mod tests {
             pieces,
             _held: Vec::new(),
             _counted: None,
+            is_given_up: AtomicBool::new(false),
         };
         let copies = |offset, len| {
             let mut copies = Vec::new();

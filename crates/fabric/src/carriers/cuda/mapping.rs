@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::imports::{Done, FetchId, FetchedMemory, ImportOf};
@@ -191,10 +192,10 @@ impl Cuda {
         }
     }
 
-    /// Gives up what a copy kept mapped.
-    pub(super) fn let_idle_go(&mut self, mapped: Vec<MappedRegion>) {
-        let last = mapped.into_iter().filter(|held| Arc::strong_count(&held.import) == 1);
-        self.close_imports(last.collect());
+    /// A copy is over: closes those of its imports that were given up meanwhile.
+    pub(super) fn close_given_up(&mut self, mapped: Vec<MappedRegion>) {
+        let given_up = mapped.into_iter().filter(|held| held.import.is_given_up.load(Ordering::Acquire));
+        self.close_imports(given_up.collect());
     }
 
     /// Unmaps regions whose owner has given them back, or that nothing uses any more.

@@ -104,8 +104,7 @@ impl Cuda {
                     Completion::GpuFailed
                 }
             };
-            // If the neighbour was given up meanwhile, this was the last holder.
-            self.let_idle_go(mapped);
+            self.close_given_up(mapped);
             cx.note_released();
             match origin {
                 CopyOrigin::Ours { token, connection } => {
