@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use kvlane_gpu::{Gpu, IpcHandle};
 use kvlane_memory::{recv_with_fds, send_with_fds};
@@ -110,13 +111,25 @@ fn answer(mut stream: UnixStream, real: &File, how: &str, freed: IpcHandle) -> s
     }
     change(&mut answer, how, freed);
     let descriptors: Vec<_> = answer.descriptors.iter().map(AsFd::as_fd).collect();
+    if how == "trickle" {
+        // A region's answer takes 14 s.
+        let first = send_with_fds(&stream, &answer.bytes[..1], &descriptors)?;
+        for byte in &answer.bytes[first..] {
+            stream.set_read_timeout(Some(Duration::from_millis(100)))?;
+            if matches!(stream.read(&mut [0]), Ok(0)) {
+                break;
+            }
+            stream.write_all(&[*byte])?;
+        }
+        return Ok(());
+    }
     let sent = send_with_fds(&stream, &answer.bytes, &descriptors)?;
     stream.write_all(&answer.bytes[sent..])
 }
 
 fn change(answer: &mut Answer, how: &str, freed: IpcHandle) {
     match how {
-        "not-at-all" => {}
+        "not-at-all" | "trickle" => {}
         "no-card" => answer.descriptors.clear(),
         "odd-card" => answer.descriptors[0] = File::open("/dev/null").unwrap().into(),
         "odd-verdict" => answer.put(0, &[7]),

@@ -109,6 +109,19 @@ fn a_peer_that_hangs_at_its_meeting_place_holds_up_no_other() {
     assert_eq!(here.trouble(peer), "the peer does not send the handles of its GPU memory");
 }
 
+/// Each byte came within 5 s of the one before it, and meanwhile no other peer's memory was mapped.
+#[test]
+fn a_peer_that_sends_its_handles_byte_by_byte_is_soon_read_through_slots() {
+    let (here, mut there) = (Side::of(0, LEN), Process::with(LEN, "1 whole"));
+    there.order("pattern 7");
+    there.order("lie trickle");
+    let descriptor = there.descriptor();
+    let peer = here.meet(&descriptor);
+    done(&here.move_all(peer, Op::Read, descriptor.regions[0].number));
+    assert!(here.memory.all() == pattern(LEN, 7));
+    assert_eq!(here.trouble(peer), "the peer does not send the handles of its GPU memory");
+}
+
 /// The runtime folder is open to other users, so no socket is made in it.
 #[test]
 fn a_process_whose_runtime_folder_is_open_to_others_is_read_through_slots() {
