@@ -17,7 +17,7 @@ use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_policy::Choice;
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
-use kvlane_store::{Background, Store, StoreOptions, Tier};
+use kvlane_store::{Background, Below, Source, Store, StoreOptions};
 use rustix::process::{Resource, getrlimit};
 use thiserror::Error;
 
@@ -118,14 +118,15 @@ impl Daemon {
         };
         let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
         let ssd = options.ssd.as_ref().map(|ssd| Ssd::open(ssd, &arena)).transpose()?;
-        let store = Store::with_tier(
+        let store = Store::with_tiers(
             Arc::clone(&arena),
             StoreOptions {
                 lease_ttl: options.lease_ttl,
                 claim_ttl: Duration::from_secs(60),
                 policy: options.policy,
             },
-            ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Tier>),
+            ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Below>),
+            ssd.iter().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Source>).collect(),
         );
         ssd.iter().for_each(|ssd| ssd.ask_policy_of(&store));
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
@@ -144,6 +145,7 @@ impl Daemon {
             gpus,
             meetings: Meetings::default(),
             ssd,
+            fetch_wait: options.ssd.as_ref().map(|ssd| ssd.wait).unwrap_or_default(),
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),
             tcp_slots: Slots::new(session::TCP_CONNECTIONS_MAX, descriptors),

@@ -5,7 +5,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use kvlane_door::Slots;
@@ -37,6 +37,8 @@ pub(crate) struct Shared {
     pub(crate) meetings: Meetings,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
+    /// How long a lookup may wait for blocks that only a source has.
+    pub(crate) fetch_wait: Duration,
     /// See [`ServeOptions::save_link_share`](crate::ServeOptions::save_link_share).
     pub(crate) save_link_share: f64,
     pub(crate) unreachable: Unreachable,

@@ -24,8 +24,6 @@ pub struct SsdOptions {
 /// The running tier.
 pub(crate) struct Ssd {
     pub(crate) tier: Arc<SsdTier>,
-    /// [`SsdOptions::wait`]
-    pub(crate) wait: Duration,
 }
 
 impl Ssd {
@@ -33,7 +31,7 @@ impl Ssd {
     pub(crate) fn open(options: &SsdOptions, arena: &Arc<Arena>) -> Result<Self, OpenError> {
         let of_tier = Options { write_rate: options.write_rate, ..Options::new(options.devices.clone()) };
         let tier = SsdTier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
-        Ok(Self { tier: Arc::new(tier), wait: options.wait })
+        Ok(Self { tier: Arc::new(tier) })
     }
 
     /// Whether a file has blocks of the namespace, or has yet to note that it was dropped.

@@ -1,49 +1,22 @@
-//! The SSD tier behind the store's [`Tier`] trait.
+//! The SSD tier as the store sees it: [`Below`] the pool, and a [`Source`] with one holder.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockKey, Namespace, PoolExtent, SealedShard};
+use kvlane_block::{BlockKey, Namespace, SealedShard};
 use kvlane_policy::Memo;
-use kvlane_store::{NotForGood, ReadDone, Tier, WriteDone};
+use kvlane_store::{Below, BlockRead, FindDone, Found, HolderId, NotForGood, Question, Source, WriteDone};
 
 use crate::request::{Read, ReadEnd, Record, WriteEnd};
 use crate::tier::SsdTier;
 
-/// Calls `done` exactly once: with the outcome, or with the default, which means failure, when it is dropped uncalled.
-/// The tier drops the `done` of a call that it refuses.
-struct DoneOnce<T: Default> {
-    done: Option<Box<dyn FnOnce(T) + Send>>,
-}
-
-impl<T: Default> DoneOnce<T> {
-    fn new(done: Box<dyn FnOnce(T) + Send>) -> Self {
-        Self { done: Some(done) }
-    }
-
-    fn call(mut self, with: T) {
-        if let Some(done) = self.done.take() {
-            done(with);
-        }
-    }
-}
-
-impl<T: Default> Drop for DoneOnce<T> {
-    fn drop(&mut self) {
-        if let Some(done) = self.done.take() {
-            done(T::default());
-        }
-    }
-}
-
-impl Tier for SsdTier {
+impl Below for SsdTier {
     fn contains(&self, key: &BlockKey) -> bool {
         Self::contains(self, key)
     }
 
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
-        let once = DoneOnce::new(done);
         let written =
-            Self::write(self, Record { key, shards, memo }, |end| once.call(end == WriteEnd::Stored));
+            Self::write(self, Record { key, shards, memo }, |end| done.call(end == WriteEnd::Stored));
         if let Err(reason) = written {
             tracing::debug!(%reason, hash = %key.hash, "SSD write refused");
         }
@@ -55,19 +28,6 @@ impl Tier for SsdTier {
 
     fn remember(&self, lost: &[(BlockKey, Memo)]) {
         Self::remember(self, lost.iter().copied());
-    }
-
-    fn read(&self, key: BlockKey, into: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
-        let once = DoneOnce::new(done);
-        let ended = |end| {
-            once.call(match end {
-                ReadEnd::Found { crcs } => Some(crcs),
-                ReadEnd::Miss(_) => None,
-            });
-        };
-        if let Err(reason) = Self::read(self, Read { key, into, deadline: Some(deadline) }, ended) {
-            tracing::debug!(%reason, hash = %key.hash, "SSD read refused");
-        }
     }
 
     fn forget_namespace(&self, namespace: Namespace) {
@@ -89,5 +49,28 @@ impl Tier for SsdTier {
             "dropped namespace not written to SSD; a restart would bring it back: {sentence}"
         );
         Err(NotForGood(sentence))
+    }
+}
+
+impl Source for SsdTier {
+    fn find(&self, question: Question, done: FindDone) {
+        let positions = self.find_runs(question.space, &question.hashes, question.only_prefix);
+        let found = Found { holder: HolderId(0), positions, round_trip: Duration::ZERO };
+        done.call(if found.positions.is_empty() { Vec::new() } else { vec![found] });
+    }
+
+    fn read(&self, _: HolderId, blocks: Vec<BlockRead>, deadline: Instant) {
+        for BlockRead { key, extents, done } in blocks {
+            let ended = |end| {
+                done.call(match end {
+                    ReadEnd::Found { crcs } => Some(crcs),
+                    ReadEnd::Miss(_) => None,
+                });
+            };
+            let read = Read { key, into: extents, deadline: Some(deadline) };
+            if let Err(reason) = Self::read(self, read, ended) {
+                tracing::debug!(%reason, hash = %key.hash, "SSD read refused");
+            }
+        }
     }
 }

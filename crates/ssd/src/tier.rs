@@ -4,12 +4,13 @@
 //! its segment under the same lock, so that the segment is not reused before the read has ended.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use kvlane_block::{BlockKey, Namespace, PoolExtent, PoolOffset};
+use kvlane_block::{BlockHash, BlockKey, Namespace, PoolExtent, PoolOffset, Space};
 use kvlane_policy::Memo;
 use kvlane_store::Judge;
 use parking_lot::Mutex;
@@ -40,6 +41,8 @@ const READS_MAX: u64 = 8192;
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Index slots that are visited under one hold of the lock, because callers wait for it.
 const SLOTS_PER_LOCK: u32 = 4096;
+/// Blocks that one hold of the lock finds.
+const BLOCKS_PER_LOCK: usize = 256;
 
 /// Blocks on SSDs. Thread-safe. Only [`open`](Self::open), [`close`](Self::close), `drop`,
 /// [`note_forgotten`](Self::note_forgotten) and [`note_missing`](Self::note_missing) wait for a device.
@@ -289,6 +292,29 @@ impl SsdTier {
     /// Whether a block is stored.
     pub fn contains(&self, key: &BlockKey) -> bool {
         self.shared.index.lock().index.find(key).is_some()
+    }
+
+    /// The stored ones of these blocks, as ascending runs of positions. With `only_prefix` it ends at the first that is not
+    /// stored.
+    pub fn find_runs(&self, space: Space, hashes: &[BlockHash], only_prefix: bool) -> Vec<Range<u32>> {
+        let mut runs: Vec<Range<u32>> = Vec::new();
+        let mut position = 0;
+        for part in hashes.chunks(BLOCKS_PER_LOCK) {
+            let stored = self.shared.index.lock();
+            for hash in part {
+                if stored.index.find(&BlockKey { space, hash: *hash }).is_none() {
+                    if only_prefix {
+                        return runs;
+                    }
+                } else if let Some(run) = runs.last_mut().filter(|run| run.end == position) {
+                    run.end += 1;
+                } else {
+                    runs.push(position..position + 1);
+                }
+                position += 1;
+            }
+        }
+        runs
     }
 
     /// Removes a block from the index; false if it was not there. Reads in flight are not affected. A restart may find

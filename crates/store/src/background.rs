@@ -34,7 +34,7 @@ impl Store {
         for _ in 0..seal_threads.max(1) {
             background.spawn("kvlane-seal", seal)?;
         }
-        if self.tier.is_some() {
+        if self.below.is_some() {
             background.spawn("kvlane-spill", |store, stop| store.spill_until(stop))?;
         }
         if self.auto.is_some() {

@@ -1,65 +1,41 @@
-//! Brings blocks of a prompt from the tier below back into the pool, as if an engine had saved them.
+//! Brings blocks of a prompt from the sources into the pool, as if an engine had saved them.
 //!
 //! ```text
-//!   plan_fetch: would the tier make the hit longer? --> fetch: claim each block --> queue its read --> submit_reads
-//!                                                                                                          |
-//!   done() when the fetch's last block has come or failed  <-- end_read: visible, or the claim is aborted <'
+//!   FetchPlan --> share: who brings which block --> claim each --> queue its read at its holder --> submit_reads
+//!                                                                        ^                              |
+//!                                              another holder has it too '------ failed <-- end_read <--'
+//!   done() when the fetch's last block has come or failed  <------------- visible, or the claim is aborted
 //! ```
 //! A block that another fetch brings already is not read twice: the fetch only waits for it.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, BlockKey, PoolExtent};
-use kvlane_policy::{Memo, longest_hit};
+use kvlane_policy::Memo;
 use parking_lot::Mutex;
 
-use crate::api::{
-    Caller, Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId,
-};
-use crate::fetches::{FetchWaiter, FetchWaiters, Read};
-use crate::needs::needs;
+use crate::api::{Caller, Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
+use crate::done::Done;
+use crate::fetches::{FetchWaiter, FetchWaiters, Holder, Read};
+use crate::find::{BLOCKS_A_HOLD, FetchPlan, Stretch};
+use crate::shares::{HolderState, Wanted, share};
+use crate::source::BlockRead;
 use crate::store::Store;
-use crate::tier::Tier;
 
 /// Blocks in flight over all fetches. A prompt with more gets its first ones.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
-/// Reads in flight in the tier. Further ones wait in [`Reads::queued`](crate::fetches::Reads::queued).
+/// Reads in flight at one holder. Further ones wait in [`Reads::queued`](crate::fetches::Reads::queued).
 const READS_MAX: usize = 1024;
-/// Blocks that one hold of the lock looks up.
-const BLOCKS_A_HOLD: usize = 4096;
-
-/// Missing blocks of one prompt and space that follow each other.
-struct Stretch {
-    space: SpaceId,
-    chain: Chain,
-    hashes: Vec<BlockHash>,
-}
-
-/// The blocks that a fetch would bring. Void once a namespace was dropped.
-pub struct FetchPlan {
-    stretches: Vec<Stretch>,
-    /// [`Store::drops`] when the plan was made.
-    drops: u64,
-}
+/// Reads that one call gives to a source.
+const READS_A_CALL: usize = 64;
 
 impl Store {
-    /// Plans to bring the blocks of a prompt that only the tier has. None if they would not make the hit longer. None
-    /// also while the tier is late with another read, because waiting would then take longer than computing.
-    pub fn plan_fetch(&self, groups: &[LookupGroup<'_>], max_tokens: u64, now: Instant) -> Option<FetchPlan> {
-        let tier = self.tier.as_ref()?;
-        let drops = *self.drops.read();
-        if self.fetches.reads.lock().is_late(now) {
-            return None;
-        }
-        let stretches = self.missing(tier.as_ref(), groups, max_tokens);
-        (!stretches.is_empty()).then_some(FetchPlan { stretches, drops })
-    }
-
     /// Starts a planned fetch. `done` is called exactly once, when every block has come or failed; a lookup then finds
-    /// what is there. Blocks that would miss `deadline` at the tier's rate are left out. A block that misses it all the
-    /// same may still come later.
+    /// what is there. Blocks that would miss `deadline` at their holders' rates are left out. A block that misses it all
+    /// the same may still come later.
     pub fn fetch(
         self: &Arc<Self>,
         plan: FetchPlan,
@@ -67,114 +43,95 @@ impl Store {
         deadline: Instant,
         done: impl FnOnce() + Send + 'static,
     ) {
-        let Some(tier) = &self.tier else { return done() };
         let waiter = Arc::new(FetchWaiter {
             blocks_left: AtomicUsize::new(1),
             done: Mutex::new(Some(Box::new(done))),
         });
-        let within = deadline.saturating_duration_since(now);
-        let most_bytes = self.fetches.reads.lock().rate.bytes_within(within).min(self.pool_bytes());
+        let shares = self.share_plan(&plan, now, deadline);
         let reads = {
             let drops = self.drops.read();
             if *drops == plan.drops {
-                self.claim_missing(plan.stretches, &waiter, most_bytes, now)
+                self.claim_missing(plan, &shares, &waiter, now, deadline)
             } else {
                 Vec::new()
             }
         };
-        self.fetches.reads.lock().queued.extend(reads.into_iter().map(|read| (read, deadline)));
-        self.submit_reads(tier.as_ref());
+        let mut asked = BTreeSet::new();
+        let mut queues = self.fetches.queues.lock();
+        for (holder, read) in reads {
+            queues.of(holder).push(read);
+            asked.insert(holder);
+        }
+        drop(queues);
+        asked.into_iter().for_each(|holder| self.submit_reads(holder));
         waiter.block_done();
     }
 
-    /// The blocks of the longest hit out of pool and tier that are not visible. Empty if the tier makes the hit no
-    /// longer.
-    fn missing(&self, tier: &dyn Tier, groups: &[LookupGroup<'_>], max_tokens: u64) -> Vec<Stretch> {
-        let Some(needs) = needs(groups, max_tokens) else { return Vec::new() };
-        let mut is_visible: Vec<Vec<bool>> = Vec::with_capacity(groups.len());
-        for (group, need) in groups.iter().zip(&needs) {
-            let mut of_group = Vec::with_capacity(need.blocks as usize);
-            for part in group.hashes[..need.blocks as usize].chunks(BLOCKS_A_HOLD) {
-                let index = self.index.lock();
-                of_group.extend(part.iter().map(|hash| index.is_visible(group.space, hash)));
-            }
-            is_visible.push(of_group);
+    /// For each block of the plan, in order, the index of its holder. Ends with the first that nobody brings in time.
+    fn share_plan(&self, plan: &FetchPlan, now: Instant, deadline: Instant) -> Vec<usize> {
+        let mut wanted = Vec::new();
+        for stretch in &plan.stretches {
+            let bytes: u64 = self.index.lock().shard_bytes(stretch.space).iter().sum();
+            wanted.extend(stretch.holders.iter().map(|holders| Wanted { bytes, holders: *holders }));
         }
-        let in_pool = longest_hit(&needs, max_tokens, |group, block| is_visible[group][block as usize]);
-        let names: Vec<_> = groups.iter().map(|group| self.index.lock().space_name(group.space)).collect();
-        let tokens = longest_hit(&needs, max_tokens, |group, block| {
-            let (space, hash) = (names[group], groups[group].hashes[block as usize]);
-            is_visible[group][block as usize] || tier.contains(&BlockKey { space, hash })
-        });
-        if tokens <= in_pool {
-            return Vec::new();
-        }
-        let mut stretches = Vec::new();
-        for ((group, need), is_visible) in groups.iter().zip(&needs).zip(&is_visible) {
-            let first = need.first_block(tokens) as usize;
-            let end = (tokens / u64::from(need.tokens_per_block)) as usize;
-            let mut at = first;
-            while at < end {
-                let there = is_visible[at..end].iter().take_while(|is_visible| **is_visible).count();
-                let start = at + there;
-                let missing = is_visible[start..end].iter().take_while(|is_visible| !**is_visible).count();
-                at = start + missing;
-                let chain = match (need.window_blocks, start.checked_sub(1)) {
-                    (0, None) => Chain::Start,
-                    (0, Some(before)) => Chain::After(group.hashes[before]),
-                    _ => Chain::Unchained,
-                };
-                if missing > 0 {
-                    let hashes = group.hashes[start..at].to_vec();
-                    stretches.push(Stretch { space: group.space, chain, hashes });
-                }
-            }
-        }
-        stretches
+        let queues = self.fetches.queues.lock();
+        let state = |(holder, round_trip): &(Holder, Duration)| queues.state(*holder, *round_trip, now);
+        // One that became late since the plan was made gets nothing: its round trip is beyond any deadline.
+        let late = HolderState { round_trip: Duration::MAX, ..HolderState::default() };
+        let states: Vec<HolderState> =
+            plan.holders.iter().map(|holder| state(holder).unwrap_or(late)).collect();
+        drop(queues);
+        share(&wanted, &states, deadline.saturating_duration_since(now), self.pool_bytes())
     }
 
     /// Claims the blocks that are not in flight yet. `waiter` waits for those, and for the ones in flight.
     fn claim_missing(
         &self,
-        stretches: Vec<Stretch>,
+        plan: FetchPlan,
+        shares: &[usize],
         waiter: &Arc<FetchWaiter>,
-        mut most_bytes: u64,
         now: Instant,
-    ) -> Vec<Read> {
+        deadline: Instant,
+    ) -> Vec<(Holder, Read)> {
         let mut reads = Vec::new();
+        let mut shares = shares.iter();
         let mut in_flight = self.fetches.in_flight.lock();
         let wait_for = |waiters: &mut FetchWaiters| {
             waiter.blocks_left.fetch_add(1, Ordering::Relaxed);
             waiters.push(Arc::clone(waiter));
         };
-        for Stretch { space, chain, mut hashes } in stretches {
-            let block_bytes: u64 = self.index.lock().shard_bytes(space).iter().sum();
-            let most_blocks = usize::try_from(most_bytes / block_bytes).unwrap_or(usize::MAX);
-            hashes.truncate(most_blocks.min(IN_FLIGHT_BLOCKS.saturating_sub(in_flight.len())));
-            most_bytes -= hashes.len() as u64 * block_bytes;
+        for Stretch { space, chain, mut hashes, holders } in plan.stretches {
+            let of_stretch: Vec<usize> = shares.by_ref().take(hashes.len()).copied().collect();
+            hashes.truncate(of_stretch.len().min(IN_FLIGHT_BLOCKS.saturating_sub(in_flight.len())));
             for hash in &hashes {
                 if let Some(waiters) = in_flight.get_mut(&(space, *hash)) {
                     wait_for(waiters);
                 }
             }
             let claimed = self.claim_whole(space, chain, &hashes, now);
-            self.remember(space, &claimed);
-            for (hash, claims) in claimed {
+            self.remember(space, &hashes, &claimed);
+            let bytes = self.index.lock().shard_bytes(space).iter().sum();
+            for (position, claims) in claimed {
+                let (hash, holder) = (hashes[position], of_stretch[position]);
                 wait_for(in_flight.entry((space, hash)).or_default());
-                reads.push(Read { space, hash, claims });
+                let others = holders[position].iter().filter(|other| *other != holder);
+                let others = others.map(|other| plan.holders[other]).collect();
+                let read = Read { space, hash, claims, bytes, deadline, others };
+                reads.push((plan.holders[holder].0, read));
             }
         }
         reads
     }
 
-    /// Claims all shards of each block. A block of which only some shards were granted is aborted.
+    /// Claims all shards of each block, and returns the claimed ones by position. A block of which only some shards were
+    /// granted is aborted.
     fn claim_whole(
         &self,
         space: SpaceId,
         chain: Chain,
         hashes: &[BlockHash],
         now: Instant,
-    ) -> Vec<(BlockHash, Vec<ShardClaim>)> {
+    ) -> Vec<(usize, Vec<ShardClaim>)> {
         let shards = self.index.lock().shards_of(space);
         let mut claims: Vec<Vec<ShardClaim>> = hashes.iter().map(|_| Vec::with_capacity(shards)).collect();
         let mut outcomes = Vec::new();
@@ -190,11 +147,11 @@ impl Store {
             }
         }
         let mut whole = Vec::with_capacity(hashes.len());
-        for (hash, of_block) in hashes.iter().zip(claims) {
+        for (position, of_block) in claims.into_iter().enumerate() {
             // If the block died between two of these claims, the later ones are of its next generation.
             let is_one = |pair: &[ShardClaim]| pair[0].block == pair[1].block;
             if of_block.len() == shards && of_block.windows(2).all(is_one) {
-                whole.push((*hash, of_block));
+                whole.push((position, of_block));
             } else if !of_block.is_empty() {
                 self.abort(&of_block, now);
             }
@@ -202,9 +159,9 @@ impl Store {
         whole
     }
 
-    /// Gives the policy the memos that the tier kept of these blocks.
-    fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
-        let (Some(tier), Some((_, first))) = (&self.tier, claimed.first()) else { return };
+    /// Gives the policy the memos that the tier below kept of these blocks.
+    fn remember(&self, space: SpaceId, hashes: &[BlockHash], claimed: &[(usize, Vec<ShardClaim>)]) {
+        let (Some(below), Some((_, first))) = (&self.below, claimed.first()) else { return };
         let space = {
             let index = self.index.lock();
             let learns = first.first().is_some_and(|claim| index.policy_memo(claim.block.slot).is_some());
@@ -214,7 +171,7 @@ impl Store {
             index.space_name(space)
         };
         for part in claimed.chunks(BLOCKS_A_HOLD) {
-            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { space, hash: *hash });
+            let memo = |(position, _): &(usize, _)| below.memo(&BlockKey { space, hash: hashes[*position] });
             let memos: Vec<Option<Memo>> = part.iter().map(memo).collect();
             let mut index = self.index.lock();
             for ((_, claims), memo) in part.iter().zip(memos) {
@@ -225,51 +182,83 @@ impl Store {
         }
     }
 
-    /// Submits queued reads to the tier, up to `READS_MAX` in flight. A tier may complete a read within the call that
+    /// Submits queued reads to their holder, up to `READS_MAX` in flight. A source may complete a read within the call that
     /// starts it, and the completion calls this again. The inner call then leaves the next read to the outer loop.
-    fn submit_reads(self: &Arc<Self>, tier: &dyn Tier) {
+    fn submit_reads(self: &Arc<Self>, holder: Holder) {
         loop {
-            let (read, deadline, number) = {
-                let mut reads = self.fetches.reads.lock();
+            let (batch, deadline) = {
+                let mut queues = self.fetches.queues.lock();
+                let reads = queues.of(holder);
+                let Some(deadline) = reads.queued.front().map(|read| read.deadline) else { return };
                 if reads.is_submitting || reads.in_flight.len() >= READS_MAX {
                     return;
                 }
-                let Some((read, deadline)) = reads.queued.pop_front() else { return };
-                let number = reads.submitted;
-                reads.submitted += 1;
-                reads.in_flight.insert(number, deadline);
                 reads.rate.begin(Instant::now());
                 reads.is_submitting = true;
-                (read, deadline, number)
+                let most = READS_A_CALL.min(READS_MAX - reads.in_flight.len());
+                let alike =
+                    reads.queued.iter().take(most).take_while(|read| read.deadline == deadline).count();
+                let numbers = reads.submitted..;
+                reads.submitted += alike as u64;
+                reads.in_flight.extend(numbers.clone().take(alike).map(|number| (number, deadline)));
+                let batch: Vec<(u64, Read)> = numbers.zip(reads.queued.drain(..alike)).collect();
+                (batch, deadline)
             };
-            self.start_read(tier, read, deadline, number);
-            self.fetches.reads.lock().is_submitting = false;
+            self.start_reads(holder, batch, deadline);
+            self.fetches.queues.lock().of(holder).is_submitting = false;
         }
     }
 
-    fn start_read(self: &Arc<Self>, tier: &dyn Tier, read: Read, deadline: Instant, number: u64) {
-        let (key, extents) = {
+    fn start_reads(self: &Arc<Self>, holder: Holder, batch: Vec<(u64, Read)>, deadline: Instant) {
+        let blocks = {
             let index = self.index.lock();
-            let bytes = index.shard_bytes(read.space);
-            let extent =
-                |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
-            let extents: Vec<PoolExtent> = read.claims.iter().zip(bytes).map(extent).collect();
-            (BlockKey { space: index.space_name(read.space), hash: read.hash }, extents)
+            let block = |(number, read): (u64, Read)| {
+                let bytes = index.shard_bytes(read.space);
+                let extent =
+                    |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
+                let extents: Vec<PoolExtent> = read.claims.iter().zip(bytes).map(extent).collect();
+                let key = BlockKey { space: index.space_name(read.space), hash: read.hash };
+                let store = Arc::clone(self);
+                let done =
+                    Done::new(move |crcs: Option<Vec<u32>>| store.read_ended(holder, number, read, crcs));
+                BlockRead { key, extents, done }
+            };
+            batch.into_iter().map(block).collect()
         };
-        let store = Arc::clone(self);
-        let bytes: u64 = extents.iter().map(|extent| extent.bytes).sum();
-        let done = move |crcs: Option<Vec<u32>>| {
-            let read_bytes = if crcs.is_some() { bytes } else { 0 };
-            store.end_read(&read, crcs);
-            {
-                let mut reads = store.fetches.reads.lock();
-                reads.in_flight.remove(&number);
-                let is_idle = reads.in_flight.is_empty() && reads.queued.is_empty();
-                reads.rate.completed(read_bytes, is_idle, Instant::now());
+        self.sources[holder.source].read(holder.id, blocks, deadline);
+    }
+
+    /// A holder's read has ended. If it failed, another holder of the block is asked.
+    fn read_ended(self: &Arc<Self>, holder: Holder, number: u64, mut read: Read, crcs: Option<Vec<u32>>) {
+        let now = Instant::now();
+        let brought = if crcs.is_some() { read.bytes } else { 0 };
+        let bytes = read.bytes;
+        let next = if crcs.is_none() { self.next_holder(&mut read, now) } else { None };
+        if next.is_none() {
+            self.end_read(&read, crcs);
+        }
+        {
+            let mut queues = self.fetches.queues.lock();
+            queues.of(holder).ended(number, bytes, brought, now);
+            if let Some(next) = next {
+                queues.of(next).push(read);
             }
-            store.tier.iter().for_each(|tier| store.submit_reads(tier.as_ref()));
+        }
+        self.submit_reads(holder);
+        next.into_iter().for_each(|next| self.submit_reads(next));
+    }
+
+    /// Who else could bring the block before its deadline: the one that would bring it first. It is taken off the list.
+    fn next_holder(&self, read: &mut Read, now: Instant) -> Option<Holder> {
+        let left = read.deadline.saturating_duration_since(now).as_secs_f64();
+        let queues = self.fetches.queues.lock();
+        let seconds = |(holder, round_trip): &(Holder, Duration)| {
+            let state = queues.state(*holder, *round_trip, now)?;
+            Some(state.seconds(read.bytes)).filter(|seconds| *seconds < left)
         };
-        tier.read(key, extents, deadline, Box::new(done));
+        let in_time = read.others.iter().enumerate().filter_map(|(at, other)| Some((at, seconds(other)?)));
+        let (first, _) = in_time.min_by(|(_, a), (_, b)| a.total_cmp(b))?;
+        Some(read.others.swap_remove(first).0)
     }
 
     fn end_read(&self, read: &Read, crcs: Option<Vec<u32>>) {

@@ -1,4 +1,4 @@
-//! The fetches in flight: which fetch waits for which block, which reads the tier has, and at what rate it completes
+//! The fetches in flight: which fetch waits for which block, which reads each holder has, and at what rate it completes
 //! them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -10,40 +10,97 @@ use kvlane_block::BlockHash;
 use parking_lot::Mutex;
 
 use crate::api::{ShardClaim, SpaceId};
+use crate::shares::{HolderState, LEAST_BYTES};
+use crate::source::HolderId;
 
-/// Bytes that a fetch may claim whatever the tier's rate is.
-const LEAST_BYTES: u64 = 64 << 20;
+/// Holders whose rates are kept while they have no read.
+const IDLE_HOLDERS_MAX: usize = 256;
 
 #[derive(Default)]
 pub(crate) struct Fetches {
     /// The fetches that wait for each block. Locked before the index.
     pub(crate) in_flight: Mutex<HashMap<(SpaceId, BlockHash), FetchWaiters>>,
-    pub(crate) reads: Mutex<Reads>,
+    pub(crate) queues: Mutex<Queues>,
+    /// Spaces that a question or a plan names, with how many do. They must not be forgotten.
+    pub(crate) named: Mutex<HashMap<SpaceId, usize>>,
 }
 
+/// One holder of one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Holder {
+    /// Position of the source in [`Store::sources`](crate::store::Store).
+    pub(crate) source: usize,
+    pub(crate) id: HolderId,
+}
+
+/// The reads of each holder.
+#[derive(Default)]
+pub(crate) struct Queues(HashMap<Holder, Reads>);
+
+impl Queues {
+    pub(crate) fn of(&mut self, holder: Holder) -> &mut Reads {
+        if self.0.len() >= IDLE_HOLDERS_MAX && !self.0.contains_key(&holder) {
+            self.0.retain(|_, reads| !reads.is_idle());
+        }
+        self.0.entry(holder).or_default()
+    }
+
+    /// What a plan needs to know of a holder. None while it is late.
+    pub(crate) fn state(&self, holder: Holder, round_trip: Duration, now: Instant) -> Option<HolderState> {
+        let Some(reads) = self.0.get(&holder) else {
+            return Some(HolderState { round_trip, ..HolderState::default() });
+        };
+        (!reads.is_late(now)).then(|| HolderState {
+            bytes_per_s: reads.rate.bytes_per_s(),
+            queued_bytes: reads.bytes,
+            round_trip,
+        })
+    }
+}
+
+/// The reads of one holder.
 #[derive(Default)]
 pub(crate) struct Reads {
-    /// Not yet submitted, each with its deadline; in the order of their prompts.
-    pub(crate) queued: VecDeque<(Read, Instant)>,
+    /// Not yet submitted; in the order of their prompts.
+    pub(crate) queued: VecDeque<Read>,
     /// The deadlines of submitted reads, by number. After it no lookup waits for the read.
     pub(crate) in_flight: BTreeMap<u64, Instant>,
     /// How many reads were ever submitted.
     pub(crate) submitted: u64,
+    /// Bytes queued and in flight.
+    pub(crate) bytes: u64,
     pub(crate) rate: Rate,
-    /// A thread is in the loop of `submit_reads`, and goes on until the queue is empty or the tier is full.
+    /// A thread is in the loop of `submit_reads`, and goes on until the queue is empty or the holder has `READS_MAX`.
     pub(crate) is_submitting: bool,
 }
 
 pub(crate) type FetchWaiters = Vec<Arc<FetchWaiter>>;
 
 impl Reads {
-    /// Whether the tier still has a read whose deadline has passed: it hangs, or is much too slow.
+    /// Whether the holder still has a read whose deadline has passed: it hangs, or is much too slow.
     pub(crate) fn is_late(&self, now: Instant) -> bool {
         self.in_flight.values().any(|deadline| *deadline < now)
     }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight.is_empty() && self.queued.is_empty() && !self.is_submitting
+    }
+
+    pub(crate) fn push(&mut self, read: Read) {
+        self.bytes += read.bytes;
+        self.queued.push_back(read);
+    }
+
+    /// A read has ended, and brought so many of its bytes.
+    pub(crate) fn ended(&mut self, number: u64, bytes: u64, brought: u64, now: Instant) {
+        self.in_flight.remove(&number);
+        self.bytes -= bytes;
+        let is_idle = self.in_flight.is_empty() && self.queued.is_empty();
+        self.rate.completed(brought, is_idle, now);
+    }
 }
 
-/// Throughput of the tier while reads are in flight.
+/// Throughput of a holder while reads are in flight.
 #[derive(Default)]
 pub(crate) struct Rate {
     bytes_per_s: Option<f64>,
@@ -60,7 +117,7 @@ impl Rate {
     pub(crate) fn completed(&mut self, bytes: u64, is_idle: bool, now: Instant) {
         let Some((since, sum)) = &mut self.busy else { return };
         *sum += bytes;
-        // With fewer bytes the time measures the machine rather than the tier.
+        // With fewer bytes the time measures the machine rather than the holder.
         if is_idle || *sum >= LEAST_BYTES {
             let seconds = now.saturating_duration_since(*since).as_secs_f64();
             if *sum >= LEAST_BYTES / 4 && seconds > 0.0 {
@@ -71,11 +128,9 @@ impl Rate {
         }
     }
 
-    /// Bytes that the tier reads in this time, estimated high: 1.5 times the rate, `LEAST_BYTES` at least. Unbounded
-    /// before the first measurement.
-    pub(crate) fn bytes_within(&self, time: Duration) -> u64 {
-        let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * time.as_secs_f64());
-        (bytes as u64).max(LEAST_BYTES)
+    /// None before the first measurement.
+    pub(crate) fn bytes_per_s(&self) -> Option<f64> {
+        self.bytes_per_s
     }
 }
 
@@ -100,6 +155,11 @@ pub(crate) struct Read {
     pub(crate) space: SpaceId,
     pub(crate) hash: BlockHash,
     pub(crate) claims: Vec<ShardClaim>,
+    /// Sum over the shards.
+    pub(crate) bytes: u64,
+    pub(crate) deadline: Instant,
+    /// Who else has the block, with its round trip.
+    pub(crate) others: Vec<(Holder, Duration)>,
 }
 
 #[cfg(test)]
@@ -109,22 +169,20 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn a_rate_is_learnt_from_much_and_bounds_what_is_asked_for() {
+    fn a_rate_is_learnt_from_much() {
         let start = Instant::now();
         let mut rate = Rate::default();
-        assert!(rate.bytes_within(SECOND) > 1 << 60);
         rate.begin(start);
         rate.completed(1 << 20, true, start + SECOND);
-        assert!(rate.bytes_within(SECOND) > 1 << 60, "a mebibyte says nothing");
+        assert_eq!(rate.bytes_per_s(), None, "a mebibyte says nothing");
         rate.begin(start);
         rate.completed(1 << 30, true, start + SECOND);
-        assert_eq!(rate.bytes_within(SECOND), 3 << 29);
-        assert_eq!(rate.bytes_within(Duration::from_millis(1)), LEAST_BYTES);
+        assert_eq!(rate.bytes_per_s(), Some(f64::from(1 << 30)));
         // While more is in flight, the next measurement begins where this one ends.
         rate.begin(start + SECOND);
         rate.completed(3 << 30, false, start + 2 * SECOND);
         rate.completed(3 << 30, true, start + 3 * SECOND);
-        assert_eq!(rate.bytes_within(SECOND), 3 * (5 << 29) / 2);
+        assert_eq!(rate.bytes_per_s(), Some(5.0 * f64::from(1 << 29)));
     }
 
     #[test]

@@ -12,10 +12,10 @@ use kvlane_policy::{Blocks, Memo, PolicyKind, ReplacementPolicy};
 use parking_lot::MutexGuard;
 
 use crate::api::{Caller, Chain, SpaceId};
+use crate::below::Judge;
 use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
 use crate::store::Store;
-use crate::tier::Judge;
 
 /// After so many refused spills in a row the tier below counts as broken.
 pub(crate) const REFUSED_SPILLS: u32 = 64;

@@ -1,7 +1,7 @@
 //! Spills: writes blocks that became visible in the pool to the tier below, in a thread of its own. No save waits for it.
 //!
 //! ```text
-//!   visible --> spill_queue --> take_spill: its memory is kept --> Tier::write --> done --> finish_spill
+//!   visible --> spill_queue --> take_spill: its memory is kept --> Below::write --> done --> finish_spill
 //!                  '- died, or the queue is full: counted as unspilled
 //! ```
 
@@ -14,6 +14,7 @@ use kvlane_memory::PoolPage;
 use kvlane_policy::Memo;
 
 use crate::api::StoredBlock;
+use crate::done::Done;
 use crate::entries::{Entry, State};
 use crate::index::Index;
 use crate::replacement::REFUSED_SPILLS;
@@ -120,7 +121,7 @@ impl Index {
 impl Store {
     /// Writes blocks to the tier as they become visible, until `stop`.
     pub(crate) fn spill_until(self: &Arc<Self>, stop: &AtomicBool) {
-        let Some(tier) = &self.tier else { return };
+        let Some(below) = &self.below else { return };
         loop {
             let spill = {
                 let mut index = self.index.lock();
@@ -146,7 +147,7 @@ impl Store {
                 store.end_spill(&spill, false);
                 continue;
             }
-            if tier.contains(&spill.key) {
+            if below.contains(&spill.key) {
                 store.end_spill(&spill, true);
                 continue;
             }
@@ -168,7 +169,7 @@ impl Store {
                 }
                 store.end_spill(&spill, is_kept);
             };
-            tier.write(key, shards, memo, Box::new(done));
+            below.write(key, shards, memo, Done::new(done));
         }
     }
 

@@ -1,4 +1,4 @@
-//! [`Store`]: the index under one lock, over a pool and maybe a tier below. Sessions call it from many threads.
+//! [`Store`]: the index under one lock, over a pool, maybe a tier below, and sources of blocks. Sessions call it from many threads.
 //!
 //! Long calls take the lock in parts, so that lookups get in between. Checksums and copies run outside it.
 
@@ -16,12 +16,13 @@ use crate::api::{
     WriterId,
 };
 use crate::auto::AutoPolicy;
+use crate::below::{Below, Dropped};
 use crate::fetches::Fetches;
 use crate::index::Index;
 use crate::journal::{JournalEntry, JournalRead};
 use crate::seal::Check;
+use crate::source::Source;
 use crate::stats::{SpaceStats, StoreStats};
-use crate::tier::{Dropped, Tier};
 
 /// Bytes of one batch of seals. Its blocks become visible together.
 const SEAL_BATCH_BYTES: u64 = 16 << 20;
@@ -38,7 +39,8 @@ const SCRUB_STEPS: u32 = 4096;
 /// outside it.
 pub struct Store {
     arena: Arc<Arena>,
-    pub(crate) tier: Option<Arc<dyn Tier>>,
+    pub(crate) below: Option<Arc<dyn Below>>,
+    pub(crate) sources: Vec<Arc<dyn Source>>,
     pub(crate) fetches: Fetches,
     /// None if the policy is fixed.
     pub(crate) auto: Option<AutoPolicy>,
@@ -62,23 +64,29 @@ impl Store {
     /// An empty store over the pool. Nothing becomes visible before the background runs
     /// ([`start_background`](Self::start_background)) or [`seal_pending`](Self::seal_pending) is called.
     pub fn new(arena: Arc<Arena>, options: StoreOptions) -> Arc<Self> {
-        Self::with_tier(arena, options, None)
+        Self::with_tiers(arena, options, None, Vec::new())
     }
 
-    /// Like [`new`](Self::new), over a tier: blocks are written to it when they become visible, and
-    /// [`fetch`](Self::fetch) brings them back.
-    pub fn with_tier(arena: Arc<Arena>, options: StoreOptions, tier: Option<Arc<dyn Tier>>) -> Arc<Self> {
+    /// Like [`new`](Self::new). Blocks are written to `below` when they become visible, and [`fetch`](Self::fetch) brings
+    /// blocks from `sources`. A tier below that gives its blocks back is one of the sources too.
+    pub fn with_tiers(
+        arena: Arc<Arena>,
+        options: StoreOptions,
+        below: Option<Arc<dyn Below>>,
+        sources: Vec<Arc<dyn Source>>,
+    ) -> Arc<Self> {
         let page = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
         let nodes: Vec<_> = arena.nodes().iter().map(|node| page(node.start)..page(node.end)).collect();
         let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
         let mut index = Index::new(extents, arena.bytes(), options);
-        if tier.is_some() {
+        if below.is_some() {
             index.set_spill_limit(SPILL_QUEUE_BLOCKS);
             index.set_tier_density(0.0);
         }
         Arc::new(Self {
             arena,
-            tier,
+            below,
+            sources,
             fetches: Fetches::default(),
             auto: (options.policy == Choice::Auto).then(AutoPolicy::default),
             index: Mutex::new(index),
@@ -109,13 +117,14 @@ impl Store {
     /// Forgets spaces until at most `most` are left, or none can be forgotten. Spaces without blocks go first. Then
     /// those with blocks go, oldest first: the blocks leave the pool, and the tier below keeps what it has.
     ///
-    /// `in_use` must name each space whose id is held by a session or named by a planned fetch. Spaces with blocks that
-    /// are leased, being saved or being fetched stay.
+    /// `in_use` must name each space whose id is held by a session. Spaces that a plan names, or with blocks that are
+    /// leased, being saved or being fetched, stay.
     pub fn forget_spaces(&self, most: usize, in_use: &HashSet<SpaceId>) {
         // Locked until the end: a fetch names its blocks by their space before it claims them, so none may begin meanwhile.
         let in_flight = self.fetches.in_flight.lock();
         let mut in_use = in_use.clone();
         in_use.extend(in_flight.keys().map(|(space, _)| *space));
+        in_use.extend(self.fetches.named.lock().keys());
         let mut index = self.index.lock();
         let unused = index.unused_spaces(&in_use);
         let mut left = Vec::new();
@@ -206,8 +215,8 @@ impl Store {
             index.claim_part(caller, chain, part, is_worth_victims, out);
             let lost = std::mem::take(&mut index.lost);
             MutexGuard::unlock_fair(index);
-            if let Some(tier) = self.tier.as_ref().filter(|_| !lost.is_empty()) {
-                tier.remember(&lost);
+            if let Some(below) = self.below.as_ref().filter(|_| !lost.is_empty()) {
+                below.remember(&lost);
             }
             if let (Chain::Start | Chain::After(_), Some(&last)) = (chain, part.last()) {
                 chain = Chain::After(last);
@@ -253,13 +262,13 @@ impl Store {
                 dropped
             };
             let blocks = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
-            if let Some(tier) = &self.tier {
-                tier.forget_namespace(namespace);
+            if let Some(below) = &self.below {
+                below.forget_namespace(namespace);
             }
             blocks
         };
         // Without `drops`: a device may be slow or hang, and fetches and spills must not wait for it.
-        let below = self.tier.as_ref().map_or(Ok(()), |tier| tier.note_forgotten(namespace));
+        let below = self.below.as_ref().map_or(Ok(()), |below| below.note_forgotten(namespace));
         Dropped { blocks, below }
     }
 

@@ -1,13 +1,17 @@
 //! Lookup, Release and Heartbeat: the blocks that a scheduler may promise to its engine, and how long they stay.
 
-use std::{io, sync::Arc, time::Instant};
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kvlane_block::{BlockHash, parse_hashes};
 use kvlane_proto::{
     packed::pack_pages,
     v1::{self, reply::Body as Answer},
 };
-use kvlane_store::{LeaseId, LookupGroup, OwnerId};
+use kvlane_store::{FetchPlan, Finding, LeaseId, LookupGroup, OwnerId, Store};
 
 use super::{
     awaited_save::{AwaitedSave, Wait},
@@ -22,7 +26,7 @@ use crate::{
 /// Most bytes of page numbers in one answer. The answer for a longer prefix has only its beginning.
 const PAGES_BYTES_MAX: usize = 32 << 20;
 
-/// Answers a lookup. The answer comes later if the engine waits, and the SSD has more of the prompt or another engine saves
+/// Answers a lookup. The answer comes later if the engine waits, and a source has more of the prompt or another engine saves
 /// more of it.
 pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Result<Answered, Refusal> {
     let owner = context.owner()?;
@@ -39,7 +43,10 @@ pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Resu
     look_up_now(context.shared, &context.greeted.info.engine_id, owner, &lookup).map(Answered::from)
 }
 
-/// Starts a fetch if the tier makes the hit longer, and a wait if another engine's saves do. Gives the lookup back if there
+/// How long a session's thread waits for the sources' answer, before the engine is told that the lookup's comes later.
+const FIND_PATIENCE: Duration = Duration::from_micros(200);
+
+/// Starts a fetch if a source makes the hit longer, and a wait if another engine's saves do. Gives the lookup back if there
 /// is nothing to wait for; else its answer comes later.
 fn look_up_later(
     context: &mut Context<'_>,
@@ -49,18 +56,15 @@ fn look_up_later(
 ) -> io::Result<Option<v1::Lookup>> {
     let Context { shared, greeted, replies, id, call, since, .. } = context;
     let (shared, id, call, since) = (*shared, *id, *call, *since);
-    if shared.ssd.is_none() && awaited.is_none() {
+    if !shared.store.has_sources() && awaited.is_none() {
         return Ok(Some(lookup));
     }
     let engine_id = &greeted.info.engine_id;
-    // Held until the fetch has begun, because the plan names spaces, which must not be forgotten.
+    // Held until the sources were asked, because the lookup names spaces, which must not be forgotten.
     let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
     let Ok(blocks) = requested_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
     let groups = lookup_groups(&blocks);
-    let fetch = shared.ssd.as_ref().and_then(|ssd| {
-        let plan = shared.store.plan_fetch(&groups, lookup.max_tokens, since)?;
-        Some((plan, ssd.wait))
-    });
+    let fetch = Fetch::begin(shared, &groups, lookup.max_tokens, since);
     if fetch.is_none() && awaited.is_none() {
         return Ok(Some(lookup));
     }
@@ -70,11 +74,11 @@ fn look_up_later(
         let signal = Signal::new(late.on_signal(number));
         Wait::begin(shared, awaited, owner, (&open, &groups, lookup.max_tokens), signal, since)
     });
-    let waits = [fetch.as_ref().map(|(_, wait)| *wait), save_wait.as_ref().map(Wait::first_wait)];
+    let waits = [fetch.as_ref().map(|_| shared.fetch_wait), save_wait.as_ref().map(Wait::first_wait)];
     let Some(longest) = waits.into_iter().flatten().max() else { return Ok(Some(lookup)) };
     let pending = v1::LookupPending { wait_ms: wait_ms(longest) };
     replies.send(id, Answer::LookupPending(pending), None)?;
-    let fetch_until = fetch.as_ref().map(|(_, wait)| since + *wait);
+    let fetch_until = fetch.as_ref().map(|_| since + shared.fetch_wait);
     let late_lookup = LateLookup {
         id,
         lookup,
@@ -87,10 +91,49 @@ fn look_up_later(
         _busy: Busy::new(&shared.sessions),
     };
     late.push(number, late_lookup)?;
-    if let Some((plan, wait)) = fetch {
-        shared.store.fetch(plan, since, since + wait, late.on_fetched(number));
+    if let Some(fetch) = fetch {
+        fetch.go_on(&shared.store, since, since + shared.fetch_wait, late.on_fetched(number));
     }
     Ok(None)
+}
+
+/// A fetch that is planned, or whose plan a source has still to answer.
+enum Fetch {
+    Planned(FetchPlan),
+    Asked(Finding),
+}
+
+impl Fetch {
+    /// Asks the sources. None if none makes the hit longer.
+    fn begin(shared: &Shared, groups: &[LookupGroup<'_>], max_tokens: u64, since: Instant) -> Option<Self> {
+        if !shared.store.has_sources() {
+            return None;
+        }
+        match shared.store.find(groups, max_tokens).wait_until(since + FIND_PATIENCE) {
+            Ok(plan) => plan.map(Self::Planned),
+            Err(finding) => Some(Self::Asked(finding)),
+        }
+    }
+
+    /// Fetches what was found. `fetched` is called once, also if it is nothing.
+    fn go_on(
+        self,
+        store: &Arc<Store>,
+        now: Instant,
+        deadline: Instant,
+        fetched: impl FnOnce() + Send + 'static,
+    ) {
+        match self {
+            Self::Planned(plan) => store.fetch(plan, now, deadline, fetched),
+            Self::Asked(finding) => {
+                let store = Arc::clone(store);
+                finding.then(move |plan| match plan {
+                    Some(plan) => store.fetch(plan, Instant::now(), deadline, fetched),
+                    None => fetched(),
+                });
+            }
+        }
+    }
 }
 
 /// The session's late lookups, whose thread starts with the first one. None, with a warning, if it does not start.

@@ -3,6 +3,7 @@
 mod journal;
 mod model;
 mod policies;
+mod sources;
 mod stories;
 mod tier;
 mod watching;

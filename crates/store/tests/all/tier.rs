@@ -10,8 +10,9 @@ use kvlane_block::{BlockHash, BlockKey, CutDigest, Namespace, PoolExtent, Sealed
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_policy::{Choice, Memo, PolicyKind, TieredModel};
 use kvlane_store::{
-    Caller, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, ReadDone, ShardClaim, ShardNumber,
-    SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+    Below, BlockRead, Caller, Chain, ClaimOutcome, FetchPlan, FindDone, Found, Hit, HolderId, LookupGroup,
+    NotForGood, OwnerId, Question, ShardClaim, ShardNumber, Source, SpaceId, Store, StoreOptions, WriteDone,
+    WriterId,
 };
 use parking_lot::{Condvar, Mutex};
 use proptest::prelude::*;
@@ -98,7 +99,7 @@ fn bytes_at(arena: &Arena, at: PoolExtent) -> &mut [u8] {
 
 struct ShelfTier(Arc<Shelf>);
 
-impl Tier for ShelfTier {
+impl Below for ShelfTier {
     fn contains(&self, key: &BlockKey) -> bool {
         self.0.state.lock().kept.contains_key(key)
     }
@@ -114,14 +115,14 @@ impl Tier for ShelfTier {
             };
             let bytes: Vec<Vec<u8>> = shards.iter().map(copy).collect();
             if shelf.state.lock().refuses {
-                return done(false);
+                return done.call(false);
             }
             {
                 let mut state = shelf.state.lock();
                 state.kept.insert(key, bytes);
                 state.memos.insert(key, memo);
             }
-            done(true);
+            done.call(true);
         }));
     }
 
@@ -138,25 +139,6 @@ impl Tier for ShelfTier {
         }
     }
 
-    fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, _: Instant, done: ReadDone) {
-        self.0.state.lock().reads += 1;
-        self.0.run(Box::new(move |shelf| {
-            let arena = shelf.arena();
-            let kept = {
-                let state = shelf.state.lock();
-                state.kept.get(&key).filter(|_| !state.unreadable.contains(&key)).cloned()
-            };
-            let crcs = kept.map(|kept| {
-                let copy = |(bytes, at): (&Vec<u8>, &PoolExtent)| {
-                    bytes_at(&arena, *at).copy_from_slice(bytes);
-                    crc32c::crc32c(bytes)
-                };
-                kept.iter().zip(&shards).map(copy).collect()
-            });
-            done(crcs);
-        }));
-    }
-
     fn forget_namespace(&self, namespace: Namespace) {
         self.0.state.lock().kept.retain(|key, _| key.space.namespace != namespace);
     }
@@ -170,6 +152,45 @@ impl Tier for ShelfTier {
         was_noted.recv_timeout(PATIENCE).unwrap();
         Ok(())
     }
+}
+
+impl Source for ShelfTier {
+    fn find(&self, question: Question, done: FindDone) {
+        let Question { space, hashes, only_prefix, .. } = question;
+        let state = self.0.state.lock();
+        let has = |hash: &BlockHash| state.kept.contains_key(&BlockKey { space, hash: *hash });
+        let prefix = hashes.iter().take_while(|hash| has(hash)).count();
+        let asked = (0..).zip(hashes.iter()).take(if only_prefix { prefix } else { hashes.len() });
+        let positions = asked.filter(|(_, hash)| has(hash)).map(|(at, _)| at..at + 1).collect();
+        drop(state);
+        done.call(vec![Found { holder: HolderId(0), positions, round_trip: Duration::ZERO }]);
+    }
+
+    fn read(&self, _: HolderId, blocks: Vec<BlockRead>, _: Instant) {
+        for BlockRead { key, extents, done } in blocks {
+            self.0.state.lock().reads += 1;
+            self.0.run(Box::new(move |shelf| {
+                let arena = shelf.arena();
+                let kept = {
+                    let state = shelf.state.lock();
+                    state.kept.get(&key).filter(|_| !state.unreadable.contains(&key)).cloned()
+                };
+                let crcs = kept.map(|kept| {
+                    let copy = |(bytes, at): (&Vec<u8>, &PoolExtent)| {
+                        bytes_at(&arena, *at).copy_from_slice(bytes);
+                        crc32c::crc32c(bytes)
+                    };
+                    kept.iter().zip(&extents).map(copy).collect()
+                });
+                done.call(crcs);
+            }));
+        }
+    }
+}
+
+/// The plan, which a shelf answers at once.
+fn plan(store: &Arc<Store>, groups: &[LookupGroup<'_>]) -> Option<FetchPlan> {
+    store.find(groups, u64::MAX).wait_until(Instant::now()).ok().unwrap()
 }
 
 struct Pool {
@@ -207,9 +228,9 @@ impl Pool {
         };
         let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
         shelf.state.lock().arena = Some(Arc::clone(&arena));
-        let tier: Arc<dyn Tier> = Arc::new(ShelfTier(Arc::clone(shelf)));
+        let tier = Arc::new(ShelfTier(Arc::clone(shelf)));
         let options = StoreOptions { policy: Choice::Fixed(policy), ..StoreOptions::default() };
-        let store = Store::with_tier(Arc::clone(&arena), options, Some(tier));
+        let store = Store::with_tiers(Arc::clone(&arena), options, Some(Arc::clone(&tier) as _), vec![tier]);
         let space =
             store.space(MODEL, "a model", CutDigest([5; 16]), &SHARDS.map(|pages| pages * PAGE_BYTES));
         let _background = store.start_background(2, 0).unwrap();
@@ -247,7 +268,7 @@ impl Pool {
         let (done, is_done) = channel();
         let groups = [self.group(window_blocks, hashes)];
         let now = Instant::now();
-        let plan = self.store.plan_fetch(&groups, u64::MAX, now)?;
+        let plan = plan(&self.store, &groups)?;
         self.store.fetch(plan, now, now + PATIENCE, move || done.send(()).unwrap());
         Some(is_done)
     }
@@ -491,7 +512,7 @@ fn a_drop_that_waits_for_the_device_holds_up_nobody_else() {
     let (planned, was_planned) = channel();
     let asking = std::thread::spawn(move || {
         let groups = [LookupGroup { space, tokens_per_block: 16, window_blocks: 0, hashes: &prompt }];
-        planned.send(store.plan_fetch(&groups, u64::MAX, Instant::now()).is_some()).unwrap();
+        planned.send(plan(&store, &groups).is_some()).unwrap();
     });
     assert_eq!(was_planned.recv_timeout(PATIENCE / 2), Ok(true));
     // A block that is saved meanwhile reaches the tier.
@@ -589,7 +610,7 @@ impl Engine {
         let now = Instant::now();
         let fetched = || store.stats().counters.fetched_blocks as usize;
         let fetched_before = fetched();
-        if let Some(plan) = store.plan_fetch(&groups, u64::MAX, now) {
+        if let Some(plan) = plan(store, &groups) {
             let (done, is_done) = channel();
             store.fetch(plan, now, now + PATIENCE, move || done.send(()).unwrap());
             is_done.recv_timeout(PATIENCE).unwrap();

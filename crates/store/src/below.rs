@@ -1,27 +1,23 @@
-//! The seam to a tier below the pool, which keeps blocks that the pool may lose and brings them back. crates/ssd is one.
+//! What is below the pool: [`Below`] keeps blocks that the pool may lose. crates/ssd is one; it brings them back as a
+//! [`Source`](crate::Source).
 
 use std::fmt;
-use std::time::Instant;
 
-use kvlane_block::{BlockKey, Namespace, PoolExtent, SealedShard};
+use kvlane_block::{BlockKey, Namespace, SealedShard};
 use kvlane_policy::Memo;
 
+use crate::done::Done;
+
 /// Called once the tier no longer reads the block's bytes, with whether it keeps the block.
-pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
+pub type WriteDone = Done<bool>;
 
-/// Called once the tier no longer writes to the extents. With the crc32c of each shard if all bytes are there and match
-/// what was written once, else with None.
-pub type ReadDone = Box<dyn FnOnce(Option<Vec<u32>>) + Send>;
-
-/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device.
-///
-/// `done` is called exactly once, whatever happens, on any thread, and maybe before the call returns. Until then the memory
-/// belongs to the tier.
-pub trait Tier: Send + Sync {
-    /// Whether the tier's index has the block. Reading it may still fail.
+/// Keeps blocks that the pool may lose. No call but [`note_forgotten`](Self::note_forgotten) waits for a device.
+pub trait Below: Send + Sync {
+    /// Whether it has the block. Reading it may still fail.
     fn contains(&self, key: &BlockKey) -> bool;
 
-    /// Starts to write a block, with the policy's memo of it.
+    /// Starts to write a block, with the policy's memo of it. Until `done` is called, on any thread, the memory belongs to
+    /// the tier.
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone);
 
     /// The memo of a block, from its write or from [`remember`](Self::remember), whichever was later. None if the tier does
@@ -30,9 +26,6 @@ pub trait Tier: Send + Sync {
 
     /// The pool has evicted these blocks. The tier replaces its memos of those that it has.
     fn remember(&self, lost: &[(BlockKey, Memo)]);
-
-    /// Starts to read a block into one extent for each of its shards. After `deadline` no lookup waits for it.
-    fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);
 
     /// Forgets all blocks of a namespace, also those being written now, until a restart.
     fn forget_namespace(&self, namespace: Namespace);
@@ -44,7 +37,6 @@ pub trait Tier: Send + Sync {
     /// [`NotForGood`]: a restart would bring it back.
     fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood>;
 }
-
 /// The pool's policy, which a tier asks when it needs room: is a block worth writing again? Called by the tier's threads,
 /// without a lock of the tier.
 pub trait Judge: Send + Sync {

@@ -1,0 +1,287 @@
+//! A store over sources with several holders: who is asked for what, and what happens if one is late, fails or says too
+//! much.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolExtent};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_store::{
+    BlockRead, FetchPlan, FindDone, Found, HolderId, LookupGroup, OwnerId, Question, Source, SpaceId, Store,
+    StoreOptions,
+};
+use parking_lot::Mutex;
+
+const MODEL: Namespace = Namespace([1; 16]);
+const ENGINE: OwnerId = OwnerId(1);
+const A: HolderId = HolderId(1);
+const B: HolderId = HolderId(2);
+/// Long enough for a loaded machine; reached only by a test that fails.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A source whose holders the test plays.
+#[derive(Default)]
+struct Hosts {
+    /// Positions that each holder says it has, of whatever it is asked.
+    says: Mutex<BTreeMap<HolderId, Vec<std::ops::Range<u32>>>>,
+    /// Questions and reads that the test has not answered yet.
+    questions: Mutex<Vec<(Question, FindDone)>>,
+    reads: Mutex<BTreeMap<HolderId, Vec<BlockRead>>>,
+    answers_later: bool,
+}
+
+impl Hosts {
+    fn saying(says: &[(HolderId, std::ops::Range<u32>)]) -> Arc<Self> {
+        let says = says.iter().map(|(holder, run)| (*holder, std::iter::once(run.clone()).collect()));
+        Arc::new(Self { says: Mutex::new(says.collect()), ..Self::default() })
+    }
+
+    fn found(&self) -> Vec<Found> {
+        let found = |(holder, positions): (&HolderId, &Vec<_>)| Found {
+            holder: *holder,
+            positions: positions.clone(),
+            round_trip: Duration::from_micros(100),
+        };
+        self.says.lock().iter().map(found).collect()
+    }
+
+    /// Reads that wait at this holder.
+    fn take(&self, holder: HolderId) -> Vec<BlockRead> {
+        self.reads.lock().remove(&holder).unwrap_or_default()
+    }
+
+    fn waiting(&self, holder: HolderId) -> usize {
+        self.reads.lock().get(&holder).map_or(0, Vec::len)
+    }
+}
+
+struct Played(Arc<Hosts>);
+
+impl Source for Played {
+    fn find(&self, question: Question, done: FindDone) {
+        if self.0.answers_later {
+            self.0.questions.lock().push((question, done));
+        } else {
+            done.call(self.0.found());
+        }
+    }
+
+    fn read(&self, holder: HolderId, blocks: Vec<BlockRead>, _: Instant) {
+        self.0.reads.lock().entry(holder).or_default().extend(blocks);
+    }
+}
+
+struct Pool {
+    hosts: Vec<Arc<Hosts>>,
+    arena: Arc<Arena>,
+    store: Arc<Store>,
+    space: SpaceId,
+}
+
+/// Pages of a block.
+const BLOCK: u64 = 32;
+
+impl Pool {
+    fn over(hosts: &[Arc<Hosts>]) -> Self {
+        let options =
+            ArenaOptions { bytes: 4096 * PAGE_BYTES, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let sources = hosts.iter().map(|hosts| Arc::new(Played(Arc::clone(hosts))) as Arc<dyn Source>);
+        let store = Store::with_tiers(Arc::clone(&arena), StoreOptions::default(), None, sources.collect());
+        let space = store.space(MODEL, "a model", CutDigest([5; 16]), &[BLOCK * PAGE_BYTES]);
+        Self { hosts: hosts.to_vec(), arena, store, space }
+    }
+
+    fn group<'a>(&self, hashes: &'a [BlockHash]) -> LookupGroup<'a> {
+        LookupGroup { space: self.space, tokens_per_block: 16, window_blocks: 0, hashes }
+    }
+
+    fn plan(&self, hashes: &[BlockHash]) -> Option<FetchPlan> {
+        self.store.find(&[self.group(hashes)], u64::MAX).wait_until(Instant::now()).ok().unwrap()
+    }
+
+    fn fetch(&self, plan: FetchPlan, within: Duration) -> Receiver<()> {
+        let (done, is_done) = channel();
+        let now = Instant::now();
+        self.store.fetch(plan, now, now + within, move || done.send(()).unwrap());
+        is_done
+    }
+
+    /// Writes the blocks, as their holder has them, and completes the reads.
+    fn serve(&self, reads: Vec<BlockRead>) {
+        for BlockRead { key, extents, done } in reads {
+            let crc = |at: &PoolExtent| {
+                let bytes = self.bytes_at(*at);
+                bytes.fill(key.hash.0[0]);
+                crc32c::crc32c(bytes)
+            };
+            let crcs = extents.iter().map(crc).collect();
+            done.call(Some(crcs));
+        }
+    }
+
+    #[allow(clippy::mut_from_ref, reason = "the pool is shared memory")]
+    fn bytes_at(&self, at: PoolExtent) -> &mut [u8] {
+        // SAFETY: the test's store handed this extent out for as long as it is used here.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.arena.base().add(at.offset.0 as usize), at.bytes as usize)
+        }
+    }
+
+    fn hit_blocks(&self, hashes: &[BlockHash]) -> u64 {
+        let Some(hit) = self.store.lookup(ENGINE, &[self.group(hashes)], u64::MAX, Instant::now()) else {
+            return 0;
+        };
+        for (page, hash) in hit.groups[0].pages.iter().zip(hashes) {
+            let at = PoolExtent { offset: page.offset(), bytes: BLOCK * PAGE_BYTES };
+            assert!(self.bytes_at(at).iter().all(|byte| *byte == hash.0[0]), "{hash:?}");
+        }
+        self.store.release(ENGINE, hit.lease);
+        hit.tokens / 16
+    }
+}
+
+fn hashes(count: u8) -> Vec<BlockHash> {
+    (0..count).map(|block| BlockHash([block + 1; 16])).collect()
+}
+
+#[test]
+fn a_plan_may_come_later_and_is_taken_up_on_the_thread_that_brings_it() {
+    let hosts = Arc::new(Hosts {
+        says: Mutex::new(BTreeMap::from([(A, std::iter::once(0..6).collect())])),
+        answers_later: true,
+        ..Hosts::default()
+    });
+    let pool = Pool::over(&[hosts]);
+    let prompt = hashes(6);
+    let finding = pool.store.find(&[pool.group(&prompt)], u64::MAX);
+    let finding = finding.wait_until(Instant::now()).err().expect("nobody has answered");
+    let (done, is_done) = channel();
+    let store = Arc::clone(&pool.store);
+    finding.then(move |plan| {
+        let now = Instant::now();
+        store.fetch(plan.unwrap(), now, now + PATIENCE, move || done.send(()).unwrap());
+    });
+    // Its space may not be forgotten meanwhile, although no session names it.
+    pool.store.forget_spaces(0, &Default::default());
+    assert_eq!(pool.store.count_spaces(), 1);
+    let (question, answer) = pool.hosts[0].questions.lock().pop().unwrap();
+    assert_eq!(*question.hashes, *prompt);
+    assert_eq!(*question.shard_bytes, [BLOCK * PAGE_BYTES]);
+    answer.call(pool.hosts[0].found());
+    pool.serve(pool.hosts[0].take(A));
+    is_done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 6);
+    drop(question);
+    // Nothing names it any more, and its blocks can be lost.
+    pool.store.forget_spaces(0, &Default::default());
+    assert_eq!(pool.store.count_spaces(), 0);
+}
+
+#[test]
+fn a_source_that_drops_its_question_has_nothing() {
+    let hosts = Arc::new(Hosts { answers_later: true, ..Hosts::default() });
+    let pool = Pool::over(&[Arc::clone(&hosts)]);
+    let finding = pool.store.find(&[pool.group(&hashes(6))], u64::MAX);
+    drop(hosts.questions.lock().pop());
+    assert!(finding.wait_until(Instant::now() + PATIENCE).ok().unwrap().is_none());
+}
+
+#[test]
+fn a_holder_that_says_too_much_is_believed_for_what_was_asked() {
+    let hosts = Hosts::saying(&[(A, 2..u32::MAX), (B, 9..12)]);
+    hosts.says.lock().get_mut(&A).unwrap().push(0..2);
+    let pool = Pool::over(&[hosts]);
+    let prompt = hashes(6);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    pool.serve(pool.hosts[0].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 6);
+}
+
+#[test]
+fn what_one_holder_lacks_comes_from_another_one_of_any_source() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..4)]), Hosts::saying(&[(A, 4..6)])]);
+    let prompt = hashes(6);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    let (first, second) = (pool.hosts[0].take(A), pool.hosts[1].take(A));
+    assert_eq!((first.len(), second.len()), (4, 2));
+    pool.serve(first);
+    pool.serve(second);
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 6);
+}
+
+/// A hung host stopped the SSD: all reads had one deadline and one queue.
+#[test]
+fn a_late_holder_is_left_out_and_stops_no_other() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..6)])]);
+    let hung = pool.fetch(pool.plan(&hashes(6)).unwrap(), Duration::ZERO);
+    assert_eq!(pool.hosts[0].waiting(A), 0, "there is no time for its round trip");
+    hung.recv_timeout(PATIENCE).unwrap();
+    let now = Instant::now();
+    let hung = pool.fetch(pool.plan(&hashes(6)).unwrap(), Duration::from_millis(1));
+    assert_eq!(pool.hosts[0].waiting(A), 6);
+    while now.elapsed() <= Duration::from_millis(1) {
+        std::thread::yield_now();
+    }
+    let others: Vec<BlockHash> = (0..4).map(|block| BlockHash([block + 100; 16])).collect();
+    assert!(pool.plan(&others).is_none());
+    pool.hosts[0].says.lock().insert(B, std::iter::once(0..4).collect());
+    let done = pool.fetch(pool.plan(&others).unwrap(), PATIENCE);
+    assert_eq!(pool.hosts[0].waiting(A), 6);
+    pool.serve(pool.hosts[0].take(B));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&others), 4);
+    // What it brings in the end is there, and it is asked again.
+    pool.serve(pool.hosts[0].take(A));
+    hung.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&hashes(6)), 6);
+    pool.hosts[0].says.lock().remove(&B);
+    let more: Vec<BlockHash> = (0..4).map(|block| BlockHash([block + 200; 16])).collect();
+    assert!(pool.plan(&more).is_some());
+}
+
+#[test]
+fn blocks_that_one_holder_fails_to_bring_come_from_another() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..6), (B, 0..5)])]);
+    let prompt = hashes(6);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    let mut at_first = pool.hosts[0].take(A);
+    let from_first = !at_first.is_empty();
+    assert!(from_first, "it has more of the prompt");
+    let rest = at_first.split_off(3);
+    pool.serve(at_first);
+    // It dies half-way. Nobody else has the last block.
+    rest.into_iter().for_each(|read| read.done.call(None));
+    pool.serve(pool.hosts[0].take(B));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 5);
+    assert_eq!(pool.store.stats().counters.failed_fetches, 1);
+    assert_eq!((pool.hosts[0].waiting(A), pool.hosts[0].waiting(B)), (0, 0));
+}
+
+#[test]
+fn each_holder_fails_once_and_then_it_is_a_miss() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..6)]), Hosts::saying(&[(B, 0..6)])]);
+    let prompt = hashes(6);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    let mut failed = 0;
+    loop {
+        let reads: Vec<BlockRead> =
+            [pool.hosts[0].take(A), pool.hosts[1].take(B)].into_iter().flatten().collect();
+        if reads.is_empty() {
+            break;
+        }
+        failed += reads.len();
+        // Dropped is failed.
+        drop(reads);
+    }
+    assert_eq!(failed, 12);
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 0);
+    assert_eq!(pool.store.stats().used_bytes, 0);
+}
