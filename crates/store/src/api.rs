@@ -35,6 +35,8 @@ pub struct OwnerId(pub u64);
 impl OwnerId {
     /// The store itself, while it fetches. No engine has this id.
     pub(crate) const FETCHER: Self = Self(u64::MAX);
+    /// The store itself, for blocks that other hosts read. No engine has this id.
+    pub(crate) const LENDER: Self = Self(u64::MAX - 1);
 }
 
 /// A worker's session. It writes shards, and its unfinished ones die with it.

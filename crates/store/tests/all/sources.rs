@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, PoolExtent};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolExtent, Space};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
     BlockRead, FetchPlan, FindDone, Found, HolderId, LookupGroup, OwnerId, Question, Source, SpaceId, Store,
@@ -283,5 +283,35 @@ fn each_holder_fails_once_and_then_it_is_a_miss() {
     assert_eq!(failed, 12);
     done.recv_timeout(PATIENCE).unwrap();
     assert_eq!(pool.hit_blocks(&prompt), 0);
+    assert_eq!(pool.store.stats().used_bytes, 0);
+}
+
+/// Blocks that are lent stay where they are, whatever happens to them.
+#[test]
+fn lent_blocks_keep_their_bytes_until_they_are_given_back() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..6)])]);
+    let prompt = hashes(6);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    pool.serve(pool.hosts[0].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    let space = Space { namespace: MODEL, cut: CutDigest([5; 16]) };
+    let lengths = [BLOCK * PAGE_BYTES];
+    let asked = [prompt[2], BlockHash([99; 16]), prompt[0]];
+    assert_eq!(pool.store.visible_runs(space, &lengths, &asked, false), [0..1, 2..3]);
+    assert_eq!(pool.store.visible_runs(space, &lengths, &asked, true).len(), 1);
+    assert!(pool.store.visible_runs(space, &[PAGE_BYTES], &asked, false).is_empty(), "other shards");
+    assert!(pool.store.lend(space, &[PAGE_BYTES], &asked, Instant::now()).is_none());
+    let loan = pool.store.lend(space, &lengths, &asked, Instant::now()).unwrap();
+    assert!(loan.blocks[1].is_none());
+    pool.store.drop_namespace(MODEL);
+    assert_eq!(pool.hit_blocks(&prompt), 0);
+    assert_eq!(pool.store.stats().limbo_bytes, 2 * BLOCK * PAGE_BYTES, "two of six are lent");
+    for (shards, hash) in [(&loan.blocks[0], prompt[2]), (&loan.blocks[2], prompt[0])] {
+        let shard = shards.as_ref().unwrap()[0];
+        let bytes = pool.bytes_at(shard.extent);
+        assert!(bytes.iter().all(|byte| *byte == hash.0[0]));
+        assert_eq!(crc32c::crc32c(bytes), shard.crc32c);
+    }
+    drop(loan);
     assert_eq!(pool.store.stats().used_bytes, 0);
 }
