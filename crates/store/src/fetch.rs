@@ -29,8 +29,8 @@ use crate::store::Store;
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
 /// Reads in flight at one holder. Further ones wait in [`Reads::queued`](crate::fetches::Reads::queued).
 const READS_MAX: usize = 1024;
-/// Reads that one call gives to a source.
-const READS_A_CALL: usize = 64;
+/// Reads that one hold of the index's lock prepares.
+const READS_A_HOLD: usize = 64;
 
 impl Store {
     /// Starts a planned fetch. `done` is called exactly once, when every block has come or failed; a lookup then finds
@@ -195,7 +195,7 @@ impl Store {
                 }
                 reads.rate.begin(Instant::now());
                 reads.is_submitting = true;
-                let most = READS_A_CALL.min(READS_MAX - reads.in_flight.len());
+                let most = READS_MAX - reads.in_flight.len();
                 let alike =
                     reads.queued.iter().take(most).take_while(|read| read.deadline == deadline).count();
                 let numbers = reads.submitted..;
@@ -210,9 +210,11 @@ impl Store {
     }
 
     fn start_reads(self: &Arc<Self>, holder: Holder, batch: Vec<(u64, Read)>, deadline: Instant) {
-        let blocks = {
+        let mut blocks = Vec::with_capacity(batch.len());
+        let mut batch = batch.into_iter();
+        while batch.len() > 0 {
             let index = self.index.lock();
-            let block = |(number, read): (u64, Read)| {
+            for (number, read) in batch.by_ref().take(READS_A_HOLD) {
                 let bytes = index.shard_bytes(read.space);
                 let extent =
                     |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
@@ -221,10 +223,9 @@ impl Store {
                 let store = Arc::clone(self);
                 let done =
                     Done::new(move |crcs: Option<Vec<u32>>| store.read_ended(holder, number, read, crcs));
-                BlockRead { key, extents, done }
-            };
-            batch.into_iter().map(block).collect()
-        };
+                blocks.push(BlockRead { key, extents, done });
+            }
+        }
         self.sources[holder.source].read(holder.id, blocks, deadline);
     }
 
