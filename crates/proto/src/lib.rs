@@ -1,4 +1,5 @@
-//! The wire between an engine and the daemon: messages, framing, versions and addresses.
+//! The wire between an engine and the daemon: messages, framing, versions and addresses. And the messages between daemons
+//! ([`cluster`]).
 //!
 //! A connection carries frames both ways: a little-endian `u32` length, then one protobuf message. `proto/kvlane.proto` is the
 //! reference of the messages. [`packed`] and [`shard_layout`] decode fields that travel as bytes.
@@ -23,4 +24,11 @@ pub const PROTO_SOURCE: &str = include_str!("../proto/kvlane.proto");
 #[allow(clippy::all, reason = "generated")]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/kvlane.v1.rs"));
+}
+
+/// Generated types of the messages between daemons.
+#[allow(missing_docs, reason = "generated; the comments stand in cluster.proto")]
+#[allow(clippy::all, reason = "generated")]
+pub mod cluster {
+    include!(concat!(env!("OUT_DIR"), "/kvlane.cluster.v1.rs"));
 }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, BlockKey, PoolExtent, Space};
+use kvlane_memory::Arena;
 
 use crate::done::Done;
 
@@ -59,6 +60,19 @@ pub struct BlockRead {
     pub extents: Vec<PoolExtent>,
     /// Until it is called, on any thread, the extents belong to the source.
     pub done: ReadDone,
+}
+
+impl BlockRead {
+    /// crc32c of each shard, as it is in the pool now. Call it once nothing writes to the extents any more.
+    #[allow(unsafe_code, reason = "reads the pool")]
+    pub fn crcs(&self, arena: &Arena) -> Vec<u32> {
+        let crc = |extent: &PoolExtent| {
+            // SAFETY: The extents are claimed for this read alone until it is done, and the source, which has it, writes to
+            // them no more.
+            crc32c::crc32c(unsafe { arena.bytes_at(extent.offset, extent.bytes) })
+        };
+        self.extents.iter().map(crc).collect()
+    }
 }
 
 /// Brings blocks. No call waits for a device or another host.

@@ -1,0 +1,352 @@
+//! [`Cluster`]: this daemon's part in the cluster, and the thread that takes the messages of the others.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvlane_fabric::{Access, Engine, EngineId, EngineOptions, FabricError, SendOptions, Tls, Transport};
+use kvlane_memory::Arena;
+use kvlane_store::{Source, Store};
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use crate::borrowing::Borrowing;
+use crate::lender::{Lender, Wish};
+use crate::members::{Dialling, Member, Members};
+use crate::messages::{BadMessage, Lease, Message};
+use crate::source::{Asker, ClusterSource};
+
+/// Share of the pool that is lent at a time, at most.
+const LENT_SHARE: f64 = 0.5;
+/// Strangers that are remembered, so that each is logged once.
+const STRANGERS_MAX: usize = 256;
+
+/// How this daemon takes part in a cluster.
+#[derive(Debug, Clone)]
+pub struct ClusterOptions {
+    /// Where the other daemons reach this one.
+    pub listen: Vec<SocketAddr>,
+    /// The addresses under which they reach it, if others than `listen`.
+    pub advertise: Vec<SocketAddr>,
+    /// The secret that all daemons of the cluster share.
+    pub token: String,
+    /// Encrypts all that goes between daemons.
+    pub tls: Option<Tls>,
+    /// What bytes go by; None: the best that both sides have.
+    pub transport: Option<Transport>,
+    /// The other daemons, each HOST:PORT. A name may have several addresses, one of them this daemon's own.
+    pub peers: Vec<String>,
+    /// How long a lookup waits for the others' answers.
+    pub answer_within: Duration,
+    /// This daemon's name, for people.
+    pub name: String,
+}
+
+/// Why a daemon cannot take part.
+#[derive(Debug, Error)]
+pub enum ClusterError {
+    /// The fabric's engine cannot be made.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// The system gives no thread.
+    #[error("cannot start a thread: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// A daemon's part in its cluster.
+pub struct Cluster {
+    engine: Arc<Engine>,
+    members: Arc<Members>,
+    asker: Arc<Asker>,
+    pool: u32,
+    options: ClusterOptions,
+    running: Mutex<Option<Running>>,
+    strangers: Arc<Strangers>,
+    /// The engine's memory. Dropped after the engine.
+    arena: Arc<Arena>,
+}
+
+struct Running {
+    lender: Arc<Mutex<Lender>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Senders that are no member.
+#[derive(Default)]
+struct Strangers {
+    messages: AtomicU64,
+    logged: Mutex<HashSet<EngineId>>,
+}
+
+impl Cluster {
+    /// Listens for the other daemons. The pool is registered, but nothing is lent before [`start`](Self::start).
+    ///
+    /// # Errors
+    /// [`ClusterError::Fabric`]: an address is taken or open to other hosts without a token, or a file of the certificate is
+    /// not usable.
+    #[allow(unsafe_code, reason = "registers the pool")]
+    pub fn open(options: ClusterOptions, arena: &Arc<Arena>) -> Result<Arc<Self>, ClusterError> {
+        let engine = Engine::new(EngineOptions {
+            listen: options.listen.clone(),
+            advertise: options.advertise.clone(),
+            token: options.token.clone(),
+            tls: options.tls.clone(),
+            transport: options.transport,
+            ..EngineOptions::default()
+        })?;
+        // SAFETY: The arena is mapped until it is dropped. `Cluster` holds it, and closes the engine before it drops it. Peers
+        // get access to ranges through windows, to read; this process writes into extents that its store has claimed.
+        let pool = unsafe { engine.register(arena.base(), arena.bytes(), Access::Windows) }?;
+        let engine = Arc::new(engine);
+        let members = Members::new();
+        let borrowing = Arc::new(Borrowing::new(Arc::clone(&engine), Arc::clone(arena), pool));
+        let asker =
+            Arc::new(Asker::new(Arc::clone(&engine), Arc::clone(&members), borrowing, options.answer_within));
+        Ok(Arc::new(Self {
+            engine,
+            members,
+            asker,
+            pool,
+            options,
+            running: Mutex::new(None),
+            strangers: Arc::default(),
+            arena: Arc::clone(arena),
+        }))
+    }
+
+    /// What brings the other daemons' blocks into the store.
+    pub fn source(&self) -> Arc<dyn Source> {
+        Arc::new(ClusterSource(Arc::clone(&self.asker)))
+    }
+
+    /// Addresses at which this daemon listens for the others.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.engine.describe().map(|own| own.socket_addresses().collect()).unwrap_or_default()
+    }
+
+    /// Dials the others, answers them, and lends them blocks of the store.
+    ///
+    /// # Errors
+    /// [`ClusterError::Io`]
+    pub fn start(&self, store: &Arc<Store>) -> Result<(), ClusterError> {
+        let most_lent = (self.arena.bytes() as f64 * LENT_SHARE) as u64;
+        let lender = Lender::start(Arc::clone(&self.engine), Arc::clone(store), self.pool, most_lent)?;
+        let lender = Arc::new(Mutex::new(lender));
+        let mut threads = Vec::new();
+        let asker = Arc::clone(&self.asker);
+        let watch = move || asker.watch_deadlines();
+        threads.push(std::thread::Builder::new().name("kvlane-asker".into()).spawn(watch)?);
+        let taking = Taking {
+            engine: Arc::clone(&self.engine),
+            members: Arc::clone(&self.members),
+            asker: Arc::clone(&self.asker),
+            store: Arc::clone(store),
+            lender: Arc::clone(&lender),
+            strangers: Arc::clone(&self.strangers),
+        };
+        let take = move || taking.take_messages();
+        threads.push(std::thread::Builder::new().name("kvlane-cluster".into()).spawn(take)?);
+        threads.push(self.members.start(Dialling {
+            engine: Arc::clone(&self.engine),
+            names: self.options.peers.clone(),
+            own_name: self.options.name.clone(),
+        })?);
+        *self.running.lock() = Some(Running { lender, threads });
+        Ok(())
+    }
+
+    /// Takes no more part: windows are closed, reads fail, and nothing touches the pool any more when this returns.
+    pub fn stop(&self) {
+        let Some(Running { lender, threads }) = self.running.lock().take() else { return };
+        self.members.stop();
+        self.asker.stop();
+        self.asker.borrowing.stop();
+        lender.lock().stop();
+        self.engine.close();
+        for thread in threads {
+            if thread.join().is_err() {
+                // Log: a bug. Do: report it, with the daemon's log.
+                tracing::error!("a thread of the cluster panicked");
+            }
+        }
+    }
+
+    /// What `kvlane status` says of it.
+    pub fn status(&self) -> ClusterStatus {
+        let members = self.members.all();
+        let status = |member: &Arc<Member>| {
+            let state = member.state.lock();
+            let left_out = state.breaker.is_open().then(|| "it does not answer in time".to_owned());
+            MemberStatus {
+                address: member.address,
+                name: state.name.clone(),
+                software: state.software.clone(),
+                is_reached: state.reached.is_some(),
+                round_trip: state.breaker.round_trip(),
+                trouble: state.trouble.clone().or(left_out),
+            }
+        };
+        let members = members.iter().filter(|member| member.is_other()).map(status).collect();
+        let borrowed = &self.asker.borrowing.counts;
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let mut status = ClusterStatus {
+            members,
+            unresolved: self.members.unresolved.lock().clone(),
+            strangers: read(&self.strangers.messages),
+            fetched_blocks: read(&borrowed.blocks),
+            fetched_bytes: read(&borrowed.bytes),
+            failed_blocks: read(&borrowed.failed),
+            damaged_blocks: read(&borrowed.damaged),
+            ..ClusterStatus::default()
+        };
+        if let Some(running) = &*self.running.lock() {
+            let counts = Arc::clone(&running.lender.lock().counts);
+            status.lent_blocks = read(&counts.blocks);
+            status.lent_bytes = read(&counts.bytes);
+            status.lent_bytes_now = read(&counts.bytes_now);
+            status.refused_loans = read(&counts.refused);
+            status.expired_loans = read(&counts.expired);
+        }
+        status
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.stop();
+        self.engine.close();
+    }
+}
+
+/// The state of a daemon's part in its cluster. Counters only grow.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ClusterStatus {
+    /// The other daemons.
+    pub members: Vec<MemberStatus>,
+    /// Names of `--peers` that lead nowhere, and why.
+    pub unresolved: Vec<(String, String)>,
+    /// Messages of daemons that this one does not dial. They are not answered.
+    pub strangers: u64,
+    /// Blocks and bytes read from others.
+    pub fetched_blocks: u64,
+    /// Bytes of those blocks.
+    pub fetched_bytes: u64,
+    /// Blocks that were not lent, came too late, or whose daemon was lost.
+    pub failed_blocks: u64,
+    /// Blocks whose bytes differed from their checksums.
+    pub damaged_blocks: u64,
+    /// Blocks lent to others.
+    pub lent_blocks: u64,
+    /// Bytes of those blocks.
+    pub lent_bytes: u64,
+    /// Bytes that are lent now.
+    pub lent_bytes_now: u64,
+    /// Requests of others that were refused whole.
+    pub refused_loans: u64,
+    /// Loans that their borrower did not return in time.
+    pub expired_loans: u64,
+}
+
+/// Another daemon.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemberStatus {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// As it calls itself; empty before its first message.
+    pub name: String,
+    /// Its version of kvlane.
+    pub software: String,
+    /// Whether it is connected.
+    pub is_reached: bool,
+    /// Mean time to an answer.
+    pub round_trip: Duration,
+    /// Why it is not asked.
+    pub trouble: Option<String>,
+}
+
+/// What takes the messages of the other daemons.
+struct Taking {
+    engine: Arc<Engine>,
+    members: Arc<Members>,
+    asker: Arc<Asker>,
+    store: Arc<Store>,
+    lender: Arc<Mutex<Lender>>,
+    strangers: Arc<Strangers>,
+}
+
+impl Taking {
+    /// Until the engine is closed.
+    fn take_messages(&self) {
+        while let Some(message) = self.engine.receive(None) {
+            let Some(member) = self.members.of(message.from) else {
+                self.note_stranger(message.from);
+                continue;
+            };
+            match Message::decode(&message.bytes) {
+                Ok(read) => self.take(&member, message.from, read),
+                Err(why) => note_bad(&member, &why),
+            }
+        }
+    }
+
+    fn take(&self, member: &Member, from: EngineId, message: Message) {
+        let Some(peer) = member.peer() else { return };
+        match message {
+            Message::Beat { name, software } => {
+                let mut state = member.state.lock();
+                (state.name, state.software) = (name, software);
+            }
+            Message::Question { number, first, blocks, only_prefix } => {
+                let runs =
+                    self.store.visible_runs(blocks.space, &blocks.shard_bytes, &blocks.hashes, only_prefix);
+                let answer = Message::Answer { number, first, runs };
+                // If it does not arrive, the other daemon gives the question up.
+                drop(self.engine.send(peer, answer.encode(), SendOptions::default()));
+            }
+            Message::Answer { number, first, runs } => {
+                self.asker.answered(member, number, first, runs, Instant::now());
+            }
+            Message::Borrow { number, blocks, lasts_ms } => {
+                let lasts = Duration::from_millis(u64::from(lasts_ms));
+                if !self.lender.lock().wish(Wish::Borrow { from, peer, number, blocks, lasts }) {
+                    let lease = Lease::refused("this daemon has too many requests");
+                    let refusal = Message::Lease { number, lease };
+                    drop(self.engine.send(peer, refusal.encode(), SendOptions::default()));
+                }
+            }
+            Message::Lease { number, lease } => {
+                if !lease.refused.is_empty() {
+                    tracing::debug!(member = %member.address, why = lease.refused, "nothing is lent");
+                }
+                if !self.asker.borrowing.leases.came(member.number, number, lease) {
+                    tracing::debug!(member = %member.address, "a lease that nobody waits for");
+                }
+            }
+            // If the queue is full, the loan ends by its time.
+            Message::Return { number } => drop(self.lender.lock().wish(Wish::Return { from, number })),
+        }
+    }
+
+    fn note_stranger(&self, from: EngineId) {
+        self.strangers.messages.fetch_add(1, Ordering::Relaxed);
+        let mut logged = self.strangers.logged.lock();
+        if logged.len() < STRANGERS_MAX && logged.insert(from) {
+            // A member that has just started is one for a moment, until it is dialled.
+            tracing::debug!(engine = from.engine_id, "a message of a daemon that is not dialled here");
+        }
+    }
+}
+
+fn note_bad(member: &Member, why: &BadMessage) {
+    let mut state = member.state.lock();
+    let why = why.to_string();
+    if state.trouble.as_ref() != Some(&why) {
+        // Log: a daemon of the cluster speaks a protocol that this one does not know; it is not answered. Do: run one
+        // version of kvlane in the cluster.
+        tracing::warn!(member = %member.address, "daemon not understood: {why}");
+    }
+    state.trouble = Some(why);
+}

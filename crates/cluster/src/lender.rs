@@ -1,0 +1,231 @@
+//! Lends this pool's blocks: a window of the fabric for each loan, which is closed when it is returned or its time is over.
+//!
+//! ```text
+//!   Borrow --> lease the blocks in the store --> open a window for that peer --> Lease
+//!   Return, or time over --> close the window, which may take a second --> give the blocks back to the store
+//! ```
+//! In that order, so no extent is used again while a window shows it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded, unbounded};
+use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions, WindowDescriptor, WindowRange};
+use kvlane_store::{Loan, Store};
+
+use crate::messages::{Blocks, Lease, Message};
+
+/// Longest loan, whatever the borrower asks for.
+const LONGEST: Duration = Duration::from_secs(10);
+/// Loans of one borrower.
+const LOANS_OF_ONE: usize = 64;
+/// Requests that wait for the lender's thread. Further ones are dropped, and their sender's reads fail.
+const REQUESTS_MAX: usize = 256;
+/// Threads that close windows. Each waits a second for a borrower that has stopped.
+const CLOSERS: usize = 4;
+
+/// What a borrower wants.
+pub(crate) enum Wish {
+    Borrow {
+        from: EngineId,
+        peer: PeerId,
+        number: u64,
+        blocks: Blocks,
+        lasts: Duration,
+    },
+    Return {
+        from: EngineId,
+        number: u64,
+    },
+    /// The end: all windows are closed.
+    Stop,
+}
+
+/// Counts for `kvlane status`.
+#[derive(Default)]
+pub(crate) struct LentCounts {
+    /// Blocks and bytes lent, since the start.
+    pub(crate) blocks: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    /// Bytes that are lent now.
+    pub(crate) bytes_now: AtomicU64,
+    /// Requests that were refused whole.
+    pub(crate) refused: AtomicU64,
+    /// Loans that ended by their time.
+    pub(crate) expired: AtomicU64,
+}
+
+/// The thread that lends.
+pub(crate) struct Lender {
+    wishes: Sender<Wish>,
+    thread: Option<JoinHandle<()>>,
+    pub(crate) counts: Arc<LentCounts>,
+}
+
+impl Lender {
+    /// Starts it. `pool` is the number of the region that holds the pool; `most_bytes` are lent at a time.
+    pub(crate) fn start(
+        engine: Arc<Engine>,
+        store: Arc<Store>,
+        pool: u32,
+        most_bytes: u64,
+    ) -> std::io::Result<Self> {
+        let (wishes, receiver) = bounded(REQUESTS_MAX);
+        let counts = Arc::new(LentCounts::default());
+        let (closing, to_close) = unbounded();
+        let closers = (0..CLOSERS)
+            .map(|_| {
+                let (engine, to_close, counts) = (Arc::clone(&engine), to_close.clone(), Arc::clone(&counts));
+                let close = move || close_all(&engine, &to_close, &counts);
+                std::thread::Builder::new().name("kvlane-closer".into()).spawn(close)
+            })
+            .collect::<std::io::Result<Vec<_>>>()?;
+        let mut loans = Loans {
+            engine,
+            store,
+            pool,
+            most_bytes,
+            all: HashMap::new(),
+            closing,
+            counts: Arc::clone(&counts),
+        };
+        let run = move || {
+            loans.run(&receiver);
+            drop(loans);
+            closers.into_iter().for_each(|closer| drop(closer.join()));
+        };
+        let thread = std::thread::Builder::new().name("kvlane-lender".into()).spawn(run)?;
+        Ok(Self { wishes, thread: Some(thread), counts })
+    }
+
+    /// Hands a wish over. False: too many wait.
+    pub(crate) fn wish(&self, wish: Wish) -> bool {
+        !matches!(self.wishes.try_send(wish), Err(TrySendError::Full(_)))
+    }
+
+    /// Closes all windows and waits for that.
+    pub(crate) fn stop(&mut self) {
+        // Fails only if the thread has ended.
+        let _ = self.wishes.send(Wish::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            // Log: a bug. Do: report it, with the daemon's log.
+            tracing::error!("thread kvlane-lender panicked");
+        }
+    }
+}
+
+struct Lent {
+    window: WindowDescriptor,
+    loan: Loan,
+    until: Instant,
+}
+
+struct Loans {
+    engine: Arc<Engine>,
+    store: Arc<Store>,
+    pool: u32,
+    most_bytes: u64,
+    all: HashMap<(EngineId, u64), Lent>,
+    closing: Sender<Lent>,
+    counts: Arc<LentCounts>,
+}
+
+impl Loans {
+    fn run(&mut self, wishes: &Receiver<Wish>) {
+        loop {
+            let next = self.all.values().map(|lent| lent.until).min();
+            let wish = match next {
+                None => wishes.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(until) => wishes.recv_deadline(until),
+            };
+            match wish {
+                Ok(Wish::Borrow { from, peer, number, blocks, lasts }) => {
+                    let lease = self.lend(from, number, &blocks, lasts, Instant::now());
+                    let message = Message::Lease { number, lease };
+                    // If it does not arrive, the borrower gives up, and the loan ends by its time.
+                    drop(self.engine.send(peer, message.encode(), SendOptions::default()));
+                }
+                Ok(Wish::Return { from, number }) => self.end((from, number)),
+                Ok(Wish::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => self.expire(Instant::now()),
+            }
+        }
+    }
+
+    fn lend(&mut self, from: EngineId, number: u64, blocks: &Blocks, lasts: Duration, now: Instant) -> Lease {
+        let refused = |why: &str| {
+            self.counts.refused.fetch_add(1, Ordering::Relaxed);
+            Lease::refused(why)
+        };
+        if self.all.contains_key(&(from, number)) {
+            return refused("this loan is open already");
+        }
+        if self.all.keys().filter(|(borrower, _)| *borrower == from).count() >= LOANS_OF_ONE {
+            return refused("this daemon has as many loans open as one can have");
+        }
+        let block_bytes = blocks.shard_bytes.iter().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
+        let bytes = block_bytes.saturating_mul(blocks.hashes.len() as u64);
+        if self.counts.bytes_now.load(Ordering::Relaxed).saturating_add(bytes) > self.most_bytes {
+            return refused("as much of this pool is lent as can be");
+        }
+        let Some(loan) = self.store.lend(blocks.space, &blocks.shard_bytes, &blocks.hashes, now) else {
+            return refused("the blocks are gone");
+        };
+        let shards = loan.blocks.iter().flatten().flatten();
+        let ranges = shards.map(|shard| WindowRange {
+            region: self.pool,
+            offset: shard.extent.offset.0,
+            len: shard.extent.bytes,
+        });
+        let window = match self.engine.open_window(from, ranges.collect()) {
+            Ok(window) => window,
+            Err(error) => return refused(&error.to_string()),
+        };
+        let crcs: Vec<Option<Vec<u32>>> = loan
+            .blocks
+            .iter()
+            .map(|block| Some(block.as_ref()?.iter().map(|shard| shard.crc32c).collect()))
+            .collect();
+        let lasts = lasts.min(LONGEST);
+        let lent = loan.blocks.iter().flatten().count() as u64;
+        self.counts.blocks.fetch_add(lent, Ordering::Relaxed);
+        self.counts.bytes.fetch_add(window.len, Ordering::Relaxed);
+        self.counts.bytes_now.fetch_add(window.len, Ordering::Relaxed);
+        self.all.insert((from, number), Lent { window, loan, until: now + lasts });
+        Lease::new(window, &crcs, lasts.as_millis() as u32)
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let over: Vec<_> =
+            self.all.iter().filter(|(_, lent)| lent.until <= now).map(|(key, _)| *key).collect();
+        self.counts.expired.fetch_add(over.len() as u64, Ordering::Relaxed);
+        over.into_iter().for_each(|key| self.end(key));
+    }
+
+    fn end(&mut self, key: (EngineId, u64)) {
+        if let Some(lent) = self.all.remove(&key) {
+            // The closers end after this.
+            let _ = self.closing.send(lent);
+        }
+    }
+}
+
+impl Drop for Loans {
+    fn drop(&mut self) {
+        self.all.drain().for_each(|(_, lent)| drop(self.closing.send(lent)));
+    }
+}
+
+fn close_all(engine: &Engine, to_close: &Receiver<Lent>, counts: &LentCounts) {
+    for Lent { window, loan, .. } in to_close {
+        // Fails if the engine is closed, which has closed all windows.
+        let _ = engine.close_window(&window);
+        drop(loan);
+        counts.bytes_now.fetch_sub(window.len, Ordering::Relaxed);
+    }
+}

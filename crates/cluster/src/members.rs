@@ -1,0 +1,277 @@
+//! The other daemons of the cluster: this one dials each, and talks to no other.
+//!
+//! ```text
+//!   HOST:PORT --resolved--> addresses, each a member:
+//!     unreached --connect--> reached: a beat every second --beat lost--> unreached, dialled again after 0.2 .. 5 s
+//!         '-- it is this daemon itself: never asked
+//! ```
+
+use std::collections::HashMap;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions};
+use parking_lot::{Condvar, Mutex, RwLock};
+
+use crate::breaker::Breaker;
+use crate::messages::Message;
+
+/// Most members. A fetch knows 64 holders.
+pub(crate) const MEMBERS_MAX: usize = 32;
+const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// How long a beat may take before its member counts as unreached.
+const BEAT_PATIENCE: Duration = Duration::from_secs(3);
+const DIAL_PATIENCE: Duration = Duration::from_secs(2);
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// How often names are resolved again.
+const RESOLVE_EVERY: Duration = Duration::from_secs(10);
+
+/// A member's number here, which stays the same for its address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct MemberNumber(pub(crate) u32);
+
+/// Another daemon.
+pub(crate) struct Member {
+    pub(crate) number: MemberNumber,
+    pub(crate) address: SocketAddr,
+    pub(crate) state: Mutex<MemberState>,
+}
+
+#[derive(Default)]
+pub(crate) struct MemberState {
+    /// The peer and its start, while it is reached.
+    pub(crate) reached: Option<(PeerId, EngineId)>,
+    pub(crate) breaker: Breaker,
+    /// From its beats.
+    pub(crate) name: String,
+    pub(crate) software: String,
+    /// Why it is not reached.
+    pub(crate) trouble: Option<String>,
+    /// It is this daemon itself.
+    is_self: bool,
+}
+
+/// What dialling needs to know.
+pub(crate) struct Dialling {
+    pub(crate) engine: Arc<Engine>,
+    /// HOST:PORT, each maybe with several addresses.
+    pub(crate) names: Vec<String>,
+    /// This daemon's name, for its beats.
+    pub(crate) own_name: String,
+}
+
+/// All members.
+pub(crate) struct Members {
+    all: RwLock<Vec<Arc<Member>>>,
+    by_engine: RwLock<HashMap<EngineId, MemberNumber>>,
+    /// Names that could not be resolved, and why.
+    pub(crate) unresolved: Mutex<Vec<(String, String)>>,
+    stopped: Mutex<bool>,
+    stop: Condvar,
+}
+
+impl Members {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            all: RwLock::default(),
+            by_engine: RwLock::default(),
+            unresolved: Mutex::default(),
+            stopped: Mutex::new(false),
+            stop: Condvar::new(),
+        })
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Member>> {
+        self.all.read().clone()
+    }
+
+    pub(crate) fn get(&self, number: MemberNumber) -> Option<Arc<Member>> {
+        self.all.read().get(number.0 as usize).cloned()
+    }
+
+    /// The member that sends as this engine.
+    pub(crate) fn of(&self, engine: EngineId) -> Option<Arc<Member>> {
+        let number = *self.by_engine.read().get(&engine)?;
+        self.get(number)
+    }
+
+    /// Starts the thread that resolves the names and dials what it finds.
+    pub(crate) fn start(self: &Arc<Self>, dialling: Dialling) -> std::io::Result<JoinHandle<()>> {
+        let members = Arc::clone(self);
+        let dialling = Arc::new(dialling);
+        std::thread::Builder::new().name("kvlane-members".into()).spawn(move || members.run(&dialling))
+    }
+
+    /// Ends all threads.
+    pub(crate) fn stop(&self) {
+        *self.stopped.lock() = true;
+        self.stop.notify_all();
+    }
+
+    /// True: it is stopped.
+    fn pause(&self, time: Duration) -> bool {
+        let mut stopped = self.stopped.lock();
+        if !*stopped {
+            self.stop.wait_for(&mut stopped, time);
+        }
+        *stopped
+    }
+
+    fn run(self: &Arc<Self>, dialling: &Arc<Dialling>) {
+        let mut threads = Vec::new();
+        loop {
+            for address in self.resolve(&dialling.names) {
+                let Some(member) = self.add(address) else { continue };
+                let (members, dialling) = (Arc::clone(self), Arc::clone(dialling));
+                let dial = move || members.dial(&member, &dialling);
+                match std::thread::Builder::new().name("kvlane-member".into()).spawn(dial) {
+                    Ok(thread) => threads.push(thread),
+                    // Log: this daemon of the cluster is never asked. Do: raise the limit of threads (ulimit -u, pids
+                    // of the container).
+                    Err(error) => tracing::warn!(%address, %error, "cannot start thread kvlane-member"),
+                }
+            }
+            if self.pause(RESOLVE_EVERY) {
+                break;
+            }
+        }
+        for thread in threads {
+            if thread.join().is_err() {
+                // Log: a bug. Do: report it, with the daemon's log.
+                tracing::error!("thread kvlane-member panicked");
+            }
+        }
+    }
+
+    fn resolve(&self, names: &[String]) -> Vec<SocketAddr> {
+        let (mut addresses, mut unresolved) = (Vec::new(), Vec::new());
+        for name in names {
+            match name.to_socket_addrs().map(Iterator::collect::<Vec<_>>) {
+                Ok(found) if !found.is_empty() => addresses.extend(found),
+                Ok(_) => unresolved.push((name.clone(), "it has no address".to_owned())),
+                Err(error) => unresolved.push((name.clone(), error.to_string())),
+            }
+        }
+        let mut before = self.unresolved.lock();
+        for (name, why) in unresolved.iter().filter(|each| !before.contains(each)) {
+            // Log: a name of `--peers` leads to no daemon; it is tried again. Do: check the name, and DNS.
+            tracing::warn!(name, "a name of --peers is not resolved: {why}");
+        }
+        *before = unresolved;
+        addresses
+    }
+
+    /// Adds a member. None: it is known, or there are too many.
+    fn add(&self, address: SocketAddr) -> Option<Arc<Member>> {
+        let mut all = self.all.write();
+        if all.len() >= MEMBERS_MAX || all.iter().any(|member| member.address == address) {
+            return None;
+        }
+        let number = MemberNumber(all.len() as u32);
+        all.push(Arc::new(Member { number, address, state: Mutex::default() }));
+        all.last().cloned()
+    }
+
+    /// Keeps one member reached, until the end.
+    fn dial(&self, member: &Member, dialling: &Dialling) {
+        let Dialling { engine, own_name, .. } = dialling;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match engine.connect_to(member.address, DIAL_PATIENCE) {
+                Ok(peer) => {
+                    if let Some(id) = engine.peer_id(peer) {
+                        if id == engine.id() {
+                            engine.disconnect(peer);
+                            member.state.lock().is_self = true;
+                            return;
+                        }
+                        pause = FIRST_PAUSE;
+                        self.reached(member, engine, peer, id);
+                        let why = self.beat(member, engine, own_name, peer);
+                        self.lost(member, id, why);
+                    }
+                    engine.disconnect(peer);
+                }
+                Err(error) => {
+                    let why = error.to_string();
+                    let mut state = member.state.lock();
+                    if state.trouble.is_none() {
+                        // Log: another daemon of the cluster is not reached; it is dialled again, and prompts that only
+                        // it has are computed. Do: check that it runs, its address, its token and the network.
+                        tracing::warn!(member = %member.address, "daemon not reached: {why}");
+                    }
+                    state.trouble = Some(why);
+                }
+            }
+            if self.pause(pause) {
+                return;
+            }
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn reached(&self, member: &Member, engine: &Engine, peer: PeerId, id: EngineId) {
+        engine.name_peer(peer, format!("daemon {}", member.address));
+        self.by_engine.write().insert(id, member.number);
+        let mut state = member.state.lock();
+        state.reached = Some((peer, id));
+        state.trouble = None;
+        state.breaker = Breaker::default();
+        // Log: blocks of that daemon are hits here from now on.
+        tracing::info!(member = %member.address, "daemon reached");
+    }
+
+    fn lost(&self, member: &Member, id: EngineId, why: Option<String>) {
+        self.by_engine.write().remove(&id);
+        let mut state = member.state.lock();
+        state.reached = None;
+        if let Some(why) = why {
+            // Log: a daemon of the cluster has ended, or is cut off; it is dialled again, and prompts that only it has
+            // are computed. Do: check that it runs, and the network.
+            tracing::warn!(member = %member.address, name = state.name, "daemon lost: {why}");
+            state.trouble = Some(why);
+        }
+    }
+
+    /// Sends beats until one is lost, and returns why. None: this daemon stops.
+    fn beat(&self, member: &Member, engine: &Engine, own_name: &str, peer: PeerId) -> Option<String> {
+        let beat =
+            Message::Beat { name: own_name.to_owned(), software: env!("CARGO_PKG_VERSION").to_owned() };
+        let bytes: Arc<[u8]> = beat.encode().into();
+        loop {
+            let options = SendOptions { timeout: BEAT_PATIENCE, ..SendOptions::default() };
+            match engine.send(peer, Arc::clone(&bytes), options).map(|sent| sent.wait(None)) {
+                Ok(Some(Ok(()))) => {}
+                Ok(Some(Err(failure))) => return Some(failure.to_string()),
+                Ok(None) => return None,
+                Err(error) => return Some(error.to_string()),
+            }
+            if self.pause(BEAT_EVERY) {
+                return None;
+            }
+            debug_assert!(member.state.lock().reached.is_some());
+        }
+    }
+}
+
+impl Member {
+    /// The peer to ask, if it may be asked now.
+    pub(crate) fn to_ask(&self, now: Instant) -> Option<PeerId> {
+        let mut state = self.state.lock();
+        let (peer, _) = state.reached?;
+        state.breaker.may_ask(now).then_some(peer)
+    }
+
+    /// The peer, while it is reached.
+    pub(crate) fn peer(&self) -> Option<PeerId> {
+        self.state.lock().reached.map(|(peer, _)| peer)
+    }
+
+    /// Whether it is another daemon.
+    pub(crate) fn is_other(&self) -> bool {
+        !self.state.lock().is_self
+    }
+}

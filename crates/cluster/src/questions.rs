@@ -1,0 +1,198 @@
+//! The open questions: which members have still to answer which part, and until when. Pure.
+//!
+//! ```text
+//!   open(members, parts) --> answer, for each member and part --> all there: over
+//!                                 '-- the deadline passed -------> over, with what is there; a later answer finds nothing
+//! ```
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Range;
+use std::time::Instant;
+
+use kvlane_store::FindDone;
+
+use crate::members::MemberNumber;
+
+/// Open questions. A further one is answered with nothing at once.
+pub(crate) const QUESTIONS_MAX: usize = 4096;
+
+/// A question that is over.
+pub(crate) struct Ended {
+    pub(crate) done: FindDone,
+    /// What each member has: runs of positions in the whole question, ascending.
+    pub(crate) found: HashMap<MemberNumber, Vec<Range<u32>>>,
+    /// Members that have not answered all parts.
+    pub(crate) silent: BTreeSet<MemberNumber>,
+}
+
+struct Open {
+    done: FindDone,
+    asked: Instant,
+    /// Answers that have not come: each member, and the first position of each part.
+    missing: BTreeSet<(MemberNumber, u32)>,
+    /// The end of each part, by its first position.
+    parts: HashMap<u32, u32>,
+    found: HashMap<MemberNumber, Vec<Range<u32>>>,
+}
+
+/// All open questions. Each has the same time.
+#[derive(Default)]
+pub(crate) struct Questions {
+    open: HashMap<u64, Open>,
+    last: u64,
+    /// In the order of their deadlines. May name questions that are over.
+    due: VecDeque<(Instant, u64)>,
+}
+
+impl Questions {
+    /// Opens a question of these parts to these members, of which there is at least one each. Returns its number.
+    ///
+    /// # Errors
+    /// The callback: too many questions are open.
+    pub(crate) fn open(
+        &mut self,
+        members: &[MemberNumber],
+        parts: &[Range<u32>],
+        (now, deadline): (Instant, Instant),
+        done: FindDone,
+    ) -> Result<u64, FindDone> {
+        if self.open.len() >= QUESTIONS_MAX {
+            return Err(done);
+        }
+        self.last += 1;
+        let missing = members.iter().flat_map(|member| parts.iter().map(|part| (*member, part.start)));
+        let open = Open {
+            done,
+            asked: now,
+            missing: missing.collect(),
+            parts: parts.iter().map(|part| (part.start, part.end)).collect(),
+            found: HashMap::new(),
+        };
+        self.open.insert(self.last, open);
+        self.due.push_back((deadline, self.last));
+        Ok(self.last)
+    }
+
+    /// A member's answer: runs of positions in the part that begins at `first`. Returns when the question was asked, if it is
+    /// open and this answer was missing; and the question, if this was the last answer.
+    pub(crate) fn answer(
+        &mut self,
+        number: u64,
+        member: MemberNumber,
+        first: u32,
+        runs: Vec<Range<u32>>,
+    ) -> Option<(Instant, Option<Ended>)> {
+        let open = self.open.get_mut(&number)?;
+        if !open.missing.remove(&(member, first)) {
+            return None;
+        }
+        let end = open.parts.get(&first).copied().unwrap_or(first);
+        let found = open.found.entry(member).or_default();
+        for run in runs {
+            let run = first.saturating_add(run.start)..first.saturating_add(run.end).min(end);
+            if !run.is_empty() {
+                found.push(run);
+            }
+        }
+        let asked = open.asked;
+        Some((asked, open.missing.is_empty().then(|| self.end(number)).flatten()))
+    }
+
+    /// Questions whose time is over.
+    pub(crate) fn expire(&mut self, now: Instant) -> Vec<Ended> {
+        let mut ended = Vec::new();
+        while let Some(&(deadline, number)) = self.due.front()
+            && (deadline <= now || !self.open.contains_key(&number))
+        {
+            self.due.pop_front();
+            ended.extend(self.end(number));
+        }
+        ended
+    }
+
+    /// When the next question's time is over.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.due.front().map(|(deadline, _)| *deadline)
+    }
+
+    /// Ends all questions.
+    pub(crate) fn end_all(&mut self) -> Vec<Ended> {
+        self.due.clear();
+        let numbers: Vec<u64> = self.open.keys().copied().collect();
+        numbers.into_iter().filter_map(|number| self.end(number)).collect()
+    }
+
+    fn end(&mut self, number: u64) -> Option<Ended> {
+        let Open { done, missing, mut found, .. } = self.open.remove(&number)?;
+        found.values_mut().for_each(|runs| runs.sort_unstable_by_key(|run| run.start));
+        Some(Ended { done, found, silent: missing.into_iter().map(|(member, _)| member).collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init, reason = "tests")]
+    use std::time::Duration;
+
+    use super::*;
+
+    const A: MemberNumber = MemberNumber(1);
+    const B: MemberNumber = MemberNumber(2);
+
+    fn nothing() -> FindDone {
+        FindDone::new(|_| ())
+    }
+
+    #[test]
+    fn a_question_is_over_when_all_have_answered_all_parts() {
+        let now = Instant::now();
+        let times = (now, now + Duration::from_millis(1));
+        let mut questions = Questions::default();
+        let number = questions.open(&[A, B], &[0..10, 10..15], times, nothing()).ok().unwrap();
+        assert!(questions.answer(number, A, 10, vec![0..9]).unwrap().1.is_none());
+        assert!(questions.answer(number, A, 0, vec![1..3, 7..10]).unwrap().1.is_none());
+        assert!(questions.answer(number, A, 0, vec![0..10]).is_none(), "answered before");
+        assert!(questions.answer(number, B, 5, vec![0..10]).is_none(), "never asked");
+        assert!(questions.answer(number + 1, B, 0, vec![0..10]).is_none(), "never asked");
+        assert!(questions.answer(number, B, 0, vec![]).unwrap().1.is_none());
+        let (asked, ended) = questions.answer(number, B, 10, vec![u32::MAX - 1..u32::MAX]).unwrap();
+        let ended = ended.unwrap();
+        assert_eq!(asked, now);
+        assert_eq!(ended.found[&A], [1..3, 7..10, 10..15], "not beyond its part");
+        assert!(ended.found[&B].is_empty() && ended.silent.is_empty());
+        assert!(questions.answer(number, B, 10, vec![]).is_none());
+        // Its deadline ends nothing more.
+        assert!(questions.expire(times.1).is_empty());
+        assert_eq!(questions.next_deadline(), None);
+    }
+
+    #[test]
+    fn the_deadline_ends_a_question_with_what_is_there() {
+        let now = Instant::now();
+        let at = |ms| now + Duration::from_millis(ms);
+        let mut questions = Questions::default();
+        let first = questions.open(&[A, B], &[0..10], (now, at(1)), nothing()).ok().unwrap();
+        let second = questions.open(&[B], &[0..4], (now, at(2)), nothing()).ok().unwrap();
+        questions.answer(first, A, 0, vec![0..2]).unwrap();
+        assert!(questions.expire(now).is_empty());
+        assert_eq!(questions.next_deadline(), Some(at(1)));
+        let ended = questions.expire(at(1));
+        assert_eq!((ended.len(), &ended[0].found[&A]), (1, &vec![0..2]));
+        assert_eq!(ended[0].silent, BTreeSet::from([B]));
+        assert!(questions.answer(first, B, 0, vec![]).is_none(), "too late");
+        assert!(questions.answer(second, B, 0, vec![]).unwrap().1.is_some());
+        assert!(questions.expire(at(9)).is_empty());
+    }
+
+    #[test]
+    fn there_is_a_bound() {
+        let now = Instant::now();
+        let mut questions = Questions::default();
+        let mut open = || questions.open(&[A], &[0..1], (now, now), nothing()).is_ok();
+        assert!((0..QUESTIONS_MAX).all(|_| open()));
+        assert!(!open());
+        assert_eq!(questions.expire(now).len(), QUESTIONS_MAX);
+        questions.open(&[A], &[0..1], (now, now), nothing()).ok().unwrap();
+        assert_eq!(questions.end_all().len(), 1);
+    }
+}

@@ -1,0 +1,236 @@
+//! A host: a pool, its store, and its part in a cluster.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolExtent, Space};
+use kvlane_cluster::{Cluster, ClusterOptions, ClusterStatus};
+use kvlane_fabric::Transport;
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_store::{
+    Background, Caller, Chain, ClaimOutcome, FetchPlan, LookupGroup, OwnerId, ShardClaim, ShardNumber,
+    SpaceId, Store, StoreOptions, WriterId,
+};
+
+/// Long enough for a loaded machine; reached only by a test that fails.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const MODEL: Namespace = Namespace([1; 16]);
+const CUT: CutDigest = CutDigest([5; 16]);
+const ENGINE: OwnerId = OwnerId(1);
+/// Pages of each shard.
+const SHARDS: [u64; 2] = [32, 16];
+pub(crate) const BLOCK_BYTES: u64 = 48 * PAGE_BYTES;
+const POOL_PAGES: u64 = 48 * 256;
+
+/// Hashes of a prompt's blocks.
+pub(crate) fn prompt(number: u8, blocks: u16) -> Vec<BlockHash> {
+    let hash = |block: u16| {
+        let mut hash = [number; 16];
+        hash[1..3].copy_from_slice(&block.to_le_bytes());
+        BlockHash(hash)
+    };
+    (0..blocks).map(hash).collect()
+}
+
+/// What a shard of a block holds.
+fn content(hash: &BlockHash, shard: u32) -> u8 {
+    hash.0[0].wrapping_mul(31).wrapping_add(hash.0[1].wrapping_mul(7)).wrapping_add(shard as u8)
+}
+
+pub(crate) struct Host {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) address: SocketAddr,
+    arena: Arc<Arena>,
+    space: SpaceId,
+    _background: Background,
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.cluster.stop();
+    }
+}
+
+/// A port that is free now.
+fn free_address() -> SocketAddr {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+impl Host {
+    fn new(
+        listen: SocketAddr,
+        peers: Vec<String>,
+        transport: Option<Transport>,
+        answer_within: Duration,
+    ) -> Self {
+        let options = ArenaOptions {
+            bytes: POOL_PAGES * PAGE_BYTES,
+            hugepages: HugePages::Off,
+            numa: Numa::Off,
+            threads: 1,
+        };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let options = ClusterOptions {
+            listen: vec![listen],
+            advertise: Vec::new(),
+            token: "a token of these tests".into(),
+            tls: None,
+            transport,
+            peers,
+            answer_within,
+            name: listen.to_string(),
+        };
+        let cluster = Cluster::open(options, &arena).unwrap();
+        let store =
+            Store::with_tiers(Arc::clone(&arena), StoreOptions::default(), None, vec![cluster.source()]);
+        let space = store.space(MODEL, "a model", CUT, &SHARDS.map(|pages| pages * PAGE_BYTES));
+        let _background = store.start_background(1, 0).unwrap();
+        cluster.start(&store).unwrap();
+        let address = cluster.addresses()[0];
+        Self { cluster, store, address, arena, space, _background }
+    }
+
+    /// One that dials nobody.
+    pub(crate) fn alone() -> Self {
+        Self::with(Vec::new(), false)
+    }
+
+    /// One with these peers, and maybe itself among them, that do not answer it.
+    pub(crate) fn with(mut peers: Vec<String>, and_itself: bool) -> Self {
+        let address = free_address();
+        if and_itself {
+            peers.push(address.to_string());
+        }
+        Self::new(address, peers, None, Duration::from_millis(500))
+    }
+
+    pub(crate) fn at(address: SocketAddr, peers: &[SocketAddr], transport: Option<Transport>) -> Self {
+        let peers = peers.iter().map(ToString::to_string).collect();
+        Self::new(address, peers, transport, PATIENCE / 4)
+    }
+
+    pub(crate) fn pair(transport: Option<Transport>) -> [Self; 2] {
+        Self::cluster([transport; 2])
+    }
+
+    /// Hosts that have all reached each other.
+    pub(crate) fn cluster<const COUNT: usize>(transports: [Option<Transport>; COUNT]) -> [Self; COUNT] {
+        let addresses = [(); COUNT].map(|()| free_address());
+        let mut number = 0;
+        let hosts = transports.map(|transport| {
+            number += 1;
+            let others: Vec<SocketAddr> =
+                (0..COUNT).filter(|other| *other != number - 1).map(|other| addresses[other]).collect();
+            Self::at(addresses[number - 1], &others, transport)
+        });
+        for host in &hosts {
+            host.wait(|status| {
+                status.members.len() == COUNT - 1
+                    && status.members.iter().all(|member| member.is_reached && !member.name.is_empty())
+            });
+        }
+        hosts
+    }
+
+    pub(crate) fn wait(&self, until: impl Fn(&ClusterStatus) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !until(&self.cluster.status()) {
+            assert!(Instant::now() < deadline, "{:?}", self.cluster.status());
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn save(&self, blocks: &[BlockHash]) {
+        self.save_chained(Chain::Start, blocks);
+    }
+
+    /// Saves what follows the first blocks of a prompt, which this host need not have.
+    pub(crate) fn save_after(&self, blocks: &[BlockHash], first: usize) {
+        self.save_chained(Chain::Unchained, &blocks[first..]);
+    }
+
+    fn save_chained(&self, chain: Chain, blocks: &[BlockHash]) {
+        let mut claims: Vec<ShardClaim> = Vec::new();
+        for (shard, pages) in (0..).zip(SHARDS) {
+            let mut outcomes = Vec::new();
+            let caller = Caller {
+                owner: ENGINE,
+                writer: WriterId(10),
+                space: self.space,
+                shard: ShardNumber(shard),
+                now: Instant::now(),
+            };
+            self.store.claim(&caller, chain, blocks, &mut outcomes);
+            for (outcome, hash) in outcomes.iter().zip(blocks) {
+                if let ClaimOutcome::Claimed(claim) = outcome {
+                    let at = PoolExtent { offset: claim.page.offset(), bytes: pages * PAGE_BYTES };
+                    self.bytes_at(at).fill(content(hash, shard));
+                    claims.push(*claim);
+                }
+            }
+        }
+        self.store.commit(&claims, Instant::now());
+        assert!(self.store.settle(PATIENCE));
+    }
+
+    fn group<'a>(&self, blocks: &'a [BlockHash]) -> LookupGroup<'a> {
+        LookupGroup { space: self.space, tokens_per_block: 16, window_blocks: 0, hashes: blocks }
+    }
+
+    pub(crate) fn plan(&self, blocks: &[BlockHash]) -> Option<FetchPlan> {
+        let finding = self.store.find(&[self.group(blocks)], u64::MAX);
+        finding.wait_until(Instant::now() + PATIENCE).ok().unwrap()
+    }
+
+    /// Carries a plan out.
+    pub(crate) fn take(&self, plan: FetchPlan, within: Duration) {
+        let (done, is_done) = channel();
+        let now = Instant::now();
+        self.store.fetch(plan, now, now + within, move || done.send(()).unwrap());
+        is_done.recv_timeout(2 * PATIENCE).unwrap();
+    }
+
+    /// Brings what others have more of. False: nothing.
+    pub(crate) fn fetch(&self, blocks: &[BlockHash]) -> bool {
+        let plan = self.plan(blocks);
+        let has_more = plan.is_some();
+        plan.into_iter().for_each(|plan| self.take(plan, PATIENCE));
+        has_more
+    }
+
+    /// Blocks of a hit, whose bytes are right.
+    pub(crate) fn hit(&self, blocks: &[BlockHash]) -> u64 {
+        let Some(hit) = self.store.lookup(ENGINE, &[self.group(blocks)], u64::MAX, Instant::now()) else {
+            return 0;
+        };
+        for (pages, hash) in hit.groups[0].pages.chunks(SHARDS.len()).zip(blocks) {
+            for ((shard, page), count) in (0..).zip(pages).zip(SHARDS) {
+                let at = PoolExtent { offset: page.offset(), bytes: count * PAGE_BYTES };
+                let expected = content(hash, shard);
+                assert!(self.bytes_at(at).iter().all(|byte| *byte == expected), "{hash:?} {shard}");
+            }
+        }
+        self.store.release(ENGINE, hit.lease);
+        hit.tokens / 16
+    }
+
+    /// Changes a bit of a block behind the store's back.
+    pub(crate) fn flip_a_bit(&self, hash: &BlockHash) {
+        let space = Space { namespace: MODEL, cut: CUT };
+        let lengths = SHARDS.map(|pages| pages * PAGE_BYTES);
+        let loan = self.store.lend(space, &lengths, &[*hash], Instant::now()).unwrap();
+        let shard = loan.blocks[0].as_ref().unwrap()[1];
+        self.bytes_at(shard.extent)[77] ^= 4;
+    }
+
+    #[allow(clippy::mut_from_ref, reason = "the pool is shared memory")]
+    fn bytes_at(&self, at: PoolExtent) -> &mut [u8] {
+        // SAFETY: the store handed this extent out for as long as it is used here.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.arena.base().add(at.offset.0 as usize), at.bytes as usize)
+        }
+    }
+}

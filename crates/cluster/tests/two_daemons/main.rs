@@ -1,0 +1,150 @@
+//! Several stores in one process, each with its part in a cluster: blocks of one are hits at another.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod host;
+
+use std::time::Instant;
+
+use kvlane_block::BlockHash;
+use kvlane_fabric::Transport;
+
+use crate::host::{BLOCK_BYTES, Host, PATIENCE, prompt};
+
+#[test]
+fn what_one_host_has_is_a_hit_on_the_next() {
+    for transport in [Some(Transport::TCP), None] {
+        let [a, b] = Host::pair(transport);
+        let blocks = prompt(1, 40);
+        a.save(&blocks);
+        assert_eq!(b.hit(&blocks), 0);
+        assert!(b.fetch(&blocks), "A has it");
+        assert_eq!(b.hit(&blocks), 40);
+        // Now B has it too, and nobody has more of it.
+        assert!(!b.fetch(&blocks));
+        assert!(!a.fetch(&blocks));
+        let (lent, fetched) = (a.cluster.status(), b.cluster.status());
+        assert_eq!((lent.lent_blocks, lent.lent_bytes), (40, 40 * BLOCK_BYTES));
+        assert_eq!((fetched.fetched_blocks, fetched.failed_blocks, fetched.damaged_blocks), (40, 0, 0));
+        a.wait(|status| status.lent_bytes_now == 0);
+        assert_eq!(a.cluster.status().expired_loans, 0);
+    }
+}
+
+#[test]
+fn a_prompt_that_two_hosts_have_in_part_comes_from_both() {
+    let [a, b, c] = Host::cluster([None; 3]);
+    let blocks = prompt(1, 60);
+    a.save(&blocks[..30]);
+    b.save_after(&blocks, 30);
+    assert!(c.fetch(&blocks));
+    assert_eq!(c.hit(&blocks), 60);
+    assert_eq!((a.cluster.status().lent_blocks, b.cluster.status().lent_blocks), (30, 30));
+}
+
+#[test]
+fn a_lookup_of_what_nobody_has_is_answered_at_once() {
+    let [a, b] = Host::pair(None);
+    a.save(&prompt(1, 4));
+    let began = Instant::now();
+    assert!(!b.fetch(&prompt(2, 600)));
+    assert!(began.elapsed() < PATIENCE / 8, "it did not wait for a deadline");
+}
+
+/// The checksum of the owner's seal finds what no transport can: bytes that changed in the owner's memory.
+#[test]
+fn a_block_whose_bytes_changed_at_its_owner_is_a_miss() {
+    let [a, b] = Host::pair(None);
+    let blocks = prompt(1, 20);
+    a.save(&blocks);
+    a.flip_a_bit(&blocks[12]);
+    assert!(b.fetch(&blocks));
+    assert_eq!(b.hit(&blocks), 12);
+    let status = b.cluster.status();
+    assert_eq!((status.fetched_blocks, status.damaged_blocks), (19, 1));
+}
+
+#[test]
+fn an_owner_that_ends_costs_a_miss_and_is_found_again_when_it_is_back() {
+    let [a, b] = Host::pair(Some(Transport::TCP));
+    let blocks = prompt(1, 20);
+    a.save(&blocks);
+    let address = a.address;
+    drop(a);
+    // It is asked until its end is noticed. No lookup waits for it longer than for any.
+    assert_eq!(b.hit(&blocks), 0);
+    b.wait(|status| status.members.iter().all(|member| !member.is_reached));
+    assert!(!b.fetch(&blocks));
+    let again = Host::at(address, &[b.address], Some(Transport::TCP));
+    again.wait(|status| status.members.iter().all(|member| member.is_reached));
+    b.wait(|status| status.members.iter().all(|member| member.is_reached));
+    again.save(&blocks);
+    assert!(b.fetch(&blocks));
+    assert_eq!(b.hit(&blocks), 20);
+}
+
+#[test]
+fn a_daemon_that_names_itself_among_its_peers_is_no_member_of_its_own() {
+    let a = Host::alone();
+    let b = Host::with(vec![a.address.to_string()], true);
+    b.wait(|status| status.members.iter().any(|member| member.is_reached));
+    b.wait(|status| status.members.len() == 1);
+}
+
+#[test]
+fn a_name_that_leads_nowhere_is_told_and_stops_nobody() {
+    let a = Host::alone();
+    let b = Host::with(vec!["no.such.host.invalid:1".into(), a.address.to_string()], false);
+    b.wait(|status| status.members.iter().any(|member| member.is_reached));
+    assert_eq!(b.cluster.status().unresolved.len(), 1);
+}
+
+/// A daemon lends only to those that it dials itself.
+#[test]
+fn a_stranger_is_not_answered() {
+    let a = Host::alone();
+    let blocks = prompt(1, 10);
+    a.save(&blocks);
+    let stranger = Host::with(vec![a.address.to_string()], false);
+    stranger.wait(|status| status.members.iter().any(|member| member.is_reached));
+    assert!(!stranger.fetch(&blocks));
+    a.wait(|status| status.strangers > 0);
+    assert_eq!(a.cluster.status().lent_blocks, 0);
+}
+
+/// Blocks that a prompt needs from the owner and that it has lost meanwhile are misses, and the others come.
+#[test]
+fn blocks_that_are_gone_when_they_are_borrowed_are_misses() {
+    let [a, b] = Host::pair(None);
+    let blocks = prompt(1, 20);
+    a.save(&blocks);
+    let plan = b.plan(&blocks).unwrap();
+    a.store.drop_namespace(host::MODEL);
+    a.save(&blocks[..7]);
+    b.take(plan, PATIENCE);
+    assert_eq!(b.hit(&blocks), 7);
+}
+
+/// Whatever hosts save, lose and ask for: each hit has the right bytes.
+#[test]
+fn many_prompts_go_between_hosts() {
+    let hosts = Host::cluster([None, Some(Transport::TCP), None]);
+    std::thread::scope(|scope| {
+        for (number, host) in (0u8..).zip(&hosts) {
+            scope.spawn(move || {
+                for round in 0..40u8 {
+                    let blocks: Vec<BlockHash> =
+                        prompt(round.wrapping_mul(7) % 11, 5 + u16::from((round ^ number) % 30));
+                    if (round + number) % 3 == 0 {
+                        host.save(&blocks);
+                    }
+                    host.fetch(&blocks);
+                    host.hit(&blocks);
+                }
+            });
+        }
+    });
+    let fetched: u64 = hosts.iter().map(|host| host.cluster.status().fetched_blocks).sum();
+    let damaged: u64 = hosts.iter().map(|host| host.cluster.status().damaged_blocks).sum();
+    assert!(fetched > 100, "{fetched}");
+    assert_eq!(damaged, 0);
+}
