@@ -13,6 +13,7 @@ mod reference;
 mod replay;
 mod route;
 mod route_knowledge;
+mod secret_file;
 mod serve;
 mod serve_options;
 mod service;
@@ -38,7 +39,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the daemon in the foreground.
-    Serve(serve_options::ServeArgs),
+    Serve(Box<serve_options::ServeArgs>),
     /// Stand before engines as one OpenAI endpoint: each request goes to the engine that has most of its prompt and least to
     /// do, or to one that prefills and one that decodes.
     Route(Box<route::RouteCommand>),
@@ -67,7 +68,7 @@ enum Command {
 /// tests adds a fake.
 pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Serve(args) => return serve::run(args, drivers),
+        Command::Serve(args) => return serve::run(*args, drivers),
         Command::Route(args) => return route::run(*args, Cli::command()),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args, drivers),

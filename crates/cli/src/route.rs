@@ -4,7 +4,6 @@ mod args;
 mod beat;
 mod config;
 mod control;
-mod key_file;
 mod nodes;
 mod reload;
 mod settings;

@@ -1,5 +1,6 @@
 //! The flags of `kvlane serve`: from the command line, else the environment, else the file, else the defaults.
 
+mod cluster;
 mod gpus;
 mod ssd;
 
@@ -19,6 +20,7 @@ use kvlane_server::ServeOptions;
 use serde::Deserialize;
 use tracing_subscriber::EnvFilter;
 
+use self::cluster::{ClusterFlags, ClusterTransportArg};
 use self::gpus::{CalibrateArg, GpuArg, GpuFlags, StagingArg};
 use crate::{
     logging::{self, LogFormat},
@@ -33,6 +35,8 @@ const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
 const DEFAULT_LOG: &str = "info";
+/// A longer wait gains nothing, because the engine computes a long prompt in that time.
+const DEFAULT_FETCH_WAIT_MS: u32 = 1000;
 /// More threads than CPUs gain nothing, and too many exhaust the machine.
 const MOST_SEAL_THREADS: usize = 1024;
 const MOST_DRAIN_S: u64 = 86_400;
@@ -113,10 +117,52 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_SSD_WRITE_RATE", value_name = "SIZE")]
     ssd_write_rate: Option<Size>,
 
-    /// How long a request may wait for blocks that only the SSD has, in milliseconds; then it goes on with what is there
-    /// [default: 1000]
-    #[arg(long, env = "KVLANE_SSD_WAIT_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
-    ssd_wait_ms: Option<u32>,
+    /// The other daemons of a cluster, whose blocks are hits here: HOST:PORT of each one's --cluster-listen, or a name of
+    /// them all, such as a headless service. This daemon's own address may be among them [default: none]
+    #[arg(long, env = "KVLANE_PEERS", value_name = "HOST:PORT", value_delimiter = ',')]
+    peers: Option<Vec<String>>,
+
+    /// Where the other daemons of the cluster reach this one; may be given more than once [default: 127.0.0.1:9555 with
+    /// --peers]
+    #[arg(long, env = "KVLANE_CLUSTER_LISTEN", value_name = "HOST:PORT", value_delimiter = ',')]
+    cluster_listen: Option<Vec<String>>,
+
+    /// The addresses under which they reach it, if others than --cluster-listen, such as for 0.0.0.0
+    #[arg(long, env = "KVLANE_CLUSTER_ADVERTISE", value_name = "HOST:PORT", value_delimiter = ',')]
+    cluster_advertise: Option<Vec<String>>,
+
+    /// A file with the secret that all daemons of the cluster share. Without one they listen on 127.0.0.1 only, and all run
+    /// as one user
+    #[arg(long, env = "KVLANE_CLUSTER_TOKEN_FILE", value_name = "FILE")]
+    cluster_token_file: Option<PathBuf>,
+
+    /// Encrypt all that goes between daemons: this daemon's certificate (PEM), which the authority of the others has signed
+    #[arg(long, env = "KVLANE_CLUSTER_TLS_CERTIFICATE", value_name = "FILE")]
+    cluster_tls_certificate: Option<PathBuf>,
+
+    /// The key of that certificate
+    #[arg(long, env = "KVLANE_CLUSTER_TLS_KEY", value_name = "FILE")]
+    cluster_tls_key: Option<PathBuf>,
+
+    /// The authority that has signed the others' certificates
+    #[arg(long, env = "KVLANE_CLUSTER_TLS_AUTHORITY", value_name = "FILE")]
+    cluster_tls_authority: Option<PathBuf>,
+
+    /// What blocks go by between daemons: auto, which takes process_vm within a host and TCP between hosts, or tcp
+    /// [default: auto]
+    #[arg(long, env = "KVLANE_CLUSTER_TRANSPORT", value_enum, value_name = "NAME")]
+    cluster_transport: Option<ClusterTransportArg>,
+
+    /// How long a lookup waits for the other daemons' answers, in milliseconds. More helps only if the network takes longer
+    /// than that [default: 1]
+    #[arg(long, env = "KVLANE_CLUSTER_ANSWER_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    cluster_answer_ms: Option<u32>,
+
+    /// How long a request may wait for blocks that only an SSD or another daemon has, in milliseconds; then it goes on with
+    /// what is there [default: 1000]
+    #[arg(long, alias = "ssd-wait-ms", env = "KVLANE_FETCH_WAIT_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    #[serde(alias = "ssd-wait-ms")]
+    fetch_wait_ms: Option<u32>,
 
     /// Measure at start, for about 0.3 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
     /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
@@ -216,11 +262,21 @@ impl ServeArgs {
         };
         let gpus = gpus.resolve(drivers, &mut warnings)?;
         let ssd_typed = self.ssd.or(file.ssd).unwrap_or_default();
-        let ssd = ssd::options(
-            &ssd_typed,
-            self.ssd_write_rate.or(file.ssd_write_rate),
-            self.ssd_wait_ms.or(file.ssd_wait_ms),
-        )?;
+        let ssd = ssd::options(&ssd_typed, self.ssd_write_rate.or(file.ssd_write_rate))?;
+        let cluster = ClusterFlags {
+            peers: self.peers.or(file.peers),
+            listen: self.cluster_listen.or(file.cluster_listen),
+            advertise: self.cluster_advertise.or(file.cluster_advertise),
+            token_file: self.cluster_token_file.or(file.cluster_token_file),
+            certificate: self.cluster_tls_certificate.or(file.cluster_tls_certificate),
+            key: self.cluster_tls_key.or(file.cluster_tls_key),
+            authority: self.cluster_tls_authority.or(file.cluster_tls_authority),
+            transport: self.cluster_transport.or(file.cluster_transport),
+            answer_ms: self.cluster_answer_ms.or(file.cluster_answer_ms),
+        };
+        let cluster = cluster.resolve()?;
+        let fetch_wait =
+            fetch_wait(self.fetch_wait_ms.or(file.fetch_wait_ms), ssd.is_some() || cluster.is_some())?;
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let seal_threads = seal_threads(self.seal_threads.or(file.seal_threads), cpus, &mut warnings)?;
         let sessions = self.max_sessions.or(file.max_sessions);
@@ -244,6 +300,8 @@ impl ServeArgs {
             rails: gpus.rails,
             save_link_share: gpus.save_link_share,
             ssd,
+            cluster,
+            fetch_wait,
             calibrate: gpus.calibrate,
             sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
         };
@@ -259,6 +317,18 @@ impl ServeArgs {
             warnings,
         })
     }
+}
+
+/// How long a lookup may wait for blocks that only a source has.
+fn fetch_wait(given: Option<u32>, has_sources: bool) -> Result<Duration> {
+    if given.is_some() && !has_sources {
+        bail!("--fetch-wait-ms is of no use without --ssd or --peers");
+    }
+    let wait = given.unwrap_or(DEFAULT_FETCH_WAIT_MS);
+    if !(1..=60_000).contains(&wait) {
+        bail!("--fetch-wait-ms {wait} is not from 1 to 60000");
+    }
+    Ok(Duration::from_millis(wait.into()))
 }
 
 /// The pool's size, and how the user typed it.

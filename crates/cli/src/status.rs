@@ -138,6 +138,16 @@ fn to_json(status: &Status) -> serde_json::Value {
             "path": s.path, "capacity_bytes": s.capacity_bytes, "used_bytes": s.used_bytes, "method": s.method,
             "trouble": s.trouble,
         })).collect::<Vec<_>>(),
+        "cluster": status.cluster.as_ref().map(|c| json!({
+            "members": c.members.iter().map(|m| json!({
+                "address": m.address, "name": m.name, "version": m.software, "is_reached": m.is_reached,
+                "round_trip_us": m.round_trip_us, "trouble": m.trouble,
+            })).collect::<Vec<_>>(),
+            "unresolved": c.unresolved, "fetched_blocks": c.fetched_blocks, "fetched_bytes": c.fetched_bytes,
+            "failed_blocks": c.failed_blocks, "damaged_blocks": c.damaged_blocks, "lent_blocks": c.lent_blocks,
+            "lent_bytes": c.lent_bytes, "lent_bytes_now": c.lent_bytes_now, "refused_loans": c.refused_loans,
+            "expired_loans": c.expired_loans, "strangers": c.strangers,
+        })),
         "sessions": status.sessions.iter().map(|s| json!({
             "session": s.session_id, "engine": s.engine_id, "role": s.role, "pid": s.pid, "client": s.client,
             "silent_seconds": s.silent_ms as f64 / 1e3, "state": state(s).1, "save_method": s.method, "save_method_reason": s.reason,
@@ -174,6 +184,7 @@ fn to_text(status: &Status) -> String {
         });
         text.push_str(&table(&["file", "used", "by", "trouble"], rows));
     }
+    text.push_str(&cluster(status));
     text.push_str(&learnt(status));
     if status.is_partial {
         text.push_str("\nSessions, namespaces and what was learnt are told over the Unix socket only.\n");
@@ -220,6 +231,41 @@ fn to_text(status: &Status) -> String {
         text.push_str(SHARING);
     }
     text.push_str(&layouts(status));
+    text
+}
+
+/// The other daemons; empty without `--peers`.
+fn cluster(status: &Status) -> String {
+    let Some(cluster) = &status.cluster else { return String::new() };
+    let size = |bytes| ByteSize::b(bytes).display().si().to_string();
+    let mut text = format!(
+        "cluster     {} blocks ({}) came from others, {} did not come, {} were damaged; {} ({}) lent\n",
+        cluster.fetched_blocks,
+        size(cluster.fetched_bytes),
+        cluster.failed_blocks,
+        cluster.damaged_blocks,
+        cluster.lent_blocks,
+        size(cluster.lent_bytes),
+    );
+    let rows = cluster.members.iter().map(|member| {
+        let state = match (member.is_reached, member.round_trip_us) {
+            (false, _) => "not reached".to_owned(),
+            (true, 0) => "reached".to_owned(),
+            (true, us) => format!("reached, answers in {us} us"),
+        };
+        let trouble = if member.trouble.is_empty() { "none" } else { &member.trouble };
+        [member.address.clone(), member.name.clone(), state, trouble.to_owned()]
+    });
+    text.push_str(&table(&["daemon", "name", "state", "trouble"], rows));
+    for name in &cluster.unresolved {
+        text.push_str(&format!("  --peers {name}\n"));
+    }
+    if cluster.strangers > 0 {
+        text.push_str(&format!(
+            "  {} messages of daemons that --peers does not name: write the same --peers everywhere\n",
+            cluster.strangers
+        ));
+    }
     text
 }
 

@@ -21,7 +21,7 @@ use crate::source::{Asker, ClusterSource};
 
 /// Share of the pool that is lent at a time, at most.
 const LENT_SHARE: f64 = 0.5;
-/// Strangers that are remembered, so that each is logged once.
+/// Strangers that are remembered, so that each has an effect once.
 const STRANGERS_MAX: usize = 256;
 
 /// How this daemon takes part in a cluster.
@@ -78,7 +78,7 @@ struct Running {
 #[derive(Default)]
 struct Strangers {
     messages: AtomicU64,
-    logged: Mutex<HashSet<EngineId>>,
+    seen: Mutex<HashSet<EngineId>>,
 }
 
 impl Cluster {
@@ -332,9 +332,10 @@ impl Taking {
 
     fn note_stranger(&self, from: EngineId) {
         self.strangers.messages.fetch_add(1, Ordering::Relaxed);
-        let mut logged = self.strangers.logged.lock();
-        if logged.len() < STRANGERS_MAX && logged.insert(from) {
+        let mut seen = self.strangers.seen.lock();
+        if seen.len() < STRANGERS_MAX && seen.insert(from) {
             // A member that has just started is one for a moment, until it is dialled.
+            self.members.hurry();
             tracing::debug!(engine = from.engine_id, "a message of a daemon that is not dialled here");
         }
     }

@@ -70,6 +70,7 @@ pub(crate) struct Members {
     /// Names that could not be resolved, and why.
     pub(crate) unresolved: Mutex<Vec<(String, String)>>,
     stopped: Mutex<bool>,
+    /// Notified at the end, and when members are to be dialled or sent a beat at once.
     stop: Condvar,
 }
 
@@ -108,6 +109,11 @@ impl Members {
     /// Ends all threads.
     pub(crate) fn stop(&self) {
         *self.stopped.lock() = true;
+        self.stop.notify_all();
+    }
+
+    /// A daemon that is no member has sent something: a member may have started again. So all are dialled or sent a beat now.
+    pub(crate) fn hurry(&self) {
         self.stop.notify_all();
     }
 

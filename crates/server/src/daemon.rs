@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_cluster::{Cluster, ClusterError, ClusterOptions};
 use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
 use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_gpu::{Driver, GpuError, RailOptions};
@@ -69,6 +70,10 @@ pub struct ServeOptions {
     pub save_link_share: f64,
     /// The SSD tier below the pool; None for none.
     pub ssd: Option<SsdOptions>,
+    /// The other daemons whose blocks are hits here; None for none.
+    pub cluster: Option<ClusterOptions>,
+    /// How long a lookup may wait for blocks that only the SSD or another daemon has.
+    pub fetch_wait: Duration,
     /// Whether to measure at start which way of copying is the fastest on this host's GPUs. Else defaults are taken.
     pub calibrate: bool,
 }
@@ -88,6 +93,9 @@ pub enum StartError {
     /// The SSD tier cannot be opened.
     #[error("the SSD tier: {0}")]
     Ssd(#[from] OpenError),
+    /// The daemon cannot take part in its cluster.
+    #[error("the cluster: {0}")]
+    Cluster(#[from] ClusterError),
     /// The pool could not be pinned for the GPUs.
     #[error("the GPUs cannot be used ({0}): mend them, or start with --gpu off")]
     Gpu(#[from] GpuError),
@@ -118,6 +126,9 @@ impl Daemon {
         };
         let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
         let ssd = options.ssd.as_ref().map(|ssd| Ssd::open(ssd, &arena)).transpose()?;
+        let cluster = options.cluster.clone().map(|cluster| Cluster::open(cluster, &arena)).transpose()?;
+        let on_ssd = ssd.iter().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Source>);
+        let sources = on_ssd.chain(cluster.iter().map(|cluster| cluster.source())).collect();
         let store = Store::with_tiers(
             Arc::clone(&arena),
             StoreOptions {
@@ -126,7 +137,7 @@ impl Daemon {
                 policy: options.policy,
             },
             ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Below>),
-            ssd.iter().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Source>).collect(),
+            sources,
         );
         ssd.iter().for_each(|ssd| ssd.ask_policy_of(&store));
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
@@ -145,7 +156,8 @@ impl Daemon {
             gpus,
             meetings: Meetings::default(),
             ssd,
-            fetch_wait: options.ssd.as_ref().map(|ssd| ssd.wait).unwrap_or_default(),
+            cluster,
+            fetch_wait: options.fetch_wait,
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),
             tcp_slots: Slots::new(session::TCP_CONNECTIONS_MAX, descriptors),
@@ -157,6 +169,9 @@ impl Daemon {
         let http = http_bound
             .map(|bound| http::serve(bound, options.http_hosts.clone(), Arc::clone(&shared)))
             .transpose()?;
+        if let Some(cluster) = &shared.cluster {
+            cluster.start(&shared.store)?;
+        }
         let listeners = listen::serve(bound, &shared)?;
         Ok(Self { shared, listeners, http, reaper: Some(reaper), ssd_notes, _background: background })
     }
@@ -200,6 +215,9 @@ impl Daemon {
         let deadline = Instant::now() + drain;
         let mut drained = self.shared.sessions.drain(drain);
         self.shared.sessions.close_all();
+        if let Some(cluster) = &self.shared.cluster {
+            cluster.stop();
+        }
         if let Some(reaper) = self.reaper.take()
             && reaper.join().is_err()
         {

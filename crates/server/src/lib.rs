@@ -43,5 +43,7 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
+pub use kvlane_cluster::ClusterOptions;
+pub use kvlane_fabric::{Tls, Transport};
 pub use metrics::page::metrics;
 pub use ssd::SsdOptions;

@@ -358,6 +358,8 @@ pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
         rails: kvlane_gpu::RailOptions::default(),
         save_link_share: 0.5,
         ssd: None,
+        cluster: None,
+        fetch_wait: Duration::from_secs(1),
         calibrate: false,
     };
     Daemon::start(&options, &|_| {}).unwrap()

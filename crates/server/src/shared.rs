@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_cluster::Cluster;
 use kvlane_door::Slots;
 use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_memory::Arena;
@@ -37,6 +38,8 @@ pub(crate) struct Shared {
     pub(crate) meetings: Meetings,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
+    /// None without other daemons.
+    pub(crate) cluster: Option<Arc<Cluster>>,
     /// How long a lookup may wait for blocks that only a source has.
     pub(crate) fetch_wait: Duration,
     /// See [`ServeOptions::save_link_share`](crate::ServeOptions::save_link_share).

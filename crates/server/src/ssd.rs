@@ -1,6 +1,6 @@
 //! The SSD tier below the pool.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use kvlane_block::Namespace;
 use kvlane_memory::Arena;
@@ -17,8 +17,6 @@ pub struct SsdOptions {
     pub devices: Vec<DeviceOptions>,
     /// Most bytes written a second, on each device; None for no limit.
     pub write_rate: Option<u64>,
-    /// How long a lookup may wait for blocks that only the SSD has.
-    pub wait: Duration,
 }
 
 /// The running tier.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use kvlane_cluster::{ClusterStatus, MemberStatus};
 use kvlane_policy::{LearntClass, PolicyKind};
 use kvlane_proto::v1;
 use kvlane_store::SpaceStats;
@@ -51,13 +52,46 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         is_partial: false,
         not_admitted_blocks: stats.counters.not_admitted,
         learnt: learnt(policy.learnt),
+        cluster: shared.cluster.as_ref().map(|cluster| of_cluster(cluster.status())),
     }
 }
 
-/// The part that a stranger may read: without sessions, namespaces, and the classes learnt from blocks.
+fn of_cluster(status: ClusterStatus) -> v1::ClusterStatus {
+    let member = |member: MemberStatus| v1::MemberStatus {
+        address: member.address.to_string(),
+        name: member.name,
+        software: member.software,
+        is_reached: member.is_reached,
+        round_trip_us: member.round_trip.as_micros() as u64,
+        trouble: member.trouble.unwrap_or_default(),
+    };
+    v1::ClusterStatus {
+        members: status.members.into_iter().map(member).collect(),
+        unresolved: status.unresolved.into_iter().map(|(name, why)| format!("{name}: {why}")).collect(),
+        fetched_blocks: status.fetched_blocks,
+        fetched_bytes: status.fetched_bytes,
+        failed_blocks: status.failed_blocks,
+        damaged_blocks: status.damaged_blocks,
+        lent_blocks: status.lent_blocks,
+        lent_bytes: status.lent_bytes,
+        lent_bytes_now: status.lent_bytes_now,
+        refused_loans: status.refused_loans,
+        expired_loans: status.expired_loans,
+        strangers: status.strangers,
+    }
+}
+
+/// The part that a stranger may read: without sessions, namespaces, other daemons, and the classes learnt from blocks.
 pub(crate) fn for_anybody(shared: &Shared) -> v1::Status {
     let all = collect(shared);
-    v1::Status { sessions: Vec::new(), namespaces: Vec::new(), learnt: Vec::new(), is_partial: true, ..all }
+    v1::Status {
+        sessions: Vec::new(),
+        namespaces: Vec::new(),
+        learnt: Vec::new(),
+        cluster: None,
+        is_partial: true,
+        ..all
+    }
 }
 
 /// The spaces of the pool, then those of which only the SSD has blocks.

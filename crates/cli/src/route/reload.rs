@@ -8,7 +8,8 @@ use kvlane_router::{
     shared::Keys,
 };
 
-use super::{args::RouteArgs, config, key_file, nodes, settings};
+use super::{args::RouteArgs, config, nodes, settings};
+use crate::secret_file;
 
 /// Keys of the file that take effect at a reload, beside [[node]] and [[dns]].
 const AT_ONCE: [&str; 3] = ["api-key-file", "drain", "drain-delay"];
@@ -73,7 +74,11 @@ impl Running {
 
     fn try_reload(&mut self, members: &mut Membership) -> Result<String> {
         let Some(file) = &self.file else {
-            let read = self.key_file.as_deref().map(key_file::keys).transpose()?;
+            let read = self
+                .key_file
+                .as_deref()
+                .map(|file| secret_file::lines(settings::KEY_FILE, file))
+                .transpose()?;
             return Ok(self.replace_keys(read.unwrap_or_default()));
         };
         let (args, tables) = config::read(file, &self.program)?;

@@ -6,7 +6,11 @@ use anyhow::{Result, anyhow, bail};
 use kvlane_door::Names;
 use kvlane_router::{schedule::SchedulerSettings, shared::ProxySettings};
 
-use super::{args::RouteArgs, key_file};
+use super::args::RouteArgs;
+use crate::secret_file;
+
+/// The flag that names the file of keys.
+pub(super) const KEY_FILE: &str = "--api-key-file";
 
 /// Clients' connections at a time if the user sets no number.
 const CONNECTIONS: u32 = 10_000;
@@ -14,7 +18,7 @@ const CONNECTIONS: u32 = 10_000;
 /// The proxies' settings. Reads the file with keys.
 pub(super) fn proxies(args: &RouteArgs) -> Result<ProxySettings> {
     let keys = match &args.api_key_file {
-        Some(file) => key_file::keys(file)?,
+        Some(file) => secret_file::lines(KEY_FILE, file)?,
         None => match args.listen.iter().find(|at| !at.ip().is_loopback()) {
             None => Vec::new(),
             Some(at) => bail!(

@@ -1,6 +1,6 @@
 //! The flags of `kvlane serve` about SSDs.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use kvlane_server::SsdOptions;
@@ -8,32 +8,20 @@ use kvlane_ssd::DeviceOptions;
 
 use crate::size::Size;
 
-/// A longer wait gains nothing, because the engine computes a long prompt in that time.
-const DEFAULT_WAIT_MS: u32 = 1000;
-
 /// The tier on SSDs, if there is one.
-pub(super) fn options(
-    paths: &[String],
-    write_rate: Option<Size>,
-    wait_ms: Option<u32>,
-) -> Result<Option<SsdOptions>> {
+pub(super) fn options(paths: &[String], write_rate: Option<Size>) -> Result<Option<SsdOptions>> {
     if paths.is_empty() {
-        if write_rate.is_some() || wait_ms.is_some() {
-            bail!("--ssd-write-rate and --ssd-wait-ms are of no use without --ssd");
+        if write_rate.is_some() {
+            bail!("--ssd-write-rate is of no use without --ssd");
         }
         return Ok(None);
     }
     if write_rate.is_some_and(|rate| rate.0 == 0) {
         bail!("--ssd-write-rate 0 would keep nothing: leave it out for no limit");
     }
-    let wait = wait_ms.unwrap_or(DEFAULT_WAIT_MS);
-    if !(1..=60_000).contains(&wait) {
-        bail!("--ssd-wait-ms {wait} is not from 1 to 60000");
-    }
     Ok(Some(SsdOptions {
         devices: paths.iter().map(|text| device(text)).collect::<Result<_>>()?,
         write_rate: write_rate.map(|rate| rate.0),
-        wait: Duration::from_millis(wait.into()),
     }))
 }
 

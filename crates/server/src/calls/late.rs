@@ -1,8 +1,9 @@
-//! Late lookups: those that wait for blocks of the SSD tier, for blocks that another engine saves, or for both. A thread of
+//! Late lookups: those that wait for blocks of a source (an SSD, another host), for blocks that another engine saves, or
+//! for both. A thread of
 //! the session answers them, so that other lookups are answered meanwhile.
 //!
 //! ```text
-//!  Lookup --> does the tier have more? does another engine save more? --no--> LookupResult
+//!  Lookup --> does a source have more? does another engine save more? --no--> LookupResult
 //!                 | yes: fetch             | yes: watch                              ^
 //!                 '------------------------+--> LookupPending --> all came, one      |
 //!                                                    ^            failed, or the ----'
@@ -18,7 +19,7 @@ use std::{
 };
 
 use kvlane_proto::v1;
-use kvlane_store::OwnerId;
+use kvlane_store::{FetchPlan, OwnerId};
 
 use super::{
     awaited_save::{Polled, Wait},
@@ -39,7 +40,7 @@ pub(crate) struct LateLookup {
     pub(crate) call: Call,
     /// When the request was read.
     pub(crate) since: Instant,
-    /// Deadline of the fetch from the SSD. None without a fetch, and once it is over.
+    /// Deadline of the fetch. None without a fetch, and once it is over.
     pub(crate) fetch_until: Option<Instant>,
     /// The wait for another engine's saves. Kept until the answer, because it leases the prefix that was visible before.
     pub(crate) save_wait: Option<Wait>,
@@ -86,8 +87,12 @@ pub(crate) fn wait_ms(wait: Duration) -> u32 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LateNumber(u64);
 
+type OnFetched = Box<dyn FnOnce() + Send>;
+
 enum LateEvent {
     Added(LateNumber, Box<LateLookup>),
+    /// A source has answered that it has more. The callback is for the fetch.
+    Found(LateNumber, Box<FetchPlan>, OnFetched),
     /// All blocks of its fetch have come or failed.
     Fetched(LateNumber),
     /// The signal of its wait for another engine's saves.
@@ -101,6 +106,8 @@ pub(crate) trait Answering: Send + 'static {
     fn answer(&self, late: LateLookup);
     /// Sends a later deadline: the answer may take so long from now.
     fn send_pending(&self, id: u64, wait_ms: u32);
+    /// Fetches blocks, and calls `fetched` once they have come or failed.
+    fn fetch(&self, plan: FetchPlan, deadline: Instant, fetched: OnFetched);
 }
 
 /// Answers the late lookups of one session.
@@ -131,6 +138,20 @@ impl LateLookups {
         let events = self.events.clone();
         // Fails only after the session's end.
         move || drop(events.send(LateEvent::Fetched(number)))
+    }
+
+    /// The callback for the sources' answer, if that comes later than the lookup's thread waits. Does nothing once the lookup
+    /// is answered.
+    pub(crate) fn on_found(
+        &self,
+        number: LateNumber,
+    ) -> impl FnOnce(Option<FetchPlan>) + Send + use<> + 'static {
+        let events = self.events.clone();
+        let fetched = self.on_fetched(number);
+        move |plan| match plan {
+            Some(plan) => drop(events.send(LateEvent::Found(number, Box::new(plan), Box::new(fetched)))),
+            None => fetched(),
+        }
     }
 
     /// The wake-up for a lookup's wait for another engine's saves. Does nothing once the lookup is answered.
@@ -222,6 +243,12 @@ fn serve(events: &mpsc::Receiver<LateEvent>, answering: &impl Answering) {
                 waiting.add(number, *late);
                 // Signals that came before it was added were dropped.
                 waiting.poll(number, false, now, answering);
+            }
+            Ok(LateEvent::Found(number, plan, fetched)) => {
+                let late = waiting.lookups.get(&number);
+                if let Some(until) = late.and_then(|late| late.fetch_until) {
+                    answering.fetch(*plan, until, fetched);
+                }
             }
             Ok(LateEvent::Fetched(number)) => waiting.poll(number, true, now, answering),
             Ok(LateEvent::Signalled(number)) => waiting.poll(number, false, now, answering),

@@ -16,7 +16,7 @@ use kvlane_store::{FetchPlan, Finding, LeaseId, LookupGroup, OwnerId, Store};
 use super::{
     awaited_save::{AwaitedSave, Wait},
     context::{Answered, Context, done},
-    late::{Answering, LateLookup, LateLookups, wait_ms},
+    late::{Answering, LateLookup, LateLookups, LateNumber, wait_ms},
 };
 use crate::{
     awaited_saves::Signal, engines::OpenGroup, greeted::Greeted, refusal::Refusal, replies::Replies,
@@ -92,7 +92,7 @@ fn look_up_later(
     };
     late.push(number, late_lookup)?;
     if let Some(fetch) = fetch {
-        fetch.go_on(&shared.store, since, since + shared.fetch_wait, late.on_fetched(number));
+        fetch.go_on(&shared.store, since, since + shared.fetch_wait, late, number);
     }
     Ok(None)
 }
@@ -115,23 +115,18 @@ impl Fetch {
         }
     }
 
-    /// Fetches what was found. `fetched` is called once, also if it is nothing.
+    /// Fetches what was found, for a lookup that waits.
     fn go_on(
         self,
         store: &Arc<Store>,
         now: Instant,
         deadline: Instant,
-        fetched: impl FnOnce() + Send + 'static,
+        late: &LateLookups,
+        number: LateNumber,
     ) {
         match self {
-            Self::Planned(plan) => store.fetch(plan, now, deadline, fetched),
-            Self::Asked(finding) => {
-                let store = Arc::clone(store);
-                finding.then(move |plan| match plan {
-                    Some(plan) => store.fetch(plan, Instant::now(), deadline, fetched),
-                    None => fetched(),
-                });
-            }
+            Self::Planned(plan) => store.fetch(plan, now, deadline, late.on_fetched(number)),
+            Self::Asked(finding) => finding.then(late.on_found(number)),
         }
     }
 }
@@ -177,6 +172,10 @@ impl Answering for LateAnswers {
     fn send_pending(&self, id: u64, wait_ms: u32) {
         // If the peer does not take it, the session ends.
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
+    }
+
+    fn fetch(&self, plan: FetchPlan, deadline: Instant, fetched: Box<dyn FnOnce() + Send>) {
+        self.shared.store.fetch(plan, Instant::now(), deadline, fetched);
     }
 }
 

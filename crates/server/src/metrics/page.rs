@@ -54,6 +54,7 @@ fn scrape(shared: &Shared) -> Scrape {
         ceilings_left_out: shared.ceilings.left_out(),
         gpus: shared.gpus.as_ref().map_or_else(GpuScrape::default, of_gpus),
         ssd: shared.ssd.as_ref().map(of_ssd),
+        cluster: shared.cluster.as_ref().map(|cluster| cluster.status()),
         events: Arc::clone(&shared.metrics),
     }
 }
@@ -88,6 +89,7 @@ mod tests {
             ceilings_left_out: 0,
             gpus: GpuScrape::default(),
             ssd: None,
+            cluster: None,
             events: Arc::default(),
         }
     }

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
 use kvlane_block::Namespace;
+use kvlane_cluster::ClusterStatus;
 use kvlane_door::Labels;
 use kvlane_policy::Choice;
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
@@ -34,6 +35,8 @@ pub(crate) struct Scrape {
     pub(crate) gpus: GpuScrape,
     /// None without an SSD.
     pub(crate) ssd: Option<SsdScrape>,
+    /// None without other daemons.
+    pub(crate) cluster: Option<ClusterStatus>,
     /// Counted as they happen; the only part that is not a snapshot.
     pub(crate) events: Arc<Events>,
 }
@@ -90,6 +93,11 @@ impl Scrape {
         self.ceilings.iter().filter_map(of_namespace).collect()
     }
 
+    /// The part of a count that is not the cluster's.
+    pub(crate) fn not_of_cluster(&self, all: u64, of_cluster: impl Fn(&ClusterStatus) -> u64) -> u64 {
+        all.saturating_sub(self.cluster.as_ref().map_or(0, of_cluster))
+    }
+
     /// Each device of the SSD tier.
     pub(crate) fn ssd_devices(&self) -> impl Iterator<Item = &kvlane_ssd::DeviceStatus> {
         self.ssd.iter().flat_map(|ssd| &ssd.devices)
@@ -119,6 +127,11 @@ pub(crate) fn by_namespace(spaces: &[SpaceStats], value: impl Fn(&SpaceStats) ->
 /// A value of the SSD tier; none without one.
 pub(crate) fn of_ssd(scrape: &Scrape, value: impl Fn(&SsdScrape) -> u64) -> Samples {
     scrape.ssd.iter().map(|ssd| (Labels::new(), value(ssd) as f64)).collect()
+}
+
+/// A value of the cluster; none without other daemons.
+pub(crate) fn of_cluster(scrape: &Scrape, value: impl Fn(&ClusterStatus) -> u64) -> Samples {
+    scrape.cluster.iter().map(|cluster| (Labels::new(), value(cluster) as f64)).collect()
 }
 
 /// A value of the policy `auto`; none under a fixed policy.

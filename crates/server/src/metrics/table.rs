@@ -6,7 +6,7 @@ use kvlane_door::{
 };
 use kvlane_policy::PolicyKind;
 
-use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_ssd};
+use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_cluster, of_ssd};
 
 /// A new metric is a row here; `make docs` puts it onto the reference page.
 pub(crate) const METRICS: &[Row<Scrape>] = &[
@@ -135,6 +135,66 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     total("kvlane_save_present_blocks_total", Counter, "Blocks not copied because the pool had them.", |s| {
         s.stats.counters.dedup_present
     }),
+    each("kvlane_cluster_members", Gauge, "state", "Other daemons of the cluster.", |s| {
+        let members = s.cluster.iter().flat_map(|cluster| &cluster.members);
+        let reached = members.clone().filter(|member| member.is_reached).count() as u64;
+        let all = members.count() as u64;
+        let states = [("reached", reached), ("not reached", all - reached)];
+        by_label(states.into_iter().filter(|_| s.cluster.is_some()))
+    }),
+    each("kvlane_cluster_unresolved_names", Gauge, "", "Names of --peers that lead nowhere.", |s| {
+        of_cluster(s, |cluster| cluster.unresolved.len() as u64)
+    }),
+    each("kvlane_cluster_fetched_blocks_total", Counter, "", "Blocks that other daemons brought.", |s| {
+        of_cluster(s, |cluster| cluster.fetched_blocks)
+    }),
+    each("kvlane_cluster_fetched_bytes_total", Counter, "", "Bytes of those blocks.", |s| {
+        of_cluster(s, |cluster| cluster.fetched_bytes)
+    }),
+    each(
+        "kvlane_cluster_failed_blocks_total",
+        Counter,
+        "",
+        "Blocks that other daemons did not bring: gone meanwhile, too slow, or the daemon was lost.",
+        |s| of_cluster(s, |cluster| cluster.failed_blocks),
+    ),
+    each(
+        "kvlane_cluster_damaged_blocks_total",
+        Counter,
+        "",
+        "Blocks of other daemons discarded for wrong bytes.",
+        |s| of_cluster(s, |cluster| cluster.damaged_blocks),
+    ),
+    each("kvlane_cluster_lent_blocks_total", Counter, "", "Blocks lent to other daemons.", |s| {
+        of_cluster(s, |cluster| cluster.lent_blocks)
+    }),
+    each("kvlane_cluster_lent_bytes_total", Counter, "", "Bytes of those blocks.", |s| {
+        of_cluster(s, |cluster| cluster.lent_bytes)
+    }),
+    each("kvlane_cluster_lent_bytes", Gauge, "", "Bytes that other daemons may read now.", |s| {
+        of_cluster(s, |cluster| cluster.lent_bytes_now)
+    }),
+    each(
+        "kvlane_cluster_refused_loans_total",
+        Counter,
+        "",
+        "Requests of other daemons that were refused whole: the blocks were gone, or too much is lent.",
+        |s| of_cluster(s, |cluster| cluster.refused_loans),
+    ),
+    each(
+        "kvlane_cluster_expired_loans_total",
+        Counter,
+        "",
+        "Loans that another daemon did not return in time.",
+        |s| of_cluster(s, |cluster| cluster.expired_loans),
+    ),
+    each(
+        "kvlane_cluster_stranger_messages_total",
+        Counter,
+        "",
+        "Messages of daemons that --peers does not name.",
+        |s| of_cluster(s, |cluster| cluster.strangers),
+    ),
     each("kvlane_ssd_blocks", Gauge, "", "Blocks that the SSD tier has.", |s| {
         of_ssd(s, |ssd| ssd.tier.blocks)
     }),
@@ -167,17 +227,17 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         |s| of_ssd(s, |_| s.stats.counters.unspilled_blocks),
     ),
     each("kvlane_ssd_fetched_blocks_total", Counter, "", "Blocks brought back from the SSD tier.", |s| {
-        of_ssd(s, |_| s.stats.counters.fetched_blocks)
+        of_ssd(s, |_| s.not_of_cluster(s.stats.counters.fetched_blocks, |cluster| cluster.fetched_blocks))
     }),
     each("kvlane_ssd_fetched_bytes_total", Counter, "", "Bytes brought back from the SSD tier.", |s| {
-        of_ssd(s, |_| s.stats.counters.fetched_bytes)
+        of_ssd(s, |_| s.not_of_cluster(s.stats.counters.fetched_bytes, |cluster| cluster.fetched_bytes))
     }),
     each(
         "kvlane_ssd_failed_fetches_total",
         Counter,
         "",
         "Blocks that could not be brought back: gone meanwhile, damaged, or too slow.",
-        |s| of_ssd(s, |_| s.stats.counters.failed_fetches),
+        |s| of_ssd(s, |_| s.not_of_cluster(s.stats.counters.failed_fetches, |cluster| cluster.failed_blocks)),
     ),
     each(
         "kvlane_ssd_damaged_blocks_total",

@@ -29,6 +29,8 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         policy: kvlane_policy::Choice::default(),
         sessions_max: 64,
         ssd: None,
+        cluster: None,
+        fetch_wait: Duration::from_secs(1),
         gpu_driver: None,
         rails: kvlane_gpu::RailOptions::default(),
         save_link_share: 0.5,

@@ -1,4 +1,4 @@
-//! Reads the file of --api-key-file, which only this process's user and root may read or change.
+//! Reads a file of secrets (--api-key-file, --cluster-token-file), which only this process's user and root may read or change.
 
 use std::{
     fs::{File, Metadata},
@@ -10,15 +10,15 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rustix::process::{getegid, geteuid, getgroups};
 
-/// The keys of the file, one a line.
-pub(super) fn keys(file: &Path) -> Result<Vec<String>> {
-    let text = read(file).with_context(|| format!("--api-key-file {}", file.display()))?;
-    let keys: Vec<String> =
-        text.lines().map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect();
-    if keys.is_empty() {
-        bail!("--api-key-file {}: there is no key in it; write one a line", file.display());
+/// The secrets of the file that `flag` names, one a line; at least one.
+pub(crate) fn lines(flag: &str, file: &Path) -> Result<Vec<String>> {
+    let text = read(file).with_context(|| format!("{flag} {}", file.display()))?;
+    let lines: Vec<String> =
+        text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect();
+    if lines.is_empty() {
+        bail!("{flag} {}: there is nothing in it; write one secret a line", file.display());
     }
-    Ok(keys)
+    Ok(lines)
 }
 
 /// The text of the file.
@@ -30,7 +30,7 @@ fn read(file: &Path) -> Result<String> {
     let is_own_group =
         |group: u32| getegid().as_raw() == group || groups.iter().any(|own| own.as_raw() == group);
     if let Some(why) = exposed(&found, geteuid().as_raw(), is_own_group) {
-        bail!("{why}; keys are for the router's user alone: chmod 600 {}", file.display());
+        bail!("{why}; secrets are for this process's user alone: chmod 600 {}", file.display());
     }
     let mut text = String::new();
     opened.read_to_string(&mut text).context("cannot be read")?;
