@@ -135,6 +135,7 @@ impl Daemon {
                 lease_ttl: options.lease_ttl,
                 claim_ttl: Duration::from_secs(60),
                 policy: options.policy,
+                ..StoreOptions::default()
             },
             ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Below>),
             sources,

@@ -7,7 +7,7 @@ use kvlane_block::BlockHash;
 use kvlane_memory::PoolPage;
 use kvlane_policy::Choice;
 
-/// How long leases and claims live, and the replacement policy.
+/// How long leases and claims live, which blocks go first, and how much other hosts' blocks may take.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// A lease that its owner's heartbeat does not name is given back at this age.
@@ -16,6 +16,9 @@ pub struct StoreOptions {
     pub claim_ttl: Duration,
     /// Which blocks are evicted, and which are admitted.
     pub policy: Choice,
+    /// The part of the pool, 0 to 1, that copies may take before own blocks do. A copy is a block that a source brought from
+    /// another host. Above it they are evicted first.
+    pub copies_share: f64,
 }
 
 impl Default for StoreOptions {
@@ -24,6 +27,7 @@ impl Default for StoreOptions {
             lease_ttl: Duration::from_secs(60),
             claim_ttl: Duration::from_secs(60),
             policy: Choice::default(),
+            copies_share: 0.25,
         }
     }
 }
@@ -111,6 +115,27 @@ pub enum Chain {
     After(BlockHash),
     /// The blocks are of a group with a window: each is useful without the ones before it and may outlive them.
     Unchained,
+}
+
+impl Chain {
+    /// The parent of the block that follows `last` in this chain.
+    pub(crate) fn behind(self, last: BlockHash) -> Self {
+        match self {
+            Self::Start | Self::After(_) => Self::After(last),
+            Self::Unchained => Self::Unchained,
+        }
+    }
+}
+
+/// Who has the bytes of a block that is being claimed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// An engine has computed it. The policy judges whether it is worth its victims.
+    Engine,
+    /// A source of this host brings it back.
+    ThisHost,
+    /// A source brings it from another host: it is a copy.
+    OtherHost,
 }
 
 /// One shard of a block to write: `shard_bytes` bytes from `page` on.

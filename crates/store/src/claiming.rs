@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvlane_block::BlockHash;
 use kvlane_policy::Memo;
 
-use crate::api::{Caller, Chain, ClaimOutcome, ShardClaim, ShardNumber, StoredBlock, WriterId};
+use crate::api::{Caller, Chain, ClaimOutcome, Origin, ShardClaim, ShardNumber, StoredBlock, WriterId};
 use crate::claim::{Claim, ShardState};
 use crate::entries::{NONE, State};
 use crate::evict::Effort;
@@ -55,13 +55,27 @@ impl Index {
         hashes: &[BlockHash],
         out: &mut Vec<ClaimOutcome>,
     ) {
-        let is_worth_victims = self.judge_run(caller, chain, hashes);
-        self.claim_part(caller, chain, hashes, is_worth_victims, out);
+        self.claim_from(Origin::Engine, caller, chain, hashes, out);
     }
 
-    /// Like `claim`, for some of the blocks of a run that [`judge_run`](Self::judge_run) has judged.
+    /// Like `claim`, for blocks of any origin. Only an engine's blocks are judged. A copy that would exceed the copies' share
+    /// evicts no own block.
+    pub fn claim_from(
+        &mut self,
+        origin: Origin,
+        caller: &Caller,
+        chain: Chain,
+        hashes: &[BlockHash],
+        out: &mut Vec<ClaimOutcome>,
+    ) {
+        let is_worth_victims = origin != Origin::Engine || self.judge_run(caller, chain, hashes);
+        self.claim_part(origin, caller, chain, hashes, is_worth_victims, out);
+    }
+
+    /// Like `claim_from`, for some of the blocks of a run that [`judge_run`](Self::judge_run) has judged.
     pub(crate) fn claim_part(
         &mut self,
+        origin: Origin,
         caller: &Caller,
         chain: Chain,
         hashes: &[BlockHash],
@@ -72,7 +86,8 @@ impl Index {
         let shards = self.spaces[space].shards();
         assert!(shard.index() < shards, "shard {shard} of a block with {shards} shards");
         let evicted_before = self.counters.evicted_blocks;
-        let mut effort = Effort::new(is_worth_victims);
+        let is_copy = origin == Origin::OtherHost;
+        let mut effort = Effort::new(is_worth_victims, is_copy);
         let is_chained = chain != Chain::Unchained;
         let mut parent = match chain {
             Chain::Start | Chain::Unchained => Parent::None,
@@ -95,6 +110,7 @@ impl Index {
             self.save_requested(caller.owner, (space, *hash), shard, &outcome, caller.now);
             out.push(outcome);
             match block {
+                Some(Found::New(slot)) if is_copy => self.add_copy(slot),
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
                 Some(Found::Old(slot)) if !is_chained => self.policy.renew(&mut std::iter::once(slot)),
                 _ => {}
@@ -110,21 +126,25 @@ impl Index {
             let parent = entries.at(slot).parent;
             (parent != NONE).then_some(parent)
         });
-        self.policy.renew(&mut ancestors.take(RENEW_LIMIT));
+        let mut ancestors = ancestors.take(RENEW_LIMIT);
+        if is_copy {
+            self.copies.renew(ancestors.clone());
+        }
+        self.policy.renew(&mut ancestors);
         if self.counters.evicted_blocks > evicted_before {
             self.correct_capacity();
         }
     }
 
     /// Collects new blocks for the policy, which gets them in runs: each block continues the one before.
-    fn add_to_run(&mut self, slot: u32, is_chained: bool) {
+    pub(crate) fn add_to_run(&mut self, slot: u32, is_chained: bool) {
         if is_chained && self.run.last().is_some_and(|&last| self.entries.at(slot).parent != last) {
             self.end_run(is_chained);
         }
         self.run.push(slot);
     }
 
-    fn end_run(&mut self, is_chained: bool) {
+    pub(crate) fn end_run(&mut self, is_chained: bool) {
         let Some(&head) = self.run.first() else { return };
         if !is_chained {
             // No block continues another. The last one, nearest to where the prompt continues, is to stay the longest.
@@ -216,14 +236,15 @@ impl Index {
     }
 
     /// Makes a fetched block visible at once. Its caller has claimed and written all shards, and has compared the bytes
-    /// with these crc32c. If the claim is dead, the commits are counted as stale and the memory is freed.
-    pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32]) {
+    /// with these crc32c. `origin` is where they came from in the end, which the claim could not know for sure. If the claim is dead, the commits are counted as stale and the memory is freed.
+    pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32], origin: Origin) {
         assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
         let Some(&ShardClaim { block, .. }) = claims.first() else { return };
         if self.entries.current(block).is_none() || self.claims.remove(&block.slot).is_none() {
             self.counters.stale_commits += claims.len() as u64;
             return claims.iter().for_each(|shard| self.writer_done(shard));
         }
+        self.correct_copy(block.slot, origin == Origin::OtherHost);
         let entry = self.entries.at_mut(block.slot);
         entry.state = State::Sealed;
         let (number, hash) = (entry.space, entry.hash);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use kvlane_memory::{PAGE_BYTES, PoolPage};
 
 use crate::api::{SpaceId, StoredBlock};
-use crate::entries::{NONE, State};
+use crate::entries::{CopyState, NONE, State};
 use crate::index::Index;
 use crate::rows::Row;
 
@@ -22,6 +22,7 @@ impl Index {
         }
         let mut sealed: HashMap<SpaceId, u64> = HashMap::new();
         let (mut blocks, mut leased, mut claimed) = (0, 0, 0);
+        let (mut copies, mut copied_bytes) = (0, 0);
         for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
             *leases.entry(*block).or_default() += 1;
         }
@@ -38,15 +39,24 @@ impl Index {
             let named = leases.remove(&self.entries.block(slot)).unwrap_or(0);
             expect(entry.leases == named, || format!("{named} leases name {entry:?}"))?;
             let is_block = entry.state != State::Gap;
-            expect(self.policy.contains(slot) == is_block, || format!("the policy and {entry:?}"))?;
-            blocks += usize::from(is_block);
+            let is_copy = entry.copy != CopyState::Own;
+            expect(self.policy.contains(slot) == (is_block && !is_copy), || {
+                format!("the policy and {entry:?}")
+            })?;
+            expect(self.copies.contains(slot) == is_copy, || format!("the copies and {entry:?}"))?;
+            blocks += usize::from(is_block && !is_copy);
+            copies += usize::from(is_copy);
+            copied_bytes += if is_copy { self.spaces[entry.space].room_bytes() } else { 0 };
             leased += u64::from(entry.leases > 0);
             claimed += usize::from(entry.state == State::Claimed);
             let has_claim = self.claims.contains_key(&slot);
             expect(has_claim == (entry.state == State::Claimed), || format!("claims and {entry:?}"))?;
             if entry.state == State::Gap {
-                let idle =
-                    entry.row == Row::NONE && entry.children > 0 && entry.checks == 0 && entry.leases == 0;
+                let idle = entry.row == Row::NONE
+                    && entry.children > 0
+                    && entry.checks == 0
+                    && entry.leases == 0
+                    && !is_copy;
                 expect(idle, || format!("gap at slot {slot}: {entry:?}"))?;
                 continue;
             }
@@ -63,6 +73,10 @@ impl Index {
         }
         expect(rows.is_empty(), || format!("rows without a block: {rows:?}"))?;
         expect(self.policy.len() == blocks, || format!("the policy has {} of {blocks}", self.policy.len()))?;
+        expect(self.copies.len() == copies, || format!("{copies} copies, not {}", self.copies.len()))?;
+        expect(self.copies.bytes() == copied_bytes, || {
+            format!("copies of {copied_bytes} bytes, not {}", self.copies.bytes())
+        })?;
         expect(self.leases.blocks == leased, || format!("{leased} leased, not {}", self.leases.blocks))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
         for (id, space) in self.spaces.with_ids() {

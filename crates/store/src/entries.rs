@@ -29,6 +29,15 @@ pub(crate) enum State {
     Sealed,
 }
 
+/// Whether a block is a copy of another host's, and how often it was hit since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopyState {
+    /// Not a copy: the policy contains it. Also of an entry without a block.
+    Own,
+    Unhit,
+    HitOnce,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) hash: BlockHash,
@@ -46,6 +55,7 @@ pub(crate) struct Entry {
     pub(crate) state: State,
     /// How many background threads read its bytes outside the lock.
     pub(crate) checks: u8,
+    pub(crate) copy: CopyState,
 }
 
 impl Entry {
@@ -59,6 +69,7 @@ impl Entry {
         row: Row::NONE,
         state: State::Free,
         checks: 0,
+        copy: CopyState::Own,
     };
 
     pub(crate) fn is(&self, space: SpaceId, hash: &BlockHash) -> bool {

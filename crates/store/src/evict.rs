@@ -1,12 +1,14 @@
-//! Makes room: allocates the extents of a block, and evicts the policy's victims until they fit.
+//! Makes room: allocates the extents of a block, and evicts victims until they fit. Copies above their share go before the
+//! policy's victims.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
 use kvlane_memory::PoolPage;
+use kvlane_policy::Blocks;
 
 use crate::api::SpaceId;
-use crate::entries::{NONE, State};
+use crate::entries::{CopyState, Entry, NONE, State};
 use crate::index::Index;
 use crate::limbo::Extent;
 
@@ -22,14 +24,25 @@ const SLABS: usize = 4;
 /// The means that a claim call still has to make room. The first block that finds no room uses them up, which bounds the
 /// work of a call.
 pub(crate) struct Effort {
+    /// The blocks that need room are copies.
+    is_copy: bool,
     may_evict: bool,
     may_clear_slab: bool,
+    /// False once a search for a victim has failed, until something makes another one likely.
+    has_own_victims: bool,
+    has_copy_victims: bool,
 }
 
 impl Effort {
     /// All means if the blocks are worth victims, else only free memory.
-    pub(crate) fn new(is_worth_victims: bool) -> Self {
-        Self { may_evict: is_worth_victims, may_clear_slab: is_worth_victims }
+    pub(crate) fn new(is_worth_victims: bool, is_copy: bool) -> Self {
+        Self {
+            is_copy,
+            may_evict: is_worth_victims,
+            may_clear_slab: is_worth_victims,
+            has_own_victims: true,
+            has_copy_victims: true,
+        }
     }
 }
 
@@ -46,11 +59,12 @@ impl Index {
             let bytes = self.spaces[space].shard_bytes[pages.len()];
             if let Some(page) = self.extents.alloc(bytes) {
                 pages.push(page);
-            } else if effort.may_evict && victims > 0 && self.evict_next() {
+            } else if effort.may_evict && victims > 0 && self.evict_next(space, effort) {
                 victims -= 1;
-            } else if effort.may_evict && effort.may_clear_slab {
+            } else if effort.may_evict && effort.may_clear_slab && self.may_take_own(space, effort) {
                 effort.may_clear_slab = false;
                 self.clear_slab(bytes);
+                (effort.has_own_victims, effort.has_copy_victims) = (true, true);
             } else {
                 effort.may_evict = false;
                 for (page, &bytes) in pages.into_iter().zip(&self.spaces[space].shard_bytes) {
@@ -62,18 +76,70 @@ impl Index {
         Some(pages)
     }
 
-    fn evict_next(&mut self) -> bool {
-        // The policy's order contains blocks in use. A search must be able to pass over all of them, wherever they stand.
-        let victim = self.policy.take_victim(REFUSALS + 4 * self.blocks_in_use(), &self.entries);
-        if let Some(slot) = victim {
-            self.evict(slot);
+    /// Evicts one block for a block of `space`: a copy if the copies exceed their share, else the policy's victim, else a
+    /// copy.
+    fn evict_next(&mut self, space: SpaceId, effort: &mut Effort) -> bool {
+        if self.is_share_exceeded(space, effort) {
+            self.evict_copy(effort) || self.may_take_own(space, effort) && self.evict_own(effort)
+        } else {
+            self.evict_own(effort) || self.evict_copy(effort)
         }
-        victim.is_some()
+    }
+
+    /// Whether the copies exceed their share, with a block of `space` if that is to be one.
+    fn is_share_exceeded(&self, space: SpaceId, effort: &Effort) -> bool {
+        let more = if effort.is_copy { self.spaces[space].room_bytes() } else { 0 };
+        self.copies.exceed_share(more)
+    }
+
+    /// Whether a block of `space` may cost own blocks. A copy beyond the share may not.
+    fn may_take_own(&self, space: SpaceId, effort: &Effort) -> bool {
+        !(effort.is_copy && self.is_share_exceeded(space, effort))
+    }
+
+    fn evict_own(&mut self, effort: &mut Effort) -> bool {
+        if effort.has_own_victims
+            && let Some(slot) = self.policy.take_victim(self.max_refusals(), &self.entries)
+        {
+            self.evict_below_parent(slot, effort);
+            return true;
+        }
+        effort.has_own_victims = false;
+        false
+    }
+
+    fn evict_copy(&mut self, effort: &mut Effort) -> bool {
+        if effort.has_copy_victims
+            && let Some(slot) = self.copies.take_victim(self.max_refusals(), &self.entries)
+        {
+            self.evict_below_parent(slot, effort);
+            return true;
+        }
+        effort.has_copy_victims = false;
+        false
+    }
+
+    /// Evicts a block. Its parent may be the next victim, although a search of the parent's order has failed before.
+    fn evict_below_parent(&mut self, slot: u32, effort: &mut Effort) {
+        let parent = self.entries.at(slot).parent;
+        self.evict(slot);
+        if parent != NONE && self.entries.may_evict(parent) {
+            match self.entries.at(parent).copy {
+                CopyState::Own => effort.has_own_victims = true,
+                CopyState::Unhit | CopyState::HitOnce => effort.has_copy_victims = true,
+            }
+        }
+    }
+
+    /// The orders contain blocks in use. A search must be able to pass over all of them, wherever they stand.
+    fn max_refusals(&self) -> usize {
+        REFUSALS + 4 * self.blocks_in_use()
     }
 
     fn evict(&mut self, slot: u32) {
-        let space = self.entries.at(slot).space;
+        let Entry { space, copy, .. } = *self.entries.at(slot);
         self.note_lost(slot);
+        self.counters.evicted_copies += u64::from(copy != CopyState::Own);
         self.counters.evicted_blocks += 1;
         self.counters.evicted_bytes += self.spaces[space].block_bytes();
         self.drop_block(slot);

@@ -17,7 +17,7 @@ use kvlane_block::{BlockHash, BlockKey, PoolExtent};
 use kvlane_policy::Memo;
 use parking_lot::Mutex;
 
-use crate::api::{Caller, Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
+use crate::api::{Caller, Chain, ClaimOutcome, Origin, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
 use crate::done::Done;
 use crate::fetches::{FetchWaiter, FetchWaiters, Holder, Read};
 use crate::find::{BLOCKS_A_HOLD, FetchPlan, Stretch};
@@ -108,7 +108,9 @@ impl Store {
                     wait_for(waiters);
                 }
             }
-            let claimed = self.claim_whole(space, chain, &hashes, now);
+            let origins: Vec<Origin> =
+                of_stretch.iter().map(|holder| self.origin(plan.holders[*holder].0)).collect();
+            let claimed = self.claim_whole(space, chain, &hashes, &origins, now);
             self.remember(space, &hashes, &claimed);
             let bytes = self.index.lock().shard_bytes(space).iter().sum();
             for (position, claims) in claimed {
@@ -130,6 +132,7 @@ impl Store {
         space: SpaceId,
         chain: Chain,
         hashes: &[BlockHash],
+        origins: &[Origin],
         now: Instant,
     ) -> Vec<(usize, Vec<ShardClaim>)> {
         let shards = self.index.lock().shards_of(space);
@@ -139,7 +142,13 @@ impl Store {
             outcomes.clear();
             let fetcher = Caller { owner: OwnerId::FETCHER, writer: WriterId::FETCHER, space, shard, now };
             // Not judged, because a lookup waits for these, and they can come only by way of the pool.
-            self.claim_in_parts(&fetcher, chain, hashes, false, &mut outcomes);
+            let (mut chain, mut rest) = (chain, hashes);
+            for alike in origins.chunk_by(|a, b| a == b) {
+                let (run, after) = rest.split_at(alike.len().min(rest.len()));
+                self.claim_in_parts(alike[0], &fetcher, chain, run, &mut outcomes);
+                chain = run.last().map_or(chain, |last| chain.behind(*last));
+                rest = after;
+            }
             for (of_block, outcome) in claims.iter_mut().zip(&outcomes) {
                 if let ClaimOutcome::Claimed(claim) = outcome {
                     of_block.push(*claim);
@@ -161,11 +170,10 @@ impl Store {
 
     /// Gives the policy the memos that the tier below kept of these blocks.
     fn remember(&self, space: SpaceId, hashes: &[BlockHash], claimed: &[(usize, Vec<ShardClaim>)]) {
-        let (Some(below), Some((_, first))) = (&self.below, claimed.first()) else { return };
+        let Some(below) = self.below.as_ref().filter(|_| !claimed.is_empty()) else { return };
         let space = {
             let index = self.index.lock();
-            let learns = first.first().is_some_and(|claim| index.policy_memo(claim.block.slot).is_some());
-            if !learns {
+            if !index.learns() {
                 return;
             }
             index.space_name(space)
@@ -236,7 +244,7 @@ impl Store {
         let bytes = read.bytes;
         let next = if crcs.is_none() { self.next_holder(&mut read, now) } else { None };
         if next.is_none() {
-            self.end_read(&read, crcs);
+            self.end_read(holder, &read, crcs);
         }
         {
             let mut queues = self.fetches.queues.lock();
@@ -262,13 +270,18 @@ impl Store {
         Some(read.others.swap_remove(first).0)
     }
 
-    fn end_read(&self, read: &Read, crcs: Option<Vec<u32>>) {
+    /// Where the blocks of a holder come from.
+    fn origin(&self, holder: Holder) -> Origin {
+        if self.sources[holder.source].brings_copies() { Origin::OtherHost } else { Origin::ThisHost }
+    }
+
+    fn end_read(&self, holder: Holder, read: &Read, crcs: Option<Vec<u32>>) {
         let waiters = {
             // Under both locks: another fetch finds the block in flight, or visible, or free to be claimed.
             let mut in_flight = self.fetches.in_flight.lock();
             let mut index = self.index.lock();
             match crcs {
-                Some(crcs) => index.restore(&read.claims, &crcs),
+                Some(crcs) => index.restore(&read.claims, &crcs, self.origin(holder)),
                 None => {
                     index.abort(&read.claims, Instant::now());
                     index.note_failed_fetch();

@@ -2,7 +2,7 @@
 //! a block dies. Pure: no threads, no clock (time is an argument), no bytes.
 //!
 //! Other files add the operations as `impl Index`: lookup.rs and leasing.rs (hits), claiming.rs (saves), evict.rs and
-//! replacement.rs (room), seal.rs (checksums), spill.rs (the tier below), watching.rs (awaited saves).
+//! replacement.rs (room), copies.rs (blocks of other hosts), seal.rs (checksums), spill.rs (the tier below), watching.rs (awaited saves).
 //!
 //! # Which blocks may be evicted while a save of their continuation is in flight
 //!
@@ -18,6 +18,7 @@
 //!   block) if D is below it. B may be evicted once no entry is left below it.
 //! - Before the claim only leases protect B. If B has been evicted by then, the claim of C is answered `NoRoom`: the store does
 //!   not keep C, because no lookup would reach it.
+//! - Copies and own blocks protect each other: a copy with an own child stays, and an own block with a copy as its child.
 //! - The blocks of a group with a window (`Chain::Unchained`) have no parents. A save of one protects no other.
 //! - A reader of a sealed block (scrub, spill) does not protect it. If it is evicted meanwhile, its memory is in limbo, not free,
 //!   until the reader is done. Where a whole slab is cleared because its memory is needed at once, none of its blocks has a
@@ -34,7 +35,8 @@ use kvlane_policy::{Memo, ReplacementPolicy};
 
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
 use crate::claim::Claim;
-use crate::entries::{Entries, State};
+use crate::copies::Copies;
+use crate::entries::{CopyState, Entries, State};
 use crate::journal::{Change, Journal, JournalEntry, JournalRead};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
@@ -54,8 +56,9 @@ pub struct Index {
     pub(crate) spaces: Spaces,
     /// Usually one id a key; a cut whose shards come in other sizes adds one.
     space_ids: HashMap<(Namespace, CutDigest), Vec<SpaceId>>,
-    /// Picks the victims and judges newcomers. Contains every block, leased and claimed ones too, but no gaps.
+    /// Picks the victims and judges newcomers. Contains every block, leased and claimed ones too, but no copies and no gaps.
     pub(crate) policy: Box<dyn ReplacementPolicy>,
+    pub(crate) copies: Copies,
     /// Estimate: how many blocks a full pool holds.
     pub(crate) capacity: usize,
     /// Runs that were not admitted from one worker. The engine's other workers get the same answer.
@@ -109,6 +112,7 @@ impl Index {
             spaces: Spaces::default(),
             space_ids: HashMap::new(),
             policy: options.policy.first().build(0),
+            copies: Copies::new(pool_bytes, options.copies_share),
             options,
             capacity: 0,
             refusals: Refusals::default(),
@@ -302,6 +306,8 @@ impl Index {
             seal_queue: (self.seal_queue.len() + self.sealing.len()) as u64,
             spill_queue: self.spill_queue.len() as u64,
             leases: self.leases.len() as u64,
+            copied_blocks: self.copies.len() as u64,
+            copied_bytes: self.copies.bytes(),
             policy: self.policy.kind(),
             counters: self.counters,
         }
@@ -334,7 +340,11 @@ impl Index {
         entry.leases = 0;
         entry.checks = 0;
 
-        self.policy.remove(slot);
+        if before.copy == CopyState::Own {
+            self.policy.remove(slot);
+        } else {
+            self.remove_copy(slot);
+        }
         if before.leases > 0 {
             self.leases.block_died();
         }

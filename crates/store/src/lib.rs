@@ -26,6 +26,7 @@ mod below;
 mod claim;
 mod claiming;
 mod consistency;
+mod copies;
 mod done;
 mod entries;
 mod evict;
@@ -56,8 +57,8 @@ mod watch;
 mod watching;
 
 pub use api::{
-    Caller, Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
-    SpaceId, StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, Origin, OwnerId, ShardClaim,
+    ShardNumber, SpaceId, StoreOptions, StoredBlock, WriterId,
 };
 pub use auto::PolicyReport;
 pub use background::Background;

@@ -59,6 +59,7 @@ impl Index {
                 stored_blocks +=
                     beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count() as u64;
             }
+            self.hit_copies(slots, need.window_blocks == 0);
             self.policy.touch(slots, &self.entries);
             self.references += slots.len() as u64;
             let pages = self.lease_blocks(group.space, slots, &mut leased);

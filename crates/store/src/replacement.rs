@@ -13,7 +13,7 @@ use parking_lot::MutexGuard;
 
 use crate::api::{Caller, Chain, SpaceId};
 use crate::below::Judge;
-use crate::entries::{Entries, NONE, State, fingerprint};
+use crate::entries::{CopyState, Entries, NONE, State, fingerprint};
 use crate::index::Index;
 use crate::store::Store;
 
@@ -108,9 +108,17 @@ impl Index {
         }
     }
 
-    /// The policy's memo of a slot, for the tier below; None from a policy that does not learn.
+    /// The policy's memo of a slot, for the tier below; None from a policy that does not learn, and of a copy.
     pub(crate) fn policy_memo(&self, slot: u32) -> Option<Memo> {
+        if self.entries.at(slot).copy != CopyState::Own {
+            return None;
+        }
         self.policy.learning()?.memo(slot)
+    }
+
+    /// Whether the policy learns, and so has memos.
+    pub(crate) fn learns(&self) -> bool {
+        self.policy.learning().is_some()
     }
 
     /// The block's key in the tier below.
@@ -139,6 +147,11 @@ impl Index {
         usize::try_from(self.leases.blocks).unwrap_or(usize::MAX / 8) + unsealed
     }
 
+    /// Blocks with memory, those being saved included.
+    fn blocks_in_pool(&self) -> usize {
+        self.policy.len() + self.copies.len()
+    }
+
     pub(crate) fn set_first_capacity(&mut self, shard_bytes: &[u64]) {
         let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
         self.capacity =
@@ -152,7 +165,7 @@ impl Index {
 
     /// Called when the pool is full. Corrects the capacity if its estimate is off by more than a factor of two.
     pub(crate) fn correct_capacity(&mut self) {
-        let blocks = self.policy.len().max(1);
+        let blocks = self.blocks_in_pool().max(1);
         if blocks > 2 * self.capacity || blocks < self.capacity / 2 {
             self.capacity = blocks;
             self.policy.grow(blocks);
@@ -167,10 +180,10 @@ impl Index {
         if !self.policy.has_gate() {
             return true;
         }
-        let shard_bytes = &self.spaces[space].shard_bytes;
-        let shards = shard_bytes.len();
-        let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
-        let free_bytes = self.extents.free_bytes();
+        let shards = self.spaces[space].shards();
+        let block_bytes = self.spaces[space].room_bytes();
+        // Copies above their share go first, and the policy has no victim for them.
+        let free_bytes = self.extents.free_bytes() + self.copies.bytes_above_share();
         if hashes.len() as u64 * block_bytes <= free_bytes {
             return true;
         }
@@ -195,7 +208,7 @@ impl Index {
             return true;
         }
         let mean_bytes =
-            self.extents.used_bytes().checked_div(self.policy.len() as u64).unwrap_or(block_bytes);
+            self.extents.used_bytes().checked_div(self.blocks_in_pool() as u64).unwrap_or(block_bytes);
         let victims = lacking.div_ceil(mean_bytes.max(1));
         let is_worth = self.policy.admit(
             &missing,

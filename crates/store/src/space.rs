@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut};
 
 use kvlane_block::{CutDigest, Namespace};
+use kvlane_memory::PAGE_BYTES;
 
 use crate::api::SpaceId;
 use crate::rows::Rows;
@@ -24,6 +25,11 @@ pub(crate) struct Space {
 impl Space {
     pub(crate) fn block_bytes(&self) -> u64 {
         self.shard_bytes.iter().sum()
+    }
+
+    /// What a block takes of the pool: each shard has whole pages.
+    pub(crate) fn room_bytes(&self) -> u64 {
+        self.shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum()
     }
 
     pub(crate) fn shards(&self) -> usize {

@@ -24,6 +24,10 @@ pub struct StoreStats {
     pub spill_queue: u64,
     /// Leases that were neither released nor freed.
     pub leases: u64,
+    /// Blocks that a source brought from another host and that are not own blocks yet, those being fetched included.
+    pub copied_blocks: u64,
+    /// What they take of the pool, rounded up to pages.
+    pub copied_bytes: u64,
     /// The policy that decides now which blocks are evicted.
     pub policy: PolicyKind,
     /// Totals since the store was made.
@@ -37,17 +41,21 @@ pub struct Counters {
     pub evicted_blocks: u64,
     /// Bytes of the evicted blocks, not rounded up to pages.
     pub evicted_bytes: u64,
+    /// Copies among the evicted blocks.
+    pub evicted_copies: u64,
+    /// Copies that became own blocks because lookups hit them twice.
+    pub adopted_copies: u64,
     /// Blocks that became visible.
     pub sealed_blocks: u64,
     /// Blocks that the tier below took, or had already.
     pub spilled_blocks: u64,
     /// Blocks that the tier below did not get: they died while they waited, there were too many, or it refused them.
     pub unspilled_blocks: u64,
-    /// Blocks that came back from the tier below.
+    /// Blocks that a source brought: the tier below, or another host.
     pub fetched_blocks: u64,
     /// Bytes of those blocks, not rounded up to pages.
     pub fetched_bytes: u64,
-    /// Fetched blocks that did not come: the tier had lost them, or could not read them in time.
+    /// Fetched blocks that did not come: their source had lost them, or could not bring them in time.
     pub failed_fetches: u64,
     /// Claims answered "present": the block was stored, or the same engine was writing this shard or had written it.
     pub dedup_present: u64,

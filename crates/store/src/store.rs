@@ -12,8 +12,8 @@ use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
-    Caller, Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
-    WriterId,
+    Caller, Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, Origin, OwnerId, ShardClaim, SpaceId,
+    StoreOptions, WriterId,
 };
 use crate::auto::AutoPolicy;
 use crate::below::{Below, Dropped};
@@ -162,7 +162,15 @@ impl Store {
         max_tokens: u64,
         now: Instant,
     ) -> Option<Hit> {
-        let hit = self.index.lock().lookup(owner, groups, max_tokens, now);
+        let hit = {
+            let mut index = self.index.lock();
+            let adopted_before = index.counters.adopted_copies;
+            let hit = index.lookup(owner, groups, max_tokens, now);
+            if index.counters.adopted_copies != adopted_before && index.has_spill() {
+                self.spill_changed.notify_all();
+            }
+            hit
+        };
         if let Some(auto) = &self.auto {
             auto.note(groups);
         }
@@ -191,35 +199,34 @@ impl Store {
 
     /// See [`Index::claim`]; long lists are claimed in parts.
     pub fn claim(&self, caller: &Caller, chain: Chain, hashes: &[BlockHash], out: &mut Vec<ClaimOutcome>) {
-        self.claim_in_parts(caller, chain, hashes, true, out);
+        self.claim_in_parts(Origin::Engine, caller, chain, hashes, out);
     }
 
-    /// Like [`claim`](Self::claim). With `is_judged` false the policy is not asked whether the blocks are worth their
-    /// victims.
+    /// See [`Index::claim_from`]; long lists are claimed in parts.
     pub(crate) fn claim_in_parts(
         &self,
+        origin: Origin,
         caller: &Caller,
         mut chain: Chain,
         hashes: &[BlockHash],
-        is_judged: bool,
         out: &mut Vec<ClaimOutcome>,
     ) {
         let mut is_worth_victims = true;
         for (number, part) in hashes.chunks(BLOCKS_A_HOLD).enumerate() {
             let mut index = self.index.lock();
-            if is_judged && number % PARTS_A_JUDGEMENT == 0 {
+            if origin == Origin::Engine && number % PARTS_A_JUDGEMENT == 0 {
                 let run = &hashes[number * BLOCKS_A_HOLD..];
                 let run = &run[..run.len().min(PARTS_A_JUDGEMENT * BLOCKS_A_HOLD)];
                 is_worth_victims = index.judge_run(caller, chain, run);
             }
-            index.claim_part(caller, chain, part, is_worth_victims, out);
+            index.claim_part(origin, caller, chain, part, is_worth_victims, out);
             let lost = std::mem::take(&mut index.lost);
             MutexGuard::unlock_fair(index);
             if let Some(below) = self.below.as_ref().filter(|_| !lost.is_empty()) {
                 below.remember(&lost);
             }
-            if let (Chain::Start | Chain::After(_), Some(&last)) = (chain, part.last()) {
-                chain = Chain::After(last);
+            if let Some(&last) = part.last() {
+                chain = chain.behind(last);
             }
         }
     }

@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
-    Caller, Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim,
-    ShardNumber, SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
+    Caller, Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, Origin, OwnerId,
+    ShardClaim, ShardNumber, SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -25,7 +25,9 @@ const TTL: Duration = Duration::from_secs(60);
 const SPACES: [&[u64]; 3] = [&[2, 1], &[5], &[3]];
 const WINDOW_SPACE: usize = 2;
 const OWNERS: u64 = 3;
-/// Who brings blocks back from the tier below.
+/// Bytes that copies may take before own blocks do.
+const COPIES_MAX: u64 = POOL_PAGES as u64 * PAGE_BYTES / 4;
+/// Who brings blocks back from the tier below, and from other hosts.
 const FETCHER: OwnerId = OwnerId(97);
 const FETCHING: WriterId = WriterId(970);
 
@@ -76,15 +78,24 @@ enum Op {
         keep: usize,
     },
     ReleaseOwner(u64),
-    /// All shards of blocks claimed to be read from the tier below.
+    /// All shards of blocks claimed to be read from the tier below, or from another host.
     StartFetch {
         space: usize,
         prompt: u8,
         blocks: Range<u8>,
+        origin: Origin,
     },
+    /// Blocks of another host, one after the other.
+    Bring {
+        space: usize,
+        prompt: u8,
+        blocks: u8,
+    },
+    /// Another source may bring the block than the one that was asked first.
     EndFetch {
         pick: usize,
         came: bool,
+        by_another: bool,
     },
     StartSpill,
     EndSpill(usize),
@@ -121,8 +132,14 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (owner(), 0usize..3).prop_map(|(owner, keep)| Op::Heartbeat { owner, keep }),
         1 => (owner(), owner(), 0usize..3).prop_map(|(owner, new_owner, keep)| Op::Adopt { owner, new_owner, keep }),
         1 => owner().prop_map(Op::ReleaseOwner),
-        3 => (0usize..3, 0..PROMPTS, blocks_to_fetch).prop_map(|(space, prompt, blocks)| Op::StartFetch { space, prompt, blocks }),
-        3 => (any::<usize>(), prop::bool::weighted(0.8)).prop_map(|(pick, came)| Op::EndFetch { pick, came }),
+        5 => (0usize..3, 0..PROMPTS, blocks_to_fetch, prop::bool::weighted(0.6)).prop_map(|(space, prompt, blocks, are_copies)| {
+            let origin = if are_copies { Origin::OtherHost } else { Origin::ThisHost };
+            Op::StartFetch { space, prompt, blocks, origin }
+        }),
+        8 => (0usize..3, 0..PROMPTS, 2..=PROMPT_BLOCKS).prop_map(|(space, prompt, blocks)| Op::Bring { space, prompt, blocks }),
+        6 => (any::<usize>(), prop::bool::weighted(0.8), prop::bool::weighted(0.1)).prop_map(|(pick, came, by_another)| {
+            Op::EndFetch { pick, came, by_another }
+        }),
         3 => Just(Op::StartSpill),
         2 => any::<usize>().prop_map(Op::EndSpill),
         3 => Just(Op::Expire),
@@ -183,8 +200,10 @@ struct World {
     checks: Vec<Check>,
     /// Blocks that the tier below reads.
     spills: Vec<Spill>,
-    /// Blocks that the tier below writes, with all their shards.
-    fetching: Vec<(Key, Vec<ShardClaim>)>,
+    /// Blocks that a source writes, with all their shards.
+    fetching: Vec<(Key, Vec<ShardClaim>, Origin)>,
+    /// Visible blocks of other hosts that are not own ones yet, with how often each was hit.
+    copies: BTreeMap<Key, u32>,
     journal: u64,
     /// What a reader of the journal takes for visible, and one that hears only of what comes.
     told: BTreeSet<Key>,
@@ -211,6 +230,10 @@ struct Seen {
     fetched: u64,
     spilled: u64,
     stale_fetches: u64,
+    evicted_copies: u64,
+    adopted_copies: u64,
+    corrected_copies: u64,
+    own_victims_of_copies: u64,
     stale_listeners: u64,
 }
 
@@ -225,7 +248,12 @@ fn namespace(space: usize) -> Namespace {
 impl World {
     fn new(policy: PolicyKind) -> Self {
         let extents = ExtentAllocator::new(POOL_PAGES, std::slice::from_ref(&(0..POOL_PAGES)));
-        let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL, policy: Choice::Fixed(policy) };
+        let options = StoreOptions {
+            lease_ttl: TTL,
+            claim_ttl: TTL,
+            policy: Choice::Fixed(policy),
+            ..StoreOptions::default()
+        };
         let mut index = Index::new(extents, u64::from(POOL_PAGES) * PAGE_BYTES, options);
         index.set_spill_limit(4);
         let space = |(number, pages): (usize, &&[u64])| {
@@ -246,6 +274,7 @@ impl World {
             checks: Vec::new(),
             spills: Vec::new(),
             fetching: Vec::new(),
+            copies: BTreeMap::new(),
             journal,
             told: BTreeSet::new(),
             told_of_coming: BTreeSet::new(),
@@ -287,7 +316,7 @@ impl World {
     /// Nobody is told to write where another reads or writes.
     fn check_no_late_write(&self) {
         let mut busy = self.read_pages();
-        let fetching = self.fetching.iter().flat_map(|(key, shards)| {
+        let fetching = self.fetching.iter().flat_map(|(key, shards, _)| {
             shards.iter().map(|shard| Writing { writer: FETCHING, key: *key, shard: *shard })
         });
         for writing in self.writing.iter().copied().chain(fetching) {
@@ -301,12 +330,12 @@ impl World {
         let visible_before = self.visible();
         match op {
             Op::Claim { owner, space, shard, prompt, blocks } => {
-                self.claim(OwnerId(*owner), *space, *shard, *prompt, blocks.clone());
+                self.claim((Origin::Engine, OwnerId(*owner)), *space, *shard, *prompt, blocks.clone());
                 self.check_evictions(&visible_before);
             }
             Op::Save { owner, space, prompt, blocks } => {
                 for shard in 0..SPACES[*space].len() as u32 {
-                    self.claim(OwnerId(*owner), *space, shard, *prompt, 0..*blocks);
+                    self.claim((Origin::Engine, OwnerId(*owner)), *space, shard, *prompt, 0..*blocks);
                     let now_visible = self.visible();
                     self.check_evictions(&visible_before);
                     assert!(visible_before.is_superset(&now_visible));
@@ -380,11 +409,19 @@ impl World {
                 self.index.release_owner(OwnerId(*owner));
                 self.leases.retain(|_, lease| lease.owner != OwnerId(*owner));
             }
-            Op::StartFetch { space, prompt, blocks } => {
-                self.start_fetch(*space, *prompt, blocks.clone());
-                self.check_evictions(&visible_before);
+            Op::StartFetch { space, prompt, blocks, origin } => {
+                self.start_fetch(*space, *prompt, blocks.clone(), *origin);
             }
-            Op::EndFetch { pick, came } => self.end_fetch(*pick, *came),
+            Op::Bring { space, prompt, blocks } => {
+                for block in 0..*blocks {
+                    let before = self.fetching.len();
+                    self.start_fetch(*space, *prompt, block..block + 1, Origin::OtherHost);
+                    if self.fetching.len() > before {
+                        self.end_fetch(before, true, false);
+                    }
+                }
+            }
+            Op::EndFetch { pick, came, by_another } => self.end_fetch(*pick, *came, *by_another),
             Op::StartSpill => {
                 if let Some(spill) = self.index.take_spill() {
                     let space =
@@ -393,6 +430,7 @@ impl World {
                     let places = spill.shards().into_iter().map(|shard| shard.extent.offset);
                     let are_its = self.stored[&key].iter().map(|page| page.offset()).eq(places);
                     assert!(visible_before.contains(&key) && are_its, "{spill:?}");
+                    assert!(!self.copies.contains_key(&key), "a copy goes to the tier: {spill:?}");
                     self.spills.push(spill);
                 }
                 assert_eq!(self.visible(), visible_before);
@@ -410,7 +448,7 @@ impl World {
                 let (now, writing) = (self.now, &self.writing);
                 let fetching = &self.fetching;
                 let in_flight = |id| {
-                    let shards = fetching.iter().flat_map(|(_, shards)| shards);
+                    let shards = fetching.iter().flat_map(|(_, shards, _)| shards);
                     let mut shards = writing.iter().map(|other| &other.shard).chain(shards);
                     shards.any(|shard| shard.block == id)
                 };
@@ -458,6 +496,7 @@ impl World {
             assert_eq!(what, "", "after {op:?}");
         }
         self.check_no_late_write();
+        self.check_copies();
         self.seen.limbo += u64::from(self.index.stats().limbo_bytes > 0);
         for key in self.visible() {
             assert!(self.stored.contains_key(&key), "{key:?} is visible and not all shards were written");
@@ -471,11 +510,34 @@ impl World {
         }
     }
 
+    /// The store counts the copies that the model has, and those that are being fetched.
+    fn check_copies(&mut self) {
+        let visible = self.visible();
+        self.copies.retain(|key, _| visible.contains(key));
+        let is_coming = |(key, shards, origin): &&(Key, Vec<ShardClaim>, Origin)| {
+            let lives = self.claims.get(key).is_some_and(|claim| claim.id == shards[0].block);
+            lives && *origin == Origin::OtherHost
+        };
+        let coming = self.fetching.iter().filter(is_coming).map(|(key, ..)| key);
+        let pages: Vec<u64> =
+            self.copies.keys().chain(coming).map(|key| SPACES[key.0].iter().sum()).collect();
+        let stats = self.index.stats();
+        let bytes = pages.iter().sum::<u64>() * PAGE_BYTES;
+        assert_eq!((stats.copied_blocks, stats.copied_bytes), (pages.len() as u64, bytes));
+    }
+
     fn some_leases(&self, keep: usize) -> Vec<LeaseId> {
         self.leases.keys().copied().skip(1).step_by(keep + 1).collect()
     }
 
-    fn claim(&mut self, owner: OwnerId, space: usize, shard: u32, prompt: u8, blocks: Range<u8>) {
+    fn claim(
+        &mut self,
+        (origin, owner): (Origin, OwnerId),
+        space: usize,
+        shard: u32,
+        prompt: u8,
+        blocks: Range<u8>,
+    ) {
         let chain = match blocks.start {
             _ if space == WINDOW_SPACE => Chain::Unchained,
             0 => Chain::Start,
@@ -485,12 +547,11 @@ impl World {
         let writer = writer(owner.0, shard);
         let mut outcomes = Vec::new();
         let (id, now) = (self.spaces[space], self.now);
-        self.index.claim(
-            &Caller { owner, writer, space: id, shard: ShardNumber(shard), now },
-            chain,
-            &hashes,
-            &mut outcomes,
-        );
+        let caller = Caller { owner, writer, space: id, shard: ShardNumber(shard), now };
+        match origin {
+            Origin::Engine => self.index.claim(&caller, chain, &hashes, &mut outcomes),
+            _ => self.index.claim_from(origin, &caller, chain, &hashes, &mut outcomes),
+        }
         assert_eq!(outcomes.len(), hashes.len());
         let visible = self.visible();
         for (hash, outcome) in hashes.into_iter().zip(outcomes) {
@@ -552,6 +613,7 @@ impl World {
                 }
             }
             self.stored.remove(&(space, hash));
+            self.copies.remove(&(space, hash));
         }
     }
 
@@ -574,11 +636,26 @@ impl World {
         }
     }
 
+    fn start_fetch(&mut self, space: usize, prompt: u8, blocks: Range<u8>, origin: Origin) {
+        let visible_before = self.visible();
+        let is_own = |key: &&Key| !self.copies.contains_key(key);
+        let own_before: BTreeSet<Key> = visible_before.iter().filter(is_own).copied().collect();
+        self.claim_fetch(space, prompt, blocks.clone(), origin);
+        // With several blocks, copies that find free memory may follow one that displaced an own block.
+        let cost_own = !self.visible().is_superset(&own_before);
+        if origin == Origin::OtherHost && blocks.len() == 1 && cost_own {
+            let bytes = self.index.stats().copied_bytes;
+            assert!(bytes <= COPIES_MAX, "copies of {bytes} bytes displaced an own block");
+            self.seen.own_victims_of_copies += 1;
+        }
+        self.check_evictions(&visible_before);
+    }
+
     /// As the store does it: blocks of which only some shards could be claimed are given back.
-    fn start_fetch(&mut self, space: usize, prompt: u8, blocks: Range<u8>) {
+    fn claim_fetch(&mut self, space: usize, prompt: u8, blocks: Range<u8>, origin: Origin) {
         let shards = SPACES[space].len();
         for shard in 0..shards as u32 {
-            self.claim(FETCHER, space, shard, prompt, blocks.clone());
+            self.claim((origin, FETCHER), space, shard, prompt, blocks.clone());
         }
         let is_fetch = |writing: &Writing| (0..shards as u32).any(|s| writing.writer == writer(FETCHER.0, s));
         let (claimed, rest): (Vec<Writing>, _) = self.writing.drain(..).partition(is_fetch);
@@ -589,7 +666,7 @@ impl World {
         }
         for (key, claims) in by_block {
             if claims.len() == shards {
-                self.fetching.push((key, claims));
+                self.fetching.push((key, claims, origin));
             } else {
                 self.index.abort(&claims, self.now);
                 self.claims.remove(&key);
@@ -597,11 +674,11 @@ impl World {
         }
     }
 
-    fn end_fetch(&mut self, pick: usize, came: bool) {
+    fn end_fetch(&mut self, pick: usize, came: bool, by_another: bool) {
         if self.fetching.is_empty() {
             return;
         }
-        let (key, claims) = self.fetching.swap_remove(pick % self.fetching.len());
+        let (key, claims, mut origin) = self.fetching.swap_remove(pick % self.fetching.len());
         let id = claims[0].block;
         let lives = self.claims.get(&key).is_some_and(|claim| claim.id == id);
         if lives {
@@ -610,12 +687,19 @@ impl World {
         if !came {
             return self.index.abort(&claims, self.now);
         }
-        self.index.restore(&claims, &vec![1; claims.len()]);
+        if by_another {
+            origin = if origin == Origin::OtherHost { Origin::ThisHost } else { Origin::OtherHost };
+            self.seen.corrected_copies += u64::from(lives);
+        }
+        self.index.restore(&claims, &vec![1; claims.len()], origin);
         self.seen.fetched += u64::from(lives);
         self.seen.stale_fetches += u64::from(!lives);
         if lives {
             self.stored.insert(key, claims.iter().map(|claim| claim.page).collect());
             assert!(self.visible().contains(&key), "what came back is visible at once");
+            if origin == Origin::OtherHost {
+                self.copies.insert(key, 0);
+            }
         }
     }
 
@@ -682,6 +766,14 @@ impl World {
                 let key = (space, hashes[block as usize]);
                 assert_eq!(pages, self.stored[&key], "pages of {key:?}");
                 held.push((key, pages.to_vec()));
+                match self.copies.get_mut(&key) {
+                    Some(hits) if *hits == 0 => *hits = 1,
+                    Some(_) => {
+                        self.copies.remove(&key);
+                        self.seen.adopted_copies += 1;
+                    }
+                    None => {}
+                }
             }
         }
         self.leases.insert(lease, HeldLease { owner, renewed: self.now, blocks: held });
@@ -696,7 +788,7 @@ impl World {
             self.index.finish_spill(&spill, false);
         }
         while !self.fetching.is_empty() {
-            self.end_fetch(0, true);
+            self.end_fetch(0, true, false);
         }
         for owner in 0..OWNERS {
             self.index.release_owner(OwnerId(owner));
@@ -715,6 +807,8 @@ impl World {
         assert_eq!(self.index.check_consistency(), Ok(()));
         assert_eq!(self.index.stats().used_bytes, 0);
         let counters = stats.counters;
+        assert_eq!(counters.adopted_copies, self.seen.adopted_copies);
+        self.seen.evicted_copies = counters.evicted_copies;
         self.seen.evicted = counters.evicted_blocks;
         self.seen.no_room = counters.no_room;
         self.seen.not_admitted = counters.not_admitted;
@@ -761,6 +855,10 @@ fn any_order_of_calls_keeps_the_promises() {
         ("gaps filled", sum(|seen| seen.filled_gaps)),
         ("fetched blocks", sum(|seen| seen.fetched)),
         ("fetches of what died meanwhile", sum(|seen| seen.stale_fetches)),
+        ("copies evicted", sum(|seen| seen.evicted_copies)),
+        ("copies adopted", sum(|seen| seen.adopted_copies)),
+        ("blocks that came from another source", sum(|seen| seen.corrected_copies)),
+        ("own blocks evicted for a copy", sum(|seen| seen.own_victims_of_copies)),
         ("spilled blocks", sum(|seen| seen.spilled)),
         ("listeners that hear of nothing that goes", sum(|seen| seen.stale_listeners)),
     ];

@@ -31,6 +31,7 @@ struct Hosts {
     questions: Mutex<Vec<(Question, FindDone)>>,
     reads: Mutex<BTreeMap<HolderId, Vec<BlockRead>>>,
     answers_later: bool,
+    brings_copies: bool,
 }
 
 impl Hosts {
@@ -71,6 +72,10 @@ impl Source for Played {
 
     fn read(&self, holder: HolderId, blocks: Vec<BlockRead>, _: Instant) {
         self.0.reads.lock().entry(holder).or_default().extend(blocks);
+    }
+
+    fn brings_copies(&self) -> bool {
+        self.0.brings_copies
     }
 }
 
@@ -213,6 +218,37 @@ fn what_one_holder_lacks_comes_from_another_one_of_any_source() {
     pool.serve(second);
     done.recv_timeout(PATIENCE).unwrap();
     assert_eq!(pool.hit_blocks(&prompt), 6);
+}
+
+#[test]
+fn a_block_is_a_copy_if_the_source_that_brought_it_brings_copies() {
+    let others = Hosts {
+        says: Mutex::new(BTreeMap::from([(A, std::iter::once(4..8).collect())])),
+        brings_copies: true,
+        ..Hosts::default()
+    };
+    // This host has the first five, and the last two again.
+    let own = Hosts::saying(&[(A, 0..5)]);
+    own.says.lock().get_mut(&A).unwrap().push(8..10);
+    let pool = Pool::over(&[own, Arc::new(others)]);
+    let prompt = hashes(10);
+    let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+    let (own, mut copied) = (pool.hosts[0].take(A), pool.hosts[1].take(A));
+    assert_eq!((own.len(), copied.len()), (7, 3));
+    assert_eq!(pool.store.stats().copied_blocks, 3, "they count while they are being fetched");
+    pool.serve(copied.drain(..2).collect());
+    // The other host does not bring its last one, and nobody else has it.
+    drop(copied);
+    // This host's SSD fails to bring the fifth, which the other host has too.
+    let (fifth, rest) = own.into_iter().partition(|read| read.key.hash == prompt[4]);
+    pool.serve(rest);
+    drop::<Vec<BlockRead>>(fifth);
+    assert_eq!(pool.store.stats().copied_blocks, 2);
+    pool.serve(pool.hosts[1].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    let stats = pool.store.stats();
+    assert_eq!((stats.copied_blocks, stats.copied_bytes), (3, 3 * BLOCK * PAGE_BYTES));
+    assert_eq!(pool.hit_blocks(&prompt), 7);
 }
 
 /// A hung host stopped the SSD: all reads had one deadline and one queue.

@@ -1,0 +1,129 @@
+//! Copies: blocks that a source brought from another host. The other host has them too, so they are the first to go.
+//!
+//! ```text
+//!   claimed for a fetch --> visible --> first hit --> second hit: an own block, in the policy
+//!      '---------- in the list of copies, not in the policy ----------'
+//! ```
+//! The replacement policy does not contain copies. They have a list of their own, least recently hit first, and a share of
+//! the pool. Above their share they make room before any own block does; within it they go only if the policy has no
+//! victim. A copy that would exceed the share takes free memory or another copy's, never an own block's.
+//!
+//! The tier below gets no copies. A block that was hit twice here is queued for it like one that an engine saved, because
+//! the other host may lose its block at any time.
+
+use kvlane_policy::{Blocks, PrefixLru};
+
+use crate::entries::{CopyState, NONE};
+use crate::index::Index;
+
+/// The list of copies, by slot, and how much of the pool they may take.
+pub(crate) struct Copies {
+    /// A parent is newer than its children, as in the policies.
+    order: PrefixLru,
+    /// What they take of the pool, in whole pages. Includes the copies that are being fetched.
+    bytes: u64,
+    /// What they may take before own blocks do.
+    share_bytes: u64,
+}
+
+impl Copies {
+    pub(crate) fn new(pool_bytes: u64, share: f64) -> Self {
+        let share_bytes = (pool_bytes as f64 * share.clamp(0.0, 1.0)) as u64;
+        Self { order: PrefixLru::new(), bytes: 0, share_bytes }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(crate) fn contains(&self, slot: u32) -> bool {
+        self.order.contains(slot)
+    }
+
+    /// Whether they would exceed their share with so many more bytes.
+    pub(crate) fn exceed_share(&self, more: u64) -> bool {
+        self.bytes.saturating_add(more) > self.share_bytes
+    }
+
+    pub(crate) fn bytes_above_share(&self) -> u64 {
+        self.bytes.saturating_sub(self.share_bytes)
+    }
+
+    /// The least recently hit copy that may be evicted, passing over `max_refusals` at most. It is no longer in the list.
+    pub(crate) fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        self.order.take_oldest(max_refusals, |slot| blocks.may_evict(slot))
+    }
+
+    /// Called when blocks that continue these are being fetched; given from the tail. The new ones are listed just below
+    /// their parent, which therefore must not be old.
+    pub(crate) fn renew(&mut self, from_tail: impl Iterator<Item = u32>) {
+        self.order.touch_from_tail(from_tail);
+    }
+}
+
+impl Index {
+    /// Lists a block that is in no list and not in the policy.
+    pub(crate) fn add_copy(&mut self, slot: u32) {
+        let entry = self.entries.at_mut(slot);
+        entry.copy = CopyState::Unhit;
+        let (space, parent) = (entry.space, entry.parent);
+        self.copies.order.insert_run([slot], (parent != NONE).then_some(parent));
+        self.copies.bytes += self.spaces[space].room_bytes();
+    }
+
+    /// The block has died, or is an own one from now on.
+    pub(crate) fn remove_copy(&mut self, slot: u32) {
+        let entry = self.entries.at_mut(slot);
+        entry.copy = CopyState::Own;
+        let space = entry.space;
+        self.copies.order.remove(slot);
+        self.copies.bytes -= self.spaces[space].room_bytes();
+    }
+
+    /// Notes which source brought a claimed block, if that is another one than was asked first.
+    pub(crate) fn correct_copy(&mut self, slot: u32, is_copy: bool) {
+        let entry = self.entries.at(slot);
+        if is_copy == (entry.copy != CopyState::Own) {
+            return;
+        }
+        if is_copy {
+            self.policy.remove(slot);
+            self.add_copy(slot);
+        } else {
+            self.remove_copy(slot);
+            let parent = self.entries.at(slot).parent;
+            self.policy.insert(&[slot], (parent != NONE).then_some(parent), &self.entries);
+        }
+    }
+
+    /// A lookup has hit these blocks, given from the head of its prompt. Those that were hit before become own blocks. Call
+    /// it before the policy is told of the hit.
+    pub(crate) fn hit_copies(&mut self, slots: &[u32], is_chained: bool) {
+        if self.copies.is_empty() {
+            return;
+        }
+        for &slot in slots {
+            let entry = self.entries.at_mut(slot);
+            match entry.copy {
+                CopyState::Own => {}
+                CopyState::Unhit => entry.copy = CopyState::HitOnce,
+                CopyState::HitOnce => {
+                    self.remove_copy(slot);
+                    self.add_to_run(slot, is_chained);
+                    self.queue_spill(self.entries.block(slot));
+                    self.counters.adopted_copies += 1;
+                }
+            }
+        }
+        self.end_run(is_chained);
+        self.copies.order.touch_prefix(slots);
+    }
+}
