@@ -68,6 +68,7 @@ class Scheduler:
         daemon_user: str
         | None = None,  # who may run the daemon beside this user and root; None: KVLANE_DAEMON_USER
         follow_journal: bool = False,  # ask the daemon every 100 ms which blocks come and go
+        crosses_hosts: bool = False,  # whether other hosts may have its blocks
     ) -> None: ...
     def lookup_start(
         self,

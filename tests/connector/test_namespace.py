@@ -27,6 +27,7 @@ from kvlane.connector.namespace import (
     adapters_meaning,
     engine_meaning,
     group_namespace,
+    rests_on_a_name,
 )
 
 
@@ -348,6 +349,19 @@ def test_weights_that_no_file_here_has_are_known_by_name_revision_and_commit() -
         namespace(config(stored, hf_config=HubConfig(hidden_size=64, commit="abc"))),
     ]
     assert len(set(names)) == len(names)
+
+
+def test_only_a_name_may_mean_other_weights_on_another_host(tmp_path: Path) -> None:
+    def of(model: str, drafter: str | None = None) -> bool:
+        speculative = SpeculativeConfig("eagle", config(drafter).model_config) if drafter else None
+        return rests_on_a_name(
+            engine_meaning(config(model, speculative_config=speculative), [full_group()], "", b"")
+        )
+
+    files = str(local_model(tmp_path / "model"))
+    assert not of(files)
+    assert of("s3://bucket/model")
+    assert of(files, "s3://bucket/drafter") and not of(files, files)
 
 
 # Fields of the configuration

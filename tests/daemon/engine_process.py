@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "uid": None,
     "dumpable": None,
     "daemon_user": None,
+    "crosses_hosts": True,
     "rank": 0,
     "workers": 1,
     "scheduler": True,
@@ -77,7 +78,8 @@ class EngineProcess:
             groups = [(NAMESPACE, "pattern", TOKENS, 0)]
             timeout = options["lookup_timeout_ms"]
             self.scheduler = _core.Scheduler(
-                address, name, "kvlane tests", groups, options["workers"], timeout, options["daemon_user"]
+                *(address, name, "kvlane tests", groups, options["workers"], timeout, options["daemon_user"]),
+                crosses_hosts=options["crosses_hosts"],
             )
 
     # The content of a block

@@ -208,7 +208,9 @@ def test_names_and_addresses_that_lead_nowhere_are_said(make_cluster: MakeCluste
 
 
 def test_a_cluster_that_others_could_join_is_refused(folder: Path) -> None:
-    said = run_kvlane("serve", "--peers", "192.0.2.1:1", "--cluster-listen", "0.0.0.0:0", "--pool-size", "4mib")
+    said = run_kvlane(
+        "serve", "--peers", "192.0.2.1:1", "--cluster-listen", "0.0.0.0:0", "--pool-size", "4mib"
+    )
     assert said.returncode == 1
     assert "can be reached from other hosts: write --cluster-token-file" in said.stderr
     said = run_kvlane("serve", "--cluster-listen", "127.0.0.1:0", "--pool-size", "4mib")

@@ -11,4 +11,6 @@ pub struct GroupSpec {
     pub tokens_per_block: u32,
     /// Number of last blocks that a hit needs, for a sliding window; 0 if it needs the whole prefix.
     pub window_blocks: u32,
+    /// Whether other hosts may have the group's blocks: its namespace is a digest of contents, or the user has named it.
+    pub crosses_hosts: bool,
 }

@@ -198,6 +198,7 @@ mod tests {
             name: "group".into(),
             tokens_per_block,
             window_blocks,
+            crosses_hosts: false,
         };
         let specs = [spec(16, 0), spec(32, 2)];
         let answer = |tokens: u64, first_block: u64| {

@@ -233,6 +233,7 @@ fn scheduler(address: &Address) -> Scheduler {
         name: name.into(),
         tokens_per_block: 16,
         window_blocks,
+        crosses_hosts: false,
     };
     Scheduler::new(SchedulerOptions {
         address: address.clone(),

@@ -120,6 +120,10 @@ impl Asker {
 pub(crate) struct ClusterSource(pub(crate) Arc<Asker>);
 
 impl Source for ClusterSource {
+    fn brings_copies(&self) -> bool {
+        true
+    }
+
     fn find(&self, question: Question, done: FindDone) {
         let asker = &self.0;
         let now = Instant::now();

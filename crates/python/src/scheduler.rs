@@ -79,7 +79,7 @@ pub(crate) struct PyScheduler(Own<Mutex<Scheduler>>);
 impl PyScheduler {
     #[new]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
-    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0, daemon_user = None, follow_journal = false))]
+    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0, daemon_user = None, follow_journal = false, crosses_hosts = false))]
     fn new(
         address: Option<String>,
         engine_id: String,
@@ -89,12 +89,13 @@ impl PyScheduler {
         lookup_timeout_ms: f64,
         daemon_user: Option<&str>,
         follow_journal: bool,
+        crosses_hosts: bool,
     ) -> PyResult<Self> {
         let groups = groups
             .into_iter()
             .map(|(namespace, name, tokens_per_block, window_blocks)| {
                 let namespace = bytes16("a namespace", &namespace)?;
-                Ok(GroupSpec { namespace, name, tokens_per_block, window_blocks })
+                Ok(GroupSpec { namespace, name, tokens_per_block, window_blocks, crosses_hosts })
             })
             .collect::<PyResult<_>>()?;
         let scheduler = Scheduler::new(SchedulerOptions {

@@ -76,6 +76,8 @@ pub(crate) struct GroupSpec {
     pub(crate) name: String,
     pub(crate) tokens_per_block: u32,
     pub(crate) window_blocks: u32,
+    /// Other hosts may have its blocks.
+    pub(crate) crosses_hosts: bool,
 }
 
 /// A worker's part of a group.
@@ -281,8 +283,12 @@ impl CutGroup<'_> {
 
     /// Finds or makes the group's space.
     fn open(&self, store: &Store) -> OpenGroup {
+        let space = store.space(self.spec.namespace, &self.spec.name, self.cut, &self.sizes);
+        if self.spec.crosses_hosts {
+            store.let_cross_hosts(space);
+        }
         OpenGroup {
-            space: store.space(self.spec.namespace, &self.spec.name, self.cut, &self.sizes),
+            space,
             tokens_per_block: self.spec.tokens_per_block,
             window_blocks: self.spec.window_blocks,
         }
@@ -556,7 +562,13 @@ mod tests {
     }
 
     fn scheduler_group() -> GroupSpec {
-        GroupSpec { namespace: Namespace([1; 16]), name: "m".into(), tokens_per_block: 16, window_blocks: 0 }
+        GroupSpec {
+            namespace: Namespace([1; 16]),
+            name: "m".into(),
+            tokens_per_block: 16,
+            window_blocks: 0,
+            crosses_hosts: false,
+        }
     }
 
     fn worker_group(piece_bytes: u64) -> WorkerGroup {

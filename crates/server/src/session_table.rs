@@ -230,6 +230,7 @@ fn open_engine() -> Ask {
         name: "walk".into(),
         tokens_per_block: 16,
         window_blocks: 0,
+        crosses_hosts: false,
     };
     Ask::OpenEngine(v1::OpenEngine { groups: vec![group], workers: 1, cancelled_below: 0 })
 }

@@ -195,8 +195,11 @@ impl Store {
             if of_group.missing.is_empty() {
                 continue;
             }
-            let question = self.question(of_group);
+            let (question, crosses_hosts) = self.question(of_group);
             for (source, each) in self.sources.iter().enumerate() {
+                if each.brings_copies() && !crosses_hosts {
+                    continue;
+                }
                 let (store, asked) = (Arc::clone(self), Arc::clone(&asked));
                 asked.answers_left.fetch_add(1, Ordering::Relaxed);
                 let done = Done::new(move |found| {
@@ -252,15 +255,17 @@ impl Store {
         }))
     }
 
-    fn question(&self, group: &AskedGroup) -> Question {
+    /// What to ask, and whether to ask other hosts too.
+    fn question(&self, group: &AskedGroup) -> (Question, bool) {
         let index = self.index.lock();
-        Question {
+        let question = Question {
             space: index.space_name(group.space),
             shard_bytes: index.shard_bytes(group.space).into(),
             hashes: group.missing.iter().map(|position| group.hashes[*position as usize]).collect(),
             // With two sources one may have what the other lacks.
             only_prefix: group.need.window_blocks == 0 && self.sources.len() == 1,
-        }
+        };
+        (question, index.spaces[group.space].crosses_hosts)
     }
 
     /// An answer came, or all were asked. The last call plans.

@@ -161,6 +161,7 @@ impl Index {
             sealed: 0,
             hit_blocks: 0,
             missed_blocks: 0,
+            crosses_hosts: false,
         });
         self.space_ids.entry((namespace, cut)).or_default().push(id);
         if self.capacity == 0 {

@@ -31,9 +31,10 @@ impl Drop for Loan {
 }
 
 impl Index {
+    /// The space whose blocks these are, if they may go to other hosts.
     fn lent_space(&self, space: Space, shard_bytes: &[u64]) -> Option<SpaceId> {
         let mut alike = self.spaces_of(space.namespace, space.cut);
-        alike.find(|found| *self.shard_bytes(*found) == *shard_bytes)
+        alike.find(|found| self.spaces[*found].crosses_hosts && *self.shard_bytes(*found) == *shard_bytes)
     }
 
     /// Leases a visible block for the lender, and says where its shards lie.
@@ -60,6 +61,12 @@ impl Index {
 }
 
 impl Store {
+    /// From now on other hosts may have the space's blocks, and this one theirs. Call it only if the namespace means the same
+    /// everywhere.
+    pub fn let_cross_hosts(&self, space: SpaceId) {
+        self.index.lock().spaces[space].crosses_hosts = true;
+    }
+
     /// The visible ones of these blocks, as ascending runs of positions. With `only_prefix` it ends at the first that is not
     /// visible. A block of the same space with other shards is not the same block.
     pub fn visible_runs(

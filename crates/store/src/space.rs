@@ -20,6 +20,8 @@ pub(crate) struct Space {
     pub(crate) sealed: u64,
     pub(crate) hit_blocks: u64,
     pub(crate) missed_blocks: u64,
+    /// Other hosts may have its blocks, and this one theirs.
+    pub(crate) crosses_hosts: bool,
 }
 
 impl Space {

@@ -72,6 +72,7 @@ class Engine:
             1,
             lookup_timeout_ms=_TIMEOUT_MS,
             follow_journal=follow_journal,
+            crosses_hosts=True,
         )
         if not self.worker.wait_registered(_TIMEOUT_MS):
             raise RuntimeError(f"engine {name} could not register: {self.worker.reason}")

@@ -20,7 +20,13 @@ from kvlane.connector.groups import CacheGroup, Unsupported, block_bytes, cache_
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
-from kvlane.connector.namespace import adapters_meaning, engine_meaning, fix_hash_seed, group_namespace
+from kvlane.connector.namespace import (
+    adapters_meaning,
+    engine_meaning,
+    fix_hash_seed,
+    group_namespace,
+    rests_on_a_name,
+)
 from kvlane.connector.no_daemon import NoScheduler, uses_daemon
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
@@ -38,7 +44,7 @@ def build_scheduler_side(
 ) -> SchedulerSide:
     """The scheduler role, connecting in the background. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
-    namespaces, hash_seed = _namespaces(vllm_config, groups, settings)
+    namespaces, hash_seed, crosses_hosts = _namespaces(vllm_config, groups, settings)
     transfer = vllm_config.kv_transfer_config
     can_load = settings.load and transfer.is_kv_consumer
     if can_load and len(groups) > 1 and not capabilities.reports_failed_requests():
@@ -76,6 +82,7 @@ def build_scheduler_side(
             settings.lookup_timeout_ms,
             daemon_user=settings.daemon_user,
             follow_journal=shape.emit_events,
+            crosses_hosts=crosses_hosts,
         )
     else:
         core = NoScheduler()
@@ -132,7 +139,7 @@ def build_worker_core(
     """The core's worker for this rank's KV caches, connecting in the background; for caches on a GPU how the engine
     computes there; and of each group, how many ranks hold its blocks, and their layout. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
-    namespaces, _ = _namespaces(vllm_config, groups, settings)
+    namespaces, *_ = _namespaces(vllm_config, groups, settings)
     device = gpu_of(kv_caches)
     hints = layer_hints(vllm_config, kv_cache_config)
     facts = _facts(vllm_config, kv_cache_config, groups)
@@ -264,8 +271,8 @@ def group_name(vllm_config: VllmConfig, group: CacheGroup) -> str:
 
 def _namespaces(
     vllm_config: VllmConfig, groups: list[CacheGroup], settings: Settings
-) -> tuple[list[bytes], bytes | None]:
-    """A namespace for each group, and the hash seed that is in them."""
+) -> tuple[list[bytes], bytes | None, bool]:
+    """A namespace for each group, the hash seed that is in them, and whether other hosts may have their blocks."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = fix_hash_seed(algorithm)
     if seed is None:
@@ -277,7 +284,9 @@ def _namespaces(
             algorithm,
         )
     meaning = engine_meaning(vllm_config, groups, settings.namespace, seed)
-    return [group_namespace(group, meaning) for group in groups], seed
+    # With a word for the namespace the user says that the name means the same weights everywhere.
+    crosses_hosts = bool(settings.namespace) or not rests_on_a_name(meaning)
+    return [group_namespace(group, meaning) for group in groups], seed, crosses_hosts
 
 
 def _adapters(vllm_config: VllmConfig) -> Adapters:

@@ -65,6 +65,15 @@ def engine_meaning(
     }
 
 
+def rests_on_a_name(meaning: dict[str, JsonValue]) -> bool:
+    """Whether the weights of the engine's model or of its drafter are known by their name only, which may mean other
+    weights on another host. `meaning` is from `engine_meaning`."""
+    draft = meaning["draft"]
+    models = [meaning["model"], draft.get("model") if isinstance(draft, dict) else None]
+    weights = [model.get("weights") for model in models if isinstance(model, dict)]
+    return any(isinstance(each, dict) and "name" in each for each in weights)
+
+
 def draft_identity(vllm_config: VllmConfig, groups: list[CacheGroup]) -> dict[str, JsonValue] | None:
     """The drafter's identity; None without speculative decoding. `groups` are the engine's."""
     speculative = vllm_config.speculative_config

@@ -68,10 +68,11 @@ class FakeCore:
         lookup_timeout_ms: float = 50.0,
         daemon_user: str | None = None,
         follow_journal: bool = False,
+        crosses_hosts: bool = False,
     ) -> FakeScheduler:
         """See `kvlane._core.Scheduler`."""
         engine = self.engines.setdefault(engine_id, OpenEngine())
-        engine.groups, engine.workers = groups, workers
+        engine.groups, engine.workers, engine.crosses_hosts = groups, workers, crosses_hosts
         return FakeScheduler(self, engine, engine_id, address or "fake:", follow_journal)
 
     def Worker(

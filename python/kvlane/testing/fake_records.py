@@ -54,6 +54,7 @@ class OpenEngine:
 
     groups: list[tuple[bytes, str, int, int]] = field(default_factory=list)
     workers: int = 0
+    crosses_hosts: bool = False
     run: bytes = b""
     """The run of its scheduler; empty once that is closed."""
     saving: int = 0

@@ -215,6 +215,7 @@ impl Engine {
                 name: "g".into(),
                 tokens_per_block: TOKENS as u32,
                 window_blocks: 0,
+                crosses_hosts: false,
             };
             let groups = (0..self.groups).map(group).collect();
             let workers = self.ranks as u32;

@@ -127,6 +127,7 @@ impl SchedulerSide {
             name: "g".into(),
             tokens_per_block: TOKENS as u32,
             window_blocks: u32::from(namespace == NAMESPACES[1]),
+            crosses_hosts: false,
         };
         let options = SchedulerLinkOptions {
             address: Address::Unix("simulated".into()),

@@ -17,6 +17,8 @@ use kvlane_store::{
 /// Long enough for a loaded machine; reached only by a test that fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const MODEL: Namespace = Namespace([1; 16]);
+/// A namespace that must not cross hosts.
+const OF_THIS_HOST: Namespace = Namespace([2; 16]);
 const CUT: CutDigest = CutDigest([5; 16]);
 const ENGINE: OwnerId = OwnerId(1);
 /// Pages of each shard.
@@ -45,6 +47,7 @@ pub(crate) struct Host {
     pub(crate) address: SocketAddr,
     arena: Arc<Arena>,
     space: SpaceId,
+    own: SpaceId,
     _background: Background,
 }
 
@@ -86,11 +89,14 @@ impl Host {
         let cluster = Cluster::open(options, &arena).unwrap();
         let store =
             Store::with_tiers(Arc::clone(&arena), StoreOptions::default(), None, vec![cluster.source()]);
+        let own =
+            store.space(OF_THIS_HOST, "known by its name", CUT, &SHARDS.map(|pages| pages * PAGE_BYTES));
         let space = store.space(MODEL, "a model", CUT, &SHARDS.map(|pages| pages * PAGE_BYTES));
+        store.let_cross_hosts(space);
         let _background = store.start_background(1, 0).unwrap();
         cluster.start(&store).unwrap();
         let address = cluster.addresses()[0];
-        Self { cluster, store, address, arena, space, _background }
+        Self { cluster, store, address, arena, space, own, _background }
     }
 
     /// One that dials nobody.
@@ -174,6 +180,15 @@ impl Host {
         }
         self.store.commit(&claims, Instant::now());
         assert!(self.store.settle(PATIENCE));
+    }
+
+    /// Makes the space that must not cross hosts the one that is used.
+    pub(crate) fn use_own_space(&mut self) {
+        self.space = self.own;
+    }
+
+    pub(crate) fn space(&self) -> SpaceId {
+        self.space
     }
 
     fn group<'a>(&self, blocks: &'a [BlockHash]) -> LookupGroup<'a> {

@@ -111,6 +111,23 @@ fn a_stranger_is_not_answered() {
     assert_eq!(a.cluster.status().lent_blocks, 0);
 }
 
+/// Two hosts may mean different weights by one name.
+#[test]
+fn blocks_of_a_namespace_that_rests_on_a_name_stay_on_their_host() {
+    let mut hosts = Host::pair(None);
+    hosts.iter_mut().for_each(Host::use_own_space);
+    let [a, b] = &hosts;
+    let blocks = prompt(1, 10);
+    a.save(&blocks);
+    assert!(!b.fetch(&blocks));
+    // One that lets them cross is not lent them either.
+    b.store.let_cross_hosts(b.space());
+    assert!(!b.fetch(&blocks));
+    a.store.let_cross_hosts(a.space());
+    assert!(b.fetch(&blocks));
+    assert_eq!(b.hit(&blocks), 10);
+}
+
 /// Blocks that a prompt needs from the owner and that it has lost meanwhile are misses, and the others come.
 #[test]
 fn blocks_that_are_gone_when_they_are_borrowed_are_misses() {

@@ -42,6 +42,7 @@ pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> R
                 name: group.name.chars().take(256).collect(),
                 tokens_per_block: group.tokens_per_block,
                 window_blocks: group.window_blocks,
+                crosses_hosts: group.crosses_hosts,
             })
         })
         .collect::<Result<Vec<_>, Refusal>>()?;

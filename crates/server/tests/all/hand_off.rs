@@ -158,6 +158,7 @@ impl Saver {
             name: "g".into(),
             tokens_per_block: TOKENS,
             window_blocks: 0,
+            crosses_hosts: false,
         };
         let open = v1::OpenEngine { groups: vec![group], workers: 1, cancelled_below: 0 };
         assert!(matches!(scheduler.ask(Ask::OpenEngine(open)), Answer::EngineOpened(_)));
@@ -427,6 +428,7 @@ fn nobody_waits_for_an_engine_that_saves_nothing_of_it() {
         name: "g".into(),
         tokens_per_block: TOKENS,
         window_blocks: 0,
+        crosses_hosts: false,
     };
     let open = v1::OpenEngine { groups: vec![group], workers: 1, cancelled_below: 0 };
     assert!(matches!(alone.ask(Ask::OpenEngine(open)), Answer::EngineOpened(_)));

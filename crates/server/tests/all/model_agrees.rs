@@ -146,6 +146,7 @@ fn open(cancelled_below: u64) -> Ask {
         name: "g".into(),
         tokens_per_block: 16,
         window_blocks,
+        crosses_hosts: false,
     };
     let groups = vec![group(3, 0), group(4, 1)];
     Ask::OpenEngine(v1::OpenEngine { groups, workers: 1, cancelled_below })

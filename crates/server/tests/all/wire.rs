@@ -65,7 +65,7 @@ fn hand_off() -> impl Strategy<Value = v1::HandOff> {
 
 fn open_engine() -> impl Strategy<Value = Ask> {
     let group = (name(), small(), small()).prop_map(|(namespace, tokens_per_block, window_blocks)| {
-        v1::Group { namespace, name: "n".into(), tokens_per_block, window_blocks }
+        v1::Group { namespace, name: "n".into(), tokens_per_block, window_blocks, crosses_hosts: true }
     });
     (proptest::collection::vec(group, 0..4), small(), number()).prop_map(
         |(groups, workers, cancelled_below)| {

@@ -263,6 +263,7 @@ impl Engine {
                 name: "test".into(),
                 tokens_per_block: TOKENS,
                 window_blocks: 0,
+                crosses_hosts: false,
             }],
             workers,
             lookup_timeout: PATIENCE,

@@ -91,6 +91,7 @@ pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Sched
             name: "test".into(),
             tokens_per_block: TOKENS,
             window_blocks: 0,
+            crosses_hosts: false,
         }],
         workers: 1,
         lookup_timeout,

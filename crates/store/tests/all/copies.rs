@@ -497,6 +497,7 @@ fn the_tier_below_gets_a_copy_once_it_is_an_own_block() {
     );
     let _background = store.start_background(1, 0).unwrap();
     let space = store.space(MODEL, "a model", CutDigest([5; 16]), &[2 * PAGE_BYTES]);
+    store.let_cross_hosts(space);
     let prompt = hashes(1, 5);
     let group = LookupGroup { space, tokens_per_block: 16, window_blocks: 0, hashes: &prompt };
     let plan = store.find(&[group], u64::MAX).wait_until(Instant::now()).ok().unwrap().unwrap();

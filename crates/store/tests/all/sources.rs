@@ -97,6 +97,7 @@ impl Pool {
         let sources = hosts.iter().map(|hosts| Arc::new(Played(Arc::clone(hosts))) as Arc<dyn Source>);
         let store = Store::with_tiers(Arc::clone(&arena), StoreOptions::default(), None, sources.collect());
         let space = store.space(MODEL, "a model", CutDigest([5; 16]), &[BLOCK * PAGE_BYTES]);
+        store.let_cross_hosts(space);
         Self { hosts: hosts.to_vec(), arena, store, space }
     }
 

@@ -51,6 +51,7 @@ impl SchedulerLinkOptions {
             name: group.name.clone(),
             tokens_per_block: group.tokens_per_block,
             window_blocks: group.window_blocks,
+            crosses_hosts: group.crosses_hosts,
         });
         Ask::OpenEngine(v1::OpenEngine { groups: groups.collect(), workers: self.workers, cancelled_below })
     }

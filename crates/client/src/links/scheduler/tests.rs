@@ -45,6 +45,7 @@ impl Play {
                 name: "group".into(),
                 tokens_per_block: 16,
                 window_blocks: 0,
+                crosses_hosts: false,
             }],
             workers: 1,
             lookup_timeout: TIMEOUT,
