@@ -127,7 +127,7 @@ impl Chain {
     }
 }
 
-/// Who has the bytes of a block that is being claimed.
+/// Where the bytes of a claimed block come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// An engine has computed it. The policy judges whether it is worth its victims.

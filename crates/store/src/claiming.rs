@@ -236,7 +236,8 @@ impl Index {
     }
 
     /// Makes a fetched block visible at once. Its caller has claimed and written all shards, and has compared the bytes
-    /// with these crc32c. `origin` is where they came from in the end, which the claim could not know for sure. If the claim is dead, the commits are counted as stale and the memory is freed.
+    /// with these crc32c. `origin` is where the bytes came from in the end; the claim's was a plan. If the claim is dead, the
+    /// commits are counted as stale and the memory is freed.
     pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32], origin: Origin) {
         assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
         let Some(&ShardClaim { block, .. }) = claims.first() else { return };

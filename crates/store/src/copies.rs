@@ -20,9 +20,9 @@ use crate::index::Index;
 pub(crate) struct Copies {
     /// A parent is newer than its children, as in the policies.
     order: PrefixLru,
-    /// What they take of the pool, in whole pages. Includes the copies that are being fetched.
+    /// Pool bytes of all copies, in whole pages. Includes the copies that are being fetched.
     bytes: u64,
-    /// What they may take before own blocks do.
+    /// Above this they go before own blocks do.
     share_bytes: u64,
 }
 
@@ -48,7 +48,7 @@ impl Copies {
         self.order.contains(slot)
     }
 
-    /// Whether they would exceed their share with so many more bytes.
+    /// Whether they exceed their share, with so many more bytes.
     pub(crate) fn exceed_share(&self, more: u64) -> bool {
         self.bytes.saturating_add(more) > self.share_bytes
     }
@@ -62,15 +62,15 @@ impl Copies {
         self.order.take_oldest(max_refusals, |slot| blocks.may_evict(slot))
     }
 
-    /// Called when blocks that continue these are being fetched; given from the tail. The new ones are listed just below
-    /// their parent, which therefore must not be old.
+    /// Called when blocks that continue these are being fetched; given from the tail. A new copy is listed just below its
+    /// parent in age, so the parent must not be old.
     pub(crate) fn renew(&mut self, from_tail: impl Iterator<Item = u32>) {
         self.order.touch_from_tail(from_tail);
     }
 }
 
 impl Index {
-    /// Lists a block that is in no list and not in the policy.
+    /// Makes a claimed block a copy. The policy does not contain it.
     pub(crate) fn add_copy(&mut self, slot: u32) {
         let entry = self.entries.at_mut(slot);
         entry.copy = CopyState::Unhit;
@@ -79,7 +79,7 @@ impl Index {
         self.copies.bytes += self.spaces[space].room_bytes();
     }
 
-    /// The block has died, or is an own one from now on.
+    /// Takes a copy off the list, because it died or becomes an own block.
     pub(crate) fn remove_copy(&mut self, slot: u32) {
         let entry = self.entries.at_mut(slot);
         entry.copy = CopyState::Own;
@@ -88,7 +88,7 @@ impl Index {
         self.copies.bytes -= self.spaces[space].room_bytes();
     }
 
-    /// Notes which source brought a claimed block, if that is another one than was asked first.
+    /// Corrects what the claim took the block for, if another source brought it than the one that was asked first.
     pub(crate) fn correct_copy(&mut self, slot: u32, is_copy: bool) {
         let entry = self.entries.at(slot);
         if is_copy == (entry.copy != CopyState::Own) {
@@ -104,8 +104,8 @@ impl Index {
         }
     }
 
-    /// A lookup has hit these blocks, given from the head of its prompt. Those that were hit before become own blocks. Call
-    /// it before the policy is told of the hit.
+    /// Called when a lookup has hit these blocks, given from the head of its prompt, and before the policy is. Copies that
+    /// were hit before become own blocks.
     pub(crate) fn hit_copies(&mut self, slots: &[u32], is_chained: bool) {
         if self.copies.is_empty() {
             return;

@@ -26,6 +26,8 @@ const SLABS: usize = 4;
 pub(crate) struct Effort {
     /// The blocks that need room are copies.
     is_copy: bool,
+    /// The policy found the blocks worth their victims. If not, they get free memory and that of copies above their share.
+    is_worth_victims: bool,
     may_evict: bool,
     may_clear_slab: bool,
     /// False once a search for a victim has failed, until something makes another one likely.
@@ -34,11 +36,11 @@ pub(crate) struct Effort {
 }
 
 impl Effort {
-    /// All means if the blocks are worth victims, else only free memory.
     pub(crate) fn new(is_worth_victims: bool, is_copy: bool) -> Self {
         Self {
             is_copy,
-            may_evict: is_worth_victims,
+            is_worth_victims,
+            may_evict: true,
             may_clear_slab: is_worth_victims,
             has_own_victims: true,
             has_copy_victims: true,
@@ -82,7 +84,7 @@ impl Index {
         if self.is_share_exceeded(space, effort) {
             self.evict_copy(effort) || self.may_take_own(space, effort) && self.evict_own(effort)
         } else {
-            self.evict_own(effort) || self.evict_copy(effort)
+            effort.is_worth_victims && (self.evict_own(effort) || self.evict_copy(effort))
         }
     }
 
@@ -94,7 +96,7 @@ impl Index {
 
     /// Whether a block of `space` may cost own blocks. A copy beyond the share may not.
     fn may_take_own(&self, space: SpaceId, effort: &Effort) -> bool {
-        !(effort.is_copy && self.is_share_exceeded(space, effort))
+        effort.is_worth_victims && !(effort.is_copy && self.is_share_exceeded(space, effort))
     }
 
     fn evict_own(&mut self, effort: &mut Effort) -> bool {

@@ -108,8 +108,8 @@ impl Store {
                     wait_for(waiters);
                 }
             }
-            let origins: Vec<Origin> =
-                of_stretch.iter().map(|holder| self.origin(plan.holders[*holder].0)).collect();
+            let origin = |holder: &usize| self.origin(plan.holders[*holder].0);
+            let origins: Vec<Origin> = of_stretch.iter().take(hashes.len()).map(origin).collect();
             let claimed = self.claim_whole(space, chain, &hashes, &origins, now);
             self.remember(space, &hashes, &claimed);
             let bytes = self.index.lock().shard_bytes(space).iter().sum();
@@ -125,8 +125,8 @@ impl Store {
         reads
     }
 
-    /// Claims all shards of each block, and returns the claimed ones by position. A block of which only some shards were
-    /// granted is aborted.
+    /// Claims all shards of each block for its origin, and returns the claimed ones by position. A block of which only some
+    /// shards were granted is aborted.
     fn claim_whole(
         &self,
         space: SpaceId,
@@ -144,7 +144,7 @@ impl Store {
             // Not judged, because a lookup waits for these, and they can come only by way of the pool.
             let (mut chain, mut rest) = (chain, hashes);
             for alike in origins.chunk_by(|a, b| a == b) {
-                let (run, after) = rest.split_at(alike.len().min(rest.len()));
+                let (run, after) = rest.split_at(alike.len());
                 self.claim_in_parts(alike[0], &fetcher, chain, run, &mut outcomes);
                 chain = run.last().map_or(chain, |last| chain.behind(*last));
                 rest = after;

@@ -2,7 +2,8 @@
 //! a block dies. Pure: no threads, no clock (time is an argument), no bytes.
 //!
 //! Other files add the operations as `impl Index`: lookup.rs and leasing.rs (hits), claiming.rs (saves), evict.rs and
-//! replacement.rs (room), copies.rs (blocks of other hosts), seal.rs (checksums), spill.rs (the tier below), watching.rs (awaited saves).
+//! replacement.rs (room), copies.rs (blocks of other hosts), seal.rs (checksums), spill.rs (the tier below), watching.rs
+//! (awaited saves).
 //!
 //! # Which blocks may be evicted while a save of their continuation is in flight
 //!
@@ -58,6 +59,7 @@ pub struct Index {
     space_ids: HashMap<(Namespace, CutDigest), Vec<SpaceId>>,
     /// Picks the victims and judges newcomers. Contains every block, leased and claimed ones too, but no copies and no gaps.
     pub(crate) policy: Box<dyn ReplacementPolicy>,
+    /// Blocks of other hosts, which the policy does not contain.
     pub(crate) copies: Copies,
     /// Estimate: how many blocks a full pool holds.
     pub(crate) capacity: usize,

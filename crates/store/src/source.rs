@@ -83,8 +83,8 @@ pub trait Source: Send + Sync {
     /// Starts to read blocks of one holder. After `deadline` no lookup waits for them.
     fn read(&self, holder: HolderId, blocks: Vec<BlockRead>, deadline: Instant);
 
-    /// Whether its blocks are another host's. The pool keeps such a copy for less long than an own block, and the tier below
-    /// does not get it.
+    /// Whether its blocks are copies of another host's. The pool evicts copies above their share first, and the tier below
+    /// does not get them.
     fn brings_copies(&self) -> bool {
         false
     }

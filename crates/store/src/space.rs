@@ -29,7 +29,7 @@ impl Space {
         self.shard_bytes.iter().sum()
     }
 
-    /// What a block takes of the pool: each shard has whole pages.
+    /// Pool bytes of a block: each shard has whole pages.
     pub(crate) fn room_bytes(&self) -> u64 {
         self.shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum()
     }

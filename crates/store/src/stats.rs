@@ -26,7 +26,7 @@ pub struct StoreStats {
     pub leases: u64,
     /// Blocks that a source brought from another host and that are not own blocks yet, those being fetched included.
     pub copied_blocks: u64,
-    /// What they take of the pool, rounded up to pages.
+    /// Pool bytes of those blocks, rounded up to pages.
     pub copied_bytes: u64,
     /// The policy that decides now which blocks are evicted.
     pub policy: PolicyKind,

@@ -290,7 +290,7 @@ fn copies_do_not_make_the_pool_look_smaller() {
 /// A policy that admits no newcomer in place of blocks that are hit often is not asked about room that copies make.
 #[test]
 fn room_of_copies_above_their_share_needs_no_admission() {
-    for (share, saved) in [(0.0, 4), (0.5, 0)] {
+    for (share, saved) in [(0.0, 4), (0.375, 2), (0.5, 0)] {
         let mut pool = Pool::with_policy(16, share, PolicyKind::TinyLfu);
         let own = hashes(1, 8);
         pool.save(&own);
