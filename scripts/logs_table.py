@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = {
     "The daemon: `kvlane serve`": (
         "crates/cli/src/serve",
+        "crates/cluster",
         "crates/engine-memory/src/gpu_pool.rs",
         "crates/server",
         "crates/ssd",
@@ -37,7 +38,7 @@ PARTS = {
     "Engines: the connector": ("python/kvlane/connector", "crates/python"),
     "Engines: the connection to the daemon": ("crates/client", "crates/engine-memory/src/gpu_worker.rs"),
     "Engines: direct hand-offs": ("crates/handoff",),
-    "Engines: the fabric between them": ("crates/fabric",),
+    "The fabric, between engines and between daemons": ("crates/fabric",),
     "All programs: memory, sockets and GPUs": ("crates/memory", "crates/gpu"),
     "Simulated GPUs, which only tests use": ("crates/fake-gpu",),
 }

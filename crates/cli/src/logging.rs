@@ -21,11 +21,13 @@ pub(crate) enum LogFormat {
 
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 /// The crates of this program that write to the log.
-const PARTS: [&str; 11] = [
+const PARTS: [&str; 13] = [
     "kvlane",
     "kvlane_client",
+    "kvlane_cluster",
     "kvlane_door",
     "kvlane_engine_memory",
+    "kvlane_fabric",
     "kvlane_gpu",
     "kvlane_memory",
     "kvlane_router",

@@ -148,7 +148,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_CLUSTER_TLS_AUTHORITY", value_name = "FILE")]
     cluster_tls_authority: Option<PathBuf>,
 
-    /// What blocks go by between daemons: auto, which takes process_vm within a host and TCP between hosts, or tcp
+    /// The transport of blocks between daemons: auto, which takes process_vm within a host and TCP between hosts, or tcp
     /// [default: auto]
     #[arg(long, env = "KVLANE_CLUSTER_TRANSPORT", value_enum, value_name = "NAME")]
     cluster_transport: Option<ClusterTransportArg>,

@@ -75,7 +75,7 @@ impl AwaitedLeases {
     }
 }
 
-/// What reading needs.
+/// Reads from all members, and counts.
 pub(crate) struct Borrowing {
     pub(crate) engine: Arc<Engine>,
     pub(crate) arena: Arc<Arena>,

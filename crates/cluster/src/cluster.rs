@@ -35,7 +35,7 @@ pub struct ClusterOptions {
     pub token: String,
     /// Encrypts all that goes between daemons.
     pub tls: Option<Tls>,
-    /// What bytes go by; None: the best that both sides have.
+    /// The transport of bytes; None: the best that both sides have.
     pub transport: Option<Transport>,
     /// The other daemons, each HOST:PORT. A name may have several addresses, one of them this daemon's own.
     pub peers: Vec<String>,
@@ -117,7 +117,7 @@ impl Cluster {
         }))
     }
 
-    /// What brings the other daemons' blocks into the store.
+    /// The source that brings the other daemons' blocks into the store.
     pub fn source(&self) -> Arc<dyn Source> {
         Arc::new(ClusterSource(Arc::clone(&self.asker)))
     }
@@ -174,7 +174,7 @@ impl Cluster {
         }
     }
 
-    /// What `kvlane status` says of it.
+    /// The state for `kvlane status`, and the counters.
     pub fn status(&self) -> ClusterStatus {
         let members = self.members.all();
         let status = |member: &Arc<Member>| {
@@ -250,7 +250,7 @@ pub struct ClusterStatus {
     pub expired_loans: u64,
 }
 
-/// Another daemon.
+/// The state of another daemon, as this one sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemberStatus {
     /// Where it listens.
@@ -267,7 +267,7 @@ pub struct MemberStatus {
     pub trouble: Option<String>,
 }
 
-/// What takes the messages of the other daemons.
+/// Takes the messages of the other daemons, in a thread of its own.
 struct Taking {
     engine: Arc<Engine>,
     members: Arc<Members>,

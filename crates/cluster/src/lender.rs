@@ -27,7 +27,7 @@ const REQUESTS_MAX: usize = 256;
 /// Threads that close windows. Each waits a second for a borrower that has stopped.
 const CLOSERS: usize = 4;
 
-/// What a borrower wants.
+/// A request of a borrower.
 pub(crate) enum Wish {
     Borrow {
         from: EngineId,

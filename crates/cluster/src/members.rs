@@ -33,7 +33,7 @@ const RESOLVE_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct MemberNumber(pub(crate) u32);
 
-/// Another daemon.
+/// Another daemon that this one dials.
 pub(crate) struct Member {
     pub(crate) number: MemberNumber,
     pub(crate) address: SocketAddr,
@@ -45,7 +45,7 @@ pub(crate) struct MemberState {
     /// The peer and its start, while it is reached.
     pub(crate) reached: Option<(PeerId, EngineId)>,
     pub(crate) breaker: Breaker,
-    /// From its beats.
+    /// As its beats say.
     pub(crate) name: String,
     pub(crate) software: String,
     /// Why it is not reached.
@@ -54,7 +54,7 @@ pub(crate) struct MemberState {
     is_self: bool,
 }
 
-/// What dialling needs to know.
+/// The settings of the threads that dial.
 pub(crate) struct Dialling {
     pub(crate) engine: Arc<Engine>,
     /// HOST:PORT, each maybe with several addresses.
@@ -63,7 +63,7 @@ pub(crate) struct Dialling {
     pub(crate) own_name: String,
 }
 
-/// All members.
+/// All members, by number and by engine.
 pub(crate) struct Members {
     all: RwLock<Vec<Arc<Member>>>,
     by_engine: RwLock<HashMap<EngineId, MemberNumber>>,

@@ -38,7 +38,7 @@ pub(crate) struct Blocks {
     pub(crate) hashes: Vec<BlockHash>,
 }
 
-/// What one daemon says to another.
+/// A message from one daemon to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
     Beat { name: String, software: String },
@@ -49,14 +49,14 @@ pub(crate) enum Message {
     Return { number: u64 },
 }
 
-/// What an owner lends of a request.
+/// The answer to a request to borrow.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Lease {
     /// Shows the shards of the lent blocks, in order. None: nothing is lent.
     pub(crate) window: Option<WindowDescriptor>,
     /// A bit for each block, 1 if it is not lent.
     gone: Vec<u8>,
-    /// Of each shard of the lent blocks.
+    /// One for each shard of the lent blocks.
     crcs: Vec<u32>,
     pub(crate) lasts_ms: u32,
     /// Why nothing is lent.

@@ -19,7 +19,7 @@ pub(crate) const QUESTIONS_MAX: usize = 4096;
 /// A question that is over.
 pub(crate) struct Ended {
     pub(crate) done: FindDone,
-    /// What each member has: runs of positions in the whole question, ascending.
+    /// The blocks of each member: runs of positions in the whole question, ascending.
     pub(crate) found: HashMap<MemberNumber, Vec<Range<u32>>>,
     /// Members that have not answered all parts.
     pub(crate) silent: BTreeSet<MemberNumber>,

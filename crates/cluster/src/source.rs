@@ -95,8 +95,8 @@ impl Asker {
     fn missed(&self, ended: &Ended, now: Instant) {
         for member in ended.silent.iter().filter_map(|number| self.members.get(*number)) {
             if member.state.lock().breaker.missed(now) {
-                // Log: a daemon of the cluster does not answer within `--peer-answer-ms`; it is asked again after a pause, and
-                // prompts that only it has are computed meanwhile. Do: look at its load, and at the network.
+                // Log: a daemon of the cluster did not answer three questions within `--cluster-answer-ms`; it is asked
+                // again after a pause. Do: look at its load, and at the network.
                 tracing::info!(member = %member.address, "daemon does not answer in time: it is left out for a while");
             }
         }
@@ -116,7 +116,7 @@ impl Asker {
     }
 }
 
-/// What the store has of an [`Asker`].
+/// An [`Asker`] as a source of the store.
 pub(crate) struct ClusterSource(pub(crate) Arc<Asker>);
 
 impl Source for ClusterSource {

@@ -1,4 +1,4 @@
-//! What is below the pool: [`Below`] keeps blocks that the pool may lose. crates/ssd is one; it brings them back as a
+//! The tier below the pool: [`Below`] keeps blocks that the pool may lose. crates/ssd is one; it brings them back as a
 //! [`Source`](crate::Source).
 
 use std::fmt;

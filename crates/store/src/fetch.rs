@@ -257,7 +257,7 @@ impl Store {
         next.into_iter().for_each(|next| self.submit_reads(next));
     }
 
-    /// Who else could bring the block before its deadline: the one that would bring it first. It is taken off the list.
+    /// The other holder that would bring the block first, if it is before the deadline. It is taken off the list.
     fn next_holder(&self, read: &mut Read, now: Instant) -> Option<Holder> {
         let left = read.deadline.saturating_duration_since(now).as_secs_f64();
         let queues = self.fetches.queues.lock();

@@ -45,7 +45,7 @@ impl Queues {
         self.0.entry(holder).or_default()
     }
 
-    /// What a plan needs to know of a holder. None while it is late.
+    /// The state of a holder, for a plan. None while it is late.
     pub(crate) fn state(&self, holder: Holder, round_trip: Duration, now: Instant) -> Option<HolderState> {
         let Some(reads) = self.0.get(&holder) else {
             return Some(HolderState { round_trip, ..HolderState::default() });
@@ -158,7 +158,7 @@ pub(crate) struct Read {
     /// Sum over the shards.
     pub(crate) bytes: u64,
     pub(crate) deadline: Instant,
-    /// Who else has the block, with its round trip.
+    /// The other holders of the block, each with its round trip.
     pub(crate) others: Vec<(Holder, Duration)>,
 }
 

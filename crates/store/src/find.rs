@@ -30,7 +30,7 @@ pub(crate) struct Stretch {
     pub(crate) space: SpaceId,
     pub(crate) chain: Chain,
     pub(crate) hashes: Vec<BlockHash>,
-    /// Who has each of them.
+    /// The holders of each block.
     pub(crate) holders: Vec<HolderSet>,
 }
 
@@ -213,7 +213,7 @@ impl Store {
         finding
     }
 
-    /// What to ask for. None if the pool lacks nothing, or there is nobody to ask.
+    /// The blocks to ask for. None if the pool lacks nothing, or there is no source.
     fn questions(self: &Arc<Self>, groups: &[LookupGroup<'_>], max_tokens: u64) -> Option<Arc<Asked>> {
         if self.sources.is_empty() {
             return None;
@@ -255,7 +255,7 @@ impl Store {
         }))
     }
 
-    /// What to ask, and whether to ask other hosts too.
+    /// The question about a group, and whether other hosts are asked too.
     fn question(&self, group: &AskedGroup) -> (Question, bool) {
         let index = self.index.lock();
         let question = Question {

@@ -18,7 +18,7 @@ const SHARE_BYTES: u64 = 8 << 20;
 /// Taken for the rate of a holder that has not been measured.
 const ASSUMED_BYTES_PER_S: f64 = 1e9;
 
-/// What a plan knows of a holder.
+/// A holder, as a plan sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HolderState {
     /// None before the first measurement.

@@ -28,16 +28,16 @@ pub struct Question {
     pub space: Space,
     /// Bytes of each shard. A holder whose blocks have other shards does not have these.
     pub shard_bytes: Arc<[u64]>,
-    /// The blocks.
+    /// The engine's hash of each block.
     pub hashes: Arc<[BlockHash]>,
     /// Whether blocks after the first that the source lacks are of no use.
     pub only_prefix: bool,
 }
 
-/// What one holder has of a question.
+/// The blocks of a question that one holder has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Who has the blocks.
+    /// The holder of these blocks.
     pub holder: HolderId,
     /// Runs of positions in [`Question::hashes`], ascending, without overlap.
     pub positions: Vec<Range<u32>>,
@@ -54,7 +54,7 @@ pub type ReadDone = Done<Option<Vec<u32>>>;
 
 /// A block to read.
 pub struct BlockRead {
-    /// Its name.
+    /// Its name in every pool and tier.
     pub key: BlockKey,
     /// Where each of its shards goes.
     pub extents: Vec<PoolExtent>,
