@@ -6,7 +6,8 @@
 
 Comments: sentences that begin with Of, What, Who, Whoever, Nobody or So many, because the actor is missing. Doc
 comments of at most 15 letters, because they repeat the name. Docs: their words, but for docs/reference, which the
-program makes; and sentences of more than 25 words in guides. Ceilings only fall, except that a new page adds its words: lower one when its count is far below.
+program makes; and sentences of more than 25 words in guides. Ceilings only fall, except that a new page adds its words: lower one when its
+count is far below.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CEILINGS = {"beginnings": 10, "short": 10, "words": 41_500, "long": 0}
+CEILINGS = {"beginnings": 10, "short": 10, "words": 41_900, "long": 0}
 SAYS = {
     "beginnings": "comment sentences that begin with Of, What, Who, Whoever, Nobody or So many",
     "short": "doc comments of at most 15 letters",

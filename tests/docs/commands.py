@@ -15,6 +15,7 @@ ROUTE_UNIT = HERE + "test_the_unit_starts_and_reloads_a_router_as_systemd_would"
 ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
 CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_it"
 DIRECT = HERE + "test_engines_for_direct_hand_offs_are_configured_as_the_page_says"
+CLUSTER = HERE + "test_daemons_of_a_cluster_start_as_the_page_says"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -54,6 +55,10 @@ RUN_BY = {
     "systemctl reload kvlane-route": ROUTE_UNIT,
     "curl -s http://127.0.0.1:9091/health": HERE + "test_health_and_metrics_are_asked_for",
     "curl -s http://127.0.0.1:9091/metrics": HERE + "test_health_and_metrics_are_asked_for",
+    # docs/cluster.md
+    "head -c 32 /dev/urandom | base64 > cluster.token; chmod 600 cluster.token": CLUSTER,
+    "kvlane serve --pool-size 16gb --peers 10.0.0.1:9555,10.0.0.2:9555 --cluster-listen 0.0.0.0:9555 "
+    "--cluster-advertise 10.0.0.1:9555 --cluster-token-file cluster.token": CLUSTER,
     # docs/performance.md
     "kvlane bench --help": "tests/packaging/test_wheel.py::test_every_help_works_without_extras",
     "kvlane bench serve --model MODEL --num-prompts 50 --input-len 2000 --output-len 32 --request-rate 2": (

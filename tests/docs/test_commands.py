@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import DIRECT, FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
+from commands import CLUSTER, DIRECT, FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
 from ports import free_port
-from processes import KVLANE, PATIENCE, Daemon, clean_environment, run_kvlane
+from processes import KVLANE, PATIENCE, Daemon, clean_environment, run_kvlane, until
 
 from kvlane import fabric
 from kvlane.connector.settings_check import check
@@ -116,6 +116,35 @@ def test_the_daemon_takes_what_pages_tell_it(text: str) -> None:
     assert told.returncode != 0 and "--listen" in told.stderr, told.stderr
     # The control: a flag that does not exist is noticed before the address.
     assert "--nonsense" in run_kvlane(*words[1:], "--nonsense", cwd=ROOT).stderr
+
+
+def test_daemons_of_a_cluster_start_as_the_page_says(folder: Path, tmp_path: Path) -> None:
+    """With addresses of this host for those of the page."""
+    make_token, serve = (text for text, runner in RUN_BY.items() if runner == CLUSTER)
+    subprocess.run(["sh", "-c", make_token], cwd=tmp_path, check=True)
+    ports = [free_port(), free_port()]
+    daemons = []
+    try:
+        for number, port in enumerate(ports):
+            line = serve.replace("0.0.0.0:9555", f"127.0.0.1:{port}")
+            for host, other in enumerate(ports, 1):
+                line = line.replace(
+                    f"--cluster-advertise 10.0.0.{host}:9555", f"--cluster-advertise 127.0.0.1:{port}"
+                )
+                line = line.replace(f"10.0.0.{host}:9555", f"127.0.0.1:{other}")
+            _, words = words_of(line.replace("16gb", "16mib"))
+            home = folder / str(number)
+            home.mkdir()
+            daemons.append(Daemon(home, *words[4:], cwd=tmp_path))
+            daemons[-1].start()
+        for daemon in daemons:
+            until(
+                "the other one is reached",
+                lambda daemon=daemon: "  reached" in run_kvlane("status", "--addr", daemon.address).stdout,
+            )
+    finally:
+        for daemon in daemons:
+            daemon.kill()
 
 
 def test_engines_start_as_on_the_start_page() -> None:

@@ -22,6 +22,7 @@ MORE_STAGES: dict[str, set[str]] = {
     "block": WITH_VLLM | {"miri"},
     "cli": WITH_VLLM,
     "client": WITH_VLLM,
+    "cluster": WITH_VLLM,
     "door": WITH_VLLM,
     "engine-memory": WITH_VLLM,
     "fabric": WITH_VLLM,
