@@ -6,8 +6,8 @@
 
 Comments: sentences that begin with Of, What, Who, Whoever, Nobody or So many, because the actor is missing. Doc
 comments of at most 15 letters, because they repeat the name. Docs: their words, but for docs/reference, which the
-program makes; and sentences of more than 25 words in guides. Ceilings only fall, except that a new page adds its words: lower one when its
-count is far below.
+program makes; and sentences of more than 25 words in guides. Ceilings only fall, except that a new page adds its words:
+lower one when its count is far below.
 """
 
 from __future__ import annotations
