@@ -27,6 +27,7 @@ mod claim;
 mod claiming;
 mod consistency;
 mod copies;
+mod copying;
 mod done;
 mod entries;
 mod evict;
