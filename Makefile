@@ -20,7 +20,7 @@ PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" VLLM_CACHE_ROOT="$${XDG_CA
 TWO = -n 2 --dist loadfile
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo demo-pd demo-direct test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
+.PHONY: help demo demo-pd demo-direct demo-cluster test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -37,6 +37,10 @@ demo-pd: ## a prefill and a decode engine behind kvlane route, real vLLMs on the
 demo-direct: ## prompts from a prefill engine straight into a decode engine, real vLLMs on the CPU: out/demo-direct.json, .png
 	@$(ENVIRONMENT) --release vllm-0.32
 	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/direct_pd.py --out $(OUT) $(ARGS)
+
+demo-cluster: ## what one host computed is a hit on the next, two daemons and two real vLLMs on the CPU: out/demo-cluster.json, .png
+	@$(ENVIRONMENT) --release vllm-0.32
+	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/cluster.py --out $(OUT) $(ARGS)
 
 test: ## what a change could break, in about 25 minutes on two cores
 	$(STAGES) fetch build lint rust python engines

@@ -139,6 +139,10 @@ PARTS = {
         "three prefill engines and one decode engine that hand over directly",
         _make("demo-direct", "ARGS=--prefill 3 --decode 1"),
     ),
+    "demo-cluster": Part(
+        "two hosts whose daemons lend each other blocks, with real engines",
+        _make("demo-cluster"),
+    ),
     "route": Part(
         "20 minutes of a router whose engines are killed and restarted while clients attack it",
         _make("python", "RELEASE=1", "ARGS=tests/router/test_route_soak.py -m soak -s"),

@@ -36,6 +36,7 @@ RUN_BY = {
     "make demo": "make demo",
     "make demo-pd": "make demo-pd",
     "make demo-direct": "make demo-direct",
+    "make demo-cluster": "make demo-cluster",
     "make test": "make test",
     # docs/configure.md
     "kvlane serve --pool-size 16gb --ssd /var/lib/kvlane": FLAGS,

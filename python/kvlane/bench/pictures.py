@@ -200,6 +200,22 @@ def direct(result: Mapping[str, Any]) -> Picture:
     )
 
 
+def hosts(result: Mapping[str, Any], titles: Mapping[str, str]) -> Picture:
+    """The time to the first token of a prompt that another host has computed. `result` is what the demo of two hosts
+    writes, `titles` name its bars."""
+    bars = []
+    for place, (name, label) in enumerate(titles.items()):
+        if found := result["ttft_ms"].get(name):
+            mean = found["mean"]
+            bars.append(Bar(label, mean, f"{number(mean)} ms", COLOURS[place], samples=tuple(found["each"])))
+    panels = [Panel("Time to first token, ms", tuple(bars))] if bars else []
+    return Picture(
+        f"{result['prompt_tokens']} tokens that another host has computed",
+        f"{result['title'][:1].upper()}{result['title'][1:]}. Bars: means; dots: single prompts.",
+        tuple(panels),
+    )
+
+
 def pairs(result: Mapping[str, Any]) -> Picture:
     """The share of a prompt that decode engines compute. The demo of prefill and decode engines writes `result`."""
     panels = []

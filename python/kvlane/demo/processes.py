@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvlane._core import Tool
 from kvlane.bench.processes import beside_python, connector_config, free_port, wait_for_health
 from kvlane.demo.device import Setup
 
@@ -32,12 +33,15 @@ class ProcessFailed(Exception):
 class Engine:
     """One vLLM with the connector. Its commands are those of `kvlane.demo.engine`."""
 
-    def __init__(self, name: str, model: Path, address: str, logs: Path, setup: Setup) -> None:
+    def __init__(
+        self, name: str, model: Path, address: str, logs: Path, setup: Setup, inside: Sequence[str] = ()
+    ) -> None:
+        """`inside` is a command that starts another one elsewhere, such as in another network namespace."""
         self.name = name
         self.log = logs / f"engine-{name}.log"
         self._asked = 0
         self._received = b""
-        command = [sys.executable, "-m", "kvlane.demo.engine", "--model", str(model)]
+        command = [*inside, sys.executable, "-m", "kvlane.demo.engine", "--model", str(model)]
         command += ["--device", setup.device, "--dtype", setup.shape.dtype]
         command += ["--max-tokens", str(setup.max_tokens), "--kv-cache-bytes", str(setup.kv_cache_bytes)]
         # Two engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default; that
@@ -157,9 +161,13 @@ class Daemon:
         gpu: str = "off",
         ssd: bool = True,
         flags: tuple[str, ...] = (),
+        name: str = "kvlane",
+        inside: Sequence[str] = (),
     ) -> None:
+        """`inside` is as for `Engine`."""
         self.address = f"unix:{folder}/kvlane.sock"
-        self.log = logs / "kvlane.log"
+        self.log = logs / f"{name}.log"
+        self._inside = inside
         self._http = f"127.0.0.1:{free_port()}"
         self._pool_size = pool_size
         self._flags = (*(("--ssd", f"{folder}/blocks:{pool_size}") if ssd else ()), *flags)
@@ -169,11 +177,28 @@ class Daemon:
     def start(self) -> None:
         """Starts it, and waits until it answers."""
         assert self._process is None, "the daemon runs already"
-        command = [beside_python("kvlane"), "serve", "--listen", self.address, "--http", self._http]
+        command = [*self._inside, beside_python("kvlane"), "serve", "--listen", self.address]
+        # Over HTTP it is not reached elsewhere.
+        command += ["--http", "off" if self._inside else self._http]
         command += ["--pool-size", self._pool_size, "--gpu", self._gpu, *self._flags]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        wait_for_health(f"http://{self._http}", self._process, self.log)
+        if self._inside:
+            self._wait_for_socket()
+        else:
+            wait_for_health(f"http://{self._http}", self._process, self.log)
+
+    def _wait_for_socket(self, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                Tool(self.address, 1000.0).close()
+                return
+            except (ConnectionError, TimeoutError) as error:
+                ended = self._process is None or self._process.poll() is not None
+                if ended or time.monotonic() > deadline:
+                    raise ProcessFailed(f"the daemon does not answer; see {self.log}") from error
+                time.sleep(0.05)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""

@@ -146,8 +146,8 @@ class Demo:
         self._forget(scenario, a)
         step("a block is overwritten in the pool")
         victim, other = len(before) // 2, len(before) // 4
-        with _tool(self.daemon.address) as tool:
-            _Pool(tool).overwrite(before[victim], before[other])
+        with open_tool(self.daemon.address) as tool:
+            PoolBytes(tool).overwrite(before[victim], before[other])
         step("engine A loads it")
         answer = self._answer(a, reference.prompt)
         after = a.ask("blocks", prompt=reference.prompt)["blocks"]
@@ -220,7 +220,7 @@ class Demo:
         self.daemon.start()
         ready = self._wait_for_status(_engine_is_ready, between=lambda: self._warm_up(b))
         scenario.must(ready, f"engine B did not register again within {_RECONNECT_S} s")
-        with _tool(self.daemon.address) as tool:
+        with open_tool(self.daemon.address) as tool:
             scenario.must(tool.status()["blocks"] == 0, "the pool was not empty after the start")
         answers = []
         for number, reference in enumerate(self._references, 1):
@@ -321,10 +321,14 @@ class Demo:
         digests = [block["digest"] for block in engine.ask("blocks", prompt=prompt)["blocks"]]
         return Reference(prompt, own, digests, cold)
 
+    def _daemon_of(self, engine: Engine) -> Daemon:
+        """The daemon that the engine uses."""
+        return self.daemon
+
     def _settle(self, engine: Engine) -> None:
         """Waits until all that the engine computed is saved and visible."""
         engine.ask("drain")
-        with _tool(self.daemon.address) as tool:
+        with open_tool(self._daemon_of(engine).address) as tool:
             tool.settle(30_000)
 
     def _forget(self, scenario: Scenario, engine: Engine) -> None:
@@ -379,7 +383,7 @@ class Demo:
         between: Callable[[], object] = lambda: time.sleep(0.05),
     ) -> bool:
         deadline = time.monotonic() + _RECONNECT_S
-        with _tool(self.daemon.address) as tool:
+        with open_tool(self.daemon.address) as tool:
             while not holds(tool.status()):
                 if time.monotonic() > deadline:
                     return False
@@ -410,7 +414,8 @@ def _engine_is_ready(status: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _tool(address: str) -> Iterator[Tool]:
+def open_tool(address: str) -> Iterator[Tool]:
+    """A tool's connection to a daemon."""
     tool = Tool(address, 5000.0)
     try:
         yield tool
@@ -418,7 +423,7 @@ def _tool(address: str) -> Iterator[Tool]:
         tool.close()
 
 
-class _Pool:
+class PoolBytes:
     """Finds blocks in the pool by the bytes that an engine says they begin with, without knowing its layout."""
 
     _WINDOW = 64 << 20
