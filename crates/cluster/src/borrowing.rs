@@ -120,6 +120,11 @@ impl Borrowing {
         drop(queue.send(batch));
     }
 
+    /// Lets the threads of members end that are no more.
+    pub(crate) fn keep_only(&self, is_member: impl Fn(MemberNumber) -> bool) {
+        self.queues.lock().retain(|number, _| is_member(*number));
+    }
+
     /// Lets the threads end once they are done with what is queued.
     pub(crate) fn stop(&self) {
         self.queues.lock().clear();
@@ -215,8 +220,9 @@ impl Borrowing {
         self.fail(gone);
         for Reading { blocks, handle } in reads {
             let came = handle.and_then(|handle| handle.wait(None)).is_some_and(|outcome| outcome.is_ok());
+            let came_in_time = came && Instant::now() <= until;
             for (block, crcs) in blocks {
-                if came && Instant::now() <= until {
+                if came_in_time {
                     self.finish(member, block, crcs);
                 } else {
                     self.fail(vec![block]);

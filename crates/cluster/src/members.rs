@@ -6,9 +6,10 @@
 //!         '-- it is this daemon itself: never asked
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -29,7 +30,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// How often names are resolved again.
 const RESOLVE_EVERY: Duration = Duration::from_secs(10);
 
-/// A member's number here, which stays the same for its address.
+/// A member's number here. No other member ever gets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct MemberNumber(pub(crate) u32);
 
@@ -65,7 +66,11 @@ pub(crate) struct Dialling {
 
 /// All members, by number and by engine.
 pub(crate) struct Members {
-    all: RwLock<Vec<Arc<Member>>>,
+    all: RwLock<BTreeMap<MemberNumber, Arc<Member>>>,
+    /// The number of the next member.
+    next: AtomicU32,
+    /// The addresses that the names had when they were resolved last.
+    named: RwLock<BTreeSet<SocketAddr>>,
     by_engine: RwLock<HashMap<EngineId, MemberNumber>>,
     /// Names that could not be resolved, and why.
     pub(crate) unresolved: Mutex<Vec<(String, String)>>,
@@ -78,6 +83,8 @@ impl Members {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
             all: RwLock::default(),
+            next: AtomicU32::new(0),
+            named: RwLock::default(),
             by_engine: RwLock::default(),
             unresolved: Mutex::default(),
             stopped: Mutex::new(false),
@@ -86,11 +93,11 @@ impl Members {
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Member>> {
-        self.all.read().clone()
+        self.all.read().values().cloned().collect()
     }
 
     pub(crate) fn get(&self, number: MemberNumber) -> Option<Arc<Member>> {
-        self.all.read().get(number.0 as usize).cloned()
+        self.all.read().get(&number).cloned()
     }
 
     /// The member that sends as this engine.
@@ -129,7 +136,10 @@ impl Members {
     fn run(self: &Arc<Self>, dialling: &Arc<Dialling>) {
         let mut threads = Vec::new();
         loop {
-            for address in self.resolve(&dialling.names) {
+            threads.retain(|thread: &JoinHandle<()>| !thread.is_finished());
+            let addresses = self.resolve(&dialling.names);
+            *self.named.write() = addresses.clone();
+            for address in addresses {
                 let Some(member) = self.add(address) else { continue };
                 let (members, dialling) = (Arc::clone(self), Arc::clone(dialling));
                 let dial = move || members.dial(&member, &dialling);
@@ -152,8 +162,8 @@ impl Members {
         }
     }
 
-    fn resolve(&self, names: &[String]) -> Vec<SocketAddr> {
-        let (mut addresses, mut unresolved) = (Vec::new(), Vec::new());
+    fn resolve(&self, names: &[String]) -> BTreeSet<SocketAddr> {
+        let (mut addresses, mut unresolved) = (BTreeSet::new(), Vec::new());
         for name in names {
             match name.to_socket_addrs().map(Iterator::collect::<Vec<_>>) {
                 Ok(found) if !found.is_empty() => addresses.extend(found),
@@ -173,12 +183,23 @@ impl Members {
     /// Adds a member. None: it is known, or there are too many.
     fn add(&self, address: SocketAddr) -> Option<Arc<Member>> {
         let mut all = self.all.write();
-        if all.len() >= MEMBERS_MAX || all.iter().any(|member| member.address == address) {
+        if all.len() >= MEMBERS_MAX || all.values().any(|member| member.address == address) {
             return None;
         }
-        let number = MemberNumber(all.len() as u32);
-        all.push(Arc::new(Member { number, address, state: Mutex::default() }));
-        all.last().cloned()
+        let number = MemberNumber(self.next.fetch_add(1, Ordering::Relaxed));
+        let member = Arc::new(Member { number, address, state: Mutex::default() });
+        all.insert(number, Arc::clone(&member));
+        Some(member)
+    }
+
+    /// Removes a member that is not reached and that no name leads to any more: a container's next address is another one.
+    /// True if it is gone.
+    fn remove_unnamed(&self, member: &Member) -> bool {
+        let is_gone = !self.named.read().contains(&member.address);
+        if is_gone {
+            self.all.write().remove(&member.number);
+        }
+        is_gone
     }
 
     /// Keeps one member reached, until the end.
@@ -194,10 +215,16 @@ impl Members {
                             member.state.lock().is_self = true;
                             return;
                         }
-                        pause = FIRST_PAUSE;
-                        self.reached(member, engine, peer, id);
-                        let why = self.beat(member, engine, own_name, peer);
-                        self.lost(member, id, why);
+                        if let Some(other) = self.of(id) {
+                            let why = format!("it is the daemon at {}, under another address", other.address);
+                            member.state.lock().trouble = Some(why);
+                            pause = LONGEST_PAUSE;
+                        } else {
+                            pause = FIRST_PAUSE;
+                            self.reached(member, engine, peer, id);
+                            let why = self.beat(member, engine, own_name, peer);
+                            self.lost(member, id, why);
+                        }
                     }
                     engine.disconnect(peer);
                 }
@@ -212,7 +239,7 @@ impl Members {
                     state.trouble = Some(why);
                 }
             }
-            if self.pause(pause) {
+            if self.remove_unnamed(member) || self.pause(pause) {
                 return;
             }
             pause = (2 * pause).min(LONGEST_PAUSE);
@@ -279,5 +306,29 @@ impl Member {
     /// Whether it is another daemon.
     pub(crate) fn is_other(&self) -> bool {
         !self.state.lock().is_self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Containers start again at other addresses. After 32 starts no new one was dialled.
+    #[test]
+    fn an_address_that_no_name_leads_to_makes_room_for_others() {
+        let members = Members::new();
+        let address = |number: u16| SocketAddr::from(([127, 0, 0, 1], number));
+        for number in 1..500 {
+            let member = members.add(address(number)).expect("there is room");
+            assert_eq!(member.number, MemberNumber(u32::from(number) - 1));
+            *members.named.write() = BTreeSet::from([address(number)]);
+            assert!(members.add(address(number)).is_none(), "it is known");
+            assert!(!members.remove_unnamed(&member), "a name leads to it");
+            *members.named.write() = BTreeSet::from([address(number + 1)]);
+            assert!(members.remove_unnamed(&member));
+            assert!(members.get(member.number).is_none() && members.all().is_empty());
+        }
+        let all: Vec<_> = (0..100).filter_map(|number| members.add(address(1000 + number))).collect();
+        assert_eq!(all.len(), MEMBERS_MAX);
     }
 }

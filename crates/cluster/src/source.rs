@@ -146,12 +146,15 @@ impl Source for ClusterSource {
         let numbers: Vec<MemberNumber> = asked.iter().map(|(number, _)| *number).collect();
         let opened = {
             let mut questions = asker.questions.lock();
-            let is_first = questions.next_deadline().is_none();
-            let opened = questions.open(&numbers, &parts, (now, now + asker.patience), done);
-            if is_first {
-                asker.opened.notify_one();
+            if *asker.stopped.lock() {
+                Err(done)
+            } else {
+                let is_first = questions.next_deadline().is_none();
+                if is_first {
+                    asker.opened.notify_one();
+                }
+                questions.open(&numbers, &parts, (now, now + asker.patience), done)
             }
-            opened
         };
         let number = match opened {
             Ok(number) => number,
@@ -180,8 +183,10 @@ impl Source for ClusterSource {
 
     fn read(&self, holder: HolderId, blocks: Vec<BlockRead>, deadline: Instant) {
         // Dropped reads have failed.
-        if let Some(member) = self.0.members.get(MemberNumber(holder.0)) {
-            self.0.borrowing.read(&member, Batch { blocks, deadline });
+        let Asker { members, borrowing, .. } = &*self.0;
+        borrowing.keep_only(|number| members.get(number).is_some());
+        if let Some(member) = members.get(MemberNumber(holder.0)) {
+            borrowing.read(&member, Batch { blocks, deadline });
         }
     }
 }
