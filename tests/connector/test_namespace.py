@@ -25,9 +25,9 @@ from kvlane.connector.config_identity import CONDITIONS, as_json
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.namespace import (
     adapters_meaning,
+    crosses_hosts,
     engine_meaning,
     group_namespace,
-    rests_on_a_name,
 )
 
 
@@ -351,17 +351,20 @@ def test_weights_that_no_file_here_has_are_known_by_name_revision_and_commit() -
     assert len(set(names)) == len(names)
 
 
-def test_only_a_name_may_mean_other_weights_on_another_host(tmp_path: Path) -> None:
-    def of(model: str, drafter: str | None = None) -> bool:
+def test_engines_share_across_hosts_what_means_the_same_there(tmp_path: Path) -> None:
+    def of(model: str, drafter: str | None = None, salt: str = "", seed: bytes | None = b"") -> bool:
         speculative = SpeculativeConfig("eagle", config(drafter).model_config) if drafter else None
-        return rests_on_a_name(
-            engine_meaning(config(model, speculative_config=speculative), [full_group()], "", b"")
-        )
+        meant = config(model, speculative_config=speculative)
+        return crosses_hosts(engine_meaning(meant, [full_group()], salt, seed))
 
     files = str(local_model(tmp_path / "model"))
-    assert not of(files)
-    assert of("s3://bucket/model")
-    assert of(files, "s3://bucket/drafter") and not of(files, files)
+    assert of(files) and of(files, files)
+    # A name may mean other weights on another host, unless the user says that it does not.
+    assert not of("s3://bucket/model")
+    assert of("s3://bucket/model", salt="ours")
+    assert not of(files, "s3://bucket/drafter")
+    # No other engine has this one's seed.
+    assert not of(files, salt="ours", seed=None)
 
 
 # Fields of the configuration

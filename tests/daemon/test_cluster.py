@@ -20,6 +20,7 @@ MakeCluster = Callable[..., list[Daemon]]
 BLOCKS = 64
 # Longer than a loaded machine needs: only a lookup that somebody does not answer waits for it.
 ANSWER_MS = 500
+FETCH_MS = 10_000
 
 
 def right(blocks: int) -> dict[str, object]:
@@ -60,7 +61,8 @@ def make_cluster(folder: Path, cleanup: ExitStack) -> MakeCluster:
             daemon = Daemon(
                 home,
                 *("--peers", peers, "--cluster-listen", f"127.0.0.1:{port}"),
-                *("--cluster-answer-ms", str(ANSWER_MS), *flags, *(each[number] if each else [])),
+                *("--cluster-answer-ms", str(ANSWER_MS), "--fetch-wait-ms", str(FETCH_MS)),
+                *(*flags, *(each[number] if each else [])),
                 **options,
             )
             cleanup.callback(daemon.kill)

@@ -59,8 +59,9 @@ def test_every_metric_of_the_reference_appears(
     of_the_daemon = (folder / "reference/metrics.md").read_text().split("## The router")[0]
     names = set(re.findall(r"\b(?:kvlane|process)_\w+", of_the_daemon))
     assert len(names) > 20
-    # Some are of GPUs, some of an SSD or of shadow caches.
+    # Some are of GPUs, some of an SSD, of other daemons or of shadow caches.
     flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib", "--policy", "auto")
+    flags += ("--peers", "127.0.0.1:1", "--cluster-listen", "127.0.0.1:0")
     daemon = make_daemon(*flags, environment={"KVLANE_GPU_DRIVER": "fake"})
     engine = make_engine(daemon, "traffic")
     engine.call("save", prompt="p", count=9)

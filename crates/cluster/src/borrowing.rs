@@ -12,6 +12,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -25,6 +26,8 @@ use crate::messages::{Blocks, Lease, Message, blocks_of_a_loan};
 
 /// Bytes of one READ, if there are as many: its checksums are compared while the next ones run.
 const READ_BYTES: u64 = 8 << 20;
+/// Most bytes of one loan, so that two of one member overlap, and an owner can lend to several.
+const LOAN_BYTES: u64 = 256 << 20;
 /// How much longer than its deadline a loan lasts: its owner must not end it first.
 const SPARE: Duration = Duration::from_millis(500);
 /// Threads for each member. While one compares checksums, the other borrows.
@@ -46,6 +49,14 @@ pub(crate) struct BorrowedCounts {
     pub(crate) failed: AtomicU64,
     /// Blocks that came with wrong bytes.
     pub(crate) damaged: AtomicU64,
+}
+
+/// How a loan went, from the best to the worst.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Outcome {
+    Right,
+    Late,
+    Damaged,
 }
 
 /// Leases that readers wait for.
@@ -83,68 +94,135 @@ pub(crate) struct Borrowing {
     pub(crate) pool: u32,
     pub(crate) leases: AwaitedLeases,
     pub(crate) counts: BorrowedCounts,
-    /// The queue of each member, made with its first read.
-    queues: Mutex<HashMap<MemberNumber, Sender<Batch>>>,
+    queues: Mutex<Queues>,
 }
 
-/// Consecutive blocks of a window that are being read, each with the checksums that it must have.
+/// The queue of each member, made with its first read.
+enum Queues {
+    Open(HashMap<MemberNumber, Queue>),
+    Stopped,
+}
+
+struct Queue {
+    sender: Sender<Batch>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Consecutive blocks of a window that are being read, each with the checksums that it must have. Their memory is given back
+/// only once the READ is over.
 struct Reading<'a> {
     blocks: Vec<(BlockRead, &'a [u32])>,
-    /// None: the READ has not begun.
+    /// None: the READ has not begun, or is over.
     handle: Option<Handle>,
+}
+
+impl Reading<'_> {
+    /// Waits until the READ is over. True: all bytes have come.
+    fn wait(&mut self) -> bool {
+        let outcome = self.handle.as_ref().and_then(|handle| handle.wait(None));
+        self.handle = None;
+        outcome.is_some_and(|outcome| outcome.is_ok())
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        if let Some(handle) = &self.handle {
+            handle.cancel();
+            handle.wait(None);
+        }
+    }
 }
 
 impl Borrowing {
     pub(crate) fn new(engine: Arc<Engine>, arena: Arc<Arena>, pool: u32) -> Self {
         let (leases, counts) = (AwaitedLeases::default(), BorrowedCounts::default());
-        Self { engine, arena, pool, leases, counts, queues: Mutex::default() }
+        Self { engine, arena, pool, leases, counts, queues: Mutex::new(Queues::Open(HashMap::new())) }
     }
 
     /// Reads a batch in the member's own threads. It is bounded by what the store has in flight.
     pub(crate) fn read(self: &Arc<Self>, member: &Arc<Member>, batch: Batch) {
-        let mut queues = self.queues.lock();
-        let queue = queues.entry(member.number).or_insert_with(|| {
-            let (sender, receiver) = unbounded();
-            for _ in 0..THREADS {
-                let (borrowing, of, batches) = (Arc::clone(self), Arc::clone(member), receiver.clone());
-                let run = move || borrowing.run(&of, &batches);
-                if let Err(error) = std::thread::Builder::new().name("kvlane-borrow".into()).spawn(run) {
-                    // Log: blocks of that daemon are not read, or half as fast. Do: raise the limit of threads
-                    // (ulimit -u, pids of the container).
+        let queue = {
+            let mut queues = self.queues.lock();
+            match &mut *queues {
+                Queues::Stopped => None,
+                Queues::Open(queues) => {
+                    let queue = queues.entry(member.number).or_insert_with(|| self.start(member));
+                    Some(queue.sender.clone())
+                }
+            }
+        };
+        // Without the lock: reads that are dropped fail, and then another member may be asked at once.
+        drop(queue.map(|queue| queue.send(batch)));
+    }
+
+    fn start(self: &Arc<Self>, member: &Arc<Member>) -> Queue {
+        let (sender, receiver) = unbounded();
+        let mut threads = Vec::new();
+        for _ in 0..THREADS {
+            let (borrowing, of, batches) = (Arc::clone(self), Arc::clone(member), receiver.clone());
+            let run = move || borrowing.run(&of, &batches);
+            match std::thread::Builder::new().name("kvlane-borrow".into()).spawn(run) {
+                Ok(thread) => threads.push(thread),
+                // Log: blocks of that daemon are not read, or half as fast. Do: raise the limit of threads
+                // (ulimit -u, pids of the container).
+                Err(error) => {
                     tracing::warn!(member = %member.address, %error, "cannot start thread kvlane-borrow");
                 }
             }
-            sender
-        });
-        // Without a thread the batch is dropped, and its reads fail.
-        drop(queue.send(batch));
+        }
+        Queue { sender, threads }
     }
 
-    /// Lets the threads of members end that are no more.
+    /// Lets the threads of members end that are no more, and forgets those that have ended.
     pub(crate) fn keep_only(&self, is_member: impl Fn(MemberNumber) -> bool) {
-        self.queues.lock().retain(|number, _| is_member(*number));
+        if let Queues::Open(queues) = &mut *self.queues.lock() {
+            queues.retain(|number, queue| {
+                is_member(*number) && queue.threads.iter().any(|thread| !thread.is_finished())
+            });
+        }
     }
 
-    /// Lets the threads end once they are done with what is queued.
-    pub(crate) fn stop(&self) {
-        self.queues.lock().clear();
+    /// Takes no more reads. Returns the threads, which end once they are done with what is queued.
+    pub(crate) fn stop(&self) -> Vec<JoinHandle<()>> {
+        match std::mem::replace(&mut *self.queues.lock(), Queues::Stopped) {
+            Queues::Open(queues) => queues.into_values().flat_map(|queue| queue.threads).collect(),
+            Queues::Stopped => Vec::new(),
+        }
     }
 
     fn run(&self, member: &Member, batches: &Receiver<Batch>) {
-        for Batch { blocks, deadline } in batches {
-            let mut left = blocks.into_iter().peekable();
-            while let Some(first) = left.peek() {
-                let (space, shards) = (first.key.space, shard_bytes(first));
-                let most = blocks_of_a_loan(shards.len());
-                let mut loan = Vec::new();
-                while loan.len() < most
-                    && let Some(block) =
-                        left.next_if(|block| block.key.space == space && shard_bytes(block) == shards)
-                {
-                    loan.push(block);
+        while let Ok(Batch { mut blocks, deadline }) = batches.recv() {
+            // The store refills its queue in small batches.
+            let mut next = None;
+            while let Ok(batch) = batches.try_recv() {
+                if batch.deadline != deadline {
+                    next = Some(batch);
+                    break;
                 }
-                self.borrow(member, loan, shards, deadline);
+                blocks.extend(batch.blocks);
             }
+            self.run_batch(member, blocks, deadline);
+            if let Some(Batch { blocks, deadline }) = next {
+                self.run_batch(member, blocks, deadline);
+            }
+        }
+    }
+
+    fn run_batch(&self, member: &Member, blocks: Vec<BlockRead>, deadline: Instant) {
+        let mut left = blocks.into_iter().peekable();
+        while let Some(first) = left.peek() {
+            let (space, shards) = (first.key.space, shard_bytes(first));
+            let block_bytes = shards.iter().sum::<u64>().max(1);
+            let most = blocks_of_a_loan(shards.len()).min((LOAN_BYTES / block_bytes).max(1) as usize);
+            let mut loan = Vec::new();
+            while loan.len() < most
+                && let Some(block) =
+                    left.next_if(|block| block.key.space == space && shard_bytes(block) == shards)
+            {
+                loan.push(block);
+            }
+            self.borrow(member, loan, shards, deadline);
         }
     }
 
@@ -165,13 +243,20 @@ impl Borrowing {
         };
         let options = SendOptions { timeout: lasts, ..SendOptions::default() };
         let sent = self.engine.send(peer, request.encode(), options);
-        let lease = sent.ok().and_then(|_| lease.recv_deadline(deadline).ok());
+        // Soon enough that another holder can still be asked.
+        let patience = member.state.lock().lease_patience(lasts);
+        let lease = sent.ok().and_then(|_| lease.recv_deadline(deadline.min(asked + patience)).ok());
         self.leases.give_up(number);
         if let Some(lease) = lease {
             // Its owner closes the window later than this, because its time began later.
             let until = deadline.min(asked + Duration::from_millis(u64::from(lease.lasts_ms)));
+            let bytes = blocks.len() as u64 * shard_bytes.iter().sum::<u64>();
+            let now = Instant::now();
+            let patience = member.state.lock().read_patience(bytes, until.saturating_duration_since(now));
+            let until = until.min(now + patience);
             self.read_lease(member, peer, blocks, &shard_bytes, &lease, until);
         } else {
+            member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
             self.fail(blocks);
         }
         // It may have been lent although the answer did not come.
@@ -200,6 +285,7 @@ impl Borrowing {
             tracing::debug!(member = %member.address, "a window that does not fit its lease");
             return self.fail(blocks);
         }
+        let begun = Instant::now();
         let mut reads: Vec<Reading<'_>> = Vec::new();
         let (mut gone, mut offset) = (Vec::new(), 0);
         let mut waiting = Vec::new();
@@ -218,17 +304,21 @@ impl Borrowing {
             reads.push(self.begin(peer, window, waiting, offset, until));
         }
         self.fail(gone);
-        for Reading { blocks, handle } in reads {
-            let came = handle.and_then(|handle| handle.wait(None)).is_some_and(|outcome| outcome.is_ok());
-            let came_in_time = came && Instant::now() <= until;
-            for (block, crcs) in blocks {
-                if came_in_time {
-                    self.finish(member, block, crcs);
-                } else {
+        let (mut outcome, mut bytes) = (Outcome::Right, 0);
+        for mut reading in reads {
+            let came_in_time = reading.wait() && Instant::now() <= until;
+            for (block, crcs) in std::mem::take(&mut reading.blocks) {
+                if !came_in_time {
+                    outcome = outcome.max(Outcome::Late);
                     self.fail(vec![block]);
+                } else if self.finish(member, block, crcs, outcome != Outcome::Damaged) {
+                    bytes += block_bytes;
+                } else {
+                    outcome = Outcome::Damaged;
                 }
             }
         }
+        member.state.lock().note_loan(outcome == Outcome::Right, bytes, begun.elapsed(), Instant::now());
     }
 
     /// Begins to read consecutive blocks of a window. Until the handle says that it is over, the memory belongs to the fabric.
@@ -254,16 +344,20 @@ impl Borrowing {
         Reading { blocks, handle: self.engine.begin(peer, transfer).ok() }
     }
 
-    /// A block's bytes are there. They count if they are those that its owner sealed.
-    fn finish(&self, member: &Member, block: BlockRead, crcs: &[u32]) {
+    /// A block's bytes are there. True: they are those that its owner sealed, and count.
+    fn finish(&self, member: &Member, block: BlockRead, crcs: &[u32], is_logged: bool) -> bool {
         let found = block.crcs(&self.arena);
         if found == crcs {
             self.counts.blocks.fetch_add(1, Ordering::Relaxed);
             let bytes = block.extents.iter().map(|extent| extent.bytes).sum();
             self.counts.bytes.fetch_add(bytes, Ordering::Relaxed);
-            return block.done.call(Some(found));
+            block.done.call(Some(found));
+            return true;
         }
         self.counts.damaged.fetch_add(1, Ordering::Relaxed);
+        if !is_logged {
+            return false;
+        }
         // Log: bytes changed in that daemon's memory, or on the way; the block is a miss and is computed. Do: if it comes
         // again, test that machine's memory and the network.
         tracing::warn!(
@@ -272,6 +366,7 @@ impl Borrowing {
             hash = %block.key.hash,
             "block of another daemon discarded: its bytes differ from its checksum"
         );
+        false
     }
 
     fn fail(&self, blocks: Vec<BlockRead>) {

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::borrowing::Borrowing;
-use crate::lender::{Lender, Wish};
+use crate::lender::{Lender, LentCounts, SEND_PATIENCE, Wish};
 use crate::members::{Dialling, Member, Members};
 use crate::messages::{BadMessage, Lease, Message};
 use crate::source::{Asker, ClusterSource};
@@ -64,6 +64,7 @@ pub struct Cluster {
     pool: u32,
     options: ClusterOptions,
     running: Mutex<Option<Running>>,
+    lent: Arc<LentCounts>,
     strangers: Arc<Strangers>,
     /// The engine's memory. Dropped after the engine.
     arena: Arc<Arena>,
@@ -112,6 +113,7 @@ impl Cluster {
             pool,
             options,
             running: Mutex::new(None),
+            lent: Arc::default(),
             strangers: Arc::default(),
             arena: Arc::clone(arena),
         }))
@@ -127,43 +129,45 @@ impl Cluster {
         self.engine.describe().map(|own| own.socket_addresses().collect()).unwrap_or_default()
     }
 
-    /// Dials the others, answers them, and lends them blocks of the store.
+    /// Dials the others, answers them, and lends them blocks of the store. If it fails, [`stop`](Self::stop) ends what has
+    /// started.
     ///
     /// # Errors
     /// [`ClusterError::Io`]
     pub fn start(&self, store: &Arc<Store>) -> Result<(), ClusterError> {
         let most_lent = (self.arena.bytes() as f64 * LENT_SHARE) as u64;
-        let lender = Lender::start(Arc::clone(&self.engine), Arc::clone(store), self.pool, most_lent)?;
+        let (engine, counts) = (Arc::clone(&self.engine), Arc::clone(&self.lent));
+        let lender = Lender::start(engine, Arc::clone(store), self.pool, most_lent, counts)?;
         let lender = Arc::new(Mutex::new(lender));
-        let mut threads = Vec::new();
+        let mut running = self.running.lock();
+        let threads =
+            &mut running.insert(Running { lender: Arc::clone(&lender), threads: Vec::new() }).threads;
         let asker = Arc::clone(&self.asker);
-        let watch = move || asker.watch_deadlines();
-        threads.push(std::thread::Builder::new().name("kvlane-asker".into()).spawn(watch)?);
+        threads.push(spawn("kvlane-asker", move || asker.watch_deadlines())?);
         let taking = Taking {
             engine: Arc::clone(&self.engine),
             members: Arc::clone(&self.members),
             asker: Arc::clone(&self.asker),
             store: Arc::clone(store),
-            lender: Arc::clone(&lender),
+            lender,
             strangers: Arc::clone(&self.strangers),
         };
-        let take = move || taking.take_messages();
-        threads.push(std::thread::Builder::new().name("kvlane-cluster".into()).spawn(take)?);
-        threads.push(self.members.start(Dialling {
+        threads.push(spawn("kvlane-cluster", move || taking.take_messages())?);
+        // Not among the threads that `stop` waits for: it may wait for a name's address, and touches no memory of the pool.
+        self.members.start(Dialling {
             engine: Arc::clone(&self.engine),
             names: self.options.peers.clone(),
             own_name: self.options.name.clone(),
-        })?);
-        *self.running.lock() = Some(Running { lender, threads });
+        })?;
         Ok(())
     }
 
     /// Takes no more part: windows are closed, reads fail, and nothing touches the pool any more when this returns.
     pub fn stop(&self) {
-        let Some(Running { lender, threads }) = self.running.lock().take() else { return };
+        let Some(Running { lender, mut threads }) = self.running.lock().take() else { return };
         self.members.stop();
         self.asker.stop();
-        self.asker.borrowing.stop();
+        threads.extend(self.asker.borrowing.stop());
         lender.lock().stop();
         self.engine.close();
         for thread in threads {
@@ -179,7 +183,7 @@ impl Cluster {
         let members = self.members.all();
         let status = |member: &Arc<Member>| {
             let state = member.state.lock();
-            let left_out = state.breaker.is_open().then(|| "it does not answer in time".to_owned());
+            let left_out = state.left_out().map(str::to_owned);
             MemberStatus {
                 address: member.address,
                 name: state.name.clone(),
@@ -192,7 +196,7 @@ impl Cluster {
         let members = members.iter().filter(|member| member.is_other()).map(status).collect();
         let borrowed = &self.asker.borrowing.counts;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let mut status = ClusterStatus {
+        ClusterStatus {
             members,
             unresolved: self.members.unresolved.lock().clone(),
             strangers: read(&self.strangers.messages),
@@ -200,18 +204,17 @@ impl Cluster {
             fetched_bytes: read(&borrowed.bytes),
             failed_blocks: read(&borrowed.failed),
             damaged_blocks: read(&borrowed.damaged),
-            ..ClusterStatus::default()
-        };
-        if let Some(running) = &*self.running.lock() {
-            let counts = Arc::clone(&running.lender.lock().counts);
-            status.lent_blocks = read(&counts.blocks);
-            status.lent_bytes = read(&counts.bytes);
-            status.lent_bytes_now = read(&counts.bytes_now);
-            status.refused_loans = read(&counts.refused);
-            status.expired_loans = read(&counts.expired);
+            lent_blocks: read(&self.lent.blocks),
+            lent_bytes: read(&self.lent.bytes),
+            lent_bytes_now: read(&self.lent.bytes_now),
+            refused_loans: read(&self.lent.refused),
+            expired_loans: read(&self.lent.expired),
         }
-        status
     }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(run)
 }
 
 impl Drop for Cluster {
@@ -304,7 +307,7 @@ impl Taking {
                     self.store.visible_runs(blocks.space, &blocks.shard_bytes, &blocks.hashes, only_prefix);
                 let answer = Message::Answer { number, first, runs };
                 // If it does not arrive, the other daemon gives the question up.
-                drop(self.engine.send(peer, answer.encode(), SendOptions::default()));
+                drop(self.engine.send(peer, answer.encode(), soon()));
             }
             Message::Answer { number, first, runs } => {
                 self.asker.answered(member, number, first, runs, Instant::now());
@@ -314,7 +317,7 @@ impl Taking {
                 if !self.lender.lock().wish(Wish::Borrow { from, peer, number, blocks, lasts }) {
                     let lease = Lease::refused("this daemon has too many requests");
                     let refusal = Message::Lease { number, lease };
-                    drop(self.engine.send(peer, refusal.encode(), SendOptions::default()));
+                    drop(self.engine.send(peer, refusal.encode(), soon()));
                 }
             }
             Message::Lease { number, lease } => {
@@ -336,18 +339,28 @@ impl Taking {
         if seen.len() < STRANGERS_MAX && seen.insert(from) {
             // A member that has just started is one for a moment, until it is dialled.
             self.members.hurry();
-            tracing::debug!(engine = from.engine_id, "a message of a daemon that is not dialled here");
+            // Log: that daemon names this one in its `--peers`, and this one does not name it, or has yet to dial it after
+            // its start. Do: write the same `--peers` everywhere.
+            tracing::info!(
+                engine = format!("{:032x}", from.engine_id),
+                once = true,
+                "message of a daemon that is not dialled here: it is not answered"
+            );
         }
     }
 }
 
+fn soon() -> SendOptions {
+    SendOptions { timeout: SEND_PATIENCE, ..SendOptions::default() }
+}
+
+/// Logs a bad message, the first of each reached member.
 fn note_bad(member: &Member, why: &BadMessage) {
     let mut state = member.state.lock();
-    let why = why.to_string();
-    if state.trouble.as_ref() != Some(&why) {
+    if state.trouble.is_none() {
         // Log: a daemon of the cluster speaks a protocol that this one does not know; it is not answered. Do: run one
         // version of kvlane in the cluster.
         tracing::warn!(member = %member.address, "daemon not understood: {why}");
     }
-    state.trouble = Some(why);
+    state.trouble = Some(why.to_string());
 }

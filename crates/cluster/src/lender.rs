@@ -12,16 +12,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded, unbounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, SendError, Sender, bounded, unbounded};
 use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions, WindowDescriptor, WindowRange};
 use kvlane_store::{Loan, Store};
+use parking_lot::Mutex;
 
 use crate::messages::{Blocks, Lease, Message};
 
-/// Longest loan, whatever the borrower asks for.
-const LONGEST: Duration = Duration::from_secs(10);
+/// Longest loan, whatever the borrower asks for: as long as a lookup may wait.
+const LONGEST: Duration = Duration::from_secs(60);
 /// Loans of one borrower.
 const LOANS_OF_ONE: usize = 64;
+/// How long a message may be on its way: those that a peer does not take fill what all peers share.
+pub(crate) const SEND_PATIENCE: Duration = Duration::from_secs(1);
 /// Requests that wait for the lender's thread. Further ones are dropped, and their sender's reads fail.
 const REQUESTS_MAX: usize = 256;
 /// Threads that close windows. Each waits a second for a borrower that has stopped.
@@ -62,7 +65,6 @@ pub(crate) struct LentCounts {
 pub(crate) struct Lender {
     wishes: Sender<Wish>,
     thread: Option<JoinHandle<()>>,
-    pub(crate) counts: Arc<LentCounts>,
 }
 
 impl Lender {
@@ -72,14 +74,16 @@ impl Lender {
         store: Arc<Store>,
         pool: u32,
         most_bytes: u64,
+        counts: Arc<LentCounts>,
     ) -> std::io::Result<Self> {
         let (wishes, receiver) = bounded(REQUESTS_MAX);
-        let counts = Arc::new(LentCounts::default());
         let (closing, to_close) = unbounded();
+        let held = Held::default();
         let closers = (0..CLOSERS)
             .map(|_| {
-                let (engine, to_close, counts) = (Arc::clone(&engine), to_close.clone(), Arc::clone(&counts));
-                let close = move || close_all(&engine, &to_close, &counts);
+                let (engine, to_close) = (Arc::clone(&engine), to_close.clone());
+                let (held, counts) = (Arc::clone(&held), Arc::clone(&counts));
+                let close = move || close_all(&engine, &to_close, &held, &counts);
                 std::thread::Builder::new().name("kvlane-closer".into()).spawn(close)
             })
             .collect::<std::io::Result<Vec<_>>>()?;
@@ -89,6 +93,7 @@ impl Lender {
             pool,
             most_bytes,
             all: HashMap::new(),
+            held,
             closing,
             counts: Arc::clone(&counts),
         };
@@ -98,12 +103,12 @@ impl Lender {
             closers.into_iter().for_each(|closer| drop(closer.join()));
         };
         let thread = std::thread::Builder::new().name("kvlane-lender".into()).spawn(run)?;
-        Ok(Self { wishes, thread: Some(thread), counts })
+        Ok(Self { wishes, thread: Some(thread) })
     }
 
-    /// Hands a wish over. False: too many wait.
+    /// Hands a wish over. False: too many wait, or the lender has stopped.
     pub(crate) fn wish(&self, wish: Wish) -> bool {
-        !matches!(self.wishes.try_send(wish), Err(TrySendError::Full(_)))
+        self.wishes.try_send(wish).is_ok()
     }
 
     /// Closes all windows and waits for that.
@@ -120,10 +125,14 @@ impl Lender {
 }
 
 struct Lent {
+    borrower: EngineId,
     window: WindowDescriptor,
     loan: Loan,
     until: Instant,
 }
+
+/// What each borrower has now, windows that are being closed included.
+type Held = Arc<Mutex<HashMap<EngineId, (usize, u64)>>>;
 
 struct Loans {
     engine: Arc<Engine>,
@@ -131,6 +140,7 @@ struct Loans {
     pool: u32,
     most_bytes: u64,
     all: HashMap<(EngineId, u64), Lent>,
+    held: Held,
     closing: Sender<Lent>,
     counts: Arc<LentCounts>,
 }
@@ -138,6 +148,8 @@ struct Loans {
 impl Loans {
     fn run(&mut self, wishes: &Receiver<Wish>) {
         loop {
+            // The channel gives its messages first, however late it is.
+            self.expire(Instant::now());
             let next = self.all.values().map(|lent| lent.until).min();
             let wish = match next {
                 None => wishes.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -148,11 +160,12 @@ impl Loans {
                     let lease = self.lend(from, number, &blocks, lasts, Instant::now());
                     let message = Message::Lease { number, lease };
                     // If it does not arrive, the borrower gives up, and the loan ends by its time.
-                    drop(self.engine.send(peer, message.encode(), SendOptions::default()));
+                    let options = SendOptions { timeout: SEND_PATIENCE, ..SendOptions::default() };
+                    drop(self.engine.send(peer, message.encode(), options));
                 }
                 Ok(Wish::Return { from, number }) => self.end((from, number)),
                 Ok(Wish::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-                Err(RecvTimeoutError::Timeout) => self.expire(Instant::now()),
+                Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
@@ -165,15 +178,20 @@ impl Loans {
         if self.all.contains_key(&(from, number)) {
             return refused("this loan is open already");
         }
-        if self.all.keys().filter(|(borrower, _)| *borrower == from).count() >= LOANS_OF_ONE {
+        let (loans, bytes_held) = self.held.lock().get(&from).copied().unwrap_or_default();
+        if loans >= LOANS_OF_ONE {
             return refused("this daemon has as many loans open as one can have");
         }
         let block_bytes = blocks.shard_bytes.iter().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
-        let bytes = block_bytes.saturating_mul(blocks.hashes.len() as u64);
-        if self.counts.bytes_now.load(Ordering::Relaxed).saturating_add(bytes) > self.most_bytes {
+        // One borrower may have half of it, so that others get some too.
+        let left_of_all = self.most_bytes.saturating_sub(self.counts.bytes_now.load(Ordering::Relaxed));
+        let left = left_of_all.min((self.most_bytes / 2).saturating_sub(bytes_held));
+        let room = usize::try_from(left / block_bytes.max(1)).unwrap_or(usize::MAX);
+        if room == 0 {
             return refused("as much of this pool is lent as can be");
         }
-        let Some(loan) = self.store.lend(blocks.space, &blocks.shard_bytes, &blocks.hashes, now) else {
+        let hashes = &blocks.hashes[..blocks.hashes.len().min(room)];
+        let Some(loan) = self.store.lend(blocks.space, &blocks.shard_bytes, hashes, now) else {
             return refused("the blocks are gone");
         };
         let shards = loan.blocks.iter().flatten().flatten();
@@ -186,17 +204,22 @@ impl Loans {
             Ok(window) => window,
             Err(error) => return refused(&error.to_string()),
         };
-        let crcs: Vec<Option<Vec<u32>>> = loan
+        let mut crcs: Vec<Option<Vec<u32>>> = loan
             .blocks
             .iter()
             .map(|block| Some(block.as_ref()?.iter().map(|shard| shard.crc32c).collect()))
             .collect();
+        crcs.resize(blocks.hashes.len(), None);
         let lasts = lasts.min(LONGEST);
         let lent = loan.blocks.iter().flatten().count() as u64;
         self.counts.blocks.fetch_add(lent, Ordering::Relaxed);
         self.counts.bytes.fetch_add(window.len, Ordering::Relaxed);
         self.counts.bytes_now.fetch_add(window.len, Ordering::Relaxed);
-        self.all.insert((from, number), Lent { window, loan, until: now + lasts });
+        let mut held = self.held.lock();
+        let (loans, bytes) = held.entry(from).or_default();
+        (*loans, *bytes) = (*loans + 1, *bytes + window.len);
+        drop(held);
+        self.all.insert((from, number), Lent { borrower: from, window, loan, until: now + lasts });
         Lease::new(window, &crcs, lasts.as_millis() as u32)
     }
 
@@ -209,23 +232,41 @@ impl Loans {
 
     fn end(&mut self, key: (EngineId, u64)) {
         if let Some(lent) = self.all.remove(&key) {
-            // The closers end after this.
-            let _ = self.closing.send(lent);
+            self.close(lent);
+        }
+    }
+
+    /// Closes a window in another thread; here only if those have ended.
+    fn close(&self, lent: Lent) {
+        if let Err(SendError(lent)) = self.closing.send(lent) {
+            close(&self.engine, lent, &self.held, &self.counts);
         }
     }
 }
 
 impl Drop for Loans {
     fn drop(&mut self) {
-        self.all.drain().for_each(|(_, lent)| drop(self.closing.send(lent)));
+        let left: Vec<Lent> = self.all.drain().map(|(_, lent)| lent).collect();
+        left.into_iter().for_each(|lent| self.close(lent));
     }
 }
 
-fn close_all(engine: &Engine, to_close: &Receiver<Lent>, counts: &LentCounts) {
-    for Lent { window, loan, .. } in to_close {
-        // Fails if the engine is closed, which has closed all windows.
-        let _ = engine.close_window(&window);
-        drop(loan);
-        counts.bytes_now.fetch_sub(window.len, Ordering::Relaxed);
+fn close_all(engine: &Engine, to_close: &Receiver<Lent>, held: &Held, counts: &LentCounts) {
+    to_close.iter().for_each(|lent| close(engine, lent, held, counts));
+}
+
+/// Closes a window, and only then gives the blocks back to the store.
+fn close(engine: &Engine, lent: Lent, held: &Held, counts: &LentCounts) {
+    let Lent { borrower, window, loan, .. } = lent;
+    // Fails if the engine is closed, which has closed all windows.
+    let _ = engine.close_window(&window);
+    drop(loan);
+    counts.bytes_now.fetch_sub(window.len, Ordering::Relaxed);
+    let mut held = held.lock();
+    if let Some((loans, bytes)) = held.get_mut(&borrower) {
+        (*loans, *bytes) = (*loans - 1, *bytes - window.len);
+        if *loans == 0 {
+            held.remove(&borrower);
+        }
     }
 }

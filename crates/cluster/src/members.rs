@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions};
@@ -45,7 +44,12 @@ pub(crate) struct Member {
 pub(crate) struct MemberState {
     /// The peer and its start, while it is reached.
     pub(crate) reached: Option<(PeerId, EngineId)>,
+    /// Its answers to questions.
     pub(crate) breaker: Breaker,
+    /// Its loans.
+    loans: Breaker,
+    /// Bytes a second of its loans, a moving mean; None before the first.
+    bytes_per_s: Option<f64>,
     /// As its beats say.
     pub(crate) name: String,
     pub(crate) software: String,
@@ -107,10 +111,11 @@ impl Members {
     }
 
     /// Starts the thread that resolves the names and dials what it finds.
-    pub(crate) fn start(self: &Arc<Self>, dialling: Dialling) -> std::io::Result<JoinHandle<()>> {
+    pub(crate) fn start(self: &Arc<Self>, dialling: Dialling) -> std::io::Result<()> {
         let members = Arc::clone(self);
         let dialling = Arc::new(dialling);
-        std::thread::Builder::new().name("kvlane-members".into()).spawn(move || members.run(&dialling))
+        let run = move || members.run(&dialling);
+        std::thread::Builder::new().name("kvlane-members".into()).spawn(run).map(drop)
     }
 
     /// Ends all threads.
@@ -134,50 +139,54 @@ impl Members {
     }
 
     fn run(self: &Arc<Self>, dialling: &Arc<Dialling>) {
-        let mut threads = Vec::new();
         loop {
-            threads.retain(|thread: &JoinHandle<()>| !thread.is_finished());
-            let addresses = self.resolve(&dialling.names);
-            *self.named.write() = addresses.clone();
-            for address in addresses {
-                let Some(member) = self.add(address) else { continue };
-                let (members, dialling) = (Arc::clone(self), Arc::clone(dialling));
-                let dial = move || members.dial(&member, &dialling);
-                match std::thread::Builder::new().name("kvlane-member".into()).spawn(dial) {
-                    Ok(thread) => threads.push(thread),
-                    // Log: this daemon of the cluster is never asked. Do: raise the limit of threads (ulimit -u, pids
-                    // of the container).
-                    Err(error) => tracing::warn!(%address, %error, "cannot start thread kvlane-member"),
+            let mut named = BTreeSet::new();
+            let mut unresolved = Vec::new();
+            for name in &dialling.names {
+                match name.to_socket_addrs().map(Iterator::collect::<Vec<_>>) {
+                    Ok(found) if !found.is_empty() => {
+                        // At once, because the next name may take long.
+                        self.named.write().extend(&found);
+                        found.iter().for_each(|address| self.start_dialling(*address, dialling));
+                        named.extend(found);
+                    }
+                    Ok(_) => unresolved.push((name.clone(), "it has no address".to_owned())),
+                    Err(error) => unresolved.push((name.clone(), error.to_string())),
+                }
+                if *self.stopped.lock() {
+                    return;
                 }
             }
-            if self.pause(RESOLVE_EVERY) {
-                break;
+            // While a name is not resolved, its daemons stay.
+            if unresolved.is_empty() {
+                *self.named.write() = named;
             }
-        }
-        for thread in threads {
-            if thread.join().is_err() {
-                // Log: a bug. Do: report it, with the daemon's log.
-                tracing::error!("thread kvlane-member panicked");
+            self.note_unresolved(unresolved);
+            if self.pause(RESOLVE_EVERY) {
+                return;
             }
         }
     }
 
-    fn resolve(&self, names: &[String]) -> BTreeSet<SocketAddr> {
-        let (mut addresses, mut unresolved) = (BTreeSet::new(), Vec::new());
-        for name in names {
-            match name.to_socket_addrs().map(Iterator::collect::<Vec<_>>) {
-                Ok(found) if !found.is_empty() => addresses.extend(found),
-                Ok(_) => unresolved.push((name.clone(), "it has no address".to_owned())),
-                Err(error) => unresolved.push((name.clone(), error.to_string())),
-            }
-        }
+    /// Dials an address in a thread of its own, if it is new.
+    fn start_dialling(self: &Arc<Self>, address: SocketAddr, dialling: &Arc<Dialling>) {
+        let Some(member) = self.add(address) else { return };
+        let (members, dialling) = (Arc::clone(self), Arc::clone(dialling));
+        let dial = move || members.dial(&member, &dialling);
+        // Log: this daemon of the cluster is never asked. Do: raise the limit of threads (ulimit -u, pids of the
+        // container).
+        let warn = |error| tracing::warn!(%address, %error, "cannot start thread kvlane-member");
+        // The threads end once the engine is closed.
+        std::thread::Builder::new().name("kvlane-member".into()).spawn(dial).map_or_else(warn, drop);
+    }
+
+    fn note_unresolved(&self, unresolved: Vec<(String, String)>) {
         let mut before = self.unresolved.lock();
         for (name, why) in unresolved.iter().filter(|each| !before.contains(each)) {
             // Log: a name of `--peers` leads to no daemon; it is tried again. Do: check the name, and DNS.
             tracing::warn!(name, "a name of --peers is not resolved: {why}");
         }
         *before = unresolved;
-        addresses
     }
 
     /// Adds a member. None: it is known, or there are too many.
@@ -252,7 +261,7 @@ impl Members {
         let mut state = member.state.lock();
         state.reached = Some((peer, id));
         state.trouble = None;
-        state.breaker = Breaker::default();
+        (state.breaker, state.loans) = (Breaker::default(), Breaker::default());
         // Log: blocks of that daemon are hits here from now on.
         tracing::info!(member = %member.address, "daemon reached");
     }
@@ -290,12 +299,49 @@ impl Members {
     }
 }
 
+impl MemberState {
+    /// How long a loan may take to be granted, with so much time left: then another holder can still be asked.
+    pub(crate) fn lease_patience(&self, left: Duration) -> Duration {
+        (20 * self.breaker.round_trip()).max(left / 4)
+    }
+
+    /// How long so many bytes may take, with so much time left. All of it, before the rate is known.
+    pub(crate) fn read_patience(&self, bytes: u64, left: Duration) -> Duration {
+        let Some(rate) = self.bytes_per_s else { return left };
+        let usual = Duration::try_from_secs_f64(bytes as f64 / rate).unwrap_or(Duration::MAX);
+        usual.saturating_mul(4).max(left / 2).min(left)
+    }
+
+    /// A loan is over. One that is late or damaged three times in a row leaves the member out for a while.
+    pub(crate) fn note_loan(&mut self, is_right: bool, bytes: u64, took: Duration, now: Instant) {
+        if is_right {
+            self.loans.alive();
+        } else {
+            self.loans.missed(now);
+        }
+        if bytes > 0 && !took.is_zero() {
+            let rate = bytes as f64 / took.as_secs_f64();
+            self.bytes_per_s = Some(self.bytes_per_s.map_or(rate, |mean| 0.75 * mean + 0.25 * rate));
+        }
+    }
+
+    /// Why it is not asked, although it is reached.
+    pub(crate) fn left_out(&self) -> Option<&'static str> {
+        if self.breaker.is_open() {
+            Some("it does not answer in time")
+        } else {
+            self.loans.is_open().then_some("its blocks come late or damaged")
+        }
+    }
+}
+
 impl Member {
     /// The peer to ask, if it may be asked now.
     pub(crate) fn to_ask(&self, now: Instant) -> Option<PeerId> {
         let mut state = self.state.lock();
         let (peer, _) = state.reached?;
-        state.breaker.may_ask(now).then_some(peer)
+        let MemberState { breaker, loans, .. } = &mut *state;
+        (loans.may_ask(now) && breaker.may_ask(now)).then_some(peer)
     }
 
     /// The peer, while it is reached.

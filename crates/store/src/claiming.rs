@@ -257,6 +257,10 @@ impl Index {
         space.sealed += 1;
         self.counters.fetched_blocks += 1;
         self.counters.fetched_bytes += space.block_bytes();
+        if origin == Origin::OtherHost {
+            self.counters.fetched_copies += 1;
+            self.counters.fetched_copy_bytes += space.block_bytes();
+        }
         self.watches.sealed((number, hash));
         self.note_change(Change::Visible, number, hash);
     }
@@ -270,8 +274,10 @@ impl Index {
         }
     }
 
-    pub(crate) fn note_failed_fetch(&mut self) {
+    /// A block did not come. `origin` is the holder that was asked last.
+    pub(crate) fn note_failed_fetch(&mut self, origin: Origin) {
         self.counters.failed_fetches += 1;
+        self.counters.failed_copies += u64::from(origin == Origin::OtherHost);
     }
 
     /// Gives shards up, so that the claims of their blocks die. Shards that other workers are writing keep their memory

@@ -198,7 +198,8 @@ impl Store {
                 let mut queues = self.fetches.queues.lock();
                 let reads = queues.of(holder);
                 let Some(deadline) = reads.queued.front().map(|read| read.deadline) else { return };
-                if reads.is_submitting || reads.in_flight.len() >= READS_MAX {
+                // By halves, because each call to a source costs something.
+                if reads.is_submitting || reads.in_flight.len() > READS_MAX / 2 {
                     return;
                 }
                 reads.rate.begin(Instant::now());
@@ -284,7 +285,7 @@ impl Store {
                 Some(crcs) => index.restore(&read.claims, &crcs, self.origin(holder)),
                 None => {
                     index.abort(&read.claims, Instant::now());
-                    index.note_failed_fetch();
+                    index.note_failed_fetch(self.origin(holder));
                 }
             }
             in_flight.remove(&(read.space, read.hash)).unwrap_or_default()

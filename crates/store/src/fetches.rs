@@ -93,8 +93,11 @@ impl Reads {
 
     /// A read has ended, and brought so many of its bytes.
     pub(crate) fn ended(&mut self, number: u64, bytes: u64, brought: u64, now: Instant) {
-        self.in_flight.remove(&number);
+        let deadline = self.in_flight.remove(&number);
         self.bytes -= bytes;
+        if brought == 0 && deadline.is_some_and(|deadline| deadline <= now) {
+            self.rate.was_late();
+        }
         let is_idle = self.in_flight.is_empty() && self.queued.is_empty();
         self.rate.completed(brought, is_idle, now);
     }
@@ -106,11 +109,18 @@ pub(crate) struct Rate {
     bytes_per_s: Option<f64>,
     /// When the present measurement began, and the bytes since then. None while no read is in flight.
     busy: Option<(Instant, u64)>,
+    /// A read has missed its deadline since then.
+    is_late: bool,
 }
 
 impl Rate {
     pub(crate) fn begin(&mut self, now: Instant) {
         self.busy.get_or_insert((now, 0));
+    }
+
+    /// A read has missed its deadline. Then even a few bytes say how slow the holder is.
+    pub(crate) fn was_late(&mut self) {
+        self.is_late = true;
     }
 
     /// A read has completed with so many bytes. `is_idle`: nothing is in flight or queued any more.
@@ -120,11 +130,12 @@ impl Rate {
         // With fewer bytes the time measures the machine rather than the holder.
         if is_idle || *sum >= LEAST_BYTES {
             let seconds = now.saturating_duration_since(*since).as_secs_f64();
-            if *sum >= LEAST_BYTES / 4 && seconds > 0.0 {
+            if (*sum >= LEAST_BYTES / 4 || self.is_late) && seconds > 0.0 {
                 let measured = *sum as f64 / seconds;
                 self.bytes_per_s = Some(self.bytes_per_s.map_or(measured, |old| 0.5 * old + 0.5 * measured));
             }
             self.busy = (!is_idle).then_some((now, 0));
+            self.is_late = false;
         }
     }
 
@@ -183,6 +194,22 @@ mod tests {
         rate.completed(3 << 30, false, start + 2 * SECOND);
         rate.completed(3 << 30, true, start + 3 * SECOND);
         assert_eq!(rate.bytes_per_s(), Some(5.0 * f64::from(1 << 29)));
+    }
+
+    /// A host behind a slow wire was taken for a fast one, because less came before each deadline than says something.
+    #[test]
+    fn a_holder_that_misses_deadlines_is_known_to_be_slow() {
+        let start = Instant::now();
+        let mut reads = Reads::default();
+        for number in 0..2 {
+            reads.in_flight.insert(number, start + SECOND);
+            reads.bytes += 8 << 20;
+        }
+        reads.rate.begin(start);
+        reads.ended(0, 8 << 20, 8 << 20, start + SECOND / 2);
+        reads.ended(1, 8 << 20, 0, start + SECOND);
+        assert_eq!(reads.rate.bytes_per_s(), Some(f64::from(8 << 20)));
+        assert_eq!(reads.bytes, 0);
     }
 
     #[test]

@@ -195,11 +195,14 @@ impl Store {
             if of_group.missing.is_empty() {
                 continue;
             }
-            let (question, crosses_hosts) = self.question(of_group);
-            for (source, each) in self.sources.iter().enumerate() {
-                if each.brings_copies() && !crosses_hosts {
-                    continue;
-                }
+            let (mut question, crosses_hosts) = self.question(of_group);
+            let asked_ones = || {
+                let all = self.sources.iter().enumerate();
+                all.filter(|(_, each)| crosses_hosts || !each.brings_copies())
+            };
+            // With two sources one may have what the other lacks.
+            question.only_prefix &= asked_ones().count() == 1;
+            for (source, each) in asked_ones() {
                 let (store, asked) = (Arc::clone(self), Arc::clone(&asked));
                 asked.answers_left.fetch_add(1, Ordering::Relaxed);
                 let done = Done::new(move |found| {
@@ -262,8 +265,7 @@ impl Store {
             space: index.space_name(group.space),
             shard_bytes: index.shard_bytes(group.space).into(),
             hashes: group.missing.iter().map(|position| group.hashes[*position as usize]).collect(),
-            // With two sources one may have what the other lacks.
-            only_prefix: group.need.window_blocks == 0 && self.sources.len() == 1,
+            only_prefix: group.need.window_blocks == 0,
         };
         (question, index.spaces[group.space].crosses_hosts)
     }

@@ -29,14 +29,17 @@ pub(crate) struct HolderState {
 }
 
 impl HolderState {
-    /// Most bytes that it brings within this time, estimated high: at 1.5 times its rate, `LEAST_BYTES` at least.
+    /// Most bytes that it brings within this time, estimated high: at 1.5 times its rate. It may be asked for `LEAST_BYTES`
+    /// even if more are queued, but for no more than it brings in that time if nothing is.
     fn most_bytes(&self, within: Duration) -> u64 {
         if self.round_trip > Duration::ZERO && self.round_trip >= within {
             return 0;
         }
         let within = within.saturating_sub(self.round_trip);
-        let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * within.as_secs_f64());
-        (bytes as u64).saturating_sub(self.queued_bytes).max(LEAST_BYTES)
+        let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * within.as_secs_f64()) as u64;
+        // One share at least, so that a rate that was measured too low is measured again.
+        let least = bytes.clamp(SHARE_BYTES, LEAST_BYTES);
+        bytes.saturating_sub(self.queued_bytes).max(least)
     }
 
     /// Seconds until it has brought so many more bytes.
@@ -203,6 +206,10 @@ mod tests {
         assert_eq!(share(&blocks, &[slower], SECOND, u64::MAX).len(), 2, "LEAST_BYTES");
         blocks[1].holders = HolderSet::default();
         assert_eq!(share(&blocks, &[slow], SECOND, u64::MAX).len(), 1);
+        // 1.5 MB in that time, and one share.
+        let slowest = HolderState { queued_bytes: 0, ..at_rate(1e6) };
+        let small = vec![Wanted { bytes: 1 << 20, holders: set(&[0]) }; 40];
+        assert_eq!(share(&small, &[slowest], SECOND, u64::MAX).len(), 8);
         let far = HolderState { round_trip: SECOND, ..at_rate(1e9) };
         assert!(share(&blocks, &[far], SECOND, u64::MAX).is_empty());
         assert_eq!(share(&blocks, &[at_rate(1e9)], SECOND, 40 << 20).len(), 1);

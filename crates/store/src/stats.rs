@@ -55,8 +55,14 @@ pub struct Counters {
     pub fetched_blocks: u64,
     /// Bytes of those blocks, not rounded up to pages.
     pub fetched_bytes: u64,
+    /// Blocks among those that came from another host.
+    pub fetched_copies: u64,
+    /// Bytes of those.
+    pub fetched_copy_bytes: u64,
     /// Fetched blocks that did not come: their source had lost them, or could not bring them in time.
     pub failed_fetches: u64,
+    /// Those among them that another host was asked for last.
+    pub failed_copies: u64,
     /// Claims answered "present": the block was stored, or the same engine was writing this shard or had written it.
     pub dedup_present: u64,
     /// Claims answered "in flight".

@@ -22,10 +22,10 @@ from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
 from kvlane.connector.namespace import (
     adapters_meaning,
+    crosses_hosts,
     engine_meaning,
     fix_hash_seed,
     group_namespace,
-    rests_on_a_name,
 )
 from kvlane.connector.no_daemon import NoScheduler, uses_daemon
 from kvlane.connector.scheduler import SchedulerSide
@@ -44,7 +44,7 @@ def build_scheduler_side(
 ) -> SchedulerSide:
     """The scheduler role, connecting in the background. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
-    namespaces, hash_seed, crosses_hosts = _namespaces(vllm_config, groups, settings)
+    namespaces, hash_seed, may_cross = _namespaces(vllm_config, groups, settings)
     transfer = vllm_config.kv_transfer_config
     can_load = settings.load and transfer.is_kv_consumer
     if can_load and len(groups) > 1 and not capabilities.reports_failed_requests():
@@ -82,7 +82,7 @@ def build_scheduler_side(
             settings.lookup_timeout_ms,
             daemon_user=settings.daemon_user,
             follow_journal=shape.emit_events,
-            crosses_hosts=crosses_hosts,
+            crosses_hosts=may_cross,
         )
     else:
         core = NoScheduler()
@@ -284,9 +284,7 @@ def _namespaces(
             algorithm,
         )
     meaning = engine_meaning(vllm_config, groups, settings.namespace, seed)
-    # With a word for the namespace the user says that the name means the same weights everywhere.
-    crosses_hosts = bool(settings.namespace) or not rests_on_a_name(meaning)
-    return [group_namespace(group, meaning) for group in groups], seed, crosses_hosts
+    return [group_namespace(group, meaning) for group in groups], seed, crosses_hosts(meaning)
 
 
 def _adapters(vllm_config: VllmConfig) -> Adapters:

@@ -65,13 +65,19 @@ def engine_meaning(
     }
 
 
-def rests_on_a_name(meaning: dict[str, JsonValue]) -> bool:
-    """Whether the weights of the engine's model or of its drafter are known by their name only, which may mean other
-    weights on another host. `meaning` is from `engine_meaning`."""
+def crosses_hosts(meaning: dict[str, JsonValue]) -> bool:
+    """Whether engines of other hosts may share the blocks. `meaning` is from `engine_meaning`.
+
+    Not if the weights of the model or of its drafter are known by a name only, which may mean other weights on another
+    host: then the user's own word has to say that it does not. And not if no other engine can have the namespace."""
     draft = meaning["draft"]
     models = [meaning["model"], draft.get("model") if isinstance(draft, dict) else None]
-    weights = [model.get("weights") for model in models if isinstance(model, dict)]
-    return any(isinstance(each, dict) and "name" in each for each in weights)
+    models = [model for model in models if isinstance(model, dict)]
+    if meaning["hash_seed"] == "random" or any("life" in model for model in models):
+        return False
+    weights = [model.get("weights") for model in models]
+    by_name = any(isinstance(each, dict) and "name" in each for each in weights)
+    return bool(meaning["salt"]) or not by_name
 
 
 def draft_identity(vllm_config: VllmConfig, groups: list[CacheGroup]) -> dict[str, JsonValue] | None:

@@ -93,11 +93,6 @@ impl Scrape {
         self.ceilings.iter().filter_map(of_namespace).collect()
     }
 
-    /// The part of a count that is not the cluster's.
-    pub(crate) fn not_of_cluster(&self, all: u64, of_cluster: impl Fn(&ClusterStatus) -> u64) -> u64 {
-        all.saturating_sub(self.cluster.as_ref().map_or(0, of_cluster))
-    }
-
     /// Each device of the SSD tier.
     pub(crate) fn ssd_devices(&self) -> impl Iterator<Item = &kvlane_ssd::DeviceStatus> {
         self.ssd.iter().flat_map(|ssd| &ssd.devices)

@@ -227,17 +227,17 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         |s| of_ssd(s, |_| s.stats.counters.unspilled_blocks),
     ),
     each("kvlane_ssd_fetched_blocks_total", Counter, "", "Blocks brought back from the SSD tier.", |s| {
-        of_ssd(s, |_| s.not_of_cluster(s.stats.counters.fetched_blocks, |cluster| cluster.fetched_blocks))
+        of_ssd(s, |_| s.stats.counters.fetched_blocks - s.stats.counters.fetched_copies)
     }),
     each("kvlane_ssd_fetched_bytes_total", Counter, "", "Bytes brought back from the SSD tier.", |s| {
-        of_ssd(s, |_| s.not_of_cluster(s.stats.counters.fetched_bytes, |cluster| cluster.fetched_bytes))
+        of_ssd(s, |_| s.stats.counters.fetched_bytes - s.stats.counters.fetched_copy_bytes)
     }),
     each(
         "kvlane_ssd_failed_fetches_total",
         Counter,
         "",
         "Blocks that could not be brought back: gone meanwhile, damaged, or too slow.",
-        |s| of_ssd(s, |_| s.not_of_cluster(s.stats.counters.failed_fetches, |cluster| cluster.failed_blocks)),
+        |s| of_ssd(s, |_| s.stats.counters.failed_fetches - s.stats.counters.failed_copies),
     ),
     each(
         "kvlane_ssd_damaged_blocks_total",
