@@ -164,9 +164,9 @@ impl Borrowing {
             let run = move || borrowing.run(&of, &batches);
             match std::thread::Builder::new().name("kvlane-borrow".into()).spawn(run) {
                 Ok(thread) => threads.push(thread),
-                // Log: blocks of that daemon are not read, or half as fast. Do: raise the limit of threads
-                // (ulimit -u, pids of the container).
                 Err(error) => {
+                    // Log: blocks of that daemon are not read, or half as fast. Do: raise the limit of threads
+                    // (ulimit -u, pids of the container).
                     tracing::warn!(member = %member.address, %error, "cannot start thread kvlane-borrow");
                 }
             }
