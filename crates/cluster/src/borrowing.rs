@@ -27,7 +27,7 @@ use crate::messages::{Blocks, Lease, Message, blocks_of_a_loan};
 /// Bytes of one READ, if there are as many: its checksums are compared while the next ones run.
 const READ_BYTES: u64 = 8 << 20;
 /// Most bytes of one loan, so that two of one member overlap, and an owner can lend to several.
-const LOAN_BYTES: u64 = 256 << 20;
+const LOAN_BYTES: u64 = 64 << 20;
 /// How much longer than its deadline a loan lasts: its owner must not end it first.
 const SPARE: Duration = Duration::from_millis(500);
 /// Threads for each member. While one compares checksums, the other borrows.
@@ -222,23 +222,37 @@ impl Borrowing {
             {
                 loan.push(block);
             }
-            self.borrow(member, loan, shards, deadline);
+            // An owner lends as much at a time as it has room for.
+            while !loan.is_empty() {
+                let before = loan.len();
+                loan = self.borrow(member, loan, &shards, deadline);
+                if loan.len() == before {
+                    break;
+                }
+            }
+            self.fail(loan);
         }
     }
 
-    /// Borrows and reads blocks of one space.
-    fn borrow(&self, member: &Member, blocks: Vec<BlockRead>, shard_bytes: Vec<u64>, deadline: Instant) {
-        let Some(peer) = member.peer() else { return self.fail(blocks) };
+    /// Borrows and reads blocks of one space. Returns those that were not lent.
+    fn borrow(
+        &self,
+        member: &Member,
+        blocks: Vec<BlockRead>,
+        shard_bytes: &[u64],
+        deadline: Instant,
+    ) -> Vec<BlockRead> {
+        let Some(peer) = member.peer() else { return blocks };
         let asked = Instant::now();
         let lasts = deadline.saturating_duration_since(asked);
         if lasts.is_zero() {
-            return self.fail(blocks);
+            return blocks;
         }
         let (number, lease) = self.leases.wait_for(member.number);
         let hashes = blocks.iter().map(|block| block.key.hash).collect();
         let request = Message::Borrow {
             number,
-            blocks: Blocks { space: blocks[0].key.space, shard_bytes: shard_bytes.clone(), hashes },
+            blocks: Blocks { space: blocks[0].key.space, shard_bytes: shard_bytes.to_vec(), hashes },
             lasts_ms: (lasts + SPARE).as_millis() as u32,
         };
         let options = SendOptions { timeout: lasts, ..SendOptions::default() };
@@ -247,22 +261,24 @@ impl Borrowing {
         let patience = member.state.lock().lease_patience(lasts);
         let lease = sent.ok().and_then(|_| lease.recv_deadline(deadline.min(asked + patience)).ok());
         self.leases.give_up(number);
-        if let Some(lease) = lease {
+        let left = if let Some(lease) = lease {
             // Its owner closes the window later than this, because its time began later.
             let until = deadline.min(asked + Duration::from_millis(u64::from(lease.lasts_ms)));
             let bytes = blocks.len() as u64 * shard_bytes.iter().sum::<u64>();
             let now = Instant::now();
             let patience = member.state.lock().read_patience(bytes, until.saturating_duration_since(now));
             let until = until.min(now + patience);
-            self.read_lease(member, peer, blocks, &shard_bytes, &lease, until);
+            self.read_lease(member, peer, blocks, shard_bytes, &lease, until)
         } else {
             member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
-            self.fail(blocks);
-        }
+            blocks
+        };
         // It may have been lent although the answer did not come.
         drop(self.engine.send(peer, Message::Return { number }.encode(), SendOptions::default()));
+        left
     }
 
+    /// Reads the blocks that a lease lends. Returns the others.
     fn read_lease(
         &self,
         member: &Member,
@@ -271,19 +287,21 @@ impl Borrowing {
         shard_bytes: &[u64],
         lease: &Lease,
         until: Instant,
-    ) {
+    ) -> Vec<BlockRead> {
         let block_bytes: u64 = shard_bytes.iter().sum();
         let fitting = lease.window.zip(lease.blocks(blocks.len(), shard_bytes.len()));
         let Some((window, crcs)) = fitting else {
             if lease.window.is_some() {
                 tracing::debug!(member = %member.address, "a lease that does not fit its request");
+                member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
             }
-            return self.fail(blocks);
+            return blocks;
         };
         let lent = crcs.iter().flatten().count() as u64;
         if window.len != lent * block_bytes {
             tracing::debug!(member = %member.address, "a window that does not fit its lease");
-            return self.fail(blocks);
+            member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
+            return blocks;
         }
         let begun = Instant::now();
         let mut reads: Vec<Reading<'_>> = Vec::new();
@@ -303,7 +321,6 @@ impl Borrowing {
         if !waiting.is_empty() {
             reads.push(self.begin(peer, window, waiting, offset, until));
         }
-        self.fail(gone);
         let (mut outcome, mut bytes) = (Outcome::Right, 0);
         for mut reading in reads {
             let came_in_time = reading.wait() && Instant::now() <= until;
@@ -318,7 +335,10 @@ impl Borrowing {
                 }
             }
         }
-        member.state.lock().note_loan(outcome == Outcome::Right, bytes, begun.elapsed(), Instant::now());
+        if lent > 0 {
+            member.state.lock().note_loan(outcome == Outcome::Right, bytes, begun.elapsed(), Instant::now());
+        }
+        gone
     }
 
     /// Begins to read consecutive blocks of a window. Until the handle says that it is over, the memory belongs to the fabric.

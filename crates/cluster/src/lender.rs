@@ -6,13 +6,13 @@
 //! ```
 //! In that order, so no extent is used again while a window shows it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, SendError, Sender, bounded, unbounded};
+use crossbeam_channel::{Receiver, SendError, Sender, at, bounded, never, select, unbounded};
 use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions, WindowDescriptor, WindowRange};
 use kvlane_store::{Loan, Store};
 use parking_lot::Mutex;
@@ -27,6 +27,8 @@ const LOANS_OF_ONE: usize = 64;
 pub(crate) const SEND_PATIENCE: Duration = Duration::from_secs(1);
 /// Requests that wait for the lender's thread. Further ones are dropped, and their sender's reads fail.
 const REQUESTS_MAX: usize = 256;
+/// Requests that wait for room.
+const WAITING_MAX: usize = 256;
 /// Threads that close windows. Each waits a second for a borrower that has stopped.
 const CLOSERS: usize = 4;
 
@@ -79,11 +81,18 @@ impl Lender {
         let (wishes, receiver) = bounded(REQUESTS_MAX);
         let (closing, to_close) = unbounded();
         let held = Held::default();
+        let (has_closed, closed) = bounded(1);
         let closers = (0..CLOSERS)
             .map(|_| {
                 let (engine, to_close) = (Arc::clone(&engine), to_close.clone());
-                let (held, counts) = (Arc::clone(&held), Arc::clone(&counts));
-                let close = move || close_all(&engine, &to_close, &held, &counts);
+                let (held, counts, has_closed) = (Arc::clone(&held), Arc::clone(&counts), has_closed.clone());
+                let close = move || {
+                    for lent in &to_close {
+                        close(&engine, lent, &held, &counts);
+                        // One that waits says enough.
+                        let _ = has_closed.try_send(());
+                    }
+                };
                 std::thread::Builder::new().name("kvlane-closer".into()).spawn(close)
             })
             .collect::<std::io::Result<Vec<_>>>()?;
@@ -94,11 +103,12 @@ impl Lender {
             most_bytes,
             all: HashMap::new(),
             held,
+            waiting: VecDeque::new(),
             closing,
             counts: Arc::clone(&counts),
         };
         let run = move || {
-            loans.run(&receiver);
+            loans.run(&receiver, &closed);
             drop(loans);
             closers.into_iter().for_each(|closer| drop(closer.join()));
         };
@@ -131,6 +141,17 @@ struct Lent {
     until: Instant,
 }
 
+/// A request that waits for room.
+struct Waiting {
+    from: EngineId,
+    peer: PeerId,
+    number: u64,
+    blocks: Blocks,
+    lasts: Duration,
+    /// Then it is refused.
+    until: Instant,
+}
+
 /// What each borrower has now, windows that are being closed included.
 type Held = Arc<Mutex<HashMap<EngineId, (usize, u64)>>>;
 
@@ -141,46 +162,90 @@ struct Loans {
     most_bytes: u64,
     all: HashMap<(EngineId, u64), Lent>,
     held: Held,
+    /// In the order in which they came.
+    waiting: VecDeque<Waiting>,
     closing: Sender<Lent>,
     counts: Arc<LentCounts>,
 }
 
 impl Loans {
-    fn run(&mut self, wishes: &Receiver<Wish>) {
+    /// `closed` tells that a window was closed, so that there may be room.
+    fn run(&mut self, wishes: &Receiver<Wish>, closed: &Receiver<()>) {
         loop {
-            // The channel gives its messages first, however late it is.
-            self.expire(Instant::now());
-            let next = self.all.values().map(|lent| lent.until).min();
-            let wish = match next {
-                None => wishes.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(until) => wishes.recv_deadline(until),
-            };
-            match wish {
-                Ok(Wish::Borrow { from, peer, number, blocks, lasts }) => {
-                    let lease = self.lend(from, number, &blocks, lasts, Instant::now());
-                    let message = Message::Lease { number, lease };
-                    // If it does not arrive, the borrower gives up, and the loan ends by its time.
-                    let options = SendOptions { timeout: SEND_PATIENCE, ..SendOptions::default() };
-                    drop(self.engine.send(peer, message.encode(), options));
-                }
-                Ok(Wish::Return { from, number }) => self.end((from, number)),
-                Ok(Wish::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-                Err(RecvTimeoutError::Timeout) => {}
+            let now = Instant::now();
+            // The channels give their messages first, however late it is.
+            self.expire(now);
+            self.lend_to_waiting(now);
+            let ends = self.all.values().map(|lent| lent.until);
+            let next = ends.chain(self.waiting.iter().map(|waiting| waiting.until)).min();
+            let next = next.map_or_else(never, at);
+            select! {
+                recv(wishes) -> wish => match wish {
+                    Ok(Wish::Borrow { from, peer, number, blocks, lasts }) => {
+                        let until = now + lasts / 8;
+                        self.waiting.push_back(Waiting { from, peer, number, blocks, lasts, until });
+                    }
+                    Ok(Wish::Return { from, number }) => {
+                        self.waiting.retain(|waiting| (waiting.from, waiting.number) != (from, number));
+                        self.end((from, number));
+                    }
+                    Ok(Wish::Stop) | Err(_) => return,
+                },
+                recv(closed) -> _ => {}
+                recv(next) -> _ => {}
             }
         }
     }
 
-    fn lend(&mut self, from: EngineId, number: u64, blocks: &Blocks, lasts: Duration, now: Instant) -> Lease {
+    /// Answers the requests for which there is room, and those that have waited too long. Each borrower's come in their order.
+    fn lend_to_waiting(&mut self, now: Instant) {
+        let mut left = VecDeque::new();
+        let mut without_room = HashSet::new();
+        while let Some(waiting) = self.waiting.pop_front() {
+            let may_wait = waiting.until > now && left.len() < WAITING_MAX;
+            let lease = if without_room.contains(&waiting.from) && may_wait {
+                None
+            } else {
+                self.lend(waiting.from, waiting.number, &waiting.blocks, waiting.lasts, now)
+            };
+            let lease = lease.or_else(|| {
+                (!may_wait).then(|| {
+                    self.counts.refused.fetch_add(1, Ordering::Relaxed);
+                    Lease::refused("as much of this pool is lent as can be")
+                })
+            });
+            let Some(lease) = lease else {
+                without_room.insert(waiting.from);
+                left.push_back(waiting);
+                continue;
+            };
+            let message = Message::Lease { number: waiting.number, lease };
+            // If it does not arrive, the borrower gives up, and the loan ends by its time.
+            let options = SendOptions { timeout: SEND_PATIENCE, ..SendOptions::default() };
+            drop(self.engine.send(waiting.peer, message.encode(), options));
+        }
+        self.waiting = left;
+    }
+
+    /// The answer to a request. None: there is no room now.
+    fn lend(
+        &mut self,
+        from: EngineId,
+        number: u64,
+        blocks: &Blocks,
+        lasts: Duration,
+        now: Instant,
+    ) -> Option<Lease> {
         let refused = |why: &str| {
             self.counts.refused.fetch_add(1, Ordering::Relaxed);
-            Lease::refused(why)
+            Some(Lease::refused(why))
         };
         if self.all.contains_key(&(from, number)) {
             return refused("this loan is open already");
         }
         let (loans, bytes_held) = self.held.lock().get(&from).copied().unwrap_or_default();
         if loans >= LOANS_OF_ONE {
-            return refused("this daemon has as many loans open as one can have");
+            return None;
         }
         let block_bytes = blocks.shard_bytes.iter().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
         // One borrower may have half of it, so that others get some too.
@@ -188,7 +253,7 @@ impl Loans {
         let left = left_of_all.min((self.most_bytes / 2).saturating_sub(bytes_held));
         let room = usize::try_from(left / block_bytes.max(1)).unwrap_or(usize::MAX);
         if room == 0 {
-            return refused("as much of this pool is lent as can be");
+            return None;
         }
         let hashes = &blocks.hashes[..blocks.hashes.len().min(room)];
         let Some(loan) = self.store.lend(blocks.space, &blocks.shard_bytes, hashes, now) else {
@@ -220,7 +285,7 @@ impl Loans {
         (*loans, *bytes) = (*loans + 1, *bytes + window.len);
         drop(held);
         self.all.insert((from, number), Lent { borrower: from, window, loan, until: now + lasts });
-        Lease::new(window, &crcs, lasts.as_millis() as u32)
+        Some(Lease::new(window, &crcs, lasts.as_millis() as u32))
     }
 
     fn expire(&mut self, now: Instant) {
@@ -249,10 +314,6 @@ impl Drop for Loans {
         let left: Vec<Lent> = self.all.drain().map(|(_, lent)| lent).collect();
         left.into_iter().for_each(|lent| self.close(lent));
     }
-}
-
-fn close_all(engine: &Engine, to_close: &Receiver<Lent>, held: &Held, counts: &LentCounts) {
-    to_close.iter().for_each(|lent| close(engine, lent, held, counts));
 }
 
 /// Closes a window, and only then gives the blocks back to the store.

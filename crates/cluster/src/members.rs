@@ -359,6 +359,26 @@ impl Member {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_member_whose_loans_are_bad_is_left_out_until_one_is_right() {
+        let (now, second) = (Instant::now(), Duration::from_secs(1));
+        let mut state = MemberState::default();
+        assert_eq!((state.read_patience(1 << 30, second), state.left_out()), (second, None));
+        state.note_loan(true, 1 << 20, second, now);
+        // Four times as long as usual, half of the time at least, and all of it at most.
+        assert_eq!(state.read_patience(1 << 10, second), second / 2);
+        assert_eq!(state.read_patience(3 << 18, 4 * second), 3 * second);
+        assert_eq!(state.read_patience(u64::MAX, second), second);
+        assert_eq!(state.lease_patience(second), second / 4);
+        for _ in 0..3 {
+            assert_eq!(state.left_out(), None);
+            state.note_loan(false, 0, Duration::ZERO, now);
+        }
+        assert!(state.left_out().is_some() && !state.loans.may_ask(now));
+        state.note_loan(true, 1 << 20, second, now);
+        assert!(state.left_out().is_none() && state.loans.may_ask(now));
+    }
+
     /// Containers start again at other addresses. After 32 starts no new one was dialled.
     #[test]
     fn an_address_that_no_name_leads_to_makes_room_for_others() {

@@ -30,6 +30,17 @@ fn what_one_host_has_is_a_hit_on_the_next() {
     }
 }
 
+/// One borrower may have a quarter of the pool at a time. What does not fit is lent next.
+#[test]
+fn a_prompt_of_most_of_a_pool_comes_whole() {
+    let [a, b] = Host::pair(None);
+    let blocks = prompt(1, 200);
+    a.save(&blocks);
+    assert!(b.fetch(&blocks));
+    assert_eq!(b.hit(&blocks), 200);
+    assert_eq!(b.cluster.status().failed_blocks, 0);
+}
+
 #[test]
 fn a_prompt_that_two_hosts_have_in_part_comes_from_both() {
     let [a, b, c] = Host::cluster([None; 3]);
