@@ -200,19 +200,19 @@ def test_make_demo_takes_the_gpu_and_the_python_that_is_there(script: Any) -> No
 def test_a_block_is_found_and_overwritten_in_all_its_layers(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scenarios._Pool, "_WINDOW", window)
+    monkeypatch.setattr(scenarios.PoolBytes, "_WINDOW", window)
     blocks = [bytes([number]) * 40 for number in range(1, 7)]
     tool = FakeTool(b"\0" * 50 + b"".join(blocks) + b"\0" * 9)
     victim = {"layers": [blocks[0][:8].hex(), blocks[1][:8].hex()], "layer_bytes": 40}
     other = {"layers": [blocks[4][:8].hex(), blocks[5][:8].hex()], "layer_bytes": 40}
-    scenarios._Pool(tool).overwrite(victim, other)  # type: ignore[arg-type]
+    scenarios.PoolBytes(tool).overwrite(victim, other)  # type: ignore[arg-type]
     assert bytes(tool.pool[50:290]) == blocks[4] + blocks[5] + blocks[2] + blocks[3] + blocks[4] + blocks[5]
 
 
 def test_a_block_that_is_not_in_the_pool_is_an_error() -> None:
     absent = {"layers": [b"12345678".hex()], "layer_bytes": 40}
     with pytest.raises(ProcessFailed, match="1 of 2 layers"):
-        scenarios._Pool(FakeTool(b"\0" * 100)).overwrite(absent, {"layers": ["00" * 8]})  # type: ignore[arg-type]
+        scenarios.PoolBytes(FakeTool(b"\0" * 100)).overwrite(absent, {"layers": ["00" * 8]})  # type: ignore[arg-type]
 
 
 def test_what_it_prints_fits_a_terminal(
