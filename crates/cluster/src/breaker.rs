@@ -36,7 +36,7 @@ impl Breaker {
         }
     }
 
-    /// It has answered, maybe too late for the question.
+    /// It has done what it was asked for.
     pub(crate) fn alive(&mut self) {
         (self.misses, self.open) = (0, None);
     }

@@ -1,7 +1,8 @@
 //! Lends this pool's blocks: a window of the fabric for each loan, which is closed when it is returned or its time is over.
 //!
 //! ```text
-//!   Borrow --> lease the blocks in the store --> open a window for that peer --> Lease
+//!   Borrow --> room? --> lease the blocks in the store --> open a window for that peer --> Lease
+//!                '-- none: it waits for a window to be closed, for a while
 //!   Return, or time over --> close the window, which may take a second --> give the blocks back to the store
 //! ```
 //! In that order, so no extent is used again while a window shows it.
@@ -25,7 +26,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 const LOANS_OF_ONE: usize = 64;
 /// How long a message may be on its way: those that a peer does not take fill what all peers share.
 pub(crate) const SEND_PATIENCE: Duration = Duration::from_secs(1);
-/// Requests that wait for the lender's thread. Further ones are dropped, and their sender's reads fail.
+/// Requests that wait for the lender's thread. Further ones are refused.
 const REQUESTS_MAX: usize = 256;
 /// Requests that wait for room.
 const WAITING_MAX: usize = 256;

@@ -51,7 +51,8 @@ impl Asker {
         now: Instant,
     ) {
         let answer = self.questions.lock().answer(number, member.number, first, runs);
-        let Some((asked, ended)) = answer else { return member.state.lock().breaker.alive() };
+        // One that comes too late changes nothing: each lookup would wait for such a member in vain.
+        let Some((asked, ended)) = answer else { return };
         member.state.lock().breaker.answered(now.saturating_duration_since(asked));
         if let Some(ended) = ended {
             self.end(ended);

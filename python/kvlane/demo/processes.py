@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvlane._core import Tool
 from kvlane.bench.processes import beside_python, connector_config, free_port, wait_for_health
 from kvlane.demo.device import Setup
 
@@ -189,6 +188,8 @@ class Daemon:
             wait_for_health(f"http://{self._http}", self._process, self.log)
 
     def _wait_for_socket(self, timeout_s: float = 60) -> None:
+        from kvlane._core import Tool
+
         deadline = time.monotonic() + timeout_s
         while True:
             try:
