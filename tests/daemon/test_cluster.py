@@ -217,3 +217,5 @@ def test_a_cluster_that_others_could_join_is_refused(folder: Path) -> None:
     assert "can be reached from other hosts: write --cluster-token-file" in said.stderr
     said = run_kvlane("serve", "--cluster-listen", "127.0.0.1:0", "--pool-size", "4mib")
     assert said.returncode == 1 and "--cluster-listen is of no use without --peers" in said.stderr
+    said = run_kvlane("serve", "--cluster-copies", "50", "--pool-size", "4mib")
+    assert said.returncode == 1 and "--cluster-copies is of no use without --peers" in said.stderr

@@ -37,6 +37,7 @@ const DEFAULT_DRAIN_S: u64 = 10;
 const DEFAULT_LOG: &str = "info";
 /// A longer wait gains nothing, because the engine computes a long prompt in that time.
 const DEFAULT_FETCH_WAIT_MS: u32 = 1000;
+const DEFAULT_COPIES_PERCENT: u8 = 25;
 /// More threads than CPUs gain nothing, and too many exhaust the machine.
 const MOST_SEAL_THREADS: usize = 1024;
 const MOST_DRAIN_S: u64 = 86_400;
@@ -158,6 +159,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_CLUSTER_ANSWER_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=1000))]
     cluster_answer_ms: Option<u32>,
 
+    /// Percent of the pool that copies of other daemons' blocks may take; beyond it they make room before all else
+    /// [default: 25]
+    #[arg(long, env = "KVLANE_CLUSTER_COPIES", value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
+    cluster_copies: Option<u8>,
+
     /// How long a request may wait for blocks that only an SSD or another daemon has, in milliseconds; then it goes on with
     /// what is there [default: 1000]
     #[arg(long, alias = "ssd-wait-ms", env = "KVLANE_FETCH_WAIT_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
@@ -275,6 +281,14 @@ impl ServeArgs {
             answer_ms: self.cluster_answer_ms.or(file.cluster_answer_ms),
         };
         let cluster = cluster.resolve()?;
+        let copies = self.cluster_copies.or(file.cluster_copies);
+        if copies.is_some() && cluster.is_none() {
+            bail!("--cluster-copies is of no use without --peers");
+        }
+        let copies = copies.unwrap_or(DEFAULT_COPIES_PERCENT);
+        if !(1..=100).contains(&copies) {
+            bail!("--cluster-copies {copies} is not from 1 to 100");
+        }
         let fetch_wait =
             fetch_wait(self.fetch_wait_ms.or(file.fetch_wait_ms), ssd.is_some() || cluster.is_some())?;
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -302,6 +316,7 @@ impl ServeArgs {
             ssd,
             cluster,
             fetch_wait,
+            copies_share: f64::from(copies) / 100.0,
             calibrate: gpus.calibrate,
             sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
         };

@@ -270,10 +270,10 @@ impl Borrowing {
             let until = until.min(now + patience);
             self.read_lease(member, peer, blocks, shard_bytes, &lease, until)
         } else {
-            member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
+            note_loan(member, false, 0, Duration::ZERO);
             blocks
         };
-        // It may have been lent although the answer did not come.
+        // The owner may have lent the blocks although its answer did not come.
         drop(self.engine.send(peer, Message::Return { number }.encode(), SendOptions::default()));
         left
     }
@@ -293,14 +293,14 @@ impl Borrowing {
         let Some((window, crcs)) = fitting else {
             if lease.window.is_some() {
                 tracing::debug!(member = %member.address, "a lease that does not fit its request");
-                member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
+                note_loan(member, false, 0, Duration::ZERO);
             }
             return blocks;
         };
         let lent = crcs.iter().flatten().count() as u64;
         if window.len != lent * block_bytes {
             tracing::debug!(member = %member.address, "a window that does not fit its lease");
-            member.state.lock().note_loan(false, 0, Duration::ZERO, Instant::now());
+            note_loan(member, false, 0, Duration::ZERO);
             return blocks;
         }
         let begun = Instant::now();
@@ -336,7 +336,7 @@ impl Borrowing {
             }
         }
         if lent > 0 {
-            member.state.lock().note_loan(outcome == Outcome::Right, bytes, begun.elapsed(), Instant::now());
+            note_loan(member, outcome == Outcome::Right, bytes, begun.elapsed());
         }
         gone
     }
@@ -393,6 +393,15 @@ impl Borrowing {
         self.counts.failed.fetch_add(blocks.len() as u64, Ordering::Relaxed);
         // Dropped reads have failed.
         drop(blocks);
+    }
+}
+
+/// Notes how a loan went, and logs it if the member is left out from now on.
+fn note_loan(member: &Member, is_right: bool, bytes: u64, took: Duration) {
+    if member.state.lock().note_loan(is_right, bytes, took, Instant::now()) {
+        // Log: three loans of that daemon in a row were late or damaged; it is asked again after a pause. Do: look at its
+        // load, its memory and the network.
+        tracing::warn!(member = %member.address, "daemon lends late or damaged blocks: it is left out for a while");
     }
 }
 

@@ -36,12 +36,12 @@ impl Breaker {
         }
     }
 
-    /// It has done what it was asked for.
+    /// The member has done what it was asked for.
     pub(crate) fn alive(&mut self) {
         (self.misses, self.open) = (0, None);
     }
 
-    /// It has answered a question after this time.
+    /// The member has answered a question after this time.
     pub(crate) fn answered(&mut self, after: Duration) {
         self.alive();
         self.round_trip = if self.round_trip.is_zero() { after } else { (7 * self.round_trip + after) / 8 };

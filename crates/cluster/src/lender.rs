@@ -90,7 +90,7 @@ impl Lender {
                 let close = move || {
                     for lent in &to_close {
                         close(&engine, lent, &held, &counts);
-                        // One that waits says enough.
+                        // A full channel is enough: the lender looks at all requests that wait.
                         let _ = has_closed.try_send(());
                     }
                 };
@@ -249,7 +249,7 @@ impl Loans {
             return None;
         }
         let block_bytes = blocks.shard_bytes.iter().fold(0u64, |sum, bytes| sum.saturating_add(*bytes));
-        // One borrower may have half of it, so that others get some too.
+        // A borrower gets half of it at most, so that others get some too.
         let left_of_all = self.most_bytes.saturating_sub(self.counts.bytes_now.load(Ordering::Relaxed));
         let left = left_of_all.min((self.most_bytes / 2).saturating_sub(bytes_held));
         let room = usize::try_from(left / block_bytes.max(1)).unwrap_or(usize::MAX);

@@ -9,10 +9,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{Engine, EngineId, PeerId, SendOptions};
+use kvlane_fabric::{Engine, EngineId, FabricError, PeerId, SendOptions};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::breaker::Breaker;
@@ -55,7 +55,7 @@ pub(crate) struct MemberState {
     pub(crate) software: String,
     /// Why it is not reached.
     pub(crate) trouble: Option<String>,
-    /// It is this daemon itself.
+    /// The address is this daemon's own.
     is_self: bool,
 }
 
@@ -75,6 +75,8 @@ pub(crate) struct Members {
     next: AtomicU32,
     /// The addresses that the names had when they were resolved last.
     named: RwLock<BTreeSet<SocketAddr>>,
+    /// An address was left out because there are too many, and that was logged.
+    is_full: AtomicBool,
     by_engine: RwLock<HashMap<EngineId, MemberNumber>>,
     /// Names that could not be resolved, and why.
     pub(crate) unresolved: Mutex<Vec<(String, String)>>,
@@ -89,6 +91,7 @@ impl Members {
             all: RwLock::default(),
             next: AtomicU32::new(0),
             named: RwLock::default(),
+            is_full: AtomicBool::new(false),
             by_engine: RwLock::default(),
             unresolved: Mutex::default(),
             stopped: Mutex::new(false),
@@ -192,7 +195,14 @@ impl Members {
     /// Adds a member. None: it is known, or there are too many.
     fn add(&self, address: SocketAddr) -> Option<Arc<Member>> {
         let mut all = self.all.write();
-        if all.len() >= MEMBERS_MAX || all.values().any(|member| member.address == address) {
+        if all.values().any(|member| member.address == address) {
+            return None;
+        }
+        if all.len() >= MEMBERS_MAX {
+            if !self.is_full.swap(true, Ordering::Relaxed) {
+                // Log: `--peers` leads to more than 32 daemons; the others are not asked. Do: make smaller clusters.
+                tracing::warn!(%address, most = MEMBERS_MAX, once = true, "daemon not dialled: there are too many");
+            }
             return None;
         }
         let number = MemberNumber(self.next.fetch_add(1, Ordering::Relaxed));
@@ -289,6 +299,8 @@ impl Members {
                 Ok(Some(Ok(()))) => {}
                 Ok(Some(Err(failure))) => return Some(failure.to_string()),
                 Ok(None) => return None,
+                // This daemon's other messages fill what there is: that says nothing about the member.
+                Err(FabricError::Full(_) | FabricError::MessagesFull(_)) => {}
                 Err(error) => return Some(error.to_string()),
             }
             if self.pause(BEAT_EVERY) {
@@ -312,17 +324,17 @@ impl MemberState {
         usual.saturating_mul(4).max(left / 2).min(left)
     }
 
-    /// A loan is over. One that is late or damaged three times in a row leaves the member out for a while.
-    pub(crate) fn note_loan(&mut self, is_right: bool, bytes: u64, took: Duration, now: Instant) {
+    /// A loan is over. Three in a row that are late or damaged leave the member out for a while. True: from now on.
+    pub(crate) fn note_loan(&mut self, is_right: bool, bytes: u64, took: Duration, now: Instant) -> bool {
+        let is_left_out = !is_right && self.loans.missed(now);
         if is_right {
             self.loans.alive();
-        } else {
-            self.loans.missed(now);
         }
         if bytes > 0 && !took.is_zero() {
             let rate = bytes as f64 / took.as_secs_f64();
             self.bytes_per_s = Some(self.bytes_per_s.map_or(rate, |mean| 0.75 * mean + 0.25 * rate));
         }
+        is_left_out
     }
 
     /// Why it is not asked, although it is reached.
@@ -374,6 +386,7 @@ mod tests {
             assert_eq!(state.left_out(), None);
             state.note_loan(false, 0, Duration::ZERO, now);
         }
+        assert!(!state.note_loan(false, 0, Duration::ZERO, now), "said before");
         assert!(state.left_out().is_some() && !state.loans.may_ask(now));
         state.note_loan(true, 1 << 20, second, now);
         assert!(state.left_out().is_none() && state.loans.may_ask(now));

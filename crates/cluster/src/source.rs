@@ -51,7 +51,7 @@ impl Asker {
         now: Instant,
     ) {
         let answer = self.questions.lock().answer(number, member.number, first, runs);
-        // One that comes too late changes nothing: each lookup would wait for such a member in vain.
+        // A late answer does not close the breaker. Otherwise each lookup would wait for such a member in vain.
         let Some((asked, ended)) = answer else { return };
         member.state.lock().breaker.answered(now.saturating_duration_since(asked));
         if let Some(ended) = ended {
@@ -175,7 +175,7 @@ impl Source for ClusterSource {
             };
             let bytes: Arc<[u8]> = message.encode().into();
             for (_, peer) in &asked {
-                // One that is not sent is missed at the question's deadline.
+                // A question that cannot be sent counts as missed at its deadline.
                 let options = SendOptions { timeout: SEND_PATIENCE, ..SendOptions::default() };
                 drop(asker.engine.send(*peer, Arc::clone(&bytes), options));
             }

@@ -74,6 +74,8 @@ pub struct ServeOptions {
     pub cluster: Option<ClusterOptions>,
     /// How long a lookup may wait for blocks that only the SSD or another daemon has.
     pub fetch_wait: Duration,
+    /// Share of the pool, up to 1, that copies of other daemons' blocks may take before they make room first.
+    pub copies_share: f64,
     /// Whether to measure at start which way of copying is the fastest on this host's GPUs. Else defaults are taken.
     pub calibrate: bool,
 }
@@ -135,7 +137,7 @@ impl Daemon {
                 lease_ttl: options.lease_ttl,
                 claim_ttl: Duration::from_secs(60),
                 policy: options.policy,
-                ..StoreOptions::default()
+                copies_share: options.copies_share,
             },
             ssd.as_ref().map(|ssd| Arc::clone(&ssd.tier) as Arc<dyn Below>),
             sources,

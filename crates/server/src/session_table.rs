@@ -361,6 +361,7 @@ pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
         ssd: None,
         cluster: None,
         fetch_wait: Duration::from_secs(1),
+        copies_share: 0.25,
         calibrate: false,
     };
     Daemon::start(&options, &|_| {}).unwrap()

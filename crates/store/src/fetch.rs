@@ -76,7 +76,7 @@ impl Store {
         }
         let queues = self.fetches.queues.lock();
         let state = |(holder, round_trip): &(Holder, Duration)| queues.state(*holder, *round_trip, now);
-        // One that became late since the plan was made gets nothing: its round trip is beyond any deadline.
+        // A holder that became late since the plan was made gets nothing: its round trip is beyond any deadline.
         let late = HolderState { round_trip: Duration::MAX, ..HolderState::default() };
         let states: Vec<HolderState> =
             plan.holders.iter().map(|holder| state(holder).unwrap_or(late)).collect();

@@ -59,7 +59,7 @@ enum SlotState {
     #[default]
     Open,
     Answered(Option<FetchPlan>),
-    /// It is handed over as soon as it comes.
+    /// The answer is handed over as soon as it comes.
     Awaited(Done<Option<FetchPlan>>),
     Taken,
 }

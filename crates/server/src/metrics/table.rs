@@ -175,6 +175,26 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         of_cluster(s, |cluster| cluster.lent_bytes_now)
     }),
     each(
+        "kvlane_cluster_copied_blocks",
+        Gauge,
+        "",
+        "Blocks in the pool that are copies of other daemons'.",
+        |s| of_cluster(s, |_| s.stats.copied_blocks),
+    ),
+    each("kvlane_cluster_copied_bytes", Gauge, "", "Bytes of those blocks.", |s| {
+        of_cluster(s, |_| s.stats.copied_bytes)
+    }),
+    each("kvlane_cluster_evicted_copies_total", Counter, "", "Copies that made room for others.", |s| {
+        of_cluster(s, |_| s.stats.counters.evicted_copies)
+    }),
+    each(
+        "kvlane_cluster_adopted_copies_total",
+        Counter,
+        "",
+        "Copies that became blocks like any other at their second hit.",
+        |s| of_cluster(s, |_| s.stats.counters.adopted_copies),
+    ),
+    each(
         "kvlane_cluster_refused_loans_total",
         Counter,
         "",

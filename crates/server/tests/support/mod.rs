@@ -31,6 +31,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         ssd: None,
         cluster: None,
         fetch_wait: Duration::from_secs(1),
+        copies_share: 0.25,
         gpu_driver: None,
         rails: kvlane_gpu::RailOptions::default(),
         save_link_share: 0.5,
