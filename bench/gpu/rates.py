@@ -1,16 +1,17 @@
 """Requests at rising rates: an engine that prefills and one that decodes, beside two engines that each do both.
 
     python bench/gpu/rates.py --out out/rates                   # two GPUs; vLLM, no peer
-    python bench/gpu/rates.py --tokens 1000 --rates 4 8 16 24
+    python bench/gpu/rates.py --requests 1000:256 10000:256 --loads 10000 20000 --chunks 8192
 
 | mode | what |
 |---|---|
 | pair | both engines are asked at once, and blocks land layer by layer in the one that decodes |
 | two, N | two engines without a connector, asked in turns, in steps of at most N tokens |
 
-Requests come at random (Poisson), at the same times in each mode. A request is in time if its first token comes within
-`--slo-ttft` and its further tokens take `--slo-tpot` on average. Control: the decode engine computes one token of each
-prompt, or the run says how many prompts it computed.
+Requests come at random (Poisson), at the same times in each mode. A load is in prompt tokens a second, so that it means
+as much computing for short prompts as for long ones. A request is in time if its first token comes within `--slo-ttft`
+and its further tokens take `--slo-tpot` on average; the file also has each request's two times, for other limits.
+Control: the decode engine computes one token of each prompt, or the run says how many prompts it computed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from systems import ENVIRONMENT, SYSTEMS, running
 
 from kvlane.bench import report
 
-Ask = Callable[[list[int]], Awaitable[tuple[list[float], int]]]
-"""Asks for an answer: when each token came, in ms, and the prompt's tokens that were computed where it decodes."""
+Ask = Callable[[list[int], int], Awaitable[tuple[list[float], int]]]
+"""Asks for an answer of so many tokens: when each came, in ms, and the prompt's tokens computed where it decodes."""
 
 
-def ask_pair(p: Engine, d: Engine, tokens: int) -> Ask:
+def ask_pair(p: Engine, d: Engine) -> Ask:
     """Both at once."""
 
-    async def ask(prompt: list[int]) -> tuple[list[float], int]:
+    async def ask(prompt: list[int], tokens: int) -> tuple[list[float], int]:
         name = secrets.token_hex(16)
         at_p = {"do_remote_decode": True, "kvlane": {"handoff": name}}
         beside = asyncio.create_task(p.answer(prompt, params=at_p))
@@ -54,32 +55,35 @@ def ask_pair(p: Engine, d: Engine, tokens: int) -> Ask:
     return ask
 
 
-def ask_two(engines: list[Engine], tokens: int) -> Ask:
+def ask_two(engines: list[Engine]) -> Ask:
     """One after the other."""
     turns = itertools.cycle(engines)
 
-    async def ask(prompt: list[int]) -> tuple[list[float], int]:
+    async def ask(prompt: list[int], tokens: int) -> tuple[list[float], int]:
         times, cached = await next(turns).answer_counted(prompt, tokens)
         return times, len(prompt) - cached
 
     return ask
 
 
-async def at_rate(ask: Ask, rate: float, settings: argparse.Namespace) -> dict[str, Any]:
-    """What requests see that come at this rate for `--seconds`."""
-    source = random.Random(f"{rate} {settings.tokens}")
+async def at_load(
+    ask: Ask, tokens: int, answer: int, load: float, settings: argparse.Namespace
+) -> dict[str, Any]:
+    """What requests see that come for `--seconds`, `load` prompt tokens a second."""
+    rate = load / tokens
+    source = random.Random(f"{load} {tokens} {answer}")
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
     arrivals: list[float] = []
     at = source.expovariate(rate)
     while at < settings.seconds:
         arrivals.append(at)
         at += source.expovariate(rate)
-    prompts = [[source.randrange(100, vocabulary) for _ in range(settings.tokens)] for _ in arrivals]
+    prompts = [[source.randrange(100, vocabulary) for _ in range(tokens)] for _ in arrivals]
     began = time.perf_counter()
 
     async def one(at: float, prompt: list[int]) -> tuple[list[float], int]:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        return await ask(prompt)
+        return await ask(prompt, answer)
 
     answers = await asyncio.gather(*map(one, arrivals, prompts))
     took = time.perf_counter() - began
@@ -88,27 +92,33 @@ async def at_rate(ask: Ask, rate: float, settings: argparse.Namespace) -> dict[s
     gaps = [b - a for times, _ in answers for a, b in itertools.pairwise(times)]
     in_time = sum(a <= settings.slo_ttft and b <= settings.slo_tpot for a, b in zip(ttft, tpot, strict=True))
     return {
+        "tokens": tokens,
+        "answer": answer,
+        "load": load,
         "rate": rate,
         "requests": len(answers),
         "per_second": round(len(answers) / took, 3),
         "in_time": round(in_time / len(answers), 4),
+        "in_time_per_second": round(in_time / settings.seconds, 3),
         "prompts_computed_where_decoded": sum(computed > 1 for _, computed in answers),
         "ttft": summary(ttft),
         "tpot": summary(tpot),
         "itl": summary(gaps),
+        "ttft_and_tpot": [[round(a, 1), round(b, 2)] for a, b in zip(ttft, tpot, strict=True)],
     }
 
 
 async def measure(ask: Ask, what: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """One mode at every rate."""
+    """One mode at every load."""
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
     source = random.Random(7)
-    for _ in range(4):
-        await ask([source.randrange(100, vocabulary) for _ in range(settings.tokens)])
     points = []
-    for rate in settings.rates:
-        points.append(await at_rate(ask, rate, settings))
-        report.say(row(what, points[-1]))
+    for tokens, answer in settings.requests:
+        for _ in range(4):
+            await ask([source.randrange(100, vocabulary) for _ in range(tokens)], answer)
+        for load in settings.loads:
+            points.append(await at_load(ask, tokens, answer, load, settings))
+            report.say(row(what, points[-1]))
     return points
 
 
@@ -116,13 +126,14 @@ def row(what: str, point: dict[str, Any]) -> str:
     """A point in one line."""
     ttft, tpot, itl = point["ttft"]["mean"], point["tpot"]["p99"], point["itl"]["p99"]
     return (
-        f"{what:12} {point['rate']:6.2f}/s: TTFT mean {ttft:.0f}, TPOT p99 {tpot:.2f}, ITL p99 {itl:.2f} ms, "
+        f"{what:12} {point['tokens']:5} in, {point['answer']} out, {point['rate']:6.2f}/s: "
+        f"TTFT mean {ttft:.0f}, TPOT p99 {tpot:.2f}, ITL p99 {itl:.2f} ms, "
         f"in time {point['in_time']:.0%} of {point['requests']}"
     )
 
 
 def compare(modes: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """For each rate, the pair's figures by the best of the two-engine modes (by TPOT p99)."""
+    """For each point, the pair's figures by the best of the two-engine modes (by TPOT p99)."""
     found = []
     for index, pair in enumerate(modes["pair"]):
         others = {name: points[index] for name, points in modes.items() if name != "pair"}
@@ -136,7 +147,7 @@ def compare(modes: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
         found.append(
             {
-                "rate": pair["rate"],
+                **{key: pair[key] for key in ("tokens", "answer", "rate")},
                 "best": name,
                 "tpot_p99": of("tpot", "p99"),
                 "itl_p99": of("itl", "p99"),
@@ -147,18 +158,34 @@ def compare(modes: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return found
 
 
+def lengths(text: str) -> tuple[int, int]:
+    """`5000:200`, a prompt's tokens and an answer's."""
+    tokens, _, answer = text.partition(":")
+    return int(tokens), int(answer)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="one for both, or each its own")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
-    parser.add_argument("--tokens", type=int, default=5000, help="of a prompt (default %(default)s)")
-    parser.add_argument("--answer", type=int, default=200, help="tokens of an answer (default %(default)s)")
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1, 2, 3, 4, 5, 6], help="requests a second"
+        "--requests",
+        type=lengths,
+        nargs="+",
+        default=[(5000, 200)],
+        metavar="IN:OUT",
+        help="tokens of a prompt and of its answer (default 5000:200)",
     )
-    parser.add_argument("--seconds", type=float, default=15, help="at each rate (default %(default)s)")
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[5000, 10_000, 15_000, 20_000, 25_000, 30_000],
+        help="prompt tokens a second",
+    )
+    parser.add_argument("--seconds", type=float, default=15, help="at each load (default %(default)s)")
     parser.add_argument(
         "--chunks", type=int, nargs="*", default=[2048, 8192, 16384], help="of the two engines"
     )
@@ -173,7 +200,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/rates"))
     add_arguments(parser)
     settings = parser.parse_args()
-    settings.new_tokens = settings.answer
+    settings.tokens = max(tokens for tokens, _ in settings.requests)
+    settings.new_tokens = max(answer for _, answer in settings.requests)
     result = head("a prefill and a decode engine beside two engines that do both", settings)
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
@@ -188,7 +216,7 @@ def main() -> int:
                 settings,
                 "pair",
                 lambda number: start_one(settings, number, folder),
-                lambda engines: ask_pair(engines[0], engines[1], settings.answer),
+                lambda engines: ask_pair(engines[0], engines[1]),
             )
         for chunk in settings.chunks:
             chunked = argparse.Namespace(**vars(settings) | {"chunk": chunk})
@@ -196,7 +224,7 @@ def main() -> int:
                 settings,
                 f"two, {chunk}",
                 lambda number, each=chunked: on_own_gpu(each, number, ""),
-                lambda engines: ask_two(engines, settings.answer),
+                ask_two,
             )
     result |= {
         "settings": public(settings),

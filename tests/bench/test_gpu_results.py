@@ -119,7 +119,8 @@ def result(script: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[di
     file, arguments = SCRIPTS[script]
     module = importlib.import_module(script)
     played = Played(module, monkeypatch)
-    monkeypatch.setattr(sys, "argv", [script, *arguments, *more, "--tokens", "100", "--out", "results"])
+    size = ["--requests", "100:10"] if script == "rates" else ["--tokens", "100"]
+    monkeypatch.setattr(sys, "argv", [script, *arguments, *more, *size, "--out", "results"])
     module.main()
     return json.loads((Path("results") / file).read_text()), played
 
