@@ -3,7 +3,7 @@
 //!
 //! Other files add the operations as `impl Index`: lookup.rs and leasing.rs (hits), claiming.rs (saves), evict.rs and
 //! replacement.rs (room), copies.rs (blocks of other hosts), seal.rs (checksums), spill.rs (the tier below), watching.rs
-//! (awaited saves).
+//! (awaited saves), changes.rs (readers of all spaces).
 //!
 //! # Which blocks may be evicted while a save of their continuation is in flight
 //!
@@ -35,6 +35,7 @@ use kvlane_memory::ExtentAllocator;
 use kvlane_policy::{Memo, ReplacementPolicy};
 
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
+use crate::changes::ForgottenSpaces;
 use crate::claim::Claim;
 use crate::copies::Copies;
 use crate::entries::{CopyState, Entries, State};
@@ -96,7 +97,9 @@ pub struct Index {
     pub(crate) refused_spills: u32,
     /// Block references so far: the policy's clock.
     pub(crate) references: u64,
-    journal: Journal,
+    pub(crate) journal: Journal,
+    /// Spaces that only the journal names.
+    pub(crate) forgotten: ForgottenSpaces,
     pub(crate) counters: Counters,
     /// Lookups that await saves. They are notified of every step in a block's life.
     pub(crate) watches: Watches,
@@ -135,6 +138,7 @@ impl Index {
             refused_spills: 0,
             references: 0,
             journal: Journal::default(),
+            forgotten: ForgottenSpaces::default(),
             counters: Counters::default(),
             watches: Watches::default(),
             not_saved: NotSaved::default(),
@@ -164,6 +168,7 @@ impl Index {
             hit_blocks: 0,
             missed_blocks: 0,
             crosses_hosts: false,
+            last_change: 0,
         });
         self.space_ids.entry((namespace, cut)).or_default().push(id);
         if self.capacity == 0 {
@@ -207,9 +212,9 @@ impl Index {
         if !self.spaces[space].rows.is_empty() {
             return false;
         }
-        if let Some(Space { namespace, cut, .. }) = self.spaces.remove(space)
-            && let Entry::Occupied(mut ids) = self.space_ids.entry((namespace, cut))
-        {
+        let Some(removed) = self.spaces.remove(space) else { return true };
+        self.forgotten.keep(space, removed.last_change, self.journal.oldest(), removed.description());
+        if let Entry::Occupied(mut ids) = self.space_ids.entry((removed.namespace, removed.cut)) {
             ids.get_mut().retain(|id| *id != space);
             if ids.get().is_empty() {
                 ids.remove();
@@ -294,7 +299,10 @@ impl Index {
     /// Appends a change to the journal. No other code writes to it.
     pub(crate) fn note_change(&mut self, change: Change, space: SpaceId, hash: BlockHash) {
         let entry = JournalEntry { change, space, hash };
-        self.counters.journal_entries += u64::from(self.journal.note(entry));
+        if self.journal.note(entry) {
+            self.spaces[space].last_change = self.journal.newest();
+            self.counters.journal_entries += 1;
+        }
     }
 
     /// State and counters.

@@ -8,14 +8,17 @@
 //!           <---- not read yet ---->
 //! ```
 //! A cursor is the number of the last entry that its reader has seen. A reader must start again if it is new, if its next
-//! entry was overwritten, or if its cursor is another journal's. It then forgets all blocks, and reads on from now.
+//! entry was overwritten, or if its cursor is another journal's. It then forgets all blocks, and reads on from now. A reader
+//! that must know the blocks of before takes a snapshot (changes.rs).
 //!
 //! `Gone` is written for every block that dies, also for one that never became visible. So a reader that counted on a
 //! save learns that its block will not come.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvlane_block::BlockHash;
+use parking_lot::Condvar;
 
 use crate::api::SpaceId;
 
@@ -65,6 +68,8 @@ pub struct Journal {
     is_open: bool,
     /// Number of the newest entry. It is never 0, the cursor of new readers.
     newest: u64,
+    /// Notified at each entry, which costs one load while nobody waits. Waiters hold the store's lock.
+    pub(crate) changed: Arc<Condvar>,
 }
 
 impl Journal {
@@ -72,7 +77,13 @@ impl Journal {
     pub fn new(capacity: usize) -> Self {
         assert!(capacity > 0, "a journal without entries");
         // The first entry gets index 0.
-        Self { entries: Vec::new(), capacity, is_open: false, newest: capacity as u64 * 2 - 1 }
+        Self {
+            entries: Vec::new(),
+            capacity,
+            is_open: false,
+            newest: capacity as u64 * 2 - 1,
+            changed: Arc::default(),
+        }
     }
 
     /// Appends an entry if the journal has been read. True if it did.
@@ -87,6 +98,7 @@ impl Journal {
         } else {
             self.entries.push(entry);
         }
+        self.changed.notify_all();
         true
     }
 
@@ -118,6 +130,16 @@ impl Journal {
             wanted(&self.entries[(number % self.capacity as u64) as usize], out);
         }
         JournalRead { cursor: at, start_again: false, has_more: at < self.newest }
+    }
+
+    /// Number of the newest entry.
+    pub(crate) fn newest(&self) -> u64 {
+        self.newest
+    }
+
+    /// Number of the oldest entry that is kept.
+    pub(crate) fn oldest(&self) -> u64 {
+        self.kept().start
     }
 
     /// Numbers of the entries that are kept.

@@ -23,6 +23,7 @@ mod api;
 mod auto;
 mod background;
 mod below;
+mod changes;
 mod claim;
 mod claiming;
 mod consistency;
@@ -64,6 +65,7 @@ pub use api::{
 pub use auto::PolicyReport;
 pub use background::Background;
 pub use below::{Below, Dropped, Judge, NotForGood, WriteDone};
+pub use changes::{Changes, SnapshotPosition, SpaceDescription};
 pub use done::Done;
 pub use find::{FetchPlan, Finding};
 pub use index::Index;

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut};
+use std::sync::Arc;
 
 use kvlane_block::{CutDigest, Namespace};
 use kvlane_memory::PAGE_BYTES;
 
 use crate::api::SpaceId;
+use crate::changes::SpaceDescription;
 use crate::rows::Rows;
 
 /// A namespace with one cut.
@@ -22,9 +24,16 @@ pub(crate) struct Space {
     pub(crate) missed_blocks: u64,
     /// Other hosts may have its blocks, and this one theirs.
     pub(crate) crosses_hosts: bool,
+    /// Number of the last entry of the journal that names it; 0 if there is none.
+    pub(crate) last_change: u64,
 }
 
 impl Space {
+    pub(crate) fn description(&self) -> SpaceDescription {
+        let space = kvlane_block::Space { namespace: self.namespace, cut: self.cut };
+        SpaceDescription { space, shard_bytes: Arc::from(&*self.shard_bytes) }
+    }
+
     pub(crate) fn block_bytes(&self) -> u64 {
         self.shard_bytes.iter().sum()
     }
@@ -65,6 +74,11 @@ impl Spaces {
     /// In order of creation.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Space> {
         self.living.values()
+    }
+
+    /// None if it was forgotten.
+    pub(crate) fn get(&self, id: SpaceId) -> Option<&Space> {
+        self.living.get(&id)
     }
 
     /// The same with their ids.

@@ -1,5 +1,6 @@
 //! Tests of the store, as one program: each one takes seconds to link.
 
+mod changes;
 mod copies;
 mod journal;
 mod model;

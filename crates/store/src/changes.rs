@@ -1,0 +1,138 @@
+//! The visible blocks of all spaces and their changes, for a reader that announces them to others.
+//!
+//! ```text
+//!   wait_journal(0)    --> start again from cursor n
+//!   read_snapshot      --> the visible blocks, in parts   \  applied to one set of blocks, in the order in which they
+//!   wait_journal(n...) --> the changes after n            /  were read; both may alternate
+//! ```
+//! **Invariant: a set that has all parts, and all changes after a cursor from before the first part, is the set of visible
+//! blocks.** A block stays in its slot, and the snapshot passes each slot once. So the snapshot has each block that was
+//! visible all the time. Each other block has changed after the cursor, and its last entry says what it is now. A part
+//! that is applied late would bring back what died after it was read; therefore the order.
+//!
+//! A snapshot of a large pool takes longer than the journal is kept under load, so its reader should read the journal
+//! between two parts. If that read says to start again, the snapshot is void too.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvlane_block::Space;
+
+use crate::api::SpaceId;
+use crate::entries::State;
+use crate::index::Index;
+use crate::journal::{Change, JournalEntry, JournalRead};
+use crate::store::Store;
+
+/// Slots that one part of a snapshot passes, so that it holds the lock for microseconds.
+const SLOTS_A_PART: u32 = 4096;
+
+/// What other processes know of a space.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpaceDescription {
+    /// Namespace and cut.
+    pub space: Space,
+    /// Bytes of each shard of a block.
+    pub shard_bytes: Arc<[u64]>,
+}
+
+/// Changes in any space.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// In the order in which they happened; a snapshot's are all [`Change::Visible`]. A block may be reported as gone that
+    /// was never visible.
+    pub entries: Vec<JournalEntry>,
+    /// Describes each space that an entry names. The space itself may have been forgotten since.
+    pub spaces: BTreeMap<SpaceId, SpaceDescription>,
+}
+
+/// How far a snapshot has come. The default is its beginning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotPosition {
+    next_slot: u32,
+}
+
+/// Descriptions of forgotten spaces that the journal still names, each with the number of its last entry.
+#[derive(Default)]
+pub(crate) struct ForgottenSpaces(HashMap<SpaceId, (u64, SpaceDescription)>);
+
+impl ForgottenSpaces {
+    /// Keeps the description until entry `last` is overwritten. `oldest` is the oldest entry that the journal has.
+    pub(crate) fn keep(&mut self, id: SpaceId, last: u64, oldest: u64, description: SpaceDescription) {
+        self.0.retain(|_, (last, _)| *last >= oldest);
+        if last >= oldest {
+            self.0.insert(id, (last, description));
+        }
+    }
+}
+
+impl Index {
+    /// Appends the changes after `cursor` in all spaces to `out`. See [`Journal::read`](crate::Journal::read).
+    pub fn read_changes(&mut self, cursor: u64, most: usize, out: &mut Changes) -> JournalRead {
+        let first = out.entries.len();
+        let read = self.journal.read(cursor, most, &mut out.entries, |entry, out| out.push(*entry));
+        self.counters.journal_restarts += u64::from(read.start_again && cursor != 0);
+        self.describe_from(first, out);
+        read
+    }
+
+    /// Appends the next visible blocks to `out`: `most`, but one at least, or fewer if the part has passed enough slots.
+    /// False once the snapshot is complete.
+    pub fn read_snapshot(&self, position: &mut SnapshotPosition, most: usize, out: &mut Changes) -> bool {
+        let first = out.entries.len();
+        let slots = self.entries.slots();
+        let end = slots.min(position.next_slot.saturating_add(SLOTS_A_PART));
+        while position.next_slot < end && out.entries.len() - first < most.max(1) {
+            let entry = self.entries.at(position.next_slot);
+            if entry.state == State::Sealed {
+                out.entries.push(JournalEntry {
+                    change: Change::Visible,
+                    space: entry.space,
+                    hash: entry.hash,
+                });
+            }
+            position.next_slot += 1;
+        }
+        self.describe_from(first, out);
+        position.next_slot < slots
+    }
+
+    /// Describes the spaces of the entries from `first` on.
+    fn describe_from(&self, first: usize, out: &mut Changes) {
+        let Changes { entries, spaces } = out;
+        for of_space in entries[first..].chunk_by(|a, b| a.space == b.space) {
+            let id = of_space[0].space;
+            if let Some(description) = self.description(id).filter(|_| !spaces.contains_key(&id)) {
+                spaces.insert(id, description);
+            }
+        }
+    }
+
+    /// The description of a space that lives, or that the journal still names.
+    fn description(&self, id: SpaceId) -> Option<SpaceDescription> {
+        let living = self.spaces.get(id).map(crate::space::Space::description);
+        living.or_else(|| self.forgotten.0.get(&id).map(|(_, description)| description.clone()))
+    }
+}
+
+impl Store {
+    /// See [`Index::read_changes`]. Waits until `until` if there is no change after `cursor` yet, without the store's lock.
+    /// A reader that wants its changes in batches waits a little between two calls.
+    pub fn wait_journal(&self, cursor: u64, until: Instant, most: usize, out: &mut Changes) -> JournalRead {
+        let mut index = self.index.lock();
+        loop {
+            let read = index.read_changes(cursor, most, out);
+            let is_news = read.start_again || read.has_more || read.cursor != cursor;
+            let changed = Arc::clone(&index.journal.changed);
+            if is_news || changed.wait_until(&mut index, until).timed_out() {
+                return read;
+            }
+        }
+    }
+
+    /// See [`Index::read_snapshot`]: one part under one hold of the lock.
+    pub fn read_snapshot(&self, position: &mut SnapshotPosition, most: usize, out: &mut Changes) -> bool {
+        self.index.lock().read_snapshot(position, most, out)
+    }
+}
