@@ -28,7 +28,7 @@ use crate::store::Store;
 /// Slots that one part of a snapshot passes, so that it holds the lock for microseconds.
 const SLOTS_A_PART: u32 = 4096;
 
-/// What other processes know of a space.
+/// A space as other processes name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpaceDescription {
     /// Namespace and cut.
@@ -68,7 +68,7 @@ impl ForgottenSpaces {
 }
 
 impl Index {
-    /// Appends the changes after `cursor` in all spaces to `out`. See [`Journal::read`](crate::Journal::read).
+    /// Appends up to `most` changes after `cursor` to `out`, of all spaces. A new reader passes the cursor 0. See [`Journal::read`](crate::Journal::read).
     pub fn read_changes(&mut self, cursor: u64, most: usize, out: &mut Changes) -> JournalRead {
         let first = out.entries.len();
         let read = self.journal.read(cursor, most, &mut out.entries, |entry, out| out.push(*entry));
@@ -103,7 +103,9 @@ impl Index {
         let Changes { entries, spaces } = out;
         for of_space in entries[first..].chunk_by(|a, b| a.space == b.space) {
             let id = of_space[0].space;
-            if let Some(description) = self.description(id).filter(|_| !spaces.contains_key(&id)) {
+            if !spaces.contains_key(&id)
+                && let Some(description) = self.description(id)
+            {
                 spaces.insert(id, description);
             }
         }
@@ -117,8 +119,9 @@ impl Index {
 }
 
 impl Store {
-    /// See [`Index::read_changes`]. Waits until `until` if there is no change after `cursor` yet, without the store's lock.
-    /// A reader that wants its changes in batches waits a little between two calls.
+    /// See [`Index::read_changes`]. If there is no change after `cursor` yet, the call waits for the next one, until `until` at
+    /// most and without the store's lock. Each wake-up costs the writer some microseconds, so a reader that wants batches
+    /// sleeps between two calls.
     pub fn wait_journal(&self, cursor: u64, until: Instant, most: usize, out: &mut Changes) -> JournalRead {
         let mut index = self.index.lock();
         loop {
