@@ -31,6 +31,7 @@ MORE_STAGES: dict[str, set[str]] = {
     "fuzz-targets": set(),
     "gpu": WITH_VLLM,
     "handoff": WITH_VLLM,
+    "index": WITH_VLLM,
     "kv-events": {"engines"},
     "memory": WITH_VLLM,
     "policy": {"miri"},
