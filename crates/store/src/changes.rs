@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvlane_block::Space;
@@ -35,6 +36,8 @@ pub struct SpaceDescription {
     pub space: Space,
     /// Bytes of each shard of a block.
     pub shard_bytes: Arc<[u64]>,
+    /// Other hosts may have its blocks.
+    pub crosses_hosts: bool,
 }
 
 /// Changes in any space.
@@ -78,8 +81,13 @@ impl Index {
     }
 
     /// Appends the next visible blocks to `out`: `most`, but one at least, or fewer if the part has passed enough slots.
-    /// False once the snapshot is complete.
-    pub fn read_snapshot(&self, position: &mut SnapshotPosition, most: usize, out: &mut Changes) -> bool {
+    /// False once the snapshot is complete; and the cursor of a reader that knows all changes before this part was read.
+    pub fn read_snapshot(
+        &self,
+        position: &mut SnapshotPosition,
+        most: usize,
+        out: &mut Changes,
+    ) -> (bool, u64) {
         let first = out.entries.len();
         let slots = self.entries.slots();
         let end = slots.min(position.next_slot.saturating_add(SLOTS_A_PART));
@@ -95,7 +103,7 @@ impl Index {
             position.next_slot += 1;
         }
         self.describe_from(first, out);
-        position.next_slot < slots
+        (position.next_slot < slots, self.journal.newest())
     }
 
     /// Describes the spaces of the entries from `first` on.
@@ -121,12 +129,20 @@ impl Index {
 impl Store {
     /// See [`Index::read_changes`]. If there is no change after `cursor` yet, the call waits for the next one, until `until` at
     /// most and without the store's lock. Each wake-up costs the writer some microseconds, so a reader that wants batches
-    /// sleeps between two calls.
-    pub fn wait_journal(&self, cursor: u64, until: Instant, most: usize, out: &mut Changes) -> JournalRead {
+    /// sleeps between two calls. `is_called` ends the wait, too: set it, then call [`Store::wake_journal_readers`].
+    pub fn wait_journal(
+        &self,
+        cursor: u64,
+        until: Instant,
+        most: usize,
+        is_called: &AtomicBool,
+        out: &mut Changes,
+    ) -> JournalRead {
         let mut index = self.index.lock();
         loop {
             let read = index.read_changes(cursor, most, out);
             let is_news = read.start_again || read.has_more || read.cursor != cursor;
+            let is_news = is_news || is_called.load(Ordering::Acquire);
             let changed = Arc::clone(&index.journal.changed);
             if is_news || changed.wait_until(&mut index, until).timed_out() {
                 return read;
@@ -134,8 +150,18 @@ impl Store {
         }
     }
 
+    /// Lets each reader that waits look at its `is_called`.
+    pub fn wake_journal_readers(&self) {
+        self.index.lock().journal.changed.notify_all();
+    }
+
     /// See [`Index::read_snapshot`]: one part under one hold of the lock.
-    pub fn read_snapshot(&self, position: &mut SnapshotPosition, most: usize, out: &mut Changes) -> bool {
+    pub fn read_snapshot(
+        &self,
+        position: &mut SnapshotPosition,
+        most: usize,
+        out: &mut Changes,
+    ) -> (bool, u64) {
         self.index.lock().read_snapshot(position, most, out)
     }
 }

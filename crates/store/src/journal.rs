@@ -132,6 +132,15 @@ impl Journal {
         JournalRead { cursor: at, start_again: false, has_more: at < self.newest }
     }
 
+    /// Makes all readers start again.
+    pub(crate) fn restart(&mut self) {
+        self.entries.clear();
+        // Beyond all cursors, and the next entry gets index 0 again.
+        let capacity = self.capacity as u64;
+        self.newest = (self.newest / capacity + 2) * capacity - 1;
+        self.changed.notify_all();
+    }
+
     /// Number of the newest entry.
     pub(crate) fn newest(&self) -> u64 {
         self.newest

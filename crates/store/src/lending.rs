@@ -64,7 +64,14 @@ impl Store {
     /// From now on other hosts may have the space's blocks, and this one theirs. Call it only if the namespace means the same
     /// everywhere.
     pub fn let_cross_hosts(&self, space: SpaceId) {
-        self.index.lock().spaces[space].crosses_hosts = true;
+        let mut index = self.index.lock();
+        let found = &mut index.spaces[space];
+        let has_news = !found.crosses_hosts && found.sealed > 0;
+        found.crosses_hosts = true;
+        if has_news {
+            // Who announces blocks has left these out.
+            index.journal.restart();
+        }
     }
 
     /// The visible ones of these blocks, as ascending runs of positions. With `only_prefix` it ends at the first that is not

@@ -31,7 +31,11 @@ pub(crate) struct Space {
 impl Space {
     pub(crate) fn description(&self) -> SpaceDescription {
         let space = kvlane_block::Space { namespace: self.namespace, cut: self.cut };
-        SpaceDescription { space, shard_bytes: Arc::from(&*self.shard_bytes) }
+        SpaceDescription {
+            space,
+            shard_bytes: Arc::from(&*self.shard_bytes),
+            crosses_hosts: self.crosses_hosts,
+        }
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {

@@ -60,6 +60,8 @@ fn namespace(space: u8) -> Namespace {
     Namespace([space + 1; 16])
 }
 
+static NEVER: AtomicBool = AtomicBool::new(false);
+
 fn hashes(prompt: u8, blocks: u8) -> Vec<BlockHash> {
     (0..blocks).map(|block| BlockHash([prompt, block, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])).collect()
 }
@@ -68,6 +70,7 @@ fn describe(space: u8) -> SpaceDescription {
     SpaceDescription {
         space: kvlane_block::Space { namespace: namespace(space), cut: CutDigest([9; 16]) },
         shard_bytes: vec![PAGE_BYTES, u64::from(space + 1) * PAGE_BYTES].into(),
+        crosses_hosts: false,
     }
 }
 
@@ -82,7 +85,7 @@ impl World {
     }
 
     fn space(&mut self, space: u8) -> SpaceId {
-        let SpaceDescription { space, shard_bytes } = describe(space);
+        let SpaceDescription { space, shard_bytes, .. } = describe(space);
         self.index.space(space.namespace, "model", space.cut, &shard_bytes)
     }
 
@@ -178,7 +181,7 @@ impl Reader {
     fn read_snapshot(&mut self, index: &Index, most: usize) {
         let mut changes = Changes::default();
         if !self.is_snapshot_whole {
-            self.is_snapshot_whole = !index.read_snapshot(&mut self.position, most, &mut changes);
+            self.is_snapshot_whole = !index.read_snapshot(&mut self.position, most, &mut changes).0;
             assert!(changes.entries.len() <= most.max(1));
         }
         self.take(changes);
@@ -311,13 +314,13 @@ impl Pool {
         let (mut position, mut parts, mut has_more) = (SnapshotPosition::default(), 0, true);
         while has_more {
             let mut changes = Changes::default();
-            has_more = self.store.read_snapshot(&mut position, usize::MAX, &mut changes);
+            has_more = self.store.read_snapshot(&mut position, usize::MAX, &mut changes).0;
             Self::apply(&changes, visible);
             parts += 1;
         }
         loop {
             let mut changes = Changes::default();
-            let read = self.store.wait_journal(cursor, Instant::now(), usize::MAX, &mut changes);
+            let read = self.store.wait_journal(cursor, Instant::now(), usize::MAX, &NEVER, &mut changes);
             assert!(!read.start_again);
             Self::apply(&changes, visible);
             cursor = read.cursor;
@@ -332,11 +335,11 @@ impl Pool {
 fn a_reader_that_falls_behind_starts_again_with_a_snapshot_in_bounded_parts() {
     let pool = Pool::new(9 * 1024);
     let mut changes = Changes::default();
-    let start = pool.store.wait_journal(0, Instant::now() + PATIENCE, 10, &mut changes);
+    let start = pool.store.wait_journal(0, Instant::now() + PATIENCE, 10, &NEVER, &mut changes);
     assert!(start.start_again, "a new reader need not wait");
     // More changes than the journal keeps.
     (0..700).for_each(|number| pool.save(number));
-    let behind = pool.store.wait_journal(start.cursor, Instant::now() + PATIENCE, 10, &mut changes);
+    let behind = pool.store.wait_journal(start.cursor, Instant::now() + PATIENCE, 10, &NEVER, &mut changes);
     assert!(behind.start_again && changes.entries.is_empty());
     let mut visible = BTreeSet::new();
     let parts = pool.follow(behind.cursor, &mut visible);
@@ -349,10 +352,10 @@ fn a_reader_that_falls_behind_starts_again_with_a_snapshot_in_bounded_parts() {
 fn a_reader_waits_for_the_next_change_and_holds_nobody_up() {
     let pool = Pool::new(1024);
     let mut changes = Changes::default();
-    let start = pool.store.wait_journal(0, Instant::now(), 10, &mut changes);
+    let start = pool.store.wait_journal(0, Instant::now(), 10, &NEVER, &mut changes);
     let began = Instant::now();
     let until = began + Duration::from_millis(20);
-    let nothing = pool.store.wait_journal(start.cursor, until, 10, &mut changes);
+    let nothing = pool.store.wait_journal(start.cursor, until, 10, &NEVER, &mut changes);
     assert!(Instant::now() >= until);
     assert_eq!((nothing.cursor, nothing.start_again, nothing.has_more), (start.cursor, false, false));
     let is_waiting = AtomicBool::new(false);
@@ -360,7 +363,8 @@ fn a_reader_waits_for_the_next_change_and_holds_nobody_up() {
         let reader = scope.spawn(|| {
             let mut changes = Changes::default();
             is_waiting.store(true, Ordering::Release);
-            let read = pool.store.wait_journal(start.cursor, Instant::now() + PATIENCE, 1, &mut changes);
+            let read =
+                pool.store.wait_journal(start.cursor, Instant::now() + PATIENCE, 1, &NEVER, &mut changes);
             (read, changes)
         });
         while !is_waiting.load(Ordering::Acquire) {
@@ -387,7 +391,7 @@ fn two_readers_follow_a_writer_beside_them() {
                 let was_over = is_over.load(Ordering::Acquire);
                 let mut changes = Changes::default();
                 let until = Instant::now() + Duration::from_millis(50);
-                let read = pool.store.wait_journal(cursor, until, 100, &mut changes);
+                let read = pool.store.wait_journal(cursor, until, 100, &NEVER, &mut changes);
                 cursor = read.cursor;
                 if read.start_again {
                     pool.follow(cursor, &mut visible);
@@ -407,4 +411,42 @@ fn two_readers_follow_a_writer_beside_them() {
             assert!((190..200).flat_map(prompt).all(|hash| visible.contains(&hash)));
         }
     });
+}
+
+#[test]
+fn a_reader_that_is_called_waits_no_longer() {
+    let pool = Pool::new(1024);
+    let start = pool.store.wait_journal(0, Instant::now(), 10, &NEVER, &mut Changes::default());
+    let (is_called, began) = (AtomicBool::new(false), Instant::now());
+    let until = began + PATIENCE;
+    let wait = || pool.store.wait_journal(start.cursor, until, 10, &is_called, &mut Changes::default());
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(wait);
+        is_called.store(true, Ordering::Release);
+        pool.store.wake_journal_readers();
+        assert_eq!(reader.join().unwrap().cursor, start.cursor);
+    });
+    assert!(began.elapsed() < PATIENCE);
+}
+
+/// An announcer has left the blocks of such a space out. No entry of the journal would tell it that they may go now.
+#[test]
+fn readers_start_again_when_a_space_with_blocks_begins_to_cross_hosts() {
+    let pool = Pool::new(1024);
+    let read = |cursor| {
+        let mut changes = Changes::default();
+        let read = pool.store.wait_journal(cursor, Instant::now(), usize::MAX, &NEVER, &mut changes);
+        (read.start_again, read.cursor, changes)
+    };
+    let (_, cursor, _) = read(0);
+    pool.save(1);
+    let (starts_again, cursor, changes) = read(cursor);
+    assert!(!starts_again && !changes.spaces[&pool.space].crosses_hosts);
+    pool.store.let_cross_hosts(pool.space);
+    let (starts_again, cursor, _) = read(cursor);
+    assert!(starts_again);
+    pool.store.let_cross_hosts(pool.space);
+    pool.save(2);
+    let (starts_again, _, changes) = read(cursor);
+    assert!(!starts_again && changes.entries.len() == 64 && changes.spaces[&pool.space].crosses_hosts);
 }
