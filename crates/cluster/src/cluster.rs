@@ -1,6 +1,6 @@
 //! [`Cluster`]: this daemon's part in the cluster, and the thread that takes the messages of the others.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,10 +13,13 @@ use kvlane_store::{Source, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
 
+use crate::announcer::Announcer;
 use crate::borrowing::Borrowing;
+use crate::fields::BadMessage;
+use crate::index_messages::FromReplica;
 use crate::lender::{Lender, LentCounts, SEND_PATIENCE, Wish};
-use crate::members::{Dialling, Member, Members};
-use crate::messages::{BadMessage, Lease, Message};
+use crate::members::{Dialling, Member, MemberNumber, Members, own_beat};
+use crate::messages::{Lease, Message};
 use crate::source::{Asker, ClusterSource};
 
 /// Share of the pool that is lent at a time, at most.
@@ -37,12 +40,21 @@ pub struct ClusterOptions {
     pub tls: Option<Tls>,
     /// The transport of bytes; None: the best that both sides have.
     pub transport: Option<Transport>,
-    /// The other daemons, each HOST:PORT. A name may have several addresses, one of them this daemon's own.
-    pub peers: Vec<String>,
+    /// Who says which daemon has a block.
+    pub directory: Directory,
     /// How long a lookup waits for the others' answers.
     pub answer_within: Duration,
     /// This daemon's name, for people.
     pub name: String,
+}
+
+/// Who says which daemon has a block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Directory {
+    /// The daemons themselves, each HOST:PORT. A name may have several addresses, one of them this daemon's own.
+    Peers(Vec<String>),
+    /// Replicas of an index, each HOST:PORT. They also say which daemons there are.
+    Index(Vec<String>),
 }
 
 /// Why a daemon cannot take part.
@@ -60,6 +72,8 @@ pub enum ClusterError {
 pub struct Cluster {
     engine: Arc<Engine>,
     members: Arc<Members>,
+    /// Of the index, if there is one.
+    replicas: Option<Arc<Members>>,
     asker: Arc<Asker>,
     pool: u32,
     options: ClusterOptions,
@@ -72,6 +86,7 @@ pub struct Cluster {
 
 struct Running {
     lender: Arc<Mutex<Lender>>,
+    announcer: Option<Arc<Announcer>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -103,12 +118,19 @@ impl Cluster {
         let pool = unsafe { engine.register(arena.base(), arena.bytes(), Access::Windows) }?;
         let engine = Arc::new(engine);
         let members = Members::new();
+        let replicas = matches!(options.directory, Directory::Index(_)).then(Members::new);
         let borrowing = Arc::new(Borrowing::new(Arc::clone(&engine), Arc::clone(arena), pool));
-        let asker =
-            Arc::new(Asker::new(Arc::clone(&engine), Arc::clone(&members), borrowing, options.answer_within));
+        let asker = Arc::new(Asker::new(
+            Arc::clone(&engine),
+            Arc::clone(&members),
+            replicas.clone(),
+            borrowing,
+            options.answer_within,
+        ));
         Ok(Arc::new(Self {
             engine,
             members,
+            replicas,
             asker,
             pool,
             options,
@@ -139,9 +161,12 @@ impl Cluster {
         let (engine, counts) = (Arc::clone(&self.engine), Arc::clone(&self.lent));
         let lender = Lender::start(engine, Arc::clone(store), self.pool, most_lent, counts)?;
         let lender = Arc::new(Mutex::new(lender));
+        let index = self.replicas.clone().map(|replicas| self.announce_to(&replicas, store)).transpose()?;
+        let announcer = index.as_ref().map(|index| Arc::clone(&index.announcer));
         let mut running = self.running.lock();
-        let threads =
-            &mut running.insert(Running { lender: Arc::clone(&lender), threads: Vec::new() }).threads;
+        let threads = &mut running
+            .insert(Running { lender: Arc::clone(&lender), announcer, threads: Vec::new() })
+            .threads;
         let asker = Arc::clone(&self.asker);
         threads.push(spawn("kvlane-asker", move || asker.watch_deadlines())?);
         let taking = Taking {
@@ -151,21 +176,53 @@ impl Cluster {
             store: Arc::clone(store),
             lender,
             strangers: Arc::clone(&self.strangers),
+            index,
         };
         threads.push(spawn("kvlane-cluster", move || taking.take_messages())?);
         // Not among the threads that `stop` waits for: it may wait for a name's address, and touches no memory of the pool.
-        self.members.start(Dialling {
-            engine: Arc::clone(&self.engine),
-            names: self.options.peers.clone(),
-            own_name: self.options.name.clone(),
-        })?;
+        if let Directory::Peers(names) = &self.options.directory {
+            self.members.start(self.dialling(names))?;
+        }
         Ok(())
+    }
+
+    /// How this daemon dials the other daemons.
+    fn dialling(&self, names: &[String]) -> Arc<Dialling> {
+        let (members, beat) = (Arc::downgrade(&self.members), own_beat(&self.options.name));
+        let engine = Arc::clone(&self.engine);
+        let attend = move |member: &Member, peer| members.upgrade()?.beat(member, &engine, &beat, peer);
+        Arc::new(Dialling {
+            engine: Arc::clone(&self.engine),
+            names: names.to_vec(),
+            kind: "daemon",
+            attend: Box::new(attend),
+        })
+    }
+
+    /// Dials the replicas of the index, and announces the store's blocks to them.
+    fn announce_to(&self, replicas: &Arc<Members>, store: &Arc<Store>) -> Result<OfIndex, ClusterError> {
+        let own = self.addresses().into_iter().next().ok_or(FabricError::Closed)?;
+        let announcer = Arc::new(Announcer::new(Arc::clone(&self.engine), Arc::clone(store), own));
+        let attending = Arc::clone(&announcer);
+        let Directory::Index(names) = &self.options.directory else { unreachable!("there are replicas") };
+        replicas.start(Arc::new(Dialling {
+            engine: Arc::clone(&self.engine),
+            names: names.clone(),
+            kind: "replica",
+            attend: Box::new(move |replica, peer| attending.attend(replica, peer)),
+        }))?;
+        let (lists, dialling) = (Mutex::default(), self.dialling(&[]));
+        Ok(OfIndex { replicas: Arc::clone(replicas), announcer, own, lists, dialling })
     }
 
     /// Takes no more part: windows are closed, reads fail, and nothing touches the pool any more when this returns.
     pub fn stop(&self) {
-        let Some(Running { lender, mut threads }) = self.running.lock().take() else { return };
+        let Some(Running { lender, announcer, mut threads }) = self.running.lock().take() else { return };
+        if let Some(announcer) = announcer {
+            announcer.stop();
+        }
         self.members.stop();
+        self.replicas.iter().for_each(|replicas| replicas.stop());
         self.asker.stop();
         threads.extend(self.asker.borrowing.stop());
         lender.lock().stop();
@@ -180,8 +237,7 @@ impl Cluster {
 
     /// The state for `kvlane status`, and the counters.
     pub fn status(&self) -> ClusterStatus {
-        let members = self.members.all();
-        let status = |member: &Arc<Member>| {
+        let status = |member: Arc<Member>| {
             let state = member.state.lock();
             let left_out = state.left_out().map(str::to_owned);
             MemberStatus {
@@ -193,12 +249,17 @@ impl Cluster {
                 trouble: state.trouble.clone().or(left_out),
             }
         };
-        let members = members.iter().filter(|member| member.is_other()).map(status).collect();
+        let others = self.members.all().into_iter().filter(|member| member.is_other());
+        let replicas = self.replicas.iter().flat_map(|replicas| replicas.all());
+        let asked = self.replicas.as_ref().unwrap_or(&self.members);
+        let announced = self.running.lock().as_ref().and_then(|running| running.announcer.clone());
         let borrowed = &self.asker.borrowing.counts;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         ClusterStatus {
-            members,
-            unresolved: self.members.unresolved.lock().clone(),
+            members: others.map(status).collect(),
+            replicas: replicas.map(status).collect(),
+            announced_blocks: announced.map_or(0, |announcer| read(&announcer.blocks)),
+            unresolved: asked.unresolved.lock().clone(),
             strangers: read(&self.strangers.messages),
             fetched_blocks: read(&borrowed.blocks),
             fetched_bytes: read(&borrowed.bytes),
@@ -229,7 +290,11 @@ impl Drop for Cluster {
 pub struct ClusterStatus {
     /// The other daemons.
     pub members: Vec<MemberStatus>,
-    /// Names of `--peers` that lead nowhere, and why.
+    /// The replicas of the index.
+    pub replicas: Vec<MemberStatus>,
+    /// Blocks that a replica knew of this daemon at its last count.
+    pub announced_blocks: u64,
+    /// Names of `--peers` or `--index` that lead nowhere, and why.
     pub unresolved: Vec<(String, String)>,
     /// Messages of daemons that this one does not dial. They are not answered.
     pub strangers: u64,
@@ -253,7 +318,7 @@ pub struct ClusterStatus {
     pub expired_loans: u64,
 }
 
-/// The state of another daemon, as this one sees it.
+/// The state of another daemon, or of a replica, as this daemon sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemberStatus {
     /// Where it listens.
@@ -278,17 +343,31 @@ struct Taking {
     store: Arc<Store>,
     lender: Arc<Mutex<Lender>>,
     strangers: Arc<Strangers>,
+    index: Option<OfIndex>,
+}
+
+/// What this daemon has to do with the replicas of its index.
+struct OfIndex {
+    replicas: Arc<Members>,
+    announcer: Arc<Announcer>,
+    /// This daemon's address in the index.
+    own: SocketAddr,
+    /// The daemons that each replica named last.
+    lists: Mutex<HashMap<MemberNumber, Vec<SocketAddr>>>,
+    dialling: Arc<Dialling>,
 }
 
 impl Taking {
     /// Until the engine is closed.
     fn take_messages(&self) {
         while let Some(message) = self.engine.receive(None) {
-            let Some(member) = self.members.of(message.from) else {
+            let replica = self.index.as_ref().and_then(|index| index.replicas.of(message.from));
+            let Some(member) = replica.clone().or_else(|| self.members.of(message.from)) else {
                 self.note_stranger(message.from);
                 continue;
             };
             match Message::decode(&message.bytes) {
+                Ok(Message::FromReplica(read)) if replica.is_some() => self.take_from_replica(&member, read),
                 Ok(read) => self.take(&member, message.from, read),
                 Err(why) => note_bad(&member, &why),
             }
@@ -310,7 +389,7 @@ impl Taking {
                 drop(self.engine.send(peer, answer.encode(), soon()));
             }
             Message::Answer { number, first, runs } => {
-                self.asker.answered(member, number, first, runs, Instant::now());
+                self.asker.answered(member, number, first, vec![(member.number, runs)], Instant::now());
             }
             Message::Borrow { number, blocks, lasts_ms } => {
                 let lasts = Duration::from_millis(u64::from(lasts_ms));
@@ -330,6 +409,37 @@ impl Taking {
             }
             // If the queue is full, the loan ends by its time.
             Message::Return { number } => drop(self.lender.lock().wish(Wish::Return { from, number })),
+            Message::ToReplica(_) | Message::FromReplica(_) => {
+                tracing::debug!(member = %member.address, "a message about an index that is not there");
+            }
+        }
+    }
+
+    fn take_from_replica(&self, replica: &Member, message: FromReplica) {
+        let Some(index) = &self.index else { return };
+        let OfIndex { announcer, own, lists, dialling, .. } = index;
+        match message {
+            FromReplica::Owners { epoch, addresses } => {
+                announcer.known(replica.number, epoch);
+                let mut lists = lists.lock();
+                lists.insert(replica.number, addresses);
+                // A replica that was removed has no list. One that is lost keeps the last.
+                lists.retain(|number, _| index.replicas.get(*number).is_some());
+                let all: BTreeSet<_> = lists.values().flatten().copied().filter(|each| each != own).collect();
+                self.members.dial_only(all, dialling);
+            }
+            FromReplica::SnapshotWanted { epoch, ticket } => {
+                announcer.snapshot_wanted(replica.number, epoch, ticket);
+            }
+            FromReplica::Unknown { epoch, why } => {
+                tracing::debug!(replica = %replica.address, why, "a replica refuses announcements");
+                announcer.refused(replica.number, epoch);
+            }
+            FromReplica::Located { number, first, owners } => {
+                let member = |(address, runs)| Some((self.members.reached_at(address)?.number, runs));
+                let found = owners.into_iter().filter_map(member).collect();
+                self.asker.answered(replica, number, first, found, Instant::now());
+            }
         }
     }
 

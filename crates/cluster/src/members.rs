@@ -1,10 +1,11 @@
-//! The other daemons of the cluster: this one dials each, and talks to no other.
+//! The other daemons of the cluster, or the replicas of its index: this process dials each, and talks to no other.
 //!
 //! ```text
 //!   HOST:PORT --resolved--> addresses, each a member:
-//!     unreached --connect--> reached: a beat every second --beat lost--> unreached, dialled again after 0.2 .. 5 s
+//!     unreached --connect--> reached: attended ----lost----> unreached, dialled again after 0.2 .. 5 s
 //!         '-- it is this daemon itself: never asked
 //! ```
+//! A daemon is attended by a beat every second, a replica by announcements (announcer.rs).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -19,7 +20,7 @@ use crate::breaker::Breaker;
 use crate::messages::Message;
 
 /// Most members. A fetch knows 64 holders.
-pub(crate) const MEMBERS_MAX: usize = 32;
+pub(crate) const MEMBERS_MAX: usize = 64;
 const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// How long a beat may take before its member counts as unreached.
 const BEAT_PATIENCE: Duration = Duration::from_secs(3);
@@ -59,13 +60,17 @@ pub(crate) struct MemberState {
     is_self: bool,
 }
 
+/// Stays with a member that is reached until it is lost, and returns why. None: this process stops.
+pub(crate) type Attend = Box<dyn Fn(&Member, PeerId) -> Option<String> + Send + Sync>;
+
 /// The settings of the threads that dial.
 pub(crate) struct Dialling {
     pub(crate) engine: Arc<Engine>,
     /// HOST:PORT, each maybe with several addresses.
     pub(crate) names: Vec<String>,
-    /// This daemon's name, for its beats.
-    pub(crate) own_name: String,
+    /// What the members are, for the log: `daemon` or `replica`.
+    pub(crate) kind: &'static str,
+    pub(crate) attend: Attend,
 }
 
 /// All members, by number and by engine.
@@ -113,12 +118,32 @@ impl Members {
         self.get(number)
     }
 
-    /// Starts the thread that resolves the names and dials what it finds.
-    pub(crate) fn start(self: &Arc<Self>, dialling: Dialling) -> std::io::Result<()> {
+    /// Starts the thread that resolves the names and dials what it finds. Without names, [`dial_only`](Self::dial_only) gives
+    /// addresses.
+    pub(crate) fn start(self: &Arc<Self>, dialling: Arc<Dialling>) -> std::io::Result<()> {
+        if dialling.names.is_empty() {
+            return Ok(());
+        }
         let members = Arc::clone(self);
-        let dialling = Arc::new(dialling);
         let run = move || members.run(&dialling);
         std::thread::Builder::new().name("kvlane-members".into()).spawn(run).map(drop)
+    }
+
+    /// Dials these addresses, and no longer those that are not among them once they are not reached.
+    pub(crate) fn dial_only(self: &Arc<Self>, addresses: BTreeSet<SocketAddr>, dialling: &Arc<Dialling>) {
+        if *self.stopped.lock() || *self.named.read() == addresses {
+            return;
+        }
+        // First, or the thread of a new address would find that it is not named.
+        self.named.write().clone_from(&addresses);
+        addresses.into_iter().for_each(|address| self.start_dialling(address, dialling));
+    }
+
+    /// The member at an address, if it is reached.
+    pub(crate) fn reached_at(&self, address: SocketAddr) -> Option<Arc<Member>> {
+        let all = self.all.read();
+        let member = all.values().find(|member| member.address == address)?;
+        member.peer().is_some().then(|| Arc::clone(member))
     }
 
     /// Ends all threads.
@@ -200,7 +225,7 @@ impl Members {
         }
         if all.len() >= MEMBERS_MAX {
             if !self.is_full.swap(true, Ordering::Relaxed) {
-                // Log: `--peers` leads to more than 32 daemons; the others are not asked. Do: make smaller clusters.
+                // Log: the cluster has more than 64 daemons; the others are not asked. Do: make smaller clusters.
                 tracing::warn!(%address, most = MEMBERS_MAX, once = true, "daemon not dialled: there are too many");
             }
             return None;
@@ -223,7 +248,7 @@ impl Members {
 
     /// Keeps one member reached, until the end.
     fn dial(&self, member: &Member, dialling: &Dialling) {
-        let Dialling { engine, own_name, .. } = dialling;
+        let Dialling { engine, kind, attend, .. } = dialling;
         let mut pause = FIRST_PAUSE;
         loop {
             match engine.connect_to(member.address, DIAL_PATIENCE) {
@@ -240,9 +265,9 @@ impl Members {
                             pause = LONGEST_PAUSE;
                         } else {
                             pause = FIRST_PAUSE;
-                            self.reached(member, engine, peer, id);
-                            let why = self.beat(member, engine, own_name, peer);
-                            self.lost(member, id, why);
+                            self.reached(member, dialling, peer, id);
+                            let why = attend(member, peer);
+                            self.lost(member, kind, id, why);
                         }
                     }
                     engine.disconnect(peer);
@@ -251,9 +276,9 @@ impl Members {
                     let why = error.to_string();
                     let mut state = member.state.lock();
                     if state.trouble.is_none() {
-                        // Log: another daemon of the cluster is not reached; it is dialled again, and prompts that only
-                        // it has are computed. Do: check that it runs, its address, its token and the network.
-                        tracing::warn!(member = %member.address, "daemon not reached: {why}");
+                        // Log: another daemon, or a replica of the index, is not reached; it is dialled again, and prompts
+                        // that only it has are computed. Do: check that it runs, its address, token and network.
+                        tracing::warn!(member = %member.address, "{kind} not reached: {why}");
                     }
                     state.trouble = Some(why);
                 }
@@ -265,37 +290,41 @@ impl Members {
         }
     }
 
-    fn reached(&self, member: &Member, engine: &Engine, peer: PeerId, id: EngineId) {
-        engine.name_peer(peer, format!("daemon {}", member.address));
+    fn reached(&self, member: &Member, dialling: &Dialling, peer: PeerId, id: EngineId) {
+        let kind = dialling.kind;
+        dialling.engine.name_peer(peer, format!("{kind} {}", member.address));
         self.by_engine.write().insert(id, member.number);
         let mut state = member.state.lock();
         state.reached = Some((peer, id));
         state.trouble = None;
         (state.breaker, state.loans) = (Breaker::default(), Breaker::default());
-        // Log: blocks of that daemon are hits here from now on.
-        tracing::info!(member = %member.address, "daemon reached");
+        // Log: blocks of that daemon are hits here from now on, or that replica of the index is asked.
+        tracing::info!(member = %member.address, "{kind} reached");
     }
 
-    fn lost(&self, member: &Member, id: EngineId, why: Option<String>) {
+    fn lost(&self, member: &Member, kind: &str, id: EngineId, why: Option<String>) {
         self.by_engine.write().remove(&id);
         let mut state = member.state.lock();
         state.reached = None;
         if let Some(why) = why {
-            // Log: a daemon of the cluster has ended, or is cut off; it is dialled again, and prompts that only it has
-            // are computed. Do: check that it runs, and the network.
-            tracing::warn!(member = %member.address, name = state.name, "daemon lost: {why}");
+            // Log: a daemon, or a replica of the index, has ended or is cut off; it is dialled again, and prompts that only it
+            // has are computed. Do: check that it runs, and the network.
+            tracing::warn!(member = %member.address, name = state.name, "{kind} lost: {why}");
             state.trouble = Some(why);
         }
     }
 
-    /// Sends beats until one is lost, and returns why. None: this daemon stops.
-    fn beat(&self, member: &Member, engine: &Engine, own_name: &str, peer: PeerId) -> Option<String> {
-        let beat =
-            Message::Beat { name: own_name.to_owned(), software: env!("CARGO_PKG_VERSION").to_owned() };
-        let bytes: Arc<[u8]> = beat.encode().into();
+    /// Sends beats that are this message, until one is lost. See [`Attend`].
+    pub(crate) fn beat(
+        &self,
+        member: &Member,
+        engine: &Engine,
+        bytes: &Arc<[u8]>,
+        peer: PeerId,
+    ) -> Option<String> {
         loop {
             let options = SendOptions { timeout: BEAT_PATIENCE, ..SendOptions::default() };
-            match engine.send(peer, Arc::clone(&bytes), options).map(|sent| sent.wait(None)) {
+            match engine.send(peer, Arc::clone(bytes), options).map(|sent| sent.wait(None)) {
                 Ok(Some(Ok(()))) => {}
                 Ok(Some(Err(failure))) => return Some(failure.to_string()),
                 Ok(None) => return None,
@@ -309,6 +338,12 @@ impl Members {
             debug_assert!(member.state.lock().reached.is_some());
         }
     }
+}
+
+/// What members that are daemons are sent every second.
+pub(crate) fn own_beat(name: &str) -> Arc<[u8]> {
+    let software = env!("CARGO_PKG_VERSION").to_owned();
+    Message::Beat { name: name.to_owned(), software }.encode().into()
 }
 
 impl MemberState {
@@ -407,7 +442,7 @@ mod tests {
             assert!(members.remove_unnamed(&member));
             assert!(members.get(member.number).is_none() && members.all().is_empty());
         }
-        let all: Vec<_> = (0..100).filter_map(|number| members.add(address(1000 + number))).collect();
+        let all: Vec<_> = (0..200).filter_map(|number| members.add(address(1000 + number))).collect();
         assert_eq!(all.len(), MEMBERS_MAX);
     }
 }

@@ -2,34 +2,20 @@
 
 use std::ops::Range;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace, Space, parse_hashes};
+use kvlane_block::{BlockHash, Space};
 use kvlane_fabric::{MESSAGE_BYTES_MAX, WindowDescriptor};
 use kvlane_proto::Message as _;
 use kvlane_proto::cluster::{self, envelope::Body};
-use thiserror::Error;
 
-/// The version of the protocol that this crate speaks.
-pub(crate) const VERSION: u32 = 1;
+use crate::fields::{self, BadMessage, VERSION};
+use crate::index_messages::{FromReplica, ToReplica};
+
 /// Most blocks of one message: 48 KiB of hashes.
 pub(crate) const BLOCKS_MAX: usize = 3072;
 /// Most shards of a block.
 const SHARDS_MAX: usize = 1024;
 /// Most bytes of a lease's checksums.
 const CRCS_BYTES_MAX: usize = MESSAGE_BYTES_MAX - 8192;
-/// Most characters of a name or a sentence that is kept.
-const TEXT_MAX: usize = 200;
-
-/// Why a message is not understood.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub(crate) enum BadMessage {
-    #[error("a message of version {0}, this daemon has {VERSION}: use one version of kvlane in the cluster")]
-    Later(u32),
-    #[error("not a message of a kvlane daemon")]
-    Malformed,
-    #[error("a message with {0}")]
-    Invalid(&'static str),
-}
-
 /// Blocks of one space, in a prompt's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocks {
@@ -47,6 +33,8 @@ pub(crate) enum Message {
     Borrow { number: u64, blocks: Blocks, lasts_ms: u32 },
     Lease { number: u64, lease: Lease },
     Return { number: u64 },
+    ToReplica(ToReplica),
+    FromReplica(FromReplica),
 }
 
 /// The answer to a request to borrow.
@@ -77,14 +65,15 @@ impl Message {
                 Body::Question(cluster::Question { number, first, blocks, only_prefix })
             }
             Self::Answer { number, first, runs } => {
-                let runs = runs.iter().flat_map(|run| [run.start, run.end - run.start]).collect();
-                Body::Answer(cluster::Answer { number, first, runs })
+                Body::Answer(cluster::Answer { number, first, runs: fields::run_pairs(&runs) })
             }
             Self::Borrow { number, blocks, lasts_ms } => {
                 Body::Borrow(cluster::Borrow { number, blocks: Some(blocks.encode()), lasts_ms })
             }
             Self::Lease { number, lease } => Body::Lease(lease.encode(number)),
             Self::Return { number } => Body::Returned(cluster::Return { number }),
+            Self::ToReplica(message) => message.encode(),
+            Self::FromReplica(message) => message.encode(),
         };
         cluster::Envelope { version: VERSION, body: Some(body) }.encode_to_vec()
     }
@@ -95,12 +84,14 @@ impl Message {
             return Err(BadMessage::Later(envelope.version));
         }
         Ok(match envelope.body.filter(|_| envelope.version > 0).ok_or(BadMessage::Malformed)? {
-            Body::Beat(beat) => Self::Beat { name: text(beat.name), software: text(beat.software) },
+            Body::Beat(beat) => {
+                Self::Beat { name: fields::text(beat.name), software: fields::text(beat.software) }
+            }
             Body::Question(cluster::Question { number, first, blocks, only_prefix }) => {
                 Self::Question { number, first, blocks: Blocks::decode(blocks)?, only_prefix }
             }
             Body::Answer(cluster::Answer { number, first, runs }) => {
-                Self::Answer { number, first, runs: runs_of(&runs)? }
+                Self::Answer { number, first, runs: fields::runs(&runs)? }
             }
             Body::Borrow(cluster::Borrow { number, blocks, lasts_ms }) => {
                 let blocks = Blocks::decode(blocks)?;
@@ -111,33 +102,19 @@ impl Message {
             }
             Body::Lease(lease) => Self::Lease { number: lease.number, lease: Lease::decode(lease)? },
             Body::Returned(cluster::Return { number }) => Self::Return { number },
+            Body::Join(join) => Self::ToReplica(ToReplica::of_join(join)?),
+            Body::Announce(announce) => Self::ToReplica(ToReplica::of_announce(announce)?),
+            Body::Count(count) => Self::ToReplica(ToReplica::of_count(count)),
+            Body::Part(part) => Self::ToReplica(ToReplica::of_part(&part)?),
+            Body::Leave(cluster::Leave { epoch }) => Self::ToReplica(ToReplica::Leave { epoch }),
+            Body::Owners(owners) => Self::FromReplica(FromReplica::of_owners(owners)?),
+            Body::SnapshotWanted(cluster::SnapshotWanted { epoch, ticket }) => {
+                Self::FromReplica(FromReplica::SnapshotWanted { epoch, ticket })
+            }
+            Body::Unknown(unknown) => Self::FromReplica(FromReplica::of_unknown(unknown)),
+            Body::Located(located) => Self::FromReplica(FromReplica::of_located(&located)?),
         })
     }
-}
-
-fn text(mut text: String) -> String {
-    if let Some((end, _)) = text.char_indices().nth(TEXT_MAX) {
-        text.truncate(end);
-    }
-    text.retain(|letter| !letter.is_control());
-    text
-}
-
-/// Ascending runs without overlap, from firsts and lengths.
-fn runs_of(pairs: &[u32]) -> Result<Vec<Range<u32>>, BadMessage> {
-    let bad = BadMessage::Invalid("runs that are empty, overlap or go down");
-    let (pairs, rest) = pairs.as_chunks::<2>();
-    if !rest.is_empty() {
-        return Err(bad);
-    }
-    let mut end = 0;
-    let mut runs = Vec::with_capacity(pairs.len());
-    for [first, len] in pairs {
-        let next = first.checked_add(*len).filter(|_| *len > 0 && *first >= end).ok_or(bad.clone())?;
-        runs.push(*first..next);
-        end = next;
-    }
-    Ok(runs)
 }
 
 impl Blocks {
@@ -147,24 +124,18 @@ impl Blocks {
             namespace: space.namespace.0.to_vec().into(),
             cut: space.cut.0.to_vec().into(),
             shard_bytes,
-            hashes: hashes.iter().flat_map(|hash| hash.0).collect::<Vec<u8>>().into(),
+            hashes: fields::hash_bytes(&hashes).into(),
         }
     }
 
     fn decode(blocks: Option<cluster::Blocks>) -> Result<Self, BadMessage> {
         let cluster::Blocks { namespace, cut, shard_bytes, hashes } =
             blocks.ok_or(BadMessage::Invalid("no blocks"))?;
-        let digest =
-            |bytes: &[u8]| <[u8; 16]>::try_from(bytes).map_err(|_| BadMessage::Invalid("an unknown space"));
-        let space = Space { namespace: Namespace(digest(&namespace)?), cut: CutDigest(digest(&cut)?) };
+        let space = fields::space(&namespace, &cut)?;
         if shard_bytes.is_empty() || shard_bytes.len() > SHARDS_MAX || shard_bytes.contains(&0) {
             return Err(BadMessage::Invalid("no shards, too many, or empty ones"));
         }
-        if hashes.len() > 16 * BLOCKS_MAX {
-            return Err(BadMessage::Invalid("more blocks than one message has"));
-        }
-        let hashes =
-            parse_hashes(&hashes).map_err(|_| BadMessage::Invalid("hashes that are not 16 bytes each"))?;
+        let hashes = fields::hashes(&hashes, BLOCKS_MAX)?;
         Ok(Self { space, shard_bytes, hashes })
     }
 }
@@ -229,7 +200,7 @@ impl Lease {
             gone: lease.gone.to_vec(),
             crcs: crcs.iter().map(|crc| u32::from_le_bytes(*crc)).collect(),
             lasts_ms: lease.lasts_ms,
-            refused: text(lease.refused),
+            refused: fields::text(lease.refused),
         })
     }
 }
@@ -237,11 +208,13 @@ impl Lease {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
+    use kvlane_block::{CutDigest, Namespace};
     use kvlane_fabric::MemoryKind;
     use proptest::collection::vec;
     use proptest::prelude::*;
 
     use super::*;
+    use crate::fields::TEXT_MAX;
 
     fn blocks() -> impl Strategy<Value = Blocks> {
         (any::<[[u8; 16]; 2]>(), vec(1u64..u64::MAX, 1..9), vec(any::<[u8; 16]>(), 0..40)).prop_map(

@@ -1,11 +1,11 @@
-//! The open questions: which members have still to answer which part, and until when. Pure.
+//! The open questions: who has still to answer which part, and until when. Pure.
 //!
 //! ```text
-//!   open(members, parts) --> answer, for each member and part --> all there: over
-//!                                 '-- the deadline passed -------> over, with what is there; a later answer finds nothing
+//!   open(asked, parts) --> answer, for each part by all that were asked, or by any --> all there: over
+//!                              '-- the deadline passed --> over, with what is there; a later answer finds nothing
 //! ```
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -16,20 +16,36 @@ use crate::members::MemberNumber;
 /// Open questions. A further one is answered with nothing at once.
 pub(crate) const QUESTIONS_MAX: usize = 4096;
 
+/// The blocks of each member: runs of positions, ascending.
+pub(crate) type FoundRuns = Vec<(MemberNumber, Vec<Range<u32>>)>;
+
+/// Whose answers a question needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Needs {
+    /// Each part has an answer of each that was asked: a daemon knows its own blocks only.
+    All,
+    /// Each part has one answer: a replica knows all blocks.
+    Any,
+}
+
 /// A question that is over.
 pub(crate) struct Ended {
     pub(crate) done: FindDone,
-    /// The blocks of each member: runs of positions in the whole question, ascending.
+    /// By member, of positions in the whole question.
     pub(crate) found: HashMap<MemberNumber, Vec<Range<u32>>>,
-    /// Members that have not answered all parts.
+    /// Who was asked and has not answered as much as was needed.
     pub(crate) silent: BTreeSet<MemberNumber>,
 }
 
 struct Open {
     done: FindDone,
-    asked: Instant,
-    /// Answers that have not come: each member, and the first position of each part.
-    missing: BTreeSet<(MemberNumber, u32)>,
+    needs: Needs,
+    /// Since when each was asked.
+    asked: BTreeMap<MemberNumber, Instant>,
+    /// Who has answered a part.
+    heard: BTreeSet<MemberNumber>,
+    /// Answers that have not come: of whom, if it matters, and the first position of each part.
+    missing: BTreeSet<(Option<MemberNumber>, u32)>,
     /// The end of each part, by its first position.
     parts: HashMap<u32, u32>,
     found: HashMap<MemberNumber, Vec<Range<u32>>>,
@@ -51,7 +67,7 @@ impl Questions {
     /// The callback: too many questions are open.
     pub(crate) fn open(
         &mut self,
-        members: &[MemberNumber],
+        (members, needs): (&[MemberNumber], Needs),
         parts: &[Range<u32>],
         (now, deadline): (Instant, Instant),
         done: FindDone,
@@ -60,10 +76,16 @@ impl Questions {
             return Err(done);
         }
         self.last += 1;
-        let missing = members.iter().flat_map(|member| parts.iter().map(|part| (*member, part.start)));
+        let of_whom: Vec<_> = match needs {
+            Needs::All => members.iter().copied().map(Some).collect(),
+            Needs::Any => vec![None],
+        };
+        let missing = of_whom.iter().flat_map(|whom| parts.iter().map(|part| (*whom, part.start)));
         let open = Open {
             done,
-            asked: now,
+            needs,
+            asked: members.iter().map(|member| (*member, now)).collect(),
+            heard: BTreeSet::new(),
             missing: missing.collect(),
             parts: parts.iter().map(|part| (part.start, part.end)).collect(),
             found: HashMap::new(),
@@ -73,28 +95,38 @@ impl Questions {
         Ok(self.last)
     }
 
-    /// A member's answer: runs of positions in the part that begins at `first`. Returns when the question was asked, if it is
-    /// open and this answer was missing; and the question, if this was the last answer.
+    /// Another one is asked, too. False: the question is over.
+    pub(crate) fn ask_also(&mut self, number: u64, member: MemberNumber, now: Instant) -> bool {
+        let Some(open) = self.open.get_mut(&number) else { return false };
+        open.asked.insert(member, now);
+        true
+    }
+
+    /// An answer to the part that begins at `first`, with runs of positions in it. Returns when its sender was asked, if the
+    /// question is open and this answer was missing; and the question, if this was the last answer.
     pub(crate) fn answer(
         &mut self,
         number: u64,
-        member: MemberNumber,
+        from: MemberNumber,
         first: u32,
-        runs: Vec<Range<u32>>,
+        found: FoundRuns,
     ) -> Option<(Instant, Option<Ended>)> {
         let open = self.open.get_mut(&number)?;
-        if !open.missing.remove(&(member, first)) {
+        let asked = *open.asked.get(&from)?;
+        if !open.missing.remove(&((open.needs == Needs::All).then_some(from), first)) {
             return None;
         }
+        open.heard.insert(from);
         let end = open.parts.get(&first).copied().unwrap_or(first);
-        let found = open.found.entry(member).or_default();
-        for run in runs {
-            let run = first.saturating_add(run.start)..first.saturating_add(run.end).min(end);
-            if !run.is_empty() {
-                found.push(run);
+        for (member, runs) in found {
+            let found = open.found.entry(member).or_default();
+            for run in runs {
+                let run = first.saturating_add(run.start)..first.saturating_add(run.end).min(end);
+                if !run.is_empty() {
+                    found.push(run);
+                }
             }
         }
-        let asked = open.asked;
         Some((asked, open.missing.is_empty().then(|| self.end(number)).flatten()))
     }
 
@@ -123,9 +155,13 @@ impl Questions {
     }
 
     fn end(&mut self, number: u64) -> Option<Ended> {
-        let Open { done, missing, mut found, .. } = self.open.remove(&number)?;
+        let Open { done, needs, asked, heard, missing, mut found, .. } = self.open.remove(&number)?;
         found.values_mut().for_each(|runs| runs.sort_unstable_by_key(|run| run.start));
-        Some(Ended { done, found, silent: missing.into_iter().map(|(member, _)| member).collect() })
+        let silent = match needs {
+            Needs::All => missing.into_iter().filter_map(|(member, _)| member).collect(),
+            Needs::Any => asked.into_keys().filter(|member| !heard.contains(member)).collect(),
+        };
+        Some(Ended { done, found, silent })
     }
 }
 
@@ -139,6 +175,10 @@ mod tests {
     const A: MemberNumber = MemberNumber(1);
     const B: MemberNumber = MemberNumber(2);
 
+    fn of(member: MemberNumber, runs: Vec<Range<u32>>) -> FoundRuns {
+        vec![(member, runs)]
+    }
+
     fn nothing() -> FindDone {
         FindDone::new(|_| ())
     }
@@ -148,19 +188,19 @@ mod tests {
         let now = Instant::now();
         let times = (now, now + Duration::from_millis(1));
         let mut questions = Questions::default();
-        let number = questions.open(&[A, B], &[0..10, 10..15], times, nothing()).ok().unwrap();
-        assert!(questions.answer(number, A, 10, vec![0..9]).unwrap().1.is_none());
-        assert!(questions.answer(number, A, 0, vec![1..3, 7..10]).unwrap().1.is_none());
-        assert!(questions.answer(number, A, 0, vec![0..10]).is_none(), "answered before");
-        assert!(questions.answer(number, B, 5, vec![0..10]).is_none(), "never asked");
-        assert!(questions.answer(number + 1, B, 0, vec![0..10]).is_none(), "never asked");
-        assert!(questions.answer(number, B, 0, vec![]).unwrap().1.is_none());
-        let (asked, ended) = questions.answer(number, B, 10, vec![u32::MAX - 1..u32::MAX]).unwrap();
+        let number = questions.open((&[A, B], Needs::All), &[0..10, 10..15], times, nothing()).ok().unwrap();
+        assert!(questions.answer(number, A, 10, of(A, vec![0..9])).unwrap().1.is_none());
+        assert!(questions.answer(number, A, 0, of(A, vec![1..3, 7..10])).unwrap().1.is_none());
+        assert!(questions.answer(number, A, 0, of(A, vec![0..10])).is_none(), "answered before");
+        assert!(questions.answer(number, B, 5, of(B, vec![0..10])).is_none(), "never asked");
+        assert!(questions.answer(number + 1, B, 0, of(B, vec![0..10])).is_none(), "never asked");
+        assert!(questions.answer(number, B, 0, of(B, vec![])).unwrap().1.is_none());
+        let (asked, ended) = questions.answer(number, B, 10, of(B, vec![u32::MAX - 1..u32::MAX])).unwrap();
         let ended = ended.unwrap();
         assert_eq!(asked, now);
         assert_eq!(ended.found[&A], [1..3, 7..10, 10..15], "not beyond its part");
         assert!(ended.found[&B].is_empty() && ended.silent.is_empty());
-        assert!(questions.answer(number, B, 10, vec![]).is_none());
+        assert!(questions.answer(number, B, 10, of(B, vec![])).is_none());
         // Its deadline ends nothing more.
         assert!(questions.expire(times.1).is_empty());
         assert_eq!(questions.next_deadline(), None);
@@ -171,28 +211,51 @@ mod tests {
         let now = Instant::now();
         let at = |ms| now + Duration::from_millis(ms);
         let mut questions = Questions::default();
-        let first = questions.open(&[A, B], &[0..10], (now, at(1)), nothing()).ok().unwrap();
-        let second = questions.open(&[B], &[0..4], (now, at(2)), nothing()).ok().unwrap();
-        questions.answer(first, A, 0, vec![0..2]).unwrap();
+        let first = questions.open((&[A, B], Needs::All), &[0..10], (now, at(1)), nothing()).ok().unwrap();
+        let second = questions.open((&[B], Needs::All), &[0..4], (now, at(2)), nothing()).ok().unwrap();
+        questions.answer(first, A, 0, of(A, vec![0..2])).unwrap();
         assert!(questions.expire(now).is_empty());
         assert_eq!(questions.next_deadline(), Some(at(1)));
         let ended = questions.expire(at(1));
         assert_eq!((ended.len(), &ended[0].found[&A]), (1, &vec![0..2]));
         assert_eq!(ended[0].silent, BTreeSet::from([B]));
-        assert!(questions.answer(first, B, 0, vec![]).is_none(), "too late");
-        assert!(questions.answer(second, B, 0, vec![]).unwrap().1.is_some());
+        assert!(questions.answer(first, B, 0, of(B, vec![])).is_none(), "too late");
+        assert!(questions.answer(second, B, 0, of(B, vec![])).unwrap().1.is_some());
         assert!(questions.expire(at(9)).is_empty());
+    }
+
+    /// A replica knows the blocks of all, so the first that answers a part is enough.
+    #[test]
+    fn any_answer_to_each_part_is_enough_if_the_question_needs_no_more() {
+        let now = Instant::now();
+        let later = now + Duration::from_millis(1);
+        let mut questions = Questions::default();
+        let mut open = || questions.open((&[A], Needs::Any), &[0..10, 10..15], (now, later), nothing());
+        let (number, other) = (open().ok().unwrap(), open().ok().unwrap());
+        assert!(questions.answer(number, B, 0, vec![]).is_none(), "not asked");
+        assert!(questions.ask_also(number, B, later));
+        let found = vec![(A, vec![0..2]), (B, vec![1..3])];
+        assert_eq!(questions.answer(number, B, 0, found).unwrap().0, later);
+        assert!(questions.answer(number, A, 0, of(A, vec![5..6])).is_none(), "answered by another");
+        let (_, ended) = questions.answer(number, B, 10, of(A, vec![0..1])).unwrap();
+        let ended = ended.unwrap();
+        assert_eq!((&ended.found[&A], &ended.found[&B]), (&vec![0..2, 10..11], &vec![1..3]));
+        assert_eq!(ended.silent, BTreeSet::from([A]));
+        assert!(!questions.ask_also(number, B, later));
+        let ended = questions.expire(later);
+        assert_eq!((ended.len(), &ended[0].silent), (1, &BTreeSet::from([A])));
+        assert!(questions.answer(other, A, 0, vec![]).is_none());
     }
 
     #[test]
     fn there_is_a_bound() {
         let now = Instant::now();
         let mut questions = Questions::default();
-        let mut open = || questions.open(&[A], &[0..1], (now, now), nothing()).is_ok();
+        let mut open = || questions.open((&[A], Needs::All), &[0..1], (now, now), nothing()).is_ok();
         assert!((0..QUESTIONS_MAX).all(|_| open()));
         assert!(!open());
         assert_eq!(questions.expire(now).len(), QUESTIONS_MAX);
-        questions.open(&[A], &[0..1], (now, now), nothing()).ok().unwrap();
+        questions.open((&[A], Needs::All), &[0..1], (now, now), nothing()).ok().unwrap();
         assert_eq!(questions.end_all().len(), 1);
     }
 }

@@ -27,14 +27,32 @@ impl KeySet {
         self.remove_digest(digest(space_seed(space), hash));
     }
 
-    pub(crate) fn add_digest(&mut self, digest: u64) {
+    /// Adds a key that is not in the set, by its digest.
+    pub fn add_digest(&mut self, digest: u64) {
         self.count = self.count.wrapping_add(1);
         self.digest = self.digest.wrapping_add(digest);
     }
 
-    pub(crate) fn remove_digest(&mut self, digest: u64) {
+    /// Removes a key that is in the set, by its digest.
+    pub fn remove_digest(&mut self, digest: u64) {
         self.count = self.count.wrapping_sub(1);
         self.digest = self.digest.wrapping_sub(digest);
+    }
+}
+
+/// Makes the digests of one space's keys.
+#[derive(Clone, Copy, Debug)]
+pub struct SpaceDigests(u64);
+
+impl SpaceDigests {
+    /// Of this space.
+    pub fn new(space: &Space) -> Self {
+        Self(space_seed(space))
+    }
+
+    /// The digest of one key, as in [`KeySet::digest`].
+    pub fn of(self, hash: &BlockHash) -> u64 {
+        digest(self.0, hash)
     }
 }
 

@@ -38,7 +38,7 @@ mod tables;
 
 pub use counters::Counters;
 pub use index::{Index, Progress, SnapshotRequest};
-pub use keys::KeySet;
+pub use keys::{KeySet, SpaceDigests};
 pub use limits::{Limits, Timing};
 pub use messages::{Changes, Delta, Heartbeat, Part};
 pub use question::{OWNERS_A_POSITION, OwnerRuns, Question};

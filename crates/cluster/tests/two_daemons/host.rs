@@ -6,8 +6,11 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolExtent, Space};
-use kvlane_cluster::{Cluster, ClusterOptions, ClusterStatus};
+use kvlane_cluster::{
+    Cluster, ClusterOptions, ClusterStatus, Directory, Replica, ReplicaOptions, ReplicaStatus,
+};
 use kvlane_fabric::Transport;
+use kvlane_index::State;
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
     Background, Caller, Chain, ClaimOutcome, FetchPlan, LookupGroup, OwnerId, ShardClaim, ShardNumber,
@@ -16,6 +19,7 @@ use kvlane_store::{
 
 /// Long enough for a loaded machine; reached only by a test that fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+const TOKEN: &str = "a token of these tests";
 pub(crate) const MODEL: Namespace = Namespace([1; 16]);
 /// A namespace that must not cross hosts.
 const OF_THIS_HOST: Namespace = Namespace([2; 16]);
@@ -57,6 +61,58 @@ impl Drop for Host {
     }
 }
 
+/// A replica of an index.
+pub(crate) struct Index {
+    pub(crate) replica: Arc<Replica>,
+    pub(crate) address: SocketAddr,
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        self.replica.stop();
+    }
+}
+
+impl Index {
+    pub(crate) fn start() -> Self {
+        Self::at(free_address())
+    }
+
+    pub(crate) fn at(address: SocketAddr) -> Self {
+        let options = ReplicaOptions {
+            listen: vec![address],
+            advertise: Vec::new(),
+            token: TOKEN.into(),
+            tls: None,
+            name: "a replica".into(),
+            seed: [7, 9],
+        };
+        Self { replica: Replica::start(options).unwrap(), address }
+    }
+
+    pub(crate) fn wait(&self, until: impl Fn(&ReplicaStatus) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !until(&self.replica.status()) {
+            assert!(Instant::now() < deadline, "{:?}", self.replica.status());
+            std::thread::yield_now();
+        }
+    }
+
+    /// Until it follows owners with so many blocks, each.
+    pub(crate) fn wait_for(&self, blocks: &[u64]) {
+        self.wait(|status| {
+            let mut found: Vec<u64> = status
+                .owners
+                .iter()
+                .filter(|owner| owner.is_visible && owner.state == State::Following)
+                .map(|owner| owner.keys.count)
+                .collect();
+            found.sort_unstable();
+            found == blocks
+        });
+    }
+}
+
 /// A port that is free now.
 fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
@@ -65,7 +121,7 @@ fn free_address() -> SocketAddr {
 impl Host {
     fn new(
         listen: SocketAddr,
-        peers: Vec<String>,
+        directory: Directory,
         transport: Option<Transport>,
         answer_within: Duration,
     ) -> Self {
@@ -79,10 +135,10 @@ impl Host {
         let options = ClusterOptions {
             listen: vec![listen],
             advertise: Vec::new(),
-            token: "a token of these tests".into(),
+            token: TOKEN.into(),
             tls: None,
             transport,
-            peers,
+            directory,
             answer_within,
             name: listen.to_string(),
         };
@@ -110,12 +166,30 @@ impl Host {
         if and_itself {
             peers.push(address.to_string());
         }
-        Self::new(address, peers, None, Duration::from_millis(500))
+        Self::new(address, Directory::Peers(peers), None, Duration::from_millis(500))
     }
 
     pub(crate) fn at(address: SocketAddr, peers: &[SocketAddr], transport: Option<Transport>) -> Self {
         let peers = peers.iter().map(ToString::to_string).collect();
-        Self::new(address, peers, transport, PATIENCE / 4)
+        Self::new(address, Directory::Peers(peers), transport, PATIENCE / 4)
+    }
+
+    /// Hosts with an index of these replicas, which know each other.
+    pub(crate) fn indexed<const COUNT: usize>(replicas: &[&Index], answer_within: Duration) -> [Self; COUNT] {
+        let hosts = [(); COUNT].map(|()| Self::indexed_at(free_address(), replicas, answer_within));
+        for host in &hosts {
+            host.wait(|status| {
+                let reached = status.members.iter().filter(|member| member.is_reached).count();
+                let replicas_reached = status.replicas.iter().filter(|replica| replica.is_reached).count();
+                (reached, replicas_reached) == (COUNT - 1, replicas.len())
+            });
+        }
+        hosts
+    }
+
+    pub(crate) fn indexed_at(address: SocketAddr, replicas: &[&Index], answer_within: Duration) -> Self {
+        let names = replicas.iter().map(|replica| replica.address.to_string()).collect();
+        Self::new(address, Directory::Index(names), Some(Transport::TCP), answer_within)
     }
 
     pub(crate) fn pair(transport: Option<Transport>) -> [Self; 2] {

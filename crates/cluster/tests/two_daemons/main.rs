@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod host;
+mod with_index;
 
 use std::time::Instant;
 
