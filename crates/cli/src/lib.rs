@@ -4,11 +4,13 @@
 mod balance_table;
 mod doctor;
 mod errors;
+mod index;
 mod logging;
 mod namespaces;
 mod open_files;
 mod policy_arg;
 mod python;
+mod reach;
 mod reference;
 mod replay;
 mod route;
@@ -43,6 +45,8 @@ enum Command {
     /// Stand before engines as one OpenAI endpoint: each request goes to the engine that has most of its prompt and least to
     /// do, or to one that prefills and one that decodes.
     Route(Box<route::RouteCommand>),
+    /// Tell the daemons of a cluster which of them has which blocks: a replica of its index.
+    Index(Box<index::IndexArgs>),
     /// Show what a running daemon holds and who uses it.
     Status(status::StatusArgs),
     /// Say what of this machine kvlane can use, what stands in its way, and what to do about it.
@@ -70,6 +74,7 @@ pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => return serve::run(*args, drivers),
         Command::Route(args) => return route::run(*args, Cli::command()),
+        Command::Index(args) => return index::run(*args),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args, drivers),
         Command::Drop(args) => namespaces::run(&args),

@@ -81,6 +81,11 @@ fn metrics() -> String {
          | name | kind | labels | what |\n|---|---|---|---|\n",
     );
     text.extend(kvlane_router::metrics::metrics().map(row));
+    text.push_str(
+        "\n## The index\n\nServed at `/metrics` of `kvlane index --http`.\n\n\
+         | name | kind | labels | what |\n|---|---|---|---|\n",
+    );
+    text.extend(kvlane_server::index_metrics().map(row));
     text
 }
 

@@ -123,8 +123,13 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_PEERS", value_name = "HOST:PORT", value_delimiter = ',')]
     peers: Option<Vec<String>>,
 
+    /// Instead of --peers, for more than eight hosts: HOST:PORT of each `kvlane index`, or a name of them all. Daemons
+    /// announce their blocks to each and ask one [default: none]
+    #[arg(long, env = "KVLANE_INDEX", value_name = "HOST:PORT", value_delimiter = ',')]
+    index: Option<Vec<String>>,
+
     /// Where the other daemons of the cluster reach this one; may be given more than once [default: 127.0.0.1:9555 with
-    /// --peers]
+    /// --peers or --index]
     #[arg(long, env = "KVLANE_CLUSTER_LISTEN", value_name = "HOST:PORT", value_delimiter = ',')]
     cluster_listen: Option<Vec<String>>,
 
@@ -271,6 +276,7 @@ impl ServeArgs {
         let ssd = ssd::options(&ssd_typed, self.ssd_write_rate.or(file.ssd_write_rate))?;
         let cluster = ClusterFlags {
             peers: self.peers.or(file.peers),
+            index: self.index.or(file.index),
             listen: self.cluster_listen.or(file.cluster_listen),
             advertise: self.cluster_advertise.or(file.cluster_advertise),
             token_file: self.cluster_token_file.or(file.cluster_token_file),
@@ -283,7 +289,7 @@ impl ServeArgs {
         let cluster = cluster.resolve()?;
         let copies = self.cluster_copies.or(file.cluster_copies);
         if copies.is_some() && cluster.is_none() {
-            bail!("--cluster-copies is of no use without --peers");
+            bail!("--cluster-copies is of no use without --peers or --index");
         }
         let copies = copies.unwrap_or(DEFAULT_COPIES_PERCENT);
         if !(1..=100).contains(&copies) {
@@ -337,7 +343,7 @@ impl ServeArgs {
 /// How long a lookup may wait for blocks that only a source has.
 fn fetch_wait(given: Option<u32>, has_sources: bool) -> Result<Duration> {
     if given.is_some() && !has_sources {
-        bail!("--fetch-wait-ms is of no use without --ssd or --peers");
+        bail!("--fetch-wait-ms is of no use without --ssd, --peers or --index");
     }
     let wait = given.unwrap_or(DEFAULT_FETCH_WAIT_MS);
     if !(1..=60_000).contains(&wait) {
@@ -405,7 +411,7 @@ fn in_file(path: &Path, text: &str, error: &toml::de::Error) -> anyhow::Error {
     anyhow!("--config '{}', line {line}: {}", path.display(), error.message().replace('\n', ", "))
 }
 
-fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
+pub(crate) fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
     if text == "off" {
         return Ok(None);
     }
@@ -414,7 +420,7 @@ fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
 }
 
 /// Checks the names, which have no port because they hold for any.
-fn http_hosts(names: Option<Vec<String>>) -> Result<Vec<String>> {
+pub(crate) fn http_hosts(names: Option<Vec<String>>) -> Result<Vec<String>> {
     let names = names.unwrap_or_default();
     let is_name = |name: &String| {
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))

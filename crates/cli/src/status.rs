@@ -8,7 +8,7 @@ use clap::Args;
 use kvlane_client::{DaemonUser, Tool, default_address};
 use kvlane_proto::{
     Address,
-    v1::{LearntKind, SessionStatus, ShadowHitRatio, Status},
+    v1::{LearntKind, MemberStatus, SessionStatus, ShadowHitRatio, Status},
 };
 use serde_json::json;
 
@@ -143,6 +143,11 @@ fn to_json(status: &Status) -> serde_json::Value {
                 "address": m.address, "name": m.name, "version": m.software, "is_reached": m.is_reached,
                 "round_trip_us": m.round_trip_us, "trouble": m.trouble,
             })).collect::<Vec<_>>(),
+            "replicas": c.replicas.iter().map(|r| json!({
+                "address": r.address, "name": r.name, "version": r.software, "is_reached": r.is_reached,
+                "round_trip_us": r.round_trip_us, "trouble": r.trouble,
+            })).collect::<Vec<_>>(),
+            "announced_blocks": c.announced_blocks,
             "unresolved": c.unresolved, "fetched_blocks": c.fetched_blocks, "fetched_bytes": c.fetched_bytes,
             "failed_blocks": c.failed_blocks, "damaged_blocks": c.damaged_blocks, "lent_blocks": c.lent_blocks,
             "lent_bytes": c.lent_bytes, "lent_bytes_now": c.lent_bytes_now, "refused_loans": c.refused_loans,
@@ -234,7 +239,7 @@ fn to_text(status: &Status) -> String {
     text
 }
 
-/// The other daemons; empty without `--peers`.
+/// The other daemons and the replicas of the index; empty without `--peers` and `--index`.
 fn cluster(status: &Status) -> String {
     let Some(cluster) = &status.cluster else { return String::new() };
     let size = |bytes| ByteSize::b(bytes).display().si().to_string();
@@ -247,7 +252,7 @@ fn cluster(status: &Status) -> String {
         cluster.lent_blocks,
         size(cluster.lent_bytes),
     );
-    let rows = cluster.members.iter().map(|member| {
+    let row = |member: &MemberStatus| {
         let state = match (member.is_reached, member.round_trip_us) {
             (false, _) => "not reached".to_owned(),
             (true, 0) => "reached".to_owned(),
@@ -255,10 +260,17 @@ fn cluster(status: &Status) -> String {
         };
         let trouble = if member.trouble.is_empty() { "none" } else { &member.trouble };
         [member.address.clone(), member.name.clone(), state, trouble.to_owned()]
-    });
-    text.push_str(&table(&["daemon", "name", "state", "trouble"], rows));
+    };
+    text.push_str(&table(&["daemon", "name", "state", "trouble"], cluster.members.iter().map(row)));
+    let flag = if cluster.replicas.is_empty() {
+        "--peers"
+    } else {
+        text.push_str(&format!("index       knows {} blocks of this daemon\n", cluster.announced_blocks));
+        text.push_str(&table(&["replica", "name", "state", "trouble"], cluster.replicas.iter().map(row)));
+        "--index"
+    };
     for name in &cluster.unresolved {
-        text.push_str(&format!("  --peers {name}\n"));
+        text.push_str(&format!("  {flag} {name}\n"));
     }
     if cluster.strangers > 0 {
         text.push_str(&format!(

@@ -139,7 +139,7 @@ impl Announcer {
         self.store.wake_journal_readers();
         self.ends.notify_all();
         let until = Instant::now() + GOODBYE;
-        while !attended.is_empty() && !self.ends.wait_until(&mut attended, until).timed_out() {}
+        self.ends.wait_while_until(&mut attended, |attended| !attended.is_empty(), until);
     }
 
     /// Announces to a replica until it is lost, and returns why. None: this daemon stops.
@@ -154,8 +154,8 @@ impl Announcer {
                 Ended::Again(epoch) => drop(self.epoch.fetch_max(epoch, Ordering::Relaxed)),
             }
             let mut all = self.attended.lock();
-            while !self.stopped.load(Ordering::Acquire) && !self.ends.wait_until(&mut all, next).timed_out() {
-            }
+            // Others' ends wake it, too.
+            self.ends.wait_while_until(&mut all, |_| !self.stopped.load(Ordering::Acquire), next);
         };
         self.attended.lock().remove(&replica.number);
         self.ends.notify_all();

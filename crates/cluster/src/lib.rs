@@ -34,4 +34,5 @@ mod replica;
 mod source;
 
 pub use cluster::{Cluster, ClusterError, ClusterOptions, ClusterStatus, Directory, MemberStatus};
+pub use kvlane_index::{OwnerStatus, State};
 pub use replica::{Replica, ReplicaOptions, ReplicaStatus};

@@ -20,6 +20,7 @@ mod door;
 mod engines;
 mod greeted;
 mod http;
+mod index_server;
 mod keeper;
 mod listen;
 #[cfg(test)]
@@ -43,7 +44,8 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
-pub use kvlane_cluster::ClusterOptions;
+pub use index_server::{IndexOptions, IndexServer, index_metrics};
+pub use kvlane_cluster::{ClusterOptions, Directory, ReplicaOptions};
 pub use kvlane_fabric::{Tls, Transport};
 pub use metrics::page::metrics;
 pub use ssd::SsdOptions;

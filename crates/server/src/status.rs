@@ -67,6 +67,8 @@ fn of_cluster(status: ClusterStatus) -> v1::ClusterStatus {
     };
     v1::ClusterStatus {
         members: status.members.into_iter().map(member).collect(),
+        replicas: status.replicas.into_iter().map(member).collect(),
+        announced_blocks: status.announced_blocks,
         unresolved: status.unresolved.into_iter().map(|(name, why)| format!("{name}: {why}")).collect(),
         fetched_blocks: status.fetched_blocks,
         fetched_bytes: status.fetched_bytes,

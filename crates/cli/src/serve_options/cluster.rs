@@ -1,20 +1,20 @@
 //! The flags of `kvlane serve` about other daemons.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::ValueEnum;
-use kvlane_server::{ClusterOptions, Tls, Transport};
+use kvlane_server::{ClusterOptions, Directory, Transport};
 use serde::Deserialize;
 
-use crate::secret_file;
+use crate::reach::{Reach, ReachFlags};
 
 const DEFAULT_LISTEN: &str = "127.0.0.1:9555";
 const DEFAULT_ANSWER_MS: u32 = 1;
 /// Addresses are dialled one by one, and each is a thread.
-const PEERS_MAX: usize = 32;
+const NAMES_MAX: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -27,6 +27,7 @@ pub(super) enum ClusterTransportArg {
 #[derive(Debug)]
 pub(super) struct ClusterFlags {
     pub(super) peers: Option<Vec<String>>,
+    pub(super) index: Option<Vec<String>>,
     pub(super) listen: Option<Vec<String>>,
     pub(super) advertise: Option<Vec<String>>,
     pub(super) token_file: Option<PathBuf>,
@@ -38,58 +39,46 @@ pub(super) struct ClusterFlags {
 }
 
 impl ClusterFlags {
-    /// None without `--peers`.
+    /// None without `--peers` and `--index`.
     pub(super) fn resolve(self) -> Result<Option<ClusterOptions>> {
-        let Some(peers) = self.peers else {
-            if let Some(flag) = self.given_without_peers() {
-                bail!("{flag} is of no use without --peers");
+        let (flag, names, what) = match (&self.peers, &self.index) {
+            (Some(_), Some(_)) => {
+                bail!("--peers and --index exclude each other: an index also says which daemons there are")
             }
-            return Ok(None);
+            (Some(peers), None) => ("--peers", peers.clone(), "daemons"),
+            (None, Some(index)) => ("--index", index.clone(), "replicas"),
+            (None, None) => {
+                if let Some(flag) = self.given_alone() {
+                    bail!("{flag} is of no use without --peers or --index");
+                }
+                return Ok(None);
+            }
         };
-        if peers.is_empty() || peers.len() > PEERS_MAX {
-            bail!("--peers names {} daemons: write 1 to {PEERS_MAX}, each HOST:PORT", peers.len());
+        if names.is_empty() || names.len() > NAMES_MAX {
+            bail!("{flag} names {} {what}: write 1 to {NAMES_MAX}, each HOST:PORT", names.len());
         }
-        if let Some(bad) = peers.iter().find(|peer| !is_host_and_port(peer)) {
-            bail!("--peers '{bad}' is not HOST:PORT");
+        if let Some(bad) = names.iter().find(|name| !is_host_and_port(name)) {
+            bail!("{flag} '{bad}' is not HOST:PORT");
         }
-        let listen = self.listen.unwrap_or_else(|| vec![DEFAULT_LISTEN.into()]);
-        let listen = addresses("--cluster-listen", &listen)?;
-        if listen.is_empty() {
-            bail!("--cluster-listen is empty: the other daemons reach this one there");
-        }
-        let advertise = addresses("--cluster-advertise", &self.advertise.unwrap_or_default())?;
-        let tls = match (self.certificate, self.key, self.authority) {
-            (None, None, None) => None,
-            (Some(certificate), Some(key), Some(authority)) => Some(Tls { certificate, key, authority }),
-            _ => bail!(
-                "--cluster-tls-certificate, --cluster-tls-key and --cluster-tls-authority go together: write all three"
-            ),
+        let reach = ReachFlags {
+            prefix: "--cluster-",
+            listen: self.listen.unwrap_or_else(|| vec![DEFAULT_LISTEN.into()]),
+            advertise: self.advertise.unwrap_or_default(),
+            token_file: self.token_file,
+            certificate: self.certificate,
+            key: self.key,
+            authority: self.authority,
         };
-        let token = match &self.token_file {
-            Some(file) => secret_file::lines("--cluster-token-file", file)?.swap_remove(0),
-            None => String::new(),
-        };
-        if token.is_empty()
-            && let Some(open) = listen.iter().find(|address| !address.ip().is_loopback())
+        let Reach { listen, advertise, token, tls } = reach.resolve()?;
+        let told = if advertise.is_empty() { &listen } else { &advertise };
+        let is_told = !advertise.is_empty() || self.index.is_some();
+        if is_told
+            && let Some(own) = told.iter().find(|own| own.ip().is_loopback())
+            && let Some(name) = names.iter().find(|name| !is_loopback(name))
         {
+            let told = if advertise.is_empty() { "listen" } else { "advertise" };
             bail!(
-                "--cluster-listen {open} can be reached from other hosts: write --cluster-token-file with a secret that only \
-                 the cluster's daemons know, or listen on 127.0.0.1"
-            );
-        }
-        if let Some(all) = listen.iter().find(|address| address.ip().is_unspecified())
-            && advertise.is_empty()
-        {
-            bail!(
-                "--cluster-listen {all}: write --cluster-advertise with the addresses under which the others reach this host"
-            );
-        }
-        let reaches_hosts = |peer: &String| !is_loopback(peer);
-        if let Some(own) = advertise.iter().find(|own| own.ip().is_loopback())
-            && let Some(peer) = peers.iter().find(|peer| reaches_hosts(peer))
-        {
-            bail!(
-                "--cluster-advertise {own} is an address of this host alone, and --peers {peer} of another one"
+                "--cluster-{told} {own} is an address of this host alone, and {flag} {name} of another one"
             );
         }
         let answer = self.answer_ms.unwrap_or(DEFAULT_ANSWER_MS);
@@ -104,13 +93,13 @@ impl ClusterFlags {
             token,
             tls,
             transport: tcp.then_some(Transport::TCP),
-            peers,
+            directory: if self.index.is_some() { Directory::Index(names) } else { Directory::Peers(names) },
             answer_within: Duration::from_millis(answer.into()),
             name,
         }))
     }
 
-    fn given_without_peers(&self) -> Option<&'static str> {
+    fn given_alone(&self) -> Option<&'static str> {
         [
             (self.listen.is_some(), "--cluster-listen"),
             (self.advertise.is_some(), "--cluster-advertise"),
@@ -136,18 +125,6 @@ fn is_loopback(peer: &str) -> bool {
     address.map_or_else(|_| peer.starts_with("localhost:"), |address| address.ip().is_loopback())
 }
 
-/// The addresses of texts, each HOST:PORT.
-fn addresses(flag: &str, texts: &[String]) -> Result<Vec<SocketAddr>> {
-    let mut addresses = Vec::new();
-    for text in texts {
-        match text.to_socket_addrs().ok().and_then(|mut found| found.next()) {
-            Some(address) => addresses.push(address),
-            None => bail!("{flag} '{text}' is not HOST:PORT, or the host has no address"),
-        }
-    }
-    Ok(addresses)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,6 +132,7 @@ mod tests {
     fn flags(peers: &[&str]) -> ClusterFlags {
         ClusterFlags {
             peers: (!peers.is_empty()).then(|| peers.iter().map(ToString::to_string).collect()),
+            index: None,
             listen: None,
             advertise: None,
             token_file: None,
@@ -174,7 +152,7 @@ mod tests {
     fn without_peers_there_is_no_cluster_and_its_flags_are_mistakes() {
         assert!(flags(&[]).resolve().unwrap().is_none());
         let answer = ClusterFlags { answer_ms: Some(3), ..flags(&[]) };
-        assert_eq!(refused(answer), "--cluster-answer-ms is of no use without --peers");
+        assert_eq!(refused(answer), "--cluster-answer-ms is of no use without --peers or --index");
     }
 
     #[test]
@@ -209,5 +187,19 @@ mod tests {
         assert!(refused(advertise).contains("is an address of this host alone"));
         let tls = ClusterFlags { key: Some("key.pem".into()), ..flags(&["b:1"]) };
         assert!(refused(tls).ends_with("write all three"));
+    }
+
+    #[test]
+    fn an_index_and_peers_exclude_each_other_and_an_index_is_told_an_address() {
+        let index = |name: &str| ClusterFlags { index: Some(vec![name.into()]), ..flags(&[]) };
+        let both = ClusterFlags { peers: Some(vec!["b:1".into()]), ..index("c:1") };
+        assert!(refused(both).starts_with("--peers and --index exclude each other"));
+        assert_eq!(refused(index("c")), "--index 'c' is not HOST:PORT");
+        assert!(
+            refused(index("192.0.2.8:1"))
+                .starts_with("--cluster-listen 127.0.0.1:9555 is an address of this")
+        );
+        let options = index("localhost:9556").resolve().unwrap().unwrap();
+        assert_eq!(options.directory, Directory::Index(vec!["localhost:9556".into()]));
     }
 }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
 use kvlane_block::Namespace;
-use kvlane_cluster::ClusterStatus;
+use kvlane_cluster::{ClusterStatus, MemberStatus};
 use kvlane_door::Labels;
 use kvlane_policy::Choice;
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
@@ -122,6 +122,13 @@ pub(crate) fn by_namespace(spaces: &[SpaceStats], value: impl Fn(&SpaceStats) ->
 /// A value of the SSD tier; none without one.
 pub(crate) fn of_ssd(scrape: &Scrape, value: impl Fn(&SsdScrape) -> u64) -> Samples {
     scrape.ssd.iter().map(|ssd| (Labels::new(), value(ssd) as f64)).collect()
+}
+
+/// How many daemons or replicas are reached, and how many are not; none without a cluster.
+pub(crate) fn of_reached(scrape: &Scrape, all: impl Fn(&ClusterStatus) -> &Vec<MemberStatus>) -> Samples {
+    let Some(cluster) = &scrape.cluster else { return Samples::new() };
+    let reached = all(cluster).iter().filter(|member| member.is_reached).count() as u64;
+    by_label([("reached", reached), ("not reached", all(cluster).len() as u64 - reached)])
 }
 
 /// A value of the cluster; none without other daemons.

@@ -6,7 +6,7 @@ use kvlane_door::{
 };
 use kvlane_policy::PolicyKind;
 
-use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_cluster, of_ssd};
+use super::scrape::{ROLES, Scrape, by_label, by_namespace, of_auto, of_cluster, of_reached, of_ssd};
 
 /// A new metric is a row here; `make docs` puts it onto the reference page.
 pub(crate) const METRICS: &[Row<Scrape>] = &[
@@ -136,15 +136,21 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         s.stats.counters.dedup_present
     }),
     each("kvlane_cluster_members", Gauge, "state", "Other daemons of the cluster.", |s| {
-        let members = s.cluster.iter().flat_map(|cluster| &cluster.members);
-        let reached = members.clone().filter(|member| member.is_reached).count() as u64;
-        let all = members.count() as u64;
-        let states = [("reached", reached), ("not reached", all - reached)];
-        by_label(states.into_iter().filter(|_| s.cluster.is_some()))
+        of_reached(s, |cluster| &cluster.members)
     }),
-    each("kvlane_cluster_unresolved_names", Gauge, "", "Names of --peers that lead nowhere.", |s| {
-        of_cluster(s, |cluster| cluster.unresolved.len() as u64)
+    each("kvlane_cluster_replicas", Gauge, "state", "Replicas of the cluster's index.", |s| {
+        of_reached(s, |cluster| &cluster.replicas)
     }),
+    each("kvlane_cluster_announced_blocks", Gauge, "", "Blocks of this daemon that the index knows.", |s| {
+        of_cluster(s, |cluster| cluster.announced_blocks)
+    }),
+    each(
+        "kvlane_cluster_unresolved_names",
+        Gauge,
+        "",
+        "Names of --peers or --index that lead nowhere.",
+        |s| of_cluster(s, |cluster| cluster.unresolved.len() as u64),
+    ),
     each("kvlane_cluster_fetched_blocks_total", Counter, "", "Blocks that other daemons brought.", |s| {
         of_cluster(s, |cluster| cluster.fetched_blocks)
     }),
