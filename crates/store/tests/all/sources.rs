@@ -259,8 +259,8 @@ fn a_late_holder_is_left_out_and_stops_no_other() {
     let hung = pool.fetch(pool.plan(&hashes(6)).unwrap(), Duration::ZERO);
     assert_eq!(pool.hosts[0].waiting(A), 0, "there is no time for its round trip");
     hung.recv_timeout(PATIENCE).unwrap();
-    let now = Instant::now();
     let hung = pool.fetch(pool.plan(&hashes(6)).unwrap(), Duration::from_millis(1));
+    let now = Instant::now();
     assert_eq!(pool.hosts[0].waiting(A), 6);
     while now.elapsed() <= Duration::from_millis(1) {
         std::thread::yield_now();
