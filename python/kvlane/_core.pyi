@@ -76,8 +76,11 @@ class Scheduler:
         hashes: list[list[bytes]],
         max_tokens: int,
         handoff: tuple[str, bytes, int, int] | None = None,
+        tokens_per_s: int = 0,
     ) -> None:
-        """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once.
+        """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once. The daemon
+        fetches nothing that would come later than an engine that computes `tokens_per_s` could have computed it; 0 if
+        that is not known.
 
         `handoff` is (engine_id, run, tokens, wait_ms): that engine saves the prompt's first tokens, and its scheduler
         is `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s."""

@@ -9,6 +9,7 @@ from test_direct import ALL, ID, TOKENS, WHOLE, World
 from kvlane.connector.direct_request import Lending
 from kvlane.connector.kinds.direct_land import IDLE_WAIT_MS, STUCK_SECONDS
 from kvlane.connector.prefill_rate import PrefillRate
+from kvlane.testing.fake_ends import FakeScheduler
 
 
 def computes(world: World, name: str, tokens: int, seconds: float) -> None:
@@ -61,6 +62,34 @@ def test_where_steps_overlap_a_step_is_over_when_further_ones_are_planned() -> N
     for time, tokens in ((0.0, 1000), (0.001, 1000), (2.0, 1000), (4.0, 1)):
         rate.step_is_planned(time, {"a": tokens})
     assert rate.budget(1000) == pytest.approx(4.0, rel=0.01), "500 tokens a second"
+
+
+def test_one_step_that_seems_fast_or_small_steps_among_large_ones_say_little() -> None:
+    rate, now = PrefillRate(), 0.0
+    rate.step_is_planned(now, {"a": 1000})
+    for step in range(12):
+        assert rate.tokens_per_s == (0 if step < 3 else 1000), step
+        # The sixth step is noticed late, and so the seventh seems to end at once.
+        now += {5: 1.999, 6: 0.001}.get(step, 1.0)
+        rate.step_is_planned(now, {"a": 1000})
+    for _ in range(6):
+        # Beside many requests that generate, a step with few tokens of a prompt takes as long.
+        rate.step_is_planned(now, {"a": 100})
+        now += 1.0
+        rate.step_is_planned(now, {"a": 1000})
+        now += 1.0
+    assert rate.tokens_per_s == 1000
+
+
+def test_a_lookup_carries_how_fast_this_engine_computes() -> None:
+    world = World(4000)
+    core = world.engine.scheduler._core
+    computes(world, "first", 1001, seconds=10.0)
+    assert isinstance(core, FakeScheduler) and core.tokens_per_s == 0, "one step says little"
+    for name in "second", "third", "fourth":
+        computes(world, name, 1001, seconds=10.0)
+    world.side.add_request(Request("a", list(range(100))))
+    assert core.tokens_per_s == 100
 
 
 def test_tokens_that_are_generated_say_nothing_of_how_fast_prompts_are_computed() -> None:

@@ -142,16 +142,19 @@ class EngineProcess:
         return self.scheduler.engine_id, self.scheduler.run.hex(), count * TOKENS, wait_ms
 
     def lookup(
-        self, prompt: str, count: int, handoff: tuple[str, str, int, int] | None = None
+        self,
+        prompt: str,
+        count: int,
+        handoff: tuple[str, str, int, int] | None = None,
+        tokens_per_s: int = 0,
     ) -> dict[str, Any]:
         assert self.scheduler is not None
         started = time.monotonic()
+        named = None
         if handoff is not None:
             engine_id, run, tokens, wait_ms = handoff
             named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
-            self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40, named)
-        else:
-            self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40)
+        self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40, named, tokens_per_s)
         hit = None
         while hit is None:
             hit = self.scheduler.lookup_poll("r", 100_000)

@@ -98,6 +98,29 @@ def test_what_one_daemon_has_is_a_hit_at_another(
         engine.call("close")
 
 
+def test_an_engine_that_computes_faster_than_another_daemon_answers_gets_a_miss_at_once(
+    make_cluster: MakeCluster, make_engine: MakeEngine
+) -> None:
+    a, b = daemons = make_cluster(2)
+    wait_until_reached(daemons)
+    at_a, at_b = make_engine(a, "a"), make_engine(b, "b")
+    at_a.wait_connected()
+    at_b.wait_connected()
+    assert at_a.call("save", prompt="one", count=BLOCKS)["ok"]
+    a.settle()
+    # It would compute all of it in a quarter of a microsecond.
+    found = at_b.call("lookup", prompt="one", count=BLOCKS, tokens_per_s=2**32 - 1)
+    assert found["tokens"] == 0 and found["seconds"] < FETCH_MS / 1e3
+    assert cluster_of(a)["lent_blocks"] == cluster_of(b)["fetched_blocks"] == 0
+    # What the pool has is a hit, however fast the engine is.
+    for tokens_per_s in (1, 2**32 - 1):
+        found = at_b.call("lookup", prompt="one", count=BLOCKS, tokens_per_s=tokens_per_s)
+        assert at_b.call("load", prompt="one", lease=found["lease"])["blocks"] == BLOCKS
+    assert cluster_of(b)["fetched_blocks"] == BLOCKS
+    for engine in (at_a, at_b):
+        engine.call("close")
+
+
 def test_a_killed_owner_costs_a_miss_and_is_found_again_by_itself(
     make_cluster: MakeCluster, make_engine: MakeEngine
 ) -> None:

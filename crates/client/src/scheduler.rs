@@ -151,17 +151,20 @@ impl Scheduler {
     }
 
     /// Starts to look up a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With an awaited save the
-    /// daemon waits for it before it answers.
+    /// daemon waits for it before it answers. It fetches nothing that would come later than an engine that computes
+    /// `tokens_per_s` could have computed it; 0 if that is not known.
     pub fn lookup_start(
         &mut self,
         request: &str,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         awaited_save: Option<AwaitedSave>,
+        tokens_per_s: u32,
     ) {
         // A lookup that waits for saves must not time out earlier because the daemon is busy.
         let wait = awaited_save.as_ref().map_or(Duration::ZERO, AwaitedSave::wait);
-        self.look_up(request, hashes, max_tokens, awaited_save, self.lookup_timeout.max(wait));
+        let timeout = self.lookup_timeout.max(wait);
+        self.look_up(request, hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to `wait` for
@@ -188,7 +191,7 @@ impl Scheduler {
     /// Looks a prefix up, and waits for the answer up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
-        self.look_up(REQUEST, hashes, max_tokens, None, timeout);
+        self.look_up(REQUEST, hashes, max_tokens, (None, 0), timeout);
         self.lookup_poll(REQUEST, timeout).unwrap_or_else(|| {
             self.forget(REQUEST);
             Hit::default()
@@ -269,7 +272,7 @@ impl Scheduler {
         request: &str,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
-        awaited_save: Option<AwaitedSave>,
+        (awaited_save, tokens_per_s): (Option<AwaitedSave>, u32),
         timeout: Duration,
     ) {
         // One time for both events, because encoding a long prompt takes a while: a probe that `advance` sends must not count as
@@ -282,7 +285,8 @@ impl Scheduler {
         });
         let groups = groups.collect();
         let request = request.to_owned();
-        let event = SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout };
+        let event =
+            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, tokens_per_s, timeout };
         self.feed(event, now);
     }
 

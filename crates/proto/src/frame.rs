@@ -121,12 +121,7 @@ mod tests {
         let groups = vec![LookupGroup { group: 0, hashes: hashes.into() }];
         Request {
             id,
-            body: Some(request::Body::Lookup(Lookup {
-                groups,
-                max_tokens: 7,
-                may_wait: true,
-                hand_off: None,
-            })),
+            body: Some(request::Body::Lookup(Lookup { groups, max_tokens: 7, ..Default::default() })),
         }
     }
 

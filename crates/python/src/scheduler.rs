@@ -156,20 +156,22 @@ impl PyScheduler {
         Ok(self.0.get()?.lock().last_refusal().unwrap_or_default().to_owned())
     }
 
-    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None))]
+    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0))]
     fn lookup_start(
         &self,
         request_id: &str,
         hashes: Vec<Bound<'_, PyList>>,
         max_tokens: u64,
         handoff: Option<(String, Vec<u8>, u64, u32)>,
+        tokens_per_s: u32,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
         let awaited_save = handoff.map(|(engine_id, run, tokens, wait_ms)| {
             let run = bytes16("a run", &run)?;
             Ok::<_, PyErr>(AwaitedSave { engine_id, run, tokens, wait_ms })
         });
-        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens, awaited_save.transpose()?);
+        let mut scheduler = self.0.get()?.lock();
+        scheduler.lookup_start(request_id, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
         Ok(())
     }
 

@@ -113,7 +113,7 @@ fn ask(call: &str, at: &Case) -> Ask {
         "PoolMapped" => Ask::PoolMapped(v1::PoolMapped {}),
         "Lookup" => {
             let groups = vec![v1::LookupGroup { group: 0, hashes: vec![5; 32].into() }];
-            Ask::Lookup(v1::Lookup { groups, max_tokens: 32, may_wait: true, hand_off: None })
+            Ask::Lookup(v1::Lookup { groups, max_tokens: 32, may_wait: true, ..Default::default() })
         }
         "Release" => Ask::Release(v1::Release { leases: vec![7] }),
         "Save" => Ask::Save(v1::Save { groups: Vec::new(), epoch: 1, event: None, job: 1 }),

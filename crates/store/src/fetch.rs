@@ -32,6 +32,16 @@ const READS_MAX: usize = 1024;
 /// Reads that one hold of the index's lock prepares.
 const READS_A_HOLD: usize = 64;
 
+/// Who brings which block of a plan.
+pub(crate) struct SharedPlan {
+    /// The plan's blocks, in order.
+    pub(crate) wanted: Vec<Wanted>,
+    /// The plan's holders.
+    pub(crate) states: Vec<HolderState>,
+    /// For each block to bring, the index of its holder.
+    pub(crate) holders: Vec<usize>,
+}
+
 impl Store {
     /// Starts a planned fetch. `done` is called exactly once, when every block has come or failed; a lookup then finds
     /// what is there. Blocks that would miss `deadline` at their holders' rates are left out. A block that misses it all
@@ -47,7 +57,7 @@ impl Store {
             blocks_left: AtomicUsize::new(1),
             done: Mutex::new(Some(Box::new(done))),
         });
-        let shares = self.share_plan(&plan, now, deadline);
+        let shares = self.share_plan(&plan, now, deadline).holders;
         let reads = {
             let drops = self.drops.read();
             if *drops == plan.drops {
@@ -67,8 +77,8 @@ impl Store {
         waiter.block_done();
     }
 
-    /// For each block of the plan, in order, the index of its holder. Ends with the first that nobody brings in time.
-    fn share_plan(&self, plan: &FetchPlan, now: Instant, deadline: Instant) -> Vec<usize> {
+    /// Who brings which block. Ends with the first block that nobody brings in time.
+    pub(crate) fn share_plan(&self, plan: &FetchPlan, now: Instant, deadline: Instant) -> SharedPlan {
         let mut wanted = Vec::new();
         for stretch in &plan.stretches {
             let bytes: u64 = self.index.lock().shard_bytes(stretch.space).iter().sum();
@@ -81,7 +91,8 @@ impl Store {
         let states: Vec<HolderState> =
             plan.holders.iter().map(|holder| state(holder).unwrap_or(late)).collect();
         drop(queues);
-        share(&wanted, &states, deadline.saturating_duration_since(now), self.pool_bytes())
+        let holders = share(&wanted, &states, deadline.saturating_duration_since(now), self.pool_bytes());
+        SharedPlan { wanted, states, holders }
     }
 
     /// Claims the blocks that are not in flight yet. `waiter` waits for those, and for the ones in flight.
@@ -100,7 +111,7 @@ impl Store {
             waiter.blocks_left.fetch_add(1, Ordering::Relaxed);
             waiters.push(Arc::clone(waiter));
         };
-        for Stretch { space, chain, mut hashes, holders } in plan.stretches {
+        for Stretch { space, chain, mut hashes, holders, .. } in plan.stretches {
             let of_stretch: Vec<usize> = shares.by_ref().take(hashes.len()).copied().collect();
             hashes.truncate(of_stretch.len().min(IN_FLIGHT_BLOCKS.saturating_sub(in_flight.len())));
             for hash in &hashes {

@@ -52,6 +52,7 @@ impl Queues {
         };
         (!reads.is_late(now)).then(|| HolderState {
             bytes_per_s: reads.rate.bytes_per_s(),
+            measured_ago: reads.rate.age(now),
             queued_bytes: reads.bytes,
             round_trip,
         })
@@ -107,6 +108,7 @@ impl Reads {
 #[derive(Default)]
 pub(crate) struct Rate {
     bytes_per_s: Option<f64>,
+    measured: Option<Instant>,
     /// When the present measurement began, and the bytes since then. None while no read is in flight.
     busy: Option<(Instant, u64)>,
     /// A read has missed its deadline since then.
@@ -133,6 +135,7 @@ impl Rate {
             if (*sum >= LEAST_BYTES / 4 || self.is_late) && seconds > 0.0 {
                 let measured = *sum as f64 / seconds;
                 self.bytes_per_s = Some(self.bytes_per_s.map_or(measured, |old| 0.5 * old + 0.5 * measured));
+                self.measured = Some(now);
             }
             self.busy = (!is_idle).then_some((now, 0));
             self.is_late = false;
@@ -142,6 +145,11 @@ impl Rate {
     /// None before the first measurement.
     pub(crate) fn bytes_per_s(&self) -> Option<f64> {
         self.bytes_per_s
+    }
+
+    /// Time since the last measurement; 0 before the first.
+    fn age(&self, now: Instant) -> Duration {
+        self.measured.map_or(Duration::ZERO, |measured| now.saturating_duration_since(measured))
     }
 }
 
@@ -194,6 +202,7 @@ mod tests {
         rate.completed(3 << 30, false, start + 2 * SECOND);
         rate.completed(3 << 30, true, start + 3 * SECOND);
         assert_eq!(rate.bytes_per_s(), Some(5.0 * f64::from(1 << 29)));
+        assert_eq!(rate.age(start + 10 * SECOND), 7 * SECOND);
     }
 
     /// A host behind a slow wire was taken for a fast one, because less came before each deadline than says something.

@@ -6,6 +6,7 @@
 //! ```
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -29,6 +30,9 @@ pub(crate) const BLOCKS_A_HOLD: usize = 4096;
 pub(crate) struct Stretch {
     pub(crate) space: SpaceId,
     pub(crate) chain: Chain,
+    /// Position in the prompt of its first block's first token.
+    pub(crate) first_token: u64,
+    pub(crate) tokens_per_block: u32,
     pub(crate) hashes: Vec<BlockHash>,
     /// The holders of each block.
     pub(crate) holders: Vec<HolderSet>,
@@ -39,6 +43,10 @@ pub struct FetchPlan {
     pub(crate) stretches: Vec<Stretch>,
     /// The holders that the stretches' sets name, each with its round trip.
     pub(crate) holders: Vec<(Holder, Duration)>,
+    /// Tokens of the hit without the fetch, and with all of it.
+    pub(crate) hit_tokens: Range<u64>,
+    /// Whether each of its blocks makes the hit longer, if all blocks before it come too.
+    pub(crate) is_prefix: bool,
     /// [`Store::drops`] when the question was asked.
     pub(crate) drops: u64,
     pub(crate) _spaces: NamedSpaces,
@@ -321,6 +329,8 @@ impl Store {
         (!stretches.is_empty()).then_some(FetchPlan {
             stretches,
             holders,
+            hit_tokens: asked.in_pool..tokens,
+            is_prefix: matches!(&*needs, [only] if only.window_blocks == 0),
             drops: asked.drops,
             _spaces: spaces,
         })
@@ -346,6 +356,8 @@ impl AskedGroup {
                 stretches.push(Stretch {
                     space: self.space,
                     chain,
+                    first_token: start as u64 * u64::from(self.need.tokens_per_block),
+                    tokens_per_block: self.need.tokens_per_block,
                     hashes: self.hashes[start..at].to_vec(),
                     holders: have[start..at].to_vec(),
                 });

@@ -57,6 +57,7 @@ mod stats;
 mod store;
 mod watch;
 mod watching;
+mod worth;
 
 pub use api::{
     Caller, Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, Origin, OwnerId, ShardClaim,

@@ -17,12 +17,16 @@ const HOLDERS_MAX: usize = 4;
 const SHARE_BYTES: u64 = 8 << 20;
 /// Taken for the rate of a holder that has not been measured.
 const ASSUMED_BYTES_PER_S: f64 = 1e9;
+/// A holder may have become twice as fast in each such time since its rate was measured, as far as a plan knows.
+const DOUBLES_AFTER: Duration = Duration::from_secs(10);
 
 /// A holder, as a plan sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HolderState {
     /// None before the first measurement.
     pub(crate) bytes_per_s: Option<f64>,
+    /// Time since that measurement.
+    pub(crate) measured_ago: Duration,
     /// Bytes that it has been asked for and has not brought.
     pub(crate) queued_bytes: u64,
     pub(crate) round_trip: Duration,
@@ -45,6 +49,13 @@ impl HolderState {
     /// Seconds until it has brought so many more bytes.
     pub(crate) fn seconds(&self, bytes: u64) -> f64 {
         let rate = self.bytes_per_s.unwrap_or(ASSUMED_BYTES_PER_S).max(1.0);
+        self.round_trip.as_secs_f64() + (self.queued_bytes + bytes) as f64 / rate
+    }
+
+    /// Like [`seconds`](Self::seconds), estimated low: a holder that is never asked would never be measured again.
+    pub(crate) fn seconds_at_best(&self, bytes: u64) -> f64 {
+        let doublings = self.measured_ago.as_secs_f64() / DOUBLES_AFTER.as_secs_f64();
+        let rate = self.bytes_per_s.map_or(f64::INFINITY, |rate| rate.max(1.0) * doublings.exp2());
         self.round_trip.as_secs_f64() + (self.queued_bytes + bytes) as f64 / rate
     }
 }

@@ -66,6 +66,7 @@ def build_scheduler_side(
         emit_events=events.events_enabled(vllm_config),
         has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
+        steps_at_once=capabilities.steps_at_once(vllm_config),
         hash_seed=hash_seed,
         namespaces=tuple(namespaces),
     )

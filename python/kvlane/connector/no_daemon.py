@@ -45,7 +45,12 @@ class NoScheduler:
         )
 
     def lookup_start(
-        self, request_id: str, hashes: list[list[bytes]], max_tokens: int, handoff: SaveWait | None = None
+        self,
+        request_id: str,
+        hashes: list[list[bytes]],
+        max_tokens: int,
+        handoff: SaveWait | None = None,
+        tokens_per_s: int = 0,
     ) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")
 

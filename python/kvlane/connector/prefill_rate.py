@@ -1,5 +1,5 @@
 """The rate at which this engine computes prompts, learned from its own steps. It bounds the time for which a prompt
-waits for another engine."""
+waits for another engine, and what the daemon fetches for it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ PROMPT_TOKENS_MIN = 32
 TOKENS_MIN = 64
 # Tokens a second of a slow engine, assumed until a step has shown this engine's rate.
 UNKNOWN_RATE = 250.0
-# Weight of the latest sample.
-WEIGHT = 0.3
+# Samples that count. A single one may be far off: a scheduler that was late sees two steps end at once.
+SAMPLES = 8
+SAMPLES_MIN = 3
 # A hand-off may take this many times as long as computing the prompt here.
 TIMES = 2.0
 SECONDS_MIN = 2.0
+# A lookup carries 32 bits.
+TOKENS_PER_S_MAX = 2**32 - 1
 
 
 class PrefillRate:
-    """Tokens a second, as a moving average over steps that compute prompts."""
+    """Tokens a second: the median of the last steps that compute prompts, each counting by its tokens."""
 
     def __init__(self, steps_at_once: int = 1) -> None:
         """`steps_at_once`: steps that may be under way. A step is over when that many further ones are planned."""
+        self._samples: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
+        """Rate and tokens of each step."""
         self._rate: float | None = None
         self._steps: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=max(1, steps_at_once) + 1)
 
@@ -42,8 +47,24 @@ class PrefillRate:
         goes_on = all(not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps))
         seconds = now - steps[-2][0]
         if goes_on and seconds > 0:
-            sample = tokens / seconds
-            self._rate = sample if self._rate is None else self._rate + WEIGHT * (sample - self._rate)
+            self._samples.append((tokens / seconds, tokens))
+            self._rate = self._median()
+
+    def _median(self) -> float:
+        half = sum(tokens for _, tokens in self._samples) / 2
+        seen = 0
+        for rate, tokens in sorted(self._samples):
+            seen += tokens
+            if seen >= half:
+                return rate
+        raise AssertionError("there is no sample")
+
+    @property
+    def tokens_per_s(self) -> int:
+        """0 if it is not known yet."""
+        if self._rate is None or len(self._samples) < SAMPLES_MIN:
+            return 0
+        return min(max(1, round(self._rate)), TOKENS_PER_S_MAX)
 
     def budget(self, tokens: int) -> float:
         """Seconds that a hand-off of this many tokens may take."""

@@ -21,6 +21,7 @@ from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
 from kvlane.connector.pins import Pins
+from kvlane.connector.prefill_rate import PrefillRate
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -96,6 +97,7 @@ class SchedulerSide:
             hashes=hashes,
             weights=weights,
             moment=self._adapters.moment,
+            rate=PrefillRate(shape.steps_at_once),
             jobs=itertools.count(1),
             direct=direct,
             announcements=Announcements(shape.groups, self.counters) if shape.emit_events else None,
@@ -246,6 +248,8 @@ class SchedulerSide:
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
         self._adapters.moment.at(self._clock())
+        if output.num_scheduled_tokens:
+            self._shared.rate.step_is_planned(self._clock(), output.num_scheduled_tokens)
         if block_state(output) is None:
             self._follow_tables(output)
         self._notify("planning a step", lambda kind: kind.plan(output, jobs))

@@ -41,6 +41,8 @@ class FakeScheduler:
         self._pending: dict[str, tuple[list[list[bytes]], int]] = {}
         self._handoffs: dict[str, tuple[str, bytes, int, int]] = {}
         self._stats: dict[str, float] = {}
+        self.tokens_per_s = 0
+        """As the last lookup said."""
         self._connected_to: bytes | None = None
         self._gone: list[bytes] = []
         self._follows_journal = follow_journal
@@ -80,7 +82,9 @@ class FakeScheduler:
         hashes: list[list[bytes]],
         max_tokens: int,
         handoff: tuple[str, bytes, int, int] | None = None,
+        tokens_per_s: int = 0,
     ) -> None:
+        self.tokens_per_s = tokens_per_s
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"
         self._pending[request_id] = (hashes, max_tokens)

@@ -70,9 +70,9 @@ impl SchedulerLink {
             SchedulerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
             SchedulerEvent::Lost { connection, why } => self.lost(connection, &why, now, actions),
             SchedulerEvent::ProcessEnded(process) => self.process_ended(process),
-            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout } => {
+            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, tokens_per_s, timeout } => {
                 let hand_off = awaited_save.map(AwaitedSave::into_wire);
-                let ask = v1::Lookup { groups, max_tokens, may_wait: true, hand_off };
+                let ask = v1::Lookup { groups, max_tokens, may_wait: true, hand_off, tokens_per_s };
                 self.look_up(request, ask, timeout, now, actions);
             }
             SchedulerEvent::Forget { request } => self.forget(&request, actions),

@@ -306,7 +306,7 @@ impl Engine {
         let group =
             |group: usize| v1::LookupGroup { group: group as u32, hashes: Bytes::from(hashes.clone()) };
         let groups = (0..self.groups).map(group).collect();
-        let lookup = v1::Lookup { groups, max_tokens: count * TOKENS, may_wait: false, hand_off: None };
+        let lookup = v1::Lookup { groups, max_tokens: count * TOKENS, ..Default::default() };
         let Some(Answer::LookupResult(hit)) = self.ask(Ask::Lookup(lookup), world) else { return false };
         if hit.tokens == 0 {
             if world.is_calm {

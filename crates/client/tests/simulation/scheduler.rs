@@ -545,7 +545,14 @@ impl SchedulerSide {
         let must_not_wait = self.is_silent;
         let request = index.to_string();
         self.feed(
-            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, timeout: micros(timeout) },
+            SchedulerEvent::LookUp {
+                request,
+                groups,
+                max_tokens,
+                awaited_save,
+                tokens_per_s: 0,
+                timeout: micros(timeout),
+            },
             world,
         );
         if let Some(after) = self.known[index].forget_after {

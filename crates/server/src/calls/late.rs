@@ -106,8 +106,9 @@ pub(crate) trait Answering: Send + 'static {
     fn answer(&self, late: LateLookup);
     /// Sends a later deadline: the answer may take so long from now.
     fn send_pending(&self, id: u64, wait_ms: u32);
-    /// Fetches blocks, and calls `fetched` once they have come or failed.
-    fn fetch(&self, plan: FetchPlan, deadline: Instant, fetched: OnFetched);
+    /// Fetches blocks for an engine that computes so many tokens in a second (0: not known). Calls `fetched` once they
+    /// have come or failed, or if none is fetched.
+    fn fetch(&self, plan: FetchPlan, tokens_per_s: u32, deadline: Instant, fetched: OnFetched);
 }
 
 /// Answers the late lookups of one session.
@@ -245,9 +246,10 @@ fn serve(events: &mpsc::Receiver<LateEvent>, answering: &impl Answering) {
                 waiting.poll(number, false, now, answering);
             }
             Ok(LateEvent::Found(number, plan, fetched)) => {
-                let late = waiting.lookups.get(&number);
-                if let Some(until) = late.and_then(|late| late.fetch_until) {
-                    answering.fetch(*plan, until, fetched);
+                if let Some(late) = waiting.lookups.get(&number)
+                    && let Some(until) = late.fetch_until
+                {
+                    answering.fetch(*plan, late.lookup.tokens_per_s, until, fetched);
                 }
             }
             Ok(LateEvent::Fetched(number)) => waiting.poll(number, true, now, answering),

@@ -31,6 +31,10 @@ const PAGES_BYTES_MAX: usize = 32 << 20;
 pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Result<Answered, Refusal> {
     let owner = context.owner()?;
     let awaited = lookup.hand_off.take().map(AwaitedSave::parse).transpose()?;
+    if awaited.is_some() {
+        // The engine does not compute while it waits for saves, and they are of no use without the blocks before them.
+        lookup.tokens_per_s = 0;
+    }
     let lookup = if lookup.may_wait {
         match look_up_later(context, owner, lookup, awaited) {
             Ok(Some(lookup)) => lookup,
@@ -64,7 +68,7 @@ fn look_up_later(
     let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
     let Ok(blocks) = requested_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
     let groups = lookup_groups(&blocks);
-    let fetch = Fetch::begin(shared, &groups, lookup.max_tokens, since);
+    let fetch = Fetch::begin(shared, &groups, &lookup, since);
     if fetch.is_none() && awaited.is_none() {
         return Ok(Some(lookup));
     }
@@ -104,13 +108,22 @@ enum Fetch {
 }
 
 impl Fetch {
-    /// Asks the sources. None if none makes the hit longer.
-    fn begin(shared: &Shared, groups: &[LookupGroup<'_>], max_tokens: u64, since: Instant) -> Option<Self> {
+    /// Asks the sources. None if none makes the hit longer before the engine would have computed as much.
+    fn begin(
+        shared: &Shared,
+        groups: &[LookupGroup<'_>],
+        lookup: &v1::Lookup,
+        since: Instant,
+    ) -> Option<Self> {
         if !shared.store.has_sources() {
             return None;
         }
-        match shared.store.find(groups, max_tokens).wait_until(since + FIND_PATIENCE) {
-            Ok(plan) => plan.map(Self::Planned),
+        let deadline = since + shared.fetch_wait;
+        match shared.store.find(groups, lookup.max_tokens).wait_until(since + FIND_PATIENCE) {
+            Ok(plan) => shared
+                .store
+                .worth_fetching(plan?, lookup.tokens_per_s, Instant::now(), deadline)
+                .map(Self::Planned),
             Err(finding) => Some(Self::Asked(finding)),
         }
     }
@@ -174,8 +187,18 @@ impl Answering for LateAnswers {
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
     }
 
-    fn fetch(&self, plan: FetchPlan, deadline: Instant, fetched: Box<dyn FnOnce() + Send>) {
-        self.shared.store.fetch(plan, Instant::now(), deadline, fetched);
+    fn fetch(
+        &self,
+        plan: FetchPlan,
+        tokens_per_s: u32,
+        deadline: Instant,
+        fetched: Box<dyn FnOnce() + Send>,
+    ) {
+        let (store, now) = (&self.shared.store, Instant::now());
+        match store.worth_fetching(plan, tokens_per_s, now, deadline) {
+            Some(plan) => store.fetch(plan, now, deadline, fetched),
+            None => fetched(),
+        }
     }
 }
 

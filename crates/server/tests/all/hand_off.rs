@@ -223,7 +223,13 @@ fn from_p(tokens: u64, wait_ms: u32) -> v1::HandOff {
 
 fn lookup(first: u64, count: u64, hand_off: v1::HandOff) -> Ask {
     let groups = vec![v1::LookupGroup { group: 0, hashes: named(first, count) }];
-    Ask::Lookup(v1::Lookup { groups, max_tokens: u64::MAX, may_wait: true, hand_off: Some(hand_off) })
+    Ask::Lookup(v1::Lookup {
+        groups,
+        max_tokens: u64::MAX,
+        may_wait: true,
+        hand_off: Some(hand_off),
+        tokens_per_s: 0,
+    })
 }
 
 /// The tokens of a lookup's answer, whose lease is given back.

@@ -118,7 +118,7 @@ fn groups(first: u64, count: u64) -> Vec<v1::SaveGroup> {
 
 fn lookup(first: u64, count: u64, max_tokens: u64) -> Ask {
     let group = |group| v1::LookupGroup { group, hashes: named(first, count) };
-    Ask::Lookup(v1::Lookup { groups: vec![group(0), group(1)], max_tokens, may_wait: false, hand_off: None })
+    Ask::Lookup(v1::Lookup { groups: vec![group(0), group(1)], max_tokens, ..Default::default() })
 }
 
 fn register() -> Ask {

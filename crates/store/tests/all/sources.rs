@@ -22,6 +22,9 @@ const B: HolderId = HolderId(2);
 /// Long enough for a loaded machine; reached only by a test that fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+const NEAR: Duration = Duration::from_micros(100);
+const FAR: Duration = Duration::from_secs(10);
+
 /// A source whose holders the test plays.
 #[derive(Default)]
 struct Hosts {
@@ -32,6 +35,8 @@ struct Hosts {
     reads: Mutex<BTreeMap<HolderId, Vec<BlockRead>>>,
     answers_later: bool,
     brings_copies: bool,
+    /// Takes 10 s before the first byte.
+    far: Option<HolderId>,
 }
 
 impl Hosts {
@@ -44,7 +49,7 @@ impl Hosts {
         let found = |(holder, positions): (&HolderId, &Vec<_>)| Found {
             holder: *holder,
             positions: positions.clone(),
-            round_trip: Duration::from_micros(100),
+            round_trip: if self.far == Some(*holder) { FAR } else { NEAR },
         };
         self.says.lock().iter().map(found).collect()
     }
@@ -351,4 +356,30 @@ fn lent_blocks_keep_their_bytes_until_they_are_given_back() {
     }
     drop(loan);
     assert_eq!(pool.store.stats().used_bytes, 0);
+}
+
+#[test]
+fn nothing_is_fetched_that_an_engine_computes_sooner() {
+    let says = [(A, std::iter::once(0..4).collect()), (B, std::iter::once(4..6).collect())];
+    let hosts = Hosts { says: Mutex::new(BTreeMap::from(says)), far: Some(B), ..Hosts::default() };
+    let pool = Pool::over(&[Arc::new(hosts)]);
+    let prompt = hashes(6);
+    let worth = |tokens_per_s: u32| {
+        let now = Instant::now();
+        pool.store.worth_fetching(pool.plan(&prompt).unwrap(), tokens_per_s, now, now + PATIENCE)
+    };
+    // 64 tokens in 64 us, before the near holder's first byte.
+    assert!(worth(1_000_000).is_none());
+    // 64 tokens in 64 ms, and all 96 before the far one's first byte.
+    let done = pool.fetch(worth(1000).unwrap(), PATIENCE);
+    pool.serve(pool.hosts[0].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!((pool.hosts[0].waiting(B), pool.hit_blocks(&prompt)), (0, 4));
+    // The rest would take 32 s to compute, or the engine does not know.
+    *pool.hosts[0].says.lock() = BTreeMap::from([(B, std::iter::once(0..2).collect())]);
+    assert!(worth(10).is_none() && worth(1).is_some());
+    let done = pool.fetch(worth(0).unwrap(), PATIENCE);
+    pool.serve(pool.hosts[0].take(B));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&prompt), 6);
 }

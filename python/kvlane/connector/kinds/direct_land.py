@@ -19,7 +19,6 @@ from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
 from kvlane.connector.kinds.load import LookUpAndLoad
-from kvlane.connector.prefill_rate import PrefillRate
 from kvlane.connector.requests import RequestState
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
@@ -97,7 +96,6 @@ class LandDirect(SchedulerKind):
         """Sources of this step's copies. Without a hash they would be the first to be reused, in the same step."""
         self._former_sources: deque[list[Block]] = deque()
         """Sources of steps that may be in progress."""
-        self._rate = PrefillRate(shared.direct.steps_at_once if shared.direct is not None else 1)
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
         self._plans_without_room = 0
@@ -201,8 +199,6 @@ class LandDirect(SchedulerKind):
         landed.is_alive = False
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        if output.num_scheduled_tokens:
-            self._rate.step_is_planned(self._shared.clock(), output.num_scheduled_tokens)
         if self._copies:
             jobs.others[self.name], self._copies = self._copies, []
         self._give_sources_back()
@@ -298,7 +294,7 @@ class LandDirect(SchedulerKind):
         landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
         patience, first = shared.settings.direct_wait_ms, local + landed.stored
-        budget = 1e3 * self._rate.budget(request.num_prompt_tokens - first * size)
+        budget = 1e3 * shared.rate.budget(request.num_prompt_tokens - first * size)
         landed.until = shared.clock() + min(patience, budget) / 1e3 + STUCK_SECONDS
         landing = landed.landing
         against = "full", "too many hand-offs are under way, or its id was used before"

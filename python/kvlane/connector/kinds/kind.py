@@ -20,6 +20,7 @@ from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.pins import Pins
+from kvlane.connector.prefill_rate import PrefillRate
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -64,6 +65,7 @@ class SchedulerShared:
     hashes: GroupHashes
     weights: KnownWeights
     moment: Moment
+    rate: PrefillRate
     jobs: Iterator[int]
     """Numbers for new jobs. All kinds draw from it, so that a job's end finds the kind that started it."""
     requests: dict[str, RequestState] = field(default_factory=dict)

@@ -122,7 +122,8 @@ class LookUpAndLoad(SchedulerKind):
             shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
             for group in shared.shape.groups
         ]
-        shared.core.lookup_start(request.request_id, hashes, tokens, self._wait(state))
+        wait, rate = self._wait(state), shared.rate.tokens_per_s
+        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate)
         state.looking_up = True
 
     def _tokens_to_find(self, state: RequestState) -> int:

@@ -59,6 +59,8 @@ pub enum SchedulerEvent {
         max_tokens: u64,
         /// The saves of another engine that the daemon waits for before it answers.
         awaited_save: Option<AwaitedSave>,
+        /// Tokens of prompts that the engine computes in a second; 0 if it does not know.
+        tokens_per_s: u32,
         /// After it the lookup is a miss. The daemon may extend it, if it needs longer.
         timeout: Duration,
     },

@@ -60,7 +60,7 @@ impl SchedulerLinkOptions {
     pub(super) fn probe(&self) -> Ask {
         let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
         let groups = (0..self.groups.len() as u32).map(nothing).collect();
-        Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false, hand_off: None })
+        Ask::Lookup(v1::Lookup { groups, ..Default::default() })
     }
 
     /// The most tokens that the answer to a lookup may have: its hashes and its own bound limit it.

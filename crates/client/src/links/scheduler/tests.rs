@@ -117,6 +117,7 @@ impl Play {
             groups,
             max_tokens: 64,
             awaited_save: None,
+            tokens_per_s: 7000,
             timeout: TIMEOUT,
         };
         self.feed(event);
@@ -335,7 +336,9 @@ fn a_refusal_before_the_engine_is_open_ends_the_connection_and_keeps_the_lookups
 fn a_hit_is_answered_once_with_its_lease() {
     let mut play = Play::open();
     let id = play.look_up("a");
-    assert!(matches!(&play.sent()[..], [Ask::Lookup(ask)] if ask.may_wait && ask.max_tokens == 64));
+    assert!(
+        matches!(&play.sent()[..], [Ask::Lookup(ask)] if ask.may_wait && (ask.max_tokens, ask.tokens_per_s) == (64, 7000))
+    );
     assert_eq!(play.poll("a"), None);
     play.now += Duration::from_millis(100);
     play.answer(id, RUN, hit(5));
@@ -364,6 +367,7 @@ fn a_hand_off_is_sent_and_its_wait_is_prolonged_as_often_as_the_daemon_says_but_
         groups,
         max_tokens: 64,
         awaited_save: hand_off,
+        tokens_per_s: 0,
         timeout: TIMEOUT,
     });
     let id = play.last_request();
@@ -745,6 +749,7 @@ fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
         groups,
         max_tokens: u64::MAX,
         awaited_save: None,
+        tokens_per_s: 0,
         timeout: TIMEOUT,
     };
     play.feed(event);
