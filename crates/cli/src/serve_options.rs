@@ -1,6 +1,6 @@
 //! The flags of `kvlane serve`: from the command line, else the environment, else the file, else the defaults.
 
-mod cluster;
+pub(crate) mod cluster;
 mod gpus;
 mod ssd;
 

@@ -18,29 +18,29 @@ const NAMES_MAX: usize = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum ClusterTransportArg {
+pub(crate) enum ClusterTransportArg {
     Auto,
     Tcp,
 }
 
 /// The flags that the user gave.
 #[derive(Debug)]
-pub(super) struct ClusterFlags {
-    pub(super) peers: Option<Vec<String>>,
-    pub(super) index: Option<Vec<String>>,
-    pub(super) listen: Option<Vec<String>>,
-    pub(super) advertise: Option<Vec<String>>,
-    pub(super) token_file: Option<PathBuf>,
-    pub(super) certificate: Option<PathBuf>,
-    pub(super) key: Option<PathBuf>,
-    pub(super) authority: Option<PathBuf>,
-    pub(super) transport: Option<ClusterTransportArg>,
-    pub(super) answer_ms: Option<u32>,
+pub(crate) struct ClusterFlags {
+    pub(crate) peers: Option<Vec<String>>,
+    pub(crate) index: Option<Vec<String>>,
+    pub(crate) listen: Option<Vec<String>>,
+    pub(crate) advertise: Option<Vec<String>>,
+    pub(crate) token_file: Option<PathBuf>,
+    pub(crate) certificate: Option<PathBuf>,
+    pub(crate) key: Option<PathBuf>,
+    pub(crate) authority: Option<PathBuf>,
+    pub(crate) transport: Option<ClusterTransportArg>,
+    pub(crate) answer_ms: Option<u32>,
 }
 
 impl ClusterFlags {
     /// None without `--peers` and `--index`.
-    pub(super) fn resolve(self) -> Result<Option<ClusterOptions>> {
+    pub(crate) fn resolve(self) -> Result<Option<ClusterOptions>> {
         let (flag, names, what) = match (&self.peers, &self.index) {
             (Some(_), Some(_)) => {
                 bail!("--peers and --index exclude each other: an index also says which daemons there are")
@@ -70,15 +70,23 @@ impl ClusterFlags {
             authority: self.authority,
         };
         let Reach { listen, advertise, token, tls } = reach.resolve()?;
-        let told = if advertise.is_empty() { &listen } else { &advertise };
-        let is_told = !advertise.is_empty() || self.index.is_some();
-        if is_told
-            && let Some(own) = told.iter().find(|own| own.ip().is_loopback())
-            && let Some(name) = names.iter().find(|name| !is_loopback(name))
-        {
-            let told = if advertise.is_empty() { "listen" } else { "advertise" };
+        let own = |addresses: &[SocketAddr]| addresses.iter().copied().find(|own| own.ip().is_loopback());
+        let elsewhere = |may_be_name| {
+            names.iter().find(|name| is_address_elsewhere(name) || may_be_name && !is_loopback(name))
+        };
+        if let (Some(own), Some(name)) = (own(&advertise), elsewhere(true)) {
             bail!(
-                "--cluster-{told} {own} is an address of this host alone, and {flag} {name} of another one"
+                "--cluster-advertise {own} is an address of this host alone, and {flag} {name} of another one: write the \
+                 address under which that host reaches this one"
+            );
+        }
+        if advertise.is_empty()
+            && listen.iter().all(|own| own.ip().is_loopback())
+            && let (Some(own), Some(name)) = (own(&listen), elsewhere(self.index.is_some()))
+        {
+            bail!(
+                "--cluster-listen {own} is an address of this host alone, and {flag} {name} of another one: write an address \
+                 in --cluster-listen that other hosts reach, and --cluster-token-file"
             );
         }
         let answer = self.answer_ms.unwrap_or(DEFAULT_ANSWER_MS);
@@ -118,6 +126,11 @@ impl ClusterFlags {
 fn is_host_and_port(text: &str) -> bool {
     let Some((host, port)) = text.rsplit_once(':') else { return false };
     !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
+}
+
+/// False for names, which are resolved later.
+fn is_address_elsewhere(name: &str) -> bool {
+    name.parse::<SocketAddr>().is_ok_and(|address| !address.ip().is_loopback())
 }
 
 fn is_loopback(peer: &str) -> bool {
@@ -184,7 +197,10 @@ mod tests {
         assert!(refused(listen).starts_with("--cluster-listen 'nowhere' is not HOST:PORT"));
         let advertise =
             ClusterFlags { advertise: Some(vec!["127.0.0.1:1".into()]), ..flags(&["192.0.2.8:1"]) };
-        assert!(refused(advertise).contains("is an address of this host alone"));
+        assert!(refused(advertise).ends_with("write the address under which that host reaches this one"));
+        assert!(refused(flags(&["localhost:1", "192.0.2.8:1"])).starts_with(
+            "--cluster-listen 127.0.0.1:9555 is an address of this host alone, and --peers 192.0.2.8:1 of another one"
+        ));
         let tls = ClusterFlags { key: Some("key.pem".into()), ..flags(&["b:1"]) };
         assert!(refused(tls).ends_with("write all three"));
     }
