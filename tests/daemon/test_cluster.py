@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from processes import Daemon, Engine, run_kvlane, send_signal, until
+from processes import Daemon, Engine, clean_environment, run_kvlane, send_signal, until
 
 MakeEngine = Callable[..., Engine]
 MakeCluster = Callable[..., list[Daemon]]
@@ -242,3 +242,62 @@ def test_a_cluster_that_others_could_join_is_refused(folder: Path) -> None:
     assert said.returncode == 1 and "--cluster-listen is of no use without --peers" in said.stderr
     said = run_kvlane("serve", "--cluster-copies", "50", "--pool-size", "4mib")
     assert said.returncode == 1 and "--cluster-copies is of no use without --peers" in said.stderr
+
+
+def doctor(*flags: str) -> list[dict[str, str]]:
+    """What the doctor says of the cluster."""
+    told = run_kvlane("doctor", "--json", *flags, env=clean_environment(KVLANE_GPU_DRIVER="off"))
+    return [each for each in json.loads(told.stdout)["findings"] if each["subject"] == "cluster"]
+
+
+def test_the_doctor_says_whether_daemons_reach_each_other_both_ways(
+    make_cluster: MakeCluster, folder: Path, cleanup: ExitStack
+) -> None:
+    a, b = make_cluster(2)
+    for daemon in (a, b):
+        (found,) = until(
+            "both reach each other",
+            lambda daemon=daemon: [
+                each for each in doctor("--addr", daemon.address) if "reaches back" in each["found"]
+            ],
+        )
+        assert found["verdict"] == "ok"
+    # The third one dials A, which does not dial it.
+    at_a, port = cluster_of(b)["members"][0]["address"], free_port()
+    home = folder / "third"
+    home.mkdir()
+    third = Daemon(home, "--peers", f"{at_a},127.0.0.1:1", "--cluster-listen", f"127.0.0.1:{port}")
+    cleanup.callback(third.kill)
+    third.start()
+    wait_until_reached([third], 1)
+    until(
+        "the other address is dialled", lambda: any(each["trouble"] for each in cluster_of(third)["members"])
+    )
+    found = {each["found"] for each in doctor("--addr", third.address)}
+    assert f"{at_a} is reached, and has not reached back" in found
+    assert any(each.startswith("127.0.0.1:1 is not reached: ") for each in found)
+
+
+def test_the_doctor_dials_the_daemons_that_flags_name(
+    make_daemon: Callable[..., Daemon], folder: Path, tmp_path: Path
+) -> None:
+    for name in ("token", "another"):
+        (tmp_path / name).write_text(f"the {name}\n")
+        (tmp_path / name).chmod(0o600)
+    address = f"127.0.0.1:{free_port()}"
+    make_daemon(
+        *("--peers", address, "--cluster-listen", address),
+        *("--cluster-token-file", str(tmp_path / "token")),
+    )
+    nobody = ("--addr", f"unix:{folder / 'nobody'}", "--peers", address)
+    (found,) = doctor(*nobody, "--cluster-token-file", str(tmp_path / "token"))
+    assert found["verdict"] == "ok" and "answers, with the same token" in found["found"]
+    (found,) = doctor(*nobody, "--cluster-token-file", str(tmp_path / "another"))
+    assert found["verdict"] == "note" and "it has another token" in found["found"]
+    first, second = doctor("--addr", nobody[1], "--peers", "no.such.host.invalid:9555,127.0.0.1:1")
+    assert first["found"].startswith("--peers no.such.host.invalid:9555: ")
+    assert second["found"].startswith("127.0.0.1:1 is not reached: ")
+    (found,) = doctor("--addr", nobody[1], "--peers", "192.0.2.1:9555", "--cluster-listen", "0.0.0.0:9555")
+    assert found["verdict"] == "problem" and "write --cluster-token-file" in found["found"]
+    (found,) = doctor("--addr", nobody[1], "--peers", "192.0.2.1:9555")
+    assert found["verdict"] == "problem" and "is an address of this host alone" in found["found"]

@@ -26,6 +26,7 @@ RUN_BY = {
     "kvlane serve --pool-size 16gb": FLAGS,
     f"vllm serve MODEL --kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
     "kvlane status": START,
+    "kvlane doctor": "tests/daemon/test_cluster.py::test_the_doctor_says_whether_daemons_reach_each_other_both_ways",
     "python3 scripts/environment.py --without-kvlane vllm-0.32": "make fetch",
     ". .venvs/vllm-0.32/bin/activate": "make fetch",
     ".venvs/boot/bin/uv pip install dist/kvlane-*.whl": "make vllm",

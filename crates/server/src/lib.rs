@@ -16,6 +16,7 @@ mod calls;
 mod ceilings;
 mod daemon;
 mod descriptions;
+mod dial;
 mod door;
 mod engines;
 mod greeted;
@@ -44,6 +45,7 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
+pub use dial::dial;
 pub use index_server::{IndexOptions, IndexServer, index_metrics};
 pub use kvlane_cluster::{ClusterOptions, Directory, ReplicaOptions};
 pub use kvlane_fabric::{Tls, Transport};

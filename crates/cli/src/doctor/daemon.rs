@@ -3,15 +3,15 @@
 use std::{io::ErrorKind, os::unix::fs::FileTypeExt, time::Duration};
 
 use kvlane_client::{ConnectError, DaemonUser, Tool, ToolError};
-use kvlane_proto::Address;
+use kvlane_proto::{Address, v1::ClusterStatus};
 
 use crate::doctor::finding::Finding;
 
 /// The process at the address.
 #[derive(Debug)]
 pub(crate) enum Facts {
-    /// A daemon of this version.
-    Answers { version: String },
+    /// A daemon of this version. The cluster is None without one, and if the daemon does not show it over this address.
+    Answers { version: String, cluster: Option<ClusterStatus> },
     /// No process listens; a daemon can be started.
     Nobody,
     /// A file that is no socket, in the place of one.
@@ -27,10 +27,11 @@ pub(crate) fn read(address: &Address, user: DaemonUser) -> Facts {
         return Facts::Blocked;
     }
     match Tool::connect_to_user(address, user, Duration::from_secs(2)) {
-        Ok(tool) => {
+        Ok(mut tool) => {
             let version = tool.version().to_owned();
+            let cluster = tool.status().ok().and_then(|status| status.cluster);
             tool.close();
-            Facts::Answers { version }
+            Facts::Answers { version, cluster }
         }
         Err(ToolError::Connect(ConnectError::Refused { error, .. }))
             if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) =>
@@ -46,15 +47,23 @@ impl Facts {
     pub(crate) fn is_running(&self) -> bool {
         matches!(self, Self::Answers { .. })
     }
+
+    /// The other daemons, as a running one sees them.
+    pub(crate) fn cluster(&self) -> Option<&ClusterStatus> {
+        match self {
+            Self::Answers { cluster, .. } => cluster.as_ref(),
+            _ => None,
+        }
+    }
 }
 
 pub(crate) fn judge(facts: &Facts, address: &Address) -> Finding {
     let own = env!("CARGO_PKG_VERSION");
     match facts {
-        Facts::Answers { version } if version == own => {
+        Facts::Answers { version, .. } if version == own => {
             Finding::ok("daemon", format!("kvlane {version} answers at {address}"))
         }
-        Facts::Answers { version } => {
+        Facts::Answers { version, .. } => {
             Finding::note("daemon", format!("kvlane {version} answers at {address}, this binary is {own}"))
                 .means("they share a version of the protocol, but not all of their fixes and features")
                 .advice("restart the daemon from this binary; its cache starts empty")
@@ -111,10 +120,10 @@ mod tests {
     #[test]
     fn versions_are_compared() {
         let address = Address::Unix("/x".into());
-        let same = Facts::Answers { version: env!("CARGO_PKG_VERSION").into() };
+        let same = Facts::Answers { version: env!("CARGO_PKG_VERSION").into(), cluster: None };
         assert_eq!(judge(&same, &address).verdict, Verdict::Ok);
         assert!(same.is_running());
-        let other = Facts::Answers { version: "99.0.0".into() };
+        let other = Facts::Answers { version: "99.0.0".into(), cluster: None };
         assert_eq!(judge(&other, &address).verdict, Verdict::Note);
     }
 }

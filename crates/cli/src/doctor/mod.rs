@@ -3,6 +3,7 @@
 //! Each subject reads its facts, then judges them in a pure function.
 
 mod bound;
+mod cluster;
 mod daemon;
 mod engine_config;
 mod files;
@@ -43,6 +44,8 @@ pub(crate) struct DoctorArgs {
     /// Look at an engine's configuration too: the JSON that is given to vLLM's --kv-transfer-config, or a file with it
     #[arg(long, value_name = "JSON")]
     engine_config: Option<String>,
+    #[command(flatten)]
+    cluster: cluster::ClusterArgs,
     /// Explain also what is in order
     #[arg(long)]
     verbose: bool,
@@ -60,6 +63,7 @@ pub(crate) fn run(args: &DoctorArgs, drivers: Drivers) -> ExitCode {
     let daemon = daemon::read(&address, args.daemon.user());
     let pool = args.pool_size.unwrap_or(Size(DEFAULT_POOL));
     let mut findings = examine(Path::new("/"), &address, &daemon, pool, drivers);
+    findings.extend(cluster::examine(&args.cluster, daemon.cluster()));
     if let Some(config) = &args.engine_config {
         findings.extend(engine_config::examine(config));
     }
