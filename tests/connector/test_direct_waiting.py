@@ -92,6 +92,17 @@ def test_a_lookup_carries_how_fast_this_engine_computes() -> None:
     assert core.tokens_per_s == 100
 
 
+def test_steps_that_could_overlap_and_do_not_say_no_higher_rate() -> None:
+    """A version of vLLM that does not say how many steps it has under way is taken to have two."""
+    rate, now = PrefillRate(steps_at_once=2), 0.0
+    for _ in range(5):
+        # A prompt in one second, then a token in a hundredth.
+        for tokens, seconds in ((1000, 1.0), (1, 0.01)):
+            rate.step_is_planned(now, {"a": tokens})
+            now += seconds
+    assert rate.tokens_per_s == 1000
+
+
 def test_tokens_that_are_generated_say_nothing_of_how_fast_prompts_are_computed() -> None:
     """A decode engine with many requests took itself for a slow one, and waited thrice as long as it should."""
     rate = PrefillRate()

@@ -39,13 +39,14 @@ class PrefillRate:
         if len(self._steps) < (self._steps.maxlen or 0):
             return
         steps = list(self._steps)
-        # The oldest step is over now. It ran from the end of the step before it, at which one more step was planned.
+        # The oldest step is over now.
         tokens = sum(count for count in steps[0][1].values() if count >= PROMPT_TOKENS_MIN)
         if tokens < TOKENS_MIN:
             return
         # Between steps without a common request the engine may have had nothing to do.
         goes_on = all(not one.keys().isdisjoint(other) for (_, one), (_, other) in pairwise(steps))
-        seconds = now - steps[-2][0]
+        # If steps overlap it took the last of these times, else the first. The longest never says too high a rate.
+        seconds = max(later - earlier for (earlier, _), (later, _) in pairwise(steps))
         if goes_on and seconds > 0:
             self._samples.append((tokens / seconds, tokens))
             self._rate = self._median()
