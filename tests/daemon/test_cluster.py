@@ -121,6 +121,25 @@ def test_an_engine_that_computes_faster_than_another_daemon_answers_gets_a_miss_
         engine.call("close")
 
 
+def test_a_prompt_that_another_engine_saves_is_fetched_however_fast_its_engine_computes(
+    make_cluster: MakeCluster, make_engine: MakeEngine
+) -> None:
+    """It waits for the rest anyhow, which would be of no use without the blocks before it."""
+    a, b = daemons = make_cluster(2)
+    wait_until_reached(daemons)
+    at_a, prefills, decodes = make_engine(a, "a"), make_engine(b, "prefills"), make_engine(b, "decodes")
+    for engine in (at_a, prefills, decodes):
+        engine.wait_connected()
+    assert at_a.call("save", prompt="one", count=BLOCKS)["ok"]
+    a.settle()
+    handoff = prefills.call("hand_over", count=BLOCKS, wait_ms=20_000)
+    found = decodes.call("lookup", prompt="one", count=BLOCKS, handoff=handoff, tokens_per_s=2**32 - 1)
+    assert found["tokens"] > 0 and found["seconds"] < 20
+    assert decodes.call("load", prompt="one", lease=found["lease"])["blocks"] == BLOCKS
+    for engine in (at_a, prefills, decodes):
+        engine.call("close")
+
+
 def test_a_killed_owner_costs_a_miss_and_is_found_again_by_itself(
     make_cluster: MakeCluster, make_engine: MakeEngine
 ) -> None:
