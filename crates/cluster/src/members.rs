@@ -293,11 +293,14 @@ impl Members {
     fn reached(&self, member: &Member, dialling: &Dialling, peer: PeerId, id: EngineId) {
         let kind = dialling.kind;
         dialling.engine.name_peer(peer, format!("{kind} {}", member.address));
-        self.by_engine.write().insert(id, member.number);
         let mut state = member.state.lock();
+        // Of its start before, perhaps. Its first beat names it again.
+        (state.name, state.software) = (String::new(), String::new());
         state.reached = Some((peer, id));
         state.trouble = None;
         (state.breaker, state.loans) = (Breaker::default(), Breaker::default());
+        drop(state);
+        self.by_engine.write().insert(id, member.number);
         // Log: blocks of that daemon are hits here from now on, or that replica of the index is asked.
         tracing::info!(member = %member.address, "{kind} reached");
     }

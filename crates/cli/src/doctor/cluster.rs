@@ -10,7 +10,7 @@ use std::{
 use anyhow::Result;
 use clap::Args;
 use kvlane_proto::v1::{ClusterStatus, MemberStatus};
-use kvlane_server::{ClusterOptions, dial};
+use kvlane_server::{ClusterOptions, Directory, dial};
 
 use crate::{doctor::finding::Finding, serve_options::cluster::ClusterFlags};
 
@@ -26,6 +26,9 @@ pub(crate) struct ClusterArgs {
     /// Look for the daemons of a cluster too, with the flags of `kvlane serve`: HOST:PORT of each, or a name of them all
     #[arg(long, env = "KVLANE_PEERS", value_name = "HOST:PORT", value_delimiter = ',')]
     peers: Option<Vec<String>>,
+    /// Or for the replicas of its index
+    #[arg(long, env = "KVLANE_INDEX", value_name = "HOST:PORT", value_delimiter = ',')]
+    index: Option<Vec<String>>,
     /// Where the others are to reach the daemon of this host
     #[arg(long, env = "KVLANE_CLUSTER_LISTEN", value_name = "HOST:PORT", value_delimiter = ',')]
     cluster_listen: Option<Vec<String>>,
@@ -50,6 +53,7 @@ impl ClusterArgs {
     fn resolve(&self) -> Result<Option<ClusterOptions>> {
         ClusterFlags {
             peers: self.peers.clone(),
+            index: self.index.clone(),
             listen: self.cluster_listen.clone(),
             advertise: self.cluster_advertise.clone(),
             token_file: self.cluster_token_file.clone(),
@@ -69,7 +73,7 @@ pub(crate) fn examine(args: &ClusterArgs, running: Option<&ClusterStatus>) -> Ve
     match args.resolve() {
         Ok(Some(options)) => {
             let known: BTreeSet<SocketAddr> =
-                running.iter().flat_map(|it| &it.members).filter_map(|it| it.address.parse().ok()).collect();
+                running.into_iter().flat_map(known).filter_map(|it| it.address.parse().ok()).collect();
             findings.extend(examine_peers(&options, &known));
         }
         Ok(None) => {}
@@ -82,9 +86,15 @@ pub(crate) fn examine(args: &ClusterArgs, running: Option<&ClusterStatus>) -> Ve
     findings
 }
 
+/// The daemons and replicas that a daemon dials.
+fn known(cluster: &ClusterStatus) -> impl Iterator<Item = &MemberStatus> {
+    cluster.members.iter().chain(&cluster.replicas)
+}
+
 fn judge_running(cluster: &ClusterStatus) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = cluster.members.iter().map(judge_member).collect();
-    findings.extend(cluster.unresolved.iter().map(|name| unresolved(name)));
+    let mut findings: Vec<Finding> = known(cluster).map(judge_member).collect();
+    let flag = if cluster.replicas.is_empty() { "--peers" } else { "--index" };
+    findings.extend(cluster.unresolved.iter().map(|name| unresolved(flag, name)));
     if findings.is_empty() {
         findings.push(
             Finding::note(SUBJECT, "the daemon knows no other one")
@@ -95,8 +105,8 @@ fn judge_running(cluster: &ClusterStatus) -> Vec<Finding> {
     findings
 }
 
-fn unresolved(name: &str) -> Finding {
-    Finding::note(SUBJECT, format!("--peers {name}"))
+fn unresolved(flag: &str, name: &str) -> Finding {
+    Finding::note(SUBJECT, format!("{flag} {name}"))
         .means("no daemon is found by that name")
         .advice("correct the name, or see that this host's DNS knows it")
 }
@@ -150,10 +160,12 @@ fn examine_peers(options: &ClusterOptions, known: &BTreeSet<SocketAddr>) -> Vec<
     let mut findings = Vec::new();
     let own = if options.advertise.is_empty() { &options.listen } else { &options.advertise };
     let mut others = BTreeSet::new();
-    for peer in &options.peers {
-        match peer.to_socket_addrs() {
+    let (Directory::Peers(names) | Directory::Index(names)) = &options.directory;
+    let flag = if matches!(options.directory, Directory::Index(_)) { "--index" } else { "--peers" };
+    for name in names {
+        match name.to_socket_addrs() {
             Ok(found) => others.extend(found.filter(|address| !own.contains(address))),
-            Err(error) => findings.push(unresolved(&format!("{peer}: {error}"))),
+            Err(error) => findings.push(unresolved(flag, &format!("{name}: {error}"))),
         }
     }
     findings.extend(judge_own(own, &others));
@@ -217,6 +229,7 @@ mod tests {
     fn args(peers: &str) -> ClusterArgs {
         ClusterArgs {
             peers: Some(vec![peers.into()]),
+            index: None,
             cluster_listen: None,
             cluster_advertise: None,
             cluster_token_file: None,
