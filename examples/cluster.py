@@ -3,8 +3,9 @@
 python examples/cluster.py
 
 Two network namespaces stand for two hosts. In each run `kvlane serve --peers ...` and a real vLLM on the CPU; TCP with
-TLS goes between the daemons. Where namespaces are not allowed, `--one-host` runs both on this host, over loopback. The
-scenarios are in python/kvlane/demo/hosts.
+TLS goes between the daemons. Then both daemons start again with `--index`, with a `kvlane index` on each host. Where
+namespaces are not allowed, `--one-host` runs all of it on this host, over loopback. The scenarios are in
+python/kvlane/demo/hosts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvlane.bench.processes import free_port
 from kvlane.demo import running
 from kvlane.demo.device import SETUPS
 from kvlane.demo.hosts import network
+from kvlane.demo.hosts.replica import Replica
 from kvlane.demo.hosts.scenarios import Hosts
 from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, close_all
@@ -50,9 +52,11 @@ def main() -> int:
         if not arguments.one_host:
             inside = stack.enter_context(network.OtherHost()).inside
             addresses = (network.NEAR, network.FAR)
-        daemons = start(addresses, inside, folder, logs, setup.pool_size)
-        demo = Hosts(model, daemons, inside, logs, setup, arguments.prompt_tokens, arguments.prompts)
-        stack.callback(lambda: close_all([*demo.engines, *daemons]))
+        daemons, replicas = start(addresses, inside, folder, logs, setup.pool_size)
+        demo = Hosts(
+            model, daemons, replicas, inside, logs, setup, arguments.prompt_tokens, arguments.prompts
+        )
+        stack.callback(lambda: close_all([*demo.engines, *daemons, *replicas]))
         report.say(f"daemons at {addresses[0]} and {addresses[1]}; logs in {logs}")
         for daemon in daemons:
             daemon.start()
@@ -65,26 +69,33 @@ def main() -> int:
 
 def start(
     addresses: tuple[str, str], inside: list[str], folder: Path, logs: Path, pool: str
-) -> tuple[Daemon, Daemon]:
-    """The daemons of hosts A and B, not yet started."""
+) -> tuple[tuple[Daemon, Daemon], tuple[Replica, Replica]]:
+    """The daemons and replicas of hosts A and B, not yet started."""
     token = folder / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
     tls = certificates.make(folder)
-    ports = [free_port(), free_port()]
-    peers = ",".join(f"{address}:{port}" for address, port in zip(addresses, ports, strict=True))
+    ports = [free_port() for _ in range(4)]
+    peers = ",".join(f"{address}:{port}" for address, port in zip(addresses, ports[:2], strict=True))
+
+    def proofs(prefix: str) -> tuple[str, ...]:
+        flags = (f"--{prefix}token-file", str(token), f"--{prefix}tls-certificate", str(tls.certificate))
+        return (*flags, f"--{prefix}tls-key", str(tls.key), f"--{prefix}tls-authority", str(tls.authority))
 
     def daemon(number: int, name: str, inside: list[str]) -> Daemon:
         home = folder / name
         home.mkdir(0o700)
         flags = ("--peers", peers, "--cluster-listen", f"{addresses[number]}:{ports[number]}")
-        flags += ("--cluster-token-file", str(token), "--cluster-tls-certificate", str(tls.certificate))
-        flags += ("--cluster-tls-key", str(tls.key), "--cluster-tls-authority", str(tls.authority))
+        flags += proofs("cluster-")
         # Engines and daemons share two cores, so an answer may take long.
         flags += ("--cluster-answer-ms", "100", "--fetch-wait-ms", "20000")
         return Daemon(home, pool, logs, ssd=False, flags=flags, name=f"kvlane-{name}", inside=inside)
 
-    return daemon(0, "A", []), daemon(1, "B", inside)
+    def replica(number: int, name: str, inside: list[str]) -> Replica:
+        address = f"{addresses[number]}:{ports[2 + number]}"
+        return Replica(address, proofs(""), logs / f"index-{name}.log", inside)
+
+    return (daemon(0, "A", []), daemon(1, "B", inside)), (replica(0, "A", []), replica(1, "B", inside))
 
 
 def result(

@@ -34,6 +34,7 @@ PARTS = {
         "crates/store",
     ),
     "The router: `kvlane route`": ("crates/cli/src/route", "crates/router"),
+    "The index: `kvlane index`": ("crates/cli/src/index.rs", "crates/cluster/src/replica.rs"),
     "Daemon and router": ("crates/cli", "crates/door"),
     "Engines: the connector": ("python/kvlane/connector", "crates/python"),
     "Engines: the connection to the daemon": ("crates/client", "crates/engine-memory/src/gpu_worker.rs"),

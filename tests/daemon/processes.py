@@ -151,6 +151,56 @@ def _handles(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+class Index:
+    """`kvlane index`. Can be started again after it ended, at the same address."""
+
+    def __init__(self, *flags: str) -> None:
+        self.address, self.http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.flags = flags
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Waits until it serves."""
+        with ServiceManager() as manager:
+            self.process = subprocess.Popen(
+                [KVLANE, "index", "--listen", self.address, "--http", self.http, *self.flags],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=clean_environment(NOTIFY_SOCKET=manager.address),
+            )
+            assert self.process.stderr is not None
+            self.log = _Lines(self.process.stderr)
+            if not manager.is_ready(self.process):
+                self.process.wait(PATIENCE)
+                raise AssertionError(f"the index ended before it served:\n{self.log.rest()}")
+
+    def page(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.http}{path}", timeout=30) as answer:
+            return answer.read().decode()
+
+    def owners(self) -> list[dict[str, Any]]:
+        return json.loads(self.page("/owners"))
+
+    def blocks(self) -> list[int]:
+        """What each owner has that it follows."""
+        return [owner["blocks"] for owner in self.owners() if owner["state"] == "following"]
+
+    def metric(self, name: str) -> int:
+        (line,) = [line for line in self.page("/metrics").splitlines() if line.startswith(f"{name} ")]
+        return int(float(line.split()[1]))
+
+    def stop(self) -> int:
+        """Asks it to end, and answers the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+
+
 class Daemon:
     """`kvlane serve` on a socket in `folder`. Can be started again after it ended, at the same place."""
 

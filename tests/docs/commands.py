@@ -16,6 +16,7 @@ ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
 CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_it"
 DIRECT = HERE + "test_engines_for_direct_hand_offs_are_configured_as_the_page_says"
 CLUSTER = HERE + "test_daemons_of_a_cluster_start_as_the_page_says"
+INDEX = HERE + "test_daemons_with_an_index_start_as_the_page_says"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -61,6 +62,11 @@ RUN_BY = {
     "head -c 32 /dev/urandom | base64 > cluster.token; chmod 600 cluster.token": CLUSTER,
     "kvlane serve --pool-size 16gb --peers 10.0.0.1:9555,10.0.0.2:9555 --cluster-listen 0.0.0.0:9555 "
     "--cluster-advertise 10.0.0.1:9555 --cluster-token-file cluster.token": CLUSTER,
+    "kvlane index --listen 0.0.0.0:9556 --advertise 10.0.0.1:9556 --token-file cluster.token": INDEX,
+    "kvlane serve --pool-size 16gb --index 10.0.0.1:9556,10.0.0.2:9556 --cluster-listen 0.0.0.0:9555 "
+    "--cluster-advertise 10.0.0.3:9555 --cluster-token-file cluster.token": INDEX,
+    "curl -s http://127.0.0.1:9093/owners": "tests/daemon/test_index.py::"
+    "test_the_page_of_owners_says_what_each_has",
     # docs/performance.md
     "kvlane bench --help": "tests/packaging/test_wheel.py::test_every_help_works_without_extras",
     "kvlane bench serve --model MODEL --num-prompts 50 --input-len 2000 --output-len 32 --request-rate 2": (

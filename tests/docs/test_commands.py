@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import CLUSTER, DIRECT, FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
+from commands import CLUSTER, DIRECT, FLAGS, HERE, INDEX, REPLAY, RUN_AS_A_WHOLE, RUN_BY
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
 from ports import free_port
-from processes import KVLANE, PATIENCE, Daemon, clean_environment, run_kvlane, until
+from processes import KVLANE, PATIENCE, Daemon, Index, clean_environment, run_kvlane, until
 
 from kvlane import fabric
 from kvlane.connector.settings_check import check
@@ -143,6 +143,39 @@ def test_daemons_of_a_cluster_start_as_the_page_says(folder: Path, tmp_path: Pat
                 lambda daemon=daemon: "  reached" in run_kvlane("status", "--addr", daemon.address).stdout,
             )
     finally:
+        for daemon in daemons:
+            daemon.kill()
+
+
+def test_daemons_with_an_index_start_as_the_page_says(folder: Path, tmp_path: Path) -> None:
+    """With addresses of this host for those of the page, and one replica."""
+    run_index, serve = (text for text, runner in RUN_BY.items() if runner == INDEX)
+    (tmp_path / "cluster.token").write_text("a secret\n")
+    (tmp_path / "cluster.token").chmod(0o600)
+    _, words = words_of(run_index)
+    assert words[2::2] == ["--listen", "--advertise", "--token-file"]
+    index = Index("--token-file", str(tmp_path / "cluster.token"))
+    daemons: list[Daemon] = []
+    try:
+        index.start()
+        for number in range(2):
+            at = f"127.0.0.1:{free_port()}"
+            line = serve.replace("0.0.0.0:9555", at).replace("10.0.0.3:9555", at).replace("16gb", "16mib")
+            _, words = words_of(line.replace("10.0.0.1:9556,10.0.0.2:9556", index.address))
+            home = folder / str(number)
+            home.mkdir()
+            daemons.append(Daemon(home, *words[4:], cwd=tmp_path))
+            daemons[-1].start()
+        until("the index follows both", lambda: len(index.blocks()) == 2)
+        for daemon in daemons:
+            until(
+                "both the index and the other one are reached",
+                lambda daemon=daemon: (
+                    run_kvlane("status", "--addr", daemon.address).stdout.count("  reached") == 2
+                ),
+            )
+    finally:
+        index.kill()
         for daemon in daemons:
             daemon.kill()
 

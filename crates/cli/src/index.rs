@@ -56,7 +56,7 @@ pub(crate) struct IndexArgs {
     #[arg(long, env = "KVLANE_HTTP_HOST", value_name = "NAME", value_delimiter = ',')]
     http_host: Option<Vec<String>>,
 
-    /// What to log: a level, or levels of parts such as warn,kvlane_cluster=debug
+    /// Log this much: a level, or levels of parts such as warn,kvlane_cluster=debug
     #[arg(long, env = "KVLANE_LOG", value_name = "FILTER", default_value = "info")]
     log: String,
 

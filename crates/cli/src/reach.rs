@@ -11,7 +11,7 @@ use crate::secret_file;
 /// As the user gave them.
 #[derive(Debug, Default)]
 pub(crate) struct ReachFlags {
-    /// What the flags begin with: `--cluster-` or `--`.
+    /// The flags begin with it: `--cluster-` or `--`.
     pub(crate) prefix: &'static str,
     pub(crate) listen: Vec<String>,
     pub(crate) advertise: Vec<String>,

@@ -1,4 +1,4 @@
-//! What a replica of the index has been told of this pool: the digests of its blocks, and their sum. Pure.
+//! The digests of this pool's blocks that a replica of the index was told of, and their sum. Pure.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};

@@ -56,7 +56,7 @@ pub(crate) struct Announcer {
     pub(crate) blocks: AtomicU64,
 }
 
-/// What a replica has asked for.
+/// The requests of a replica.
 #[derive(Default)]
 struct Attended {
     wanted: Mutex<Wanted>,
@@ -88,7 +88,7 @@ struct Sending {
     ticket: u64,
     position: SnapshotPosition,
     base: u64,
-    /// Of the next part.
+    /// The number of the next part.
     number: u32,
 }
 

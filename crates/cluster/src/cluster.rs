@@ -40,7 +40,7 @@ pub struct ClusterOptions {
     pub tls: Option<Tls>,
     /// The transport of bytes; None: the best that both sides have.
     pub transport: Option<Transport>,
-    /// Who says which daemon has a block.
+    /// How this daemon learns which other one has a block.
     pub directory: Directory,
     /// How long a lookup waits for the others' answers.
     pub answer_within: Duration,
@@ -48,7 +48,7 @@ pub struct ClusterOptions {
     pub name: String,
 }
 
-/// Who says which daemon has a block.
+/// How a daemon learns which other one has a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Directory {
     /// The daemons themselves, each HOST:PORT. A name may have several addresses, one of them this daemon's own.
@@ -72,7 +72,7 @@ pub enum ClusterError {
 pub struct Cluster {
     engine: Arc<Engine>,
     members: Arc<Members>,
-    /// Of the index, if there is one.
+    /// The index's replicas, if there is one.
     replicas: Option<Arc<Members>>,
     asker: Arc<Asker>,
     pool: u32,
@@ -346,7 +346,7 @@ struct Taking {
     index: Option<OfIndex>,
 }
 
-/// What this daemon has to do with the replicas of its index.
+/// This daemon's dealings with the replicas of its index.
 struct OfIndex {
     replicas: Arc<Members>,
     announcer: Arc<Announcer>,

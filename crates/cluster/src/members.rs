@@ -68,7 +68,7 @@ pub(crate) struct Dialling {
     pub(crate) engine: Arc<Engine>,
     /// HOST:PORT, each maybe with several addresses.
     pub(crate) names: Vec<String>,
-    /// What the members are, for the log: `daemon` or `replica`.
+    /// The members' kind, for the log: `daemon` or `replica`.
     pub(crate) kind: &'static str,
     pub(crate) attend: Attend,
 }
@@ -294,7 +294,7 @@ impl Members {
         let kind = dialling.kind;
         dialling.engine.name_peer(peer, format!("{kind} {}", member.address));
         let mut state = member.state.lock();
-        // Of its start before, perhaps. Its first beat names it again.
+        // They may be of its start before. Its first beat names it again.
         (state.name, state.software) = (String::new(), String::new());
         state.reached = Some((peer, id));
         state.trouble = None;
@@ -310,8 +310,8 @@ impl Members {
         let mut state = member.state.lock();
         state.reached = None;
         if let Some(why) = why {
-            // Log: a daemon, or a replica of the index, has ended or is cut off; it is dialled again, and prompts that only it
-            // has are computed. Do: check that it runs, and the network.
+            // Log: a daemon, or a replica of the index, has ended or is cut off; prompts that only it has are computed.
+            // Do: check that it runs, and the network.
             tracing::warn!(member = %member.address, name = state.name, "{kind} lost: {why}");
             state.trouble = Some(why);
         }
@@ -343,7 +343,7 @@ impl Members {
     }
 }
 
-/// What members that are daemons are sent every second.
+/// The message that is sent to daemons every second.
 pub(crate) fn own_beat(name: &str) -> Arc<[u8]> {
     let software = env!("CARGO_PKG_VERSION").to_owned();
     Message::Beat { name: name.to_owned(), software }.encode().into()

@@ -33,7 +33,7 @@ pub(crate) struct Ended {
     pub(crate) done: FindDone,
     /// By member, of positions in the whole question.
     pub(crate) found: HashMap<MemberNumber, Vec<Range<u32>>>,
-    /// Who was asked and has not answered as much as was needed.
+    /// Members that were asked and have not answered as much as was needed.
     pub(crate) silent: BTreeSet<MemberNumber>,
 }
 
@@ -42,7 +42,7 @@ struct Open {
     needs: Needs,
     /// Since when each was asked.
     asked: BTreeMap<MemberNumber, Instant>,
-    /// Who has answered a part.
+    /// Members that have answered a part.
     heard: BTreeSet<MemberNumber>,
     /// Answers that have not come: of whom, if it matters, and the first position of each part.
     missing: BTreeSet<(Option<MemberNumber>, u32)>,

@@ -28,7 +28,7 @@ const PARTS_MAX: usize = 32;
 pub(crate) struct Asker {
     pub(crate) engine: Arc<Engine>,
     pub(crate) members: Arc<Members>,
-    /// Who is asked: all members, or one of the index's replicas.
+    /// The index's replicas. If there are any, one of them is asked instead of all members.
     pub(crate) replicas: Option<Arc<Members>>,
     pub(crate) borrowing: Arc<Borrowing>,
     /// [`ClusterOptions::answer_within`](crate::ClusterOptions::answer_within)
@@ -161,7 +161,7 @@ impl Asker {
         drop(self.engine.send(peer, message, options));
     }
 
-    /// Who may be asked now, the nearest first.
+    /// The members or replicas that may be asked now, the nearest first.
     fn to_ask(&self, now: Instant) -> Vec<(MemberNumber, PeerId)> {
         let mut found: Vec<_> = self
             .asked()

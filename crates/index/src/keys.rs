@@ -45,7 +45,7 @@ impl KeySet {
 pub struct SpaceDigests(u64);
 
 impl SpaceDigests {
-    /// Of this space.
+    /// Makes digests for this space.
     pub fn new(space: &Space) -> Self {
         Self(space_seed(space))
     }

@@ -57,12 +57,7 @@ impl IndexServer {
         Ok(Self { replica, pages })
     }
 
-    /// The state now.
-    pub fn status(&self) -> ReplicaStatus {
-        self.replica.status()
-    }
-
-    /// Ends it.
+    /// Ends pages and replica.
     pub fn stop(self) {
         if let Some(pages) = self.pages {
             pages.stop();

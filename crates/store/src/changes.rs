@@ -13,14 +13,13 @@
 //! A snapshot of a large pool takes longer than the journal is kept under load, so its reader should read the journal
 //! between two parts. If that read says to start again, the snapshot is void too.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlane_block::Space;
-
 use crate::api::SpaceId;
+use crate::described::SpaceDescription;
 use crate::entries::State;
 use crate::index::Index;
 use crate::journal::{Change, JournalEntry, JournalRead};
@@ -28,17 +27,6 @@ use crate::store::Store;
 
 /// Slots that one part of a snapshot passes, so that it holds the lock for microseconds.
 const SLOTS_A_PART: u32 = 4096;
-
-/// A space as other processes name it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SpaceDescription {
-    /// Namespace and cut.
-    pub space: Space,
-    /// Bytes of each shard of a block.
-    pub shard_bytes: Arc<[u64]>,
-    /// Other hosts may have its blocks.
-    pub crosses_hosts: bool,
-}
 
 /// Changes in any space.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,20 +42,6 @@ pub struct Changes {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotPosition {
     next_slot: u32,
-}
-
-/// Descriptions of forgotten spaces that the journal still names, each with the number of its last entry.
-#[derive(Default)]
-pub(crate) struct ForgottenSpaces(HashMap<SpaceId, (u64, SpaceDescription)>);
-
-impl ForgottenSpaces {
-    /// Keeps the description until entry `last` is overwritten. `oldest` is the oldest entry that the journal has.
-    pub(crate) fn keep(&mut self, id: SpaceId, last: u64, oldest: u64, description: SpaceDescription) {
-        self.0.retain(|_, (last, _)| *last >= oldest);
-        if last >= oldest {
-            self.0.insert(id, (last, description));
-        }
-    }
 }
 
 impl Index {
@@ -122,7 +96,7 @@ impl Index {
     /// The description of a space that lives, or that the journal still names.
     fn description(&self, id: SpaceId) -> Option<SpaceDescription> {
         let living = self.spaces.get(id).map(crate::space::Space::description);
-        living.or_else(|| self.forgotten.0.get(&id).map(|(_, description)| description.clone()))
+        living.or_else(|| self.forgotten.get(id).cloned())
     }
 }
 

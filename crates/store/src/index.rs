@@ -35,9 +35,9 @@ use kvlane_memory::ExtentAllocator;
 use kvlane_policy::{Memo, ReplacementPolicy};
 
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
-use crate::changes::ForgottenSpaces;
 use crate::claim::Claim;
 use crate::copies::Copies;
+use crate::described::ForgottenSpaces;
 use crate::entries::{CopyState, Entries, State};
 use crate::journal::{Change, Journal, JournalEntry, JournalRead};
 use crate::lease::Leases;

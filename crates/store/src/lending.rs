@@ -69,7 +69,7 @@ impl Store {
         let has_news = !found.crosses_hosts && found.sealed > 0;
         found.crosses_hosts = true;
         if has_news {
-            // Who announces blocks has left these out.
+            // Announcers have left these blocks out.
             index.journal.restart();
         }
     }

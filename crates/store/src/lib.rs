@@ -29,6 +29,7 @@ mod claiming;
 mod consistency;
 mod copies;
 mod copying;
+mod described;
 mod done;
 mod entries;
 mod evict;
@@ -66,7 +67,8 @@ pub use api::{
 pub use auto::PolicyReport;
 pub use background::Background;
 pub use below::{Below, Dropped, Judge, NotForGood, WriteDone};
-pub use changes::{Changes, SnapshotPosition, SpaceDescription};
+pub use changes::{Changes, SnapshotPosition};
+pub use described::SpaceDescription;
 pub use done::Done;
 pub use find::{FetchPlan, Finding};
 pub use index::Index;

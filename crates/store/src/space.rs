@@ -8,7 +8,7 @@ use kvlane_block::{CutDigest, Namespace};
 use kvlane_memory::PAGE_BYTES;
 
 use crate::api::SpaceId;
-use crate::changes::SpaceDescription;
+use crate::described::SpaceDescription;
 use crate::rows::Rows;
 
 /// A namespace with one cut.

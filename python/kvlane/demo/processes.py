@@ -169,7 +169,9 @@ class Daemon:
         self._inside = inside
         self._http = f"127.0.0.1:{free_port()}"
         self._pool_size = pool_size
-        self._flags = (*(("--ssd", f"{folder}/blocks:{pool_size}") if ssd else ()), *flags)
+        self._ssd = ("--ssd", f"{folder}/blocks:{pool_size}") if ssd else ()
+        self.flags = flags
+        """Further ones, for the next start."""
         self._gpu = gpu
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -179,7 +181,7 @@ class Daemon:
         command = [*self._inside, beside_python("kvlane"), "serve", "--listen", self.address]
         # Over HTTP it is not reached elsewhere.
         command += ["--http", "off" if self._inside else self._http]
-        command += ["--pool-size", self._pool_size, "--gpu", self._gpu, *self._flags]
+        command += ["--pool-size", self._pool_size, "--gpu", self._gpu, *self._ssd, *self.flags]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         if self._inside:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvlane.bench.processes import beside_python
 from kvlane.demo.device import Setup
+from kvlane.demo.hosts.replica import Replica
 from kvlane.demo.processes import Daemon, Engine, ProcessFailed
 from kvlane.demo.scenarios import (
     BLOCK_TOKENS,
@@ -26,12 +27,13 @@ _PATIENCE_S = 60.0
 
 
 class Hosts(Demo):
-    """Engine and daemon A on this host, B on the other one."""
+    """Engine and daemon A on this host, B on the other one; a replica of the index on each."""
 
     def __init__(
         self,
         model: Path,
         daemons: tuple[Daemon, Daemon],
+        replicas: tuple[Replica, Replica],
         inside: Sequence[str],
         logs: Path,
         setup: Setup,
@@ -41,6 +43,7 @@ class Hosts(Demo):
         super().__init__(model, daemons[0], logs, setup, prompt_tokens, prompts, seed=0)
         self._daemons = dict(zip("AB", daemons, strict=True))
         self._inside = {"A": (), "B": tuple(inside)}
+        self._replicas = replicas
 
     def all(self) -> Sequence[Callable[[Callable[[str], object]], Scenario]]:
         """The scenarios in their order."""
@@ -51,6 +54,9 @@ class Hosts(Demo):
             self.changed_at_the_owner,
             self.changed_at_the_reader,
             self.owner_killed,
+            self.with_replicas,
+            self.replica_killed,
+            self.owner_and_replica_killed,
             self.no_exceptions,
         )
 
@@ -146,11 +152,7 @@ class Hosts(Demo):
         scenario.figures["ttft_without_a_ms"] = answer["ttft_ms"]
         step("daemon A is back")
         self._daemons["A"].start()
-        ready = self._wait_for_status(
-            lambda status: len([s for s in status["sessions"] if s["role"] != "tool"]) == 2,
-            between=lambda: self._warm_up(a),
-        )
-        scenario.must(ready, "engine A did not register again")
+        scenario.must(self._is_registered("A"), "engine A did not register again")
         self._wait_until_reached()
         reference = self._reference(a, self._new_prompt())
         self._settle(a)
@@ -159,6 +161,87 @@ class Hosts(Demo):
         self._compare(scenario, "after the restart", answer, reference, SAME_BATCH)
         scenario.figures["ttft_ms"] = answer["ttft_ms"]
         return scenario
+
+    def with_replicas(self, step: Callable[[str], object]) -> Scenario:
+        """Both daemons start again with `--index`: what A has computed since is a hit at B."""
+        scenario = Scenario("index: with two replicas instead of --peers")
+        step("two replicas start, and both daemons with --index")
+        for replica in self._replicas:
+            replica.start()
+        addresses = ",".join(replica.address for replica in self._replicas)
+        for daemon in self._daemons.values():
+            daemon.close()
+            daemon.flags = ("--index", addresses, *daemon.flags[2:])
+            daemon.start()
+        for name in self._daemons:
+            scenario.must(self._is_registered(name), f"engine {name} did not register again")
+        self._wait_until_reached()
+        self._hit_by_index(scenario, step, 2)
+        return scenario
+
+    def replica_killed(self, step: Callable[[str], object]) -> Scenario:
+        """One replica is killed: hits go on, by the other one."""
+        scenario = Scenario("index: one replica killed -9")
+        step("one replica is killed")
+        self._replicas[0].kill()
+        self._hit_by_index(scenario, step, 1)
+        return scenario
+
+    def owner_and_replica_killed(self, step: Callable[[str], object]) -> Scenario:
+        """Then daemon A is killed: B computes what only A had. Both come back, and so do hits."""
+        scenario = Scenario("index: daemon A killed -9 as well, and both started again")
+        a, b = self._engine("A"), self._engine("B")
+        step("engine A computes a prompt, its daemon is killed")
+        lost = self._reference(a, self._new_prompt())
+        self._settle(a)
+        self._daemons["A"].kill()
+        answer = self._answer(b, lost.prompt)
+        self._compare(scenario, "without A", answer, lost, OTHER_BATCH, hit_tokens=0)
+        scenario.figures["ttft_without_a_ms"] = answer["ttft_ms"]
+        step("daemon A and the replica are back")
+        self._replicas[0].start()
+        self._daemons["A"].start()
+        scenario.must(self._is_registered("A"), "engine A did not register again")
+        self._wait_until_reached()
+        self._hit_by_index(scenario, step, 2)
+        return scenario
+
+    def _hit_by_index(self, scenario: Scenario, step: Callable[[str], object], replicas: int) -> None:
+        """Engine A computes a prompt, and B hits it once so many replicas know of it."""
+        a, b = self._engine("A"), self._engine("B")
+        step("engine A computes a prompt")
+        reference = self._reference(a, self._new_prompt())
+        self._settle(a)
+        deadline = time.monotonic() + _PATIENCE_S
+        while sum(replica["is_reached"] for replica in self._cluster("A")["replicas"]) != replicas:
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"daemon A reaches other replicas: {self._cluster('A')['replicas']}")
+            time.sleep(0.1)
+        # They count once a second, after all changes.
+        while self._cluster("A")["announced_blocks"] != self._status_of("A")["blocks"]:
+            if time.monotonic() > deadline:
+                raise ProcessFailed("daemon A does not announce its blocks")
+            time.sleep(0.1)
+        step("engine B hits it")
+        before = self._cluster("B")["fetched_blocks"]
+        answer = self._answer(b, reference.prompt)
+        self._compare(scenario, "engine B", answer, reference, SAME_BATCH)
+        scenario.figures["ttft_ms"] = answer["ttft_ms"]
+        fetched = self._cluster("B")["fetched_blocks"] - before
+        scenario.figures["blocks_from_a"] = fetched
+        scenario.must(
+            fetched == self.hit_blocks, f"{fetched} blocks came from A instead of {self.hit_blocks}"
+        )
+
+    def _is_registered(self, host: str) -> bool:
+        """Waits until the host's engine has registered with its daemon again."""
+        engine, deadline = self._engine(host), time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            sessions = self._status_of(host)["sessions"]
+            if len([session for session in sessions if session["role"] != "tool"]) == 2:
+                return True
+            self._warm_up(engine)
+        return False
 
     def _overwritten(self, host: str, scenario: Scenario | None) -> tuple[Any, int]:
         """A prompt that A has computed, and the number of its block that is overwritten in the pool of `host`."""
@@ -190,11 +273,14 @@ class Hosts(Demo):
 
     def _cluster(self, host: str) -> dict[str, Any]:
         """What a daemon says of its cluster."""
+        return self._status_of(host)["cluster"]
+
+    def _status_of(self, host: str) -> dict[str, Any]:
         command = [beside_python("kvlane"), "status", "--json", "--addr", self._daemons[host].address]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
         if asked.returncode:
             raise ProcessFailed(f"daemon {host}: {asked.stderr.strip()}")
-        return json.loads(asked.stdout)["cluster"]
+        return json.loads(asked.stdout)
 
     def _wait_until_reached(self) -> None:
         deadline = time.monotonic() + _PATIENCE_S
