@@ -30,8 +30,10 @@ use crate::messages::Message;
 /// How long a message may take before the replica counts as lost.
 const PATIENCE: Duration = Duration::from_secs(3);
 const COUNT_EVERY: Duration = Duration::from_secs(1);
-/// Until the replica has reached this daemon, and knows it.
-const JOIN_EVERY: Duration = Duration::from_millis(100);
+/// Pause after the first attempt to join. It doubles, up to `COUNT_EVERY`.
+const JOIN_PAUSE: Duration = Duration::from_millis(50);
+/// A replica that does not know this daemon after this time cannot reach it.
+const JOIN_PATIENCE: Duration = Duration::from_secs(5);
 /// Changes of this time go together, because each wake-up costs the daemon's other threads.
 const TOGETHER: Duration = Duration::from_millis(2);
 /// Least time between the starts of two epochs.
@@ -148,7 +150,7 @@ impl Announcer {
         self.attended.lock().insert(replica.number, Arc::clone(&attended));
         let ended = loop {
             let next = Instant::now() + EPOCH_PAUSE;
-            match self.run_epoch(&attended, peer) {
+            match self.run_epoch(replica, &attended, peer) {
                 Ended::Lost(why) => break Some(why),
                 Ended::Stopped => break None,
                 Ended::Again(epoch) => drop(self.epoch.fetch_max(epoch, Ordering::Relaxed)),
@@ -162,10 +164,11 @@ impl Announcer {
         ended
     }
 
-    fn run_epoch(&self, attended: &Attended, peer: PeerId) -> Ended {
+    fn run_epoch(&self, replica: &Member, attended: &Attended, peer: PeerId) -> Ended {
         let Some((announced, cursor)) = self.begin(attended) else { return Ended::Again(0) };
         let epoch = self.epoch.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut running = Epoch { of: self, attended, peer, epoch, announced, start: cursor, cursor };
+        let mut running =
+            Epoch { of: self, replica, attended, peer, epoch, announced, start: cursor, cursor };
         running.run().err().unwrap_or(Ended::Stopped)
     }
 
@@ -200,6 +203,7 @@ impl Announcer {
 /// One epoch of the announcements to one replica.
 struct Epoch<'a> {
     of: &'a Announcer,
+    replica: &'a Member,
     attended: &'a Attended,
     peer: PeerId,
     epoch: u64,
@@ -213,6 +217,8 @@ impl Epoch<'_> {
     /// Until it ends, which is its error.
     fn run(&mut self) -> Result<(), Ended> {
         let mut next_beat = Instant::now();
+        let mut join_pause = JOIN_PAUSE;
+        let unknown_until = next_beat + JOIN_PATIENCE;
         let mut sending: Option<Sending> = None;
         let mut was_known = false;
         loop {
@@ -229,6 +235,7 @@ impl Epoch<'_> {
                 // It compares from the beginning.
                 next_beat = Instant::now();
                 was_known = true;
+                self.replica.state.lock().trouble = None;
             }
             let now = Instant::now();
             if now >= next_beat {
@@ -240,7 +247,11 @@ impl Epoch<'_> {
                     next_beat = now + COUNT_EVERY;
                 } else {
                     self.send(ToReplica::Join { epoch: self.epoch, address: self.of.own })?;
-                    next_beat = now + JOIN_EVERY;
+                    next_beat = now + join_pause;
+                    join_pause = (2 * join_pause).min(COUNT_EVERY);
+                    if now >= unknown_until {
+                        self.note_not_known();
+                    }
                 }
             }
             if let Some(unfinished) = &mut sending
@@ -255,6 +266,18 @@ impl Epoch<'_> {
             if sending.is_none() && has_more == Some(false) {
                 std::thread::sleep(TOGETHER);
             }
+        }
+    }
+
+    /// The replica takes messages, and does not answer, because it reaches no daemon at the address that this one names.
+    fn note_not_known(&self) {
+        let mut state = self.replica.state.lock();
+        if state.trouble.is_none() {
+            let own = self.of.own;
+            // Log: the index finds none of this daemon's blocks, because it cannot reach this daemon. Do: let the replica
+            // reach the address, or write another in `--cluster-advertise`; no other daemon may have it.
+            tracing::warn!(replica = %self.replica.address, %own, "replica does not reach this daemon");
+            state.trouble = Some(format!("it does not reach this daemon at {own}"));
         }
     }
 

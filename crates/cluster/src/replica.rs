@@ -10,12 +10,13 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{Engine, EngineId, EngineOptions, FabricError, SendOptions, Tls};
-use kvlane_index::{Counters, Index, Limits, OwnerStatus, Progress, Question, Refused, Timing};
+use kvlane_index::{Counters, Index, Limits, OwnerRuns, OwnerStatus, Progress, Question, Refused, Timing};
 use parking_lot::Mutex;
 
 use crate::cluster::ClusterError;
@@ -32,6 +33,8 @@ const SWEPT_A_MESSAGE: usize = 500;
 const JOIN_LASTS: Duration = Duration::from_secs(10);
 /// Daemons that want to join. Further ones wait for a place.
 const JOINING_MAX: usize = 256;
+/// Runs in one answer: a run takes 5 bytes at most.
+const RUNS_MAX: usize = 10_000;
 /// Senders that were not understood and that are remembered, so that each is logged once.
 const LOGGED_MAX: usize = 256;
 
@@ -236,9 +239,7 @@ impl Replica {
                 };
                 let found = self.index.lock().find(&question, self.now());
                 self.counts.lock().questions += 1;
-                let owner =
-                    |owner: kvlane_index::OwnerRuns| Some((owner.address.parse().ok()?, owner.positions));
-                let owners = found.unwrap_or_default().into_iter().filter_map(owner).collect();
+                let owners = that_fit(found.unwrap_or_default());
                 self.send(&member, FromReplica::Located { number, first, owners });
             }
             Message::Beat { name, software } => {
@@ -362,5 +363,46 @@ impl Replica {
             once = true,
             "message not understood: {why}"
         );
+    }
+}
+
+/// The owners of most positions, as many as one message can name.
+fn that_fit(mut found: Vec<OwnerRuns>) -> Vec<(SocketAddr, Vec<Range<u32>>)> {
+    let positions = |owner: &OwnerRuns| owner.positions.iter().map(|run| run.end - run.start).sum::<u32>();
+    found.sort_by_key(|owner| std::cmp::Reverse(positions(owner)));
+    let mut runs = 0;
+    let fitting = found.into_iter().take_while(|owner| {
+        runs += owner.positions.len();
+        runs <= RUNS_MAX
+    });
+    fitting.filter_map(|owner| Some((owner.address.parse().ok()?, owner.positions))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kvlane_fabric::MESSAGE_BYTES_MAX;
+
+    use super::*;
+    use crate::messages::BLOCKS_MAX;
+
+    /// Eight owners at each position, and none at the next one too.
+    #[test]
+    fn the_longest_answer_fits_a_message() {
+        let owner = |number: u32| OwnerRuns {
+            owner: Arc::from(""),
+            epoch: 1,
+            address: format!("[ffff:ffff:ffff:ffff:ffff:ffff:ffff:{number:x}]:65535").into(),
+            age: Duration::ZERO,
+            positions: (0..BLOCKS_MAX as u32)
+                .filter(|at| (at + number) % 8 == 0)
+                .map(|at| at..at + 1)
+                .collect(),
+        };
+        let owners = that_fit((0x1000..0x1040).map(owner).collect());
+        assert!(owners.len() > 20);
+        let located = FromReplica::Located { number: u64::MAX, first: u32::MAX, owners };
+        assert!(Message::FromReplica(located).encode().len() <= MESSAGE_BYTES_MAX);
     }
 }

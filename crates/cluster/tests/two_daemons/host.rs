@@ -94,7 +94,7 @@ impl Index {
         let deadline = Instant::now() + PATIENCE;
         while !until(&self.replica.status()) {
             assert!(Instant::now() < deadline, "{:?}", self.replica.status());
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
 
@@ -125,6 +125,16 @@ impl Host {
         transport: Option<Transport>,
         answer_within: Duration,
     ) -> Self {
+        Self::advertised(listen, Vec::new(), directory, transport, answer_within)
+    }
+
+    fn advertised(
+        listen: SocketAddr,
+        advertise: Vec<SocketAddr>,
+        directory: Directory,
+        transport: Option<Transport>,
+        answer_within: Duration,
+    ) -> Self {
         let options = ArenaOptions {
             bytes: POOL_PAGES * PAGE_BYTES,
             hugepages: HugePages::Off,
@@ -134,7 +144,7 @@ impl Host {
         let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
         let options = ClusterOptions {
             listen: vec![listen],
-            advertise: Vec::new(),
+            advertise,
             token: TOKEN.into(),
             tls: None,
             transport,
@@ -192,6 +202,13 @@ impl Host {
         Self::new(address, Directory::Index(names), Some(Transport::TCP), answer_within)
     }
 
+    /// One that names an address which is not its own.
+    pub(crate) fn indexed_under(advertise: SocketAddr, replicas: &[&Index]) -> Self {
+        let names = replicas.iter().map(|replica| replica.address.to_string()).collect();
+        let directory = Directory::Index(names);
+        Self::advertised(free_address(), vec![advertise], directory, None, PATIENCE / 4)
+    }
+
     pub(crate) fn pair(transport: Option<Transport>) -> [Self; 2] {
         Self::cluster([transport; 2])
     }
@@ -219,7 +236,7 @@ impl Host {
         let deadline = Instant::now() + PATIENCE;
         while !until(&self.cluster.status()) {
             assert!(Instant::now() < deadline, "{:?}", self.cluster.status());
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
 

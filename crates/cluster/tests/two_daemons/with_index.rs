@@ -139,3 +139,20 @@ fn whatever_hosts_save_and_lose_the_index_is_their_union_in_the_end() {
         assert_eq!(replica.replica.status().counters.snapshots_requested, 3, "deltas were enough");
     }
 }
+
+/// A wrong address in `--cluster-advertise` would else be a cluster that never hits, without a word.
+#[test]
+fn a_daemon_that_the_index_does_not_reach_says_so() {
+    let index = Index::start();
+    let [a] = Host::indexed(&[&index], PATIENCE / 4);
+    // Another one at its address: the index reaches the first.
+    let other = Host::indexed_under(a.address, &[&index]);
+    other.wait(|status| {
+        status.replicas.iter().any(|replica| {
+            replica.trouble.as_deref() == Some(&*format!("it does not reach this daemon at {}", a.address))
+        })
+    });
+    other.save(&prompt(1, 10));
+    a.save(&prompt(2, 20));
+    index.wait_for(&[20]);
+}
