@@ -49,7 +49,7 @@ def _make(*arguments: str) -> list[str]:
 PARTS = {
     "properties": Part(
         "20,000 cases of each property of the pure crates and the store",
-        _rust(*(f"-pkvlane-{name}" for name in ("block", "memory", "policy", "store", "proto"))),
+        _rust(*(f"-pkvlane-{name}" for name in ("block", "memory", "policy", "store", "proto", "index"))),
         {"PROPTEST_CASES": "20000"},
     ),
     "simulation": Part(

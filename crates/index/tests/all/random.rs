@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::world::{World, snapshot_steps, steps};
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_index_follows_its_owners(steps in steps(250)) {
