@@ -1,4 +1,4 @@
-//! The threads that seal, scrub, spill and compare policies.
+//! The threads that seal, scrub, spill, compare policies, and watch the sources.
 
 use std::io;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct Background {
 
 impl Store {
     /// Starts the threads of the store. `seal_threads` of them (one at least) seal committed blocks. One compares visible
-    /// blocks with their checksums at `scrub_bytes_per_s`, unless that is 0. A tier and the policy `auto` add one each.
+    /// blocks with their checksums at `scrub_bytes_per_s`, unless that is 0. A tier, sources and the policy `auto` add one each.
     /// Fails if the system gives no thread.
     pub fn start_background(
         self: &Arc<Self>,
@@ -36,6 +36,9 @@ impl Store {
         }
         if self.below.is_some() {
             background.spawn("kvlane-spill", |store, stop| store.spill_until(stop))?;
+        }
+        if self.has_sources() {
+            background.spawn("kvlane-stalls", |store, stop| store.watch_stalls(stop))?;
         }
         if self.auto.is_some() {
             background.spawn("kvlane-policy", |store, stop| store.observe_until(stop))?;
@@ -69,6 +72,10 @@ impl Drop for Background {
             self.store.committed.notify_all();
             self.store.scrub_stop.notify_all();
             self.store.spill_changed.notify_all();
+        }
+        {
+            let _queues = self.store.fetches.queues.lock();
+            self.store.fetches.queue_waits.notify_all();
         }
         self.store.auto.iter().for_each(AutoPolicy::wake);
         for thread in self.threads.drain(..) {

@@ -203,7 +203,7 @@ impl Store {
 
     /// Submits queued reads to their holder, up to `READS_MAX` in flight. A source may complete a read within the call that
     /// starts it, and the completion calls this again. The inner call then leaves the next read to the outer loop.
-    fn submit_reads(self: &Arc<Self>, holder: Holder) {
+    pub(crate) fn submit_reads(self: &Arc<Self>, holder: Holder) {
         loop {
             let (batch, deadline) = {
                 let mut queues = self.fetches.queues.lock();
@@ -211,9 +211,12 @@ impl Store {
                 let Some(deadline) = reads.queued.front().map(|read| read.deadline) else { return };
                 // By halves, because each call to a source costs something.
                 if reads.is_submitting || reads.in_flight.len() > READS_MAX / 2 {
+                    if !std::mem::replace(&mut queues.is_watched, true) {
+                        self.fetches.queue_waits.notify_all();
+                    }
                     return;
                 }
-                reads.rate.begin(Instant::now());
+                reads.begin(Instant::now());
                 reads.is_submitting = true;
                 let most = READS_MAX - reads.in_flight.len();
                 let alike =
@@ -254,7 +257,7 @@ impl Store {
         let now = Instant::now();
         let brought = if crcs.is_some() { read.bytes } else { 0 };
         let bytes = read.bytes;
-        let next = if crcs.is_none() { self.next_holder(&mut read, now) } else { None };
+        let next = if crcs.is_none() { self.fetches.queues.lock().next_holder(&mut read, now) } else { None };
         if next.is_none() {
             self.end_read(holder, &read, crcs);
         }
@@ -269,25 +272,12 @@ impl Store {
         next.into_iter().for_each(|next| self.submit_reads(next));
     }
 
-    /// The other holder that would bring the block first, if it is before the deadline. It is taken off the list.
-    fn next_holder(&self, read: &mut Read, now: Instant) -> Option<Holder> {
-        let left = read.deadline.saturating_duration_since(now).as_secs_f64();
-        let queues = self.fetches.queues.lock();
-        let seconds = |(holder, round_trip): &(Holder, Duration)| {
-            let state = queues.state(*holder, *round_trip, now)?;
-            Some(state.seconds(read.bytes)).filter(|seconds| *seconds < left)
-        };
-        let in_time = read.others.iter().enumerate().filter_map(|(at, other)| Some((at, seconds(other)?)));
-        let (first, _) = in_time.min_by(|(_, a), (_, b)| a.total_cmp(b))?;
-        Some(read.others.swap_remove(first).0)
-    }
-
     /// Where the blocks of a holder come from.
     fn origin(&self, holder: Holder) -> Origin {
         if self.sources[holder.source].brings_copies() { Origin::OtherHost } else { Origin::ThisHost }
     }
 
-    fn end_read(&self, holder: Holder, read: &Read, crcs: Option<Vec<u32>>) {
+    pub(crate) fn end_read(&self, holder: Holder, read: &Read, crcs: Option<Vec<u32>>) {
         let waiters = {
             // Under both locks: another fetch finds the block in flight, or visible, or free to be claimed.
             let mut in_flight = self.fetches.in_flight.lock();

@@ -1,13 +1,13 @@
-//! The fetches in flight: which fetch waits for which block, which reads each holder has, and at what rate it completes
-//! them.
+//! The fetches in flight: which fetch waits for which block, which reads each holder has, at what rate it completes them,
+//! and which reads leave the queue of a holder that has stalled. The queues have no clock: time is an argument.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::api::{ShardClaim, SpaceId};
 use crate::shares::{HolderState, LEAST_BYTES};
@@ -15,12 +15,16 @@ use crate::source::HolderId;
 
 /// Holders whose rates are kept while they have no read.
 const IDLE_HOLDERS_MAX: usize = 256;
+/// A holder that brought something so short a time ago has not stalled.
+const SHORTEST_STALL: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 pub(crate) struct Fetches {
     /// The fetches that wait for each block. Locked before the index.
     pub(crate) in_flight: Mutex<HashMap<(SpaceId, BlockHash), FetchWaiters>>,
     pub(crate) queues: Mutex<Queues>,
+    /// Notified when a read has to wait in a queue and the watch sleeps, and when the watch is to stop.
+    pub(crate) queue_waits: Condvar,
     /// Spaces that a question or a plan names, with how many do. They must not be forgotten.
     pub(crate) named: Mutex<HashMap<SpaceId, usize>>,
 }
@@ -35,19 +39,77 @@ pub(crate) struct Holder {
 
 /// The reads of each holder.
 #[derive(Default)]
-pub(crate) struct Queues(HashMap<Holder, Reads>);
+pub(crate) struct Queues {
+    all: HashMap<Holder, Reads>,
+    /// The watch looks at the queues again soon, without being notified.
+    pub(crate) is_watched: bool,
+}
+
+/// Reads that have left the queues of stalled holders.
+#[derive(Default)]
+pub(crate) struct Stalled {
+    /// The holders in whose queues they are now.
+    pub(crate) moved_to: BTreeSet<Holder>,
+    /// Those that no other holder brings in time, each with its holder.
+    pub(crate) ended: Vec<(Holder, Read)>,
+}
 
 impl Queues {
     pub(crate) fn of(&mut self, holder: Holder) -> &mut Reads {
-        if self.0.len() >= IDLE_HOLDERS_MAX && !self.0.contains_key(&holder) {
-            self.0.retain(|_, reads| !reads.is_idle());
+        if self.all.len() >= IDLE_HOLDERS_MAX && !self.all.contains_key(&holder) {
+            self.all.retain(|_, reads| !reads.is_idle());
         }
-        self.0.entry(holder).or_default()
+        self.all.entry(holder).or_default()
+    }
+
+    /// Whether a read waits for a holder that has enough in flight.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.all.values().any(|reads| !reads.queued.is_empty())
+    }
+
+    /// The other holder that would bring the block first, if it is before the deadline. It is taken off the list.
+    pub(crate) fn next_holder(&self, read: &mut Read, now: Instant) -> Option<Holder> {
+        let left = read.deadline.saturating_duration_since(now).as_secs_f64();
+        let seconds = |(holder, round_trip): &(Holder, Duration)| {
+            let has_stalled = self.all.get(holder).is_some_and(|reads| reads.has_stalled(now));
+            let state = self.state(*holder, *round_trip, now).filter(|_| !has_stalled)?;
+            Some(state.seconds(read.bytes)).filter(|seconds| *seconds < left)
+        };
+        let in_time = read.others.iter().enumerate().filter_map(|(at, other)| Some((at, seconds(other)?)));
+        let (first, _) = in_time.min_by(|(_, a), (_, b)| a.total_cmp(b))?;
+        Some(read.others.swap_remove(first).0)
+    }
+
+    /// Moves reads from the queue of each holder that has stalled to other holders of their blocks. Without another one a
+    /// read stays until the holder is late, and then ends.
+    pub(crate) fn leave_stalled(&mut self, now: Instant) -> Stalled {
+        let stalled = self.all.iter().filter(|(_, reads)| reads.has_stalled(now));
+        let stalled: Vec<Holder> = stalled.map(|(holder, _)| *holder).collect();
+        let mut left = Stalled::default();
+        for holder in stalled {
+            let reads = self.of(holder);
+            let is_late = reads.is_late(now);
+            for mut read in std::mem::take(&mut reads.queued) {
+                let next = self.next_holder(&mut read, now);
+                if next.is_some() || is_late {
+                    self.of(holder).bytes -= read.bytes;
+                }
+                match next {
+                    Some(next) => {
+                        self.of(next).push(read);
+                        left.moved_to.insert(next);
+                    }
+                    None if is_late => left.ended.push((holder, read)),
+                    None => self.of(holder).queued.push_back(read),
+                }
+            }
+        }
+        left
     }
 
     /// The state of a holder, for a plan. None while it is late.
     pub(crate) fn state(&self, holder: Holder, round_trip: Duration, now: Instant) -> Option<HolderState> {
-        let Some(reads) = self.0.get(&holder) else {
+        let Some(reads) = self.all.get(&holder) else {
             return Some(HolderState { round_trip, ..HolderState::default() });
         };
         (!reads.is_late(now)).then(|| HolderState {
@@ -71,6 +133,8 @@ pub(crate) struct Reads {
     /// Bytes queued and in flight.
     pub(crate) bytes: u64,
     pub(crate) rate: Rate,
+    /// When the holder last brought a block, or was asked after it had nothing to bring.
+    active: Option<Instant>,
     /// A thread is in the loop of `submit_reads`, and goes on until the queue is empty or the holder has `READS_MAX`.
     pub(crate) is_submitting: bool,
 }
@@ -80,7 +144,23 @@ pub(crate) type FetchWaiters = Vec<Arc<FetchWaiter>>;
 impl Reads {
     /// Whether the holder still has a read whose deadline has passed: it hangs, or is much too slow.
     pub(crate) fn is_late(&self, now: Instant) -> bool {
-        self.in_flight.values().any(|deadline| *deadline < now)
+        self.in_flight.values().any(|deadline| *deadline <= now)
+    }
+
+    /// Whether the holder has brought nothing for half of the time that its most urgent read had. Later, reads that wait in
+    /// its queue would be too late elsewhere.
+    fn has_stalled(&self, now: Instant) -> bool {
+        let (Some(active), Some(deadline)) = (self.active, self.in_flight.values().min()) else {
+            return false;
+        };
+        let half = deadline.saturating_duration_since(active) / 2;
+        now.saturating_duration_since(active) >= half.max(SHORTEST_STALL)
+    }
+
+    /// Reads are being submitted.
+    pub(crate) fn begin(&mut self, now: Instant) {
+        self.rate.begin(now);
+        self.active.get_or_insert(now);
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -100,6 +180,11 @@ impl Reads {
             self.rate.was_late();
         }
         let is_idle = self.in_flight.is_empty() && self.queued.is_empty();
+        if is_idle {
+            self.active = None;
+        } else if brought > 0 {
+            self.active = Some(now);
+        }
         self.rate.completed(brought, is_idle, now);
     }
 }

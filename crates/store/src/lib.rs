@@ -54,6 +54,7 @@ mod shares;
 mod source;
 mod space;
 mod spill;
+mod stalls;
 mod stats;
 mod store;
 mod watch;

@@ -92,7 +92,9 @@ struct Pool {
 }
 
 /// Pages of a block.
-const BLOCK: u64 = 32;
+const BLOCK: u64 = 2;
+/// More blocks than one holder is asked for at a time.
+const TOO_MANY: u16 = 1100;
 
 impl Pool {
     fn over(hosts: &[Arc<Hosts>]) -> Self {
@@ -157,6 +159,16 @@ impl Pool {
 
 fn hashes(count: u8) -> Vec<BlockHash> {
     (0..count).map(|block| BlockHash([block + 1; 16])).collect()
+}
+
+/// The blocks of another prompt, as many as it takes.
+fn long_prompt(number: u8, blocks: u16) -> Vec<BlockHash> {
+    let hash = |block: u16| {
+        let mut hash = [number; 16];
+        hash[1..3].copy_from_slice(&block.to_le_bytes());
+        BlockHash(hash)
+    };
+    (0..blocks).map(hash).collect()
 }
 
 #[test]
@@ -285,6 +297,79 @@ fn a_late_holder_is_left_out_and_stops_no_other() {
     pool.hosts[0].says.lock().remove(&B);
     let more: Vec<BlockHash> = (0..4).map(|block| BlockHash([block + 200; 16])).collect();
     assert!(pool.plan(&more).is_some());
+}
+
+/// Reads that waited behind a holder that answered nothing waited until their deadline, although another one had the blocks.
+#[test]
+fn reads_that_wait_behind_a_holder_that_hangs_come_from_another_one() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..u32::MAX)])]);
+    let (long, short) = (long_prompt(1, TOO_MANY), long_prompt(2, 6));
+    let began = Instant::now();
+    let hung = pool.fetch(pool.plan(&long).unwrap(), PATIENCE);
+    let in_flight = pool.hosts[0].waiting(A);
+    assert!(in_flight < long.len(), "the others wait in its queue");
+    // A has one block more, so it is asked for all of them.
+    pool.hosts[0].says.lock().insert(B, std::iter::once(0..5).collect());
+    let done = pool.fetch(pool.plan(&short).unwrap(), 2 * PATIENCE);
+    pool.store.leave_stalled_holders(began + PATIENCE / 3);
+    assert_eq!(pool.hosts[0].waiting(B), 0, "it may still be in time");
+    pool.store.leave_stalled_holders(Instant::now() + PATIENCE / 2);
+    assert_eq!(pool.hosts[0].waiting(B), 5);
+    pool.serve(pool.hosts[0].take(B));
+    assert!(done.try_recv().is_err(), "its last block may still come");
+    // Nobody waits any more for what is in flight. What nobody else has is a miss.
+    pool.store.leave_stalled_holders(Instant::now() + PATIENCE);
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&short), 5);
+    assert_eq!(pool.hosts[0].waiting(A), in_flight, "its source may still write there");
+    assert!(hung.try_recv().is_err());
+    let failed = (long.len() - in_flight + 1) as u64;
+    assert_eq!(pool.store.stats().counters.failed_fetches, failed);
+    pool.serve(pool.hosts[0].take(A));
+    hung.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&long), in_flight as u64);
+    assert_eq!(pool.store.stats().counters.failed_fetches, failed, "each block ends once");
+}
+
+#[test]
+fn the_background_takes_reads_out_of_the_queue_of_a_holder_that_hangs() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..u32::MAX), (B, 0..u32::from(TOO_MANY) - 1)])]);
+    let _background = pool.store.start_background(1, 0).unwrap();
+    let long = long_prompt(1, TOO_MANY);
+    let done = pool.fetch(pool.plan(&long).unwrap(), Duration::from_secs(6));
+    let in_flight = pool.hosts[0].waiting(A);
+    let began = Instant::now();
+    while pool.hosts[0].waiting(B) == 0 {
+        assert!(began.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+    let mut from_b = pool.hosts[0].take(B);
+    assert_eq!(from_b.len(), long.len() - in_flight - 1, "A alone has the last one");
+    pool.serve(from_b.split_off(1));
+    drop(from_b);
+    // Those in flight, and then the last one.
+    pool.serve(pool.hosts[0].take(A));
+    pool.serve(pool.hosts[0].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&long), in_flight as u64, "B failed to bring the next one");
+}
+
+/// A holder that brings block after block is busy, however many wait.
+#[test]
+fn reads_stay_in_the_queue_of_a_holder_that_brings_blocks() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..u32::MAX), (B, 0..u32::from(TOO_MANY) - 1)])]);
+    let long = long_prompt(1, TOO_MANY);
+    let began = Instant::now();
+    let done = pool.fetch(pool.plan(&long).unwrap(), PATIENCE);
+    let mut reads = pool.hosts[0].take(A);
+    pool.serve(reads.split_off(reads.len() - 1));
+    // Half of the time since then is not over.
+    pool.store.leave_stalled_holders(began + PATIENCE / 2);
+    assert_eq!(pool.hosts[0].waiting(B), 0);
+    pool.serve(reads);
+    pool.serve(pool.hosts[0].take(A));
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(&long), u64::from(TOO_MANY));
 }
 
 #[test]
