@@ -25,6 +25,8 @@ mod borrowing;
 mod breaker;
 mod cluster;
 mod fields;
+#[cfg(any(feature = "fuzzing", test))]
+pub mod fuzzing;
 mod index_messages;
 mod lender;
 mod members;

@@ -43,9 +43,9 @@ pub(crate) struct Lease {
     /// Shows the shards of the lent blocks, in order. None: nothing is lent.
     pub(crate) window: Option<WindowDescriptor>,
     /// A bit for each block, 1 if it is not lent.
-    gone: Vec<u8>,
+    pub(crate) gone: Vec<u8>,
     /// One for each shard of the lent blocks.
-    crcs: Vec<u32>,
+    pub(crate) crcs: Vec<u32>,
     pub(crate) lasts_ms: u32,
     /// Why nothing is lent.
     pub(crate) refused: String,

@@ -27,7 +27,8 @@ pub struct Target {
 }
 
 /// All parsers that `make test` and `make fuzz` run.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
+    Target { name: "cluster_message", run: kvlane_cluster::fuzzing::message },
     Target { name: "fabric_descriptor", run: kvlane_fabric::fuzzing::descriptor },
     Target { name: "fabric_frame", run: kvlane_fabric::fuzzing::frame },
     Target { name: "fabric_greeting", run: kvlane_fabric::fuzzing::greeting },
