@@ -67,6 +67,11 @@ PARTS = {
         _rust("-p", "kvlane-handoff", "--test", "simulation"),
         {"KVLANE_TEST_SEEDS": "1000000"},
     ),
+    "loans": Part(
+        "10,000 seeds of hosts that lend each other blocks, over a simulated network",
+        _rust("-p", "kvlane-cluster", "--lib", "simulation"),
+        {"KVLANE_TEST_SEEDS": "10000"},
+    ),
     "links": Part(
         "2,000,000 seeds of an engine's links against a simulated daemon",
         _rust("-p", "kvlane-client", "--test", "simulation"),

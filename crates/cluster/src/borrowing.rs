@@ -67,7 +67,7 @@ pub(crate) struct AwaitedLeases {
 }
 
 impl AwaitedLeases {
-    fn wait_for(&self, member: MemberNumber) -> (u64, Receiver<Lease>) {
+    pub(crate) fn wait_for(&self, member: MemberNumber) -> (u64, Receiver<Lease>) {
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let (sender, receiver) = bounded(1);
         self.all.lock().insert(number, (member, sender));
@@ -81,7 +81,7 @@ impl AwaitedLeases {
         is_its && all.remove(&number).is_some_and(|(_, sender)| sender.send(lease).is_ok())
     }
 
-    fn give_up(&self, number: u64) {
+    pub(crate) fn give_up(&self, number: u64) {
         self.all.lock().remove(&number);
     }
 }

@@ -33,6 +33,8 @@ mod members;
 mod messages;
 mod questions;
 mod replica;
+#[cfg(test)]
+mod simulation;
 mod source;
 
 pub use cluster::{Cluster, ClusterError, ClusterOptions, ClusterStatus, Directory, MemberStatus};

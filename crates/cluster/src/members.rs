@@ -375,6 +375,11 @@ impl MemberState {
         is_left_out
     }
 
+    /// Whether to ask it now, if it is reached.
+    pub(crate) fn may_ask(&mut self, now: Instant) -> bool {
+        self.loans.may_ask(now) && self.breaker.may_ask(now)
+    }
+
     /// Why it is not asked, although it is reached.
     pub(crate) fn left_out(&self) -> Option<&'static str> {
         if self.breaker.is_open() {
@@ -390,8 +395,7 @@ impl Member {
     pub(crate) fn to_ask(&self, now: Instant) -> Option<PeerId> {
         let mut state = self.state.lock();
         let (peer, _) = state.reached?;
-        let MemberState { breaker, loans, .. } = &mut *state;
-        (loans.may_ask(now) && breaker.may_ask(now)).then_some(peer)
+        state.may_ask(now).then_some(peer)
     }
 
     /// The peer, while it is reached.
