@@ -16,10 +16,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from another_user import pytest_pyfunc_call  # noqa: F401 - a hook
+from network_hosts import MarkedTests
 from processes import Daemon, Engine
 
 # Tests that run under nohup must not hand it on: a daemon that inherits SIGHUP ignored goes on when it gets one.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(MarkedTests())
 
 
 @pytest.fixture

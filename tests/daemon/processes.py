@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -107,10 +107,16 @@ class _Lines:
 
 
 class ServiceManager:
-    """Hears that a daemon serves, by the protocol of sd_notify(3). In the abstract namespace: any user may reach it."""
+    """Hears that a daemon serves, by the protocol of sd_notify(3). Any user may reach its abstract name, and a daemon in
+    another network namespace its path."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        if path is not None:
+            path.unlink(missing_ok=True)
+            self._socket.bind(str(path))
+            self.address = str(path)
+            return
         # The kernel chooses a name that nobody has.
         self._socket.bind("")
         name = self._socket.getsockname()
@@ -212,8 +218,11 @@ class Daemon:
         http: str | None = None,
         binary: Path = KVLANE,
         environment: dict[str, str] | None = None,
+        inside: Sequence[str] = (),
         **popen: Any,
     ) -> None:
+        self.inside = inside
+        """A command that starts the daemon in another network namespace."""
         self.path = folder / "kvlane.sock"
         self.address = f"unix:{self.path}"
         self.port = free_port()
@@ -236,9 +245,9 @@ class Daemon:
 
     def start_with(self, *flags: str) -> None:
         """With no flags but these. Waits as a service manager does, since the log may be told to say nothing."""
-        with ServiceManager() as manager:
+        with ServiceManager(self.path.with_name("notify.sock") if self.inside else None) as manager:
             self.process = subprocess.Popen(
-                [self.binary, "serve", *flags],
+                [*self.inside, self.binary, "serve", *flags],
                 stderr=subprocess.PIPE,
                 text=True,
                 env=clean_environment(**self.environment, NOTIFY_SOCKET=manager.address),
