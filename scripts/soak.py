@@ -109,6 +109,11 @@ PARTS = {
         "1,000 rounds in which daemon and engines are killed, 300 with an SSD; kvlane as users get it",
         _make("python", "RELEASE=1", "ARGS=tests/daemon -m soak"),
     ),
+    "cluster": Part(
+        "1,000 rounds in which a daemon fails while another host reads its blocks, and wires that are cut",
+        _make("python", "RELEASE=1", "ARGS=tests/daemon/test_cluster_hosts.py -m soak -s"),
+        ROUNDS,
+    ),
     "engines": Part(
         "all tests of vLLM, newest and oldest; kvlane as users get it",
         _make("engines", "data-parallel", "oldest", "RELEASE=1", "OLDEST=all"),

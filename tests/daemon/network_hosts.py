@@ -17,7 +17,8 @@ import pytest
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--net", "--"]
 INSIDE = "KVLANE_TEST_HOSTS"
-SECONDS = 500
+# Most seconds of a test there.
+SECONDS = 3000
 # Where no host is.
 NOBODY = "02:00:00:00:00:fe"
 

@@ -107,8 +107,8 @@ class _Lines:
 
 
 class ServiceManager:
-    """Hears that a daemon serves, by the protocol of sd_notify(3). Any user may reach its abstract name, and a daemon in
-    another network namespace its path."""
+    """Hears that a daemon serves, by the protocol of sd_notify(3). Any user may reach its abstract name. A daemon in
+    another network namespace needs a path instead."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -231,6 +231,7 @@ class Rounds:
 
 @pytest.mark.hosts
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_whatever_becomes_of_an_owner_while_it_lends_lookups_end_in_time_with_the_right_bytes(
     make_hosts: MakeHosts, make_engine: MakeEngine
 ) -> None:
