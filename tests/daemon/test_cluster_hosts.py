@@ -176,6 +176,7 @@ class Rounds:
 
     def __init__(self, hosts: Hosts, daemons: list[Daemon], engines: list[Engine], seed: int) -> None:
         self.hosts, self.daemons, self.engines = hosts, daemons, engines
+        self.boots = [engine.call("state")["boot"] for engine in engines]
         self.dice = random.Random(seed)
         self.hits: dict[str, list[int]] = {}
 
@@ -185,7 +186,8 @@ class Rounds:
         has_two_owners = self.dice.random() < 0.5
         if has_two_owners:
             until("C has it too", lambda: check(at_c, f"prompt-{number}") == BLOCKS)
-        fail = self.dice.choice([self.stops, self.restarts, self.is_cut_off, self.drops, self.evicts])
+        fails = [self.stops, self.restarts, self.is_cut_off, self.drops, self.evicts, self.loses_its_reader]
+        fail = self.dice.choice(fails)
         began = time.monotonic()
         at_b.send("check", prompt=f"prompt-{number}", count=BLOCKS)
         time.sleep(self.dice.random() * 0.04)  # the moment is what is varied
@@ -204,13 +206,18 @@ class Rounds:
         return lambda: a.signal(signal.SIGCONT)
 
     def restarts(self) -> Callable[[], None]:
-        a, at_a = self.daemons[0], self.engines[0]
-        boot = at_a.call("state")["boot"]
-        a.kill()
+        return self._killed(0)
+
+    def loses_its_reader(self) -> Callable[[], None]:
+        return self._killed(1)
+
+    def _killed(self, host: int) -> Callable[[], None]:
+        daemon, engine = self.daemons[host], self.engines[host]
+        daemon.kill()
 
         def back() -> None:
-            a.start()
-            at_a.wait_connected(boot)
+            daemon.start()
+            self.boots[host] = engine.wait_connected(self.boots[host])["boot"]
             wait_until_reached(self.daemons)
 
         return back

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   a batch of reads --> Borrow --> Lease --> READs of 8 MiB or more, all begun
-//!                           '-- nothing lent, or no answer in time: these blocks fail
+//!                           '-- nothing lent: these blocks fail; no answer in time: all of the batch
 //!   each READ in turn: over, and within the lease? --> checksums right? --> the block is there
 //!   the last one --> Return
 //! ```
@@ -58,6 +58,9 @@ enum Outcome {
     Late,
     Damaged,
 }
+
+/// The blocks of a request that the member does not answer in time, or cannot get.
+struct Unanswered(Vec<BlockRead>);
 
 /// Leases that readers wait for.
 #[derive(Default)]
@@ -225,7 +228,13 @@ impl Borrowing {
             // An owner lends as much at a time as it has room for.
             while !loan.is_empty() {
                 let before = loan.len();
-                loan = self.borrow(member, loan, &shards, deadline);
+                match self.borrow(member, loan, &shards, deadline) {
+                    Ok(not_lent) => loan = not_lent,
+                    Err(Unanswered(not_lent)) => {
+                        // The other loans would be waited for in vain, until it is too late for another holder.
+                        return self.fail(not_lent.into_iter().chain(left).collect());
+                    }
+                }
                 if loan.len() == before {
                     break;
                 }
@@ -235,18 +244,21 @@ impl Borrowing {
     }
 
     /// Borrows and reads blocks of one space. Returns those that were not lent.
+    ///
+    /// # Errors
+    /// [`Unanswered`], with all of them.
     fn borrow(
         &self,
         member: &Member,
         blocks: Vec<BlockRead>,
         shard_bytes: &[u64],
         deadline: Instant,
-    ) -> Vec<BlockRead> {
-        let Some(peer) = member.peer() else { return blocks };
+    ) -> Result<Vec<BlockRead>, Unanswered> {
+        let Some(peer) = member.peer() else { return Err(Unanswered(blocks)) };
         let asked = Instant::now();
         let lasts = deadline.saturating_duration_since(asked);
         if lasts.is_zero() {
-            return blocks;
+            return Err(Unanswered(blocks));
         }
         let (number, lease) = self.leases.wait_for(member.number);
         let hashes = blocks.iter().map(|block| block.key.hash).collect();
@@ -268,10 +280,10 @@ impl Borrowing {
             let now = Instant::now();
             let patience = member.state.lock().read_patience(bytes, until.saturating_duration_since(now));
             let until = until.min(now + patience);
-            self.read_lease(member, peer, blocks, shard_bytes, &lease, until)
+            Ok(self.read_lease(member, peer, blocks, shard_bytes, &lease, until))
         } else {
             note_loan(member, false, 0, Duration::ZERO);
-            blocks
+            Err(Unanswered(blocks))
         };
         // The owner may have lent the blocks although its answer did not come.
         drop(self.engine.send(peer, Message::Return { number }.encode(), SendOptions::default()));

@@ -125,6 +125,7 @@ impl Borrowing {
             let asked = net.instant();
             let lasts = todo.deadline.saturating_duration_since(asked);
             if lasts.is_zero() || net.peer(self.me.host, member).is_none() {
+                drop((blocks, std::mem::take(&mut todo.blocks)));
                 continue;
             }
             let (number, lease) = self.leases.wait_for(MemberNumber(member as u32));
@@ -229,7 +230,11 @@ impl Borrowing {
     pub(crate) fn lease_due(&mut self, net: &mut Net, members: &mut [MemberState], number: u64) {
         if self.loans.get(&number).is_some_and(|loan| !loan.is_granted) {
             self.leases.give_up(number);
-            self.loans.entry(number).and_modify(|loan| loan.is_right = false);
+            // All of the batch fails.
+            self.loans.entry(number).and_modify(|loan| {
+                loan.is_right = false;
+                loan.todo.blocks.clear();
+            });
             self.end(net, members, number);
         }
     }

@@ -19,7 +19,7 @@ use kvlane_store::{
 
 /// Long enough for a loaded machine; reached only by a test that fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-const TOKEN: &str = "a token of these tests";
+pub(crate) const TOKEN: &str = "a token of these tests";
 pub(crate) const MODEL: Namespace = Namespace([1; 16]);
 /// A namespace that must not cross hosts.
 const OF_THIS_HOST: Namespace = Namespace([2; 16]);
@@ -125,7 +125,7 @@ impl Host {
         transport: Option<Transport>,
         answer_within: Duration,
     ) -> Self {
-        Self::advertised(listen, Vec::new(), directory, transport, answer_within)
+        Self::advertised(listen, Vec::new(), directory, transport, answer_within, POOL_PAGES)
     }
 
     fn advertised(
@@ -134,9 +134,10 @@ impl Host {
         directory: Directory,
         transport: Option<Transport>,
         answer_within: Duration,
+        pool_pages: u64,
     ) -> Self {
         let options = ArenaOptions {
-            bytes: POOL_PAGES * PAGE_BYTES,
+            bytes: pool_pages * PAGE_BYTES,
             hugepages: HugePages::Off,
             numa: Numa::Off,
             threads: 1,
@@ -179,6 +180,12 @@ impl Host {
         Self::new(address, Directory::Peers(peers), None, Duration::from_millis(500))
     }
 
+    /// One with room for a thousand blocks.
+    pub(crate) fn large(peers: Vec<String>) -> Self {
+        let peers = Directory::Peers(peers);
+        Self::advertised(free_address(), Vec::new(), peers, None, PATIENCE / 4, 4 * POOL_PAGES)
+    }
+
     pub(crate) fn at(address: SocketAddr, peers: &[SocketAddr], transport: Option<Transport>) -> Self {
         let peers = peers.iter().map(ToString::to_string).collect();
         Self::new(address, Directory::Peers(peers), transport, PATIENCE / 4)
@@ -206,7 +213,7 @@ impl Host {
     pub(crate) fn indexed_under(advertise: SocketAddr, replicas: &[&Index]) -> Self {
         let names = replicas.iter().map(|replica| replica.address.to_string()).collect();
         let directory = Directory::Index(names);
-        Self::advertised(free_address(), vec![advertise], directory, None, PATIENCE / 4)
+        Self::advertised(free_address(), vec![advertise], directory, None, PATIENCE / 4, POOL_PAGES)
     }
 
     pub(crate) fn pair(transport: Option<Transport>) -> [Self; 2] {

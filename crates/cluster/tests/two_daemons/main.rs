@@ -2,14 +2,16 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod host;
+mod mute;
 mod with_index;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
 use kvlane_fabric::Transport;
 
 use crate::host::{BLOCK_BYTES, Host, PATIENCE, prompt};
+use crate::mute::Mute;
 
 #[test]
 fn what_one_host_has_is_a_hit_on_the_next() {
@@ -151,6 +153,21 @@ fn blocks_that_are_gone_when_they_are_borrowed_are_misses() {
     a.save(&blocks[..7]);
     b.take(plan, PATIENCE);
     assert_eq!(b.hit(&blocks), 7);
+}
+
+/// Each loan of a long prompt was waited for, one after the other, until there was no time left for another owner.
+#[test]
+fn all_reads_of_a_member_that_does_not_lend_fail_while_there_is_time() {
+    let mut mute = Mute::new();
+    let reader = Host::large(vec![mute.address.to_string()]);
+    mute.answer(reader.address);
+    reader.wait(|status| status.members.iter().any(|member| member.is_reached));
+    let blocks = prompt(1, 1000);
+    let plan = reader.plan(&blocks).unwrap();
+    let (began, within) = (Instant::now(), Duration::from_secs(16));
+    reader.take(plan, within);
+    assert!(began.elapsed() < within / 2, "{:?}", began.elapsed());
+    assert_eq!(reader.cluster.status().failed_blocks, 1000);
 }
 
 /// Whatever hosts save, lose and ask for: each hit has the right bytes.
