@@ -268,6 +268,9 @@ pub(crate) struct Read {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -315,5 +318,54 @@ mod tests {
         assert!(reads.is_late(start + 2 * SECOND));
         reads.in_flight.remove(&0);
         assert!(!reads.is_late(start + 2 * SECOND));
+    }
+
+    fn holder(number: u32) -> Holder {
+        Holder { source: 0, id: HolderId(number) }
+    }
+
+    proptest! {
+        /// Whichever holders stall, and whenever that is looked at: no read is lost or in two queues.
+        #[test]
+        fn a_read_is_in_one_queue_or_has_ended(
+            in_flight in vec((0u32..4, 1u32..9), 0..9),
+            queued in vec((0u32..4, vec(0u32..4, 0..3), 1u32..12), 1..60),
+            mut looks in vec(0u32..12, 1..6),
+        ) {
+            let start = Instant::now();
+            let mut queues = Queues::default();
+            for (number, (of, deadline)) in (0..).zip(in_flight) {
+                let reads = queues.of(holder(of));
+                reads.begin(start);
+                reads.in_flight.insert(number, start + SECOND * deadline);
+            }
+            let count = queued.len() as u8;
+            for (number, (of, others, deadline)) in (0..).zip(queued) {
+                queues.of(holder(of)).push(Read {
+                    space: SpaceId(0),
+                    hash: BlockHash([number; 16]),
+                    claims: Vec::new(),
+                    bytes: 1 + u64::from(number),
+                    deadline: start + SECOND * deadline,
+                    others: others.into_iter().map(|other| (holder(other), SECOND / 10)).collect(),
+                });
+            }
+            looks.sort_unstable();
+            let mut ended = Vec::new();
+            for look in looks {
+                let now = start + SECOND * look;
+                let left = queues.leave_stalled(now);
+                prop_assert!(left.moved_to.iter().all(|to| !queues.of(*to).has_stalled(now)));
+                ended.extend(left.ended.into_iter().map(|(_, read)| read.hash));
+                let mut known = ended.clone();
+                for reads in queues.all.values() {
+                    prop_assert_eq!(reads.bytes, reads.queued.iter().map(|read| read.bytes).sum::<u64>());
+                    prop_assert!(reads.queued.is_empty() || !reads.has_stalled(now) || !reads.is_late(now));
+                    known.extend(reads.queued.iter().map(|read| read.hash));
+                }
+                known.sort_unstable();
+                prop_assert_eq!(known, (0..count).map(|number| BlockHash([number; 16])).collect::<Vec<_>>());
+            }
+        }
     }
 }
