@@ -10,7 +10,7 @@ use kvlane_block::BlockHash;
 use parking_lot::{Condvar, Mutex};
 
 use crate::api::{ShardClaim, SpaceId};
-use crate::shares::{HolderState, LEAST_BYTES};
+use crate::shares::{HolderState, LEAST_BYTES, SHARE_BYTES};
 use crate::source::HolderId;
 
 /// Holders whose rates are kept while they have no read.
@@ -217,8 +217,10 @@ impl Rate {
         // With fewer bytes the time measures the machine rather than the holder.
         if is_idle || *sum >= LEAST_BYTES {
             let seconds = now.saturating_duration_since(*since).as_secs_f64();
-            if (*sum >= LEAST_BYTES / 4 || self.is_late) && seconds > 0.0 {
-                let measured = *sum as f64 / seconds;
+            let measured = *sum as f64 / seconds;
+            // A holder that once was late gets one share at a time, and that may say that it is faster than it was.
+            let is_faster = *sum >= SHARE_BYTES / 2 && self.bytes_per_s.is_some_and(|old| measured > old);
+            if (*sum >= LEAST_BYTES / 4 || self.is_late || is_faster) && seconds > 0.0 {
                 self.bytes_per_s = Some(self.bytes_per_s.map_or(measured, |old| 0.5 * old + 0.5 * measured));
                 self.measured = Some(now);
             }
@@ -307,6 +309,29 @@ mod tests {
         reads.ended(1, 8 << 20, 0, start + SECOND);
         assert_eq!(reads.rate.bytes_per_s(), Some(f64::from(8 << 20)));
         assert_eq!(reads.bytes, 0);
+    }
+
+    /// A host that had been stopped brought one share of each prompt from then on, because less than two say nothing.
+    #[test]
+    fn a_holder_that_was_late_is_known_to_be_fast_again() {
+        let start = Instant::now();
+        let mut rate = Rate::default();
+        rate.begin(start);
+        rate.was_late();
+        rate.completed(0, true, start + SECOND);
+        assert_eq!(rate.bytes_per_s(), Some(0.0));
+        rate.begin(start + SECOND);
+        rate.completed(1 << 20, true, start + SECOND * 2);
+        assert_eq!(rate.bytes_per_s(), Some(0.0), "a mebibyte says nothing");
+        for round in 2..9 {
+            rate.begin(start + SECOND * round);
+            rate.completed(6 << 20, true, start + SECOND * round + SECOND / 100);
+        }
+        assert!(rate.bytes_per_s().is_some_and(|rate| rate > 5e8));
+        // So few bytes do not say that it is slower.
+        rate.begin(start + SECOND * 10);
+        rate.completed(6 << 20, true, start + SECOND * 11);
+        assert!(rate.bytes_per_s().is_some_and(|rate| rate > 5e8));
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub(crate) const LEAST_BYTES: u64 = 64 << 20;
 /// Most holders of one fetch: each costs a message, and the slowest ends it.
 const HOLDERS_MAX: usize = 4;
 /// A holder is asked for runs of so many bytes at least, if it has them.
-const SHARE_BYTES: u64 = 8 << 20;
+pub(crate) const SHARE_BYTES: u64 = 8 << 20;
 /// Taken for the rate of a holder that has not been measured.
 const ASSUMED_BYTES_PER_S: f64 = 1e9;
 /// A holder may have become twice as fast in each such time since its rate was measured, as far as a plan knows.
@@ -105,7 +105,13 @@ pub(crate) fn share(
     within: Duration,
     mut most_bytes: u64,
 ) -> Vec<usize> {
-    let mut left: Vec<u64> = holders.iter().map(|holder| holder.most_bytes(within)).collect();
+    let largest = blocks.iter().map(|block| block.bytes).max().unwrap_or_default();
+    // One block at least, however large: a holder that gets none is never measured again.
+    let most = |holder: &HolderState| match holder.most_bytes(within) {
+        0 => 0,
+        bytes => bytes.max(largest),
+    };
+    let mut left: Vec<u64> = holders.iter().map(most).collect();
     let mut given = vec![0u64; holders.len()];
     let mut used = HolderSet::default();
     let mut left_in_all: u64 = blocks.iter().map(|block| block.bytes).sum();
@@ -221,6 +227,11 @@ mod tests {
         let slowest = HolderState { queued_bytes: 0, ..at_rate(1e6) };
         let small = vec![Wanted { bytes: 1 << 20, holders: set(&[0]) }; 40];
         assert_eq!(share(&small, &[slowest], SECOND, u64::MAX).len(), 8);
+        assert_eq!(
+            share(&vec![Wanted { bytes: 32 << 20, holders: set(&[0]) }; 40], &[slowest], SECOND, u64::MAX)
+                .len(),
+            1
+        );
         let far = HolderState { round_trip: SECOND, ..at_rate(1e9) };
         assert!(share(&blocks, &[far], SECOND, u64::MAX).is_empty());
         assert_eq!(share(&blocks, &[at_rate(1e9)], SECOND, 40 << 20).len(), 1);

@@ -372,6 +372,30 @@ fn reads_stay_in_the_queue_of_a_holder_that_brings_blocks() {
     assert_eq!(pool.hit_blocks(&long), u64::from(TOO_MANY));
 }
 
+/// A holder that had hung once was asked for no more than 8 MiB of each prompt from then on.
+#[test]
+fn a_holder_that_was_late_once_brings_whole_prompts_again() {
+    let pool = Pool::over(&[Hosts::saying(&[(A, 0..u32::MAX)])]);
+    let late = pool.fetch(pool.plan(&long_prompt(1, 4)).unwrap(), Duration::from_millis(1));
+    let began = Instant::now();
+    while began.elapsed() <= Duration::from_millis(1) {
+        std::thread::yield_now();
+    }
+    drop(pool.hosts[0].take(A));
+    late.recv_timeout(PATIENCE).unwrap();
+    let bring = |number| {
+        let prompt = long_prompt(number, TOO_MANY);
+        let done = pool.fetch(pool.plan(&prompt).unwrap(), PATIENCE);
+        while pool.hosts[0].waiting(A) > 0 {
+            pool.serve(pool.hosts[0].take(A));
+        }
+        done.recv_timeout(PATIENCE).unwrap();
+        pool.hit_blocks(&prompt)
+    };
+    assert_eq!(bring(2), (8 << 20) / (BLOCK * PAGE_BYTES), "it is measured with one share");
+    assert_eq!(bring(3), u64::from(TOO_MANY));
+}
+
 #[test]
 fn blocks_that_one_holder_fails_to_bring_come_from_another() {
     let pool = Pool::over(&[Hosts::saying(&[(A, 0..6), (B, 0..5)])]);
