@@ -181,7 +181,10 @@ class Rounds:
         self.hits: dict[str, list[int]] = {}
 
     def play(self, number: int) -> None:
-        (a, *_), (at_a, at_b, at_c) = self.daemons, self.engines
+        (a, _, c), (at_a, at_b, at_c) = self.daemons, self.engines
+        for name, engine, daemon in (("A", at_a, a), ("C", at_c, c)):
+            save(engine, daemon, f"{name}-{number}", 2)
+            until("the last round is over", lambda name=name: check(at_b, f"{name}-{number}", 2) == 2)
         save(at_a, a, f"prompt-{number}")
         has_two_owners = self.dice.random() < 0.5
         if has_two_owners:
