@@ -69,11 +69,22 @@ impl Queues {
 
     /// The other holder that would bring the block first, if it is before the deadline. It is taken off the list.
     pub(crate) fn next_holder(&self, read: &mut Read, now: Instant) -> Option<Holder> {
+        let is_usable = |holder: &Holder| {
+            self.all.get(holder).is_none_or(|reads| !reads.is_late(now) && !reads.has_stalled(now))
+        };
+        self.next_usable(read, now, is_usable)
+    }
+
+    fn next_usable(
+        &self,
+        read: &mut Read,
+        now: Instant,
+        is_usable: impl Fn(&Holder) -> bool,
+    ) -> Option<Holder> {
         let left = read.deadline.saturating_duration_since(now).as_secs_f64();
         let seconds = |(holder, round_trip): &(Holder, Duration)| {
-            let has_stalled = self.all.get(holder).is_some_and(|reads| reads.has_stalled(now));
-            let state = self.state(*holder, *round_trip, now).filter(|_| !has_stalled)?;
-            Some(state.seconds(read.bytes)).filter(|seconds| *seconds < left)
+            let seconds = self.measured(holder, *round_trip, now).seconds(read.bytes);
+            (seconds < left && is_usable(holder)).then_some(seconds)
         };
         let in_time = read.others.iter().enumerate().filter_map(|(at, other)| Some((at, seconds(other)?)));
         let (first, _) = in_time.min_by(|(_, a), (_, b)| a.total_cmp(b))?;
@@ -83,14 +94,17 @@ impl Queues {
     /// Moves reads from the queue of each holder that has stalled to other holders of their blocks. Without another one a
     /// read stays until the holder is late, and then ends.
     pub(crate) fn leave_stalled(&mut self, now: Instant) -> Stalled {
-        let stalled = self.all.iter().filter(|(_, reads)| reads.has_stalled(now));
-        let stalled: Vec<Holder> = stalled.map(|(holder, _)| *holder).collect();
+        // Once for all reads, because it takes a look at all that is in flight.
+        let all_that = |holds: fn(&Reads, Instant) -> bool| -> BTreeSet<Holder> {
+            self.all.iter().filter(|(_, reads)| holds(reads, now)).map(|(holder, _)| *holder).collect()
+        };
+        let (stalled, late) = (all_that(Reads::has_stalled), all_that(Reads::is_late));
+        let is_usable = |holder: &Holder| !late.contains(holder) && !stalled.contains(holder);
         let mut left = Stalled::default();
-        for holder in stalled {
-            let reads = self.of(holder);
-            let is_late = reads.is_late(now);
-            for mut read in std::mem::take(&mut reads.queued) {
-                let next = self.next_holder(&mut read, now);
+        for &holder in &stalled {
+            let is_late = late.contains(&holder);
+            for mut read in std::mem::take(&mut self.of(holder).queued) {
+                let next = self.next_usable(&mut read, now, is_usable);
                 if next.is_some() || is_late {
                     self.of(holder).bytes -= read.bytes;
                 }
@@ -109,15 +123,20 @@ impl Queues {
 
     /// The state of a holder, for a plan. None while it is late.
     pub(crate) fn state(&self, holder: Holder, round_trip: Duration, now: Instant) -> Option<HolderState> {
-        let Some(reads) = self.all.get(&holder) else {
-            return Some(HolderState { round_trip, ..HolderState::default() });
+        let is_late = self.all.get(&holder).is_some_and(|reads| reads.is_late(now));
+        (!is_late).then(|| self.measured(&holder, round_trip, now))
+    }
+
+    fn measured(&self, holder: &Holder, round_trip: Duration, now: Instant) -> HolderState {
+        let Some(reads) = self.all.get(holder) else {
+            return HolderState { round_trip, ..HolderState::default() };
         };
-        (!reads.is_late(now)).then(|| HolderState {
+        HolderState {
             bytes_per_s: reads.rate.bytes_per_s(),
             measured_ago: reads.rate.age(now),
             queued_bytes: reads.bytes,
             round_trip,
-        })
+        }
     }
 }
 
