@@ -23,7 +23,7 @@ pub(crate) const TOKEN: &str = "a token of these tests";
 pub(crate) const MODEL: Namespace = Namespace([1; 16]);
 /// A namespace that must not cross hosts.
 const OF_THIS_HOST: Namespace = Namespace([2; 16]);
-const CUT: CutDigest = CutDigest([5; 16]);
+pub(crate) const CUT: CutDigest = CutDigest([5; 16]);
 const ENGINE: OwnerId = OwnerId(1);
 /// Pages of each shard.
 const SHARDS: [u64; 2] = [32, 16];
@@ -43,6 +43,10 @@ pub(crate) fn prompt(number: u8, blocks: u16) -> Vec<BlockHash> {
 /// What a shard of a block holds.
 fn content(hash: &BlockHash, shard: u32) -> u8 {
     hash.0[0].wrapping_mul(31).wrapping_add(hash.0[1].wrapping_mul(7)).wrapping_add(shard as u8)
+}
+
+pub(crate) fn shard_bytes() -> [u64; 2] {
+    SHARDS.map(|pages| pages * PAGE_BYTES)
 }
 
 pub(crate) struct Host {
@@ -114,7 +118,7 @@ impl Index {
 }
 
 /// A port that is free now.
-fn free_address() -> SocketAddr {
+pub(crate) fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
@@ -278,6 +282,10 @@ impl Host {
         }
         self.store.commit(&claims, Instant::now());
         assert!(self.store.settle(PATIENCE));
+    }
+
+    pub(crate) fn arena_bytes(&self) -> u64 {
+        self.arena.bytes()
     }
 
     /// Makes the space that must not cross hosts the one that is used.

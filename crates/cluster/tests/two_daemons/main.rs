@@ -2,16 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod host;
-mod mute;
+mod played;
 mod with_index;
 
 use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
-use kvlane_fabric::Transport;
+use kvlane_fabric::{MemoryKind, Transport, WindowDescriptor};
+use kvlane_proto::cluster::{Borrow, Lease, envelope::Body};
 
-use crate::host::{BLOCK_BYTES, Host, PATIENCE, prompt};
-use crate::mute::Mute;
+use crate::host::{BLOCK_BYTES, Host, PATIENCE, free_address, prompt};
+use crate::played::{Played, has_all};
 
 #[test]
 fn what_one_host_has_is_a_hit_on_the_next() {
@@ -158,16 +159,113 @@ fn blocks_that_are_gone_when_they_are_borrowed_are_misses() {
 /// Each loan of a long prompt was waited for, one after the other, until there was no time left for another owner.
 #[test]
 fn all_reads_of_a_member_that_does_not_lend_fail_while_there_is_time() {
-    let mut mute = Mute::new();
+    let mut mute = Played::new();
     let reader = Host::large(vec![mute.address.to_string()]);
-    mute.answer(reader.address);
-    reader.wait(|status| status.members.iter().any(|member| member.is_reached));
+    mute.join(&reader, |message| match message {
+        Body::Question(question) => (has_all(question), None::<()>),
+        _ => Default::default(),
+    });
     let blocks = prompt(1, 1000);
     let plan = reader.plan(&blocks).unwrap();
     let (began, within) = (Instant::now(), Duration::from_secs(16));
     reader.take(plan, within);
     assert!(began.elapsed() < within / 2, "{:?}", began.elapsed());
     assert_eq!(reader.cluster.status().failed_blocks, 1000);
+}
+
+/// Whatever a member grants: blocks that it did not lend are misses, and the reader goes on.
+#[test]
+fn leases_that_make_no_sense_lend_nothing() {
+    let window = |len: u64| WindowDescriptor { number: 7, generation: 1, len, kind: MemoryKind::Host };
+    let lease = |blocks: usize, len: u64| Lease {
+        number: 0,
+        window: window(len).to_bytes().to_vec().into(),
+        gone: vec![0; blocks.div_ceil(8)].into(),
+        // Two shards a block.
+        crcs: vec![1; 8 * blocks].into(),
+        lasts_ms: 60_000,
+        refused: String::new(),
+    };
+    const BLOCKS: usize = 6;
+    let whole = BLOCKS as u64 * BLOCK_BYTES;
+    let grants: [fn(&mut Lease); 9] = [
+        // A window that it never opened: the READ is refused.
+        |_| (),
+        |lease| lease.gone = vec![0; 9].into(),
+        |lease| lease.gone = Default::default(),
+        |lease| lease.crcs = vec![1; 8].into(),
+        |lease| lease.crcs = vec![1; 8 * BLOCKS + 8].into(),
+        |lease| lease.gone = vec![0b11].into(),
+        |lease| lease.lasts_ms = 0,
+        |lease| lease.window = vec![0; 5].into(),
+        |lease| lease.window = Default::default(),
+    ];
+    for (at, grant) in grants.iter().enumerate() {
+        for len in [whole, whole - 1, u64::MAX] {
+            let mut member = Played::new();
+            let reader = Host::with(vec![member.address.to_string()], false);
+            let (mut lease, grant) = (lease(BLOCKS, len), *grant);
+            let returned = member.join(&reader, move |message| match message {
+                Body::Question(question) => (has_all(question), None),
+                Body::Borrow(borrow) => {
+                    lease.number = borrow.number;
+                    grant(&mut lease);
+                    // It comes twice, and another one that was not asked for.
+                    let other = Lease { number: borrow.number + 1, ..lease.clone() };
+                    ([other, lease.clone(), lease.clone()].map(Body::Lease).into(), None)
+                }
+                Body::Returned(returned) => (Vec::new(), Some(returned.number)),
+                _ => Default::default(),
+            });
+            let blocks = prompt(1, BLOCKS as u16);
+            let plan = reader.plan(&blocks).unwrap();
+            reader.take(plan, Duration::from_secs(2));
+            assert_eq!(reader.hit(&blocks), 0, "grant {at} of {len} bytes");
+            assert_eq!(reader.cluster.status().fetched_blocks, 0);
+            assert_eq!(reader.store.stats().used_bytes, 0);
+            returned.recv_timeout(PATIENCE).unwrap();
+        }
+    }
+}
+
+/// A borrower gets a quarter of the pool at a time, whatever it asks for, and keeps nothing.
+#[test]
+fn a_borrower_that_returns_nothing_is_no_harm_to_others() {
+    let mut greedy = Played::new();
+    let (of_a, of_b) = (free_address(), free_address());
+    let (a, b) = (Host::at(of_a, &[of_b, greedy.address], None), Host::at(of_b, &[of_a], None));
+    b.wait(|status| status.members.iter().all(|member| member.is_reached));
+    a.wait(|status| status.members.iter().filter(|member| member.is_reached).count() == 2);
+    let blocks = prompt(1, 250);
+    a.save(&blocks);
+    let leases = greedy.join(&a, |message| match message {
+        Body::Lease(lease) => (Vec::new(), Some(lease)),
+        _ => Default::default(),
+    });
+    let asked = kvlane_proto::cluster::Blocks {
+        namespace: host::MODEL.0.to_vec().into(),
+        cut: host::CUT.0.to_vec().into(),
+        shard_bytes: host::shard_bytes().to_vec(),
+        hashes: blocks.iter().flat_map(|hash| hash.0).collect::<Vec<u8>>().into(),
+    };
+    // Each of 100 loans twice, for as long as there is no end.
+    for number in (0..100).chain(0..100) {
+        let lasts_ms = if number == 0 { 3000 } else { u32::MAX };
+        greedy.say(Body::Borrow(Borrow { number, blocks: Some(asked.clone()), lasts_ms }));
+    }
+    let first = leases.recv_timeout(PATIENCE).unwrap();
+    assert!(!first.window.is_empty() && first.lasts_ms == 3000);
+    assert!(a.cluster.status().lent_bytes_now <= a.arena_bytes() / 4);
+    assert!(b.fetch(&blocks), "the other half is for others");
+    assert_eq!(b.hit(&blocks), 250);
+    // The first loan ends by its time, and the next one begins.
+    let second = leases.iter().find(|lease| !lease.window.is_empty()).unwrap();
+    assert_eq!(second.lasts_ms, 60_000, "longer than that is not granted");
+    let status = a.cluster.status();
+    assert!(status.expired_loans == 1 && status.lent_bytes_now <= a.arena_bytes() / 4, "{status:?}");
+    drop(greedy);
+    // With its store nothing is left behind: the host ends at once.
+    drop(a);
 }
 
 /// Whatever hosts save, lose and ask for: each hit has the right bytes.
