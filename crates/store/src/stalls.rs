@@ -1,5 +1,5 @@
-//! Takes reads out of the queue of a holder that has stalled. What it has in flight stays there, because a source may still
-//! write to that memory.
+//! Takes reads out of the queue of a holder that has stalled. Its reads in flight stay, because a source may still write to
+//! their memory.
 //!
 //! ```text
 //!   a read waits in a queue --> the thread kvlane-stalls looks at all queues every 50 ms, until none waits

@@ -291,7 +291,7 @@ impl Borrowing {
         }
     }
 
-    /// A loan is over. What was not lent is asked for again.
+    /// A loan is over. The reader asks again for the blocks that were not lent.
     fn end(&mut self, net: &mut Net, members: &mut [MemberState], number: u64) {
         let Some(loan) = self.loans.remove(&number) else { return };
         let Loan { member, mut todo, blocks, asked_for, begun, bytes, is_right, .. } = loan;

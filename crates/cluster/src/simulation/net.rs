@@ -23,7 +23,7 @@ pub(crate) struct Address {
     pub(crate) run: u64,
 }
 
-/// What a host has to do at some time.
+/// A host has to do it at some time.
 pub(crate) enum Event {
     Deliver {
         from: Address,
@@ -47,7 +47,7 @@ pub(crate) enum Event {
     Plan(Plan),
 }
 
-/// What happens to hosts from outside.
+/// It happens to hosts from outside.
 pub(crate) enum Plan {
     Lookup {
         host: usize,
@@ -93,7 +93,7 @@ pub(crate) struct Window {
     pub(crate) is_closing: bool,
 }
 
-/// What seeds have seen.
+/// Counts of the events that seeds exist for.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Seen {
     pub(crate) hit_blocks: u64,
@@ -162,7 +162,7 @@ pub(crate) struct Net {
     last_window: u32,
     pub(crate) said: Said,
     pub(crate) seen: Seen,
-    /// What should not be.
+    /// The first broken promise.
     pub(crate) wrong: Option<String>,
     lost_one_in: Option<u64>,
     late_one_in: Option<u64>,

@@ -23,7 +23,7 @@ const PROMPT_BLOCKS: u64 = 14;
 /// A fetch may end so long after its deadline: its last READs are given up, and other holders say no.
 const FETCH_SPARE: Duration = Duration::from_millis(100);
 
-/// What a host's store asks for, or tells.
+/// A host's store asks for it, or tells it.
 enum Request {
     Find(Question, FindDone),
     Read(HolderId, Vec<BlockRead>, Instant),
@@ -103,7 +103,7 @@ impl Host {
         }
     }
 
-    /// What is not over.
+    /// Names something that is not over.
     fn left_over(&self) -> Option<&'static str> {
         let stats = self.pool.store.stats();
         let left = [
