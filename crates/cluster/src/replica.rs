@@ -396,7 +396,7 @@ mod tests {
             address: format!("[ffff:ffff:ffff:ffff:ffff:ffff:ffff:{number:x}]:65535").into(),
             age: Duration::ZERO,
             positions: (0..BLOCKS_MAX as u32)
-                .filter(|at| (at + number) % 8 == 0)
+                .filter(|at| (at + number).is_multiple_of(8))
                 .map(|at| at..at + 1)
                 .collect(),
         };
