@@ -19,12 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import certificates, pictures, report
+from kvlane.bench import certificates, network, pictures, report
 from kvlane.bench.drawing import save
 from kvlane.bench.processes import free_port
 from kvlane.demo import running
 from kvlane.demo.device import SETUPS
-from kvlane.demo.hosts import network
 from kvlane.demo.hosts.replica import Replica
 from kvlane.demo.hosts.scenarios import Hosts
 from kvlane.demo.model import build_model
@@ -50,8 +49,8 @@ def main() -> int:
         inside: list[str] = []
         addresses = ("127.0.0.1", "127.0.0.1")
         if not arguments.one_host:
-            inside = stack.enter_context(network.OtherHost()).inside
-            addresses = (network.NEAR, network.FAR)
+            other = stack.enter_context(network.OtherHost())
+            inside, addresses = other.inside, (network.NEAR, other.address)
         daemons, replicas = start(addresses, inside, folder, logs, setup.pool_size)
         demo = Hosts(
             model, daemons, replicas, inside, logs, setup, arguments.prompt_tokens, arguments.prompts

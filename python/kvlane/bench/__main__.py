@@ -25,6 +25,7 @@ SUBCOMMANDS = (
     "fabric",
     "handoff",
     "ssd",
+    "remote",
     "all",
 )
 

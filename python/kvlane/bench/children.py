@@ -27,15 +27,20 @@ class Child:
     """A child process, as the benchmark sees it."""
 
     def __init__(
-        self, program: Sequence[str], environment: Mapping[str, str], not_inherited: tuple[str, ...] = ()
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        not_inherited: tuple[str, ...] = (),
+        inside: Sequence[str] = (),
     ) -> None:
         """`program`: what this Python runs; its last word is the process's name. Variables that begin with one of
-        `not_inherited` reach the child through `environment` only."""
+        `not_inherited` reach the child through `environment` only. `inside` is a command that starts another one
+        elsewhere, such as in another network namespace."""
         self._name = program[-1]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(not_inherited)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, *program],
+            [*inside, sys.executable, *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,16 @@ class Daemon:
 
 
 @contextmanager
-def running(pool_bytes: int, *flags: str, address: str | None = None) -> Iterator[Daemon]:
-    """A daemon that answers; stopped at the end. `address` puts it on a socket of the caller's."""
+def running(
+    pool_bytes: int, *flags: str, address: str | None = None, inside: Sequence[str] = ()
+) -> Iterator[Daemon]:
+    """A daemon that answers; stopped at the end. `address` puts it on a socket of the caller's. `inside` is a command
+    that starts another one elsewhere, such as in another network namespace."""
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
         address = address or f"unix:{folder}/kvlane.sock"
         log = Path(folder) / "kvlane.log"
-        command = [_program(), "serve", "--listen", address, "--http", "off", "--pool-size", str(pool_bytes)]
+        command = [*inside, _program(), "serve", "--listen", address, "--http", "off"]
+        command += ["--pool-size", str(pool_bytes)]
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 [*command, "--log", "warn", *flags], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
