@@ -23,6 +23,7 @@ use parking_lot::Mutex;
 
 use crate::members::{Member, MemberNumber};
 use crate::messages::{Blocks, Lease, Message, blocks_of_a_loan};
+use crate::parked;
 
 /// Bytes of one READ, if there are as many: its checksums are compared while the next ones run.
 const READ_BYTES: u64 = 8 << 20;
@@ -122,7 +123,7 @@ struct Reading<'a> {
 impl Reading<'_> {
     /// Waits until the READ is over. True: all bytes have come.
     fn wait(&mut self) -> bool {
-        let outcome = self.handle.as_ref().and_then(|handle| handle.wait(None));
+        let outcome = self.handle.as_mut().map(parked::wait);
         self.handle = None;
         outcome.is_some_and(|outcome| outcome.is_ok())
     }
@@ -130,9 +131,10 @@ impl Reading<'_> {
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        if let Some(handle) = &self.handle {
+        if let Some(handle) = &mut self.handle {
             handle.cancel();
-            handle.wait(None);
+            // Its outcome does not matter, only that nothing writes to the blocks any more.
+            let _ = parked::wait(handle);
         }
     }
 }

@@ -20,6 +20,7 @@ use crate::index_messages::FromReplica;
 use crate::lender::{Lender, LentCounts, SEND_PATIENCE, Wish};
 use crate::members::{Dialling, Member, MemberNumber, Members, own_beat};
 use crate::messages::{Lease, Message};
+use crate::parked;
 use crate::source::{Asker, ClusterSource};
 
 /// Share of the pool that is lent at a time, at most.
@@ -363,7 +364,8 @@ struct OfIndex {
 impl Taking {
     /// Until the engine is closed.
     fn take_messages(&self) {
-        while let Some(message) = self.engine.receive(None) {
+        let mut messages = self.engine.receiving();
+        while let Some(message) = parked::wait(&mut messages) {
             let replica = self.index.as_ref().and_then(|index| index.replicas.of(message.from));
             let Some(member) = replica.clone().or_else(|| self.members.of(message.from)) else {
                 self.note_stranger(message.from);

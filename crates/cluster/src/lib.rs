@@ -31,6 +31,7 @@ mod index_messages;
 mod lender;
 mod members;
 mod messages;
+mod parked;
 mod questions;
 mod replica;
 #[cfg(test)]
