@@ -85,6 +85,11 @@ impl AwaitedLeases {
         is_its && all.remove(&number).is_some_and(|(_, sender)| sender.send(lease).is_ok())
     }
 
+    /// Nothing comes from this member any more.
+    pub(crate) fn lost(&self, member: MemberNumber) {
+        self.all.lock().retain(|_, (of, _)| *of != member);
+    }
+
     pub(crate) fn give_up(&self, number: u64) {
         self.all.lock().remove(&number);
     }
@@ -96,7 +101,7 @@ pub(crate) struct Borrowing {
     pub(crate) arena: Arc<Arena>,
     /// The region that holds the pool.
     pub(crate) pool: u32,
-    pub(crate) leases: AwaitedLeases,
+    pub(crate) leases: Arc<AwaitedLeases>,
     pub(crate) counts: BorrowedCounts,
     queues: Mutex<Queues>,
 }
@@ -141,7 +146,7 @@ impl Drop for Reading<'_> {
 
 impl Borrowing {
     pub(crate) fn new(engine: Arc<Engine>, arena: Arc<Arena>, pool: u32) -> Self {
-        let (leases, counts) = (AwaitedLeases::default(), BorrowedCounts::default());
+        let (leases, counts) = (Arc::default(), BorrowedCounts::default());
         Self { engine, arena, pool, leases, counts, queues: Mutex::new(Queues::Open(HashMap::new())) }
     }
 
@@ -256,13 +261,17 @@ impl Borrowing {
         shard_bytes: &[u64],
         deadline: Instant,
     ) -> Result<Vec<BlockRead>, Unanswered> {
-        let Some(peer) = member.peer() else { return Err(Unanswered(blocks)) };
         let asked = Instant::now();
         let lasts = deadline.saturating_duration_since(asked);
         if lasts.is_zero() {
             return Err(Unanswered(blocks));
         }
         let (number, lease) = self.leases.wait_for(member.number);
+        // Only now: if the member is lost from here on, that ends the wait.
+        let Some(peer) = member.peer() else {
+            self.leases.give_up(number);
+            return Err(Unanswered(blocks));
+        };
         let hashes = blocks.iter().map(|block| block.key.hash).collect();
         let request = Message::Borrow {
             number,
@@ -421,4 +430,20 @@ fn note_loan(member: &Member, is_right: bool, bytes: u64, took: Duration) {
 
 fn shard_bytes(block: &BlockRead) -> Vec<u64> {
     block.extents.iter().map(|extent| extent.bytes).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lease_of_a_member_that_is_lost_is_not_waited_for() {
+        let (a, b) = (MemberNumber(1), MemberNumber(2));
+        let leases = AwaitedLeases::default();
+        let (of_a, (number, of_b)) = (leases.wait_for(a).1, leases.wait_for(b));
+        leases.lost(a);
+        assert!(of_a.recv().is_err());
+        assert!(leases.came(b, number, Lease::refused("")));
+        assert!(of_b.recv().is_ok());
+    }
 }

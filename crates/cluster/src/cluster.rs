@@ -195,11 +195,13 @@ impl Cluster {
         let (members, beat) = (Arc::downgrade(&self.members), own_beat(&self.options.name));
         let engine = Arc::clone(&self.engine);
         let attend = move |member: &Member, peer| members.upgrade()?.beat(member, &engine, &beat, peer);
+        let leases = Arc::clone(&self.asker.borrowing.leases);
         Arc::new(Dialling {
             engine: Arc::clone(&self.engine),
             names: names.to_vec(),
             kind: "daemon",
             attend: Box::new(attend),
+            when_lost: Box::new(move |member| leases.lost(member)),
         })
     }
 
@@ -214,6 +216,7 @@ impl Cluster {
             names: names.clone(),
             kind: "replica",
             attend: Box::new(move |replica, peer| attending.attend(replica, peer)),
+            when_lost: Box::new(|_| ()),
         }))?;
         let (lists, dialling) = (Mutex::default(), self.dialling(&[]));
         Ok(OfIndex { replicas: Arc::clone(replicas), announcer, own, lists, dialling })

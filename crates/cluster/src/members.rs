@@ -71,6 +71,8 @@ pub(crate) struct Dialling {
     /// The members' kind, for the log: `daemon` or `replica`.
     pub(crate) kind: &'static str,
     pub(crate) attend: Attend,
+    /// Called when a member is no longer reached.
+    pub(crate) when_lost: Box<dyn Fn(MemberNumber) + Send + Sync>,
 }
 
 /// All members, by number and by engine.
@@ -248,7 +250,7 @@ impl Members {
 
     /// Keeps one member reached, until the end.
     fn dial(&self, member: &Member, dialling: &Dialling) {
-        let Dialling { engine, kind, attend, .. } = dialling;
+        let Dialling { engine, kind, attend, when_lost, .. } = dialling;
         let mut pause = FIRST_PAUSE;
         loop {
             match engine.connect_to(member.address, DIAL_PATIENCE) {
@@ -268,6 +270,7 @@ impl Members {
                             self.reached(member, dialling, peer, id);
                             let why = attend(member, peer);
                             self.lost(member, kind, id, why);
+                            when_lost(member.number);
                         }
                     }
                     engine.disconnect(peer);

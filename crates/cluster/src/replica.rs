@@ -120,6 +120,7 @@ impl Replica {
             names: Vec::new(),
             kind: "daemon",
             attend: Box::new(attend),
+            when_lost: Box::new(|_| ()),
         };
         let replica = Arc::new(Self {
             engine,
