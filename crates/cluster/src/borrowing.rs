@@ -162,8 +162,14 @@ impl Borrowing {
                 }
             }
         };
-        // Without the lock: reads that are dropped fail, and then another member may be asked at once.
-        drop(queue.map(|queue| queue.send(batch)));
+        let Batch { mut blocks, deadline } = batch;
+        while !blocks.is_empty() {
+            // A loan each, so that the member's threads take turns.
+            let rest = blocks.split_off(blocks_of_bytes(LOAN_BYTES, &blocks));
+            let batch = Batch { blocks: std::mem::replace(&mut blocks, rest), deadline };
+            // Without the lock: reads that are dropped fail, and then another member may be asked at once.
+            drop(queue.as_ref().map(|queue| queue.send(batch)));
+        }
     }
 
     fn start(self: &Arc<Self>, member: &Arc<Member>) -> Queue {
@@ -205,7 +211,9 @@ impl Borrowing {
         while let Ok(Batch { mut blocks, deadline }) = batches.recv() {
             // The store refills its queue in small batches.
             let mut next = None;
-            while let Ok(batch) = batches.try_recv() {
+            while blocks.iter().map(bytes_of).sum::<u64>() < LOAN_BYTES
+                && let Ok(batch) = batches.try_recv()
+            {
                 if batch.deadline != deadline {
                     next = Some(batch);
                     break;
@@ -392,8 +400,7 @@ impl Borrowing {
         let found = block.crcs(&self.arena);
         if found == crcs {
             self.counts.blocks.fetch_add(1, Ordering::Relaxed);
-            let bytes = block.extents.iter().map(|extent| extent.bytes).sum();
-            self.counts.bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.counts.bytes.fetch_add(bytes_of(&block), Ordering::Relaxed);
             block.done.call(Some(found));
             return true;
         }
@@ -426,6 +433,20 @@ fn note_loan(member: &Member, is_right: bool, bytes: u64, took: Duration) {
         // load, its memory and the network.
         tracing::warn!(member = %member.address, "daemon lends late or damaged blocks: it is left out for a while");
     }
+}
+
+/// How many of the first blocks have so many bytes in all at most; one at least.
+fn blocks_of_bytes(most_bytes: u64, blocks: &[BlockRead]) -> usize {
+    let mut sum = 0;
+    let fits = |block: &&BlockRead| {
+        sum += bytes_of(block);
+        sum <= most_bytes
+    };
+    blocks.iter().take_while(fits).count().max(1)
+}
+
+fn bytes_of(block: &BlockRead) -> u64 {
+    block.extents.iter().map(|extent| extent.bytes).sum()
 }
 
 fn shard_bytes(block: &BlockRead) -> Vec<u64> {
