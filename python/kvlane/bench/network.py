@@ -73,13 +73,17 @@ class OtherHost:
     def pace(self, bytes_per_s: float) -> None:
         """Lets so many bytes of TCP's payload a second leave that host. OSError with a sentence if that fails."""
         bits = round(8 * bytes_per_s * _FRAME / _PAYLOAD)
-        command = f"tc qdisc replace dev far root tbf rate {bits}bit burst 1mb latency 20ms"
-        try:
-            done = subprocess.run([*self.inside, *command.split()], capture_output=True, text=True)
-        except FileNotFoundError as error:
-            raise OSError(f"there is no {error.filename}") from None
+        self._tc(f"replace dev far root tbf rate {bits}bit burst 1mb latency 20ms")
+
+    def unpace(self) -> None:
+        """Lets as many leave as can."""
+        self._tc("delete dev far root")
+
+    def _tc(self, arguments: str) -> None:
+        command = [*self.inside, "tc", "qdisc", *arguments.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise OSError(f"a wire cannot be paced: {done.stderr.strip()}")
+            raise OSError(f"the wire cannot be paced: {done.stderr.strip()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -26,6 +26,8 @@ Measured = tuple[list[Figure], dict[str, Any]]
 PROMPT = "remote"
 # A fetch is measured to its end, however busy the machine is.
 PATIENT = ("--cluster-answer-ms", "200", "--fetch-wait-ms", "60000")
+# The longer a fetch may take, the later another owner is asked for what one does not bring.
+_PACED = ("--cluster-answer-ms", "200", "--fetch-wait-ms", "10000")
 # Payload of the wires that pace two owners.
 PACES = (300e6, 600e6)
 # Bytes that are saved or compared at a time.
@@ -188,11 +190,12 @@ def paced(settings: Settings) -> Measured:
     rounds: list[dict[str, Any]] = []
     with ExitStack() as stack:
         cluster = stack.enter_context(
-            Cluster(settings.here, settings.owners, settings.pool_bytes, flags=PATIENT)
+            Cluster(settings.here, settings.owners, settings.pool_bytes, flags=_PACED)
         )
         for owner, other, pace in zip(cluster.owners, others, PACES, strict=True):
             assert other is not None
             other.pace(pace)
+            stack.callback(other.unpace)
             save_at(owner, settings)
         borrower = stack.enter_context(closing(Borrower(cluster.borrower, settings)))
         lent = [owner.cluster["lent_bytes"] for owner in cluster.owners]
