@@ -1,15 +1,15 @@
 //! Reads blocks of another daemon's pool: borrows them, reads them through its window, compares checksums.
 //!
 //! ```text
-//!   a batch of reads --> Borrow --> Lease --> READs of 8 MiB or more, all begun
-//!                           '-- nothing lent: these blocks fail; no answer in time: all of the batch
+//!   a batch of reads --> Borrow --> Lease --> READs of 8 MiB or more, two at a time
+//!                           '-- nothing lent: these blocks fail; no answer in time: all that wait for this member
 //!   each READ in turn: over, and within the lease? --> checksums right? --> the block is there
 //!   the last one --> Return
 //! ```
 //! The lease counts from before it was asked for, so that its owner never ends it first. Bytes that come later are thrown
 //! away.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -27,6 +27,9 @@ use crate::parked;
 
 /// Bytes of one READ, if there are as many: its checksums are compared while the next ones run.
 const READ_BYTES: u64 = 8 << 20;
+/// READs of a loan at a time. The fabric gives all READs of a peer turns, so with more of them most end together, and the
+/// checksums of all are left for the end.
+const READS: usize = 2;
 /// Most bytes of one loan, so that two of one member overlap, and an owner can lend to several.
 const LOAN_BYTES: u64 = 64 << 20;
 /// How much longer than its deadline a loan lasts: its owner must not end it first.
@@ -220,14 +223,18 @@ impl Borrowing {
                 }
                 blocks.extend(batch.blocks);
             }
-            self.run_batch(member, blocks, deadline);
-            if let Some(Batch { blocks, deadline }) = next {
-                self.run_batch(member, blocks, deadline);
+            let next = next.map(|Batch { blocks, deadline }| (blocks, deadline));
+            for (blocks, deadline) in std::iter::once((blocks, deadline)).chain(next) {
+                if !self.run_batch(member, blocks, deadline) {
+                    // The others would be waited for in vain, until it is too late for another holder.
+                    batches.try_iter().for_each(|batch| self.fail(batch.blocks));
+                }
             }
         }
     }
 
-    fn run_batch(&self, member: &Member, blocks: Vec<BlockRead>, deadline: Instant) {
+    /// False: the member does not answer, so all of it has failed.
+    fn run_batch(&self, member: &Member, blocks: Vec<BlockRead>, deadline: Instant) -> bool {
         let mut left = blocks.into_iter().peekable();
         while let Some(first) = left.peek() {
             let (space, shards) = (first.key.space, shard_bytes(first));
@@ -246,8 +253,8 @@ impl Borrowing {
                 match self.borrow(member, loan, &shards, deadline) {
                     Ok(not_lent) => loan = not_lent,
                     Err(Unanswered(not_lent)) => {
-                        // The other loans would be waited for in vain, until it is too late for another holder.
-                        return self.fail(not_lent.into_iter().chain(left).collect());
+                        self.fail(not_lent.into_iter().chain(left).collect());
+                        return false;
                     }
                 }
                 if loan.len() == before {
@@ -256,6 +263,7 @@ impl Borrowing {
             }
             self.fail(loan);
         }
+        true
     }
 
     /// Borrows and reads blocks of one space. Returns those that were not lent.
@@ -335,7 +343,7 @@ impl Borrowing {
             return blocks;
         }
         let begun = Instant::now();
-        let mut reads: Vec<Reading<'_>> = Vec::new();
+        let mut parts = Vec::new();
         let (mut gone, mut offset) = (Vec::new(), 0);
         let mut waiting = Vec::new();
         for (block, crcs) in blocks.into_iter().zip(crcs) {
@@ -345,16 +353,21 @@ impl Borrowing {
             }
             if waiting.len() as u64 * block_bytes >= READ_BYTES {
                 let bytes = waiting.len() as u64 * block_bytes;
-                reads.push(self.begin(peer, window, std::mem::take(&mut waiting), offset, until));
+                parts.push((std::mem::take(&mut waiting), offset));
                 offset += bytes;
             }
         }
         if !waiting.is_empty() {
-            reads.push(self.begin(peer, window, waiting, offset, until));
+            parts.push((waiting, offset));
         }
+        let mut parts =
+            parts.into_iter().map(|(blocks, offset)| self.begin(peer, window, blocks, offset, until));
+        let mut reads: VecDeque<Reading<'_>> = parts.by_ref().take(READS).collect();
         let (mut outcome, mut bytes) = (Outcome::Right, 0);
-        for mut reading in reads {
+        while let Some(mut reading) = reads.pop_front() {
             let came_in_time = reading.wait() && Instant::now() <= until;
+            // Before the checksums, so that bytes come while they are compared.
+            reads.extend(parts.next());
             for (block, crcs) in std::mem::take(&mut reading.blocks) {
                 if !came_in_time {
                     outcome = outcome.max(Outcome::Late);
