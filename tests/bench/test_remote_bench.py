@@ -6,11 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvlane.bench import network, remote
+from kvlane.bench.remote_hosts import Peer, Settings
 
 TINY = ["--bytes", "16MiB", "--rounds", "1", "--lookups", "10", "--seconds", "0.1"]
 
@@ -50,3 +53,42 @@ def test_parts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(["--parts", "all"])
     assert "all is none of tcp, tls," in capsys.readouterr().err
+
+
+def test_peers_take_turns_with_fetches_and_one_that_fails_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[int] = []
+
+    @contextmanager
+    def slow(settings: Settings) -> Iterator[Callable[[], float]]:
+        yield lambda: calls.append(settings.blocks) or 1000.0
+
+    @contextmanager
+    def broken(settings: Settings) -> Iterator[Callable[[], float]]:
+        raise OSError("no master")
+        yield
+
+    peers = {
+        "slow": Peer(slow, lambda: None, "", goal=1.1),
+        "broken": Peer(broken, lambda: None, "", goal=1.1),
+        "absent": Peer(slow, lambda: "no such module", "pip install absent", goal=1.1),
+    }
+    parser = argparse.ArgumentParser()
+    remote.add_arguments(parser, peers)
+    arguments = parser.parse_args([*TINY, "--one-host", "--parts", "tcp", "--rounds", "2"])
+    figures = {figure.what: figure for figure in remote.measure(arguments, peers).figures}
+    assert calls == [8, 8]
+    assert figures["fetch, TCP / slow"].value > 1 and figures["fetch, TCP / slow"].passed
+    assert not any("broken" in what or "absent" in what for what in figures)
+    said = capsys.readouterr().err
+    assert "broken is not measured: no master" in said
+    assert "absent is not measured, no such module: pip install absent" in said
+    with pytest.raises(SystemExit, match="no such module"):
+        remote.measure(parser.parse_args(["--vs", "absent"]), peers)
+
+
+def test_the_script_with_peers_has_the_same_flags() -> None:
+    script = Path(__file__).resolve().parents[2] / "bench" / "remote" / "peers.py"
+    said = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    assert "--parts" in said.stdout and "mooncake or none" in said.stdout

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from kvlane.bench import network, remote_fetch, remote_lookups, remote_owner, report
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
-from kvlane.bench.remote_hosts import HERE, Host, Settings
+from kvlane.bench.remote_hosts import HERE, Host, Peer, Settings
 from kvlane.bench.sizes import count, parse_size
 
 NAME = "remote"
@@ -27,8 +27,10 @@ PARTS: dict[str, Part] = {
     "seen": remote_lookups.seen,
     "ssd": remote_lookups.ssd,
 }
+NO_PEERS: Mapping[str, Peer] = {}
 # Written before the first measurement.
 PREDICTED = {
+    "fetch, TCP / mooncake": "1.5",
     "fetch, TCP / READ and crc32c in series": "0.95",
     "fetch, TLS / READ and crc32c in series": "1.0",
     "two owners / sum of their paces": "0.93",
@@ -48,7 +50,7 @@ PREDICTED = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer] = NO_PEERS) -> None:
     """The flags of `kvlane bench remote`."""
     parser.add_argument("--bytes", type=parse_size, default=1 << 30, help="of one fetch (default: 1g)")
     parser.add_argument("--block-bytes", type=parse_size, default=2 << 20, help="of a block (default: 2m)")
@@ -61,29 +63,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--parts",
-        type=_parts,
+        type=lambda text: _names(text, PARTS),
         default=list(PARTS),
         help=f"what to measure (default: {','.join(PARTS)})",
     )
+    if peers:
+        parser.add_argument(
+            "--vs",
+            type=lambda text: [] if text == "none" else _names(text, peers),
+            help=f"what else to measure, in turns: {','.join(peers)} or none (default: what is there)",
+        )
     parser.add_argument(
         "--one-host", action="store_true", help="no network namespaces: loopback instead, and no paced owners"
     )
     add_out(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS) -> int:
     """Measures and publishes, in network namespaces."""
     if not arguments.one_host and (refused := network.enter()):
         sys.exit(f"kvlane bench remote: {refused}; or add --one-host")
     with report.CpuWatch() as watch:
-        outcome = measure(arguments)
+        outcome = measure(arguments, peers)
     status = publish(arguments, outcome, watch)
     print(predictions(outcome))
     return status
 
 
-def measure(arguments: argparse.Namespace) -> Outcome:
+def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS) -> Outcome:
     """All parts, one after the other. In each, a fetch or a lookup takes turns with what it is compared with."""
+    present = _present(getattr(arguments, "vs", None), peers)
     figures: list[Figure] = []
     details: dict[str, Any] = {"parts": {}, "left_out": {}, "predicted": PREDICTED}
     with ExitStack() as stack:
@@ -101,6 +110,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             arguments.rounds,
             arguments.lookups,
             arguments.seconds,
+            present,
         )
         with tqdm(total=len(arguments.parts), unit="part", leave=False) as progress:
             for name in arguments.parts:
@@ -136,8 +146,23 @@ def predictions(outcome: Outcome) -> str:
     return report.table(["figure", "measured", "predicted"], rows)
 
 
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [each for each in names if each not in PARTS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(PARTS)}")
-    return names
+def _present(asked: list[str] | None, peers: Mapping[str, Peer]) -> dict[str, Peer]:
+    """The peers that can be measured. A missing one is named. If the user asked for it, the benchmark ends."""
+    present = {}
+    for name in peers if asked is None else asked:
+        why = peers[name].missing()
+        if why is None:
+            present[name] = peers[name]
+            continue
+        sentence = f"{name} is not measured, {why}: {peers[name].install}"
+        if asked is not None:
+            sys.exit(sentence)
+        report.say(sentence)
+    return present
+
+
+def _names(text: str, known: Iterable[str]) -> list[str]:
+    named, all_known = text.split(","), list(known)
+    if unknown := [each for each in named if each not in all_known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(all_known)}")
+    return named

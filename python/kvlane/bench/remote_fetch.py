@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlane import _bench
-from kvlane.bench import certificates
+from kvlane.bench import certificates, report
 from kvlane.bench.children import Child
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.extra import numpy
@@ -162,21 +162,33 @@ def fetch(settings: Settings, with_tls: bool) -> Measured:
         borrower = stack.enter_context(closing(Borrower(cluster.borrower, settings)))
         borrower.fetch()
         borrower.compare()
+        does: dict[str, Callable[[], float]] = {"fetch": borrower.fetch, "read": reads.read}
+        for peer, opens in () if with_tls else settings.peers.items():
+            try:
+                does[peer] = stack.enter_context(opens.opens(settings))
+            except OSError as error:
+                report.say(f"{peer} is not measured: {error}")
         for number in range(settings.rounds):
             borrower.forget()
-            does: list[tuple[str, Callable[[], float]]] = [("fetch", borrower.fetch), ("read", reads.read)]
-            # Neither always follows the other.
-            took = {what: do() for what, do in (does if number % 2 else reversed(does))}
+            # None always follows the same one.
+            first = number % len(does)
+            took = {what: does[what]() for what in [*does, *does][first : first + len(does)]}
             took["crc"] = size / _bench.crc32c(settings.block_bytes, size)
             took["ratio"] = (took["read"] + took["crc"]) / took["fetch"]
             rounds.append(took)
         pages = cluster.borrower.daemon.page_size
     medians = {what: statistics.median(each[what] for each in rounds) for what in rounds[0]}
+    peers = {peer: each for peer, each in settings.peers.items() if peer in medians}
     figures = [
         Figure(f"fetch of {size >> 20} MiB, {name}", size / medians["fetch"] / 1e9, "GB/s"),
         Figure(f"READ of the same, {name}", size / medians["read"] / 1e9, "GB/s"),
+        *(Figure(f"{peer} of the same, {name}", size / medians[peer] / 1e9, "GB/s") for peer in peers),
         Figure(f"crc32c of the same, {name} turns", size / medians["crc"] / 1e9, "GB/s"),
         Figure(f"fetch, {name} / READ and crc32c in series", medians["ratio"], at_least=0.9),
+        *(
+            Figure(f"fetch, {name} / {peer}", medians[peer] / medians["fetch"], at_least=each.goal)
+            for peer, each in peers.items()
+        ),
     ]
     return figures, {"bytes": size, "pages": pages, "medians": medians, "rounds": rounds}
 

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -151,6 +151,19 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """Another system that brings the same bytes from the owner's host."""
+
+    opens: Callable[[Settings], AbstractContextManager[Callable[[], float]]]
+    """Starts it, and gives a function that brings all bytes once and returns the seconds. OSError if that fails."""
+    missing: Callable[[], str | None]
+    """Why it cannot be measured here; None if it can."""
+    install: str
+    goal: float
+    """The least ratio of a fetch's rate to its own."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """What all parts of `kvlane bench remote` share."""
 
@@ -164,6 +177,8 @@ class Settings:
     """In a phase."""
     seconds: float
     """Of a phase in which an owner lends."""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    """Those that can be measured here."""
 
     @property
     def blocks(self) -> int:
