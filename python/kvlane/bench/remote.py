@@ -44,8 +44,7 @@ PREDICTED = {
     "cold lookup, peer killed: more at first": "0.3 ms",
     "cold lookup, peer killed: more then, p50": "0 ms",
     "visible here, found from another host, p99": "2 ms",
-    "SSD hit, owner stopped: more at first, p50": "1.2 ms",
-    "SSD hit, owner stopped: more then, p50": "0 ms",
+    "SSD hit, owner stopped: more, p50": "0.3 ms",
     "SSD hits, owner stopped: blocks missing": "0 blocks",
 }
 
