@@ -128,7 +128,7 @@ def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS)
         f"Daemons on {where}; medians over {arguments.rounds} rounds in which all take turns. A fetch is a lookup of "
         f"{settings.blocks} blocks of {settings.block_bytes >> 10} KiB that only the owner has, until it is answered "
         "with all of them, each compared with its checksum. READ is one transfer of kvlane.fabric of as many bytes in "
-        "as many pieces between two other processes, with the fabric's own checksums, which TLS has not. Lookups "
+        "as many pieces between two other processes, without checksums of the fabric's own. Lookups "
         "without a cluster are those of another daemon, in turns. At first: the slowest of the three lookups after the "
         "peer was stopped or killed."
     )

@@ -103,14 +103,20 @@ def save_at(owner: Member, settings: Settings) -> None:
 
 
 class Reads:
-    """READs of the fabric between the same hosts, of as many bytes in blocks of the same size. A process at either."""
+    """READs of the fabric between the same hosts, of as many bytes in blocks of the same size, without checksums of its
+    own. A process at either."""
 
     def __init__(self, settings: Settings, tls: Tls | None = None) -> None:
         self._cell = Cell("paged", settings.blocks * settings.block_bytes, settings.blocks)
         self._children: list[Child] = []
         try:
             token = secrets.token_hex(32)
-            options = {"token": token, "transport": "tcp", "tls": tls and list(map(str, tls))}
+            options = {
+                "token": token,
+                "transport": "tcp",
+                "tls": tls and list(map(str, tls)),
+                "checksums": False,
+            }
             far, self._near = (self._side(host, options) for host in (settings.owners[0], settings.here))
             self._near.ask("connect", address=far.ask("listen"))
             self.read()
