@@ -5,8 +5,14 @@ use proptest::prelude::*;
 
 use crate::world::{World, snapshot_steps, steps};
 
+/// Few cases, because each takes a tenth of a second in a debug build. `PROPTEST_CASES` makes more for a soak.
+fn config() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").map_or(64, |cases| cases.parse().unwrap());
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn the_index_follows_its_owners(steps in steps(250)) {
