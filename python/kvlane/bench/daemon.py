@@ -44,10 +44,15 @@ class Daemon:
 
 @contextmanager
 def running(
-    pool_bytes: int, *flags: str, address: str | None = None, inside: Sequence[str] = ()
+    pool_bytes: int,
+    *flags: str,
+    address: str | None = None,
+    inside: Sequence[str] = (),
+    own_session: bool = False,
 ) -> Iterator[Daemon]:
     """A daemon that answers; stopped at the end. `address` puts it on a socket of the caller's. `inside` is a command
-    that starts another one elsewhere, such as in another network namespace."""
+    that starts another one elsewhere, such as in another network namespace. `own_session`: the kernel may divide
+    processors among sessions, and a service has one of its own."""
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
         address = address or f"unix:{folder}/kvlane.sock"
         log = Path(folder) / "kvlane.log"
@@ -55,7 +60,11 @@ def running(
         command += ["--pool-size", str(pool_bytes)]
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [*command, "--log", "warn", *flags], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+                [*command, "--log", "warn", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=own_session,
             )
         try:
             tool = _connected(address, process, log)

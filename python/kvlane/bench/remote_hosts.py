@@ -49,7 +49,10 @@ class Member:
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        running = daemon.running(self._pool_bytes, *self._flags, address=self.address, inside=self._inside)
+        # As the processes of bare READs and of peers have.
+        running = daemon.running(
+            self._pool_bytes, *self._flags, address=self.address, inside=self._inside, own_session=True
+        )
         self.daemon = self._stack.enter_context(running)
 
     def stop(self) -> None:

@@ -80,7 +80,7 @@ def _cold(engines: dict[str, Engine], count: int, took: dict[str, list[float]]) 
 def cold(settings: Settings) -> Measured:
     """Lookups that find nothing, with a cluster and without, while its other daemon runs, is stopped, and is killed."""
     with ExitStack() as stack:
-        off = stack.enter_context(daemon.running(_POOL_BYTES))
+        off = stack.enter_context(daemon.running(_POOL_BYTES, own_session=True))
         cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES))
         (owner,) = cluster.owners
         engines = {"off": _engine(off, "off"), "on": _engine(cluster.borrower, "on")}
