@@ -59,7 +59,8 @@ def test_the_picture_has_the_three_ways_to_the_first_token() -> None:
 
 
 def test_daemons_get_a_token_and_certificates_of_their_own(tmp_path: Path) -> None:
-    a, b = cluster.start(("127.0.0.1", "127.0.0.2"), ["nsenter"], tmp_path, tmp_path, "1gb")
+    (a, b), (at_a, at_b) = cluster.start(("127.0.0.1", "127.0.0.2"), ["nsenter"], tmp_path, tmp_path, "1gb")
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "certificate.pem").is_file()
     assert a.address != b.address and a.log != b.log
+    assert at_a.address.startswith("127.0.0.1:") and at_b.address.startswith("127.0.0.2:")
