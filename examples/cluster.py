@@ -22,9 +22,9 @@ from typing import Any
 from kvlane.bench import certificates, network, pictures, report
 from kvlane.bench.drawing import save
 from kvlane.bench.processes import free_port
+from kvlane.bench.replica import Replica
 from kvlane.demo import running
 from kvlane.demo.device import SETUPS
-from kvlane.demo.hosts.replica import Replica
 from kvlane.demo.hosts.scenarios import Hosts
 from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, close_all
@@ -92,7 +92,7 @@ def start(
 
     def replica(number: int, name: str, inside: list[str]) -> Replica:
         address = f"{addresses[number]}:{ports[2 + number]}"
-        return Replica(address, proofs(""), logs / f"index-{name}.log", inside)
+        return Replica(address, proofs(""), inside, logs / f"index-{name}.log")
 
     return (daemon(0, "A", []), daemon(1, "B", inside)), (replica(0, "A", []), replica(1, "B", inside))
 

@@ -43,6 +43,7 @@ def test_it_measures_all_parts_and_says_what_was_predicted(tmp_path: Path) -> No
     assert parts["owner"]["medians"]["lending"]["gb_per_s"] > 0
     assert len(parts["cold"]["stopped"][0]["on"]) == 10
     assert parts["seen"]["blocks"] == 10 <= parts["seen"]["lookups"]
+    assert parts["index"]["lookups"] >= 10 and len(parts["index"]["killed"][0]["on"]) == 10
     assert parts["ssd"]["missing_blocks"] == 0
 
 

@@ -25,6 +25,7 @@ PARTS: dict[str, Part] = {
     "owner": remote_owner.owner,
     "cold": remote_lookups.cold,
     "seen": remote_lookups.seen,
+    "index": remote_lookups.index,
     "ssd": remote_lookups.ssd,
 }
 NO_PEERS: Mapping[str, Peer] = {}
@@ -44,6 +45,10 @@ PREDICTED = {
     "cold lookup, peer killed: more at first": "0.3 ms",
     "cold lookup, peer killed: more then, p50": "0 ms",
     "visible here, found from another host, p99": "2 ms",
+    "index: visible here, found from another host, p99": "8 ms",
+    "index: cold lookup, p50: more than without": "0.3 ms",
+    "index: cold lookup, all replicas killed: more at first": "1.2 ms",
+    "index: cold lookup, all replicas killed: more then, p50": "0 ms",
     "SSD hit, owner stopped: more, p50": "0.3 ms",
     "SSD hits, owner stopped: blocks missing": "0 blocks",
 }

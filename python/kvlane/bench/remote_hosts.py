@@ -18,6 +18,7 @@ from typing import Any
 
 from kvlane.bench import daemon, network
 from kvlane.bench.processes import beside_python, free_port
+from kvlane.bench.replica import Replica
 from kvlane.fabric import Tls
 
 _PATIENCE_S = 60.0
@@ -90,12 +91,18 @@ class Member:
             raise OSError(f"kvlane status: {done.stderr.strip()}")
         return json.loads(done.stdout)["cluster"]
 
-    def wait_until_reached(self, count: int) -> None:
+    def wait_until_reached(self, count: int, replicas: int) -> None:
         """Waits until it is connected with so many others. OSError after a minute."""
         deadline = time.monotonic() + _PATIENCE_S
-        while sum(each["is_reached"] for each in self.cluster["members"]) < count:
+        while True:
+            cluster = self.cluster
+            reached = [sum(each["is_reached"] for each in cluster[kind]) for kind in ("members", "replicas")]
+            if reached[0] >= count and reached[1] >= replicas:
+                return
             if time.monotonic() > deadline:
-                raise OSError(f"a daemon does not reach the others: {self.cluster['members']}")
+                raise OSError(
+                    f"a daemon does not reach the others: {cluster['members']}, {cluster['replicas']}"
+                )
             time.sleep(0.02)
 
 
@@ -111,8 +118,10 @@ class Cluster:
         tls: Tls | None = None,
         flags: Sequence[str] = (),
         of_borrower: Sequence[str] = (),
+        replicas: int = 0,
     ) -> None:
-        """`flags` are those of all daemons, `of_borrower` further ones."""
+        """`flags` are those of all daemons, `of_borrower` further ones. With `replicas` of an index, which run on the first
+        owner's host, daemons ask one of these instead of each other."""
         self._stack = ExitStack()
         hosts = [borrower, *owners]
         ports = [f"{host.address}:{free_port()}" for host in hosts]
@@ -125,10 +134,20 @@ class Cluster:
             if tls is not None:
                 shared += ["--cluster-tls-certificate", str(tls.certificate)]
                 shared += ["--cluster-tls-key", str(tls.key), "--cluster-tls-authority", str(tls.authority)]
+            at = owners[0]
+            proof = ["--token-file", str(token), "--log", "warn"]
+            self.replicas = [
+                Replica(f"{at.address}:{free_port()}", proof, at.inside) for _ in range(replicas)
+            ]
+            for replica in self.replicas:
+                replica.start()
+                self._stack.callback(replica.close)
+            index = ",".join(replica.address for replica in self.replicas)
             members = []
             for number, host in enumerate(hosts):
                 peers = ports[1:] if number == 0 else ports[:1]
-                own = ["--peers", ",".join(peers), "--cluster-listen", ports[number], *shared]
+                directory = ["--index", index] if index else ["--peers", ",".join(peers)]
+                own = [*directory, "--cluster-listen", ports[number], *shared]
                 own += of_borrower if number == 0 else ()
                 members.append(Member(pool_bytes, own, f"unix:{folder}/{number}.sock", host.inside))
                 self._stack.callback(members[-1].close)
@@ -140,9 +159,9 @@ class Cluster:
 
     def wait_until_reached(self) -> None:
         """Waits until all reach each other. OSError after a minute."""
-        self.borrower.wait_until_reached(len(self.owners))
-        for owner in self.owners:
-            owner.wait_until_reached(1)
+        for member in (self.borrower, *self.owners):
+            others = len(self.owners) if member is self.borrower or self.replicas else 1
+            member.wait_until_reached(others, len(self.replicas))
 
     def __enter__(self) -> Cluster:
         return self

@@ -137,30 +137,83 @@ def _first_and_later(took: dict[str, list[float]]) -> tuple[float, float]:
 
 def seen(settings: Settings) -> Measured:
     """From when a block is visible at its owner until the borrower has it."""
-    took: list[float] = []
-    questions = 0
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES))
-        at_owner, at_borrower = _engine(cluster.owners[0], "owner"), _engine(cluster.borrower, "borrower")
-        stack.callback(at_owner.close)
-        stack.callback(at_borrower.close)
-        _wait_until_asked(cluster.owners[0], at_borrower)
-        for _ in range(settings.lookups):
-            hashes = block_hashes(next(_prompts), 1)
-            at_owner.save(hashes, [0])
-            while not _timed(at_owner, hashes)[1]:
-                pass
-            visible = time.perf_counter()
-            questions += 1
-            while not _timed(at_borrower, hashes)[1]:
-                questions += 1
-            took.append((time.perf_counter() - visible) * 1e3)
+        took, questions = _seen(stack, cluster, settings.lookups)
     times = report.summary(took)
     figures = [
         Figure("visible here, found from another host, p50", times["p50"], "ms"),
         Figure("visible here, found from another host, p99", times["p99"], "ms", at_most=5.0),
     ]
     return figures, {"ms": times, "lookups": questions, "blocks": len(took)}
+
+
+def _seen(stack: ExitStack, cluster: Cluster, blocks: int) -> tuple[list[float], int]:
+    """Milliseconds for each block, and the lookups that took."""
+    took: list[float] = []
+    questions = 0
+    at_owner, at_borrower = _engine(cluster.owners[0], "owner"), _engine(cluster.borrower, "borrower")
+    stack.callback(at_owner.close)
+    stack.callback(at_borrower.close)
+    _wait_until_asked(cluster.owners[0], at_borrower)
+    for _ in range(blocks):
+        hashes = block_hashes(next(_prompts), 1)
+        at_owner.save(hashes, [0])
+        while not _timed(at_owner, hashes)[1]:
+            pass
+        visible = time.perf_counter()
+        questions += 1
+        while not _timed(at_borrower, hashes)[1]:
+            questions += 1
+        took.append((time.perf_counter() - visible) * 1e3)
+    return took, questions
+
+
+def index(settings: Settings) -> Measured:
+    """The same by two replicas of an index: how soon a block is found, and lookups that find nothing, while replicas run and
+    when both are killed."""
+    with ExitStack() as stack:
+        off = stack.enter_context(daemon.running(_POOL_BYTES))
+        cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES, replicas=2))
+        took, questions = _seen(stack, cluster, settings.lookups)
+        engines = {"off": _engine(off, "off"), "on": _engine(cluster.borrower, "on")}
+        for engine in engines.values():
+            stack.callback(engine.close)
+        alive: dict[str, list[float]] = {}
+        _cold(engines, settings.lookups, alive)
+        killed = []
+        for _ in range(settings.rounds):
+            for replica in cluster.replicas:
+                replica.kill()
+            of_round: dict[str, list[float]] = {}
+            _cold(engines, min(_AFTER, settings.lookups), of_round)
+            killed.append(of_round)
+            for replica in cluster.replicas:
+                replica.start()
+            cluster.wait_until_reached()
+            _wait_until_asked(cluster.owners[0], engines["on"])
+    times = report.summary(took)
+    own = {name: report.summary(values) for name, values in alive.items()}
+    first, later = zip(*map(_first_and_later, killed), strict=True)
+    more = own["on"]["p50"] - own["off"]["p50"]
+    figures = [
+        Figure("index: visible here, found from another host, p50", times["p50"], "ms"),
+        Figure("index: visible here, found from another host, p99", times["p99"], "ms", at_most=20.0),
+        Figure("index: cold lookup, p50: more than without", more, "ms", at_most=1.0),
+        Figure(
+            "index: cold lookup, all replicas killed: more at first",
+            statistics.median(first),
+            "ms",
+            at_most=2.0,
+        ),
+        Figure(
+            "index: cold lookup, all replicas killed: more then, p50",
+            statistics.median(later),
+            "ms",
+            at_most=_NOTHING_MS,
+        ),
+    ]
+    return figures, {"ms": times, "lookups": questions, "alive": own, "killed": killed}
 
 
 def ssd(settings: Settings) -> Measured:

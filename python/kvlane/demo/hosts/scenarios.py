@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench.processes import beside_python
+from kvlane.bench.replica import Replica
 from kvlane.demo.device import Setup
-from kvlane.demo.hosts.replica import Replica
 from kvlane.demo.processes import Daemon, Engine, ProcessFailed
 from kvlane.demo.scenarios import (
     BLOCK_TOKENS,

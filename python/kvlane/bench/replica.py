@@ -1,4 +1,4 @@
-"""A replica of the index as a process of one of the hosts."""
+"""A replica of a cluster's index, as a process of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvlane.bench.processes import beside_python
 class Replica:
     """A `kvlane index`. Daemons dial it until it answers, so nothing waits for its start."""
 
-    def __init__(self, address: str, flags: Sequence[str], log: Path, inside: Sequence[str]) -> None:
-        """`address` is HOST:PORT; `inside` is as for `kvlane.demo.processes.Engine`."""
+    def __init__(
+        self, address: str, flags: Sequence[str], inside: Sequence[str], log: Path | None = None
+    ) -> None:
+        """`address` is HOST:PORT, `inside` a command that starts another one on its host. Without `log` it writes to
+        stderr."""
         self.address = address
         self._command = [
             *inside,
@@ -30,8 +33,14 @@ class Replica:
 
     def start(self) -> None:
         """Starts it."""
+        assert self._process is None, "the replica runs already"
+        if self._log is None:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
+            return
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
