@@ -120,8 +120,8 @@ class Cluster:
         of_borrower: Sequence[str] = (),
         replicas: int = 0,
     ) -> None:
-        """`flags` are those of all daemons, `of_borrower` further ones. With `replicas` of an index, which run on the first
-        owner's host, daemons ask one of these instead of each other."""
+        """`flags` are those of all daemons, `of_borrower` further ones. Replicas of an index run on the first owner's host.
+        With any, daemons ask one of these instead of each other."""
         self._stack = ExitStack()
         hosts = [borrower, *owners]
         ports = [f"{host.address}:{free_port()}" for host in hosts]

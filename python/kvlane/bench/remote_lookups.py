@@ -170,8 +170,8 @@ def _seen(stack: ExitStack, cluster: Cluster, blocks: int) -> tuple[list[float],
 
 
 def index(settings: Settings) -> Measured:
-    """The same by two replicas of an index: how soon a block is found, and lookups that find nothing, while replicas run and
-    when both are killed."""
+    """The same by two replicas of an index: how soon a block is found. And lookups that find nothing, while replicas run
+    and when both are killed."""
     with ExitStack() as stack:
         off = stack.enter_context(daemon.running(_POOL_BYTES))
         cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES, replicas=2))
