@@ -120,7 +120,7 @@ class Cluster:
         of_borrower: Sequence[str] = (),
         replicas: int = 0,
     ) -> None:
-        """`flags` are those of all daemons, `of_borrower` further ones. Replicas of an index run on the first owner's host.
+        """`flags` are those of all daemons, `of_borrower` further ones. Replicas run on the host of the first owner.
         With any, daemons ask one of these instead of each other."""
         self._stack = ExitStack()
         hosts = [borrower, *owners]

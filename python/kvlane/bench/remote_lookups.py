@@ -170,7 +170,7 @@ def _seen(stack: ExitStack, cluster: Cluster, blocks: int) -> tuple[list[float],
 
 
 def index(settings: Settings) -> Measured:
-    """The same by two replicas of an index: how soon a block is found. And lookups that find nothing, while replicas run
+    """The same by two replicas of an index: how soon a block is found; and lookups that find nothing, while they run
     and when both are killed."""
     with ExitStack() as stack:
         off = stack.enter_context(daemon.running(_POOL_BYTES))
