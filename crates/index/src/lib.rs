@@ -14,10 +14,12 @@
 //!
 //! - `messages`: what owners send. `index`: owners come and go. `announce`: deltas and snapshots. `question`: lookups.
 //! - `owner`, `owners`, `deltas`, `snapshot`: the state behind them. `keys`: the digest that both sides compare.
+//! - `bench`: measures the others, and alone reads a clock.
 //! - `entries`, `tables`, `table`, `slots`, `fingerprint`: 8 bytes an entry in hash tables.
 #![forbid(unsafe_code)]
 
 mod announce;
+pub mod bench;
 mod counters;
 mod deltas;
 mod entries;

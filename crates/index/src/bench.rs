@@ -1,8 +1,5 @@
-//! Measures the index: bytes an entry, nanoseconds a change, microseconds a lookup. Run it with --release; prints JSON.
+//! Measures the index by itself: bytes an entry, nanoseconds a change, microseconds a lookup. For `kvlane bench index`.
 //!
-//! ```sh
-//! cargo run --release -p kvlane-index --example index_speed -- [MILLIONS OF ENTRIES]
-//! ```
 //! 16 owners fill the index by snapshots. Then each in turn withdraws 256 keys and announces 256 others, at random places
 //! of its list. Lookups ask 625 keys of a prompt that one owner has, that nobody has, or of which all owners have the
 //! first 64. At last one owner leaves and is swept. All figures but `random_read_ns` count hashing, too.
@@ -10,8 +7,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use crate::{Changes, Delta, Index, Limits, Part, Question, Refused, Timing};
 use kvlane_block::{BlockHash, CutDigest, Namespace, Space};
-use kvlane_index::{Changes, Delta, Index, Limits, Part, Question, Refused, Timing};
 
 const OWNERS: u64 = 16;
 const PROMPT: u64 = 625;
@@ -21,15 +18,19 @@ const PART: u64 = 4096;
 const SWEEP: usize = 10_000;
 const NOW: Duration = Duration::from_secs(1000);
 
-fn mixed(number: u64) -> u64 {
+/// Fewest entries that [`measure`] takes.
+pub const ENTRIES_MIN: u64 = OWNERS * 4096;
+
+/// A number without a pattern, made from another one.
+pub fn mixed(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9E37_79B9_7F4A_7C15).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     mixed ^= mixed >> 31;
     mixed = mixed.wrapping_mul(0x94D0_49BB_1331_11EB);
     mixed ^ mixed >> 29
 }
 
-/// Block `number` of an owner's list.
-fn hash(owner: u64, number: u64) -> BlockHash {
+/// The hash of block `number` of an owner. No list of hashes takes memory.
+pub fn hash(owner: u64, number: u64) -> BlockHash {
     let low = mixed(owner << 40 | number);
     BlockHash((u128::from(mixed(low)) << 64 | u128::from(low)).to_le_bytes())
 }
@@ -131,9 +132,12 @@ fn resident() -> u64 {
     statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let millions: u64 = std::env::args().nth(1).map_or(Ok(10), |text| text.parse())?;
-    let keys = millions * 1_000_000 / OWNERS;
+/// Figures by name, of an index with so many entries, at least [`ENTRIES_MIN`].
+///
+/// # Errors
+/// The index refuses a message: more entries than [`Limits::entries`].
+pub fn measure(entries: u64) -> Result<Vec<(&'static str, f64)>, Refused> {
+    let keys = entries.max(ENTRIES_MIN) / OWNERS;
     let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([2; 16]) };
     let index = Index::new([3, 4], Limits::default(), Timing::default());
     let mut bench = Bench { index, space };
@@ -141,16 +145,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let filled = bench.fill(keys)?;
     let entries = bench.index.entries() as f64;
     let table_bytes = bench.index.entry_bytes() as f64 / entries;
-    let resident_bytes = (resident() - before) as f64 / entries;
+    let resident_bytes = resident().saturating_sub(before) as f64 / entries;
 
     let one = |nth: u64| {
         let from = mixed(nth) % (keys - PROMPT);
         (from..from + PROMPT).map(|number| hash(nth % OWNERS, number)).collect::<Vec<_>>()
     };
     let nobody = |nth: u64| (0..PROMPT).map(|number| hash(1 << 20, nth << 20 | number)).collect::<Vec<_>>();
-    let (mut hits, hit_positions) = bench.find(4000, one)?;
-    let (mut misses, missed_positions) = bench.find(4000, nobody)?;
-    assert_eq!((hit_positions, missed_positions), (4000 * PROMPT, 0));
+    let rounds = (keys / 128).min(4000);
+    let (mut hits, hit_positions) = bench.find(rounds, one)?;
+    let (mut misses, missed_positions) = bench.find(rounds, nobody)?;
+    assert_eq!((hit_positions, missed_positions), (rounds * PROMPT, 0));
 
     for owner in 0..OWNERS {
         let announced = (0..SHARED).map(|number| hash(1 << 21, number)).collect();
@@ -161,13 +166,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let first = (0..SHARED).map(|number| hash(1 << 21, number));
         first.chain(one(nth).into_iter().skip(SHARED as usize)).collect::<Vec<_>>()
     };
-    let (mut shared, _) = bench.find(4000, shared)?;
+    let (mut shared, _) = bench.find(rounds, shared)?;
 
     let mut again = Bench { index: Index::new([5, 6], Limits::default(), Timing::default()), space };
     std::mem::swap(&mut again, &mut bench);
     drop(again);
     let refilled = bench.fill(keys)?;
-    let mut changes = bench.change(keys, 8000)?;
+    let mut changes = bench.change(keys, 2 * rounds)?;
     bench.index.bye(&name(0), 1, NOW)?;
     let hidden = bench.index.unswept() as f64;
     let mut steps = Vec::new();
@@ -178,25 +183,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let swept = steps.iter().sum::<f64>() * 1e3 / hidden;
     let read = random_read(bench.index.entry_bytes());
-    println!(
-        "{{\"entries\": {entries}, \"table_bytes_an_entry\": {table_bytes:.1}, \
-         \"resident_bytes_an_entry\": {resident_bytes:.1}, \"insert_ns\": {:.1}, \"insert_again_ns\": {:.1}, \
-         \"change_ns_p50\": {:.1}, \"change_ns_p99\": {:.1}, \"lookup_hit_us_p50\": {:.1}, \
-         \"lookup_hit_us_p99\": {:.1}, \"lookup_miss_us_p50\": {:.1}, \"lookup_miss_us_p99\": {:.1}, \
-         \"lookup_shared_us_p50\": {:.1}, \
-         \"sweep_ns_a_hidden_entry\": {swept:.1}, \"sweep_step_us_p50\": {:.1}, \"sweep_step_us_p99\": {:.1}, \
-         \"random_read_ns\": {read:.1}}}",
-        filled.as_secs_f64() * 1e9 / entries,
-        refilled.as_secs_f64() * 1e9 / entries,
-        at(&mut changes, 0.5),
-        at(&mut changes, 0.99),
-        at(&mut hits, 0.5),
-        at(&mut hits, 0.99),
-        at(&mut misses, 0.5),
-        at(&mut misses, 0.99),
-        at(&mut shared, 0.5),
-        at(&mut steps, 0.5),
-        at(&mut steps, 0.99),
-    );
-    Ok(())
+    Ok(vec![
+        ("entries", entries),
+        ("table_bytes_an_entry", table_bytes),
+        ("resident_bytes_an_entry", resident_bytes),
+        ("insert_ns", filled.as_secs_f64() * 1e9 / entries),
+        ("insert_again_ns", refilled.as_secs_f64() * 1e9 / entries),
+        ("change_ns_p50", at(&mut changes, 0.5)),
+        ("change_ns_p99", at(&mut changes, 0.99)),
+        ("lookup_hit_us_p50", at(&mut hits, 0.5)),
+        ("lookup_hit_us_p99", at(&mut hits, 0.99)),
+        ("lookup_miss_us_p50", at(&mut misses, 0.5)),
+        ("lookup_miss_us_p99", at(&mut misses, 0.99)),
+        ("lookup_shared_us_p50", at(&mut shared, 0.5)),
+        ("sweep_ns_a_hidden_entry", swept),
+        ("sweep_step_us_p50", at(&mut steps, 0.5)),
+        ("sweep_step_us_p99", at(&mut steps, 0.99)),
+        ("random_read_ns", read),
+    ])
 }
