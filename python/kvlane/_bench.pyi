@@ -65,6 +65,61 @@ def gpu_load(
     where the bytes did not arrive as they were."""
 
 @final
+class IndexOwners:
+    """Owners of blocks in name only, each on a port of loopback, which announce them to replicas of an index over TCP. Each
+    has `kept` blocks that stay, and `turning` ones, which changes replace."""
+
+    def __init__(self, owners: int, kept: int, turning: int, replicas: list[str]) -> None: ...
+    def addresses(self) -> list[str]:
+        """Their names in the index."""
+
+    def change(self, a_second: float) -> None:
+        """All of them together make so many changes a second from now on."""
+
+    def acknowledged(self) -> int:
+        """Changes that replicas have acknowledged, summed over replicas."""
+
+    def close(self) -> None:
+        """End them."""
+
+@final
+class IndexLookups:
+    """A daemon without blocks that only asks replicas of an index, and an engine that pings an echo."""
+
+    def __init__(self, replicas: list[str], answer_ms: float, echo: str | None = None) -> None: ...
+    @property
+    def pings_from(self) -> str | None:
+        """The address that the echo must answer."""
+
+    def reached(self) -> tuple[int, int]:
+        """The number of owners and of replicas that it has reached."""
+
+    def ask(
+        self, owners: int, kept: int, blocks: int, a_second: float, seconds: float
+    ) -> tuple[int, list[float], list[float], int, int, list[float]]:
+        """Ask for prompts of the first so many owners, among the blocks that they keep, and ping in turn. Lookups;
+        microseconds of each that found all, and of each that found nothing; how many found something else; pings, and
+        microseconds of each."""
+
+    def close(self) -> None:
+        """End the daemon."""
+
+@final
+class IndexEcho:
+    """Answers messages of an `IndexLookups` at once, in another process."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+
+    def answer(self, asker: str) -> None:
+        """Answer the engine at this address from now on."""
+
+def index_core(entries: int) -> list[tuple[str, float]]:
+    """Figures by name of an index of so many entries, by itself in this thread."""
+
+@final
 class SsdBench:
     """An SSD tier on new files of `capacity` bytes each, for `kvlane bench ssd`; they are removed with it. OSError
     where that is not possible, also where one of them is there already. What measures gives bytes, seconds, CPU

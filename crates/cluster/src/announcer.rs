@@ -28,14 +28,14 @@ use crate::members::{Member, MemberNumber};
 use crate::messages::Message;
 
 /// How long a message may take before the replica counts as lost.
-const PATIENCE: Duration = Duration::from_secs(3);
-const COUNT_EVERY: Duration = Duration::from_secs(1);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
+pub(crate) const COUNT_EVERY: Duration = Duration::from_secs(1);
 /// Pause after the first attempt to join. It doubles, up to `COUNT_EVERY`.
-const JOIN_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) const JOIN_PAUSE: Duration = Duration::from_millis(50);
 /// A replica that does not know this daemon after this time cannot reach it.
 const JOIN_PATIENCE: Duration = Duration::from_secs(5);
 /// Changes of this time go together, because each wake-up costs the daemon's other threads.
-const TOGETHER: Duration = Duration::from_millis(2);
+pub(crate) const TOGETHER: Duration = Duration::from_millis(2);
 /// Least time between the starts of two epochs.
 const EPOCH_PAUSE: Duration = Duration::from_secs(1);
 /// How long the end of this daemon waits for its goodbyes.
@@ -66,14 +66,36 @@ struct Attended {
     is_called: AtomicBool,
 }
 
+/// What a replica has said.
 #[derive(Default)]
-struct Wanted {
+pub(crate) struct Wanted {
     /// The epoch that the replica follows, as it says.
-    known: Option<u64>,
+    pub(crate) known: Option<u64>,
     /// Epoch and ticket of the snapshot that it wants.
-    snapshot: Option<(u64, u64)>,
+    pub(crate) snapshot: Option<(u64, u64)>,
     /// It follows this epoch, and refuses what this daemon sends.
-    refused: Option<u64>,
+    pub(crate) refused: Option<u64>,
+}
+
+impl Wanted {
+    /// Whether the replica follows this epoch, and the ticket of a snapshot that it wants.
+    ///
+    /// # Errors
+    /// It refuses this epoch. The next one must be above the one that the error names.
+    pub(crate) fn take(&mut self, epoch: u64) -> Result<(bool, Option<u64>), u64> {
+        let is_known = self.known == Some(epoch);
+        match self.refused.take() {
+            // Refusals of earlier epochs come late.
+            Some(refused) if is_known || refused >= epoch => {
+                *self = Self::default();
+                Err(refused)
+            }
+            _ => {
+                let snapshot = self.snapshot.take().filter(|(of, _)| *of == epoch);
+                Ok((is_known, snapshot.map(|(_, ticket)| ticket)))
+            }
+        }
+    }
 }
 
 /// Why an epoch has ended.
@@ -226,7 +248,8 @@ impl Epoch<'_> {
             if self.of.stopped.load(Ordering::Acquire) {
                 return self.send(ToReplica::Leave { epoch: self.epoch });
             }
-            let (is_known, snapshot) = self.take_wanted()?;
+            let wanted = self.attended.wanted.lock().take(self.epoch);
+            let (is_known, snapshot) = wanted.map_err(Ended::Again)?;
             if let Some(ticket) = snapshot {
                 let position = SnapshotPosition::default();
                 sending = Some(Sending { ticket, position, base: self.number(), number: 0 });
@@ -284,23 +307,6 @@ impl Epoch<'_> {
     /// The latest change.
     fn number(&self) -> u64 {
         self.cursor - self.start
-    }
-
-    /// Whether the replica follows this epoch, and the ticket of a snapshot that it wants.
-    fn take_wanted(&self) -> Result<(bool, Option<u64>), Ended> {
-        let mut wanted = self.attended.wanted.lock();
-        let is_known = wanted.known == Some(self.epoch);
-        match wanted.refused.take() {
-            // Refusals of earlier epochs come late.
-            Some(epoch) if is_known || epoch >= self.epoch => {
-                *wanted = Wanted::default();
-                Err(Ended::Again(epoch))
-            }
-            _ => {
-                let snapshot = wanted.snapshot.take().filter(|(epoch, _)| *epoch == self.epoch);
-                Ok((is_known, snapshot.map(|(_, ticket)| ticket)))
-            }
-        }
     }
 
     /// Announces up to `most` changes, for which it waits until then. Returns whether there are more; None: there was none.

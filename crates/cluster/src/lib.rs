@@ -13,6 +13,7 @@
 //!   with an index, source.rs asks a replica instead                            Question --> Located
 //!     announcer.rs  announces this pool's blocks to each replica               Join, Announce, Count, Part, Leave
 //!     replica.rs    a replica: which daemons there are, and who has what       Owners, SnapshotWanted
+//!     bench         owners and lookups that measure a replica
 //! ```
 //! Each daemon is the only authority on its blocks, and all that one says about another is a hint: a wrong one costs a miss.
 //! A loan is a window of the fabric, so no pool can be read as a whole, and a late read fails by itself. No daemon writes
@@ -21,6 +22,7 @@
 
 mod announced;
 mod announcer;
+pub mod bench;
 mod borrowing;
 mod breaker;
 mod cluster;

@@ -24,6 +24,7 @@ SUBCOMMANDS = (
     "share",
     "fabric",
     "handoff",
+    "index",
     "ssd",
     "remote",
     "all",
