@@ -73,8 +73,8 @@ class IndexOwners:
     def addresses(self) -> list[str]:
         """Their names in the index."""
 
-    def change(self, a_second: float) -> None:
-        """All of them together make so many changes a second from now on."""
+    def change(self, a_second: float, at_a_time: int) -> None:
+        """All of them together make so many changes a second from now on, each so many at a time."""
 
     def acknowledged(self) -> int:
         """Changes that replicas have acknowledged, summed over replicas."""

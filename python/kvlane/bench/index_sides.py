@@ -15,9 +15,9 @@ class OwnersSide:
         """They join these replicas, each with `kept` blocks that stay and `turning` ones that changes replace."""
         self.owners = _bench.IndexOwners(owners, kept, turning, replicas)
 
-    def change(self, a_second: float) -> None:
-        """All owners together make so many changes a second from now on."""
-        self.owners.change(a_second)
+    def change(self, a_second: float, at_a_time: int) -> None:
+        """All owners together make so many changes a second from now on, each so many at a time."""
+        self.owners.change(a_second, at_a_time)
 
     def acknowledged(self) -> int:
         """Changes that replicas have acknowledged."""

@@ -1,6 +1,6 @@
 //! [`NamedOwner`]: an owner that announces blocks that it has in name only, so that a benchmark's owners need no pools.
 //!
-//! To a replica it is a daemon: it is dialled back, answers each wish for a snapshot, and sends what changed every 2 ms, as
+//! To a replica it is a daemon: it is dialled back, answers each wish for a snapshot, and sends what changed within 5 ms, as
 //! announcer.rs does. Nothing can be read from it.
 
 use std::collections::HashMap;
@@ -24,6 +24,9 @@ use crate::index_messages::{FromReplica, KEYS_MAX, ToReplica};
 use crate::members::{Dialling, Member, MemberNumber, Members};
 use crate::messages::Message;
 
+/// Multiples of it, without their whole parts, are spread evenly over 0 to 1.
+const TURN: f64 = 0.618_033_988_749_895;
+
 /// An owner of blocks in name only.
 pub struct NamedOwner {
     shared: Arc<Shared>,
@@ -44,11 +47,28 @@ struct Shared {
     acknowledged: AtomicU64,
 }
 
-/// How many changes the owner has made.
+/// The changes that the owner makes: so many at a time.
 struct Pace {
+    /// Changes before `since`.
     made: u64,
     since: Instant,
-    a_second: f64,
+    at_a_time: u64,
+    /// From one time to the next. None: it makes no more.
+    every: Option<Duration>,
+}
+
+impl Pace {
+    fn made(&self, now: Instant) -> u64 {
+        let Some(every) = self.every else { return self.made };
+        let times = now.saturating_duration_since(self.since).as_nanos() / every.as_nanos().max(1);
+        self.made + self.at_a_time * times as u64
+    }
+
+    /// When it has made more than `changes`, if ever.
+    fn next(&self, changes: u64) -> Option<Instant> {
+        let times = changes.saturating_sub(self.made) / self.at_a_time.max(1) + 1;
+        self.since.checked_add(self.every?.checked_mul(u32::try_from(times).ok()?)?)
+    }
 }
 
 /// A replica that is announced to.
@@ -73,13 +93,6 @@ impl Attended {
     }
 }
 
-impl Pace {
-    fn made(&self, now: Instant) -> u64 {
-        let time = now.saturating_duration_since(self.since).as_secs_f64();
-        self.made + (time * self.a_second) as u64
-    }
-}
-
 impl NamedOwner {
     /// Listens on loopback, and joins these replicas (HOST:PORT), again and again. All goes by TCP.
     ///
@@ -94,7 +107,7 @@ impl NamedOwner {
             own,
             blocks,
             epoch: AtomicU64::new(since.as_micros() as u64),
-            pace: Mutex::new(Pace { made: 0, since: Instant::now(), a_second: 0.0 }),
+            pace: Mutex::new(Pace { made: 0, since: Instant::now(), at_a_time: 1, every: None }),
             attended: Mutex::default(),
             is_stopped: AtomicBool::new(false),
             acknowledged: AtomicU64::new(0),
@@ -122,11 +135,14 @@ impl NamedOwner {
         self.shared.own
     }
 
-    /// Makes so many changes a second from now on.
-    pub fn change(&self, a_second: f64) {
+    /// Makes so many changes a second from now on, `at_a_time` together. 0: none. Owners take turns.
+    pub fn change(&self, a_second: f64, at_a_time: u64) {
         let now = Instant::now();
+        let every = Duration::try_from_secs_f64(at_a_time as f64 / a_second).ok();
+        let share = (self.shared.blocks.owner as f64 * TURN).fract();
+        let since = every.and_then(|every| now.checked_add(every.mul_f64(share))).unwrap_or(now);
         let mut pace = self.shared.pace.lock();
-        *pace = Pace { made: pace.made(now), since: now, a_second };
+        *pace = Pace { made: pace.made(now), since, at_a_time, every };
         drop(pace);
         self.shared.call_all();
     }
@@ -331,9 +347,9 @@ impl Epoch<'_> {
 
     /// Waits for a request of the replica, and for changes.
     fn pause(&self, next_beat: Instant) {
-        let now = Instant::now();
-        let is_changing = self.of.pace.lock().a_second > 0.0;
-        let until = if is_changing { next_beat.min(now + TOGETHER) } else { next_beat };
+        let soon = Instant::now() + TOGETHER;
+        let next_change = self.of.pace.lock().next(self.changes).map(|at| at.max(soon));
+        let until = next_change.map_or(next_beat, |at| at.min(next_beat));
         self.attended.wait_until(until);
     }
 
@@ -347,5 +363,23 @@ impl Epoch<'_> {
             Ok(None) => Err(Ended::Stopped),
             Err(error) => Err(Ended::Lost(error.to_string())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_come_at_their_times() {
+        let since = Instant::now();
+        let at = |ms| since + Duration::from_millis(ms);
+        let pace = Pace { made: 7, since, at_a_time: 4, every: Some(Duration::from_millis(10)) };
+        for (changes, next) in [(0, 10), (7, 10), (10, 10), (11, 20), (14, 20), (15, 30)] {
+            assert_eq!(pace.next(changes), Some(at(next)));
+            assert!(pace.made(at(next)) > changes && pace.made(at(next - 10)) <= changes.max(7));
+        }
+        let ended = Pace { every: None, ..pace };
+        assert_eq!((ended.made(at(500)), ended.next(7)), (7, None));
     }
 }

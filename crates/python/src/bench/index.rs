@@ -35,10 +35,10 @@ impl PyIndexOwners {
         self.0.lock().iter().map(|owner| owner.address().to_string()).collect()
     }
 
-    fn change(&self, a_second: f64) {
+    fn change(&self, a_second: f64, at_a_time: u64) {
         let owners = self.0.lock();
         let each = a_second / owners.len() as f64;
-        owners.iter().for_each(|owner| owner.change(each));
+        owners.iter().for_each(|owner| owner.change(each, at_a_time));
     }
 
     fn acknowledged(&self) -> u64 {
