@@ -24,7 +24,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::announced::Announced;
 use crate::index_messages::{KEYS_MAX, ToReplica};
-use crate::members::{Member, MemberNumber};
+use crate::members::{Member, MemberNumber, acknowledged};
 use crate::messages::Message;
 
 /// How long a message may take before the replica counts as lost.
@@ -370,12 +370,12 @@ impl Epoch<'_> {
     fn send(&self, message: ToReplica) -> Result<(), Ended> {
         let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
         let bytes = Message::ToReplica(message).encode();
-        let lost = |why: String| Err(Ended::Lost(why));
-        match self.of.engine.send(self.peer, bytes, options).map(|sent| sent.wait(None)) {
+        let (engine, peer) = (&self.of.engine, self.peer);
+        match engine.send(peer, bytes, options).map(|sent| acknowledged(engine, peer, &sent)) {
             Ok(Some(Ok(()))) => Ok(()),
-            Ok(Some(Err(failure))) => lost(failure.to_string()),
+            Ok(Some(Err(why))) => Err(Ended::Lost(why)),
             Ok(None) => Err(Ended::Stopped),
-            Err(error) => lost(error.to_string()),
+            Err(error) => Err(Ended::Lost(error.to_string())),
         }
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{Engine, EngineId, FabricError, PeerId, SendOptions};
+use kvlane_fabric::{Engine, EngineId, FabricError, Handle, PeerId, SendOptions};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::breaker::Breaker;
@@ -24,6 +24,8 @@ pub(crate) const MEMBERS_MAX: usize = 64;
 const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// How long a beat may take before its member counts as unreached.
 const BEAT_PATIENCE: Duration = Duration::from_secs(3);
+/// How often a message that is not acknowledged makes its sender look whether a path to the member is up.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 const DIAL_PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -330,9 +332,10 @@ impl Members {
     ) -> Option<String> {
         loop {
             let options = SendOptions { timeout: BEAT_PATIENCE, ..SendOptions::default() };
-            match engine.send(peer, Arc::clone(bytes), options).map(|sent| sent.wait(None)) {
+            match engine.send(peer, Arc::clone(bytes), options).map(|sent| acknowledged(engine, peer, &sent))
+            {
                 Ok(Some(Ok(()))) => {}
-                Ok(Some(Err(failure))) => return Some(failure.to_string()),
+                Ok(Some(Err(why))) => return Some(why),
                 Ok(None) => return None,
                 // This daemon's other messages fill what there is: that says nothing about the member.
                 Err(FabricError::Full(_) | FabricError::MessagesFull(_)) => {}
@@ -342,6 +345,20 @@ impl Members {
                 return None;
             }
             debug_assert!(member.state.lock().reached.is_some());
+        }
+    }
+}
+
+/// Waits until a message to a member is acknowledged, or why it is not. None: the engine is closed.
+///
+/// It does not wait for a member that has ended: the fabric takes 2.5 s to give one up, and meanwhile it may have started again.
+pub(crate) fn acknowledged(engine: &Engine, peer: PeerId, sent: &Handle) -> Option<Result<(), String>> {
+    loop {
+        match sent.wait(Some(LOOK_EVERY)) {
+            Some(outcome) => return Some(outcome.map_err(|failure| failure.to_string())),
+            None if engine.is_closed() => return None,
+            None if engine.paths(peer).iter().any(|path| path.is_up) => {}
+            None => return Some(Err("no path to it is up".to_owned())),
         }
     }
 }

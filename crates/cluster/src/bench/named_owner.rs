@@ -21,7 +21,7 @@ use super::named_blocks::{NamedBlocks, SPACE};
 use crate::announcer::{COUNT_EVERY, JOIN_PAUSE, PATIENCE, TOGETHER, Wanted};
 use crate::cluster::ClusterError;
 use crate::index_messages::{FromReplica, KEYS_MAX, ToReplica};
-use crate::members::{Dialling, Member, MemberNumber, Members};
+use crate::members::{Dialling, Member, MemberNumber, Members, acknowledged};
 use crate::messages::Message;
 
 /// Multiples of it, without their whole parts, are spread evenly over 0 to 1.
@@ -356,10 +356,11 @@ impl Epoch<'_> {
     /// Sends a message and waits for its acknowledgement.
     fn send(&self, message: ToReplica) -> Result<(), Ended> {
         let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
-        let sent = self.of.engine.send(self.peer, Message::ToReplica(message).encode(), options);
-        match sent.map(|sent| sent.wait(None)) {
+        let (engine, peer) = (&self.of.engine, self.peer);
+        let sent = engine.send(peer, Message::ToReplica(message).encode(), options);
+        match sent.map(|sent| acknowledged(engine, peer, &sent)) {
             Ok(Some(Ok(()))) => Ok(()),
-            Ok(Some(Err(failure))) => Err(Ended::Lost(failure.to_string())),
+            Ok(Some(Err(why))) => Err(Ended::Lost(why)),
             Ok(None) => Err(Ended::Stopped),
             Err(error) => Err(Ended::Lost(error.to_string())),
         }
