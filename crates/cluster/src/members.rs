@@ -29,6 +29,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 const DIAL_PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// A replica that was reached this lately may have just started, and not know all blocks yet.
+const NEW: Duration = Duration::from_secs(3);
 /// How often names are resolved again.
 const RESOLVE_EVERY: Duration = Duration::from_secs(10);
 
@@ -47,6 +49,8 @@ pub(crate) struct Member {
 pub(crate) struct MemberState {
     /// The peer and its start, while it is reached.
     pub(crate) reached: Option<(PeerId, EngineId)>,
+    /// When it was reached last.
+    since: Option<Instant>,
     /// Its answers to questions.
     pub(crate) breaker: Breaker,
     /// Its loans.
@@ -301,7 +305,7 @@ impl Members {
         let mut state = member.state.lock();
         // They may be of its start before. Its first beat names it again.
         (state.name, state.software) = (String::new(), String::new());
-        state.reached = Some((peer, id));
+        (state.reached, state.since) = (Some((peer, id)), Some(Instant::now()));
         state.trouble = None;
         (state.breaker, state.loans) = (Breaker::default(), Breaker::default());
         drop(state);
@@ -370,6 +374,11 @@ pub(crate) fn own_beat(name: &str) -> Arc<[u8]> {
 }
 
 impl MemberState {
+    /// Whether it was reached only lately.
+    pub(crate) fn is_new(&self, now: Instant) -> bool {
+        self.since.is_some_and(|since| now < since + NEW)
+    }
+
     /// How long a loan may take to be granted, with so much time left: then another holder can still be asked.
     pub(crate) fn lease_patience(&self, left: Duration) -> Duration {
         (20 * self.breaker.round_trip()).max(left / 4)
@@ -452,6 +461,18 @@ mod tests {
         assert!(state.left_out().is_some() && !state.loans.may_ask(now));
         state.note_loan(true, 1 << 20, second, now);
         assert!(state.left_out().is_none() && state.loans.may_ask(now));
+    }
+
+    /// A replica that had just started was the nearest, and answered that nobody has any blocks.
+    #[test]
+    fn a_member_is_new_for_some_seconds_each_time_it_is_reached() {
+        let now = Instant::now();
+        let mut state = MemberState::default();
+        assert!(!state.is_new(now));
+        for reached in [now, now + 5 * NEW] {
+            state.since = Some(reached);
+            assert!(state.is_new(reached) && !state.is_new(reached + NEW));
+        }
     }
 
     /// Containers start again at other addresses. After 32 starts no new one was dialled.

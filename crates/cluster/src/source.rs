@@ -161,7 +161,7 @@ impl Asker {
         drop(self.engine.send(peer, message, options));
     }
 
-    /// The members or replicas that may be asked now, the nearest first.
+    /// The members or replicas that may be asked now: the nearest first, and last those that were reached only lately.
     fn to_ask(&self, now: Instant) -> Vec<(MemberNumber, PeerId)> {
         let mut found: Vec<_> = self
             .asked()
@@ -169,12 +169,12 @@ impl Asker {
             .into_iter()
             .filter_map(|member| {
                 let peer = member.to_ask(now)?;
-                let round_trip = member.state.lock().breaker.round_trip();
-                Some((round_trip, member.number, peer))
+                let state = member.state.lock();
+                Some((state.is_new(now), state.breaker.round_trip(), member.number, peer))
             })
             .collect();
-        found.sort_by_key(|(round_trip, number, _)| (*round_trip, *number));
-        found.into_iter().map(|(_, number, peer)| (number, peer)).collect()
+        found.sort_by_key(|(is_new, round_trip, number, _)| (*is_new, *round_trip, *number));
+        found.into_iter().map(|(_, _, number, peer)| (number, peer)).collect()
     }
 
     /// Opens a question.
