@@ -27,9 +27,9 @@ def test_a_replica_is_measured_beside_messages_and_through_restarts(tmp_path: Pa
     assert main(["index", *TINY, *TINY_RESTART, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "index.json").read_text())
     figures = {figure["what"]: figure for figure in found["figures"]}
-    # The digests of owners and replicas agreed throughout, or the replica had asked for more.
-    assert figures["snapshots of each owner"]["value"] == 1
-    assert figures["snapshots of each owner after a restart"]["value"] == 1
+    # Owners whose digests do not agree with the replica's need another one each. A loaded machine may lose one owner.
+    assert 1 <= figures["snapshots"]["value"] < 1.5
+    assert 1 <= figures["snapshots after a restart"]["value"] < 1.5
     assert found["lookups"]["lookups"] == 100 and found["lookups"]["changes_a_second"] > 0
     assert found["lookups"]["lookup_us"]["p50"] > 0 and found["lookups"]["message_us"]["p50"] > 0
     assert [each["lookups"] for each in found["restarts"]["rounds"]] == [200, 200]

@@ -66,7 +66,7 @@ struct Attended {
     is_called: AtomicBool,
 }
 
-/// What a replica has said.
+/// The latest words of a replica to this daemon.
 #[derive(Default)]
 pub(crate) struct Wanted {
     /// The epoch that the replica follows, as it says.

@@ -46,7 +46,7 @@ pub(crate) fn number(answer: &[u8]) -> Option<u64> {
 }
 
 impl Echo {
-    /// Listens.
+    /// Listens at a free port, and answers nothing yet.
     ///
     /// # Errors
     /// [`ClusterError::Fabric`]

@@ -27,7 +27,7 @@ use crate::messages::{Blocks, Message};
 const POOL_PAGES: u64 = 256;
 const REACHED_WITHIN: Duration = Duration::from_secs(10);
 /// How long after the last question its answer may come. Only a bug takes longer than the daemon's patience and this.
-const ENDED_WITHIN: Duration = Duration::from_secs(10);
+const ENDED_WITHIN: Duration = Duration::from_secs(30);
 
 /// Why lookups cannot be made.
 #[derive(Debug, Error)]
@@ -57,7 +57,7 @@ pub struct Prompts {
     pub blocks: u64,
     /// Lookups a second. With an echo, as many pings, in turns.
     pub a_second: f64,
-    /// For how long.
+    /// Time from the first lookup to the last.
     pub time: Duration,
 }
 
