@@ -126,6 +126,7 @@ impl NamedOwner {
             names: replicas,
             kind: "replica",
             attend: Box::new(move |replica, peer| attending.attend(replica, peer)),
+            when_lost: Box::new(|_| ()),
         }))?;
         Ok(owner)
     }
