@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, Space};
-use kvlane_fabric::{Engine, PeerId, SendOptions};
+use kvlane_fabric::{Engine, FabricError, PeerId, SendOptions};
 use kvlane_index::{Delta, Heartbeat, Part};
 use kvlane_store::{Changes, JournalEntry, SnapshotPosition, SpaceId, Store};
 use parking_lot::{Condvar, Mutex};
@@ -38,6 +38,9 @@ const JOIN_PATIENCE: Duration = Duration::from_secs(5);
 pub(crate) const TOGETHER: Duration = Duration::from_millis(5);
 /// Least time between the starts of two epochs.
 const EPOCH_PAUSE: Duration = Duration::from_secs(1);
+/// How long a replica knows this daemon after it has said so. It does with each count.
+const KNOWN_LASTS: Duration = Duration::from_secs(4);
+const DAY_US: u64 = 86_400_000_000;
 /// How long the end of this daemon waits for its goodbyes.
 const GOODBYE: Duration = Duration::from_millis(200);
 
@@ -69,8 +72,8 @@ struct Attended {
 /// The latest words of a replica to this daemon.
 #[derive(Default)]
 pub(crate) struct Wanted {
-    /// The epoch that the replica follows, as it says.
-    pub(crate) known: Option<u64>,
+    /// The epoch that the replica follows, and when it said so last.
+    pub(crate) known: Option<(u64, Instant)>,
     /// Epoch and ticket of the snapshot that it wants.
     pub(crate) snapshot: Option<(u64, u64)>,
     /// It follows this epoch, and refuses what this daemon sends.
@@ -82,8 +85,8 @@ impl Wanted {
     ///
     /// # Errors
     /// It refuses this epoch. The next one must be above the one that the error names.
-    pub(crate) fn take(&mut self, epoch: u64) -> Result<(bool, Option<u64>), u64> {
-        let is_known = self.known == Some(epoch);
+    pub(crate) fn take(&mut self, epoch: u64, now: Instant) -> Result<(bool, Option<u64>), u64> {
+        let is_known = self.known.is_some_and(|(of, at)| of == epoch && now < at + KNOWN_LASTS);
         match self.refused.take() {
             // Refusals of earlier epochs come late.
             Some(refused) if is_known || refused >= epoch => {
@@ -118,12 +121,11 @@ struct Sending {
 
 impl Announcer {
     pub(crate) fn new(engine: Arc<Engine>, store: Arc<Store>, own: SocketAddr) -> Self {
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             engine,
             store,
             own,
-            epoch: AtomicU64::new(since.as_micros() as u64),
+            epoch: AtomicU64::new(now_us()),
             attended: Mutex::default(),
             ends: Condvar::new(),
             stopped: AtomicBool::new(false),
@@ -133,7 +135,8 @@ impl Announcer {
 
     /// A replica follows this epoch.
     pub(crate) fn known(&self, replica: MemberNumber, epoch: u64) {
-        self.ask(replica, |wanted| wanted.known.replace(epoch) != Some(epoch));
+        let known = (epoch, Instant::now());
+        self.ask(replica, |wanted| wanted.known.replace(known).is_none_or(|(before, _)| before != epoch));
     }
 
     /// A replica wants a snapshot.
@@ -175,7 +178,10 @@ impl Announcer {
             match self.run_epoch(replica, &attended, peer) {
                 Ended::Lost(why) => break Some(why),
                 Ended::Stopped => break None,
-                Ended::Again(epoch) => drop(self.epoch.fetch_max(epoch, Ordering::Relaxed)),
+                Ended::Again(epoch) => {
+                    // No replica follows an epoch of the day after tomorrow.
+                    self.epoch.fetch_max(epoch.min(now_us() + DAY_US), Ordering::Relaxed);
+                }
             }
             let mut all = self.attended.lock();
             // Others' ends wake it, too.
@@ -197,18 +203,19 @@ impl Announcer {
     /// Which blocks there are, and the journal's cursor after them. None: the journal was too fast.
     fn begin(&self, attended: &Attended) -> Option<(Announced, u64)> {
         let mut announced = Announced::default();
-        let mut changes = Changes::default();
         let now = Instant::now();
-        let mut cursor = self.store.wait_journal(0, now, 1, &attended.is_called, &mut changes).cursor;
+        let is_called = &attended.is_called;
+        let mut cursor = self.store.wait_journal(0, now, 1, is_called, &mut Changes::default()).cursor;
         let mut position = SnapshotPosition::default();
         loop {
-            changes.entries.clear();
+            // New for each read, because a space's description may change.
+            let mut changes = Changes::default();
             let (has_more, upto) = self.store.read_snapshot(&mut position, usize::MAX, &mut changes);
             announced.apply(&changes);
             while cursor < upto {
-                changes.entries.clear();
+                let mut changes = Changes::default();
                 let most = usize::try_from(upto - cursor).unwrap_or(usize::MAX);
-                let read = self.store.wait_journal(cursor, now, most, &attended.is_called, &mut changes);
+                let read = self.store.wait_journal(cursor, now, most, is_called, &mut changes);
                 if read.start_again {
                     return None;
                 }
@@ -220,6 +227,11 @@ impl Announcer {
             }
         }
     }
+}
+
+/// Since 1970.
+fn now_us() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros() as u64
 }
 
 /// One epoch of the announcements to one replica.
@@ -240,7 +252,7 @@ impl Epoch<'_> {
     fn run(&mut self) -> Result<(), Ended> {
         let mut next_beat = Instant::now();
         let mut join_pause = JOIN_PAUSE;
-        let unknown_until = next_beat + JOIN_PATIENCE;
+        let mut unknown_until = next_beat + JOIN_PATIENCE;
         let mut sending: Option<Sending> = None;
         let mut was_known = false;
         loop {
@@ -248,7 +260,7 @@ impl Epoch<'_> {
             if self.of.stopped.load(Ordering::Acquire) {
                 return self.send(ToReplica::Leave { epoch: self.epoch });
             }
-            let wanted = self.attended.wanted.lock().take(self.epoch);
+            let wanted = self.attended.wanted.lock().take(self.epoch, Instant::now());
             let (is_known, snapshot) = wanted.map_err(Ended::Again)?;
             if let Some(ticket) = snapshot {
                 let position = SnapshotPosition::default();
@@ -257,10 +269,14 @@ impl Epoch<'_> {
             if is_known && !was_known {
                 // It compares from the beginning.
                 next_beat = Instant::now();
-                was_known = true;
                 self.replica.state.lock().trouble = None;
             }
             let now = Instant::now();
+            if was_known && !is_known {
+                // The replica reaches this daemon no more, or has forgotten it.
+                (next_beat, join_pause, unknown_until) = (now, JOIN_PAUSE, now + JOIN_PATIENCE);
+            }
+            was_known = is_known;
             if now >= next_beat {
                 if is_known {
                     let keys = self.announced.keys();
@@ -285,7 +301,7 @@ impl Epoch<'_> {
                 next_beat = now;
             }
             let until = if sending.is_some() { now } else { next_beat };
-            let has_more = self.announce(until, KEYS_MAX)?;
+            let has_more = self.announce(is_known, until, KEYS_MAX)?;
             if sending.is_none() && has_more == Some(false) {
                 std::thread::sleep(TOGETHER);
             }
@@ -309,8 +325,9 @@ impl Epoch<'_> {
         self.cursor - self.start
     }
 
-    /// Announces up to `most` changes, for which it waits until then. Returns whether there are more; None: there was none.
-    fn announce(&mut self, until: Instant, most: usize) -> Result<Option<bool>, Ended> {
+    /// Announces up to `most` changes, for which it waits until then. Returns whether there are more; None: there was none. A
+    /// replica that does not follow this epoch is told nothing: its snapshot begins later, or it notices the gap.
+    fn announce(&mut self, is_known: bool, until: Instant, most: usize) -> Result<Option<bool>, Ended> {
         let mut changes = Changes::default();
         let (store, is_called) = (&self.of.store, &self.attended.is_called);
         let read = store.wait_journal(self.cursor, until, most.min(KEYS_MAX), is_called, &mut changes);
@@ -323,7 +340,9 @@ impl Epoch<'_> {
         let first = self.number() + 1;
         self.cursor = read.cursor;
         let delta = Delta { first, last: self.number(), changes: self.announced.apply(&changes) };
-        self.send(ToReplica::Announce { epoch: self.epoch, delta })?;
+        if is_known {
+            self.send(ToReplica::Announce { epoch: self.epoch, delta })?;
+        }
         Ok(Some(read.has_more))
     }
 
@@ -333,7 +352,7 @@ impl Epoch<'_> {
         let (has_more, upto) = self.of.store.read_snapshot(&mut sending.position, KEYS_MAX, &mut found);
         while self.cursor < upto {
             let most = usize::try_from(upto - self.cursor).unwrap_or(usize::MAX);
-            self.announce(Instant::now(), most)?;
+            self.announce(true, Instant::now(), most)?;
         }
         let mut hashes: HashMap<SpaceId, Vec<BlockHash>> = HashMap::new();
         for JournalEntry { space, hash, .. } in found.entries {
@@ -368,14 +387,23 @@ impl Epoch<'_> {
 
     /// Sends a message and waits for its acknowledgement.
     fn send(&self, message: ToReplica) -> Result<(), Ended> {
-        let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
-        let bytes = Message::ToReplica(message).encode();
+        let bytes: Arc<[u8]> = Message::ToReplica(message).encode().into();
         let (engine, peer) = (&self.of.engine, self.peer);
-        match engine.send(peer, bytes, options).map(|sent| acknowledged(engine, peer, &sent)) {
-            Ok(Some(Ok(()))) => Ok(()),
-            Ok(Some(Err(why))) => Err(Ended::Lost(why)),
-            Ok(None) => Err(Ended::Stopped),
-            Err(error) => Err(Ended::Lost(error.to_string())),
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
+            let sent = engine.send(peer, Arc::clone(&bytes), options);
+            return match sent.map(|sent| acknowledged(engine, peer, &sent)) {
+                Ok(Some(Ok(()))) => Ok(()),
+                Ok(Some(Err(why))) => Err(Ended::Lost(why)),
+                Ok(None) => Err(Ended::Stopped),
+                // This daemon's other messages fill what there is: that says nothing about the replica.
+                Err(FabricError::Full(_) | FabricError::MessagesFull(_)) if Instant::now() < until => {
+                    std::thread::sleep(TOGETHER);
+                    continue;
+                }
+                Err(error) => Err(Ended::Lost(error.to_string())),
+            };
         }
     }
 }

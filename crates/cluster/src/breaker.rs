@@ -62,6 +62,11 @@ impl Breaker {
         self.round_trip
     }
 
+    /// Whether it is closed, or its pause is over by then.
+    pub(crate) fn is_over(&self, then: Instant) -> bool {
+        self.open.is_none_or(|(until, _)| until <= then)
+    }
+
     pub(crate) fn is_open(&self) -> bool {
         self.open.is_some()
     }

@@ -376,6 +376,10 @@ impl Taking {
             };
             match Message::decode(&message.bytes) {
                 Ok(Message::FromReplica(read)) if replica.is_some() => self.take_from_replica(&member, read),
+                // A replica borrows nothing, and its number is not that of a daemon.
+                Ok(read) if replica.is_some() && !matches!(read, Message::Beat { .. }) => {
+                    tracing::debug!(replica = %member.address, ?read, "a message that only daemons send");
+                }
                 Ok(read) => self.take(&member, message.from, read),
                 Err(why) => note_bad(&member, &why),
             }
@@ -395,6 +399,10 @@ impl Taking {
                 let answer = Message::Answer { number, first, runs };
                 // If it does not arrive, the other daemon gives the question up.
                 drop(self.engine.send(peer, answer.encode(), soon()));
+            }
+            // With an index no daemon is asked, and replicas have other numbers.
+            Message::Answer { .. } if self.index.is_some() => {
+                tracing::debug!(member = %member.address, "an answer that nobody waits for");
             }
             Message::Answer { number, first, runs } => {
                 self.asker.answered(member, number, first, vec![(member.number, runs)], Instant::now());
@@ -444,7 +452,12 @@ impl Taking {
                 announcer.refused(replica.number, epoch);
             }
             FromReplica::Located { number, first, owners } => {
-                let member = |(address, runs)| Some((self.members.reached_at(address)?.number, runs));
+                let now = Instant::now();
+                let member = |(address, runs)| {
+                    let member = self.members.reached_at(address)?;
+                    // One whose blocks come late or damaged is left out for a while.
+                    member.to_ask(now).map(|_| (member.number, runs))
+                };
                 let found = owners.into_iter().filter_map(member).collect();
                 self.asker.answered(replica, number, first, found, Instant::now());
             }

@@ -139,10 +139,11 @@ impl Members {
 
     /// Dials these addresses, and no longer those that are not among them once they are not reached.
     pub(crate) fn dial_only(self: &Arc<Self>, addresses: BTreeSet<SocketAddr>, dialling: &Arc<Dialling>) {
-        if *self.stopped.lock() || *self.named.read() == addresses {
+        if *self.stopped.lock() {
             return;
         }
-        // First, or the thread of a new address would find that it is not named.
+        // First, or the thread of a new address would find that it is not named. An address that was named before may still
+        // lack a place.
         self.named.write().clone_from(&addresses);
         addresses.into_iter().for_each(|address| self.start_dialling(address, dialling));
     }
@@ -247,9 +248,11 @@ impl Members {
     /// Removes a member that is not reached and that no name leads to any more: a container's next address is another one.
     /// True if it is gone.
     fn remove_unnamed(&self, member: &Member) -> bool {
+        // First, or the address could be named again in between, and `add` would find this member.
+        let mut all = self.all.write();
         let is_gone = !self.named.read().contains(&member.address);
         if is_gone {
-            self.all.write().remove(&member.number);
+            all.remove(&member.number);
         }
         is_gone
     }
@@ -425,6 +428,13 @@ impl Member {
         let mut state = self.state.lock();
         let (peer, _) = state.reached?;
         state.may_ask(now).then_some(peer)
+    }
+
+    /// The peer, if it may be asked by then.
+    pub(crate) fn to_ask_later(&self, then: Instant) -> Option<PeerId> {
+        let state = self.state.lock();
+        let (peer, _) = state.reached?;
+        (state.breaker.is_over(then) && state.loans.is_over(then)).then_some(peer)
     }
 
     /// The peer, while it is reached.

@@ -161,20 +161,25 @@ impl Asker {
         drop(self.engine.send(peer, message, options));
     }
 
-    /// The members or replicas that may be asked now: the nearest first, and last those that were reached only lately.
+    /// The members that may be asked now: the nearest first, and last those that were reached only lately. Or two replicas.
     fn to_ask(&self, now: Instant) -> Vec<(MemberNumber, PeerId)> {
-        let mut found: Vec<_> = self
-            .asked()
-            .all()
-            .into_iter()
-            .filter_map(|member| {
-                let peer = member.to_ask(now)?;
-                let state = member.state.lock();
-                Some((state.is_new(now), state.breaker.round_trip(), member.number, peer))
-            })
-            .collect();
-        found.sort_by_key(|(is_new, round_trip, number, _)| (*is_new, *round_trip, *number));
-        found.into_iter().map(|(_, _, number, peer)| (number, peer)).collect()
+        let mut all = self.asked().all();
+        all.sort_by_cached_key(|member| {
+            let state = member.state.lock();
+            (state.is_new(now), state.breaker.round_trip(), member.number)
+        });
+        let is_index = self.replicas.is_some();
+        let mut asked = Vec::new();
+        for member in all {
+            // The second replica may not be asked at all, which must not use up the one question after its pause.
+            let peer =
+                if is_index && !asked.is_empty() { member.to_ask_later(now) } else { member.to_ask(now) };
+            asked.extend(peer.map(|peer| (member.number, peer)));
+            if is_index && asked.len() == 2 {
+                break;
+            }
+        }
+        asked
     }
 
     /// Opens a question.

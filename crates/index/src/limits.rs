@@ -45,7 +45,7 @@ impl Default for Limits {
             keys_a_message: 64 << 10,
             waiting_deltas: 1 << 10,
             waiting_keys: 64 << 10,
-            snapshot_parts: 64 << 10,
+            snapshot_parts: 16 << 20,
             snapshots: 8,
             late_withdrawals: 64 << 10,
         }

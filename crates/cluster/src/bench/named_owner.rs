@@ -177,7 +177,7 @@ impl Shared {
         let Some(attended) = self.attended.lock().get(&replica.number).cloned() else { return };
         let mut wanted = attended.wanted.lock();
         match message {
-            FromReplica::Owners { epoch, .. } => wanted.known = Some(epoch),
+            FromReplica::Owners { epoch, .. } => wanted.known = Some((epoch, Instant::now())),
             FromReplica::SnapshotWanted { epoch, ticket } => wanted.snapshot = Some((epoch, ticket)),
             FromReplica::Unknown { epoch, .. } => wanted.refused = Some(epoch),
             FromReplica::Located { .. } => {}
@@ -264,7 +264,7 @@ impl Epoch<'_> {
             if self.of.is_stopped.load(Ordering::Acquire) {
                 return Ok(());
             }
-            let wanted = self.attended.wanted.lock().take(self.epoch);
+            let wanted = self.attended.wanted.lock().take(self.epoch, Instant::now());
             let (is_known, snapshot) = wanted.map_err(Ended::Refused)?;
             if let Some(ticket) = snapshot {
                 let blocks = 0..self.of.blocks.turning_after(self.changes).end;
