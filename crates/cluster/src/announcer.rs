@@ -229,7 +229,7 @@ impl Announcer {
     }
 }
 
-/// Since 1970.
+/// Microseconds since 1970.
 fn now_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros() as u64
 }
