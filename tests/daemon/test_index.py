@@ -137,8 +137,8 @@ def test_an_owner_that_is_killed_or_stopped_costs_a_miss_and_comes_back_by_itsel
         began = time.monotonic()
         assert at_b.call("check", prompt="three", count=BLOCKS) == right(0)
         assert time.monotonic() - began < 10
-        # By now the index has lost it, and dials it no more.
-        index.log.wait_for("daemon not reached")
+        # After that the index has given it up, and dials it no more.
+        until("it is silent for long", lambda: any(owner["silent_seconds"] > 7 for owner in index.owners()))
     finally:
         send_signal(a.pid, signal.SIGCONT)
     until("A is asked again", lambda: at_b.call("check", prompt="three", count=BLOCKS) == right(BLOCKS))

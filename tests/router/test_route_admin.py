@@ -49,7 +49,12 @@ def test_metrics_count_and_come_to_rest() -> None:
             ask(router.address, COMPLETIONS, wanted(f"{number} " + LONG, stream=True))
         ask(router.address, COMPLETIONS, wanted(model="unknown"))
         found = metrics(router.admin)
-        reference = (ROOT / "docs/reference/metrics.md").read_text().split("## The router")[1].split("## The index")[0]
+        reference = (
+            (ROOT / "docs/reference/metrics.md")
+            .read_text()
+            .split("## The router")[1]
+            .split("## The index")[0]
+        )
         listed = set(re.findall(r"`((?:kvlane|process)_\w+)`", reference))
         # Those of `--balance` have numbers only with it.
         only_balancing = {name for name in listed if re.search("_balance_|_node_score|_scale_wanted_", name)}
