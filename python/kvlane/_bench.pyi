@@ -66,8 +66,8 @@ def gpu_load(
 
 @final
 class IndexOwners:
-    """Owners of blocks in name only, each on a port of loopback, which announce them to replicas of an index over TCP. Each
-    has `kept` blocks that stay, and `turning` ones, which changes replace."""
+    """Owners of blocks in name only, each on a port of loopback, which announce them to replicas of an index over TCP.
+    Each has `kept` blocks that stay, and `turning` ones, which changes replace."""
 
     def __init__(self, owners: int, kept: int, turning: int, replicas: list[str]) -> None: ...
     def addresses(self) -> list[str]:
