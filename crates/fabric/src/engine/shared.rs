@@ -11,7 +11,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use kvlane_memory::{Forked, OwnProcess};
@@ -35,8 +34,7 @@ const SPIN_FOR_CARRIERS: Duration = Duration::from_micros(500);
 /// For so much of [`SPIN`] it keeps its processor; after that it yields between polls. If there is more work than processors,
 /// the peer may need this one to answer. While bytes stream, the next ones arrive sooner than this.
 const KEEP: Duration = Duration::from_micros(10);
-/// How long the engine's thread rests while other threads poll, before it checks that they still do. The last one that stops
-/// polling ends the rest: without that, messages at a busy receiver waited for the end of most rests.
+/// How long the engine's thread rests while other threads poll, before it checks that they still do.
 const PARK: Duration = Duration::from_micros(200);
 /// Jobs that a thread runs in [`Shared::run_pending`]: mostly enough to write, or read, what it has begun.
 const JOBS_AT_ONCE: usize = 8;
@@ -64,8 +62,6 @@ pub(crate) struct Shared {
     /// Polls by waiting threads, ever. Not in the hub: to read it there, the engine's thread would queue for the lock, and
     /// get it between two polls of the thread that does the work.
     polls: AtomicU64,
-    /// The engine's thread, while it rests because others poll.
-    resting: Mutex<Option<Thread>>,
     pub(super) stop: AtomicBool,
 }
 
@@ -91,7 +87,6 @@ impl Shared {
             pollers: AtomicUsize::new(0),
             sleepers: AtomicUsize::new(0),
             polls: AtomicU64::new(0),
-            resting: Mutex::new(None),
             stop: AtomicBool::new(false),
         }
     }
@@ -195,11 +190,7 @@ impl Shared {
                 continue;
             }
             // From here on the engine's thread does the work.
-            if self.pollers.fetch_sub(1, Ordering::AcqRel) == 1
-                && let Some(resting) = self.resting.lock().take()
-            {
-                resting.unpark();
-            }
+            self.pollers.fetch_sub(1, Ordering::AcqRel);
             self.sleepers.fetch_add(1, Ordering::AcqRel);
             self.wake_if_needed(hub);
             hub.sleep(&self.changed, deadline);
@@ -245,12 +236,7 @@ impl Shared {
                 // Waiting threads do the work, unless they get no processor.
                 let before = self.polls.load(Ordering::Relaxed);
                 audit::takes_time("a sleep");
-                *self.resting.lock() = Some(std::thread::current());
-                // A thread that stops polling from here on ends the rest.
-                if self.pollers.load(Ordering::Acquire) > 0 {
-                    std::thread::park_timeout(PARK);
-                }
-                *self.resting.lock() = None;
+                std::thread::sleep(PARK);
                 if self.polls.load(Ordering::Relaxed) != before {
                     continue;
                 }
