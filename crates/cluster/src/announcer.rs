@@ -76,7 +76,7 @@ pub(crate) struct Wanted {
     pub(crate) known: Option<(u64, Instant)>,
     /// Epoch and ticket of the snapshot that it wants.
     pub(crate) snapshot: Option<(u64, u64)>,
-    /// It follows this epoch, and refuses what this daemon sends.
+    /// The epoch that the replica follows instead of what this daemon sends.
     pub(crate) refused: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ impl Wanted {
     /// Whether the replica follows this epoch, and the ticket of a snapshot that it wants.
     ///
     /// # Errors
-    /// It refuses this epoch. The next one must be above the one that the error names.
+    /// The replica refuses this epoch. The next one must be above the one that the error names.
     pub(crate) fn take(&mut self, epoch: u64, now: Instant) -> Result<(bool, Option<u64>), u64> {
         let is_known = self.known.is_some_and(|(of, at)| of == epoch && now < at + KNOWN_LASTS);
         match self.refused.take() {
@@ -267,7 +267,7 @@ impl Epoch<'_> {
                 sending = Some(Sending { ticket, position, base: self.number(), number: 0 });
             }
             if is_known && !was_known {
-                // It compares from the beginning.
+                // The replica compares from the beginning.
                 next_beat = Instant::now();
                 self.replica.state.lock().trouble = None;
             }
@@ -365,7 +365,7 @@ impl Epoch<'_> {
             }
         }
         if !has_more {
-            // It may be empty, and then of any space.
+            // The last part may be empty, and then of any space.
             let space = Space { namespace: Namespace([0; 16]), cut: CutDigest([0; 16]) };
             self.send_hashes(sending, space, Vec::new(), true)?;
         }

@@ -165,7 +165,10 @@ impl Cluster {
         let (engine, counts) = (Arc::clone(&self.engine), Arc::clone(&self.lent));
         let lender = Lender::start(engine, Arc::clone(store), self.pool, most_lent, counts)?;
         let lender = Arc::new(Mutex::new(lender));
-        let index = self.replicas.clone().map(|replicas| self.announce_to(&replicas, store)).transpose()?;
+        let index = match (&self.options.directory, &self.replicas) {
+            (Directory::Index(names), Some(replicas)) => Some(self.announce_to(replicas, names, store)?),
+            _ => None,
+        };
         let announcer = index.as_ref().map(|index| Arc::clone(&index.announcer));
         let mut running = self.running.lock();
         let threads = &mut running
@@ -206,14 +209,18 @@ impl Cluster {
     }
 
     /// Dials the replicas of the index, and announces the store's blocks to them.
-    fn announce_to(&self, replicas: &Arc<Members>, store: &Arc<Store>) -> Result<OfIndex, ClusterError> {
+    fn announce_to(
+        &self,
+        replicas: &Arc<Members>,
+        names: &[String],
+        store: &Arc<Store>,
+    ) -> Result<OfIndex, ClusterError> {
         let own = self.addresses().into_iter().next().ok_or(FabricError::Closed)?;
         let announcer = Arc::new(Announcer::new(Arc::clone(&self.engine), Arc::clone(store), own));
         let attending = Arc::clone(&announcer);
-        let Directory::Index(names) = &self.options.directory else { unreachable!("there are replicas") };
         replicas.start(Arc::new(Dialling {
             engine: Arc::clone(&self.engine),
-            names: names.clone(),
+            names: names.to_vec(),
             kind: "replica",
             attend: Box::new(move |replica, peer| attending.attend(replica, peer)),
             when_lost: Box::new(|_| ()),

@@ -306,7 +306,7 @@ impl Members {
         let kind = dialling.kind;
         dialling.engine.name_peer(peer, format!("{kind} {}", member.address));
         let mut state = member.state.lock();
-        // They may be of its start before. Its first beat names it again.
+        // Name and version may be of the member's start before. Its first beat names it again.
         (state.name, state.software) = (String::new(), String::new());
         (state.reached, state.since) = (Some((peer, id)), Some(Instant::now()));
         state.trouble = None;

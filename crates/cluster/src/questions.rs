@@ -96,6 +96,11 @@ impl Questions {
         Ok(self.last)
     }
 
+    /// Whether it is not over.
+    pub(crate) fn is_open(&self, number: u64) -> bool {
+        self.open.contains_key(&number)
+    }
+
     /// Another one is asked, too. False: the question is over.
     pub(crate) fn ask_also(&mut self, number: u64, member: MemberNumber, now: Instant) -> bool {
         let Some(open) = self.open.get_mut(&number) else { return false };

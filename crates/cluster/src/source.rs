@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::borrowing::{Batch, Borrowing};
 use crate::members::{Member, MemberNumber, Members};
 use crate::messages::{BLOCKS_MAX, Blocks, Message};
-use crate::questions::{Ended, FoundRuns, Needs, Questions};
+use crate::questions::{Ended, FoundRuns, Needs, QUESTIONS_MAX, Questions};
 
 /// How long a question may be on its way. Longer than its own time, because giving a message up costs more than it does.
 const SEND_PATIENCE: Duration = Duration::from_secs(1);
@@ -207,7 +207,15 @@ impl Asker {
     fn try_again_later(&self, second: SecondTry) {
         let mut state = self.state.lock();
         let due_before = state.next_due();
-        state.second_tries.push_back(second);
+        // Most are over long before their second try. Then their messages need not be kept until its time.
+        while let Some(first) = state.second_tries.front()
+            && !state.questions.is_open(first.number)
+        {
+            state.second_tries.pop_front();
+        }
+        if state.second_tries.len() < QUESTIONS_MAX {
+            state.second_tries.push_back(second);
+        }
         self.wake_for_sooner(&state, due_before);
     }
 
