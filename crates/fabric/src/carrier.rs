@@ -211,8 +211,11 @@ pub trait Carrier: fmt::Debug + Send {
     /// The path takes nothing now. The engine posts again after [`Context::ready`] or the completion of another post on it.
     fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow>;
 
-    /// A descriptor that the carrier watches ([`crate::Watch`]) is ready.
-    fn descriptor_ready(&mut self, cx: &mut Context<'_>, tag: u64) {}
+    /// A descriptor that the carrier watches ([`crate::Watch`]) is ready. False: one of the carrier's jobs has to end first, and
+    /// the engine does not poll for that.
+    fn descriptor_ready(&mut self, cx: &mut Context<'_>, tag: u64) -> bool {
+        true
+    }
 
     /// Takes what has arrived and does what is due, without waiting. True if there was anything.
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {

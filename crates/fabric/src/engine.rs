@@ -28,6 +28,8 @@ mod group;
 mod handle;
 mod hold;
 mod options;
+#[cfg(test)]
+mod resting;
 mod shared;
 
 use std::mem::ManuallyDrop;

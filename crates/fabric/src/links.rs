@@ -486,13 +486,18 @@ impl<R> Links<R> {
         }
     }
 
-    /// The watch reports a link as ready.
-    pub(crate) fn note_ready(&mut self, id: LinkId) {
-        let Some(entry) = self.entries.get_mut(&id) else { return };
+    /// The watch reports a link as ready. False: a job has the link. The watch reports it again and again until that job has
+    /// read what is there, so the caller must not poll meanwhile.
+    pub(crate) fn note_ready(&mut self, id: LinkId) -> bool {
+        let Some(entry) = self.entries.get_mut(&id) else { return true };
         entry.input = Input::Reported;
+        if matches!(entry.turn, Turn::Running) {
+            return false;
+        }
         // This thread takes the peer's wake from the socket. If another thread sleeps on the watch, it needs one of its own.
         self.wake_needed |= self.rings.contains(&id);
         self.make_due(id);
+        true
     }
 
     fn make_due(&mut self, id: LinkId) {

@@ -179,12 +179,13 @@ impl ControlSockets {
         self.paths.get(&path)
     }
 
-    /// The watch says that a descriptor is ready.
-    pub(crate) fn descriptor_ready(&mut self, now: Duration, tag: u64) {
-        match tag & LISTENER {
-            0 => self.links.note_ready(tag),
-            _ => self.accept_all(now, (tag ^ LISTENER) as usize),
+    /// The watch says that a descriptor is ready. False: a job that has it has to end first.
+    pub(crate) fn descriptor_ready(&mut self, now: Duration, tag: u64) -> bool {
+        if tag & LISTENER == 0 {
+            return self.links.note_ready(tag);
         }
+        self.accept_all(now, (tag ^ LISTENER) as usize);
+        true
     }
 
     /// Polls the rings, and does what is due. Whether a ring had anything.

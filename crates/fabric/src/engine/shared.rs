@@ -268,6 +268,13 @@ impl Shared {
                 }
                 continue;
             }
+            if hub.waits_for_job {
+                // The thread that runs the job may have no processor. Polling would keep one from it.
+                drop(hub);
+                audit::takes_time("a sleep");
+                std::thread::sleep(PARK);
+                continue;
+            }
             let until = hub.next_tick();
             let timeout = until.saturating_sub(hub.hub.now());
             if !hub.prepare_to_sleep() {

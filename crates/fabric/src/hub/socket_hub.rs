@@ -38,6 +38,9 @@ pub(crate) struct SocketHub {
     polls_without_sockets: u32,
     /// The last poll of sockets found nothing.
     has_quiet_sockets: bool,
+    /// A socket of a job of another thread is ready, as the last poll of sockets has found. Until that job has read it, the
+    /// watch wakes at once whoever sleeps on it.
+    pub(crate) waits_for_job: bool,
     /// Index of the carrier whose job ran last; the others come first.
     turn: usize,
     /// How long the lock was held each time, if that is measured.
@@ -82,6 +85,7 @@ impl SocketHub {
             advertised,
             polls_without_sockets: 0,
             has_quiet_sockets: false,
+            waits_for_job: false,
             turn: 0,
             holds: None,
             asleep_until: None,
@@ -128,11 +132,10 @@ impl SocketHub {
         if self.polls_without_sockets >= most {
             self.polls_without_sockets = 0;
             self.watch.wait(events, Duration::ZERO);
-            self.has_quiet_sockets = events.is_empty();
-            any |= !events.is_empty();
-            for event in events.iter() {
-                self.handle(Happened::of(event));
-            }
+            let handled = events.iter().filter(|event| self.handle(Happened::of(event))).count();
+            self.has_quiet_sockets = handled == 0;
+            self.waits_for_job = handled < events.len();
+            any |= handled > 0;
         } else if by_rings {
             // Read the rings first: a thread waits at either end of them.
             return true;
@@ -144,15 +147,16 @@ impl SocketHub {
         self.pump() || any
     }
 
-    fn handle(&mut self, happened: Happened) {
+    /// False: what happened waits for the end of a job.
+    fn handle(&mut self, happened: Happened) -> bool {
         let outside = &mut self.hub.outside;
         let now = outside.now();
         match happened {
             Happened { owner: CONTROL, tag } => outside.control.descriptor_ready(now, tag),
             // The eventfd has done its work by waking.
-            Happened { owner: WAKE, .. } => {}
+            Happened { owner: WAKE, .. } => true,
             Happened { owner, tag } => {
-                outside.with(owner, |carrier, cx| carrier.descriptor_ready(cx, tag));
+                outside.with(owner, |carrier, cx| carrier.descriptor_ready(cx, tag)).unwrap_or(true)
             }
         }
     }

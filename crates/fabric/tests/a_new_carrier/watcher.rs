@@ -48,8 +48,9 @@ impl Carrier for Watcher {
         Err(NotNow)
     }
 
-    fn descriptor_ready(&mut self, _: &mut Context<'_>, tag: u64) {
+    fn descriptor_ready(&mut self, _: &mut Context<'_>, tag: u64) -> bool {
         self.watch.remove(&self.ends[0]);
         self.told.send(tag).unwrap();
+        true
     }
 }

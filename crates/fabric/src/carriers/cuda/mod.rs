@@ -488,13 +488,14 @@ impl Carrier for Cuda {
         }
     }
 
-    fn descriptor_ready(&mut self, cx: &mut Context<'_>, tag: u64) {
+    fn descriptor_ready(&mut self, cx: &mut Context<'_>, tag: u64) -> bool {
         if tag == WAKE {
             let mut count = [0; 8];
             let _ = rustix::io::read(self.imports.wake(), &mut count);
         } else if let Some((party, connection)) = self.watched.get(&tag).copied() {
             self.neighbour_exited(cx, party, connection);
         }
+        true
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {

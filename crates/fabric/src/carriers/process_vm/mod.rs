@@ -545,10 +545,11 @@ impl Carrier for ProcessVm {
         self.send(cx, post)
     }
 
-    fn descriptor_ready(&mut self, _: &mut Context<'_>, _: u64) {
+    fn descriptor_ready(&mut self, _: &mut Context<'_>, _: u64) -> bool {
         let mut count = [0; 8];
         let _ = rustix::io::read(self.copies.wake(), &mut count);
         self.copies.rearm_wake();
+        true
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {

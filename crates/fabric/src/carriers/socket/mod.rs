@@ -307,8 +307,8 @@ impl Carrier for SocketCarrier {
         self.send(cx, post)
     }
 
-    fn descriptor_ready(&mut self, _: &mut Context<'_>, tag: u64) {
-        self.links.note_ready(tag);
+    fn descriptor_ready(&mut self, _: &mut Context<'_>, tag: u64) -> bool {
+        self.links.note_ready(tag)
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
