@@ -463,10 +463,11 @@ mod tests {
         assert_eq!(state.read_patience(3 << 18, 4 * second), 3 * second);
         assert_eq!(state.read_patience(u64::MAX, second), second);
         assert_eq!(state.lease_patience(second), second / 4);
-        for _ in 0..3 {
+        for at in [now, now, now + second] {
             assert_eq!(state.left_out(), None);
-            state.note_loan(false, 0, Duration::ZERO, now);
+            state.note_loan(false, 0, Duration::ZERO, at);
         }
+        let now = now + second;
         assert!(!state.note_loan(false, 0, Duration::ZERO, now), "said before");
         assert!(state.left_out().is_some() && !state.loans.may_ask(now));
         state.note_loan(true, 1 << 20, second, now);
