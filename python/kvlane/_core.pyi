@@ -452,6 +452,7 @@ class FabricEngine:
         patience_ms: float,
         transport: str,
         copy_threads: int | None,
+        socket_threads: int,
         inbox: tuple[int, int],
         checksums: bool,
         tls: tuple[str, str, str] | None,

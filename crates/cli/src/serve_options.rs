@@ -159,6 +159,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_CLUSTER_TRANSPORT", value_enum, value_name = "NAME")]
     cluster_transport: Option<ClusterTransportArg>,
 
+    /// Threads that move blocks between daemons over sockets, and connections to each daemon. One moves a few GB/s; more help
+    /// where the network is faster than that [default: 1]
+    #[arg(long, env = "KVLANE_CLUSTER_SOCKET_THREADS", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    cluster_socket_threads: Option<u8>,
+
     /// How long a lookup waits for the other daemons' answers, in milliseconds. More helps only if the network takes longer
     /// than that [default: 1]
     #[arg(long, env = "KVLANE_CLUSTER_ANSWER_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -284,6 +289,7 @@ impl ServeArgs {
             key: self.cluster_tls_key.or(file.cluster_tls_key),
             authority: self.cluster_tls_authority.or(file.cluster_tls_authority),
             transport: self.cluster_transport.or(file.cluster_transport),
+            socket_threads: self.cluster_socket_threads.or(file.cluster_socket_threads),
             answer_ms: self.cluster_answer_ms.or(file.cluster_answer_ms),
         };
         let cluster = cluster.resolve()?;

@@ -41,6 +41,8 @@ pub struct ClusterOptions {
     pub tls: Option<Tls>,
     /// The transport of bytes; None: the best that both sides have.
     pub transport: Option<Transport>,
+    /// Threads that read and write sockets, and connections to each other daemon.
+    pub socket_threads: usize,
     /// How this daemon learns which other one has a block.
     pub directory: Directory,
     /// How long a lookup waits for the others' answers.
@@ -112,6 +114,8 @@ impl Cluster {
             token: options.token.clone(),
             tls: options.tls.clone(),
             transport: options.transport,
+            socket_threads: options.socket_threads,
+            connections: options.socket_threads,
             // A borrower compares each block with its owner's checksum, and a message that was changed names blocks that
             // nobody has. So frames carry no second checksum.
             checksums: false,

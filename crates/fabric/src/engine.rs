@@ -26,6 +26,8 @@ mod carriers;
 mod error;
 mod group;
 mod handle;
+#[cfg(test)]
+mod helping;
 mod hold;
 mod options;
 #[cfg(test)]
@@ -35,7 +37,6 @@ mod shared;
 use std::mem::ManuallyDrop;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -80,7 +81,7 @@ const ADDRESSES_MAX: usize = 16;
 
 /// Moves bytes between registered memory of this process and its peers'.
 ///
-/// One thread of the engine serves peers and advances transfers. A thread that waits for a transfer does that work itself
+/// One thread of the engine, or [`EngineOptions::socket_threads`] of them, serves peers and advances transfers. A thread that waits for a transfer does that work itself
 /// meanwhile, so that a small transfer needs no switch of threads. An idle engine sends a ping to each peer twice a second.
 ///
 /// Writes that a closed or dropped engine had under way may still arrive at its peers for a moment.
@@ -91,7 +92,7 @@ const ADDRESSES_MAX: usize = 16;
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Engine {
@@ -117,6 +118,7 @@ impl Engine {
             connections,
             transport,
             copy_threads,
+            socket_threads,
             checksums,
             transfers,
             inbox,
@@ -150,12 +152,21 @@ impl Engine {
         let reach = named.iter().fold(Reach::NOTHING, |reach, (_, carrier)| reach.and(carrier.reach()));
         let outside = Outside::new(Process::new(me, inbox), control, named);
         let hub = SocketHub::new(Hub::new(Transfers::new(transfers), outside), watch, advertise)?;
-        let shared = Arc::new(Shared::new(hub, registrars, reach, slots));
-        let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
-            let shared = Arc::clone(&shared);
-            move || shared.serve()
-        })?;
-        Ok(Engine { shared, thread: Some(thread) })
+        let shared = Arc::new(Shared::new(hub, registrars, reach, slots, socket_threads));
+        let mut engine = Engine { shared, threads: Vec::with_capacity(socket_threads) };
+        engine.start_thread("kvlane-fabric", Shared::serve)?;
+        for _ in 1..socket_threads {
+            engine.start_thread("kvlane-sockets", Shared::help)?;
+        }
+        Ok(engine)
+    }
+
+    /// If it fails, dropping the engine ends the threads that run.
+    fn start_thread(&mut self, name: &str, run: fn(&Shared)) -> Result<(), FabricError> {
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || run(&shared))?;
+        self.threads.push(thread);
+        Ok(())
     }
 
     /// Registers memory and returns the region's number. Transfers of this process may then read and write it, and peers may do
@@ -650,27 +661,25 @@ impl Engine {
         // No bound: a job that runs on another thread, or a driver's copy, cannot be stopped.
         self.shared.wait(&mut hub, None, |hub| (!hub.hub.outside.is_ending()).then_some(()));
         hub.finish();
-        self.shared.stop.store(true, Ordering::Release);
-        self.shared.wake_waiters(&mut hub);
-        hub.wake();
+        self.shared.stop(&mut hub);
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
         if !self.shared.is_here() {
-            // The parent still uses the engine. Its thread does not exist in this process, and what it shares must not end.
-            let _thread = ManuallyDrop::new(self.thread.take());
+            // The parent still uses the engine. Its threads do not exist in this process, and what they share must not end.
+            let _threads = ManuallyDrop::new(std::mem::take(&mut self.threads));
             let _shared = ManuallyDrop::new(Arc::clone(&self.shared));
             return;
         }
         self.close();
         let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
-        if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
+        for thread in self.threads.drain(..).filter(|thread| !is_itself(thread)) {
             audit::takes_time("the end of a thread");
             // The thread does not panic. If it did, there would be nothing left to end.
             let ended = thread.join();
-            debug_assert!(ended.is_ok() || std::thread::panicking(), "the engine's thread panicked");
+            debug_assert!(ended.is_ok() || std::thread::panicking(), "a thread of the engine panicked");
         }
     }
 }

@@ -64,14 +64,22 @@ impl PyEngine {
         patience_ms: f64,
         transport: &str,
         copy_threads: Option<usize>,
+        socket_threads: usize,
         inbox: (usize, usize),
         checksums: bool,
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
         let transport = transport_of(transport)?;
         let tls = tls.map(tls_of);
-        let mut options =
-            EngineOptions { token, connections, transport, checksums, tls, ..EngineOptions::default() };
+        let mut options = EngineOptions {
+            token,
+            connections,
+            transport,
+            socket_threads,
+            checksums,
+            tls,
+            ..EngineOptions::default()
+        };
         options.copy_threads = copy_threads.unwrap_or(options.copy_threads);
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
         options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };

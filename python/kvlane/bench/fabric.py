@@ -180,6 +180,14 @@ def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
         help="connections of kvlane to each address of the far side (default %(default)s)",
     )
     parser.add_argument(
+        "--socket-threads",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="threads of each of kvlane's engines that read and write sockets (default %(default)s); more need as many "
+        "--connections",
+    )
+    parser.add_argument(
         "--nics",
         type=lambda text: text.split(","),
         metavar="ADDR,ADDR",
@@ -390,6 +398,7 @@ class _System:
         options: dict[str, Any] = {
             "token": self._arguments.token,
             "connections": self._arguments.connections,
+            "socket_threads": self._arguments.socket_threads,
             "tls": self._tls,
             "transport": self._system.transport if self._system.transport in ("cma", "cuda") else "tcp",
             "checksums": self._system.transport != "tcp-no-checksums",

@@ -196,6 +196,7 @@ class Kvlane(Side):
         self,
         token: str = "",
         connections: int = 1,
+        socket_threads: int = 1,
         listen: Sequence[str] = ("127.0.0.1:0",),
         tls: Sequence[str] | None = None,
         transport: str = "auto",
@@ -206,7 +207,13 @@ class Kvlane(Side):
         credentials = fabric.Tls(*tls) if tls else None
         self.transport = transport
         self.engine = fabric.Engine(
-            listen, token, connections, transport=transport, checksums=checksums, tls=credentials
+            listen,
+            token,
+            connections,
+            transport=transport,
+            socket_threads=socket_threads,
+            checksums=checksums,
+            tls=credentials,
         )
         device = self.memory.device if isinstance(self.memory, GpuMemory) else None
         self.region = self.engine.register(self.memory.address, self.memory.size, device=device)

@@ -61,6 +61,7 @@ impl ClusterArgs {
             key: self.cluster_tls_key.clone(),
             authority: self.cluster_tls_authority.clone(),
             transport: None,
+            socket_threads: None,
             answer_ms: None,
         }
         .resolve()

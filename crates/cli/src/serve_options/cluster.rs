@@ -35,6 +35,7 @@ pub(crate) struct ClusterFlags {
     pub(crate) key: Option<PathBuf>,
     pub(crate) authority: Option<PathBuf>,
     pub(crate) transport: Option<ClusterTransportArg>,
+    pub(crate) socket_threads: Option<u8>,
     pub(crate) answer_ms: Option<u32>,
 }
 
@@ -93,6 +94,10 @@ impl ClusterFlags {
         if !(1..=1000).contains(&answer) {
             bail!("--cluster-answer-ms {answer} is not from 1 to 1000");
         }
+        let socket_threads = self.socket_threads.unwrap_or(1);
+        if !(1..=16).contains(&socket_threads) {
+            bail!("--cluster-socket-threads {socket_threads} is not from 1 to 16");
+        }
         let tcp = self.transport == Some(ClusterTransportArg::Tcp);
         let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Ok(Some(ClusterOptions {
@@ -101,6 +106,7 @@ impl ClusterFlags {
             token,
             tls,
             transport: tcp.then_some(Transport::TCP),
+            socket_threads: socket_threads.into(),
             directory: if self.index.is_some() { Directory::Index(names) } else { Directory::Peers(names) },
             answer_within: Duration::from_millis(answer.into()),
             name,
@@ -116,6 +122,7 @@ impl ClusterFlags {
             (self.key.is_some(), "--cluster-tls-key"),
             (self.authority.is_some(), "--cluster-tls-authority"),
             (self.transport.is_some(), "--cluster-transport"),
+            (self.socket_threads.is_some(), "--cluster-socket-threads"),
             (self.answer_ms.is_some(), "--cluster-answer-ms"),
         ]
         .into_iter()
@@ -153,6 +160,7 @@ mod tests {
             key: None,
             authority: None,
             transport: None,
+            socket_threads: None,
             answer_ms: None,
         }
     }

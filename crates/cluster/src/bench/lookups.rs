@@ -117,6 +117,7 @@ impl Lookups {
             token: String::new(),
             tls: None,
             transport: Some(Transport::TCP),
+            socket_threads: 1,
             directory: Directory::Index(replicas),
             answer_within,
             name: "lookups".into(),

@@ -153,6 +153,7 @@ impl Host {
             token: TOKEN.into(),
             tls: None,
             transport,
+            socket_threads: 1,
             directory,
             answer_within,
             name: listen.to_string(),

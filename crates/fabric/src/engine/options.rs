@@ -12,8 +12,8 @@ use crate::transfers::Options;
 
 /// Most default [`EngineOptions::copy_threads`].
 const COPY_THREADS_USUAL: usize = 4;
-/// Most [`EngineOptions::copy_threads`] that a caller may ask for.
-const COPY_THREADS_MAX: usize = 64;
+/// Most threads of one kind that a caller may ask for.
+const THREADS_MAX: usize = 64;
 
 /// The options of an engine.
 #[derive(Debug, Clone)]
@@ -33,6 +33,9 @@ pub struct EngineOptions {
     /// Most threads that copy between this process and others of this host, 1 to 64. A thread that waits for a transfer is
     /// one of them. The engine makes the others when it first copies 256 KiB or more; they sleep while there is no copy.
     pub copy_threads: usize,
+    /// Threads of the engine that read and write sockets, 1 to 64. One thread moves a few GB/s. More of them serve several
+    /// connections at once, so they help if there are several peers, addresses or [`EngineOptions::connections`].
+    pub socket_threads: usize,
     /// Whether bytes through sockets carry checksums (crc32c), which find changes by a network or a host on the way. If one
     /// differs, the connection ends, and what it had under way is sent again. If one side has this off, there are no
     /// checksums. With TLS there are none either, because it finds every change itself.
@@ -54,6 +57,7 @@ impl Default for EngineOptions {
             connections: 1,
             transport: None,
             copy_threads: copy_threads(),
+            socket_threads: 1,
             checksums: true,
             tls: None,
             transfers: Options::default(),
@@ -98,9 +102,11 @@ impl EngineOptions {
         }
         check_transfers(&self.transfers)?;
         check_inbox(&self.inbox)?;
-        if !(1..=COPY_THREADS_MAX).contains(&self.copy_threads) {
-            let threads = self.copy_threads;
-            return Err(FabricError::Limit(format!("copy_threads {threads}: 1 to {COPY_THREADS_MAX}")));
+        for (name, threads) in [("copy_threads", self.copy_threads), ("socket_threads", self.socket_threads)]
+        {
+            if !(1..=THREADS_MAX).contains(&threads) {
+                return Err(FabricError::Limit(format!("{name} {threads}: 1 to {THREADS_MAX}")));
+            }
         }
         let Some(Transport(names)) = self.transport.filter(|_| self.tls.is_some()) else { return Ok(()) };
         match names.iter().find(|name| !Transport::TCP.allows(name)) {

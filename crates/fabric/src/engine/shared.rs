@@ -4,7 +4,8 @@
 //! ```text
 //!  Engine::begin, send, ...   run_pending: pump, a few jobs, then return
 //!  Handle::wait, ...          wait: poll and run jobs (spin), then sleep on the condition variable
-//!  the engine's thread        serve: rests while threads wait and poll, else polls, and sleeps on the watch when idle
+//!  the engine's thread        serve: rests while enough threads wait and poll, else polls, and sleeps on the watch when idle
+//!  helpers (socket_threads)   help: sleep until a thread that takes a job leaves another one due, then poll and run jobs
 //! ```
 //! A waiting thread polls for a while because a switch of threads takes longer than a small transfer. While it sleeps, the
 //! engine's thread does the work and wakes it.
@@ -56,13 +57,19 @@ pub(crate) struct Shared {
     pub(super) slots: Arc<SlotPool>,
     /// Notified when something has happened that a sleeper may wait for.
     changed: Condvar,
-    /// Threads that wait and poll. While there are any, the engine's thread rests.
+    /// Threads that wait or help, and poll. While there are as many as `socket_threads`, the engine's thread rests.
     pollers: AtomicUsize,
+    /// See [`EngineOptions::socket_threads`](super::EngineOptions::socket_threads).
+    socket_threads: usize,
+    /// Helpers that sleep. Changes under the lock.
+    helpers_asleep: AtomicUsize,
+    /// Notified when there are more jobs than threads that run them, and at the end.
+    more_jobs: Condvar,
     sleepers: AtomicUsize,
     /// Polls by waiting threads, ever. Not in the hub: to read it there, the engine's thread would queue for the lock, and
     /// get it between two polls of the thread that does the work.
     polls: AtomicU64,
-    pub(super) stop: AtomicBool,
+    stop: AtomicBool,
 }
 
 /// The registrars of an engine, each with its carrier's code.
@@ -75,7 +82,13 @@ impl std::fmt::Debug for Registrars {
 }
 
 impl Shared {
-    pub(super) fn new(hub: SocketHub, registrars: Registrars, reach: Reach, slots: Arc<SlotPool>) -> Shared {
+    pub(super) fn new(
+        hub: SocketHub,
+        registrars: Registrars,
+        reach: Reach,
+        slots: Arc<SlotPool>,
+        socket_threads: usize,
+    ) -> Shared {
         Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),
@@ -85,6 +98,9 @@ impl Shared {
             slots,
             changed: Condvar::new(),
             pollers: AtomicUsize::new(0),
+            socket_threads,
+            helpers_asleep: AtomicUsize::new(0),
+            more_jobs: Condvar::new(),
             sleepers: AtomicUsize::new(0),
             polls: AtomicU64::new(0),
             stop: AtomicBool::new(false),
@@ -133,6 +149,9 @@ impl Shared {
     fn work(&self, hub: &mut Hold<'_>, mut is_enough: impl FnMut(&mut SocketHub) -> bool) -> bool {
         for done in 0..JOBS_AT_ONCE {
             let Some(mut work) = hub.take_job() else { return done > 0 };
+            if self.helpers_asleep.load(Ordering::Relaxed) > 0 && hub.next_tick().is_zero() {
+                self.more_jobs.notify_one();
+            }
             hub.unlocked(|| work.run());
             hub.put_back(work);
             hub.pump();
@@ -226,14 +245,46 @@ impl Shared {
         }
     }
 
+    /// The loop of a helper, until the engine is closed.
+    pub(super) fn help(&self) {
+        let mut events = Vec::<Event>::with_capacity(EVENTS);
+        let mut hub = self.lock();
+        while !self.stop.load(Ordering::Acquire) {
+            self.helpers_asleep.fetch_add(1, Ordering::Relaxed);
+            hub.sleep(&self.more_jobs, None);
+            self.helpers_asleep.fetch_sub(1, Ordering::Relaxed);
+            self.pollers.fetch_add(1, Ordering::AcqRel);
+            let mut spin_until = hub.hub.now() + SPIN;
+            while hub.hub.now() < spin_until && !self.stop.load(Ordering::Acquire) {
+                self.polls.fetch_add(1, Ordering::Relaxed);
+                let any = hub.poll(&mut events);
+                if self.work(&mut hub, |_| false) || any {
+                    spin_until = hub.hub.now() + SPIN;
+                }
+                self.wake_waiters(&mut hub);
+                hub.unlocked(std::thread::yield_now);
+            }
+            self.pollers.fetch_sub(1, Ordering::AcqRel);
+            self.wake_if_needed(&hub);
+        }
+    }
+
+    /// Ends [`Shared::serve`] and [`Shared::help`].
+    pub(super) fn stop(&self, hub: &mut Hold<'_>) {
+        self.stop.store(true, Ordering::Release);
+        self.wake_waiters(hub);
+        self.more_jobs.notify_all();
+        hub.wake();
+    }
+
     /// The loop of the engine's thread, until the engine is closed.
     pub(super) fn serve(&self) {
         let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let (mut busy_until, mut is_busy, mut looked) = (Duration::ZERO, false, Instant::now());
         while !self.stop.load(Ordering::Acquire) {
-            if self.pollers.load(Ordering::Acquire) > 0 {
-                // Waiting threads do the work, unless they get no processor.
+            if self.pollers.load(Ordering::Acquire) >= self.socket_threads {
+                // Other threads do the work, unless they get no processor.
                 let before = self.polls.load(Ordering::Relaxed);
                 audit::takes_time("a sleep");
                 std::thread::sleep(PARK);

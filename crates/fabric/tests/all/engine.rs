@@ -383,8 +383,10 @@ fn limits_that_let_nothing_move_or_do_not_fit_a_frame_are_told() {
         let wrong = Engine::new(EngineOptions { transfers, ..EngineOptions::default() });
         assert!(matches!(wrong, Err(FabricError::Limit(_))));
     }
-    for copy_threads in [0, 65] {
-        let wrong = Engine::new(EngineOptions { copy_threads, ..EngineOptions::default() });
+    for threads in [0, 65] {
+        let wrong = Engine::new(EngineOptions { copy_threads: threads, ..EngineOptions::default() });
+        assert!(matches!(wrong, Err(FabricError::Limit(_))));
+        let wrong = Engine::new(EngineOptions { socket_threads: threads, ..EngineOptions::default() });
         assert!(matches!(wrong, Err(FabricError::Limit(_))));
     }
     let listen = vec!["0.0.0.0:0".parse().unwrap()];

@@ -19,7 +19,7 @@ fn connections_that_are_cut_again_and_again_lose_nothing_and_count_nothing_twice
         let descriptor = through(&there.descriptor(), &[&proxy]);
         // A machine that is busy takes longer than the other patience to connect again.
         let transfers = Options { breaks_max: 100, peer_patience: PATIENCE, ..quick() };
-        let options = EngineOptions { connections, transfers, ..by_tcp() };
+        let options = EngineOptions { connections, socket_threads: connections, transfers, ..by_tcp() };
         let load = Load::begin(there, &descriptor, options);
         for cut in 0..20 {
             // Not all at the same byte of a post.

@@ -12,7 +12,7 @@ fn cancelled_writes_leave_the_memory_alone(transfers: Options) {
     const BYTES: usize = 8 * MIB;
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(100, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x1234_5678_9abc_def1);
-    let options = EngineOptions { transfers, connections: 2, ..by_tcp() };
+    let options = EngineOptions { transfers, connections: 2, socket_threads: 3, ..by_tcp() };
     let here = Side::new(BYTES, options);
     here.memory.fill(0, BYTES, 0xff);
     let mut there = Process::new(BYTES);
