@@ -46,7 +46,7 @@ def make_hosts(folder: Path, cleanup: ExitStack) -> MakeHosts:
                 home,
                 *("--peers", ",".join(f"{other}:{PORT}" for other in hosts.addresses)),
                 *("--cluster-listen", f"{address}:{PORT}", "--cluster-token-file", str(token)),
-                *("--cluster-transport", "tcp"),
+                *("--cluster-transport", "tcp", "--cluster-socket-threads", "2"),
                 *("--cluster-answer-ms", str(ANSWER_MS), "--fetch-wait-ms", str(FETCH_MS)),
                 *flags,
                 inside=inside,
