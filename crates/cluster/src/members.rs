@@ -377,9 +377,9 @@ pub(crate) fn own_beat(name: &str) -> Arc<[u8]> {
 }
 
 impl MemberState {
-    /// Whether it was reached only lately.
-    pub(crate) fn is_new(&self, now: Instant) -> bool {
-        self.since.is_some_and(|since| now < since + NEW)
+    /// Since when it is reached, if that is only lately.
+    pub(crate) fn new_since(&self, now: Instant) -> Option<Instant> {
+        self.since.filter(|since| now < *since + NEW)
     }
 
     /// How long a loan may take to be granted, with so much time left: then another holder can still be asked.
@@ -474,16 +474,19 @@ mod tests {
         assert!(state.left_out().is_none() && state.loans.may_ask(now));
     }
 
-    /// A replica that had just started was the nearest, and answered that nobody has any blocks.
+    /// A replica that had just started was the nearest, and answered that nobody has any blocks. Later the same came about when
+    /// both replicas were new: so the order is by this time.
     #[test]
     fn a_member_is_new_for_some_seconds_each_time_it_is_reached() {
         let now = Instant::now();
         let mut state = MemberState::default();
-        assert!(!state.is_new(now));
+        assert_eq!(state.new_since(now), None);
         for reached in [now, now + 5 * NEW] {
             state.since = Some(reached);
-            assert!(state.is_new(reached) && !state.is_new(reached + NEW));
+            assert_eq!(state.new_since(reached), Some(reached));
+            assert_eq!(state.new_since(reached + NEW), None);
         }
+        assert!(None < Some(now) && Some(now) < Some(now + NEW), "the newest is the last");
     }
 
     /// Containers start again at other addresses. After 32 starts no new one was dialled.

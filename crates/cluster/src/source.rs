@@ -161,12 +161,13 @@ impl Asker {
         drop(self.engine.send(peer, message, options));
     }
 
-    /// The members that may be asked now: the nearest first, and last those that were reached only lately. Or two replicas.
+    /// The members that may be asked now: the nearest first, and last those that were reached only lately, the newest at the
+    /// end. Or two replicas.
     fn to_ask(&self, now: Instant) -> Vec<(MemberNumber, PeerId)> {
         let mut all = self.asked().all();
         all.sort_by_cached_key(|member| {
             let state = member.state.lock();
-            (state.is_new(now), state.breaker.round_trip(), member.number)
+            (state.new_since(now), state.breaker.round_trip(), member.number)
         });
         let is_index = self.replicas.is_some();
         let mut asked = Vec::new();
