@@ -71,6 +71,12 @@ def committed() -> Iterator[Redrawn]:
     for result in sorted(ssd.glob("*two-cores-*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)
+    remote = ROOT / "bench/remote/results"
+    for result in sorted(remote.glob("*demo-cluster.json")):
+        yield _bars(result.with_suffix(".png"), result, pictures.hosts(_read(result)))
+    for result in sorted(remote.glob("*two-cores*.json")):
+        if (picture := pictures.goals(_read(result))) is not None:
+            yield _bars(result.with_suffix(".png"), result, picture)
     for result in sorted(builds.glob("*.json")):
         yield _bars(result.with_suffix(".png"), result, two_builds.picture(_read(result)))
     for result in sorted((ROOT / "bench/route/results").glob("*.json")):

@@ -30,8 +30,6 @@ from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, close_all
 from kvlane.demo.scenarios import Scenario
 
-TITLES = {"cold": "computed at A", "remote": "B's first hit, from A", "local": "B again, from its own pool"}
-
 
 def main() -> int:
     arguments = parse()
@@ -104,7 +102,7 @@ def result(
     ttft = {}
     for each in scenarios:
         name = each.name.partition(":")[0]
-        if name in TITLES and "ttft_ms" in each.figures:
+        if name in pictures.HOSTS and "ttft_ms" in each.figures:
             ttft[name] = each.figures["ttft_ms"] | {"each": each.figures["ttft_each_ms"]}
     controls = [each for each in scenarios if each.name.startswith("control:")]
     return {
@@ -136,7 +134,7 @@ def publish(found: dict[str, Any], out: Path) -> None:
         for problem in scenario["problems"]:
             print(report.paragraph(f"{scenario['name']}: {problem}"))
     report.write_json(out / "demo-cluster.json", found)
-    save(pictures.hosts(found, TITLES), out / "demo-cluster.png")
+    save(pictures.hosts(found), out / "demo-cluster.png")
     print(
         f"written: {out / 'demo-cluster.json'}, {out / 'demo-cluster.png'}; {found['seconds']:.0f} s in all"
     )

@@ -188,8 +188,8 @@ class Engine:
     memory here; `Peer.paths` says why others are not reached.
     `copy_threads`: most threads that copy between this process and others of its host, 1 to 64, including the one that
     waits. None takes one for each processor that this process may use, at most 4.
-    `socket_threads`: threads of the engine that read and write sockets, 1 to 64. One moves a few GB/s. More of them serve
-    several connections at once: those of several peers, several addresses, or more `connections`.
+    `socket_threads`: threads of the engine that read and write sockets, 1 to 64. One moves a few GB/s. More of them
+    serve several connections at once: those of several peers, several addresses, or more `connections`.
     `inbox_messages` and `inbox_bytes`: most messages, and bytes of them, that wait for `receive`: at least 1 and
     65,536. Peers that send more are told to try again later.
     `checksums`: bytes that cross sockets have checksums (crc32c). If bytes were changed on the way, they are not taken:

@@ -52,10 +52,10 @@ def test_it_prints_where_blocks_came_from_and_what_failed(
 
 def test_the_picture_has_the_three_ways_to_the_first_token() -> None:
     found = cluster.result(scenarios(), 6, ARGUMENTS, 12.0)
-    (panel,) = pictures.hosts(found, cluster.TITLES).panels
+    (panel,) = pictures.hosts(found).panels
     assert [bar.text for bar in panel.bars] == ["101 ms", "31 ms", "11 ms"]
     nothing = cluster.result([], 6, ARGUMENTS, 12.0)
-    assert not nothing["passed"] and pictures.hosts(nothing, cluster.TITLES).panels == ()
+    assert not nothing["passed"] and pictures.hosts(nothing).panels == ()
 
 
 def test_daemons_get_a_token_and_certificates_of_their_own(tmp_path: Path) -> None:

@@ -200,11 +200,15 @@ def direct(result: Mapping[str, Any]) -> Picture:
     )
 
 
-def hosts(result: Mapping[str, Any], titles: Mapping[str, str]) -> Picture:
+HOSTS = {"cold": "computed at A", "remote": "B's first hit, from A", "local": "B again, from its own pool"}
+"""The bars of `hosts`, by their keys in the result."""
+
+
+def hosts(result: Mapping[str, Any]) -> Picture:
     """The time to the first token of a prompt that another host has computed. `result` is what the demo of two hosts
-    writes, `titles` name its bars."""
+    writes."""
     bars = []
-    for place, (name, label) in enumerate(titles.items()):
+    for place, (name, label) in enumerate(HOSTS.items()):
         if found := result["ttft_ms"].get(name):
             mean = found["mean"]
             bars.append(Bar(label, mean, f"{number(mean)} ms", COLOURS[place], samples=tuple(found["each"])))
