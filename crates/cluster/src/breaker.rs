@@ -2,18 +2,20 @@
 //! for loans that come late or damaged. Pure.
 //!
 //! ```text
-//!   closed --- 3 questions in a row missed, over 20 ms at least ---> open for 0.1 s, then 0.2, .. 10 s
-//!     ^                                                                | time is over: one question may try
-//!     '------------- it answers <--------------------------------------'--- missed: open for twice as long
+//!   closed --- 3 misses, over 20 ms at least; an answer makes up for 2 ---> open for 0.1 s, then 0.2, .. 10 s
+//!     ^                                                                       | time is over: one question may try
+//!     '------------- it answers <---------------------------------------------'--- missed: open for twice as long
 //! ```
 
 use std::time::{Duration, Instant};
 
-/// Missed questions in a row after which the member is left out.
+/// Missed questions after which the member is left out.
 const MISSES: u32 = 3;
-/// The least time from the first of these questions' misses to the last. With many lookups a second, three are missed whenever
+/// The least time from the first of these misses to the last. With many lookups a second, three are missed whenever
 /// a busy host gives the member no processor for a moment.
 const SILENCE: Duration = Duration::from_millis(20);
+/// No more misses than this are remembered, or answers would not make up for a long silence.
+const MISSES_MAX: u32 = 6;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
@@ -46,9 +48,13 @@ impl Breaker {
         (self.misses, self.first_miss, self.open) = (0, None, None);
     }
 
-    /// The member has answered a question after this time.
+    /// The member has answered a question after this time. That makes up for two misses, so that a member which answers less
+    /// than every third question is left out.
     pub(crate) fn answered(&mut self, after: Duration) {
-        self.alive();
+        self.misses = self.misses.min(MISSES_MAX).saturating_sub(2);
+        if self.open.is_some() || self.misses == 0 {
+            self.alive();
+        }
         self.round_trip = if self.round_trip.is_zero() { after } else { (7 * self.round_trip + after) / 8 };
     }
 
@@ -110,13 +116,32 @@ mod tests {
             assert!(!breaker.missed(at(ms)) && breaker.may_ask(at(ms)));
         }
         breaker.answered(Duration::from_millis(1));
+        (0..2).for_each(|_| breaker.answered(Duration::from_millis(1)));
         for ms in 100..120 {
-            assert!(!breaker.missed(at(ms)), "counts anew after an answer");
+            assert!(!breaker.missed(at(ms)), "counts anew after some answers");
         }
         assert!(breaker.missed(at(120)) && !breaker.may_ask(at(121)));
         let mut breaker = Breaker::default();
         let opened: Vec<u64> = (0..5).filter(|seconds| breaker.missed(at(1000 * seconds))).collect();
         assert_eq!(opened, [2], "with few questions the third miss is enough");
+    }
+
+    /// One answer made up for all misses. At 1,000 lookups a second a member that answered a third of them was never left out, and
+    /// the others waited in vain.
+    #[test]
+    fn a_member_that_answers_a_part_of_the_questions_is_left_out() {
+        let start = Instant::now();
+        for (answered_of_ten, is_left_out) in [(1, true), (2, true), (5, false), (9, false)] {
+            let mut breaker = Breaker::default();
+            let opens = (0..1000).any(|ms| match ms % 10 < answered_of_ten {
+                true => {
+                    breaker.answered(Duration::from_millis(1));
+                    false
+                }
+                false => breaker.missed(start + Duration::from_millis(ms)),
+            });
+            assert_eq!(opens, is_left_out, "{answered_of_ten} of ten");
+        }
     }
 
     #[test]

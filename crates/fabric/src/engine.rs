@@ -81,8 +81,9 @@ const ADDRESSES_MAX: usize = 16;
 
 /// Moves bytes between registered memory of this process and its peers'.
 ///
-/// One thread of the engine, or [`EngineOptions::socket_threads`] of them, serves peers and advances transfers. A thread that waits for a transfer does that work itself
-/// meanwhile, so that a small transfer needs no switch of threads. An idle engine sends a ping to each peer twice a second.
+/// One thread of the engine, or [`EngineOptions::socket_threads`] of them, serves peers and advances transfers. A thread that
+/// waits for a transfer does that work itself meanwhile, so that a small transfer needs no switch of threads. An idle engine
+/// sends a ping to each peer twice a second.
 ///
 /// Writes that a closed or dropped engine had under way may still arrive at its peers for a moment.
 ///
@@ -658,8 +659,10 @@ impl Engine {
         let deadline = Instant::now() + RELEASE_PATIENCE;
         let is_read = |hub: &mut SocketHub| (!hub.hub.outside.is_pulled()).then_some(());
         self.shared.wait(&mut hub, Some(deadline), is_read);
-        // No bound: a job that runs on another thread, or a driver's copy, cannot be stopped.
-        self.shared.wait(&mut hub, None, |hub| (!hub.hub.outside.is_ending()).then_some(()));
+        // No bound: a job that runs on another thread, or a driver's copy, cannot be stopped. But pauses, because this may be the
+        // engine's own thread, which nobody wakes.
+        let has_ended = |hub: &mut SocketHub| (!hub.hub.outside.is_ending()).then_some(());
+        while self.shared.wait(&mut hub, Some(Instant::now() + RELEASE_PAUSE), has_ended).is_none() {}
         hub.finish();
         self.shared.stop(&mut hub);
     }

@@ -491,11 +491,13 @@ impl<R> Links<R> {
     pub(crate) fn note_ready(&mut self, id: LinkId) -> bool {
         let Some(entry) = self.entries.get_mut(&id) else { return true };
         entry.input = Input::Reported;
-        if matches!(entry.turn, Turn::Running) {
+        let is_running = matches!(entry.turn, Turn::Running);
+        // This thread, or the job's, takes the peer's wake from the socket. If another thread sleeps on the watch, it needs one
+        // of its own.
+        self.wake_needed |= self.rings.contains(&id);
+        if is_running {
             return false;
         }
-        // This thread takes the peer's wake from the socket. If another thread sleeps on the watch, it needs one of its own.
-        self.wake_needed |= self.rings.contains(&id);
         self.make_due(id);
         true
     }

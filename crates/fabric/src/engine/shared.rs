@@ -4,7 +4,7 @@
 //! ```text
 //!  Engine::begin, send, ...   run_pending: pump, a few jobs, then return
 //!  Handle::wait, ...          wait: poll and run jobs (spin), then sleep on the condition variable
-//!  the engine's thread        serve: rests while enough threads wait and poll, else polls, and sleeps on the watch when idle
+//!  the engine's thread        serve: rests while threads wait and poll, else polls, and sleeps on the watch when idle
 //!  helpers (socket_threads)   help: sleep until a thread that takes a job leaves another one due, then poll and run jobs
 //! ```
 //! A waiting thread polls for a while because a switch of threads takes longer than a small transfer. While it sleeps, the
@@ -35,7 +35,7 @@ const SPIN_FOR_CARRIERS: Duration = Duration::from_micros(500);
 /// For so much of [`SPIN`] it keeps its processor; after that it yields between polls. If there is more work than processors,
 /// the peer may need this one to answer. While bytes stream, the next ones arrive sooner than this.
 const KEEP: Duration = Duration::from_micros(10);
-/// How long the engine's thread rests while other threads poll, before it checks that they still do.
+/// How long the engine's thread rests while other threads poll or run what it waits for, before it checks that they still do.
 const PARK: Duration = Duration::from_micros(200);
 /// Jobs that a thread runs in [`Shared::run_pending`]: mostly enough to write, or read, what it has begun.
 const JOBS_AT_ONCE: usize = 8;
@@ -57,13 +57,13 @@ pub(crate) struct Shared {
     pub(super) slots: Arc<SlotPool>,
     /// Notified when something has happened that a sleeper may wait for.
     changed: Condvar,
-    /// Threads that wait or help, and poll. While there are as many as `socket_threads`, the engine's thread rests.
+    /// Threads that wait or help, and poll. While there are any, the engine's thread rests.
     pollers: AtomicUsize,
     /// See [`EngineOptions::socket_threads`](super::EngineOptions::socket_threads).
     socket_threads: usize,
-    /// Helpers that sleep. Changes under the lock.
+    /// Helpers that sleep, and the engine's thread while it rests as one. Changes under the lock.
     helpers_asleep: AtomicUsize,
-    /// Notified when there are more jobs than threads that run them, and at the end.
+    /// Notified when a job is due and fewer than `socket_threads` threads poll, and at the end.
     more_jobs: Condvar,
     sleepers: AtomicUsize,
     /// Polls by waiting threads, ever. Not in the hub: to read it there, the engine's thread would queue for the lock, and
@@ -149,9 +149,7 @@ impl Shared {
     fn work(&self, hub: &mut Hold<'_>, mut is_enough: impl FnMut(&mut SocketHub) -> bool) -> bool {
         for done in 0..JOBS_AT_ONCE {
             let Some(mut work) = hub.take_job() else { return done > 0 };
-            if self.helpers_asleep.load(Ordering::Relaxed) > 0 && hub.next_tick().is_zero() {
-                self.more_jobs.notify_one();
-            }
+            self.call_helper(hub);
             hub.unlocked(|| work.run());
             hub.put_back(work);
             hub.pump();
@@ -238,8 +236,18 @@ impl Shared {
         }
     }
 
-    /// Wakes the engine's thread if something is due before the end of its sleep.
+    /// Wakes a helper if a job is due that the threads at work have not taken.
+    fn call_helper(&self, hub: &SocketHub) {
+        let may_help = self.helpers_asleep.load(Ordering::Relaxed) > 0
+            && self.pollers.load(Ordering::Relaxed) < self.socket_threads;
+        if may_help && hub.next_tick().is_zero() {
+            self.more_jobs.notify_one();
+        }
+    }
+
+    /// Wakes the engine's thread if something is due before the end of its sleep, and a helper if that is a job.
     pub(crate) fn wake_if_needed(&self, hub: &SocketHub) {
+        self.call_helper(hub);
         if hub.asleep_until.is_some_and(|until| hub.next_tick() < until) {
             hub.wake();
         }
@@ -250,9 +258,9 @@ impl Shared {
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let mut hub = self.lock();
         while !self.stop.load(Ordering::Acquire) {
-            self.helpers_asleep.fetch_add(1, Ordering::Relaxed);
-            hub.sleep(&self.more_jobs, None);
-            self.helpers_asleep.fetch_sub(1, Ordering::Relaxed);
+            if !hub.next_tick().is_zero() {
+                self.rest_as_helper(&mut hub, None);
+            }
             self.pollers.fetch_add(1, Ordering::AcqRel);
             let mut spin_until = hub.hub.now() + SPIN;
             while hub.hub.now() < spin_until && !self.stop.load(Ordering::Acquire) {
@@ -269,6 +277,13 @@ impl Shared {
         }
     }
 
+    /// Sleeps until a job is due that no thread has taken, or the deadline passes.
+    fn rest_as_helper(&self, hub: &mut Hold<'_>, deadline: Option<Instant>) {
+        self.helpers_asleep.fetch_add(1, Ordering::Relaxed);
+        hub.sleep(&self.more_jobs, deadline);
+        self.helpers_asleep.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Ends [`Shared::serve`] and [`Shared::help`].
     pub(super) fn stop(&self, hub: &mut Hold<'_>) {
         self.stop.store(true, Ordering::Release);
@@ -282,12 +297,21 @@ impl Shared {
         let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let (mut busy_until, mut is_busy, mut looked) = (Duration::ZERO, false, Instant::now());
+        let mut blocked_since: Option<Duration> = None;
         while !self.stop.load(Ordering::Acquire) {
-            if self.pollers.load(Ordering::Acquire) >= self.socket_threads {
+            if self.pollers.load(Ordering::Acquire) > 0 {
                 // Other threads do the work, unless they get no processor.
                 let before = self.polls.load(Ordering::Relaxed);
-                audit::takes_time("a sleep");
-                std::thread::sleep(PARK);
+                if self.socket_threads == 1 {
+                    audit::takes_time("a sleep");
+                    std::thread::sleep(PARK);
+                } else {
+                    let mut hub = self.lock();
+                    self.rest_as_helper(&mut hub, Some(Instant::now() + PARK));
+                    if self.work(&mut hub, |_| false) {
+                        self.wake_waiters(&mut hub);
+                    }
+                }
                 if self.polls.load(Ordering::Relaxed) != before {
                     continue;
                 }
@@ -307,6 +331,7 @@ impl Shared {
             let any = hub.poll(&mut events);
             if self.work(&mut hub, |_| false) || any {
                 busy_until = hub.hub.now() + SPIN;
+                blocked_since = None;
             }
             self.wake_waiters(&mut hub);
             let now = hub.hub.now();
@@ -319,19 +344,24 @@ impl Shared {
                 }
                 continue;
             }
-            if hub.waits_for_job {
-                // The thread that runs the job may have no processor. Polling would keep one from it.
-                drop(hub);
-                audit::takes_time("a sleep");
-                std::thread::sleep(PARK);
-                continue;
-            }
             let until = hub.next_tick();
             let timeout = until.saturating_sub(hub.hub.now());
-            if !hub.prepare_to_sleep() {
+            if hub.waits_for_job || !hub.prepare_to_sleep() {
                 hub.woken();
+                hub.poll_sockets_next();
+                // A ring has something, or a job has to end whose socket or ring is ready. If that takes long, its thread may
+                // have no processor, and polling would keep one from it.
+                let is_long = now >= *blocked_since.get_or_insert(now) + SPIN;
+                drop(hub);
+                if is_long {
+                    audit::takes_time("a sleep");
+                    std::thread::sleep(PARK);
+                } else {
+                    std::thread::yield_now();
+                }
                 continue;
             }
+            blocked_since = None;
             hub.asleep_until = Some(until);
             drop(hub);
             watch.wait(&mut events, timeout);

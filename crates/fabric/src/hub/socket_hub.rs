@@ -133,7 +133,7 @@ impl SocketHub {
             self.polls_without_sockets = 0;
             self.watch.wait(events, Duration::ZERO);
             let handled = events.iter().filter(|event| self.handle(Happened::of(event))).count();
-            self.has_quiet_sockets = handled == 0;
+            self.has_quiet_sockets = events.is_empty();
             self.waits_for_job = handled < events.len();
             any |= handled > 0;
         } else if by_rings {
