@@ -62,12 +62,13 @@ class DaemonStore:
         # Without the scrub, which would drop the blocks that a test corrupts.
         command += ["--http", "127.0.0.1:0", "--hugepages", "off", "--scrub-rate", "0", *self._flags]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        deadline = time.monotonic() + stretched(20)
+        # vLLM's workers of another test may spin on all processors: a daemon once took 101 s to start beside them.
+        deadline = time.monotonic() + stretched(60)
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 self._tool: Any = _core.Tool(self.address, 10_000.0)
                 return
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 # Not listening yet; wait a moment, or for its end.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(0.05)
