@@ -159,8 +159,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_CLUSTER_TRANSPORT", value_enum, value_name = "NAME")]
     cluster_transport: Option<ClusterTransportArg>,
 
-    /// Threads that move blocks between daemons over sockets, and connections to each daemon. One moves a few GB/s; more help
-    /// where the network is faster than that [default: 1]
+    /// Threads that move blocks between daemons over sockets, and as many connections to each daemon. One thread moves a few
+    /// GB/s [default: 1]
     #[arg(long, env = "KVLANE_CLUSTER_SOCKET_THREADS", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     cluster_socket_threads: Option<u8>,
 

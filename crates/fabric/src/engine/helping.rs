@@ -39,9 +39,9 @@ fn they_move_bytes_of_further_connections_and_end_with_their_engine() {
         })
         .unwrap()
     };
-    let (here, there) = (engine(), engine());
     let (mut to, mut from) = (vec![0; BYTES], vec![7; BYTES]);
-    // SAFETY: both engines are dropped below, before the memory.
+    let (here, there) = (engine(), engine());
+    // SAFETY: both engines are dropped before the memory: below, or, after a failed assertion, because they come after it.
     let (local, remote) = unsafe {
         let local = here.register(to.as_mut_ptr(), BYTES as u64, Access::Read).unwrap();
         (local, there.register(from.as_mut_ptr(), BYTES as u64, Access::Read).unwrap())

@@ -34,7 +34,7 @@ pub struct EngineOptions {
     /// one of them. The engine makes the others when it first copies 256 KiB or more; they sleep while there is no copy.
     pub copy_threads: usize,
     /// Threads of the engine that read and write sockets, 1 to 64. One thread moves a few GB/s. More of them serve several
-    /// connections at once, so they help if there are several peers, addresses or [`EngineOptions::connections`].
+    /// connections at once: those of several peers, several addresses, or more [`EngineOptions::connections`].
     pub socket_threads: usize,
     /// Whether bytes through sockets carry checksums (crc32c), which find changes by a network or a host on the way. If one
     /// differs, the connection ends, and what it had under way is sent again. If one side has this off, there are no

@@ -5,7 +5,7 @@
 //!  Engine::begin, send, ...   run_pending: pump, a few jobs, then return
 //!  Handle::wait, ...          wait: poll and run jobs (spin), then sleep on the condition variable
 //!  the engine's thread        serve: rests while threads wait and poll, else polls, and sleeps on the watch when idle
-//!  helpers (socket_threads)   help: sleep until a thread that takes a job leaves another one due, then poll and run jobs
+//!  helpers (socket_threads)   help: sleep until a job is due that no other thread has taken, then poll and run jobs
 //! ```
 //! A waiting thread polls for a while because a switch of threads takes longer than a small transfer. While it sleeps, the
 //! engine's thread does the work and wakes it.
