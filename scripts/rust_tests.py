@@ -99,6 +99,8 @@ class Run:
         if status or not results:
             self.failed.append(f"{program} (status {status})")
         if status or not results or "--nocapture" in self._options:
+            # What the tests that passed have printed stands between these two lines, and can be long.
+            output = re.sub(r"\nsuccesses:\n.*?\n(?=failures:\n)", "\n", output, flags=re.DOTALL)
             print(f"\n==> {program}\n{output}", flush=True)
         else:
             print(f"{seconds:7.1f} s  {program}: {results[-1]}", flush=True)

@@ -147,7 +147,7 @@ impl Peer {
             {
                 false
             }
-            None if !self.has_announced => true,
+            None if !self.has_announced && !self.described.contains(&region.number) => true,
             None => {
                 let known = self.shapes.get(&region.number);
                 known.is_none_or(|known| known.generation < region.generation)
@@ -162,7 +162,9 @@ impl Peer {
             (region.number, Shape { generation, len, memory, is_window: false })
         };
         let is_announced = |number: &u32| self.keys.contains_key(number) || self.windows.contains_key(number);
-        let stays = |number: &u32| self.has_announced || is_announced(number);
+        // A transfer may already name a region that another descriptor described over this connection.
+        let stays =
+            |number: &u32| self.has_announced || is_announced(number) || self.described.contains(number);
         let news: Vec<&RegionDescriptor> = descriptor.regions.iter().filter(is_news).collect();
         let mut shapes = Shapes::clone(&self.shapes);
         shapes.retain(|number, _| stays(number));
@@ -478,6 +480,21 @@ mod tests {
         peer.take_news(vec![here(2, 0)]).unwrap();
         peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(2, 0)]);
+    }
+
+    /// Found by the simulation of hubs: before the peer had announced anything, an older descriptor followed a newer one. The
+    /// region of a transfer in flight was forgotten, and the transfer was refused.
+    #[test]
+    fn an_older_descriptor_takes_back_nothing_that_a_newer_one_described() {
+        let (mut peer, old) = described(vec![region(0, 0), region(5, 0)]);
+        let newer = Descriptor { regions: vec![region(0, 1), region(1, 0)], ..old.clone() };
+        assert!(peer.describe(&newer));
+        assert!(peer.describe(&old));
+        assert_eq!(generations(&peer), [(0, 1), (1, 0), (5, 0)]);
+        peer.take_news(vec![here(0, 0)]).unwrap();
+        peer.take_news(Vec::new()).unwrap();
+        let found = [(0, 1), (1, 0)].map(|of| peer.memory(OWN, of, 0, 1));
+        assert_eq!(found, [RemoteMemory::NotYet, RemoteMemory::NotYet]);
     }
 
     #[test]

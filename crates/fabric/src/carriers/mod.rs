@@ -12,7 +12,7 @@ use self::socket::{SocketCarrier, SocketOptions};
 use crate::carrier::Carrier;
 use crate::watch::Watch;
 
-mod awaited;
+pub(crate) mod awaited;
 mod card;
 pub(crate) mod cuda;
 pub(crate) mod process_vm;

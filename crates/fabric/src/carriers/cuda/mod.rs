@@ -80,7 +80,7 @@ use self::served::ServedPeer;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Offer, Words};
-use super::awaited::AwaitedRegions;
+use super::awaited::{AwaitedRegions, KEYS_TIMEOUT};
 use super::card::SharedCard;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::identity::Identity;
@@ -335,7 +335,7 @@ impl Carrier for Cuda {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let (neighbour, is_up, awaited) = (None, false, AwaitedRegions::default());
+        let (neighbour, is_up, awaited) = (None, false, AwaitedRegions::new(KEYS_TIMEOUT));
         self.peers.insert(peer, ConnectedPeer { path, number, connection, neighbour, is_up, awaited });
         match self.registrar.meeting() {
             Some(Ok(meeting)) => cx.offer(peer, Offer { connection, meeting }.encode()),

@@ -60,7 +60,7 @@ use self::served::ServedNeighbour;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};
-use super::awaited::AwaitedRegions;
+use super::awaited::{AwaitedRegions, KEYS_TIMEOUT};
 pub(crate) use super::card::Card;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
@@ -450,8 +450,13 @@ impl Carrier for ProcessVm {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let reader =
-            ConnectedPeer { path, number, connection, neighbour: None, awaited: AwaitedRegions::default() };
+        let reader = ConnectedPeer {
+            path,
+            number,
+            connection,
+            neighbour: None,
+            awaited: AwaitedRegions::new(KEYS_TIMEOUT),
+        };
         self.peers.insert(peer, reader);
         let offer = Offer { connection, at: self.invitation() };
         cx.offer(peer, offer.encode());

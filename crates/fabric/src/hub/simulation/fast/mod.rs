@@ -12,6 +12,7 @@ use super::faults::Fault;
 use super::memory::{TransferName, overlaps};
 use super::network::{Network, Next, SharedNetwork};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, Party, SessionId, Touched};
+use crate::carriers::awaited::AwaitedRegions;
 use crate::fences::LEASE;
 use crate::peers::RemoteMemory;
 use crate::provider::NotNow;
@@ -42,6 +43,8 @@ pub(super) struct Fast {
     paths: BTreeMap<PeerId, PathId>,
     readers: BTreeMap<PeerId, FastPeer>,
     posted: BTreeMap<Token, FastPost>,
+    /// The last offer of each session. It replaces earlier ones.
+    offered: BTreeMap<SessionId, u64>,
     serving: BTreeMap<SessionId, FastSession>,
     copying: BTreeMap<u64, FastCopy>,
     /// Fenced connections: the process that may still read, and the WRITEs that it was to read.
@@ -57,10 +60,7 @@ struct FastPeer {
     connection: u64,
     process: usize,
     is_up: bool,
-    /// A post was answered `NotNow`, because the peer has not reported its region yet.
-    awaits_keys_since: Option<Duration>,
-    /// [`KEYS_TIMEOUT`] is over, so the next such post is refused.
-    awaits_no_more: bool,
+    awaited: AwaitedRegions,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -155,6 +155,7 @@ impl Fast {
             paths: BTreeMap::new(),
             readers: BTreeMap::new(),
             posted: BTreeMap::new(),
+            offered: BTreeMap::new(),
             serving: BTreeMap::new(),
             copying: BTreeMap::new(),
             pulling: BTreeMap::new(),
@@ -166,6 +167,9 @@ impl Fast {
         match what {
             FastEvent::Probed(session, connection) => {
                 let Some(owner) = cx.owner(session) else { return };
+                if self.offered.get(&session) != Some(&connection) {
+                    return;
+                }
                 if self.network.lock().goes_wrong(10) {
                     return cx.refuse(session, "it cannot be read");
                 }
@@ -435,15 +439,13 @@ impl Fast {
                 RemoteMemory::None => None,
                 RemoteMemory::NotYet => {
                     self.network.lock().seen.waited_for_keys += 1;
-                    if !std::mem::take(&mut reader.awaits_no_more) {
-                        reader.awaits_keys_since.get_or_insert(cx.now());
+                    if !reader.awaited.add(cx.now(), run.region, run.generation) {
                         return Err(NotNow);
                     }
                     None
                 }
             };
             let Some(base) = key else {
-                reader.awaits_keys_since = None;
                 cx.completed(token, Completion::Refused);
                 return Ok(());
             };
@@ -456,7 +458,6 @@ impl Fast {
                 (to, from, left) = (to + len, from + len, left - len);
             }
         }
-        reader.awaits_keys_since = None;
         let (connection, process) = (reader.connection, reader.process);
         let whose = CopyOf::Ours { token, whose: (self.me, post.ticket), connection, process };
         let (next, is_given_up, is_refused) = (0, false, false);
@@ -525,8 +526,8 @@ impl Carrier for Fast {
         }
         let connection = network.dice.roll();
         self.paths.insert(peer, path);
-        let (is_up, awaits_keys_since, awaits_no_more) = (false, None, false);
-        let reader = FastPeer { path, number, connection, process, is_up, awaits_keys_since, awaits_no_more };
+        let (is_up, awaited) = (false, AwaitedRegions::new(KEYS_TIMEOUT));
+        let reader = FastPeer { path, number, connection, process, is_up, awaited };
         self.readers.insert(peer, reader);
         cx.offer(peer, connection.to_le_bytes().to_vec());
     }
@@ -534,6 +535,7 @@ impl Carrier for Fast {
     fn consider(&mut self, _: &mut Context<'_>, session: SessionId, offer: &[u8]) -> Result<(), BadWords> {
         let connection = offer.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
         self.stop_serving(session);
+        self.offered.insert(session, connection);
         self.network.lock().fast_soon(self.me, FastEvent::Probed(session, connection));
         Ok(())
     }
@@ -568,7 +570,8 @@ impl Carrier for Fast {
     }
 
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        if let Some(reader) = self.readers.get(&peer).filter(|reader| reader.awaits_keys_since.is_some()) {
+        let Some(reader) = self.readers.get_mut(&peer) else { return };
+        if reader.awaited.retain(|region, generation| cx.is_awaited(peer, region, generation)) {
             cx.ready(reader.path);
         }
     }
@@ -621,8 +624,7 @@ impl Carrier for Fast {
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         let mut any = false;
         for reader in self.readers.values_mut() {
-            if reader.awaits_keys_since.is_some_and(|since| since + KEYS_TIMEOUT <= cx.now()) {
-                (reader.awaits_keys_since, reader.awaits_no_more) = (None, true);
+            if reader.awaited.expire(cx.now()) {
                 cx.ready(reader.path);
             }
         }
@@ -641,8 +643,7 @@ impl Carrier for Fast {
     }
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
-        let since = self.readers.values().filter_map(|reader| reader.awaits_keys_since).min();
-        since.map(|since| since + KEYS_TIMEOUT)
+        self.readers.values().filter_map(|reader| reader.awaited.deadline()).min()
     }
 
     fn fence(&mut self, _: &mut Context<'_>, from: Owner, connection: u64) -> bool {
