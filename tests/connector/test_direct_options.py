@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from kvlane.connector.assemble import build_direct
 from kvlane.connector.direct_request import Lending
 from kvlane.connector.groups import block_bytes
 from kvlane.connector.settings import Settings
-from kvlane.connector.settings_check import EXAMPLE, check
 
 ON = {"kvlane.direct": "on"}
 
@@ -188,69 +186,6 @@ def said_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
 
-# How they are read
-
-
-@pytest.mark.parametrize("word", ["PUT_ASYNC", "PUT", "GET"])
-def test_the_case_of_send_type_does_not_count(word: str) -> None:
-    for written in (word, word.lower(), word.title()):
-        assert Settings.parse({**ON, "send_type": written}).send_type == word
-
-
-@pytest.mark.parametrize("value", ["FOO", "", "GET ", 1, None, ["GET"]])
-def test_a_wrong_send_type_is_named_with_those_that_are_right(value: object) -> None:
-    with pytest.raises(ValueError) as error:
-        Settings.parse({**ON, "send_type": value})
-    assert str(error.value) == f"send_type must be one of PUT_ASYNC, PUT, GET, not {value!r}"
-
-
-@pytest.mark.parametrize(
-    ("value", "size"),
-    [("8e9", 8e9), ("1e1", 10.0), (1 << 30, float(1 << 30)), (0.5, 0.5), ("4096", 4096.0), (None, None)],
-)
-def test_kv_buffer_size_is_a_number_or_the_text_of_one(value: object, size: float | None) -> None:
-    assert Settings.parse({**ON, "kv_buffer_size": value}).kv_buffer_size == size
-
-
-@pytest.mark.parametrize(
-    "value",
-    [0, -1, "0", "-1", "abc", "", "8GB", "nan", "inf", float("nan"), float("inf"), 10**400, True, [1]],
-)
-@pytest.mark.parametrize("is_field", [False, True])
-def test_a_wrong_kv_buffer_size_is_named(value: object, is_field: bool) -> None:
-    extra = ON if is_field else {**ON, "kv_buffer_size": value}
-    with pytest.raises(ValueError) as error:
-        Settings.parse(extra, value if is_field else 1e9)
-    said = f"kv_buffer_size must be a number of bytes above 0, such as 8e9, not {value!r}"
-    assert str(error.value) == said
-
-
-def test_vllms_own_field_counts_where_it_is_not_its_default_and_the_key_before_it() -> None:
-    assert Settings.parse(ON, 1e9).kv_buffer_size is None
-    assert Settings.parse(ON, 2e9).kv_buffer_size == 2e9
-    assert Settings.parse({**ON, "kv_buffer_size": 1e9}, 2e9).kv_buffer_size == 1e9
-
-
-def test_doctor_looks_at_the_field_too() -> None:
-    config = {**json.loads(EXAMPLE), "kv_connector_extra_config": ON}
-    (fine,), settings = check({**config, "kv_buffer_size": 2e9})
-    assert fine["verdict"] == "ok" and settings is not None and settings.kv_buffer_size == 2e9
-    (problem,), _ = check({**config, "kv_buffer_size": -1})
-    assert problem["found"] == "kv_buffer_size must be a number of bytes above 0, such as 8e9, not -1"
-
-
-@pytest.mark.parametrize("direct", [{}, {"kvlane.direct": "off"}])
-def test_without_direct_hand_offs_they_are_keys_of_others(direct: dict[str, object]) -> None:
-    settings = Settings.parse({**direct, "send_type": "FOO", "kv_buffer_size": "abc"}, -1)
-    assert (settings.send_type, settings.kv_buffer_size) == ("PUT_ASYNC", None)
-
-
-@pytest.mark.parametrize("key", ["kvlane.send_type", "kvlane.kv_buffer_size"])
-def test_with_our_prefix_they_are_named_without_it(key: str) -> None:
-    with pytest.raises(ValueError, match=f"write '{key.removeprefix('kvlane.')}'"):
-        Settings.parse({**ON, key: "GET"})
-
-
 @pytest.mark.parametrize(("send_type", "times"), [("PUT", 1), ("PUT_ASYNC", 0), ("GET", 0)])
 def test_that_put_does_the_same_as_put_async_is_said_once(
     send_type: str, times: int, caplog: pytest.LogCaptureFixture
@@ -258,7 +193,10 @@ def test_that_put_does_the_same_as_put_async_is_said_once(
     caplog.set_level(logging.INFO)
     settings = Settings.parse({**ON, "send_type": send_type, "kv_buffer_size": 2000})
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
-    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    transfer = SimpleNamespace(kv_connector_extra_config=ON, kv_role="kv_both")
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, speculative_config=None, kv_transfer_config=transfer
+    )
     direct = build_direct(config, caches([3000], num_blocks=3), [full_group()], [b"n"], settings)
     assert direct is not None and direct.landing_blocks(100) == 2
     assert direct.offers_at_once == (send_type == "GET")

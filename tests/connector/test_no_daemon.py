@@ -117,7 +117,8 @@ from kvlane.connector.groups import CacheGroup
 from kvlane.connector.settings import Settings
 
 def serve(memory=bytearray(4096)):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A handler would not end a process that is signalled just before it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     import ctypes
     base = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
     rank = _core.HandoffRank("127.0.0.1:0", "", [(base, 1024, 4, 1024, [0])], [(base, 4096)], b"k" * 16, "auto")
@@ -125,8 +126,8 @@ def serve(memory=bytearray(4096)):
     direct = Direct(Settings.parse({"kvlane.direct": "on"}), group, b"n" * 16, (1, 1), True)
     direct.start([SimpleNamespace(rank=0, endpoint=rank.endpoint, key=b"k" * 16, layout=b"l")])
     print(multiprocessing.current_process().pid, flush=True)
-    while True:
-        signal.pause()
+    signal.sigwait({signal.SIGTERM})
+    sys.exit(0)
 
 multiprocessing.get_context("fork").Process(target=serve).start()
 """

@@ -25,9 +25,8 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
 OTHERS = {
     "shared_storage_path": "/x", "backends": ["UCX"], "num_threads": 4, "cpu_bytes_to_use": 1 << 30, "block_size": 16,
     "connectors": [], "spec_name": "CPUOffloadingSpec", "lmcache.mp.host": "h", "use_layerwise": True, "loads": 1,
-    "proxy_ip": "h", "proxy_port": 30001, "http_port": 8100, "mem_pool_size_gb": 32, "send_type": "FOO",
-    "kv_buffer_size": 0, "nccl_num_channels": "16", "host_pool_gib": 3, "mooncake_protocol": "rdma",
-    "eviction_policy": "lru", "lookup_rpc_port": 0,
+    "host_pool_gib": 3, "mooncake_protocol": "rdma", "eviction_policy": "lru", "lookup_rpc_port": 0,
+    "proxy_ping_port": 36367, "proxy_host": "h", "handshake_port": 6301,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
+from kvlane import plugin
 from kvlane.connector import KVLaneConnector, capabilities, events
 from kvlane.connector.counters import COUNTERS
 from kvlane.connector.guard import Failures
@@ -109,6 +110,22 @@ def test_the_plugin_registers_the_connector_once() -> None:
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name("KVLaneConnector") is KVLaneConnector
+    assert KVConnectorFactory.get_connector_class_by_name("P2pNcclConnector") is KVLaneConnector
+
+
+def test_a_connector_of_vllms_own_name_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = object()
+    monkeypatch.setitem(KVConnectorFactory._registry, "P2pNcclConnector", own)  # pyright: ignore
+    monkeypatch.setattr(plugin, "_registered", set[str]())
+    caplog.set_level("INFO", logger="vllm.kvlane")
+    for _ in range(2):
+        register()
+    assert KVConnectorFactory._registry["P2pNcclConnector"] is own
+    assert [each.getMessage() for each in caplog.records if "P2pNcclConnector" in each.getMessage()] == [
+        "kvlane: vLLM has a connector P2pNcclConnector already, which stays as it is"
+    ]
 
 
 def published(block_hash: bytes) -> Any:

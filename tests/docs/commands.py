@@ -17,6 +17,7 @@ CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_
 DIRECT = HERE + "test_engines_for_direct_hand_offs_are_configured_as_the_page_says"
 CLUSTER = HERE + "test_daemons_of_a_cluster_start_as_the_page_says"
 INDEX = HERE + "test_daemons_with_an_index_start_as_the_page_says"
+PROXY = HERE + "test_the_router_starts_in_a_proxys_place_as_the_page_says"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -115,6 +116,13 @@ RUN_BY = {
     "VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve MODEL --port 8200 "
     '--kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"kvlane.direct": "on"}}\'': DIRECT,
+    # docs/p2p-nccl.md
+    'kvlane doctor --engine-config \'{"kv_connector": "P2pNcclConnector", "kv_role": "kv_producer", '
+    '"kv_port": "21001", "kv_connector_extra_config": {"kv_buffer_size": "1e1", "proxy_ip": "127.0.0.1", '
+    '"proxy_port": "30001", "http_port": "20001"}}\'': HERE
+    + "test_the_doctor_reads_a_p2p_nccl_configuration",
+    "kvlane route --listen 127.0.0.1:10001 --ping 127.0.0.1:30001": PROXY,
+    "kvlane route --listen 10.0.1.1:10001 --api-key-file keys --ping 10.0.1.1:30001 --ping-allow 10.0.1.0/24": PROXY,
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
     "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import CLUSTER, DIRECT, FLAGS, HERE, INDEX, REPLAY, RUN_AS_A_WHOLE, RUN_BY
+from commands import CLUSTER, DIRECT, FLAGS, HERE, INDEX, PROXY, REPLAY, RUN_AS_A_WHOLE, RUN_BY, TRANSFER
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
 from ports import free_port
 from processes import KVLANE, PATIENCE, Daemon, Index, clean_environment, run_kvlane, until
@@ -196,7 +196,7 @@ def test_engines_start_as_on_the_start_page() -> None:
 
 def test_the_doctor_looks_at_an_engines_configuration(folder: Path) -> None:
     """Whether there is a vLLM beside it does not matter; that no daemon answers does."""
-    (text,) = (text for text in RUN_BY if "--engine-config" in text)
+    (text,) = (text for text in RUN_BY if f"--engine-config {TRANSFER}" in text)
     words = shlex.split(text)[1:]
     address = f"unix:{folder}/kvlane.sock"
     told = run_kvlane(*words, env=clean_environment(KVLANE_ADDR=address))
@@ -205,6 +205,36 @@ def test_the_doctor_looks_at_an_engines_configuration(folder: Path) -> None:
     config = {**json.loads(words[-1]), "kv_connector_extra_config": {"kvlane.adress": address}}
     wrong = run_kvlane(*words[:-1], json.dumps(config), env=clean_environment(KVLANE_ADDR=address))
     assert wrong.returncode != 0 and "'kvlane.address'" in wrong.stdout
+
+
+def test_the_doctor_reads_a_p2p_nccl_configuration(folder: Path) -> None:
+    (text,) = (text for text in RUN_BY if "--engine-config" in text and "P2pNcclConnector" in text)
+    words = shlex.split(text)[1:]
+    told = run_kvlane(*words, env=clean_environment(KVLANE_ADDR=f"unix:{folder}/kvlane.sock"))
+    expected = "direct hand-offs, listening at 127.0.0.1:21001; pings to 127.0.0.1:30001"
+    assert expected in " ".join(told.stdout.split()), told.stderr
+
+
+@pytest.mark.parametrize("text", [text for text, runner in RUN_BY.items() if runner == PROXY])
+def test_the_router_starts_in_a_proxys_place_as_the_page_says(text: str, folder: Path) -> None:
+    keys = folder / "keys"
+    keys.write_text("a key of some length\n")
+    keys.chmod(0o600)
+    words = (
+        re.sub(r"10\.0\.1\.1:\d+|127\.0\.0\.1:\d+", "127.0.0.1:0", text)
+        .replace(" keys ", f" {keys} ")
+        .split()
+    )
+    command = [str(KVLANE), *words[1:], "--admin", "127.0.0.1:0", "--socket", f"{folder}/route.sock"]
+    router = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert router.stderr is not None
+        until_said = next((line for line in router.stderr if "127.0.0.1:" in line), "")
+        assert "127.0.0.1:" in until_said
+        assert run_kvlane("route", "list", "--socket", f"{folder}/route.sock").returncode == 0
+    finally:
+        router.kill()
+        router.communicate()
 
 
 def test_health_and_metrics_are_asked_for(folder: Path) -> None:

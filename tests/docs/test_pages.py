@@ -121,7 +121,11 @@ def test_examples_parse(page: Path) -> None:
 
 
 def check_transfer(config: dict[str, Any]) -> None:
-    assert config["kv_connector"] == "KVLaneConnector"
+    if "kv_connector" not in config:
+        # Keys alone, which are to be added.
+        Settings.parse(config)
+        return
+    assert config["kv_connector"] in ("KVLaneConnector", "P2pNcclConnector")
     assert config.get("kv_connector_module_path", "kvlane.connector") == "kvlane.connector"
     assert config["kv_role"] in ("kv_both", "kv_producer", "kv_consumer")
     Settings.parse(config.get("kv_connector_extra_config"))

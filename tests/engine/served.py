@@ -64,8 +64,9 @@ class ServedEngine:
         *arguments: str,
         transfer: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        port: ReservedPort | None = None,
     ) -> None:
-        self._port = ReservedPort()
+        self._port = port or ReservedPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self.log = log
         transfer = transfer or {

@@ -75,8 +75,8 @@ def test_engines_that_ping_join_as_a_pair_and_serve() -> None:
             for first, second in zip(prefill.log(), decode.log(), strict=True):
                 assert (first["leg"], second["leg"]) == ("prefill", "decode")
                 assert first["id"] == second["id"], "both engines find each other by it"
-                expected = "___prefill_addr_127.0.0.1:21001___decode_addr_127.0.0.1:22001_kvlane-"
-                assert first["id"].startswith(expected)
+                expected = "___prefill_addr_127.0.0.1:21001___decode_addr_127.0.0.1:22001_"
+                assert re.fullmatch(f"kvlane-[0-9a-z-]+{expected}[0-9a-f]{{32}}", first["id"])
             decode.kill(signal.SIGKILL)
             until("it is suspect", lambda: nodes(router)[decode.url]["state"] == "suspect")
             assert ask(router.address, COMPLETIONS, wanted())[0] in (502, 503), "none alone can serve"

@@ -95,7 +95,9 @@ def test_each_kind_of_pair_serves_as_its_connector_wants(tmp_path: Path, kind: s
             assert one["max_tokens"] == 1 and "stream" not in one
             if kind == "p2p-nccl":
                 assert first["id"] == second["id"]
-                addresses = re.match(r"___prefill_addr_(.+?)___decode_addr_(.+?)_kvlane", first["id"])
+                addresses = re.match(
+                    r"kvlane-\S+?___prefill_addr_(.+?)___decode_addr_(.+?)_[0-9a-f]{32}$", first["id"]
+                )
                 assert addresses is not None
                 met.add(addresses.groups())
                 assert other == wanted(f"{number} " + LONG, stream=number % 2 == 1)

@@ -63,11 +63,12 @@ impl RequestId {
         format!("{}-{:032x}", self.of_leg(Leg::Whole, attempt), u128::from_ne_bytes(random))
     }
 
-    /// The id that both engines of a P2P NCCL pair get, and find each other by (vLLM's P2pNcclConnector up to 0.23). It has the
-    /// addresses of their ZeroMQ sockets, then a name that is new at each attempt.
-    pub fn p2p_nccl(self, prefill: &str, decode: &str, attempt: u32) -> String {
+    /// The id that both engines of a P2P NCCL pair get, and find each other by. After the router's own name it has what proxies
+    /// for vLLM's P2P NCCL connector write: the addresses of both engines, and 32 hex digits that no client can guess.
+    pub fn p2p_nccl(self, prefill: &str, decode: &str, attempt: u32, random: [u8; 16]) -> String {
         let name = self.of_leg(Leg::Whole, attempt);
-        format!("___prefill_addr_{prefill}___decode_addr_{decode}_{name}")
+        let unique = u128::from_ne_bytes(random);
+        format!("{name}___prefill_addr_{prefill}___decode_addr_{decode}_{unique:032x}")
     }
 }
 

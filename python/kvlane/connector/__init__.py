@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvlane.connector.connector import KVLaneConnector
 
-__all__ = ["KVLaneConnector"]
+    P2pNcclConnector = KVLaneConnector
+
+__all__ = ["KVLaneConnector", "P2pNcclConnector"]
 
 
 def __getattr__(name: str) -> type[KVLaneConnector]:
-    if name == "KVLaneConnector":
+    # Users of vLLM's P2P NCCL connector have its name in their configurations.
+    if name in __all__:
         from kvlane.connector.connector import KVLaneConnector
 
         return KVLaneConnector

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlane import __version__
-from kvlane.connector import capabilities, events
+from kvlane.connector import capabilities, events, p2p_keys
 from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.affinity import unbound
 from kvlane.connector.axes import LayerFacts, layer_facts
@@ -108,6 +108,7 @@ def build_direct(
     settings: Settings,
 ) -> Direct | None:
     """Direct hand-offs, where they are wanted and the model can have them."""
+    _log_p2p_keys(vllm_config, settings)
     if settings.direct == "off":
         return None
     try:
@@ -128,7 +129,26 @@ def build_direct(
     steps = capabilities.steps_at_once(vllm_config)
     hands_over_rests = vllm_config.speculative_config is None
     may_wait = parallel.data_parallel_size == 1
-    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, steps, may_wait)
+    role = "D" if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else "P"
+    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, steps, may_wait, role)
+
+
+def _log_p2p_keys(vllm_config: VllmConfig, settings: Settings) -> None:
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config or {}
+    found = p2p_keys.read(extra, p2p_keys.own_fields(transfer))
+    if settings.direct == "off":
+        return
+    if "kvlane.direct" not in extra:
+        # Log: the engine hands over directly, although `kvlane.direct` is missing. Do: nothing, or write
+        # "kvlane.direct": "off".
+        logger.info(
+            "kvlane: direct hand-offs are on, because the configuration has %s of vLLM's P2P NCCL connector",
+            ", ".join(found.given),
+        )
+    for sentence in found.ignored:
+        # Log: a value of the engine's configuration is ignored, for the reason named. Do: correct it.
+        logger.warning("kvlane: %s", sentence)
 
 
 def build_worker_core(

@@ -22,6 +22,7 @@ from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.no_daemon import uses_daemon
+from kvlane.connector.p2p_keys import own_fields
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.shared_pool import POOL
@@ -55,9 +56,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.failures = Failures()
         transfer = vllm_config.kv_transfer_config
-        self._settings = Settings.parse(
-            transfer.kv_connector_extra_config, getattr(transfer, "kv_buffer_size", None)
-        )
+        self._settings = Settings.parse(transfer.kv_connector_extra_config, own_fields(transfer))
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}

@@ -18,6 +18,7 @@ from kvlane.connector.affinity import unbound
 from kvlane.connector.core_protocols import HandoffScheduler
 from kvlane.connector.direct_peers import Peers, publish, withdraw
 from kvlane.connector.groups import CacheGroup, Unsupported
+from kvlane.connector.p2p_pings import Pings, start_pings
 from kvlane.connector.settings import Settings
 
 VERSION = 1
@@ -60,8 +61,10 @@ class Direct:
         block_bytes: int = 0,
         steps_at_once: int = 1,
         may_wait: bool = True,
+        ping_role: str = "P",
     ) -> None:
-        """`block_bytes`: of a block in one rank, used only with a `kv_buffer_size`."""
+        """`block_bytes`: of a block in one rank, used only with a `kv_buffer_size`. `ping_role`: what pings call this
+        engine, "P" or "D"."""
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait
@@ -87,6 +90,8 @@ class Direct:
         """Whether a prompt is offered once all of it is computed."""
         self.agent: HandoffScheduler | None = None
         self._file: Path | None = None
+        self._ping_role = ping_role
+        self._pings: Pings | None = None
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks of a prompt are handed over."""
@@ -140,6 +145,8 @@ class Direct:
         if self._file is not None:
             # vLLM ends its engine's process without the hooks of atexit, and not every end calls `close`.
             Finalize(self, withdraw, (self._file,), exitpriority=0)
+        with unbound():
+            self._pings = start_pings(self._settings, self._ping_role, self.address)
 
     def content(self, key: bytes) -> bytes:
         """The meaning of a request's tokens. `key`: of the engine's present weights and the request's adapter."""
@@ -152,6 +159,9 @@ class Direct:
 
     def close(self) -> None:
         """End everything."""
+        pings, self._pings = self._pings, None
+        if pings is not None:
+            pings.close()
         agent, self.agent = self.agent, None
         if agent is not None:
             if self._file is not None:

@@ -6,6 +6,8 @@
 The id is a text of at most 128 letters, digits, `-`, `_` and `.`, unique to the prompt. Both requests may be sent at
 once. If P is asked first, by `do_remote_decode` alone, it draws the id, and its answer has the params for D's request.
 Routers for vLLM's NixlConnector ask in this order.
+
+Proxies for vLLM's P2P NCCL connector send none of these. They name both engines in the request's id (p2p_ids.py).
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvlane.connector.p2p_ids import BadId, pair_of
+
 _ID = re.compile(r"[0-9A-Za-z._-]{1,128}")
 _PEER_MAX = 128
+# A request with one of these fields was written by a router that says what it wants. Its id then says nothing.
+_OWN = ("kvlane", "do_remote_decode", "do_remote_prefill")
 
 
 class NotDirect(ValueError):
@@ -53,10 +59,11 @@ class Landing:
         return _digest(self.name)
 
 
-def direct_of(params: object) -> Lending | Landing | None:
-    """The hand-off that a request's `kv_transfer_params` name, or None. Raises NotDirect, in one sentence."""
-    if not isinstance(params, Mapping):
-        return None
+def direct_of(params: object, request_id: str = "", address: str = "") -> Lending | Landing | None:
+    """The hand-off that a request's `kv_transfer_params` name, or else its id. `address`: this engine's own. None if
+    neither does. Raises NotDirect, in one sentence."""
+    if not isinstance(params, Mapping) or not any(params.get(key) for key in _OWN):
+        return _of_id(request_id, address)
     named = params.get("kvlane")
     prefills = bool(params.get("do_remote_decode"))
     if named is None or (isinstance(named, Mapping) and "handoff" not in named):
@@ -72,6 +79,16 @@ def direct_of(params: object) -> Lending | Landing | None:
     if not isinstance(peer, str) or not 0 < len(peer) <= _PEER_MAX:
         raise NotDirect(f"peer must be HOST:PORT of the engine that computes the prompt, not {_shown(peer)}")
     return Landing(text, peer)
+
+
+def _of_id(request_id: str, address: str) -> Lending | Landing | None:
+    try:
+        pair = pair_of(request_id)
+    except BadId as error:
+        raise NotDirect(str(error)) from None
+    if pair is None:
+        return None
+    return Lending(pair.name) if pair.prefill == address else Landing(pair.name, pair.prefill)
 
 
 def _digest(name: str) -> bytes:

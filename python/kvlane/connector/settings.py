@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvlane.connector import p2p_keys
+
 PREFIX = "kvlane."
 SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
 SWITCH = ("on", "off")
 TRANSPORTS = ("auto", "tcp", "cma", "cuda")
 DAEMON = ("auto", "on", "off")
-SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
-# These keys have no prefix: users know them from vLLM's P2P NCCL connector. They are read with `kvlane.direct` only.
-PLAIN = ("send_type", "kv_buffer_size")
-# The default of the field `kv_buffer_size` in vLLM before 0.32.
-BUFFER_SIZE_UNSET = 1e9
+# These keys have no prefix: users know them from vLLM's P2P NCCL connector (p2p_keys.py). They count with
+# `kvlane.direct` only.
+PLAIN = ("send_type", "kv_buffer_size", "proxy_ip", "proxy_port", "http_port", "kv_port")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ class Settings:
     layout: str = "auto"
     """How vLLM is asked to lay out its KV cache, one of LAYOUTS: as it likes, a block's layers together, or apart."""
     direct: str = "off"
-    """Whether prompts go from engine to engine directly, without the daemon: one of SWITCH."""
+    """Whether prompts go from engine to engine directly, without the daemon: one of SWITCH. Without this key, the
+    keys of vLLM's P2P NCCL connector switch it on."""
     direct_listen: str = "127.0.0.1:0"
-    """HOST:PORT at which other engines reach this one for direct hand-offs, the host as a number; port 0 for any."""
+    """HOST:PORT at which other engines reach this one for direct hand-offs, the host as a number; port 0 for any.
+    Without this key, `kv_port` is the port."""
     direct_token: str = ""
     """The token that all engines of direct hand-offs share. Required if `direct.listen` is no loopback address."""
     direct_tls_certificate: str = ""
@@ -76,11 +78,20 @@ class Settings:
     direct_wait_ms: float = 60_000.0
     """How long a request waits for a direct hand-off in all."""
     send_type: str = "PUT_ASYNC"
-    """With `kvlane.direct`, when a prompt is offered: one of SEND_TYPES. With `GET` all of it once it is computed, else
-    layer by layer while it is computed."""
+    """With `kvlane.direct`, when a prompt is offered: `PUT_ASYNC`, `PUT` or `GET`. With `GET` all of it once it is
+    computed, else layer by layer while it is computed."""
     kv_buffer_size: float | None = None
     """With `kvlane.direct`, bytes of each rank in which prompts may land at once; None takes a tenth of the engine's
     blocks, and more for one that is longer. With `GET` also those that may be pinned for other engines."""
+    proxy_ip: str = ""
+    """With `kvlane.direct` and `proxy_port`, the host of a proxy that gets pings: a number or a name."""
+    proxy_port: int | None = None
+    """The proxy's port for pings."""
+    http_port: int | None = None
+    """The port of this engine's API server for the pings; None takes the server's own `--port`."""
+    kv_port: int | None = None
+    """With `kvlane.direct`, the port of `kvlane.direct.listen` where that key is missing. vLLM's own field counts too
+    if it is not its default, 14579."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
     weights_version: str = ""
@@ -88,13 +99,18 @@ class Settings:
     kvlane.connector.weights.name_weights."""
 
     @staticmethod
-    def parse(extra: Mapping[str, object] | None, buffer_size: object = None) -> Settings:
-        """`buffer_size`: vLLM's own field `kv_buffer_size`, where it has one. Raises ValueError, in one sentence, for
-        an unknown key, one without its prefix, a wrong type or value."""
+    def parse(extra: Mapping[str, object] | None, own: Mapping[str, object] | None = None) -> Settings:
+        """`own`: vLLM's own fields of the names in p2p_keys.FIELDS, where it has them. Raises ValueError, in one
+        sentence, for an unknown key, one without its prefix, a wrong type or value."""
         known = {key_name(field.name): field for field in fields(Settings) if field.name not in PLAIN}
         values: dict[str, Any] = {}
-        if extra and extra.get("kvlane.direct") == "on":
-            values = _plain(extra, buffer_size)
+        p2p = p2p_keys.read(extra, own)
+        if p2p.given and "kvlane.direct" not in (extra or {}):
+            values["direct"] = "on"
+        if values or (extra or {}).get("kvlane.direct") == "on":
+            values |= p2p.values
+            if "kv_port" in values:
+                values["direct_listen"] = f"127.0.0.1:{values['kv_port']}"
         for key, value in (extra or {}).items():
             name = key.removeprefix(PREFIX)
             if not key.startswith(PREFIX) or name not in known:
@@ -144,6 +160,10 @@ class Settings:
                 "kvlane.daemon is off, and so is kvlane.direct: the connector would do nothing; leave it out of the "
                 "engine's configuration"
             )
+
+    def pings(self) -> bool:
+        """Whether the engine registers with a proxy."""
+        return bool(self.direct == "on" and self.proxy_ip and self.proxy_port)
 
     def needs_daemon(self) -> bool:
         """Whether the engine uses a daemon even if there is none when it starts."""
@@ -202,29 +222,6 @@ def key_name(field: str) -> str:
     return field.replace("direct_", "direct.", 1)
 
 
-def _plain(extra: Mapping[str, object], buffer_size: object) -> dict[str, Any]:
-    """The values of the keys of PLAIN. Raises ValueError."""
-    sent = extra.get("send_type", SEND_TYPES[0])
-    send_type = sent.upper() if isinstance(sent, str) else ""
-    if send_type not in SEND_TYPES:
-        raise ValueError(f"send_type must be one of {', '.join(SEND_TYPES)}, not {sent!r}")
-    size = extra.get("kv_buffer_size")
-    if size is None and buffer_size != BUFFER_SIZE_UNSET:
-        size = buffer_size
-    return {"send_type": send_type, "kv_buffer_size": None if size is None else _bytes(size)}
-
-
-def _bytes(size: object) -> float:
-    """A number, or the text of one. Raises ValueError."""
-    try:
-        number = float(size) if isinstance(size, str | int | float) and not isinstance(size, bool) else 0.0
-    except (ValueError, OverflowError):
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise ValueError(f"kv_buffer_size must be a number of bytes above 0, such as 8e9, not {size!r}")
-    return number
-
-
 def refuse_tcp(name: str, address: str) -> None:
     """Raises ValueError for an address that an engine cannot use: only a Unix socket carries the pool, and the proof
     who is at the other end. `fake:NAME` is the stand-in of tests."""
@@ -248,7 +245,7 @@ def _refuse_if_ours(key: str, known: Iterable[str]) -> None:
     names = list(known)
     found = _OUR_NAME.match(key)
     name = (key[found.end() :] if found else key).lower().replace("-", "_")
-    if found and name in PLAIN:
+    if found and name in (*PLAIN, *p2p_keys.WITHOUT_EFFECT):
         raise ValueError(
             f"kv_connector_extra_config has the unknown key {key!r}: write {name!r}, as for vLLM's P2P NCCL connector"
         )

@@ -30,9 +30,9 @@ struct Awaited {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Until then.
+    /// Until this time.
     Waiting(Duration),
-    /// Until then.
+    /// Until this time.
     LastLook(Duration),
     Late,
 }

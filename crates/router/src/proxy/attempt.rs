@@ -266,7 +266,7 @@ impl Work<'_> {
         match self.shared.pairing_mode(nodes.0, nodes.1) {
             Ok(PairingMode::ByAnswer) => self.by_answer(pair, tried).await,
             Ok(PairingMode::ByRequestId { prefill, decode }) => {
-                let id = self.id.p2p_nccl(&prefill, &decode, attempt);
+                let id = self.id.p2p_nccl(&prefill, &decode, attempt, secret(pair.decode.node())?);
                 self.by_request_id(pair, &id).await
             }
             Ok(PairingMode::Concurrent(peer)) => self.concurrent(pair, &peer, tried).await,
@@ -335,10 +335,7 @@ impl Work<'_> {
         tried: &mut Vec<NodeId>,
     ) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { attempt, prefill, decode } = pair;
-        let Ok(secret) = kvlane_memory::random() else {
-            let sentence = "the operating system has no random bytes for a hand-off's name";
-            return Err(FailedLeg::bad_gateway(decode.node(), sentence.into()).into());
-        };
+        let secret = secret(decode.node())?;
         let (prefill_request, decode_request) =
             LegRequest::direct(&self.id.of_hand_off(attempt, secret), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
@@ -624,4 +621,12 @@ fn no_node(none: &NoNode) -> Problem {
             ..Problem::new(StatusCode::SERVICE_UNAVAILABLE, none.to_string())
         },
     }
+}
+
+/// Bytes that keep clients from guessing the name of a hand-off.
+fn secret(node: Option<NodeId>) -> Result<[u8; 16], FailedLeg> {
+    kvlane_memory::random().map_err(|_| {
+        let sentence = "the operating system has no random bytes for a hand-off's name";
+        FailedLeg::bad_gateway(node, sentence.into())
+    })
 }

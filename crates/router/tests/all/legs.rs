@@ -170,8 +170,10 @@ fn what_cannot_be_split_stays() {
 
 #[test]
 fn pairs_of_p2p_nccl_find_each_other_by_the_id() {
-    let id = Ids::new(0xabc).next_id().p2p_nccl("10.0.0.1:21001", "10.0.0.2:22001", 0);
-    assert_eq!(id, "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_kvlane-000000000abc-1-w0");
+    let id =
+        Ids::new(0xabc).next_id().p2p_nccl("10.0.0.1:21001", "10.0.0.2:22001", 0, 0xfe_u128.to_ne_bytes());
+    let pair = "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_000000000000000000000000000000fe";
+    assert_eq!(id, format!("kvlane-000000000abc-1-w0{pair}"));
 }
 
 proptest! {

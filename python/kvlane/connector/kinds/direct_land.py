@@ -108,7 +108,7 @@ class LandDirect(SchedulerKind):
         if direct is None or direct.agent is None or not shared.shape.can_load:
             return
         try:
-            landing = direct_of(transfer_params(request))
+            landing = direct_of(transfer_params(request), request.request_id, direct.address)
         except NotDirect:
             # OfferDirect logs and counts it.
             return

@@ -54,6 +54,8 @@ class _Offered:
     lending: Lending
     request_id: str | None
     """None once the request has ended."""
+    hashes: list[bytes]
+    """Of the prompt's whole blocks."""
     pinned: list[Block] = field(default_factory=list)
     unsent: list[Computed] = field(default_factory=list)
     """Blocks that the workers have not been sent."""
@@ -78,11 +80,15 @@ class OfferDirect(SchedulerKind):
         if direct is None or direct.agent is None:
             return
         try:
-            lending = direct_of(transfer_params(state.request))
+            lending = direct_of(transfer_params(state.request), state.request.request_id, direct.address)
         except NotDirect as error:
             self._count_refusal("nonsense", f"it makes no sense: {error}")
             return
         if not isinstance(lending, Lending) or shared.pins.pool is None:
+            return
+        other = self._lendings.get(lending.id)
+        if other is not None and other.hashes and other.hashes == state.request.block_hashes:
+            # Another sample of the same prompt.
             return
         if (
             not state.request.block_hashes
@@ -104,7 +110,7 @@ class OfferDirect(SchedulerKind):
             self._count_refusal("full", "too many hand-offs are under way, or its id was used before")
             return
         shared.counters.add("direct_legs")
-        offered = _Offered(lending, state.request.request_id)
+        offered = _Offered(lending, state.request.request_id, list(state.request.block_hashes))
         self._lendings[lending.id] = self._by_request[state.request.request_id] = offered
 
     def _begin_later(self) -> None:

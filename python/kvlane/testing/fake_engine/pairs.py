@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FORMS = ("none", "kvlane", "nixl", "p2p-nccl", "direct")
-P2P_REQUEST_ID = re.compile(r"___prefill_addr_(.+:\d+)___decode_addr_(.+:\d+)_(.+)")
+P2P_REQUEST_ID = re.compile(r".*___prefill_addr_(.+:\d+)___decode_addr_(.+:\d+)_(.+)")
 """The name of a request in vLLM's P2P NCCL connector, which tells both engines the address of the other."""
 
 
