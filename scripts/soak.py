@@ -165,8 +165,12 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),
     ),
+    "p2p-nccl": Part(
+        "1P3D and 3P1D with P2P NCCL's configurations, behind a proxy like vLLM's and behind kvlane route",
+        _make("engines", "ARGS=-m soak tests/engine/test_p2p_nccl.py"),
+    ),
     "vllm-router": Part(
-        "a prefill and a decode engine that hand over directly, behind vllm-router",
+        "engines that hand over directly behind vllm-router: a pair, and 1P3D and 3P1D that ping",
         [sys.executable, "scripts/vllm_router_pair.py"],
     ),
     "direct-lost": Part(

@@ -1,4 +1,4 @@
-"""Two engines that hand over directly behind vllm-router, which knows nothing of kvlane. Part of `make soak`.
+"""Engines that hand over directly behind vllm-router, which knows nothing of kvlane. Part of `make soak`.
 
 vllm-router gets an environment of its own, once.
 """

@@ -1,5 +1,5 @@
-"""A pair of kvlane's engines that hand over directly, behind vllm-router as it is, told that they are NixlConnector's.
-Part of `make soak`: scripts/vllm_router_pair.py installs the router."""
+"""kvlane's engines that hand over directly behind vllm-router as it is: a pair, told that it is NixlConnector's, and
+engines that register by P2P NCCL's pings. Part of `make soak`: scripts/vllm_router_pair.py installs the router."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import p2p_engines
 import pytest
 from direct_served import Pair, served_pair
 from pairs import alone, complete, counted, counters, prompt
 from ports import free_port
+from served import wait_for
+
+from kvlane.demo.pd.asking import AskFailed
 
 PROMPTS = 20
 START_SECONDS = 60.0
@@ -29,14 +33,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @contextmanager
-def vllm_router(pair: Pair, log: Path) -> Iterator[str]:
+def vllm_router(log: Path, *arguments: str) -> Iterator[str]:
     """Its URL, once it answers."""
     program = os.environ.get("KVLANE_VLLM_ROUTER")
     assert program, "name vllm-router's program: KVLANE_VLLM_ROUTER=.../bin/vllm-router"
     port = free_port()
     command = [program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    command += ["--vllm-pd-disaggregation", *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -65,7 +68,8 @@ def answers(url: str) -> bool:
 
 def test_prompts_land_and_answers_are_those_of_one_engine(pair: Pair, tmp_path: Path) -> None:
     answered = []
-    with vllm_router(pair, tmp_path / "router.log") as url:
+    engines = ("--kv-connector", "nixl", "--prefill", pair.prefill.url, "--decode", pair.decode.url)
+    with vllm_router(tmp_path / "router.log", *engines) as url:
         for number in range(PROMPTS):
             text = prompt(f"behind vllm-router {number}")
             answered.append(alone(pair.prefill, text))
@@ -74,3 +78,22 @@ def test_prompts_land_and_answers_are_those_of_one_engine(pair: Pair, tmp_path: 
             grown = counted(pair.decode, before)
             assert grown.computed == 1, grown
     assert len({tuple(answer) for answer in answered}) == PROMPTS
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 3), (3, 1)])
+def test_engines_that_ping_as_p2p_nccls_serve(prefill: int, decode: int, tmp_path: Path) -> None:
+    with p2p_engines.engines(tmp_path, prefill, decode) as engines:
+        address = f"127.0.0.1:{engines.ping_port}"
+        with vllm_router(tmp_path / "router.log", "--vllm-discovery-address", address) as url:
+            wait_for("all engines to register", lambda: is_served(url))
+            p2p_engines.check_prompts(engines, url, "vllm-router")
+
+
+def is_served(url: str) -> bool:
+    """It answers requests of clients once it knows engines of both kinds."""
+    try:
+        complete(url, prompt("is it there"))
+    except AskFailed:
+        return False
+    return True
