@@ -30,9 +30,8 @@ help: ## this list
 demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted, from SSD: table, out/demo.json, out/demo.png
 	$(PYTHON) scripts/demo.py --out $(OUT) $(ARGS)
 
-demo-pd: ## a prefill and a decode engine behind kvlane route, real vLLMs on the CPU: tables, out/demo-pd.json, out/demo-pd.png
-	@$(ENVIRONMENT) --release vllm-0.32
-	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/run_pd.py --out $(OUT) $(ARGS)
+demo-pd: ## a prefill and a decode engine behind kvlane route, on GPUs if there are any: tables, out/demo-pd.json, out/demo-pd.png
+	$(PYTHON) scripts/demo.py --program examples/run_pd.py --out $(OUT) $(ARGS)
 
 demo-direct: ## prompts from a prefill engine straight into a decode engine, real vLLMs on the CPU: out/demo-direct.json, .png
 	@$(ENVIRONMENT) --release vllm-0.32

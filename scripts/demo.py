@@ -1,6 +1,7 @@
-"""Runs the demo where this machine can show most: on its GPU if there is one, else on the CPU. `make demo`.
+"""Runs a demo where this machine can show most: on its GPUs if there are any, else on the CPU. `make demo`, `make
+demo-pd`.
 
-    python scripts/demo.py [--device auto|cpu|cuda] [arguments of kvlane.demo]
+    python scripts/demo.py [--device auto|cpu|cuda] [--program examples/run_pd.py] [arguments of kvlane.demo, or of it]
 
 With a GPU the Python that runs this is taken if it has a vLLM for CUDA and all that the demo needs; else an environment
 is made, once. kvlane comes from the wheel in dist/ if that was built from this source tree; else it is built, once.
@@ -22,6 +23,7 @@ UNPACKED = environment.CACHE / "unpacked"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, add_help=False)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--program", type=Path)
     arguments, others = parser.parse_known_args()
     environment.unpack(UNPACKED)
     sys.path.insert(0, str(UNPACKED))
@@ -40,7 +42,8 @@ def main() -> None:
         environment.make([name], environment.FOR_USERS)
         programs, extra = environment.VENVS / name / "bin", {}
         python = programs / "python"
-    command = [str(python), "-m", "kvlane.demo", "--device", chosen, *others]
+    program = ["-m", "kvlane.demo"] if arguments.program is None else [str(arguments.program)]
+    command = [str(python), *program, "--device", chosen, *others]
     os.execve(python, command, {**os.environ, **extra, "PATH": _before(programs, "PATH")})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvlane.bench import pictures
-from kvlane.demo.direct.scenarios import _make_cache_wrong
+from kvlane.demo.direct.wrong_cache import make_cache_wrong
 from kvlane.demo.scenarios import Scenario
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -79,6 +79,6 @@ def test_an_engines_cache_is_made_wrong_in_its_memory(is_made_wrong: bool) -> No
     )
     assert engine.stdout is not None and engine.stdout.readline() == "ready\n"
     if is_made_wrong:
-        assert _make_cache_wrong([engine.pid], 256 << 20) == 1 << 20, "only where something is"
+        assert make_cache_wrong([engine.pid], 256 << 20) == 1 << 20, "only where something is"
     engine.communicate(timeout=30)
     assert engine.returncode == (0 if is_made_wrong else 3)

@@ -17,11 +17,15 @@ import pytest
 
 from kvlane.bench import pictures
 from kvlane.bench.processes import free_port
-from kvlane.demo.pd import plan, results
+from kvlane.demo.pd import plan, processes, results
 from kvlane.demo.pd.asking import AskFailed, PromptTokens, counted, read_prompt_tokens
 from kvlane.demo.scenarios import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import run_pd  # noqa: E402
+
 GIB = 1 << 30
 # Stands for `vllm`: the flags of `vllm serve` that a fake engine knows, or an end at once.
 FAKE_VLLM = """#!{python}
@@ -92,6 +96,65 @@ def test_engines_have_names_and_the_joining_one_is_apart() -> None:
     assert [node.name for node in found.engines] == ["P1", "P2", "D1", "D2"]
     assert (found.joins.name, found.joins.port) == ("P3", found.prefill[1].port + 1)
     assert found.name_of(found.decode[1].url) == "D2" and found.name_of(None) == "-"
+
+
+def test_engines_take_gpus_in_turn_and_share_their_memory() -> None:
+    found = plan.plan(1, 2, free_ports(), free_ports(), gpus=["0", "3"])
+    assert [(node.name, node.gpu) for node in found.engines] == [("P1", "0"), ("D1", "3"), ("D2", "0")]
+    assert found.joins.gpu == "3"
+    assert [found.share_of_gpu(node) for node in found.engines] == [0.45, 0.45, 0.45]
+    assert {node.gpu for node in planned(2, 2).engines} == {None}
+
+
+def test_an_engine_on_a_gpu_is_told_which_and_computes_in_the_models_own_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    variables = "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES OMP_NUM_THREADS=$OMP_NUM_THREADS"
+    (programs / "vllm").write_text(f'#!/bin/sh\necho "$@" {variables}\n')
+    (programs / "vllm").chmod(0o755)
+    monkeypatch.setattr(processes, "beside_python", lambda name: str(programs / name))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    said = {}
+    for gpu, dtype in ((None, "float32"), ("3", "auto")):
+        log = tmp_path / f"{gpu}.log"
+        node = plan.Node("P1", "prefill", free_port(), gpu)
+        engine = processes.ServedEngine(node, "m", {}, log, 2, 1000, GIB, ["--more"], dtype=dtype)
+        engine._process.wait(60)
+        engine.close()
+        said[gpu] = log.read_text()
+    assert "--dtype float32 --enforce-eager" in said[None]
+    assert "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=2" in said[None]
+    assert "--dtype auto" in said["3"] and "--enforce-eager" not in said["3"] and "--more" in said["3"]
+    assert "CUDA_VISIBLE_DEVICES=3 OMP_NUM_THREADS=\n" in said["3"]
+
+
+def test_gpus_are_named_as_the_users_variable_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert run_pd.gpu_names(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-7")
+    assert run_pd.gpu_names(2) == ["2", "GPU-7"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--device", "cuda"],
+            "--device cuda: there is no GPU that kvlane can use; `kvlane doctor` says why",
+        ),
+        (["--flip", "--direct"], "leave out --direct"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
+    flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    process = start(tmp_path, *flags)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (1, 2) and words in said and "Traceback" not in said
 
 
 def test_too_little_memory_is_refused_with_what_fits() -> None:
@@ -227,15 +290,17 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_every_process(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, "--serve")
+@pytest.mark.parametrize(
+    ("number", "flags"), [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGINT, ["--direct"])]
+)
+def test_ctrl_c_ends_every_process(number: signal.Signals, flags: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, "--serve", *flags)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("Ask it: curl http://127.0.0.1:"), process.communicate()[1]
         started = descendants(process.pid)
-        assert len(started) >= 4, "daemon, router, two engines"
+        assert len(started) >= (3 if flags else 4), "daemon, router, two engines"
         process.send_signal(number)
         # Twice, as impatient people do, and as `timeout` does: the second one must not end the ending.
         process.send_signal(number)

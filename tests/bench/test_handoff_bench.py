@@ -13,17 +13,20 @@ from kvlane.bench.__main__ import main
 
 
 def test_each_transport_is_measured_beside_a_bare_read(tmp_path: Path) -> None:
-    shape = ["--layers", "3", "--blocks", "5", "--block-layer-bytes", "4k"]
+    shape = ["--layers", "3", "--blocks", "5", "--block-layer-bytes", "4k", "--layer-ms", "2"]
     assert main(["handoff", *shape, "--rounds", "2", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "handoff.json").read_text())
     assert found["bytes"] == 3 * 5 * 4096
-    # A first hand-off, and in each round one as a whole, one layer by layer, one at the end.
-    moved = 7 * found["bytes"]
+    # A first hand-off, and in each round one as a whole, two layer by layer, one at the end.
+    moved = 9 * found["bytes"]
     for transport, other in (("cma", "tcp"), ("tcp", "cma")):
         counts = found["results"][transport]["counts"]
         assert (counts[f"{transport}_bytes"], counts[f"{other}_bytes"], counts["failed"]) == (moved, 0, 0)
         assert all(len(seconds) == 2 for seconds in found["results"][transport]["seconds"].values())
-    assert len(found["figures"]) == 14 and (tmp_path / "handoff.png").exists()
+    names = [each["what"].partition(": ")[2] for each in found["figures"]]
+    for send_type in ("PUT_ASYNC", "PUT", "GET"):
+        assert names.count(f"from the last layer to landed, {send_type}") == 2
+    assert len(found["figures"]) == 20 and (tmp_path / "handoff.png").exists()
 
 
 @pytest.mark.fake_gpus
@@ -35,7 +38,7 @@ def test_prompts_go_from_a_gpus_memory_to_a_gpus(
     shape = ["--layers", "3", "--blocks", "5", "--block-layer-bytes", "4k", "--rounds", "2"]
     assert main(["handoff", *shape, "--memory", memory, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "handoff.json").read_text())
-    moved = 7 * found["bytes"]
+    moved = 9 * found["bytes"]
     for transport, other in (("cuda", "tcp"), ("tcp", "cuda")):
         counts = found["results"][transport]["counts"]
         assert (counts[f"{transport}_bytes"], counts[f"{other}_bytes"], counts["failed"]) == (moved, 0, 0)

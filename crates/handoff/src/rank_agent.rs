@@ -121,7 +121,8 @@ enum RankEvent {
     /// The count of the progress word at which the step begins, and the blocks that it fills.
     StepBegins(u32, Vec<Filled>),
     StepEnds,
-    ReadOver(HandoffId, u64, Option<FinishedRead>),
+    /// The engine that was read from; None: the READ did not begin.
+    ReadOver(HandoffId, u64, Option<EngineId>, Option<FinishedRead>),
     Closed(HandoffId),
     Lost(EngineId),
 }
@@ -311,7 +312,7 @@ impl RankThread {
                 true => Duration::from_secs(3600),
                 false => POLL_EVERY,
             };
-            let wait = tick.saturating_sub(self.now()).min(poll);
+            let wait = tick.saturating_sub(self.now()).min(poll).min(talk.tidy(Instant::now()));
             let polls_gpu = !self.steps.is_empty() && self.is_on_gpu;
             tokio::select! {
                 () = fired(polling.as_ref()), if polls_gpu => {}
@@ -363,7 +364,8 @@ impl RankThread {
             RankEvent::StepBegins(from, filled) => self.steps.push_back(Step { from, filled, offered: 0 }),
             // Wakes the thread, which polls the steps after every event.
             RankEvent::StepEnds => {}
-            RankEvent::ReadOver(id, number, read) => {
+            RankEvent::ReadOver(id, number, from, read) => {
+                from.into_iter().for_each(|from| talk.end_read(from));
                 self.count(read.as_ref());
                 self.reading.read_over(id, number, read.is_some());
             }
@@ -556,9 +558,10 @@ impl RankThread {
         };
         let events = self.events.clone();
         let Some((mut handle, source, peer, runs)) = begun else {
-            let _ = events.send(RankEvent::ReadOver(id, number, None));
+            let _ = events.send(RankEvent::ReadOver(id, number, None, None));
             return;
         };
+        talk.begin_read(source);
         let is_on_gpu = self.is_on_gpu || offer.window.kind == MemoryKind::Cuda;
         let mut cancel = self.cancels.entry(id).or_insert_with(|| watch::Sender::new(false)).subscribe();
         tokio::task::spawn_local(async move {
@@ -570,7 +573,8 @@ impl RankThread {
                 }
             };
             let read = FinishedRead { from: (source, peer), runs, carried: handle.carried(), is_on_gpu };
-            let _ = events.send(RankEvent::ReadOver(id, number, outcome.is_ok().then_some(read)));
+            let read = outcome.is_ok().then_some(read);
+            let _ = events.send(RankEvent::ReadOver(id, number, Some(source), read));
         });
     }
 

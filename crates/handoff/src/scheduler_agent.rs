@@ -284,7 +284,7 @@ impl SchedulerThread {
         let shared = Arc::clone(&self.shared);
         loop {
             self.carry_out(&mut talk, &ranks);
-            let wait = self.next_tick().saturating_sub(shared.now()).min(Duration::from_secs(3600));
+            let wait = self.next_tick().saturating_sub(shared.now()).min(talk.tidy(Instant::now()));
             tokio::select! {
                 received = &mut receiving => match received {
                     Some(received) => self.handle_message(&mut talk, &of_ranks, received),

@@ -21,9 +21,15 @@ const SEND_PATIENCE: Duration = Duration::from_secs(5);
 /// Timeout between processes of one engine: a message is lost only if a process ends, and the kernel reports that at once.
 const SEND_PATIENCE_WITHIN: Duration = Duration::from_secs(3600);
 
-/// An agent that was idle for this long counts as lost when a new one is added. A restarted engine is a new agent, and the old
-/// one never says that it has ended.
-const IDLE_KEPT: Duration = Duration::from_secs(600);
+/// An agent that was idle for this long is disconnected. A restarted engine is a new agent, and the old one never says that it
+/// has ended. A hand-off in flight uses each of its agents at least every 30 s, because it ends without progress for so long.
+const IDLE_KEPT: Duration = Duration::from_secs(60);
+/// Most agents that stay connected while they are idle, so that each of hundreds of engines holds few connections.
+const IDLE_MAX: usize = 40;
+/// Beyond [`IDLE_MAX`], those are disconnected that were idle for longer than this. It exceeds [`SEND_PATIENCE`], so that no
+/// message is under way, and the second after which a decode engine renews its lease.
+const IDLE_MIN: Duration = Duration::from_secs(6);
+const TIDY_EVERY: Duration = Duration::from_secs(3);
 
 /// Why an agent cannot start.
 #[derive(Debug, Error)]
@@ -58,19 +64,22 @@ pub(crate) struct Talk {
     /// Other processes of this engine, whose silence is no loss.
     own: HashSet<EngineId>,
     on_lost: OnLost,
+    tidied: Instant,
 }
 
 struct Peer {
     peer: PeerId,
     /// The last message to it, or READ from it.
     last_used: Instant,
+    /// READs from it in flight.
+    reads: usize,
     to_send: mpsc::Sender<Vec<u8>>,
 }
 
 impl Talk {
     /// Call it inside a `LocalSet`, because each agent gets a local task.
     pub(crate) fn new(engine: Arc<Engine>, on_lost: OnLost) -> Talk {
-        Talk { engine, peers: HashMap::new(), own: HashSet::new(), on_lost }
+        Talk { engine, peers: HashMap::new(), own: HashSet::new(), on_lost, tidied: Instant::now() }
     }
 
     /// Connects to an agent, unless it is connected. Returns at once: the fabric makes the connections meanwhile. None if the
@@ -118,14 +127,40 @@ impl Talk {
                 }
             }
         });
-        self.report_idle(Instant::now());
-        self.peers.insert(id, Peer { peer, last_used: Instant::now(), to_send });
+        self.peers.insert(id, Peer { peer, last_used: Instant::now(), reads: 0, to_send });
     }
 
-    /// Reports idle agents as lost; their agent then forgets them.
-    fn report_idle(&self, now: Instant) {
-        let is_idle = |peer: &Peer| now.saturating_duration_since(peer.last_used) >= IDLE_KEPT;
-        self.peers.iter().filter(|(_, peer)| is_idle(peer)).for_each(|(id, _)| (self.on_lost)(*id));
+    /// Reports idle agents as lost if it is time to; their agent then forgets them. Returns when to call it again.
+    pub(crate) fn tidy(&mut self, now: Instant) -> Duration {
+        if self.peers.keys().all(|id| self.own.contains(id)) {
+            return Duration::from_secs(3600);
+        }
+        let due = self.tidied + TIDY_EVERY;
+        if now < due {
+            return due - now;
+        }
+        self.tidied = now;
+        let others = self.peers.iter().filter(|(id, _)| !self.own.contains(id));
+        let idle = others.map(|(id, peer)| {
+            let idle =
+                if peer.reads > 0 { Duration::ZERO } else { now.saturating_duration_since(peer.last_used) };
+            (*id, idle)
+        });
+        unused(idle.collect()).into_iter().for_each(|id| (self.on_lost)(id));
+        TIDY_EVERY
+    }
+
+    /// Notes that a READ from this agent begins.
+    pub(crate) fn begin_read(&mut self, id: EngineId) {
+        self.peers.get_mut(&id).into_iter().for_each(|peer| peer.reads += 1);
+    }
+
+    /// Notes that a READ has ended.
+    pub(crate) fn end_read(&mut self, id: EngineId) {
+        // Not there: it was lost meanwhile.
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        peer.reads = peer.reads.saturating_sub(1);
+        peer.last_used = Instant::now();
     }
 
     /// The fabric engine's id of an agent that is connected.
@@ -151,6 +186,16 @@ impl Talk {
     }
 }
 
+/// Which agents to disconnect, of all that are connected and for how long each was idle.
+fn unused<I>(mut idle: Vec<(I, Duration)>) -> Vec<I> {
+    idle.sort_by_key(|(_, idle)| std::cmp::Reverse(*idle));
+    let surplus = idle.len().saturating_sub(IDLE_MAX);
+    let is_unused = |(index, (_, idle)): &(usize, (I, Duration))| {
+        *idle >= IDLE_KEPT || (*index < surplus && *idle > IDLE_MIN)
+    };
+    idle.into_iter().enumerate().filter(is_unused).map(|(_, (id, _))| id).collect()
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
@@ -163,27 +208,41 @@ mod tests {
     /// Each start of an engine is another peer. Former ones were kept for ever, and the fabric tried to reconnect to each.
     #[tokio::test]
     async fn engines_that_nobody_talks_to_any_more_are_lost() {
-        let [own, former, present] = [(); 3].map(|()| Engine::new(EngineOptions::default()).unwrap());
+        let [own, rank, former, present] = [(); 4].map(|()| Engine::new(EngineOptions::default()).unwrap());
         let lost = Rc::new(RefCell::new(Vec::new()));
         let keeps = Rc::clone(&lost);
         let on_lost = Rc::new(move |id| keeps.borrow_mut().push(id));
         let all = tokio::task::LocalSet::new();
         all.run_until(async {
             let mut talk = Talk::new(Arc::new(own), on_lost);
-            let [former, present] = [&former, &present].map(|engine| engine.describe().unwrap());
-            let [former, at_present] = [former, present].map(|endpoint| endpoint.to_bytes().unwrap());
-            let former = talk.connect(&former, "the former one").unwrap();
-            let present = talk.connect(&at_present, "the present one").unwrap();
-            talk.report_idle(Instant::now());
-            assert!(lost.borrow().is_empty());
-            for id in [former, present] {
-                talk.peers.get_mut(&id).unwrap().last_used -= Duration::from_secs(1);
-            }
-            // A READ sends no message, but calls this.
-            talk.connect(&at_present, "the present one");
-            talk.report_idle(talk.peers[&present].last_used + IDLE_KEPT - Duration::from_millis(500));
-            assert_eq!(*lost.borrow(), [former]);
+            let endpoints =
+                [&rank, &former, &present].map(|engine| engine.describe().unwrap().to_bytes().unwrap());
+            talk.connect_own(&endpoints[0], "an own rank").unwrap();
+            let former = talk.connect(&endpoints[1], "the former one").unwrap();
+            let present = talk.connect(&endpoints[2], "the present one").unwrap();
+            talk.begin_read(present);
+            let began = talk.tidied;
+            assert_eq!(talk.tidy(began), TIDY_EVERY, "too early");
+            let later = Instant::now() + IDLE_KEPT;
+            assert_eq!(talk.tidy(later), TIDY_EVERY);
+            assert_eq!(*lost.borrow(), [former], "the other one is read from, and the rank is one's own");
+            talk.end_read(present);
+            talk.tidy(later + IDLE_KEPT);
+            assert!(lost.borrow()[1..].contains(&present));
         })
         .await;
+    }
+
+    #[test]
+    fn beyond_the_limit_those_that_were_idle_for_longest_go() {
+        let seconds = Duration::from_secs;
+        let idle = |count: u64, each: u64| (0..count).map(|id| (id, seconds(each))).collect::<Vec<_>>();
+        assert_eq!(unused(idle(40, 59)), [0u64; 0]);
+        assert_eq!(unused(idle(40, 60)).len(), 40);
+        assert_eq!(unused(idle(100, 6)), [0u64; 0], "they may be in use");
+        assert_eq!(unused(idle(100, 7)).len(), 60);
+        let mut mixed = idle(50, 3);
+        mixed.extend([(90, seconds(20)), (91, seconds(30)), (92, seconds(70)), (93, seconds(5))]);
+        assert_eq!(unused(mixed), [92, 91, 90]);
     }
 }

@@ -26,6 +26,9 @@ HOST_TRANSPORTS, GPU_TRANSPORTS = ("cma", "tcp"), ("cuda", "tcp")
 READ_GOAL, OVERLAP_GOAL, HOOK_GOAL_US = 0.95, 0.10, 5.0
 # A READ of a layer takes this share of the time to compute the layer.
 LINK_SHARE = 0.8
+# The cases by `send_type`, and whether a prompt is offered as a whole once it is computed.
+SEND_TYPES = {"PUT_ASYNC": ("layers_s", False), "PUT": ("put_s", False), "GET": ("get_s", True)}
+GET_GOAL = 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contiguous",
         action="store_true",
         help="the prompt's blocks lie one after the other; without it each side has them in a random order",
+    )
+    parser.add_argument(
+        "--layer-ms",
+        type=float,
+        help="to compute a layer (default: so long that a bare READ of a layer takes 80%% of it)",
     )
     parser.add_argument("--rounds", type=count, default=7, help="of all cases in turns (default %(default)s)")
     add_out(parser)
@@ -86,6 +94,7 @@ class _Pair:
 
     def __init__(self, transport: str, arguments: argparse.Namespace) -> None:
         self.transport, self.layers = transport, arguments.layers
+        self._layer_ms: float | None = arguments.layer_ms
         self.prefill, self.decode = (
             Child(["-m", "kvlane.bench.handoff_sides", f"{transport}-{role}"], {})
             for role in ("prefill", "decode")
@@ -151,12 +160,14 @@ class _Pair:
         self._add("bare_s", bare)
         self._add("whole_s", self.whole(salt))
         layer_ms = self.layer_ms
-        for case, at_once in (("layers_s", False), ("get_s", True)):
+        for case, at_once in SEND_TYPES.values():
             self._add(case, self.overlapped(layer_ms, at_once))
 
     @property
     def layer_ms(self) -> float:
-        """Milliseconds to compute a layer, so that a READ of it takes the share LINK_SHARE of that."""
+        """Milliseconds to compute a layer: as asked for, or so that a READ of it takes the share LINK_SHARE."""
+        if self._layer_ms is not None:
+            return self._layer_ms
         return statistics.median(self.results["bare_s"]) / self.layers * 1e3 / LINK_SHARE
 
     def _add(self, case: str, seconds: float) -> None:
@@ -199,7 +210,15 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 median["layers_s"] / median["get_s"],
                 at_most=OVERLAP_GOAL if is_host else None,
             ),
-            Figure(f"{name}: from the last layer to landed, layer by layer", median["layers_s"] * 1e6, "us"),
+            Figure(
+                f"{name}: from the last layer to landed, GET / PUT_ASYNC",
+                median["get_s"] / median["layers_s"],
+                at_least=GET_GOAL,
+            ),
+            *(
+                Figure(f"{name}: from the last layer to landed, {send_type}", median[case] * 1e6, "us")
+                for send_type, (case, _) in SEND_TYPES.items()
+            ),
             Figure(f"{name}: a layer's hook while it is offered", hook_us, "us", at_most=HOOK_GOAL_US),
             Figure(f"{name}: an empty call at the same place", statistics.median(pair.bare_hook_us), "us"),
             Figure(f"{name}: bare READ", size / median["bare_s"] / 1e9, "GB/s"),
@@ -207,10 +226,11 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         ]
         results[name] = {"seconds": pair.results, "hook_us": pair.hook_us, "counts": counts[name]}
     lie = "one after the other" if arguments.contiguous else "in a random order on each side"
+    beside = "" if arguments.layer_ms else f"; a bare READ of the layer takes {LINK_SHARE:.0%} of it"
     note = (
         f"{arguments.blocks} blocks of {arguments.layers} layers, {arguments.block_layer_bytes} bytes each, {lie}. "
-        f"Medians of {arguments.rounds} rounds in turns. Computing a layer is a sleep; a bare READ of the layer takes "
-        f"{LINK_SHARE:.0%} of it. Memory of {' and '.join(dict.fromkeys(both_memories(arguments.memory)))}; bytes by "
+        f"Medians of {arguments.rounds} rounds in turns. Computing a layer is a sleep{beside}. PUT is offered as "
+        f"PUT_ASYNC is. Memory of {' and '.join(dict.fromkeys(both_memories(arguments.memory)))}; bytes by "
         f"carrier: {'; '.join(_carriers(name, counts[name]) for name in counts)}."
     )
     return Outcome(NAME, figures, {"bytes": size, "results": results}, note)

@@ -6,16 +6,15 @@ Right answers are those of one prefill engine that is asked alone, under a cache
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from kvlane.bench.report import summary
 from kvlane.demo.direct.asking import counters, hand_over, stream
 from kvlane.demo.direct.cluster import CHUNK_TOKENS, Cluster, Side
+from kvlane.demo.direct.wrong_cache import make_cache_wrong
 from kvlane.demo.pd.asking import ANSWER_TIMEOUT_S, PromptTokens, counted, prompt_text, prompt_tokens
 from kvlane.demo.scenarios import Scenario
 
@@ -114,7 +113,7 @@ class Demo:
         before = prompt_tokens(decode.node.url)
         again = stream(decode, prompt, ANSWER_TOKENS, None)
         scenario.must(again.tokens == made.answer.tokens, "the answer from what had landed is another one")
-        bytes_changed = _make_cache_wrong(decode.engine.processes(), self._kv_cache)
+        bytes_changed = make_cache_wrong(decode.engine.processes(), self._kv_cache)
         wrong = stream(decode, prompt, ANSWER_TOKENS, None)
         changed = sum(one != other for one, other in zip(again.tokens, wrong.tokens, strict=True))
         cached = (prompt_tokens(decode.node.url) - before).own_cache
@@ -171,28 +170,3 @@ def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
         time.sleep(_MOMENT_S)
         victim.engine.pause()
     victim.engine.kill()
-
-
-def _make_cache_wrong(processes: Sequence[int], kv_cache: int) -> int:
-    """Permutes the numbers of an engine's KV cache: they are as well-formed as before, and belong to other tokens.
-    Returns the bytes that changed."""
-    changed = 0
-    for pid in processes:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            span, flags, _, _, inode, *_ = line.split()
-            begin, end = (int(part, 16) for part in span.split("-"))
-            if flags.startswith("rw") and inode == "0" and end - begin >= kv_cache:
-                changed += _turn_around(pid, begin, end)
-    return changed
-
-
-def _turn_around(pid: int, begin: int, end: int) -> int:
-    changed, window = 0, 1 << 20
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        for at in range(begin, end, window):
-            size = min(window, end - at)
-            found = os.pread(memory.fileno(), size, at)
-            if any(found):
-                turned = memoryview(found).cast("I")[::-1].tobytes()
-                changed += os.pwrite(memory.fileno(), turned, at)
-    return changed

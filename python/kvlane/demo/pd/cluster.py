@@ -10,10 +10,14 @@ from types import TracebackType
 from typing import Any
 
 from kvlane._core import Tool
-from kvlane.bench.processes import connector_config
+from kvlane.bench.processes import connector_config, free_port
 from kvlane.demo.pd.plan import Node, Plan
 from kvlane.demo.pd.processes import Router, ServedEngine, end_all, wait_until
 from kvlane.demo.processes import Daemon
+
+CHUNK_TOKENS = 256
+"""Engines on the CPU that hand over directly compute a prompt in steps of so many tokens: what one step has computed
+moves during the next."""
 
 
 class Cluster:
@@ -27,18 +31,26 @@ class Cluster:
         max_tokens: int,
         kv_cache: int,
         pool_size: str,
-        route_config: Path | None = None,
+        route_settings: str = "",
+        is_direct: bool = False,
+        dtype: str = "float32",
     ) -> None:
-        """`route_config`: a file with further settings of the router."""
+        """`route_settings`: further ones of the router, as TOML. `is_direct`: there is no daemon, and engines hand over
+        to each other."""
         self.plan = plan
+        self.is_direct = is_direct
+        self.kv_cache = kv_cache
+        """Bytes of each engine's KV cache."""
         self.engines: dict[str, ServedEngine] = {}
         self.memory: dict[str, int] = {}
         """Bytes of each engine when all were ready."""
         self.model = model
         """The model's name or folder."""
         self._logs = logs
-        self._max_tokens, self._kv_cache, self._pool_size = max_tokens, kv_cache, pool_size
-        self._route_config = route_config
+        self._max_tokens, self._pool_size, self._dtype = max_tokens, pool_size, dtype
+        self._route_settings = route_settings
+        self._handoffs: dict[str, str] = {}
+        """Where each engine hands over directly, by its name."""
         self._router: Router | None = None
         self._daemon: Daemon | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvlane-demo-")
@@ -64,14 +76,20 @@ class Cluster:
         """Starts everything, and waits until all engines answer and the router has them. `show` gets a sentence for
         each thing that is ready. Raises ProcessFailed."""
         began = time.monotonic()
-        # No scrub: it would find the bytes that the control makes wrong.
-        self._daemon = Daemon(
-            Path(self._folder.name), self._pool_size, self._logs, ssd=False, flags=("--scrub-rate", "0")
-        )
-        self._daemon.start()
-        show("the daemon is ready")
         socket = Path(self._folder.name) / "route.sock"
-        self._router = Router(self.plan, self._logs / "router.log", socket, self._route_config)
+        if self.is_direct:
+            everyone = [*self.plan.engines, self.plan.joins]
+            self._handoffs = {node.name: f"127.0.0.1:{free_port()}" for node in everyone}
+        else:
+            # No scrub: it would find the bytes that the control makes wrong.
+            flags = ("--scrub-rate", "0")
+            gpu = "off" if self.plan.joins.gpu is None else "auto"
+            folder = Path(self._folder.name)
+            self._daemon = Daemon(folder, self._pool_size, self._logs, gpu, ssd=False, flags=flags)
+            self._daemon.start()
+            show("the daemon is ready")
+        handoffs = self._handoffs if self.is_direct else None
+        self._router = Router(self.plan, self._logs / "router.log", socket, self._route_settings, handoffs)
         for node in self.plan.engines:
             self._start_engine(node)
         waiting = list(self.plan.engines)
@@ -121,10 +139,28 @@ class Cluster:
 
     def _start_engine(self, node: Node) -> ServedEngine:
         log = self._logs / f"{node.name}.log"
-        # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
-        connector = connector_config(self._address, lookup_timeout_ms=5000.0)
+        flags: list[str] = []
+        if self.is_direct:
+            direct = {"kvlane.daemon": "off", "kvlane.direct": "on"}
+            direct["kvlane.direct.listen"] = self._handoffs[node.name]
+            connector = connector_config("") | {"kv_connector_extra_config": direct}
+        else:
+            # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
+            connector = connector_config(self._address, lookup_timeout_ms=5000.0)
+        if self.is_direct and node.gpu is None:
+            flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
+        if node.gpu is not None:
+            flags += ["--gpu-memory-utilization", f"{self.plan.share_of_gpu(node):.2f}"]
         engine = ServedEngine(
-            node, self.model, connector, log, self.plan.threads, self._max_tokens, self._kv_cache
+            node,
+            self.model,
+            connector,
+            log,
+            self.plan.threads,
+            self._max_tokens,
+            self.kv_cache,
+            flags,
+            dtype=self._dtype,
         )
         self.engines[node.name] = engine
         return engine

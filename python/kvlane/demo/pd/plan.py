@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvlane.bench.processes import free_port
@@ -31,6 +32,8 @@ class Node:
     role: str
     """Its role: prefill, decode or worker."""
     port: int
+    gpu: str | None = None
+    """The GPU that computes for it, as CUDA_VISIBLE_DEVICES names it; None: the CPU."""
 
     @property
     def url(self) -> str:
@@ -58,6 +61,11 @@ class Plan:
         """The engines that run from the beginning."""
         return [*self.prefill, *self.decode, *self.workers]
 
+    def share_of_gpu(self, node: Node) -> float:
+        """The share of its GPU's memory that an engine may take; the engine that joins later has room too."""
+        everyone = [*self.engines, self.joins]
+        return 0.9 / max(1, sum(each.gpu == node.gpu for each in everyone))
+
     @property
     def router_url(self) -> str:
         """The router's address for clients."""
@@ -78,9 +86,17 @@ class Plan:
         return next((node.name for node in [*self.engines, self.joins] if node.url == url), url or "-")
 
 
-def plan(prefill: int, decode: int, prefill_port: int, decode_port: int, workers: int = 0) -> Plan:
-    """Chooses the ports. Workers' ports follow those of decode engines. Raises NotPossible if the ports of engines are
-    taken; router and admin port move to free ones."""
+def plan(
+    prefill: int,
+    decode: int,
+    prefill_port: int,
+    decode_port: int,
+    workers: int = 0,
+    gpus: Sequence[str] = (),
+) -> Plan:
+    """Chooses the ports. Workers' ports follow those of decode engines. The engines are spread over `gpus` in turn, so
+    that prefill and decode engines have different ones if there are two. Raises NotPossible if the ports of engines
+    are taken; router and admin port move to free ones."""
     if prefill < 1 or decode < 1:
         raise NotPossible(f"--prefill {prefill} and --decode {decode}: there must be at least one of each")
     ports = {prefill_port + at for at in range(prefill + 1)} & {
@@ -94,6 +110,11 @@ def plan(prefill: int, decode: int, prefill_port: int, decode_port: int, workers
         *(Node(f"D{at + 1}", "decode", decode_port + at) for at in range(decode)),
         *(Node(f"W{at + 1}", "worker", decode_port + decode + at) for at in range(workers)),
     ]
+    if gpus:
+        # The engine that joins later comes last.
+        order = [*nodes[:prefill], *nodes[prefill + 1 :], nodes[prefill]]
+        placed = {node.name: replace(node, gpu=gpus[at % len(gpus)]) for at, node in enumerate(order)}
+        nodes = [placed[node.name] for node in nodes]
     for node in nodes:
         if not _is_free(node.port):
             flag = "--prefill-port" if node.role == "prefill" else "--decode-port"

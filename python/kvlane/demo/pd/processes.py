@@ -17,11 +17,7 @@ from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 
 START_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 15.0
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class ServedEngine:
@@ -38,13 +34,15 @@ class ServedEngine:
         kv_cache: int,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        dtype: str = "float32",
     ) -> None:
         """`connector`: vLLM's kv_transfer_config. `flags` and `environment`: further ones of `vllm serve`."""
         self.node = node
         self.log = log
         self._is_asked = False
         command = [beside_python("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(node.port)]
-        command += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
+        command += ["--served-model-name", MODEL_NAME, "--dtype", dtype]
+        command += [] if node.gpu is not None else ["--enforce-eager"]
         command += ["--max-model-len", str(max_tokens), "--block-size", str(BLOCK_TOKENS)]
         command += ["--max-num-seqs", "16", "--kv-cache-memory-bytes", str(kv_cache)]
         command += ["--no-enable-log-requests", "--kv-transfer-config", json.dumps(connector), *flags]
@@ -59,7 +57,7 @@ class ServedEngine:
                     **os.environ,
                     **_ENVIRONMENT,
                     **offline,
-                    "OMP_NUM_THREADS": str(threads),
+                    **_device_variables(node, threads),
                     **(environment or {}),
                 },
                 start_new_session=True,
@@ -124,22 +122,39 @@ class ServedEngine:
 class Router:
     """`kvlane route` before the engines of a plan."""
 
-    def __init__(self, plan: Plan, log: Path, socket: Path, config: Path | None = None) -> None:
-        """`config`: a file with further settings."""
+    def __init__(
+        self,
+        plan: Plan,
+        log: Path,
+        socket: Path,
+        settings: str = "",
+        handoffs: Mapping[str, str] | None = None,
+    ) -> None:
+        """`settings`: further ones, as TOML. `handoffs`: where each prefill engine hands over directly, by its name;
+        None: the engines hand over through their daemon."""
         self._plan = plan
         self._socket = socket
+        self._handoffs = handoffs
         self.log = log
         command = [beside_python("kvlane"), "route", "--listen", f"127.0.0.1:{plan.router_port}"]
         command += ["--admin", f"127.0.0.1:{plan.admin_port}", "--socket", str(socket)]
-        command += ["--config", str(config)] if config is not None else []
-        for node in plan.engines:
-            command += [f"--{node.role}", node.url]
+        if handoffs is None:
+            for node in plan.engines:
+                command += [f"--{node.role}", node.url]
+        else:
+            settings += "".join(_direct_node(node, handoffs) for node in plan.engines)
+        if settings:
+            config = log.with_name("route.toml")
+            config.write_text(settings)
+            command += ["--config", str(config)]
         with log.open("wb") as sink:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
 
     def add(self, node: Node) -> None:
         """Make an engine known to it, by `kvlane route add`. Raises ProcessFailed."""
         command = [beside_python("kvlane"), "route", "add", node.url, "--role", node.role]
+        if self._handoffs is not None:
+            command += ["--connector", "direct", "--handoff", self._handoffs[node.name]]
         try:
             said = subprocess.run(
                 [*command, "--socket", str(self._socket)],
@@ -179,6 +194,14 @@ class Router:
         self._process.wait()
 
 
+def _direct_node(node: Node, handoffs: Mapping[str, str]) -> str:
+    """The node's part of the router's file."""
+    lines = ["[[node]]", f'url = "{node.url}"', f'role = "{node.role}"', 'connector = "direct"']
+    if node.role == "prefill":
+        lines.append(f'handoff = "{handoffs[node.name]}"')
+    return "\n".join(lines) + "\n"
+
+
 def wait_until(what: str, holds: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
     """Polls until the condition holds, because other processes send no event when they are ready. Raises
     ProcessFailed."""
@@ -202,6 +225,13 @@ def end_all(processes: Iterable[ServedEngine | Router | Daemon]) -> None:
     finally:
         for number, handler in zip(asked_to_end, before, strict=True):
             signal.signal(number, handler)
+
+
+def _device_variables(node: Node, threads: int) -> dict[str, str]:
+    if node.gpu is not None:
+        # FlashInfer's sampler is compiled at its first use, which needs a whole CUDA toolkit.
+        return {"CUDA_VISIBLE_DEVICES": node.gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
 
 
 def _group(leader: int) -> list[int]:

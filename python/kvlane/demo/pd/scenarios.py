@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench.report import summary
+from kvlane.demo.direct.wrong_cache import make_cache_wrong
 from kvlane.demo.pd import asking, bench
 from kvlane.demo.pd.asking import Answer, AskFailed, PromptTokens
 from kvlane.demo.pd.cluster import Cluster
@@ -52,11 +53,12 @@ class Demo:
 
     def all(self) -> Sequence[Callable[[Callable[[str], object]], Scenario]]:
         """The scenarios in their order."""
+        direct_control = () if self._plan.joins.gpu is not None else (self.direct_control,)
         return (
             self.who_and_why,
             self.equal_answers,
             self.decode_computes,
-            self.control,
+            *(direct_control if self._cluster.is_direct else (self.control,)),
             self.prefill_killed,
             self.engine_joins,
             self.bench_serve,
@@ -164,6 +166,30 @@ class Demo:
         scenario.must(changed > 0, "wrong bytes did not change the answer")
         return scenario
 
+    def direct_control(self, step: Callable[[str], object]) -> Scenario:
+        """Makes the bytes that have landed wrong, and asks again. A GPU's memory is out of this program's reach."""
+        scenario = Scenario("control: wrong bytes give a wrong answer")
+        step("a prompt lands, its bytes are made wrong, and it is asked again")
+        prompt = self._prompt("control")
+        right = self._ask(prompt, "control")
+        url = self._url_of_last()
+        bytes_changed = sum(
+            make_cache_wrong(self._cluster.engines[node.name].processes(), self._cluster.kv_cache)
+            for node in self._plan.decode
+        )
+        before = asking.prompt_tokens(url)
+        wrong = asking.complete(url, prompt, ANSWER_TOKENS, "control-wrong")
+        grown = asking.counted(lambda: asking.prompt_tokens(url), before, wrong.prompt_tokens)
+        changed = sum(one != other for one, other in zip(right.tokens, wrong.tokens, strict=True))
+        scenario.figures |= {"changed_tokens": changed, "loaded_tokens": grown.own_cache}
+        scenario.must(bytes_changed > 0, "no KV cache was found in the decode engines' memory")
+        scenario.must(
+            grown.computed <= MOST_COMPUTED,
+            f"the decode engine had cached {grown.own_cache} of {grown.total} tokens only: nothing was controlled",
+        )
+        scenario.must(changed > 0, "wrong bytes did not change the answer")
+        return scenario
+
     def prefill_killed(self, step: Callable[[str], object]) -> Scenario:
         """Kills the first prefill engine with SIGKILL while it has requests: all of them are answered, and rightly."""
         scenario = Scenario("P1 killed -9 at work: all requests are answered")
@@ -208,7 +234,11 @@ class Demo:
         failed = [str(answer) for answer in answers if not isinstance(answer, Answer)]
         scenario.must(not failed, f"{len(failed)} requests were not answered, first: {failed[:1]}")
         scenario.must(equal == len(prompts), f"{len(prompts) - equal} answers are not those of one engine")
-        scenario.must(interrupted > 0, f"{victim.name} was killed between requests: nothing was interrupted")
+        # A decode engine that was handed a part of a prompt computes the rest by itself.
+        scenario.must(
+            interrupted > 0 or self._cluster.is_direct,
+            f"{victim.name} was killed between requests: nothing was interrupted",
+        )
         return scenario
 
     def engine_joins(self, step: Callable[[str], object]) -> Scenario:
@@ -293,6 +323,11 @@ class Demo:
             if decision["client_id"] == request_id:
                 return decision
         raise AskFailed(f"{self._plan.admin_url}/decisions does not name {request_id}")
+
+    def _url_of_last(self) -> str:
+        """The URL of the engine that answered the last request."""
+        name = self.requests[-1]["decode"]
+        return next(node.url for node in self._plan.engines if node.name == name)
 
     def _note(self, what: str, decision: dict[str, Any]) -> None:
         prefill = decision["prefill"]
