@@ -126,9 +126,13 @@ impl Engine {
             ..
         } = options;
         // Only carriers over sockets encrypt.
-        let allowed = if credentials.is_some() { Some(Transport::TCP) } else { transport };
-        // Rings are shared memory between processes of one host, so they go with cma.
-        let offers_rings = allowed.is_none_or(|allowed| allowed.allows(CMA));
+        let allowed = match transport {
+            Some(Transport::NONE) => transport,
+            _ if credentials.is_some() => Some(Transport::TCP),
+            _ => transport,
+        };
+        // Rings are shared memory between processes of one host, so they go with cma, or with messages alone.
+        let offers_rings = allowed.is_none_or(|allowed| allowed.allows(CMA) || allowed == Transport::NONE);
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);

@@ -25,7 +25,7 @@ const SEND_PATIENCE_WITHIN: Duration = Duration::from_secs(3600);
 /// has ended. A hand-off in flight uses each of its agents at least every 30 s, because it ends without progress for so long.
 const IDLE_KEPT: Duration = Duration::from_secs(60);
 /// Most agents that stay connected while they are idle, so that each of hundreds of engines holds few connections.
-const IDLE_MAX: usize = 40;
+const IDLE_MAX: usize = 16;
 /// Beyond [`IDLE_MAX`], those are disconnected that were idle for longer than this. It exceeds [`SEND_PATIENCE`], so that no
 /// message is under way, and the second after which a decode engine renews its lease.
 const IDLE_MIN: Duration = Duration::from_secs(6);
@@ -237,11 +237,12 @@ mod tests {
     fn beyond_the_limit_those_that_were_idle_for_longest_go() {
         let seconds = Duration::from_secs;
         let idle = |count: u64, each: u64| (0..count).map(|id| (id, seconds(each))).collect::<Vec<_>>();
-        assert_eq!(unused(idle(40, 59)), [0u64; 0]);
-        assert_eq!(unused(idle(40, 60)).len(), 40);
+        assert_eq!(unused(idle(IDLE_MAX as u64, 59)), [0u64; 0]);
+        assert_eq!(unused(idle(IDLE_MAX as u64, 60)).len(), IDLE_MAX);
         assert_eq!(unused(idle(100, 6)), [0u64; 0], "they may be in use");
-        assert_eq!(unused(idle(100, 7)).len(), 60);
-        let mut mixed = idle(50, 3);
+        assert_eq!(unused(idle(100, 7)).len(), 100 - IDLE_MAX);
+        // 42 in all, of which three are unused for long and one for a moment.
+        let mut mixed = idle(IDLE_MAX as u64 + 6, 3);
         mixed.extend([(90, seconds(20)), (91, seconds(30)), (92, seconds(70)), (93, seconds(5))]);
         assert_eq!(unused(mixed), [92, 91, 90]);
     }

@@ -178,7 +178,8 @@ impl PyHandoffScheduler {
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
         // Messages alone, which need no transport for bytes.
-        let engine = engine(listen, token, None, tls)?;
+        // Ranks move the bytes.
+        let engine = engine(listen, token, Some(Transport::NONE), tls)?;
         let own = engine.describe().map_err(error)?;
         let address = own.socket_addresses().next().map(|address| address.to_string()).unwrap_or_default();
         let of_rank =

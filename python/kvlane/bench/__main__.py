@@ -24,6 +24,7 @@ SUBCOMMANDS = (
     "share",
     "fabric",
     "handoff",
+    "handoff_scale",
     "index",
     "ssd",
     "remote",

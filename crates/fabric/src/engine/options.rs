@@ -76,6 +76,8 @@ fn copy_threads() -> usize {
 pub struct Transport(pub &'static [&'static str]);
 
 impl Transport {
+    /// No carrier. The engine sends and receives messages, and has no connections for bytes.
+    pub const NONE: Transport = Transport(&[]);
     /// Sockets. Bytes of GPUs go through pinned memory of the host on their way.
     pub const TCP: Transport = Transport(&[TCP, TCP_SLOTS]);
     /// Straight from a GPU's memory of one process into a GPU's memory of another on the same host. The host's memory is out of

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
     Admission, Engine, EngineId, EngineOptions, FabricError, Failure, Handle, Immediates, Inbox,
-    InboxOptions, MESSAGE_BYTES_MAX, Message, Options, PeerId, Priority, SendOptions,
+    InboxOptions, MESSAGE_BYTES_MAX, Message, Options, PeerId, Priority, SendOptions, Transport,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -79,6 +79,26 @@ fn messages_of_any_length_arrive_both_ways_and_say_whose_they_are() {
         assert!(answer.bytes == pattern(len, 1) && answer.from == there.id());
     }
     assert_eq!(there.receive(Some(Duration::ZERO)), None);
+}
+
+/// A scheduler of hand-offs only sends messages. It had a connection for bytes to each other engine.
+#[test]
+fn an_engine_without_a_carrier_has_messages_and_no_connections_for_bytes() {
+    let alone = || EngineOptions { transport: Some(Transport::NONE), ..EngineOptions::default() };
+    let (here, there) = (Engine::new(alone()).unwrap(), Engine::new(alone()).unwrap());
+    let (to, back) = (peer(&here, &there), peer(&there, &here));
+    done(&send(&here, to, b"to", PATIENCE));
+    done(&send(&there, back, b"back", PATIENCE));
+    assert_eq!(there.receive(Some(PATIENCE)).unwrap().bytes, b"to");
+    assert_eq!(here.receive(Some(PATIENCE)).unwrap().bytes, b"back");
+    let carriers =
+        |engine: &Engine, peer| -> Vec<&str> { engine.paths(peer).iter().map(|path| path.carrier).collect() };
+    assert_eq!((carriers(&here, to), carriers(&there, back)), (vec!["control"], vec!["control"]));
+    // The control: another engine has some.
+    let (one, other) = (engine(), engine());
+    let usual = peer(&one, &other);
+    done(&send(&one, usual, b"x", PATIENCE));
+    assert!(carriers(&one, usual).contains(&"tcp"));
 }
 
 #[test]
