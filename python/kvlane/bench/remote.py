@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer] = N
         "--seconds", type=float, default=5.0, help="of a phase in which an owner lends (default %(default)s)"
     )
     parser.add_argument(
+        "--answer-ms",
+        type=count,
+        help="--cluster-answer-ms of daemons whose lookups are measured (default: theirs; a debug build needs more)",
+    )
+    parser.add_argument(
         "--parts",
         type=lambda text: _names(text, PARTS),
         default=list(PARTS),
@@ -114,6 +119,7 @@ def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS)
             arguments.rounds,
             arguments.lookups,
             arguments.seconds,
+            arguments.answer_ms,
             present,
         )
         with tqdm(total=len(arguments.parts), unit="part", leave=False) as progress:

@@ -199,8 +199,15 @@ class Settings:
     """In a phase."""
     seconds: float
     """Of a phase in which an owner lends."""
+    answer_ms: int | None = None
+    """How long daemons wait for each other's answers; None: as they do by themselves."""
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """Those that can be measured here."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of the daemons whose lookups are measured."""
+        return () if self.answer_ms is None else ("--cluster-answer-ms", str(self.answer_ms))
 
     @property
     def blocks(self) -> int:

@@ -81,7 +81,9 @@ def cold(settings: Settings) -> Measured:
     """Lookups that find nothing, with a cluster and without, while its other daemon runs, is stopped, and is killed."""
     with ExitStack() as stack:
         off = stack.enter_context(daemon.running(_POOL_BYTES, own_session=True))
-        cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES))
+        cluster = stack.enter_context(
+            Cluster(settings.here, settings.owners[:1], _POOL_BYTES, flags=settings.flags)
+        )
         (owner,) = cluster.owners
         engines = {"off": _engine(off, "off"), "on": _engine(cluster.borrower, "on")}
         for engine in engines.values():
@@ -138,7 +140,9 @@ def _first_and_later(took: dict[str, list[float]]) -> tuple[float, float]:
 def seen(settings: Settings) -> Measured:
     """From when a block is visible at its owner until the borrower has it."""
     with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES))
+        cluster = stack.enter_context(
+            Cluster(settings.here, settings.owners[:1], _POOL_BYTES, flags=settings.flags)
+        )
         took, questions = _seen(stack, cluster, settings.lookups)
     times = report.summary(took)
     figures = [
@@ -174,7 +178,9 @@ def index(settings: Settings) -> Measured:
     and when both are killed."""
     with ExitStack() as stack:
         off = stack.enter_context(daemon.running(_POOL_BYTES))
-        cluster = stack.enter_context(Cluster(settings.here, settings.owners[:1], _POOL_BYTES, replicas=2))
+        cluster = stack.enter_context(
+            Cluster(settings.here, settings.owners[:1], _POOL_BYTES, flags=settings.flags, replicas=2)
+        )
         took, questions = _seen(stack, cluster, settings.lookups)
         engines = {"off": _engine(off, "off"), "on": _engine(cluster.borrower, "on")}
         for engine in engines.values():
@@ -232,7 +238,9 @@ def ssd(settings: Settings) -> Measured:
         alone = Member(capacity, on("alone"), f"unix:{folder}/alone.sock", ())
         stack.callback(alone.close)
         cluster = stack.enter_context(
-            Cluster(settings.here, settings.owners[:1], capacity, of_borrower=on("borrower"))
+            Cluster(
+                settings.here, settings.owners[:1], capacity, flags=settings.flags, of_borrower=on("borrower")
+            )
         )
         (owner,) = cluster.owners
         members = {"off": alone, "on": cluster.borrower}
