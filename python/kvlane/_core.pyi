@@ -313,6 +313,8 @@ class HandoffScheduler:
     def begin_lending(self, id: bytes, content: bytes, /) -> bool:
         """Starts to lend a prompt's blocks. False if there are too many lendings, or the id was used before."""
 
+    def hold_lending(self, id: bytes, /) -> None: ...
+    def release_lending(self, id: bytes, /) -> None: ...
     def lending_progress(self, id: bytes, ahead: int, computed: int, /) -> bool:
         """Records the requests ahead of it, and its computed tokens. False once the lending has ended."""
 

@@ -59,6 +59,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.lendings: list[bytes] = []
+        self.held: set[bytes] = set()
         self.unwanted: set[bytes] = set()
         self.wanted: set[bytes] = set()
         self.given_up: list[bytes] = []
@@ -74,6 +75,12 @@ class Agent:
     def begin_lending(self, lending: bytes, content: bytes) -> bool:
         self.lendings.append(lending)
         return True
+
+    def hold_lending(self, lending: bytes) -> None:
+        self.held.add(lending)
+
+    def release_lending(self, lending: bytes) -> None:
+        self.held.remove(lending)
 
     def lending_progress(self, lending: bytes, ahead: int, computed: int) -> bool:
         return lending not in self.unwanted

@@ -70,7 +70,7 @@ def test_other_ids_name_no_pair(request_id: str) -> None:
         (from_proxy(decode="10.0.0.2:65536"), "no HOST:PORT"),
         (from_proxy(decode="10.0.0.2:http"), "no HOST:PORT"),
         (from_proxy(P, P), "on both sides"),
-        (from_proxy() + "x" * 10_000, "more than 1024"),
+        (from_proxy() + "x" * 10_000, "more than 700"),
     ],
 )
 def test_an_id_that_cannot_be_used_gets_one_sentence(request_id: str, words: str) -> None:
@@ -103,7 +103,11 @@ def test_a_prompt_is_lent_by_its_id() -> None:
     request = Request("cmpl-" + from_proxy(OWN) + "-0-9f8e7d6c", list(range(TOKENS)))
     world.side.add_request(request)
     world.engine.compute(request, TOKENS)
-    assert world.agent.lendings == [Lending(f"{NAME}-0").id]
+    name = Lending(f"{NAME}-0").id
+    assert world.agent.lendings == [name]
+    assert world.agent.held == {name}, "the decode engine is asked once this one has answered"
+    world.side.request_finished(request, world.engine.tables[request.request_id])
+    assert world.agent.held == set() and world.agent.given_up == []
 
 
 def test_samples_of_a_prompt_are_lent_once_and_none_is_counted_as_refused() -> None:

@@ -20,7 +20,7 @@ PREFILL = {
     "kv_port": "21001",
     "kv_connector_extra_config": {
         "kv_buffer_size": "1e1",
-        "proxy_ip": "10.0.1.1",
+        "proxy_ip": "127.0.0.1",
         "proxy_port": "30001",
         "http_port": "20001",
     },
@@ -40,7 +40,7 @@ OLD_KEYS = {
 def test_a_configuration_of_the_guide_means_direct_hand_offs() -> None:
     settings = Settings.parse(PREFILL["kv_connector_extra_config"], {"kv_port": 21001})  # pyright: ignore
     assert (settings.direct, settings.direct_listen) == ("on", "127.0.0.1:21001")
-    assert (settings.proxy_ip, settings.proxy_port, settings.http_port) == ("10.0.1.1", 30001, 20001)
+    assert (settings.proxy_ip, settings.proxy_port, settings.http_port) == ("127.0.0.1", 30001, 20001)
     assert (settings.send_type, settings.kv_buffer_size) == ("PUT_ASYNC", 10)
 
 
@@ -50,7 +50,17 @@ def test_each_key_alone_switches_direct_hand_offs_on_and_off_wins(key: str) -> N
     assert Settings.parse({key: OLD_KEYS[key], "kvlane.direct": "off"}) == Settings(direct="off")
 
 
-@pytest.mark.parametrize("own", [None, {}, {"kv_port": 14579}, {"kv_port": 14579, "kv_buffer_size": 1e9}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        None,
+        {},
+        {"kv_port": 14579},
+        {"kv_port": 14579, "kv_buffer_size": 1e9},
+        {"kv_port": "14579"},
+        {"kv_buffer_size": "1e9"},
+    ],
+)
 def test_defaults_of_vllms_own_fields_count_as_missing(own: dict[str, object] | None) -> None:
     assert Settings.parse({}, own) == Settings()
     assert Settings.parse(ON, own).direct_listen == "127.0.0.1:0"
@@ -82,17 +92,17 @@ def test_kv_buffer_size_is_a_number_or_the_text_of_one(value: object, size: floa
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("send_type", value) for value in ("FOO", "", "GET ", 1, ["GET"])),
+        *(("send_type", value) for value in ("FOO", "GET ", 1, ["GET"])),
         *(
             ("kv_buffer_size", value)
-            for value in (0, -1, "-1", "", "8GB", "nan", float("inf"), 10**400, True, [1])
+            for value in (0, -1, "-1", "8GB", "nan", float("inf"), 10**400, True, [1])
         ),
         *(
             (key, value)
             for key in ("proxy_port", "http_port", "kv_port")
-            for value in ("abc", 0, "0", -1, 65536, 1.5, True, "", "８０")
+            for value in ("abc", 0, "0", -1, 65536, 1.5, True, "８０")
         ),
-        *(("proxy_ip", value) for value in ("", 7, "a b", "a*b", "tcp://h", "x" * 300)),
+        *(("proxy_ip", value) for value in (7, "a b", "a*b", "tcp://h", "x" * 300)),
     ],
 )
 def test_a_value_that_makes_no_sense_counts_as_missing_and_one_sentence_says_so(
@@ -108,7 +118,11 @@ def test_a_proxy_without_a_port_is_named() -> None:
     assert p2p_keys.read({"proxy_ip": "h"}).ignored == [
         "proxy_ip is there and proxy_port is not: this engine sends no pings"
     ]
+    assert p2p_keys.read({"proxy_port": 1}).ignored == [
+        "proxy_port is there and proxy_ip is not: this engine sends no pings"
+    ]
     assert p2p_keys.read({"proxy_ip": "h", "proxy_port": "30001"}).ignored == []
+    assert p2p_keys.read({"proxy_ip": "", "proxy_port": ""}).ignored == []
 
 
 @pytest.mark.parametrize("key", OLD_KEYS)
@@ -150,7 +164,7 @@ def test_doctor_checks_against_the_installed_vllm(installed: Any) -> None:
     installed(*FIELDS)
     found, settings = check(PREFILL)
     assert [each["verdict"] for each in found] == ["note", "ok"], "kv_producer is worth a note"
-    assert found[1]["found"] == ("direct hand-offs, listening at 127.0.0.1:21001; pings to 10.0.1.1:30001")
+    assert found[1]["found"] == ("direct hand-offs, listening at 127.0.0.1:21001; pings to 127.0.0.1:30001")
     assert settings is not None and settings.direct_listen == "127.0.0.1:21001"
     (problem, *_), _ = check({**PREFILL, "kv_buffer_size": "1e1"})
     assert problem["found"] == "vLLM 0.32.0 has no key 'kv_buffer_size'"
@@ -161,6 +175,16 @@ def test_doctor_checks_against_the_installed_vllm(installed: Any) -> None:
     assert problem["found"] == "vLLM 0.32.0 has no key 'kv_rank'" and "leave it out" in problem["advice"]
     (problem, *_), _ = check({**PREFILL, "kv_rol": 0})
     assert problem["advice"] == "write 'kv_role'"
+
+
+def test_doctor_says_that_a_proxy_elsewhere_cannot_reach_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_check, "installed_fields", lambda: None)
+    extra = {"proxy_ip": "10.0.1.1", "proxy_port": 30001}
+    (_, problem, _), _ = check({**PREFILL, "kv_connector_extra_config": extra})
+    assert problem["verdict"] == "problem" and "give kvlane.direct.listen" in problem["found"]
+    own = {"kvlane.direct.listen": "10.0.1.2:21001", "kvlane.direct.token": "t"}
+    found, _ = check({**PREFILL, "kv_connector_extra_config": {**extra, **own}})
+    assert [each["verdict"] for each in found] == ["note", "ok"]
 
 
 def test_doctor_without_vllm_knows_the_fields_of_all_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ impl Engine {
             _ => transport,
         };
         // Rings are shared memory between processes of one host, so they go with cma, or with messages alone.
-        let offers_rings = allowed.is_none_or(|allowed| allowed.allows(CMA) || allowed == Transport::NONE);
+        let has_messages_alone = transport == Some(Transport::NONE) && credentials.is_none();
+        let offers_rings = has_messages_alone || allowed.is_none_or(|allowed| allowed.allows(CMA));
         let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
         let of_control = watch.of(CONTROL);

@@ -71,11 +71,20 @@ struct Lending {
     reader: Option<Reader>,
     /// The lease, or while Early the wait for the request, ends then.
     expires_at: Duration,
+    /// The request runs, so without a reader the lending does not expire.
+    is_held: bool,
     report_at: Duration,
     /// Ranks that have not answered Close; None before Closing.
     closing: Option<BTreeSet<u32>>,
     /// When Close is repeated to them; None until the first tick after it was sent.
     close_again_at: Option<Duration>,
+}
+
+impl Lending {
+    /// Whether it stays although no engine wants it.
+    fn waits_for_reader(&self) -> bool {
+        self.is_held && self.reader.is_none()
+    }
 }
 
 #[derive(Debug)]
@@ -142,10 +151,24 @@ impl Lendings {
             computed: 0,
             reader: None,
             expires_at,
+            is_held: false,
             report_at,
             closing: None,
             close_again_at: None,
         }
+    }
+
+    /// Keeps a lending that no engine wants yet until [`Lendings::release`]. A router may ask the decode engine only once this
+    /// engine has answered, and a prompt may wait and compute for longer than a lease.
+    pub fn hold(&mut self, id: HandoffId) {
+        self.lendings.get_mut(&id).into_iter().for_each(|lending| lending.is_held = true);
+    }
+
+    /// The request has ended: from now on an engine has to want the lending within a lease.
+    pub fn release(&mut self, now: Duration, id: HandoffId) {
+        let Some(lending) = self.lendings.get_mut(&id).filter(|lending| lending.is_held) else { return };
+        lending.is_held = false;
+        lending.expires_at = lending.expires_at.max(now + self.options.lease);
     }
 
     /// Records the requests ahead of this one, and the tokens of it that are computed; the next Queued reports them.
@@ -330,7 +353,7 @@ impl Lendings {
     pub fn tick(&mut self, now: Duration) {
         let open = || self.lendings.iter().filter(|(_, lending)| lending.closing.is_none());
         let expired: Vec<(HandoffId, bool)> = open()
-            .filter(|(_, lending)| lending.expires_at <= now)
+            .filter(|(_, lending)| lending.expires_at <= now && !lending.waits_for_reader())
             .map(|(id, lending)| (*id, lending.content.is_none()))
             .collect();
         let to_report: Vec<HandoffId> =
@@ -365,6 +388,7 @@ impl Lendings {
     /// When [`Lendings::tick`] is due; None if there is nothing to wait for.
     pub fn next_tick(&self) -> Option<Duration> {
         let of = |lending: &Lending| match &lending.closing {
+            None if lending.waits_for_reader() => lending.report_at,
             None => lending.expires_at.min(lending.report_at),
             Some(_) => lending.close_again_at.unwrap_or(lending.report_at),
         };
@@ -412,6 +436,37 @@ mod tests {
             lendings.rank_said(0, &Message::Closed(ID));
             assert_eq!((lendings.live(), lendings.take_free()), (0, vec![ID]));
         }
+    }
+
+    /// Proxies of P2P NCCL and NIXL ask the decode engine once the prefill engine has answered. A prompt that waited and computed
+    /// for longer than a lease was handed over to nobody.
+    #[test]
+    fn a_lending_whose_request_runs_waits_for_its_reader_as_long_as_that_takes() {
+        let (second, lease) = (Duration::from_secs(1), LendingOptions::default().lease);
+        for is_held in [true, false] {
+            let mut lendings = Lendings::new(LendingOptions::default(), [0; 16], vec![Vec::new()]);
+            assert!(lendings.begin(Duration::ZERO, ID, [0; 16]));
+            if is_held {
+                lendings.hold(ID);
+            }
+            for tick in 0..60 {
+                lendings.tick(tick * second);
+                assert!(lendings.next_tick().is_none_or(|next| next > tick * second), "ticks without an end");
+            }
+            assert_eq!(lendings.is_open(ID), is_held);
+            lendings.release(60 * second, ID);
+            lendings.tick(60 * second + lease - second);
+            assert_eq!(lendings.is_open(ID), is_held);
+            lendings.tick(60 * second + lease);
+            assert!(!lendings.is_open(ID));
+        }
+        // One that is wanted has its reader's lease, whether the request runs or not.
+        let mut lendings = Lendings::new(LendingOptions::default(), [0; 16], vec![Vec::new()]);
+        assert!(lendings.begin(Duration::ZERO, ID, [0; 16]));
+        lendings.hold(ID);
+        lendings.message(60 * second, READER, want());
+        lendings.tick(60 * second + lease);
+        assert!(!lendings.is_open(ID));
     }
 
     #[test]

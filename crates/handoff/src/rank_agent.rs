@@ -122,7 +122,7 @@ enum RankEvent {
     StepBegins(u32, Vec<Filled>),
     StepEnds,
     /// The engine that was read from; None: the READ did not begin.
-    ReadOver(HandoffId, u64, Option<EngineId>, Option<FinishedRead>),
+    ReadOver(HandoffId, u64, Option<(EngineId, PeerId)>, Option<FinishedRead>),
     Closed(HandoffId),
     Lost(EngineId),
 }
@@ -312,7 +312,8 @@ impl RankThread {
                 true => Duration::from_secs(3600),
                 false => POLL_EVERY,
             };
-            let wait = tick.saturating_sub(self.now()).min(poll).min(talk.tidy(Instant::now()));
+            let (next, _) = talk.tidy(Instant::now());
+            let wait = tick.saturating_sub(self.now()).min(poll).min(next);
             let polls_gpu = !self.steps.is_empty() && self.is_on_gpu;
             tokio::select! {
                 () = fired(polling.as_ref()), if polls_gpu => {}
@@ -365,7 +366,7 @@ impl RankThread {
             // Wakes the thread, which polls the steps after every event.
             RankEvent::StepEnds => {}
             RankEvent::ReadOver(id, number, from, read) => {
-                from.into_iter().for_each(|from| talk.end_read(from));
+                from.into_iter().for_each(|(from, peer)| talk.end_read(from, peer));
                 self.count(read.as_ref());
                 self.reading.read_over(id, number, read.is_some());
             }
@@ -574,7 +575,7 @@ impl RankThread {
             };
             let read = FinishedRead { from: (source, peer), runs, carried: handle.carried(), is_on_gpu };
             let read = outcome.is_ok().then_some(read);
-            let _ = events.send(RankEvent::ReadOver(id, number, Some(source), read));
+            let _ = events.send(RankEvent::ReadOver(id, number, Some((source, peer)), read));
         });
     }
 

@@ -135,6 +135,16 @@ impl SchedulerAgent {
         self.with(|state, now| state.lendings.begin(now, id, content))
     }
 
+    /// As [`Lendings::hold`].
+    pub fn hold_lending(&self, id: HandoffId) {
+        self.with(|state, _| state.lendings.hold(id));
+    }
+
+    /// As [`Lendings::release`].
+    pub fn release_lending(&self, id: HandoffId) {
+        self.with(|state, now| state.lendings.release(now, id));
+    }
+
     /// As [`Lendings::progress`]. False if the engine need not pin further blocks for it.
     pub fn lending_progress(&self, id: HandoffId, ahead: u32, computed: u64) -> bool {
         let lendings = &mut self.shared.state.lock().lendings;
@@ -284,7 +294,9 @@ impl SchedulerThread {
         let shared = Arc::clone(&self.shared);
         loop {
             self.carry_out(&mut talk, &ranks);
-            let wait = self.next_tick().saturating_sub(shared.now()).min(talk.tidy(Instant::now()));
+            let (next, idle) = talk.tidy(Instant::now());
+            self.connected.retain(|_, connected| !idle.contains(connected));
+            let wait = self.next_tick().saturating_sub(shared.now()).min(next);
             tokio::select! {
                 received = &mut receiving => match received {
                     Some(received) => self.handle_message(&mut talk, &of_ranks, received),

@@ -130,14 +130,14 @@ impl Talk {
         self.peers.insert(id, Peer { peer, last_used: Instant::now(), reads: 0, to_send });
     }
 
-    /// Reports idle agents as lost if it is time to; their agent then forgets them. Returns when to call it again.
-    pub(crate) fn tidy(&mut self, now: Instant) -> Duration {
+    /// Disconnects from idle agents if it is time to. Returns when to call it again, and the agents.
+    pub(crate) fn tidy(&mut self, now: Instant) -> (Duration, Vec<EngineId>) {
         if self.peers.keys().all(|id| self.own.contains(id)) {
-            return Duration::from_secs(3600);
+            return (Duration::from_secs(3600), Vec::new());
         }
         let due = self.tidied + TIDY_EVERY;
         if now < due {
-            return due - now;
+            return (due - now, Vec::new());
         }
         self.tidied = now;
         let others = self.peers.iter().filter(|(id, _)| !self.own.contains(id));
@@ -146,8 +146,9 @@ impl Talk {
                 if peer.reads > 0 { Duration::ZERO } else { now.saturating_duration_since(peer.last_used) };
             (*id, idle)
         });
-        unused(idle.collect()).into_iter().for_each(|id| (self.on_lost)(id));
-        TIDY_EVERY
+        let unused = unused(idle.collect());
+        unused.iter().for_each(|id| self.forget(*id));
+        (TIDY_EVERY, unused)
     }
 
     /// Notes that a READ from this agent begins.
@@ -155,10 +156,10 @@ impl Talk {
         self.peers.get_mut(&id).into_iter().for_each(|peer| peer.reads += 1);
     }
 
-    /// Notes that a READ has ended.
-    pub(crate) fn end_read(&mut self, id: EngineId) {
-        // Not there: it was lost meanwhile.
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+    /// Notes that a READ over this connection has ended.
+    pub(crate) fn end_read(&mut self, id: EngineId, of: PeerId) {
+        // Not there, or another one: it was lost meanwhile.
+        let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.peer == of) else { return };
         peer.reads = peer.reads.saturating_sub(1);
         peer.last_used = Instant::now();
     }
@@ -197,38 +198,34 @@ fn unused<I>(mut idle: Vec<(I, Duration)>) -> Vec<I> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "tests")]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {
-    use std::cell::RefCell;
-
     use kvlane_fabric::EngineOptions;
 
     use super::*;
 
     /// Each start of an engine is another peer. Former ones were kept for ever, and the fabric tried to reconnect to each.
     #[tokio::test]
-    async fn engines_that_nobody_talks_to_any_more_are_lost() {
+    async fn engines_that_nobody_talks_to_any_more_are_disconnected() {
         let [own, rank, former, present] = [(); 4].map(|()| Engine::new(EngineOptions::default()).unwrap());
-        let lost = Rc::new(RefCell::new(Vec::new()));
-        let keeps = Rc::clone(&lost);
-        let on_lost = Rc::new(move |id| keeps.borrow_mut().push(id));
         let all = tokio::task::LocalSet::new();
         all.run_until(async {
-            let mut talk = Talk::new(Arc::new(own), on_lost);
+            let mut talk = Talk::new(Arc::new(own), Rc::new(|_| panic!("none is lost")));
             let endpoints =
                 [&rank, &former, &present].map(|engine| engine.describe().unwrap().to_bytes().unwrap());
             talk.connect_own(&endpoints[0], "an own rank").unwrap();
             let former = talk.connect(&endpoints[1], "the former one").unwrap();
             let present = talk.connect(&endpoints[2], "the present one").unwrap();
             talk.begin_read(present);
-            let began = talk.tidied;
-            assert_eq!(talk.tidy(began), TIDY_EVERY, "too early");
+            let (began, none) = (talk.tidied, Vec::new());
+            assert_eq!(talk.tidy(began), (TIDY_EVERY, none.clone()), "too early");
             let later = Instant::now() + IDLE_KEPT;
-            assert_eq!(talk.tidy(later), TIDY_EVERY);
-            assert_eq!(*lost.borrow(), [former], "the other one is read from, and the rank is one's own");
-            talk.end_read(present);
-            talk.tidy(later + IDLE_KEPT);
-            assert!(lost.borrow()[1..].contains(&present));
+            assert_eq!(talk.tidy(later).1, [former], "the other one is read from, and the rank is one's own");
+            assert!(talk.peer(former).is_none() && talk.peer(present).is_some());
+            let peer = talk.peer(present).unwrap();
+            talk.end_read(present, peer);
+            assert_eq!(talk.tidy(later + IDLE_KEPT).1, [present]);
+            assert_eq!(talk.tidy(later + 2 * IDLE_KEPT), (Duration::from_secs(3600), none));
         })
         .await;
     }

@@ -204,6 +204,16 @@ impl PyHandoffScheduler {
         Ok(self.agent()?.begin_lending(handoff_id(id)?, bytes16("a content", content)?))
     }
 
+    fn hold_lending(&self, id: &[u8]) -> PyResult<()> {
+        self.agent()?.hold_lending(handoff_id(id)?);
+        Ok(())
+    }
+
+    fn release_lending(&self, id: &[u8]) -> PyResult<()> {
+        self.agent()?.release_lending(handoff_id(id)?);
+        Ok(())
+    }
+
     fn lending_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
         Ok(self.agent()?.lending_progress(handoff_id(id)?, ahead, computed))
     }

@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_MARK = "___prefill_addr_"
-_ID = re.compile(r"___prefill_addr_(\S+?)___decode_addr_(\S+?)_([0-9a-f]{32})(?![0-9a-zA-Z])(?:-(\d+))?")
+_MARK, _SECOND_MARK = "___prefill_addr_", "___decode_addr_"
+_ADDRESS = re.compile(r"[^\s_][^\s]*:\d{1,5}")
+_REST = re.compile(r"(\S*)_([0-9a-f]{32})(?![0-9a-zA-Z])(?:-(\d+))?")
 # After the number of a sample, if there are several.
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-")
 # Two addresses of the longest host names fit.
-LENGTH_MAX = 1024
+LENGTH_MAX = 700
 
 
 class BadId(ValueError):
@@ -42,16 +43,16 @@ def pair_of(request_id: str) -> Pair | None:
         return None
     if len(request_id) > LENGTH_MAX:
         raise BadId(f"its id has {len(request_id)} characters, more than {LENGTH_MAX}")
-    found = _ID.search(request_id, at)
+    prefill, _, rest = request_id[at + len(_MARK) :].partition(_SECOND_MARK)
+    found = _REST.match(rest)
     if found is None:
         raise BadId(
             "its id is not ___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_ and 32 hex digits, but "
             + repr(request_id)[:80]
         )
-    prefill, decode, name, number = found.groups()
+    decode, name, number = found.groups()
     for address in (prefill, decode):
-        port = address.rpartition(":")[2]
-        if ":" not in address or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 65536:
             raise BadId(f"its id names {address[:80]!r}, which is no HOST:PORT")
     if prefill == decode:
         raise BadId(f"its id names {prefill[:80]!r} on both sides")

@@ -35,8 +35,9 @@ class Found:
 def read(extra: Mapping[str, object] | None, own: Mapping[str, object] | None = None) -> Found:
     """`extra`: `kv_connector_extra_config`. `own`: vLLM's own fields; a default there counts as missing."""
     found = Found()
-    given = {key: value for key, value in (own or {}).items() if value not in (None, FIELDS.get(key))}
-    given |= {key: value for key, value in (extra or {}).items() if value is not None}
+    given = {key: value for key, value in (own or {}).items() if not _is_default(key, value)}
+    # An empty text was the former connector's way to say that there is no proxy.
+    given |= {key: value for key, value in (extra or {}).items() if value not in (None, "")}
     for key, (parse, wanted, instead) in _KEYS.items():
         if key not in given:
             continue
@@ -47,9 +48,16 @@ def read(extra: Mapping[str, object] | None, own: Mapping[str, object] | None = 
         else:
             found.values[key] = value
     found.given += [key for key in WITHOUT_EFFECT if key in given]
-    if "proxy_ip" in found.values and "proxy_port" not in given:
-        found.ignored.append("proxy_ip is there and proxy_port is not: this engine sends no pings")
+    for one, other in (("proxy_ip", "proxy_port"), ("proxy_port", "proxy_ip")):
+        if one in found.values and other not in given:
+            found.ignored.append(f"{one} is there and {other} is not: this engine sends no pings")
     return found
+
+
+def _is_default(key: str, value: object) -> bool:
+    """vLLM turns texts into numbers; the configuration that a user checks still has them."""
+    parse = _KEYS[key][0]
+    return value in (None, "", FIELDS[key]) or parse(value) == FIELDS[key]
 
 
 def own_fields(transfer: object) -> dict[str, object]:

@@ -10,6 +10,7 @@ an identity whose former connection is still open. Proxies read the message.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import sys
 import threading
@@ -42,16 +43,21 @@ class Pings:
         )
         host = f"[{proxy[0]}]" if ":" in proxy[0] else proxy[0]
         self._zmq = zmq
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        # Of its own, because vLLM's events go through the common one, and the look-up of a name holds it up.
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         # Only a connected proxy has a queue, so one that comes back gets no old pings.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # A proxy whose host is gone is missed after this time, and not when TCP gives up.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1e3 * PERIOD_SECONDS))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(3e3 * PERIOD_SECONDS))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(1e3 * PERIOD_SECONDS))
         try:
             self._socket.connect(f"tcp://{host}:{proxy[1]}")
         except zmq.ZMQError:
-            self._socket.close()
+            self._context.destroy(linger=0)
             raise
         self._missed = 0
         self._is_over = threading.Event()
@@ -73,7 +79,7 @@ class Pings:
                         self.name,
                         PERIOD_SECONDS,
                     )
-        self._socket.close()
+        self._context.destroy(linger=0)
 
     def _send(self) -> bool:
         """Whether the proxy is connected."""
@@ -98,6 +104,10 @@ def start_pings(settings: Settings, role: str, address: str) -> Pings | None:
         # Log: the settings name a proxy, and this engine cannot tell it where its API is. Do: give http_port.
         logger.warning("kvlane: this engine sends no pings: give http_port, the port of its API server")
         return None
+    if why := unreachable(settings):
+        # Log: a proxy on another host is told addresses of this host's loopback, which it cannot use. Do: give
+        # kvlane.direct.listen and kvlane.direct.token.
+        logger.warning("kvlane: %s", why)
     host = address.rpartition(":")[0]
     try:
         pings = Pings((settings.proxy_ip, settings.proxy_port), role, f"{host}:{port}", address)
@@ -110,6 +120,22 @@ def start_pings(settings: Settings, role: str, address: str) -> Pings | None:
         "kvlane: pings to %s: %s, API at %s:%d, hand-offs at %s", pings.name, role, host, port, address
     )
     return pings
+
+
+def unreachable(settings: Settings) -> str | None:
+    """A sentence if a proxy on another host is pinged that it may reach this engine on loopback."""
+    listens = ipaddress.ip_address(settings.direct_listen.rpartition(":")[0].strip("[]"))
+    try:
+        is_here = ipaddress.ip_address(settings.proxy_ip).is_loopback
+    except ValueError:
+        # Only a look-up would tell.
+        is_here = True
+    if not settings.pings() or is_here or not listens.is_loopback:
+        return None
+    return (
+        f"pings name {settings.direct_listen}, which the proxy {settings.proxy_ip} reaches on its own host only: give "
+        "kvlane.direct.listen an address of this host's, and a kvlane.direct.token"
+    )
 
 
 def api_port(arguments: Sequence[str] | None = None) -> int | None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvlane.connector import p2p_keys
+from kvlane.connector.p2p_pings import unreachable
 from kvlane.connector.settings import PLAIN, Settings
 
 NAME = "KVLaneConnector"
@@ -103,6 +104,9 @@ def check(config: object) -> tuple[Findings, Settings | None]:
         )
     if settings is not None and is_direct:
         pings = f"; pings to {settings.proxy_ip}:{settings.proxy_port}" if settings.pings() else ""
+        if why := unreachable(settings):
+            means = "the proxy and other engines do not reach this one"
+            findings.append(_finding("problem", why, means, "see docs/p2p-nccl.md, several hosts"))
         findings.append(_finding("ok", f"direct hand-offs, listening at {settings.direct_listen}{pings}"))
     if not findings:
         findings.append(_finding("ok", f"connector, role {role} and keys are right"))

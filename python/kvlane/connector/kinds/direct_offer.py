@@ -109,6 +109,8 @@ class OfferDirect(SchedulerKind):
         if not direct.agent.begin_lending(lending.id, direct.content(shared.hashes.key(state))):
             self._count_refusal("full", "too many hand-offs are under way, or its id was used before")
             return
+        # A router may ask the decode engine only once this one has answered.
+        direct.agent.hold_lending(lending.id)
         shared.counters.add("direct_legs")
         offered = _Offered(lending, state.request.request_id, list(state.request.block_hashes))
         self._lendings[lending.id] = self._by_request[state.request.request_id] = offered
@@ -230,7 +232,11 @@ class OfferDirect(SchedulerKind):
         direct = self._shared.direct
         if offered is None:
             return
-        if not is_complete and direct is not None and direct.agent is not None:
+        if direct is None or direct.agent is None:
+            return
+        if is_complete:
+            direct.agent.release_lending(offered.lending.id)
+        else:
             direct.agent.give_up_lending(offered.lending.id)
             offered.request_id = None
 
