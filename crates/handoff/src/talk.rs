@@ -158,7 +158,7 @@ impl Talk {
 
     /// Notes that a READ over this connection has ended.
     pub(crate) fn end_read(&mut self, id: EngineId, of: PeerId) {
-        // Not there, or another one: it was lost meanwhile.
+        // The agent was lost meanwhile, and may have another connection.
         let Some(peer) = self.peers.get_mut(&id).filter(|peer| peer.peer == of) else { return };
         peer.reads = peer.reads.saturating_sub(1);
         peer.last_used = Instant::now();
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(unused(idle(IDLE_MAX as u64, 60)).len(), IDLE_MAX);
         assert_eq!(unused(idle(100, 6)), [0u64; 0], "they may be in use");
         assert_eq!(unused(idle(100, 7)).len(), 100 - IDLE_MAX);
-        // 42 in all, of which three are unused for long and one for a moment.
+        // Ten too many, of which three were not used for longer than IDLE_MIN.
         let mut mixed = idle(IDLE_MAX as u64 + 6, 3);
         mixed.extend([(90, seconds(20)), (91, seconds(30)), (92, seconds(70)), (93, seconds(5))]);
         assert_eq!(unused(mixed), [92, 91, 90]);

@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 _MARK, _SECOND_MARK = "___prefill_addr_", "___decode_addr_"
-_ADDRESS = re.compile(r"[^\s_][^\s]*:\d{1,5}")
+_ADDRESS = re.compile(r"[^\s_]\S*:[0-9]{1,5}")
 _REST = re.compile(r"(\S*)_([0-9a-f]{32})(?![0-9a-zA-Z])(?:-(\d+))?")
 # After the number of a sample, if there are several.
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-")

@@ -1,7 +1,7 @@
 """The keys of vLLM's P2P NCCL connector, which that connector's users have in their configurations.
 
-They have no prefix. A configuration that has one of them and not `kvlane.direct` switches direct hand-offs on. A value
-that makes no sense counts as missing: the engine starts, and a sentence says what is ignored.
+The keys have no prefix. A configuration that has one of them and not `kvlane.direct` switches direct hand-offs on. A
+value that makes no sense counts as missing: the engine starts, and a sentence says what is ignored.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _host(value: object) -> str | None:
 
 
 _A_PORT = f"a port, 1 to {PORT_MAX}"
-# How each is read, what it has to be, and what happens without it.
+# How each key is read, what its value has to be, and what happens without it.
 _KEYS: dict[str, tuple[Callable[[object], Any], str, str]] = {
     "send_type": (_send_type, f"one of {', '.join(SEND_TYPES)}", f"{SEND_TYPES[0]} counts"),
     "kv_buffer_size": (

@@ -43,7 +43,7 @@ class Pings:
         )
         host = f"[{proxy[0]}]" if ":" in proxy[0] else proxy[0]
         self._zmq = zmq
-        # Of its own, because vLLM's events go through the common one, and the look-up of a name holds it up.
+        # vLLM's KV events go through the common context, and the look-up of a name may hold that up.
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
