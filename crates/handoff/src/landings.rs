@@ -143,6 +143,8 @@ struct Landing {
     /// Block ids of this engine, from `first_block` on; the ranks were sent the first `room_sent` of them.
     room: Vec<u32>,
     room_sent: usize,
+    /// The ranks were sent Room, so they keep the hand-off until Stop.
+    ranks_know: bool,
     /// Endpoints of the prefill engine's ranks, from its first Queued.
     sources: Vec<Endpoint>,
     /// By rank: all blocks before this one have arrived.
@@ -152,10 +154,17 @@ struct Landing {
     last_progress: (u32, u64),
     heard_by: Duration,
     progress_by: Duration,
-    give_up_at: Duration,
+    patience_over_at: Duration,
+    budget_over_at: Duration,
     want_at: Duration,
     /// When Stop is repeated; None until the first tick after it was sent.
     stop_again_at: Option<Duration>,
+}
+
+impl Landing {
+    fn give_up_at(&self) -> Duration {
+        self.patience_over_at.min(self.budget_over_at)
+    }
 }
 
 /// Progress of a landing.
@@ -165,7 +174,8 @@ pub struct LandingStatus {
     pub outcome: Option<Outcome>,
     /// All blocks before this one have arrived in all ranks.
     pub end_block: u32,
-    /// Hashes that came with them, each with its block.
+    /// Hashes that came, each with its block. Those from `end_block` on are of blocks that the prefill engine offers, and that
+    /// are in flight or wait for room.
     pub hashes: Vec<(u32, [u8; 16])>,
 }
 
@@ -206,11 +216,13 @@ impl Landings {
         let address = wanted.address;
         let landing = Landing {
             arrived: vec![wanted.first_block; self.ranks.len()],
-            give_up_at: now.saturating_add(wanted.patience.min(wanted.budget)),
+            patience_over_at: now.saturating_add(wanted.patience),
+            budget_over_at: now.saturating_add(wanted.budget),
             phase: Phase::Dialling,
             peer: None,
             room: Vec::new(),
             room_sent: 0,
+            ranks_know: false,
             sources: Vec::new(),
             hashes: BTreeMap::new(),
             last_progress: (u32::MAX, 0),
@@ -259,11 +271,20 @@ impl Landings {
         self.actions.push_back(LandingAction::Send(peer, Message::Want(want)));
     }
 
-    /// Adds blocks of this engine's cache for the prompt's next blocks. Blocks past the wanted end are not written.
+    /// Adds blocks of this engine's cache for the prompt's next blocks. Blocks past the wanted end are not written. A block
+    /// whose bytes have arrived ([`LandingStatus::end_block`]) and were copied elsewhere may be given again.
     pub fn give_room(&mut self, id: HandoffId, blocks: &[u32]) {
         if let Some(landing) = self.landings.get_mut(&id) {
             landing.room.extend_from_slice(blocks);
             self.send_room(id);
+        }
+    }
+
+    /// Extends the landing's budget to this time from now, because this engine could not compute the prompt earlier either.
+    /// [`Wanted::patience`] stays.
+    pub fn postpone(&mut self, now: Duration, id: HandoffId, budget: Duration) {
+        if let Some(landing) = self.landings.get_mut(&id) {
+            landing.budget_over_at = landing.budget_over_at.max(now.saturating_add(budget));
         }
     }
 
@@ -280,7 +301,11 @@ impl Landings {
         // Blocks past the end are for the request itself, which uses them as soon as all wanted blocks have arrived.
         let most = (landing.wanted.end_block - landing.wanted.first_block) as usize;
         let end = landing.room.len().min(most);
-        for blocks in landing.room[landing.room_sent..end].chunks(BLOCKS_MAX) {
+        let rest = &landing.room[landing.room_sent..end];
+        // The first Room goes out even without blocks. The ranks then know whose offers to keep, and report their hashes.
+        let nothing: &[u32] = &[];
+        let first = (!std::mem::replace(&mut landing.ranks_know, true) && rest.is_empty()).then_some(nothing);
+        for blocks in first.into_iter().chain(rest.chunks(BLOCKS_MAX)) {
             let first_block = landing.wanted.first_block + landing.room_sent as u32;
             for (rank, source) in landing.sources.iter().enumerate() {
                 let (source, blocks) = (source.clone(), blocks.to_vec());
@@ -386,7 +411,7 @@ impl Landings {
         if let (Some(peer), false) = (landing.peer, peer_has_ended_it) {
             self.actions.push_back(LandingAction::Send(peer, Message::Cancel(id)));
         }
-        if landing.room_sent == 0 {
+        if !landing.ranks_know {
             landing.phase = Phase::Over(outcome);
             self.has_ended = true;
             return;
@@ -404,7 +429,7 @@ impl Landings {
             _ => None,
         };
         let end_block = landing.arrived.iter().copied().min().unwrap_or(landing.wanted.first_block);
-        let hashes = landing.hashes.range(..end_block).map(|(block, hash)| (*block, *hash)).collect();
+        let hashes = landing.hashes.iter().map(|(block, hash)| (*block, *hash)).collect();
         Some(LandingStatus { outcome, end_block, hashes })
     }
 
@@ -437,10 +462,8 @@ impl Landings {
         for (id, landing) in &self.landings {
             let outcome = match landing.phase {
                 Phase::Stopping(..) | Phase::Over(_) => continue,
-                _ if landing.give_up_at <= now && landing.wanted.budget < landing.wanted.patience => {
-                    Some(Outcome::OverBudget)
-                }
-                _ if landing.give_up_at <= now => Some(Outcome::TooLong),
+                _ if landing.patience_over_at <= now => Some(Outcome::TooLong),
+                _ if landing.budget_over_at <= now => Some(Outcome::OverBudget),
                 Phase::Asking if landing.heard_by <= now => Some(Outcome::Unheard),
                 Phase::Landing if landing.progress_by <= now => Some(Outcome::Stalled),
                 _ => None,
@@ -471,10 +494,10 @@ impl Landings {
     pub fn next_tick(&self) -> Option<Duration> {
         let of = |landing: &Landing| match landing.phase {
             Phase::Over(_) => None,
-            Phase::Stopping(..) => Some(landing.stop_again_at.unwrap_or(landing.give_up_at)),
-            Phase::Dialling => Some(landing.give_up_at),
-            Phase::Asking => Some(landing.heard_by.min(landing.give_up_at).min(landing.want_at)),
-            Phase::Landing => Some(landing.progress_by.min(landing.give_up_at).min(landing.want_at)),
+            Phase::Stopping(..) => Some(landing.stop_again_at.unwrap_or(landing.give_up_at())),
+            Phase::Dialling => Some(landing.give_up_at()),
+            Phase::Asking => Some(landing.heard_by.min(landing.give_up_at()).min(landing.want_at)),
+            Phase::Landing => Some(landing.progress_by.min(landing.give_up_at()).min(landing.want_at)),
         };
         self.landings.values().filter_map(of).filter(|at| *at < Duration::MAX).min()
     }
@@ -523,6 +546,8 @@ mod tests {
     #[test]
     fn room_past_the_end_is_not_written() {
         let mut landings = landing();
+        // The ranks report the hashes of what waits for room, so they know of the landing before it has any.
+        assert_eq!(told_room(&mut landings), [(0, 2, vec![]), (1, 2, vec![])]);
         landings.give_room(ID, &[10, 11]);
         assert_eq!(told_room(&mut landings), [(0, 2, vec![10, 11]), (1, 2, vec![10, 11])]);
         landings.give_room(ID, &[12, 13]);
@@ -553,9 +578,28 @@ mod tests {
             }
             assert!(!landings.take_has_ended());
             landings.tick(patience.min(budget));
+            landings.rank_said(secs(60), 0, Message::Stopped(ID));
             assert_eq!(landings.status(ID).unwrap().outcome, Some(outcome));
             assert!(landings.take_has_ended() && !landings.take_has_ended(), "told once");
         }
+    }
+
+    #[test]
+    fn a_landing_that_is_postponed_goes_on_until_its_patience_is_over() {
+        let secs = Duration::from_secs;
+        let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], vec![vec![1]]);
+        let address = SocketAddr::from(([127, 0, 0, 1], 1));
+        let (patience, budget) = (secs(9), secs(2));
+        let wanted = Wanted { address, content: [0; 16], first_block: 0, end_block: 3, patience, budget };
+        assert!(landings.begin(Duration::ZERO, ID, wanted));
+        for second in 0..9 {
+            landings.postpone(secs(second), ID, secs(2));
+            landings.tick(secs(second + 1) - Duration::from_millis(1));
+            assert_eq!(landings.status(ID).unwrap().outcome, None, "in second {second}");
+        }
+        landings.postpone(secs(9), ID, secs(2));
+        landings.tick(secs(9));
+        assert_eq!(landings.status(ID).unwrap().outcome, Some(Outcome::TooLong));
     }
 
     #[test]

@@ -155,7 +155,7 @@ pub enum Message {
     Close(HandoffId),
     /// The answer: every window is closed, and no READ is in flight.
     Closed(HandoffId),
-    /// D's scheduler to its rank: read into these blocks.
+    /// D's scheduler to its rank: read into these blocks. The first one may have no blocks: it names the source only.
     Room {
         /// As in the [`Want`].
         id: HandoffId,
@@ -176,7 +176,7 @@ pub enum Message {
         id: HandoffId,
         /// All blocks before this one have arrived, counted from the prompt's start.
         end_block: u32,
-        /// Hashes that came with them, each with its block.
+        /// New hashes, each with its block: of blocks that have arrived, or that are offered and wait for room.
         hashes: Vec<(u32, [u8; 16])>,
     },
     /// A rank to its scheduler: at D a READ failed or an offer was bad; at P computed blocks cannot be offered.

@@ -421,8 +421,8 @@ impl RankThread {
         }
         while let Some(action) = self.reading.next_action() {
             match action {
-                ReadingAction::Read { id, number, source, offer, blocks } => {
-                    self.read(talk, id, number, &source, &offer, &blocks);
+                ReadingAction::Read { id, number, source, offer, skip, blocks } => {
+                    self.read(talk, (id, number), &source, &offer, (skip, &blocks));
                 }
                 ReadingAction::Cancel(id) => {
                     if let Some(cancel) = self.cancels.remove(&id) {
@@ -542,13 +542,12 @@ impl RankThread {
     fn read(
         &mut self,
         talk: &mut Talk,
-        id: HandoffId,
-        number: u64,
+        (id, number): (HandoffId, u64),
         source: &Endpoint,
         offer: &Offer,
-        blocks: &[u32],
+        (skip, blocks): (u32, &[u32]),
     ) {
-        let transfer = self.transfer(offer, blocks);
+        let transfer = self.transfer(offer, skip, blocks);
         let source = talk.connect(source, self.other_rank());
         let begun = match (transfer, source.and_then(|source| Some((source, talk.peer(source)?)))) {
             (Some((transfer, runs)), Some((source, peer))) => {
@@ -633,27 +632,38 @@ impl RankThread {
         }
     }
 
-    /// The READ of an offer into these blocks, and its number of runs. None if the offer's length is not that of the blocks.
-    fn transfer(&self, offer: &Offer, blocks: &[u32]) -> Option<(Transfer, u64)> {
-        if !self.geometry.has(blocks) {
+    /// The READ of an offer's blocks after the first `skip` into these blocks, and its number of runs. None if the offer's
+    /// length is not that of its blocks.
+    fn transfer(&self, offer: &Offer, skip: u32, blocks: &[u32]) -> Option<(Transfer, u64)> {
+        let regions = offer.first_region..offer.first_region + offer.regions;
+        let of_offer = u64::from(offer.blocks) * self.geometry.bytes_of(regions.clone());
+        if !self.geometry.has(blocks) || offer.window.len != of_offer {
             return None;
         }
-        let regions = offer.first_region..offer.first_region + offer.regions;
-        let ranges = self.geometry.ranges(blocks, regions, offer.is_by_block);
-        let mut at = 0;
-        let run = |range: &AreaRange| {
-            let run = Run {
-                local: Place { region: self.areas[range.area], offset: range.offset },
-                remote: Place { region: offer.window.number, offset: at },
-                len: range.len,
-            };
-            at += range.len;
-            run
+        let is_part = blocks.len() < offer.blocks as usize;
+        let mut runs: Vec<Run> = Vec::new();
+        let mut add = |regions: std::ops::Range<u32>, mut at: u64| {
+            for range in self.geometry.ranges(blocks, regions, offer.is_by_block) {
+                let local = Place { region: self.areas[range.area], offset: range.offset };
+                let remote = Place { region: offer.window.number, offset: at };
+                runs.push(Run { local, remote, len: range.len });
+                at += range.len;
+            }
         };
-        let runs: Vec<Run> = ranges.iter().map(run).collect();
+        if is_part && !offer.is_by_block {
+            // In the window each region has all blocks of the offer.
+            for region in regions.clone() {
+                let before = u64::from(offer.blocks) * self.geometry.bytes_of(regions.start..region);
+                add(
+                    region..region + 1,
+                    before + u64::from(skip) * self.geometry.bytes_of(region..region + 1),
+                );
+            }
+        } else {
+            add(regions.clone(), u64::from(skip) * self.geometry.bytes_of(regions));
+        }
         let count = runs.len() as u64;
         let transfer = Transfer::read_through(offer.window, Pieces::Runs(runs));
-        let transfer = Transfer { timeout: Some(READ_PATIENCE), ..transfer };
-        (at == offer.window.len).then_some((transfer, count))
+        Some((Transfer { timeout: Some(READ_PATIENCE), ..transfer }, count))
     }
 }

@@ -6,10 +6,14 @@
 //!  Offer: blocks of the peer   --+
 //!  Stop: no new READ; Stopped once none is in flight
 //! ```
-//! An Offer waits until all its blocks have room. Each region of a block is read once: a second offer of it ends the
-//! hand-off (Lost). A block that has arrived has no room any more, so no READ writes into it again.
+//! A READ takes the first blocks of an Offer that have room; the others wait. Each region of a block is read once: a second
+//! offer of it ends the hand-off (Lost). A block that has arrived has no room any more, so no READ writes into it again.
+//!
+//! The hash of an Offer is reported before its blocks have arrived if some of them wait for room. So the scheduler knows that
+//! the peer has blocks which it cannot take yet, and that those before the hash are right.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::time::Duration;
 
 use kvlane_fabric::EngineId;
@@ -36,7 +40,9 @@ pub enum ReadingAction {
         source: Endpoint,
         /// As it came, with its window.
         offer: Offer,
-        /// Block ids of the own cache, one for each block of the offer.
+        /// Number of the offer's first blocks that other READs take.
+        skip: u32,
+        /// Block ids of the own cache for the offer's blocks after those.
         blocks: Vec<u32>,
     },
     /// Cancel the hand-off's READs. Each is in flight until [`Reading::read_over`] is called for it.
@@ -51,6 +57,24 @@ struct Source {
     engine: EngineId,
 }
 
+/// An offer of which some blocks have no room yet.
+#[derive(Debug)]
+struct WaitingOffer {
+    from: EngineId,
+    offer: Offer,
+    /// READs have begun for so many of its first blocks.
+    begun: u32,
+    /// The scheduler knows its hash.
+    is_reported: bool,
+}
+
+/// Blocks that a READ writes, counted from the prompt's start, and how many regions of each.
+#[derive(Debug)]
+struct InFlight {
+    blocks: Range<u32>,
+    regions: u32,
+}
+
 /// The state of one hand-off.
 #[derive(Debug, Default)]
 struct HandoffReads {
@@ -58,16 +82,14 @@ struct HandoffReads {
     source: Option<Source>,
     /// The own block for each block of the prompt.
     room: BTreeMap<u32, u32>,
-    /// Offers without room, each with its sender.
-    waiting: Vec<(EngineId, Offer)>,
+    waiting: Vec<WaitingOffer>,
     /// By block of the prompt: which regions are read or in flight, and how many have not arrived.
     regions: BTreeMap<u32, (Vec<bool>, u32)>,
-    in_flight: BTreeMap<u64, Offer>,
+    in_flight: BTreeMap<u64, InFlight>,
+    /// Hashes that the scheduler does not know yet, by their blocks.
     hashes: BTreeMap<u32, [u8; 16]>,
     /// All blocks before this one have arrived; None before the first Room.
     end_block: Option<u32>,
-    /// Hashes of the blocks before this one were reported.
-    hashes_reported: u32,
     is_stopping: bool,
     is_lost: bool,
     first_offer_at: Duration,
@@ -134,28 +156,26 @@ impl Reading {
         if read.is_stopping || read.waiting.len() >= OFFERS_MAX {
             return;
         }
-        read.waiting.push((from, offer));
+        read.waiting.push(WaitingOffer { from, offer, begun: 0, is_reported: false });
         self.start_reads(id);
     }
 
-    /// Starts a READ for each offer that has room.
+    /// Starts READs of the offered blocks that have room, and reports the hashes of the others.
     fn start_reads(&mut self, id: HandoffId) {
         let Some(read) = self.reads.get_mut(&id).filter(|read| !read.is_stopping && !read.is_lost) else {
             return;
         };
         let Some(source) = &read.source else { return };
         let mut left = Vec::new();
-        for (from, offer) in std::mem::take(&mut read.waiting) {
-            if from != source.engine {
+        for mut waiting in std::mem::take(&mut read.waiting) {
+            let offer = &waiting.offer;
+            if waiting.from != source.engine {
                 continue;
             }
-            let of_prompt = offer.first_block..offer.first_block + offer.blocks;
-            let blocks: Option<Vec<u32>> =
-                of_prompt.clone().map(|block| read.room.get(&block).copied()).collect();
-            let Some(blocks) = blocks else {
-                left.push((from, offer));
-                continue;
-            };
+            let first = offer.first_block + waiting.begun;
+            let rest = first..offer.first_block + offer.blocks;
+            let blocks: Vec<u32> = rest.clone().map_while(|block| read.room.get(&block).copied()).collect();
+            let of_prompt = first..first + blocks.len() as u32;
             let regions = offer.first_region as usize..(offer.first_region + offer.regions) as usize;
             let all = self.regions;
             let is_new = regions.end <= all as usize
@@ -168,31 +188,41 @@ impl Reading {
                 self.actions.push_back(ReadingAction::Answer(Message::Lost(id)));
                 return;
             }
-            for block in of_prompt {
-                let (taken, _) = read.regions.entry(block).or_insert((vec![false; all as usize], all));
-                taken[regions.clone()].fill(true);
+            if !std::mem::replace(&mut waiting.is_reported, true) {
+                read.hashes.extend(offer.hash.map(|hash| (rest.end - 1, hash)));
             }
-            let number = self.next_number;
-            self.next_number += 1;
-            read.in_flight.insert(number, offer.clone());
-            let source = source.endpoint.clone();
-            self.actions.push_back(ReadingAction::Read { id, number, source, offer, blocks });
+            if !blocks.is_empty() {
+                for block in of_prompt.clone() {
+                    let (taken, _) = read.regions.entry(block).or_insert((vec![false; all as usize], all));
+                    taken[regions.clone()].fill(true);
+                }
+                let number = self.next_number;
+                self.next_number += 1;
+                read.in_flight.insert(number, InFlight { blocks: of_prompt.clone(), regions: offer.regions });
+                let (source, offer, skip) = (source.endpoint.clone(), offer.clone(), waiting.begun);
+                self.actions.push_back(ReadingAction::Read { id, number, source, offer, skip, blocks });
+            }
+            waiting.begun += of_prompt.len() as u32;
+            if of_prompt.end < rest.end {
+                left.push(waiting);
+            }
         }
         read.waiting = left;
+        if !read.waiting.is_empty() && !read.hashes.is_empty() {
+            self.report_arrived(id);
+        }
     }
 
     /// The completion of a READ: whether all its bytes have arrived.
     pub fn read_over(&mut self, id: HandoffId, number: u64, has_arrived: bool) {
         let Some(read) = self.reads.get_mut(&id) else { return };
-        let Some(offer) = read.in_flight.remove(&number) else { return };
+        let Some(InFlight { blocks, regions }) = read.in_flight.remove(&number) else { return };
         if has_arrived {
-            let end = offer.first_block + offer.blocks;
-            for block in offer.first_block..end {
+            for block in blocks {
                 if let Some((_, left)) = read.regions.get_mut(&block) {
-                    *left -= offer.regions;
+                    *left -= regions;
                 }
             }
-            read.hashes.extend(offer.hash.map(|hash| (end - 1, hash)));
             let before = read.end_block;
             while let Some(next) = read.end_block
                 && read.regions.get(&next).is_some_and(|(_, left)| *left == 0)
@@ -202,11 +232,8 @@ impl Reading {
                 // Without room, no READ writes into the block again.
                 read.room.remove(&next);
             }
-            if let Some(end_block) = read.end_block.filter(|_| read.end_block != before) {
-                let hashes = read.hashes.range(read.hashes_reported..end_block);
-                let hashes: Vec<(u32, [u8; 16])> = hashes.map(|(block, hash)| (*block, *hash)).collect();
-                read.hashes_reported = end_block;
-                self.report_arrived(id, end_block, hashes);
+            if read.end_block != before {
+                self.report_arrived(id);
             }
         } else if !read.is_stopping && !std::mem::replace(&mut read.is_lost, true) {
             self.actions.push_back(ReadingAction::Answer(Message::Lost(id)));
@@ -214,13 +241,16 @@ impl Reading {
         self.finish_if_idle(id);
     }
 
-    /// Reports arrived blocks, in several messages if one would be too long. Each message reports only blocks whose hashes it
-    /// carries or that came before, because the scheduler reads no further hashes once all blocks are reported.
-    fn report_arrived(&mut self, id: HandoffId, end_block: u32, mut hashes: Vec<(u32, [u8; 16])>) {
+    /// Reports arrived blocks and new hashes, in several messages if one would be too long. A block is reported with its hash
+    /// or after it, because the scheduler reads no further hashes once all blocks are reported.
+    fn report_arrived(&mut self, id: HandoffId) {
+        let Some(read) = self.reads.get_mut(&id) else { return };
+        let Some(end_block) = read.end_block else { return };
+        let mut hashes: Vec<(u32, [u8; 16])> = std::mem::take(&mut read.hashes).into_iter().collect();
         while hashes.len() > HASHES_MAX {
             let rest = hashes.split_off(HASHES_MAX);
             let hashes = std::mem::replace(&mut hashes, rest);
-            let end_block = hashes.last().map_or(end_block, |(block, _)| block + 1);
+            let end_block = hashes.last().map_or(end_block, |(block, _)| end_block.min(block + 1));
             self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
         }
         self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
@@ -268,19 +298,21 @@ mod tests {
     const ID: HandoffId = HandoffId([1; 16]);
     const SOURCE: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
 
-    /// A rank with room for that many blocks.
-    fn reading(blocks: u32) -> Reading {
+    /// The endpoint of [`SOURCE`].
+    fn source() -> Endpoint {
         let EngineId { engine_id, boot_nonce } = SOURCE;
         let (addresses, regions) = (Vec::new(), Vec::new());
-        let source = Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions };
-        let source = source.to_bytes().unwrap();
+        Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions }.to_bytes().unwrap()
+    }
+
+    fn give_room(reading: &mut Reading, first_block: u32, blocks: Vec<u32>) {
+        reading.scheduler_said(Message::Room { id: ID, source: source(), first_block, blocks });
+    }
+
+    /// A rank with room for that many blocks.
+    fn reading(blocks: u32) -> Reading {
         let mut reading = Reading::new(1);
-        reading.scheduler_said(Message::Room {
-            id: ID,
-            source,
-            first_block: 0,
-            blocks: (0..blocks).collect(),
-        });
+        give_room(&mut reading, 0, (0..blocks).collect());
         reading
     }
 
@@ -320,6 +352,33 @@ mod tests {
         }
         let all: Vec<_> = (0..count).map(|block| (block, [block as u8; 16])).collect();
         assert_eq!((told, before), (all, count));
+    }
+
+    /// The decode engine had room for two blocks, and an offer had four. It waited for room that never came.
+    #[test]
+    fn an_offer_is_read_in_parts_as_room_comes_and_its_hash_is_reported_at_once() {
+        let mut reading = reading(2);
+        let whole = Offer { blocks: 4, ..offer(0) };
+        reading.offer(Duration::ZERO, SOURCE, whole.clone());
+        let next = |reading: &mut Reading| reading.next_action().unwrap();
+        let read = |number, skip, blocks: [u32; 2]| {
+            let (offer, blocks) = (whole.clone(), blocks.to_vec());
+            ReadingAction::Read { id: ID, number, source: source(), offer, skip, blocks }
+        };
+        let arrived = |end_block, hashes: &[(u32, [u8; 16])]| {
+            ReadingAction::Answer(Message::Arrived { id: ID, end_block, hashes: hashes.to_vec() })
+        };
+        assert_eq!(next(&mut reading), read(0, 0, [0, 1]));
+        // The offer's hash is of its last block, which has no room yet.
+        assert_eq!(next(&mut reading), arrived(0, &[(3, [0; 16])]));
+        reading.read_over(ID, 0, true);
+        assert_eq!(next(&mut reading), arrived(2, &[]));
+        // The same blocks again.
+        give_room(&mut reading, 2, vec![1, 0]);
+        assert_eq!(next(&mut reading), read(1, 2, [1, 0]));
+        reading.read_over(ID, 1, true);
+        assert_eq!(next(&mut reading), arrived(4, &[]));
+        assert_eq!(reading.next_action(), None);
     }
 
     #[test]

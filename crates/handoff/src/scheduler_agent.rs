@@ -172,6 +172,11 @@ impl SchedulerAgent {
         self.with(|state, _| state.landings.give_room(id, blocks));
     }
 
+    /// As [`Landings::postpone`].
+    pub fn postpone_landing(&self, id: HandoffId, budget: Duration) {
+        self.with(|state, now| state.landings.postpone(now, id, budget));
+    }
+
     /// As [`Lendings::end_oldest_unwanted`].
     pub fn end_oldest_unwanted_lending(&self, but: HandoffId) -> Option<HandoffId> {
         self.with(|state, _| state.lendings.end_oldest_unwanted(but))

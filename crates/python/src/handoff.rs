@@ -258,6 +258,11 @@ impl PyHandoffScheduler {
         Ok(())
     }
 
+    fn postpone_landing(&self, id: &[u8], budget_ms: f64) -> PyResult<()> {
+        self.agent()?.postpone_landing(handoff_id(id)?, milliseconds(budget_ms)?);
+        Ok(())
+    }
+
     fn live_landings(&self) -> PyResult<Vec<Vec<u8>>> {
         Ok(self.agent()?.live_landings().into_iter().map(|id| id.0.to_vec()).collect())
     }

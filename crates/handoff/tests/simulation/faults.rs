@@ -22,6 +22,8 @@ pub(crate) enum Fault {
     LosesStop,
     /// The end of a READ is not told.
     LosesReads,
+    /// A task that overflows gives a block as room again before it has arrived.
+    RecyclesEarly,
     /// A hash is told of the block after its own.
     ShiftsHashes,
 }

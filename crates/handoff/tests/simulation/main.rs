@@ -85,18 +85,20 @@ fn whatever_breaks_what_arrived_is_right_and_all_blocks_come_back_in_time() {
         let rare = [seen.failed, seen.cancelled, seen.closed_amid, seen.refused, seen.losses, seen.restarts];
         assert!(rare.iter().all(|count| *count > 100), "{seen:?}");
         assert!(seen.stale > seen.refused && seen.of_dead > 5, "{seen:?}");
+        assert!(seen.passed > SEEDS / 4 && seen.early_hashes > SEEDS / 10, "{seen:?}");
         assert!(seen.cached > SEEDS && seen.hashes > SEEDS / 2, "{seen:?}");
     }
 }
 
 /// Each defect, and what is said of it.
-const CONTROLS: [(Fault, &[&str]); 10] = [
+const CONTROLS: [(Fault, &[&str]); 11] = [
     (Fault::ReadsLate, &["after it was unpinned"]),
     (Fault::LooksBefore, &["bytes count"]),
     (Fault::ClearsLate, &["bytes count"]),
     (Fault::FailsAsRead, &["has a wrong byte"]),
     (Fault::UnpinsEarly, &["after it was unpinned"]),
     (Fault::FreesEarly, &["a block was written"]),
+    (Fault::RecyclesEarly, &["has a wrong byte"]),
     (Fault::LosesClose, &["not over", "ended late"]),
     (Fault::LosesStop, &["not over", "ended late"]),
     (Fault::LosesReads, &["not over", "ended late"]),

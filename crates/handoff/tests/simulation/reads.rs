@@ -112,11 +112,11 @@ impl World {
         (id, number): (HandoffId, u64),
         source: &Endpoint,
         offer: &Offer,
-        blocks: &[u32],
+        (skip, blocks): (u32, &[u32]),
     ) {
         let Some(from) = engine_of(source).map(Agent::of) else { return };
         let regions = offer.first_region..offer.first_region + offer.regions;
-        let of_region = |region| blocks.iter().enumerate().map(move |(at, block)| (at, *block, region));
+        let of_region = |region| (skip as usize..).zip(blocks).map(move |(at, block)| (at, *block, region));
         let mut pieces: Vec<(usize, u32, u32)> = regions.flat_map(of_region).collect();
         if offer.is_by_block {
             pieces.sort();

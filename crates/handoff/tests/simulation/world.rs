@@ -45,8 +45,20 @@ pub(crate) enum Event {
 
 /// What is to happen to an engine, in whichever run it then is.
 pub(crate) enum Plan {
-    Prompt { engine: usize, id: HandoffId, content: [u8; 16], total: u32 },
-    Task { engine: usize, id: HandoffId, wanted: Wanted, room: usize, has_to_land: bool },
+    Prompt {
+        engine: usize,
+        id: HandoffId,
+        content: [u8; 16],
+        total: u32,
+    },
+    Task {
+        engine: usize,
+        id: HandoffId,
+        wanted: Wanted,
+        room: usize,
+        overflows: Option<usize>,
+        has_to_land: bool,
+    },
     Lose(usize, usize, Option<u32>),
     Restart(usize),
     Reset(usize),
@@ -57,6 +69,10 @@ pub(crate) enum Plan {
 pub(crate) struct Seen {
     pub(crate) ends: BTreeMap<String, u64>,
     pub(crate) cached: u64,
+    /// Blocks that had arrived and were given as room again.
+    pub(crate) passed: u64,
+    /// Hashes of blocks that had not arrived.
+    pub(crate) early_hashes: u64,
     pub(crate) hashes: u64,
     pub(crate) reads: u64,
     pub(crate) failed: u64,
@@ -78,6 +94,8 @@ impl Seen {
             *self.ends.entry(end.clone()).or_default() += count;
         }
         self.cached += other.cached;
+        self.passed += other.passed;
+        self.early_hashes += other.early_hashes;
         self.hashes += other.hashes;
         self.reads += other.reads;
         self.failed += other.failed;
@@ -227,7 +245,8 @@ impl World {
             let address = address(if wild(dice, 30) { 9 } else { p as usize });
             let budget = patience * 2;
             let wanted = Wanted { address, content, first_block, end_block, patience, budget };
-            let task = Plan::Task { engine: d as usize, id, wanted, room, has_to_land: calm };
+            let overflows = dice.one_in(3).then(|| dice.between(1, 3) as usize);
+            let task = Plan::Task { engine: d as usize, id, wanted, room, overflows, has_to_land: calm };
             let near = begins + dice.ms(0, 280) - Duration::from_millis(140);
             let at = if wild(dice, 5) { dice.ms(0, BUSY_MS) } else { near };
             self.at(at, Event::Plan(task));
@@ -324,7 +343,7 @@ impl World {
                 self.settle(at.engine)
             }
             Event::Room(at, id) if self.is_alive(at) => {
-                self.give_room(at, id);
+                self.give_room(at, id)?;
                 self.settle(at.engine)
             }
             Event::Closed(at, id) if self.is_alive(at) => {
@@ -347,8 +366,8 @@ impl World {
                 self.begin_prompt(self.scheduler(engine), id, content, total);
                 engine
             }
-            Plan::Task { engine, id, wanted, room, has_to_land } => {
-                self.begin_task(self.scheduler(engine), id, wanted, room, has_to_land);
+            Plan::Task { engine, id, wanted, room, overflows, has_to_land } => {
+                self.begin_task(self.scheduler(engine), id, wanted, (room, overflows), has_to_land);
                 engine
             }
             Plan::Lose(one, other, rank) => {
@@ -396,8 +415,8 @@ impl World {
             }
             while let Some(action) = self.rank(rank).reading.next_action() {
                 match action {
-                    ReadingAction::Read { id, number, source, offer, blocks } => {
-                        self.begin_read(rank, (id, number), &source, &offer, &blocks);
+                    ReadingAction::Read { id, number, source, offer, skip, blocks } => {
+                        self.begin_read(rank, (id, number), &source, &offer, (skip, &blocks));
                     }
                     ReadingAction::Cancel(id) => self.cancel_reads(rank, id),
                     ReadingAction::Answer(message) => self.send(rank, at, message),

@@ -7,6 +7,7 @@
 
 #[path = "../../../fabric/tests/certificates/mod.rs"]
 mod certificates;
+mod few_blocks;
 mod gpus;
 mod namespaces;
 mod tls;
