@@ -80,19 +80,21 @@ class Engine:
     ) -> tuple[list[float], tuple[int, ...]]:
         """When each token came, in ms after it was asked for, and the tokens. `params`: the request's
         `kv_transfer_params`."""
-        times, answer, self.cached_tokens, self.handed = await self._ask(prompt, tokens, params)
+        times, answer, self.cached_tokens, self.handed = await self.ask(prompt, tokens, params)
         return times, answer
 
     async def answer_counted(
         self, prompt: list[int], tokens: int = 1, params: dict[str, Any] | None = None
     ) -> tuple[list[float], int]:
         """When each token came, and the prompt's tokens that vLLM did not compute."""
-        times, _, cached, _ = await self._ask(prompt, tokens, params)
+        times, _, cached, _ = await self.ask(prompt, tokens, params)
         return times, cached
 
-    async def _ask(
+    async def ask(
         self, prompt: list[int], tokens: int, params: dict[str, Any] | None
     ) -> tuple[list[float], tuple[int, ...], int, dict[str, Any]]:
+        """When each token came, the tokens, the prompt's tokens that vLLM did not compute, and the
+        `kv_transfer_params` that came with the answer."""
         self._names += 1
         wanted = self._sampling(
             max_tokens=tokens,

@@ -70,6 +70,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "tiny": 0.5}
 
 
+def bytes_a_token(shape: str) -> int:
+    """Bytes of KV cache of a token, all layers and heads together, of shapes without latent attention."""
+    facts = SHAPES[shape]
+    size = 4 if facts["torch_dtype"] == "float32" else 2
+    return int(2 * facts["num_hidden_layers"] * facts["num_key_value_heads"] * facts["head_dim"] * size)
+
+
 def write_config(shape: str, folder: Path) -> Path:
     """The folder of a model of this shape without weights."""
     target = folder / shape

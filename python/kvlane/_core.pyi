@@ -48,6 +48,7 @@ class Scheduler:
     connected: bool
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
+    pool_bytes: int  # size of the daemon's pool; 0 while not connected
     engine_id: str
     run: (
         bytes  # 16 random bytes that name this scheduler to the daemon, drawn when it was made; for `handoff`
@@ -346,6 +347,9 @@ class HandoffScheduler:
 
     def give_room(self, id: bytes, blocks: list[int], /) -> None:
         """These blocks of the engine are for the next of the prompt. They may be written until it is over."""
+
+    def postpone_landing(self, id: bytes, budget_ms: float, /) -> None:
+        """Extend a landing's budget to `budget_ms` from now. Its patience stays."""
 
     def live_landings(self) -> list[bytes]:
         """Those that are not over, so that their blocks may be written."""

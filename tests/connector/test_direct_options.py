@@ -157,8 +157,9 @@ def test_a_long_prompt_lands_in_more_than_a_tenth_of_all_blocks_when_it_is_the_f
 def test_a_prompt_that_is_larger_than_the_room_for_it_is_computed_at_once(
     blocks: int, buffer: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It waited for room that never came, half a minute without any progress."""
+    """It waited for room that never came, half a minute without any progress. No daemon runs that could take it."""
     world = World(blocks, **({"kv_buffer_size": buffer} if buffer else {}))
+    world.store.down = True
     request = world.request()
     world.waits(request)
     world.step()

@@ -123,6 +123,11 @@ impl Scheduler {
         self.link.boot()
     }
 
+    /// Size of the daemon's pool in bytes; 0 while not connected.
+    pub fn pool_bytes(&self) -> u64 {
+        self.link.pool_bytes()
+    }
+
     /// Boots that this scheduler has left, the last eight. The caller must not promise a hit of one.
     pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.link.gone()

@@ -127,6 +127,11 @@ impl PyScheduler {
     }
 
     #[getter]
+    fn pool_bytes(&self) -> PyResult<u64> {
+        Ok(self.0.get()?.lock().pool_bytes())
+    }
+
+    #[getter]
     fn run<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.0.get()?.lock().run()))
     }

@@ -125,7 +125,7 @@ def build_direct(
         )
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    size = block_bytes(kv_cache_config) if settings.kv_buffer_size is not None else 0
+    size = block_bytes(kv_cache_config)
     steps = capabilities.steps_at_once(vllm_config)
     hands_over_rests = vllm_config.speculative_config is None
     may_wait = parallel.data_parallel_size == 1

@@ -40,6 +40,8 @@ COUNTERS = {
     "direct_landed_tokens": "Prompt tokens that other engines handed over directly",
     "direct_wait_seconds": "Seconds from asking other engines for a prompt until that was over, summed over prompts",
     "direct_loaded_tokens": "Prompt tokens loaded from the daemon while other engines handed over the rest",
+    "direct_overflows": "Prompts of other engines that found no room and went into the daemon's pool",
+    "direct_overflowed_tokens": "Tokens of those prompts that the daemon then had",
     "direct_fallbacks": "Prompts that were to be handed over directly, and that this engine computed wholly or in part",
     "direct_reads": "Reads of other engines' blocks, by worker",
     "direct_failed_reads": "Reads of other engines' blocks that did not bring their bytes",

@@ -63,8 +63,8 @@ class Direct:
         may_wait: bool = True,
         ping_role: str = "P",
     ) -> None:
-        """`block_bytes`: of a block in one rank, used only with a `kv_buffer_size`. `ping_role`: what pings call this
-        engine, "P" or "D"."""
+        """`block_bytes`: of a block in one rank. `ping_role`: what pings call this engine, "P" or "D"."""
+        self.block_bytes = block_bytes
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait

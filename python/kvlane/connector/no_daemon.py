@@ -31,6 +31,7 @@ class NoScheduler:
 
     ready = False
     boot = None
+    pool_bytes = 0
     run = b""
     engine_id = ""
 

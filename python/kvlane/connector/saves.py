@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -31,6 +31,10 @@ class _Save:
     """Which blocks of which requests these are: a list of `RequestState.unsaved`, and what to add there if the save
     fails."""
     begun: list[Announcement] = field(default_factory=list)
+    groups: list[tuple[int, bytes, list[bytes], list[int]]] = field(default_factory=list)
+    """As in `SaveJob`."""
+    on_end: Callable[[bool], None] | None = None
+    """Called at the end, with whether the daemon has all blocks."""
     era: int = 0
     """The era of the announcements when the workers got the job."""
     ranks_left: int = 0
@@ -69,7 +73,6 @@ class Saves:
         self._pins = pins
         self._pinned = 0
         self._open = _Save()
-        self._open_groups: list[tuple[int, bytes, list[bytes], list[int]]] = []
         self._running: dict[int, _Save] = {}
         self.last_job = 0
         """The highest job that was sent to the workers."""
@@ -154,49 +157,70 @@ class Saves:
         for present, run in itertools.groupby(usable, key=lambda block: block is not None):
             blocks = list(run)
             if present:
-                self._add_run(state, group, first + offset, cast("list[Block]", blocks), raw, stored, offset)
+                run_first, end = first + offset, first + offset + len(blocks)
+                hashes = (raw[offset : offset + len(blocks)], stored[offset : offset + len(blocks)])
+                self._add_run(self._open, state, group, run_first, cast("list[Block]", blocks), *hashes)
+                self._open.of_requests.append((state.unsaved[group.index], (run_first, end)))
             else:
                 state.unsaved[group.index].append((first + offset, first + offset + len(blocks)))
             offset += len(blocks)
 
     def _add_run(
         self,
+        save: _Save,
         state: RequestState,
         group: CacheGroup,
         first: int,
         blocks: list[Block],
         raw: list[bytes],
         stored: list[bytes],
-        offset: int,
     ) -> None:
-        """Queue consecutive blocks; they are pinned from here on."""
+        """Adds consecutive blocks of a prompt to a save; they are pinned from here on."""
         parent = b""
         if first > 0 and group.window_blocks == 0:
             parent = self._hashes.stored(state, group, first - 1, first)[0]
         self._pins.pin(blocks)
         self._pinned += len(blocks)
-        self._open.blocks += blocks
-        self._open.of_requests.append((state.unsaved[group.index], (first, first + len(blocks))))
-        hashes = stored[offset : offset + len(blocks)]
-        self._open_groups.append((group.index, parent, hashes, [block.block_id for block in blocks]))
+        save.blocks += blocks
+        save.groups.append((group.index, parent, stored, [block.block_id for block in blocks]))
         if self._announcements is not None:
             before = self._hashes.raw(state, group, first - 1, first)[0] if first > 0 else None
-            own = raw[offset : offset + len(blocks)]
-            event = events.blocks_stored(group, state.request, before, own, first)
-            self._open.begun.append(self._announcements.begin(group, hashes, event))
+            event = events.blocks_stored(group, state.request, before, raw, first)
+            save.begun.append(self._announcements.begin(group, stored, event))
+
+    def save_apart(
+        self,
+        state: RequestState,
+        group: CacheGroup,
+        first: int,
+        blocks: list[Block],
+        now: float,
+        on_end: Callable[[bool], None],
+    ) -> SaveJob | None:
+        """A job that saves consecutive blocks of a prompt, which other blocks than the request's own hold. They are
+        pinned until its end, and `on_end` is called then. None if too many blocks are pinned."""
+        if len(blocks) > self._max_pinned - self._pinned:
+            return None
+        save, end = _Save(on_end=on_end), first + len(blocks)
+        raw, stored = (of(state, group, first, end) for of in (self._hashes.raw, self._hashes.stored))
+        self._add_run(save, state, group, first, blocks, raw, stored)
+        return self._send(save, now)
 
     def take_job(self, now: float) -> SaveJob | None:
         """The blocks queued since the last call, as one job for the workers."""
-        if not self._open_groups:
+        if not self._open.groups:
             return None
-        job = self.last_job = next(self._jobs)
         save, self._open = self._open, _Save()
-        groups, self._open_groups = self._open_groups, []
+        return self._send(save, now)
+
+    def _send(self, save: _Save, now: float) -> SaveJob:
+        job = self.last_job = next(self._jobs)
         save.ranks_left = self._workers
         save.since = now
         if self._announcements is not None:
             save.era = self._announcements.era
         self._running[job] = save
+        groups, save.groups = save.groups, []
         return SaveJob(job, groups)
 
     def ended(self, job: int, ranks: int, ok: bool) -> list[KVEvent] | None:
@@ -212,6 +236,8 @@ class Saves:
             return []
         del self._running[job]
         self._unpin(save)
+        if save.on_end is not None:
+            save.on_end(save.ok)
         if self._announcements is None:
             return []
         return self._announcements.ended(save.begun, save.ok, save.era)
@@ -221,7 +247,6 @@ class Saves:
         self._open.fail()
         self._unpin(self._open)
         self._open = _Save()
-        self._open_groups = []
 
     def give_up(self) -> None:
         """Unpins the blocks of all saves in progress. The caller has had the daemon give these saves up."""

@@ -45,6 +45,8 @@ class FakeCore:
         self.fail_saves = False
         self.fail_loads = False
         self.boot = os.urandom(16)
+        self.pool_bytes = 1 << 30
+        """What the engines are told. The store itself has no limit."""
         self.blocks: dict[Key, dict[int, int]] = {}
         """Pages of a block by rank; visible once all ranks are there."""
         self.pages: dict[bytes, dict[int, bytes]] = {self.boot: {}}

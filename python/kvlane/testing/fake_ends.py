@@ -69,6 +69,10 @@ class FakeScheduler:
         return boot
 
     @property
+    def pool_bytes(self) -> int:
+        return 0 if self._store.down else self._store.pool_bytes
+
+    @property
     def gone(self) -> list[bytes]:
         return [boot for boot in self._gone if boot != self.boot]
 

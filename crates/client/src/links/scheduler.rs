@@ -174,6 +174,11 @@ impl SchedulerLink {
         self.connection.up().and_then(SchedulerUp::run)
     }
 
+    /// Size of the daemon's pool; 0 while it has not welcomed this process.
+    pub fn pool_bytes(&self) -> u64 {
+        self.connection.up().map_or(0, |up| up.pool_bytes)
+    }
+
     /// Runs of the daemon that this link has left, the last eight.
     pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.former.gone()

@@ -25,13 +25,13 @@ from kvlane.connector.kinds.save_worker import SaveWorker
 
 def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
     """The kinds of the scheduler role. The first that has an answer for a prompt decides."""
-    loads = LookUpAndLoad(shared)
+    loads, saves = LookUpAndLoad(shared), SaveBlocks(shared)
     return [
         Reset(shared),
-        LandDirect(shared, loads),
+        LandDirect(shared, loads, saves.saves),
         loads,
         OfferDirect(shared),
-        SaveBlocks(shared),
+        saves,
     ]
 
 

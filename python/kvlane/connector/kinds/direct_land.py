@@ -5,25 +5,35 @@ blocks as its own cache; the engine computes the others. Only `plan` takes block
 are done by then: so it takes none that a request has just found. The daemon's part of a prompt's beginning is loaded
 into such blocks too, and the prefill engine is asked for the rest. The last tokens, which fill no block or which vLLM
 does not take as a hit, land in a block of their own and are copied before the step.
+
+A prompt that finds no room, and of which the prefill engine already has blocks, overflows into the daemon's pool
+(`direct_overflow`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.direct_landing import (
+    STUCK_SECONDS,
+    Landed,
+    landing_pool,
+    proven_blocks,
+    take_blocks,
+)
+from kvlane.connector.kinds.direct_overflow import Overflow
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
 from kvlane.connector.kinds.load import LookUpAndLoad
 from kvlane.connector.requests import RequestState
+from kvlane.connector.saves import Saves
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
     Block,
-    LandingPool,
     Request,
     SchedulerOutput,
     Tables,
@@ -39,8 +49,6 @@ TOKENS_MIN = 64
 # Blocks taken in one step. Each costs the step 0.7 us.
 BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
-# Once its time is over, a request waits this much longer for the ranks to stop writing its blocks.
-STUCK_SECONDS = 5.0
 # Longest pause of a step in which nothing can be computed. A new request waits for the step's end.
 IDLE_WAIT_MS = 5.0
 # Longest wait of a running request for a landing to give up its blocks.
@@ -48,47 +56,18 @@ YIELD_TIMEOUT_MS = 50.0
 _UNKNOWN = "unknown", "the content of its blocks has no certain identity, or its id is another's"
 
 
-@dataclass
-class _Landed:
-    landing: Landing
-    state: RequestState
-    local: list[Block] = field(default_factory=list)
-    """The prompt's first blocks, which the engine's own cache had. Pinned."""
-    taken: list[Block] = field(default_factory=list)
-    """The blocks after `local` in which the prompt lands. Pinned."""
-    wanted: int = 0
-    """The number of `taken` blocks that the whole prompt needs."""
-    stored: int = 0
-    """The number of first `taken` blocks that come from the daemon."""
-    loads: bool = False
-    """The load of the `stored` blocks is in progress."""
-    failed: bool = False
-    """The load failed, or began before a reset."""
-    rest: Block | None = None
-    """Once all has landed: the one of `taken` with the prompt's last tokens, which vLLM does not take as a hit.
-    `allocated` has it copied into the request's own block."""
-    is_begun: bool = False
-    begun: float = 0.0
-    """When the prefill engine was asked, in seconds of the scheduler's clock."""
-    is_ready: bool = False
-    """The landing is over, so the request waits no longer."""
-    until: float = 0.0
-    """The request waits until this time at most, in seconds of the scheduler's clock."""
-    is_alive: bool = True
-    """The request has not ended. A landing may outlive its request until the ranks stop writing."""
-
-
 class LandDirect(SchedulerKind):
     """Prompts that other engines compute for this one."""
 
     name = "land"
 
-    def __init__(self, shared: SchedulerShared, loads: LookUpAndLoad) -> None:
+    def __init__(self, shared: SchedulerShared, loads: LookUpAndLoad, saves: Saves) -> None:
         super().__init__(shared)
         self._loads = loads
-        self._landings: dict[bytes, _Landed] = {}
-        self._by_request: dict[str, _Landed] = {}
-        self._with: dict[str, _Landed] = {}
+        self._overflow = Overflow(shared, saves, loads, self._fell_back)
+        self._landings: dict[bytes, Landed] = {}
+        self._by_request: dict[str, Landed] = {}
+        self._with: dict[str, Landed] = {}
         """By request: the landing of another sample of the same prompt and id, for which it waits."""
         self._logged: set[str] = set()
         self._copies: list[tuple[int, int]] = []
@@ -98,6 +77,8 @@ class LandDirect(SchedulerKind):
         """Sources of steps that may be in progress."""
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
+        self._running = 0
+        """Requests that compute in the planned step."""
         self._plans_without_room = 0
         """Plans after a reset that take no block, because steps in progress may copy from blocks that the reset
         unpinned."""
@@ -124,7 +105,7 @@ class LandDirect(SchedulerKind):
             self._fell_back(*against)
             return
         until = shared.clock() + shared.settings.direct_wait_ms / 1e3 + STUCK_SECONDS
-        landed = _Landed(landing, state, until=until)
+        landed = Landed(landing, state, until=until)
         self._landings[landing.id] = self._by_request[request.request_id] = landed
 
     def _against(self, state: RequestState, landing: Landing, direct: Direct) -> tuple[str, str] | None:
@@ -189,9 +170,11 @@ class LandDirect(SchedulerKind):
         if lands and self._shared.clock() < landed.until:
             return True
         del self._with[state.request.request_id]
+        if landed.overflow is not None:
+            self._loads.look_up_again(state)
         return False
 
-    def _leave(self, landed: _Landed) -> None:
+    def _leave(self, landed: Landed) -> None:
         """Has the prompt computed here, because a rank has not reported that it stopped writing. The blocks stay pinned
         until it does."""
         self._fell_back("stuck", "a rank does not answer")
@@ -207,9 +190,11 @@ class LandDirect(SchedulerKind):
         if self._plans_without_room:
             self._plans_without_room -= 1
             room = 0
-        in_use = sum(len(each.taken) for each in self._landings.values())
-        for landed in list(self._landings.values()):
-            if not landed.is_alive or landed.is_ready:
+        self._running = len(output.num_scheduled_tokens)
+        landings = list(self._landings.values())
+        in_use = sum(len(each.taken) for each in landings if each.overflow is None)
+        for landed in landings:
+            if not landed.is_alive or landed.is_ready or landed.overflow is not None:
                 continue
             before = len(landed.taken)
             if not landed.is_begun and self._may_begin(landed):
@@ -217,11 +202,37 @@ class LandDirect(SchedulerKind):
             if landed.is_begun and not landed.is_ready:
                 given = len(landed.taken) - before
                 if len(landed.taken) < landed.wanted:
-                    self._give_room(landed, self._share(landed, room - given, in_use + given, is_first))
+                    self._find_room(landed, room - given, in_use + given, is_first, jobs)
+                if landed.overflow is not None:
+                    continue
                 given = len(landed.taken) - before
                 room, in_use = room - given, in_use + given
                 is_first = False
         self._gave_room = room < BLOCKS_A_STEP
+        if any(landed.overflow is not None for landed in landings):
+            takes_blocks = self._running > 0 or not self._a_request_waits_for_room()
+            self._overflow.go_on(landings, self._running, takes_blocks, room, jobs)
+            self._drop_dead()
+
+    def _find_room(self, landed: Landed, room: int, in_use: int, is_first: bool, jobs: StepJobs) -> None:
+        """Takes blocks for a landing, at most `room` in this step. If there are too few, the prompt overflows where
+        that is possible, and else waits with those that it has. The other arguments are those of `_share`."""
+        rest = landed.wanted - len(landed.taken)
+        share = self._share(landed, rest, in_use, is_first) if landed.fits else 0
+        self._give_room(landed, min(share, room))
+        if share < rest and self._overflow.is_possible(landed.state):
+            self._overflow.begin_if_offered(landed, list(self._landings.values()), jobs)
+
+    def _a_request_waits_for_room(self) -> bool:
+        """Whether a request waits for anything but a landing."""
+        land = {name for name, each in self._by_request.items() if not each.is_ready}
+        return any(name not in land and name not in self._with for name in self._shared.requests)
+
+    def _drop_dead(self) -> None:
+        """Forgets prompts that overflowed, whose requests have ended and whose READs are over."""
+        for landed in list(self._landings.values()):
+            if landed.overflow is not None and landed.overflow.is_over and not landed.is_alive:
+                self._landings.pop(landed.landing.id, None)
 
     def idle(self) -> None:
         """Waits for the end of a landing if all requests wait for landings. Without this wait vLLM would step without
@@ -233,7 +244,10 @@ class LandDirect(SchedulerKind):
         if (
             landings
             and len(landings) == len(shared.requests)
-            and all(each.is_begun and not each.is_ready and not each.loads for each in landings)
+            and all(
+                each.is_begun and not each.is_ready and not each.loads and each.overflow is None
+                for each in landings
+            )
         ):
             direct.agent.wait_for_end(IDLE_WAIT_MS)
 
@@ -247,11 +261,7 @@ class LandDirect(SchedulerKind):
             if over:
                 self._shared.pins.unpin(over)
 
-    def _pool(self) -> LandingPool:
-        assert self._shared.pins.pool is not None
-        return cast("LandingPool", self._shared.pins.pool)
-
-    def _may_begin(self, landed: _Landed) -> bool:
+    def _may_begin(self, landed: Landed) -> bool:
         """Whether the weights are known. After a reset a landing waits for the workers' report; if that takes too long,
         the prompt is computed."""
         shared = self._shared
@@ -262,11 +272,11 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
         return False
 
-    def _begin(self, landed: _Landed, room: int, in_use: int, is_first: bool) -> None:
+    def _begin(self, landed: Landed, room: int, in_use: int, is_first: bool) -> None:
         """Pins the blocks that the engine's cache has of the prompt, loads those of the daemon, and asks the prefill
         engine for the rest. The other arguments are those of `_share`."""
         direct, shared, request = self._shared.direct, self._shared, landed.state.request
-        pool = self._pool()
+        pool = landing_pool(self._shared)
         assert direct is not None and direct.agent is not None
         landed.is_begun = True
         size = direct.group.tokens_per_block
@@ -281,16 +291,19 @@ class LandDirect(SchedulerKind):
             landed.local += own
         local = len(landed.local)
         landed.wanted = end - local
-        fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
-        if not fits:
+        landed.fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
+        may_land = landed.fits or self._overflow.is_possible(landed.state)
+        if not may_land:
             # The prompt would wait for room that never comes.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
-        if not fits or (end - max(local, found)) * size < TOKENS_MIN:
+        if not may_land or (end - max(local, found)) * size < TOKENS_MIN:
             self._free(landed)
             landed.is_ready = True
             return
         # After `touch`, because blocks that are pinned are no longer free.
-        landed.taken = self._take(min(found - local, self._share(landed, room, in_use, is_first)))
+        landed.taken = take_blocks(
+            self._shared, min(found - local, self._share(landed, room, in_use, is_first))
+        )
         landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
         patience, first = shared.settings.direct_wait_ms, local + landed.stored
@@ -314,7 +327,7 @@ class LandDirect(SchedulerKind):
         if landed.stored:
             self._load(landed)
 
-    def _load(self, landed: _Landed) -> None:
+    def _load(self, landed: Landed) -> None:
         """Loads the first taken blocks from the daemon."""
         direct, shared = self._shared.direct, self._shared
         assert direct is not None
@@ -335,7 +348,7 @@ class LandDirect(SchedulerKind):
             shared.failures.record("loading a prompt's beginning", error, "it is computed")
             self._load_failed(landed)
 
-    def _load_failed(self, landed: _Landed) -> None:
+    def _load_failed(self, landed: Landed) -> None:
         """Has no sample of the prompt promised the load's blocks again, because they would fail again."""
         landed.failed = True
         self._loads.promise_no_more(landed.state)
@@ -344,39 +357,25 @@ class LandDirect(SchedulerKind):
             if other is landed and state is not None:
                 self._loads.promise_no_more(state)
 
-    def _share(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
+    def _share(self, landed: Landed, most: int, in_use: int, is_first: bool) -> int:
         """How many more blocks a landing may take, at most `most`. All landings together have taken `in_use`. With
         `is_first`, the oldest one may exceed the common share, so that a long prompt has its turn."""
-        direct, pool = self._shared.direct, self._pool()
+        direct, pool = self._shared.direct, landing_pool(self._shared)
         assert direct is not None
         share = direct.landing_blocks(len(pool.blocks)) - in_use
         if is_first:
             share = max(share, direct.largest_landing(len(pool.blocks)) - len(landed.taken))
-        return min(most, share, pool.get_num_free_blocks())
+        kept = self._overflow.kept_free(list(self._landings.values()), self._running)
+        return min(most, share, max(0, pool.get_num_free_blocks() - kept))
 
-    def _give_room(self, landed: _Landed, most: int) -> None:
+    def _give_room(self, landed: Landed, most: int) -> None:
         """Takes blocks for the landing, and has the prefill engine's blocks read into them."""
         direct = self._shared.direct
         assert direct is not None and direct.agent is not None
-        blocks = self._take(min(landed.wanted - len(landed.taken), most))
+        blocks = take_blocks(self._shared, min(landed.wanted - len(landed.taken), most))
         if blocks:
             landed.taken += blocks
             direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])
-
-    def _take(self, count: int) -> list[Block]:
-        """Takes the oldest free blocks, at most `count`: evicts them from the prefix cache and pins them."""
-        pool = self._pool()
-        blocks: list[Block] = []
-        block = pool.free_block_queue.fake_free_list_head.next_free_block
-        watched = getattr(pool, "_reuse_watchers", {})
-        while len(blocks) < count and block is not None and block.next_free_block is not None:
-            if block.block_id not in watched:
-                blocks.append(block)
-            block = block.next_free_block
-        if blocks:
-            pool.evict_blocks({each.block_id for each in blocks})
-            pool.touch(blocks)
-        return blocks
 
     def _end_finished(self) -> None:
         direct = self._shared.direct
@@ -392,12 +391,13 @@ class LandDirect(SchedulerKind):
             return
         live = set(direct.agent.live_landings())
         for landed in list(self._landings.values()):
-            goes_on = landed.loads or landed.landing.id in live
+            # Prompts that overflow end in `plan`.
+            goes_on = landed.loads or landed.landing.id in live or landed.overflow is not None
             if landed.is_begun and not landed.is_ready and not goes_on:
                 self._end(landed, direct.agent.standing(landed.landing.id))
 
     def _end(
-        self, landed: _Landed, standing: tuple[str | None, str, int, list[tuple[int, bytes]]] | None
+        self, landed: Landed, standing: tuple[str | None, str, int, list[tuple[int, bytes]]] | None
     ) -> None:
         """Ends a landing that no rank writes any more. Blocks that have landed become prefix cache; the others are
         unpinned."""
@@ -410,7 +410,7 @@ class LandDirect(SchedulerKind):
         word, sentence, end_block, hashes = standing
         first = len(landed.local) + landed.stored
         arrived = max(0, min(end_block - first, len(landed.taken) - landed.stored))
-        known = self._known_to_be_right(landed.state, hashes)
+        known = proven_blocks(shared, landed.state, hashes)
         # Blocks behind the last hash that came are not used: nothing proves their content.
         count = max(0, min(arrived, (known or 0) - first))
         is_whole = word == "landed" and count == arrived
@@ -418,6 +418,8 @@ class LandDirect(SchedulerKind):
             self._fell_back("other_content", "what came is not what this engine would compute")
         elif word != "landed" and landed.is_alive:
             self._fell_back(str(word), sentence)
+            # The other engine may have saved to the same daemon what it did not keep for this one.
+            self._loads.look_up_again(landed.state)
         elif (landed.failed or landed.loads) and landed.is_alive:
             self._fell_back("store", "what the daemon had of its beginning did not come")
         direct.agent.forget_landing(landed.landing.id)
@@ -450,25 +452,8 @@ class LandDirect(SchedulerKind):
             self._free(landed)
             self._landings.pop(landed.landing.id, None)
 
-    def _known_to_be_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> int | None:
-        """The number of the prompt's blocks that the other engine computed from this request's tokens, as far as hashes
-        prove it: a hash covers its block and all before. None if a hash is not this request's."""
-        direct, own = self._shared.direct, self._shared.hashes
-        assert direct is not None
-        size, prompt = direct.group.tokens_per_block, state.request.num_prompt_tokens
-
-        def of(block: int) -> bytes | None:
-            if block * size >= prompt:
-                return None
-            is_rest = (block + 1) * size > prompt
-            return own.of_rest(state, block * size) if is_rest else own.ending_at(state, (block + 1) * size)
-
-        if any(of(block) != each for block, each in hashes):
-            return None
-        return max((block + 1 for block, _ in hashes), default=0)
-
-    def _cache(self, landed: _Landed, count: int) -> None:
-        direct, pool = self._shared.direct, self._pool()
+    def _cache(self, landed: Landed, count: int) -> None:
+        direct, pool = self._shared.direct, landing_pool(self._shared)
         assert direct is not None
         first = len(landed.local)
         pool.cache_full_blocks(
@@ -480,7 +465,7 @@ class LandDirect(SchedulerKind):
             kv_cache_group_id=direct.group.group_id,
         )
 
-    def _free(self, landed: _Landed) -> None:
+    def _free(self, landed: Landed) -> None:
         """Unpins all blocks of the landing, which stay in the prefix cache until vLLM reuses them."""
         self._shared.pins.unpin(landed.local + landed.taken)
         landed.local, landed.taken, landed.rest = [], [], None
@@ -502,7 +487,7 @@ class LandDirect(SchedulerKind):
             state.tokens_ended(ok=True)
         self._forget(landed)
 
-    def _forget(self, landed: _Landed) -> None:
+    def _forget(self, landed: Landed) -> None:
         self._free(landed)
         self._landings.pop(landed.landing.id, None)
         self._by_request.pop(landed.state.request.request_id, None)
@@ -568,6 +553,10 @@ class LandDirect(SchedulerKind):
                 continue
             direct.agent.give_landing_up(landed.landing.id)
             if direct.agent.wait_over(landed.landing.id, YIELD_TIMEOUT_MS):
+                if landed.overflow is not None:
+                    self._fell_back("given_up", "a running request needs its blocks")
+                    self._overflow.drop(landed, landed.overflow)
+                    return True
                 self._end(landed, direct.agent.standing(landed.landing.id))
                 self._free(landed)
                 return True
@@ -577,7 +566,7 @@ class LandDirect(SchedulerKind):
     def reset(self) -> None:
         """Drops loads for the former weights, also if vLLM did not reset its own cache."""
         for landed in self._landings.values():
-            landed.failed = landed.failed or landed.stored > 0
+            landed.failed = landed.failed or landed.stored > 0 or landed.overflow is not None
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """`give_back` follows."""

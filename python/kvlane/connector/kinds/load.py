@@ -99,7 +99,7 @@ class LookUpAndLoad(SchedulerKind):
                 reason,
             )
 
-    def _start_lookup(self, state: RequestState) -> None:
+    def _start_lookup(self, state: RequestState, awaited: SaveWait | None = None) -> None:
         shared, request = self._shared, state.request
         self._drop_hit(state)
         if (
@@ -113,7 +113,7 @@ class LookUpAndLoad(SchedulerKind):
             or wants_no_cache(request)
         ):
             return
-        tokens = self._tokens_to_find(state)
+        tokens = self.tokens_to_find(state)
         state.asked_tokens = tokens
         if tokens <= 0 or not request.block_hashes:
             return
@@ -122,12 +122,12 @@ class LookUpAndLoad(SchedulerKind):
             shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
             for group in shared.shape.groups
         ]
-        wait, rate = self._wait(state), shared.rate.tokens_per_s
+        wait, rate = awaited or self._wait(state), shared.rate.tokens_per_s
         shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate)
         state.looking_up = True
 
-    def _tokens_to_find(self, state: RequestState) -> int:
-        """The engine must compute at least one token itself."""
+    def tokens_to_find(self, state: RequestState) -> int:
+        """Most tokens of a prompt that a lookup finds: the engine must compute at least one itself."""
         alignment = self._shared.shape.hit_alignment
         return (state.request.num_tokens - 1) // alignment * alignment
 
@@ -199,7 +199,7 @@ class LookUpAndLoad(SchedulerKind):
             return False
         if state.hit is None:
             # The engine's own cache may have the prompt already.
-            return state.local_tokens < self._tokens_to_find(state)
+            return state.local_tokens < self.tokens_to_find(state)
         # After a preemption the prompt includes what was generated.
         longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
         old_miss = state.hit.tokens == 0 and self._shared.clock() - state.answered_at >= MISS_IS_OLD_SECONDS
@@ -324,6 +324,19 @@ class LookUpAndLoad(SchedulerKind):
         if not self._poll_lookup(state, wait_us) or state.hit is None:
             return 0
         return state.hit.tokens
+
+    def look_up_again(self, state: RequestState) -> None:
+        """Looks a prompt up again, because others may have saved it meanwhile."""
+        self._start_lookup(state)
+
+    def find_saved(self, state: RequestState, tokens: int) -> None:
+        """Looks a prompt up whose first `tokens` this engine has saved. The answer waits until they can be found."""
+        core, wait_ms = self._shared.core, round(self._shared.settings.wait_ms)
+        self._start_lookup(state, (core.engine_id, core.run, tokens, wait_ms))
+
+    def has_answer(self, state: RequestState) -> bool:
+        """Whether `state.hit` has the answer of the last lookup. Does not wait for it."""
+        return self._poll_lookup(state, lambda _: 0)
 
     def load_into(
         self,

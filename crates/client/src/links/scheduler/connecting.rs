@@ -44,6 +44,7 @@ impl SchedulerLink {
             stage: SchedulerStage::Greeting { hello },
             boot: [0; 16],
             daemon: String::new(),
+            pool_bytes: 0,
             ready: false,
             heartbeat_at: now + HEARTBEAT,
             awaits_heartbeat_reply: false,
@@ -100,6 +101,7 @@ impl SchedulerLink {
                     return self.reject(connection, &"a run's name has 16 bytes", now, actions);
                 };
                 up.daemon = describe(&welcome);
+                up.pool_bytes = welcome.pool_bytes;
                 up.boot = boot;
                 self.former.welcome(&boot);
                 self.leases.keep_only(&boot);

@@ -37,6 +37,7 @@ pub(super) struct SchedulerUp {
     pub(super) boot: BootId,
     /// The daemon's version and pool size, for the log.
     pub(super) daemon: String,
+    pub(super) pool_bytes: u64,
     /// All workers of the engine have mapped the pool, by the daemon's last answer.
     pub(super) ready: bool,
     pub(super) heartbeat_at: Instant,
