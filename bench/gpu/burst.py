@@ -1,6 +1,7 @@
 """A burst of prompts to a decode engine with room for few: they overflow, wait at the prefill engine, or are computed.
 
     python bench/gpu/burst.py --out out/burst                   # two GPUs: the engine that prefills has its own
+    python bench/gpu/burst.py --gpus 1 --computed-before        # one GPU; the prompts are computed before
 
 | mode | what |
 |---|---|
@@ -108,6 +109,8 @@ async def measure(engines: Engines, settings: argparse.Namespace) -> dict[str, A
         for turn in range(len(MODES)):
             mode = MODES[(index + turn) % len(MODES)]
             prompts = [engines.draw(settings.tokens) for _ in range(settings.burst)]
+            if settings.computed_before and mode != "computed":
+                await asyncio.gather(*(engines.all[PREFILL].answer(prompt) for prompt in prompts))
             burst = await engines.burst(mode, prompts)
             report.say(row(mode, burst))
             if mode == "overflow":
@@ -176,6 +179,11 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument(
         "--burst", type=int, default=40, help="prompts that come at once (default %(default)s)"
+    )
+    parser.add_argument(
+        "--computed-before",
+        action="store_true",
+        help="the prefill engine has the prompts in its cache, so it takes nothing of a GPU that both share",
     )
     parser.add_argument("--room", type=int, default=4, help="prompts that the decode engine has room for")
     parser.add_argument("--tokens", type=int, default=5000, help="of a prompt (default %(default)s)")
