@@ -37,6 +37,9 @@ from systems import ENVIRONMENT, SYSTEMS, running
 
 from kvlane.bench import report
 
+OVERFLOWS = "vllm:kvlane_direct_overflows_total"
+# By then an engine has sent what it counted in its last steps.
+COUNT_AFTER_S = 0.5
 MODES = ("overflow", "waits", "computed")
 PREFILL, OVERFLOW, WAITS = "prefill", "overflow", "waits"
 
@@ -65,30 +68,33 @@ class Engines:
         times, answer, cached, _ = await engine.ask(prompt, self._settings.new_tokens, params)
         return [asked + each for each in times], answer, len(prompt) - cached
 
-    async def burst(self, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
-        """What the requests of one burst see."""
-        before, began = overflows(), time.perf_counter()
+    async def burst(
+        self, mode: str, prompts: list[list[int]]
+    ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+        """What the requests of one burst see, and their answers."""
+        before, began = counted(OVERFLOWS), time.perf_counter()
         answers = await asyncio.gather(*(self.one(mode, prompt, began) for prompt in prompts))
         took = time.perf_counter() - began
-        first = [times[0] for times, _, _ in answers]
+        await asyncio.sleep(COUNT_AFTER_S)
+        first, last = [times[0] for times, _, _ in answers], [times[-1] for times, _, _ in answers]
         gaps = [b - a for times, _, _ in answers for a, b in itertools.pairwise(times)]
         computed = [tokens for _, _, tokens in answers]
-        return {
+        seen = {
             "seconds": round(took, 3),
             "ttft": summary(first),
+            "last_token": summary(last),
             "itl": summary(gaps),
             "prompts_computed_where_decoded": sum(each > 16 for each in computed),
             "tokens_computed_where_decoded": sum(computed),
-            "overflows": overflows() - before,
-            "first_answers": [list(answer) for _, answer, _ in answers[:2]],
+            "overflows": counted(OVERFLOWS) - before,
         }
+        return seen, [answer for _, answer, _ in answers]
 
 
-def overflows() -> float:
-    """Prompts that overflowed in all engines of this process."""
+def counted(name: str) -> float:
+    """A counter of the engine that was started last: the others count nothing that this process sees."""
     from prometheus_client import REGISTRY
 
-    name = "vllm:kvlane_direct_overflows_total"
     samples = (each for metric in REGISTRY.collect() for each in metric.samples)
     return sum(each.value for each in samples if each.name == name)
 
@@ -111,26 +117,24 @@ async def measure(engines: Engines, settings: argparse.Namespace) -> dict[str, A
             prompts = [engines.draw(settings.tokens) for _ in range(settings.burst)]
             if settings.computed_before and mode != "computed":
                 await asyncio.gather(*(engines.all[PREFILL].answer(prompt) for prompt in prompts))
-            burst = await engines.burst(mode, prompts)
+            burst, answers = await engines.burst(mode, prompts)
             report.say(row(mode, burst))
             if mode == "overflow":
                 # Alone in its steps. Late tokens may differ: other numbers of requests in a step, other kernels.
-                for prompt, answer in zip(prompts, burst["first_answers"], strict=False):
+                for prompt, answer in zip(prompts[:2], answers, strict=False):
                     again = (await engines.all[OVERFLOW].answer(prompt, settings.new_tokens))[1]
                     alike.append(sum(1 for _ in itertools.takewhile(bool, map(int.__eq__, again, answer))))
             found["bursts"][mode].append(burst)
-    # The same requests without a burst: as many as there is room for.
-    few = [engines.draw(settings.tokens) for _ in range(settings.room)]
-    found["few"] = {mode: await engines.burst(mode, few) for mode in ("overflow",)}
     found["tokens_alike_when_asked_again"] = alike
     return found
 
 
 def row(mode: str, burst: dict[str, Any]) -> str:
     """A burst in one line."""
+    itl = burst["itl"]
     return (
-        f"{mode:9} TTFT mean {burst['ttft']['mean']:7.0f} ms, ITL p50 {burst['itl']['p50']:.2f}, p99 "
-        f"{burst['itl']['p99']:.2f} ms, all in {burst['seconds']:.1f} s, computed where decoded "
+        f"{mode:9} mean TTFT {burst['ttft']['mean']:.0f}, last token {burst['last_token']['mean']:.0f} ms, ITL p50 "
+        f"{itl['p50']:.2f}, p99 {itl['p99']:.2f}, longest {itl['max']:.0f} ms, all in {burst['seconds']:.1f} s, computed where decoded "
         f"{burst['prompts_computed_where_decoded']}, overflows {burst['overflows']:.0f}"
     )
 
@@ -143,12 +147,17 @@ def compare(found: dict[str, Any]) -> dict[str, Any]:
         return sum(values) / len(values)
 
     ttft = {mode: round(mean(mode, "ttft", "mean"), 1) for mode in MODES}
+    last = {mode: round(mean(mode, "last_token", "mean"), 1) for mode in MODES}
     itl = {mode: round(mean(mode, "itl", "p99"), 3) for mode in MODES}
     best = min(ttft["waits"], ttft["computed"])
     return {
         "ttft_mean": ttft,
+        "last_token_mean": last,
         "itl_p99": itl,
         "ttft_overflow_by_the_better": round(ttft["overflow"] / best, 3),
+        "last_token_overflow_by_the_better": round(
+            last["overflow"] / min(last["waits"], last["computed"]), 3
+        ),
         "itl_overflow_by_waits": round(itl["overflow"] / itl["waits"], 3),
     }
 
@@ -166,7 +175,8 @@ def start_all(engines: Engines, settings: argparse.Namespace, folder: Path) -> N
     }
     for name, (gpu, kv_cache_bytes, extra) in plans.items():
         config = {**with_daemon, "kv_connector_extra_config": {**direct, **extra}}
-        each = argparse.Namespace(**vars(settings) | {"kv_cache_bytes": kv_cache_bytes})
+        most = None if name == PREFILL else settings.room
+        each = argparse.Namespace(**vars(settings) | {"kv_cache_bytes": kv_cache_bytes, "most_running": most})
         engines.all[name] = on_own_gpu(each, gpu, json.dumps(config))
         report.say(f"{name}: up")
 

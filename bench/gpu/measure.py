@@ -52,6 +52,8 @@ class Engine:
             options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
         if getattr(settings, "async_scheduling", None) is not None:
             options["async_scheduling"] = settings.async_scheduling
+        if getattr(settings, "most_running", None) is not None:
+            options["max_num_seqs"] = settings.most_running
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0
