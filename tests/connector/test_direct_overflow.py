@@ -10,7 +10,8 @@ from fakes import BLOCK, Request, full_group
 from test_direct import ALL, BLOCK_BYTES, TOKENS, WHOLE, World
 
 from kvlane.connector.direct_request import Lending
-from kvlane.connector.kinds.direct_overflow import BLOCKS_FOR_RUNNING, PAUSE_SECONDS
+from kvlane.connector.kinds.direct_landing import BLOCKS_FOR_RUNNING
+from kvlane.connector.kinds.direct_overflow import PAUSE_SECONDS
 from kvlane.connector.prefill_rate import SECONDS_MIN
 
 # Of 120 blocks 12 are for landings, and prompts that overflow go through 6.
@@ -151,6 +152,24 @@ def test_running_requests_keep_some_free_blocks() -> None:
         if len(overflowing) == 2:
             assert world.pool.get_num_free_blocks() >= BLOCKS_FOR_RUNNING
     assert world.waits(first) and world.waits(second)
+
+
+def test_a_prompt_holds_no_blocks_while_it_waits_for_more_and_lets_no_later_one_pass() -> None:
+    """It held what was free, so vLLM preempted running requests: their next tokens came 15 s late."""
+    world = Full()
+    world.store.down = True
+    first = world.prompt("first")
+    short = world.prompt("short", tokens=64, first=1000)
+    world.steps(blocks=16, count=5)
+    assert not world.agent.room and world.pool.get_num_free_blocks() == 15
+    world.side.forget_request(first.request_id)
+    world.steps(blocks=16, count=5)
+    # Twelve blocks are for landings, and the first one in line may have more.
+    assert not world.agent.room
+    world.engine.free(world.running)
+    world.steps(blocks=16, count=5)
+    assert len(world.agent.room[Lending("short").id]) == 16
+    assert not world.waits(short)
 
 
 def test_a_prompt_that_never_fits_into_the_room_for_landings_overflows() -> None:
@@ -308,8 +327,10 @@ def test_other_content_is_not_saved() -> None:
     world = Full()
     request = world.prompt()
     world.step()
+    world.steps(count=1)
     landing = Lending("d").id
     room = len(world.agent.room[landing])
+    assert room
     world.agent.standings[landing] = (None, "", room, [(WHOLE - 1, b"x" * 16)])
     for _ in range(5):
         world.step()
@@ -322,8 +343,10 @@ def test_nothing_is_saved_that_no_hash_proves() -> None:
     world = Full()
     world.prompt()
     world.step()
+    world.steps(count=1)
     landing = Lending("d").id
     room = len(world.agent.room[landing])
+    assert room
     world.agent.standings[landing] = (None, "", room, [])
     for _ in range(5):
         world.step()
@@ -334,7 +357,7 @@ def test_a_reset_amid_an_overflow_succeeds_and_nothing_from_before_is_used() -> 
     world = Full()
     request = world.prompt()
     world.step()
-    world.steps(count=2)
+    world.steps(count=3)
     world.engine.free(world.running)
     assert world.pool.reset_prefix_cache()
     assert world.references() == 0
@@ -376,7 +399,7 @@ def test_blocks_of_an_overflow_do_not_keep_a_request_from_starting() -> None:
     world.prompt("d")
     world.prompt("e", first=1000)
     world.step()
-    world.steps(count=2)
+    world.steps(count=3)
     world.end_running()
     world.side.add_request(Request("plain", list(range(9000, 9000 + 100 * BLOCK))))
     overflowing = [each for each in world.land._landings.values() if each.overflow is not None]

@@ -20,6 +20,7 @@ from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.direct_landing import (
+    BLOCKS_FOR_RUNNING,
     STUCK_SECONDS,
     Landed,
     landing_pool,
@@ -193,6 +194,8 @@ class LandDirect(SchedulerKind):
         self._running = len(output.num_scheduled_tokens)
         landings = list(self._landings.values())
         in_use = sum(len(each.taken) for each in landings if each.overflow is None)
+        # As in vLLM's own queue, a prompt without room lets no later one pass.
+        has_room = True
         for landed in landings:
             if not landed.is_alive or landed.is_ready or landed.overflow is not None:
                 continue
@@ -202,7 +205,8 @@ class LandDirect(SchedulerKind):
             if landed.is_begun and not landed.is_ready:
                 given = len(landed.taken) - before
                 if len(landed.taken) < landed.wanted:
-                    self._find_room(landed, room - given, in_use + given, is_first, jobs)
+                    most = room - given if has_room else 0
+                    has_room = self._find_room(landed, most, in_use + given, is_first, jobs) and has_room
                 if landed.overflow is not None:
                     continue
                 given = len(landed.taken) - before
@@ -214,14 +218,19 @@ class LandDirect(SchedulerKind):
             self._overflow.go_on(landings, self._running, takes_blocks, room, jobs)
             self._drop_dead()
 
-    def _find_room(self, landed: Landed, room: int, in_use: int, is_first: bool, jobs: StepJobs) -> None:
+    def _find_room(self, landed: Landed, room: int, in_use: int, is_first: bool, jobs: StepJobs) -> bool:
         """Takes blocks for a landing, at most `room` in this step. If there are too few, the prompt overflows where
-        that is possible, and else waits with those that it has. The other arguments are those of `_share`."""
+        that is possible, and else waits. The other arguments are those of `_share`. False if running requests keep it
+        from taking blocks."""
         rest = landed.wanted - len(landed.taken)
         share = self._share(landed, rest, in_use, is_first) if landed.fits else 0
-        self._give_room(landed, min(share, room))
+        # A prompt that holds blocks while it waits for more takes them from running requests, which vLLM then preempts.
+        is_patient = share < rest and self._running > 0
+        if not is_patient:
+            self._give_room(landed, min(share, room))
         if share < rest and self._overflow.is_possible(landed.state):
             self._overflow.begin_if_offered(landed, list(self._landings.values()), jobs)
+        return not (is_patient and landed.fits and landed.overflow is None)
 
     def _a_request_waits_for_room(self) -> bool:
         """Whether a request waits for anything but a landing."""
@@ -365,7 +374,7 @@ class LandDirect(SchedulerKind):
         share = direct.landing_blocks(len(pool.blocks)) - in_use
         if is_first:
             share = max(share, direct.largest_landing(len(pool.blocks)) - len(landed.taken))
-        kept = self._overflow.kept_free(list(self._landings.values()), self._running)
+        kept = BLOCKS_FOR_RUNNING * self._running + self._overflow.kept_free(list(self._landings.values()))
         return min(most, share, max(0, pool.get_num_free_blocks() - kept))
 
     def _give_room(self, landed: Landed, most: int) -> None:

@@ -13,6 +13,8 @@ from kvlane.connector.vllm_protocols import Block, LandingPool
 
 # Once its time is over, a request waits this much longer for the ranks to stop writing its blocks.
 STUCK_SECONDS = 5.0
+# Landings leave free so many blocks for each running request, which vLLM would preempt otherwise.
+BLOCKS_FOR_RUNNING = 2
 
 
 @dataclass

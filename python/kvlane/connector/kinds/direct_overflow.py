@@ -20,6 +20,7 @@ from kvlane.connector.direct import Direct
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.direct_landing import (
+    BLOCKS_FOR_RUNNING,
     STUCK_SECONDS,
     Landed,
     Overflowing,
@@ -37,8 +38,6 @@ from kvlane.connector.vllm_protocols import Block
 POOL_SHARE = 0.25
 # The READs and saves of these prompts take so many blocks of the engine, as a share of those for landings.
 BLOCKS_SHARE = 0.5
-# They leave free so many blocks for each running request, which vLLM would preempt otherwise.
-BLOCKS_FOR_RUNNING = 2
 # No prompt begins to overflow for this long after the daemon has not kept one, as when its pool is full.
 PAUSE_SECONDS = 5.0
 
@@ -167,11 +166,11 @@ class Overflow:
         overflowing = ((len(each.taken), each.overflow) for each in landings if each.overflow is not None)
         return max(0, share - sum(taken + overflow.in_saves for taken, overflow in overflowing))
 
-    def kept_free(self, landings: Sequence[Landed], running: int) -> int:
+    def kept_free(self, landings: Sequence[Landed]) -> int:
         """How many free blocks other landings leave for prompts that overflow."""
         if all(each.overflow is None or each.overflow.is_over for each in landings):
             return 0
-        return self._room(landings) + BLOCKS_FOR_RUNNING * running
+        return self._room(landings)
 
     def _look(self, landed: Landed, overflow: Overflowing, jobs: StepJobs) -> None:
         """Saves what has arrived. Ends the prompt's READs if they are no use any more."""

@@ -15,6 +15,7 @@ from typing import Any
 from kvlane.demo.pd import asking
 from kvlane.demo.pd.asking import Answer, AskFailed
 from kvlane.demo.pd.cluster import Cluster
+from kvlane.demo.pd.comparing import Comparing
 from kvlane.demo.pd.processes import wait_until
 from kvlane.demo.scenarios import Scenario
 
@@ -106,11 +107,11 @@ class FlipDemo:
         return scenario
 
     def equal_answers(self, step: Callable[[str], object]) -> Scenario:
-        """Compares answers from before, during and after changes of roles with those of one engine: the tokens are
-        equal."""
+        """Compares answers from before, during and after changes of roles with those of one engine: they are alike."""
         scenario = Scenario("answers equal those of one engine")
         alone = self._plan.prefill[0]
-        prompts = equal = 0
+        comparing = Comparing(self._plan.joins.gpu is None)
+        prompts = alike = 0
         for work, done in self._done:
             given = list(done.answers.items())
             # The last requests ran while the role changed.
@@ -118,10 +119,10 @@ class FlipDemo:
                 prompts += 1
                 step(f"prompt {prompts}")
                 right = asking.complete(alone.url, prompt, work.answer_tokens, "alone", salt="alone")
-                equal += answer.tokens == right.tokens
-        scenario.figures |= {"prompts": prompts, "equal": equal}
+                alike += comparing.are_alike(answer, right)
+        scenario.figures |= {"prompts": prompts, "alike": alike, "compared": comparing.word}
         scenario.must(prompts >= _COMPARED * len(self._done), f"only {prompts} answers are there to compare")
-        scenario.must(equal == prompts, f"{prompts - equal} of {prompts} answers differ")
+        scenario.must(comparing.are_enough(alike, prompts), f"{prompts - alike} of {prompts} answers differ")
         return scenario
 
     def _until_it_has(self, work: Work) -> Done:

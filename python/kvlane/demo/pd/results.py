@@ -71,7 +71,7 @@ def _served(requests: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _short(name: str, figures: Mapping[str, Any]) -> str:
     """A scenario's figures in short."""
     if name.startswith(EQUAL) and figures:
-        return f"{figures['equal']} of {figures['prompts']} equal"
+        return f"{figures['alike']} of {figures['prompts']} {figures['compared']}"
     if name.startswith(COMPUTES) and figures:
         return f"{figures['within']} of {figures['prompts']}, most {max(figures['computed_tokens_each'])}"
     if "roles" in figures:
