@@ -196,6 +196,7 @@ def main() -> int:
         help="the prefill engine has the prompts in its cache, so it takes nothing of a GPU that both share",
     )
     parser.add_argument("--room", type=int, default=4, help="prompts that the decode engine has room for")
+    parser.add_argument("--block-size", type=int, help="tokens of a block (vLLM's own choice without it)")
     parser.add_argument("--tokens", type=int, default=5000, help="of a prompt (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=200, help="of an answer (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="bursts of each mode (default %(default)s)")

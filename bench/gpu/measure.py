@@ -54,6 +54,8 @@ class Engine:
             options["async_scheduling"] = settings.async_scheduling
         if getattr(settings, "most_running", None) is not None:
             options["max_num_seqs"] = settings.most_running
+        if getattr(settings, "block_size", None) is not None:
+            options["block_size"] = settings.block_size
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0

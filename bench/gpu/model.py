@@ -51,6 +51,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
     },
+    # Two CPU cores compute about 700 tokens of a prompt in a second.
+    "demo": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "torch_dtype": "float32",
+    },
     # Runs on a CPU in seconds: for trying the comparison out.
     "tiny": {
         "hidden_size": 256,
@@ -67,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # Standard deviation of the weights by shape, so that a changed block of the prompt changes the answer, which the
 # controls check.
-DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "tiny": 0.5}
+DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "demo": 0.1, "tiny": 0.5}
 
 
 def bytes_a_token(shape: str) -> int:

@@ -78,7 +78,7 @@ class Full(World):
         table = free[: -(-tokens // BLOCK)]
         self.pool.touch(table)
         self.engine.tables[request.request_id] = ([block.block_id for block in table],)
-        own = SimpleNamespace(blocks=(table,))
+        own: Any = SimpleNamespace(blocks=(table,))
         self.side.allocated(request, own, tokens)
         loaded, failed = self.engine.step()
         assert loaded == {request.request_id} and not failed
