@@ -134,8 +134,8 @@ def row(mode: str, burst: dict[str, Any]) -> str:
     itl = burst["itl"]
     return (
         f"{mode:9} mean TTFT {burst['ttft']['mean']:.0f}, last token {burst['last_token']['mean']:.0f} ms, ITL p50 "
-        f"{itl['p50']:.2f}, p99 {itl['p99']:.2f}, longest {itl['max']:.0f} ms, all in {burst['seconds']:.1f} s, computed where decoded "
-        f"{burst['prompts_computed_where_decoded']}, overflows {burst['overflows']:.0f}"
+        f"{itl['p50']:.2f}, p99 {itl['p99']:.2f}, longest {itl['max']:.0f} ms, all in {burst['seconds']:.1f} s, "
+        f"computed where decoded {burst['prompts_computed_where_decoded']}, overflows {burst['overflows']:.0f}"
     )
 
 
