@@ -348,8 +348,9 @@ class HandoffScheduler:
     def give_room(self, id: bytes, blocks: list[int], /) -> None:
         """These blocks of the engine are for the next of the prompt. They may be written until it is over."""
 
-    def postpone_landing(self, id: bytes, budget_ms: float, /) -> None:
-        """Extend a landing's budget to `budget_ms` from now. Its patience stays."""
+    def postpone_landing(self, id: bytes, budget_ms: float, waits_for_room: bool, /) -> None:
+        """Extend a landing's budget to `budget_ms` from now. Its patience stays. With `waits_for_room` it is not
+        stalled either."""
 
     def live_landings(self) -> list[bytes]:
         """Those that are not over, so that their blocks may be written."""

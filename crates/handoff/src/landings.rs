@@ -281,10 +281,14 @@ impl Landings {
     }
 
     /// Extends the landing's budget to this time from now, because this engine could not compute the prompt earlier either.
+    /// If its offers wait for room, this engine is what holds it up, so the landing does not count as stalled.
     /// [`Wanted::patience`] stays.
-    pub fn postpone(&mut self, now: Duration, id: HandoffId, budget: Duration) {
+    pub fn postpone(&mut self, now: Duration, id: HandoffId, budget: Duration, waits_for_room: bool) {
         if let Some(landing) = self.landings.get_mut(&id) {
             landing.budget_over_at = landing.budget_over_at.max(now.saturating_add(budget));
+            if waits_for_room {
+                landing.progress_by = landing.progress_by.max(now.saturating_add(self.options.stalled));
+            }
         }
     }
 
@@ -585,21 +589,29 @@ mod tests {
     }
 
     #[test]
-    fn a_landing_that_is_postponed_goes_on_until_its_patience_is_over() {
+    fn a_landing_that_waits_for_room_goes_on_until_its_patience_is_over() {
         let secs = Duration::from_secs;
-        let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], vec![vec![1]]);
-        let address = SocketAddr::from(([127, 0, 0, 1], 1));
-        let (patience, budget) = (secs(9), secs(2));
-        let wanted = Wanted { address, content: [0; 16], first_block: 0, end_block: 3, patience, budget };
-        assert!(landings.begin(Duration::ZERO, ID, wanted));
-        for second in 0..9 {
-            landings.postpone(secs(second), ID, secs(2));
-            landings.tick(secs(second + 1) - Duration::from_millis(1));
-            assert_eq!(landings.status(ID).unwrap().outcome, None, "in second {second}");
+        let stalled = LandingOptions::default().stalled.as_secs();
+        for (waits_for_room, last, outcome) in
+            [(true, 2 * stalled, Outcome::TooLong), (false, stalled, Outcome::Stalled)]
+        {
+            let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], vec![vec![1]]);
+            let address = SocketAddr::from(([127, 0, 0, 1], 1));
+            let (patience, budget) = (secs(2 * stalled), secs(2));
+            let wanted = Wanted { address, content: [0; 16], first_block: 0, end_block: 3, patience, budget };
+            assert!(landings.begin(Duration::ZERO, ID, wanted));
+            landings.dialled(Duration::ZERO, address, &Ok(PEER));
+            let queued = crate::message::Queued { id: ID, ahead: 0, computed: 3, ranks: vec![vec![1]] };
+            landings.message(Duration::ZERO, PEER, Message::Queued(queued));
+            for second in 0..last {
+                landings.postpone(secs(second), ID, secs(2), waits_for_room);
+                landings.tick(secs(second + 1) - Duration::from_millis(1));
+                assert_eq!(landings.status(ID).unwrap().outcome, None, "in second {second}");
+            }
+            landings.tick(secs(last));
+            landings.rank_said(secs(last), 0, Message::Stopped(ID));
+            assert_eq!(landings.status(ID).unwrap().outcome, Some(outcome));
         }
-        landings.postpone(secs(9), ID, secs(2));
-        landings.tick(secs(9));
-        assert_eq!(landings.status(ID).unwrap().outcome, Some(Outcome::TooLong));
     }
 
     #[test]

@@ -173,8 +173,8 @@ impl SchedulerAgent {
     }
 
     /// As [`Landings::postpone`].
-    pub fn postpone_landing(&self, id: HandoffId, budget: Duration) {
-        self.with(|state, now| state.landings.postpone(now, id, budget));
+    pub fn postpone_landing(&self, id: HandoffId, budget: Duration, waits_for_room: bool) {
+        self.with(|state, now| state.landings.postpone(now, id, budget, waits_for_room));
     }
 
     /// As [`Lendings::end_oldest_unwanted`].

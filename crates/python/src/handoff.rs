@@ -258,8 +258,8 @@ impl PyHandoffScheduler {
         Ok(())
     }
 
-    fn postpone_landing(&self, id: &[u8], budget_ms: f64) -> PyResult<()> {
-        self.agent()?.postpone_landing(handoff_id(id)?, milliseconds(budget_ms)?);
+    fn postpone_landing(&self, id: &[u8], budget_ms: f64, waits_for_room: bool) -> PyResult<()> {
+        self.agent()?.postpone_landing(handoff_id(id)?, milliseconds(budget_ms)?, waits_for_room);
         Ok(())
     }
 

@@ -65,6 +65,8 @@ class Direct:
     ) -> None:
         """`block_bytes`: of a block in one rank. `ping_role`: what pings call this engine, "P" or "D"."""
         self.block_bytes = block_bytes
+        self.copies = max(1, sizes[0] // group.tensor_shards) if group.tensor_shards else 1
+        """How many ranks hold the same bytes of a block."""
         self.steps_at_once = steps_at_once
         """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait

@@ -83,6 +83,11 @@ class Saves:
         return max(1, int(len(self._pins.pool.blocks) * self._settings.max_pinned_share))
 
     @property
+    def room(self) -> int:
+        """How many more blocks may be pinned."""
+        return max(0, self._max_pinned - self._pinned)
+
+    @property
     def pending(self) -> bool:
         """Whether any block is pinned."""
         return self._pinned > 0
@@ -196,11 +201,10 @@ class Saves:
         blocks: list[Block],
         now: float,
         on_end: Callable[[bool], None],
-    ) -> SaveJob | None:
-        """A job that saves consecutive blocks of a prompt, which other blocks than the request's own hold. They are
-        pinned until its end, and `on_end` is called then. None if too many blocks are pinned."""
-        if len(blocks) > self._max_pinned - self._pinned:
-            return None
+    ) -> SaveJob:
+        """A job that saves consecutive blocks of a prompt, which other blocks than the request's own hold, at most as
+        many as there is `room` for. They are pinned until its end, and `on_end` is called then."""
+        assert len(blocks) <= self.room
         save, end = _Save(on_end=on_end), first + len(blocks)
         raw, stored = (of(state, group, first, end) for of in (self._hashes.raw, self._hashes.stored))
         self._add_run(save, state, group, first, blocks, raw, stored)

@@ -52,6 +52,8 @@ BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
 # Longest pause of a step in which nothing can be computed. A new request waits for the step's end.
 IDLE_WAIT_MS = 5.0
+# Landed prompts are unpinned if nothing has run for this long.
+STILL_SECONDS = 0.2
 # Longest wait of a running request for a landing to give up its blocks.
 YIELD_TIMEOUT_MS = 50.0
 _UNKNOWN = "unknown", "the content of its blocks has no certain identity, or its id is another's"
@@ -78,6 +80,9 @@ class LandDirect(SchedulerKind):
         """Sources of steps that may be in progress."""
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
+        self._yielded = False
+        """Blocks were given up for a running request, which gets them before landings do."""
+        self._nothing_runs_since: float | None = None
         self._running = 0
         """Requests that compute in the planned step."""
         self._plans_without_room = 0
@@ -194,8 +199,12 @@ class LandDirect(SchedulerKind):
         self._running = len(output.num_scheduled_tokens)
         landings = list(self._landings.values())
         in_use = sum(len(each.taken) for each in landings if each.overflow is None)
-        # As in vLLM's own queue, a prompt without room lets no later one pass.
-        has_room = True
+        # As in vLLM's own queue, a prompt without room lets no later one pass. One that waits in the daemon's pool is
+        # in that queue.
+        has_room = not self._yielded and not any(
+            landed.is_ready and landed.overflow is not None for landed in landings
+        )
+        self._free_if_stuck(landings)
         for landed in landings:
             if not landed.is_alive or landed.is_ready or landed.overflow is not None:
                 continue
@@ -215,8 +224,22 @@ class LandDirect(SchedulerKind):
         self._gave_room = room < BLOCKS_A_STEP
         if any(landed.overflow is not None for landed in landings):
             takes_blocks = self._running > 0 or not self._a_request_waits_for_room()
-            self._overflow.go_on(landings, self._running, takes_blocks, room, jobs)
+            self._overflow.go_on(landings, self._running, takes_blocks and not self._yielded, room, jobs)
             self._drop_dead()
+        self._yielded = False
+
+    def _free_if_stuck(self, landings: list[Landed]) -> None:
+        """Unpins a landed prompt if nothing has run for a while: the request before it in vLLM's queue may need its
+        blocks, and keeps it from being asked for. Its blocks stay prefix cache until then."""
+        ready = [each for each in landings if each.is_ready and each.overflow is None and each.taken]
+        if self._running or not ready or self._loads.pending():
+            self._nothing_runs_since = None
+            return
+        now = self._shared.clock()
+        if self._nothing_runs_since is None:
+            self._nothing_runs_since = now
+        elif now >= self._nothing_runs_since + STILL_SECONDS:
+            self._free(ready[-1])
 
     def _find_room(self, landed: Landed, room: int, in_use: int, is_first: bool, jobs: StepJobs) -> bool:
         """Takes blocks for a landing, at most `room` in this step. If there are too few, the prompt overflows where
@@ -229,7 +252,9 @@ class LandDirect(SchedulerKind):
         if not is_patient:
             self._give_room(landed, min(share, room))
         if share < rest and self._overflow.is_possible(landed.state):
-            self._overflow.begin_if_offered(landed, list(self._landings.values()), jobs)
+            free = landing_pool(self._shared).get_num_free_blocks() - BLOCKS_FOR_RUNNING * self._running
+            landings = list(self._landings.values())
+            self._overflow.begin_if_offered(landed, landings, free < rest or not landed.fits, jobs)
         return not (is_patient and landed.fits and landed.overflow is None)
 
     def _a_request_waits_for_room(self) -> bool:
@@ -301,7 +326,7 @@ class LandDirect(SchedulerKind):
         local = len(landed.local)
         landed.wanted = end - local
         landed.fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
-        may_land = landed.fits or self._overflow.is_possible(landed.state)
+        may_land = landed.fits or (self._overflow.is_possible(landed.state) and self._overflow.fits_pool(end))
         if not may_land:
             # The prompt would wait for room that never comes.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
@@ -546,6 +571,8 @@ class LandDirect(SchedulerKind):
             if standing is not None and standing[0] is not None:
                 direct.agent.forget_landing(landed.landing.id)
             landed.is_ready = True
+            if landed.overflow is not None:
+                landed.overflow.is_over = True
             self._free(landed)
             if not landed.is_alive:
                 self._landings.pop(landed.landing.id, None)
@@ -555,6 +582,10 @@ class LandDirect(SchedulerKind):
         direct = self._shared.direct
         if direct is None or direct.agent is None:
             return False
+        if self._overflow.frees_are_near(list(self._landings.values())):
+            # The kind that saves says so.
+            self._yielded = True
+            return False
         for landed in reversed(list(self._landings.values())):
             # Blocks of a load in progress cannot be given up.
             held = landed.stored if landed.loads else 0
@@ -563,11 +594,12 @@ class LandDirect(SchedulerKind):
             direct.agent.give_landing_up(landed.landing.id)
             if direct.agent.wait_over(landed.landing.id, YIELD_TIMEOUT_MS):
                 if landed.overflow is not None:
-                    self._fell_back("given_up", "a running request needs its blocks")
-                    self._overflow.drop(landed, landed.overflow)
+                    self._overflow.give_up(landed, landed.overflow, "a running request needs its blocks")
+                    self._yielded = True
                     return True
                 self._end(landed, direct.agent.standing(landed.landing.id))
                 self._free(landed)
+                self._yielded = True
                 return True
             return False
         return False

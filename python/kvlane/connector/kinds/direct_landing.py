@@ -27,9 +27,13 @@ class Overflowing:
     """The number of the prompt's blocks that the prefill engine hands over."""
     in_saves: int = 0
     """Blocks that are being saved. The saves pin them."""
+    offered: int = 0
+    """The prefill engine has offered all blocks before this one."""
     is_over: bool = False
     """No READ writes any more."""
     is_looked_up: bool = False
+    is_counted: bool = False
+    """It is counted as a prompt that this engine computes in part."""
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Landed:
     rest: Block | None = None
     """Once all has landed: the one of `taken` with the prompt's last tokens, which vLLM does not take as a hit.
     `allocated` has it copied into the request's own block."""
+    no_room_since: float | None = None
+    """When the prefill engine was first seen to have blocks without room here, in seconds of the scheduler's clock."""
     overflow: Overflowing | None = None
     """Set once the prompt overflows. Then `taken` are the blocks of its next READs, `local` and `stored` are empty."""
     is_begun: bool = False

@@ -38,6 +38,9 @@ from kvlane.connector.vllm_protocols import Block
 POOL_SHARE = 0.25
 # The READs and saves of these prompts take so many blocks of the engine, as a share of those for landings.
 BLOCKS_SHARE = 0.5
+# Where landings have their share, and the engine has free blocks, a prompt waits this long before it overflows: prompts
+# that have landed may be admitted in the next step.
+WAIT_FOR_SHARE_SECONDS = 0.05
 # No prompt begins to overflow for this long after the daemon has not kept one, as when its pool is full.
 PAUSE_SECONDS = 5.0
 
@@ -80,24 +83,36 @@ class Overflow:
             and not state.stale
         )
 
-    def begin_if_offered(self, landed: Landed, landings: Sequence[Landed], jobs: StepJobs) -> None:
-        """Has a landing without enough room overflow, if the prefill engine already has blocks that wait for it."""
+    def fits_pool(self, blocks: int) -> bool:
+        """Whether the daemon's pool may have so many blocks of a prompt that overflows."""
+        direct, _ = self._agent()
+        return blocks <= self._blocks_in_pool(direct)
+
+    def begin_if_offered(
+        self, landed: Landed, landings: Sequence[Landed], lacks_blocks: bool, jobs: StepJobs
+    ) -> None:
+        """Has a landing without enough room overflow, if the prefill engine already has blocks that wait for it. If not
+        the engine `lacks_blocks` but landings have their share, the prompt waits a moment before."""
         direct, agent = self._agent()
+        now = self._shared.clock()
         standing = agent.standing(landed.landing.id)
         if standing is None or standing[0] is not None:
             return
         _, _, end_block, hashes = standing
         given = len(landed.local) + len(landed.taken)
         if end_block < given or all(block < given for block, _ in hashes):
+            landed.no_room_since = None
             return
-        self._postpone(landed)
+        if landed.no_room_since is None:
+            landed.no_room_since = now
         end = direct.blocks_of(landed.state.request.num_prompt_tokens)
         others = sum(each.overflow.end_block for each in landings if each.overflow is not None)
-        if landed.loads or landed.failed or end + others > self._blocks_in_pool(direct):
+        is_early = not lacks_blocks and now < landed.no_room_since + WAIT_FOR_SHARE_SECONDS
+        if landed.loads or landed.failed or is_early or not self.fits_pool(end + others):
             return
         overflow = Overflowing(0, end)
         # A lookup finds nothing behind a gap.
-        if landed.local and not self._save(landed.state, overflow, landed.local, jobs):
+        if landed.local and self._save(landed.state, overflow, landed.local, jobs) < len(landed.local):
             return
         overflow.next_save = len(landed.local) + landed.stored
         stored = landed.taken[: landed.stored]
@@ -117,16 +132,17 @@ class Overflow:
     def _blocks_in_pool(self, direct: Direct) -> int:
         """How many blocks of the daemon's pool prompts that overflow may have."""
         shared = self._shared
-        of_block = direct.block_bytes * shared.shape.workers
+        # Ranks that hold the same bytes save them once.
+        of_block = direct.block_bytes * max(1, shared.shape.workers // direct.copies)
         return int(shared.core.pool_bytes * POOL_SHARE) // max(1, of_block)
 
-    def _postpone(self, landed: Landed) -> None:
-        """Extends the landing's time: the prefill engine has done its part, and this engine has no room to compute the
-        prompt either."""
+    def _postpone(self, landed: Landed, waits_for_room: bool) -> None:
+        """Extends the landing's time, because this engine has no room to compute the prompt either. With
+        `waits_for_room` it is this engine's turn, not the prefill engine's."""
         _, agent = self._agent()
         shared = self._shared
         budget = shared.rate.budget(0)
-        agent.postpone_landing(landed.landing.id, 1e3 * budget)
+        agent.postpone_landing(landed.landing.id, 1e3 * budget, waits_for_room)
         latest = landed.begun + shared.settings.direct_wait_ms / 1e3
         landed.until = max(landed.until, min(shared.clock() + budget, latest) + STUCK_SECONDS)
 
@@ -152,7 +168,8 @@ class Overflow:
             if landed.is_ready or overflow.is_over or not landed.is_alive:
                 continue
             given = overflow.next_save + len(landed.taken)
-            blocks = take_blocks(self._shared, min(overflow.end_block - given, room))
+            # No more than what waits: another prompt needs the room.
+            blocks = take_blocks(self._shared, min(overflow.offered - given, room))
             if blocks:
                 room -= len(blocks)
                 landed.taken += blocks
@@ -168,7 +185,7 @@ class Overflow:
 
     def kept_free(self, landings: Sequence[Landed]) -> int:
         """How many free blocks other landings leave for prompts that overflow."""
-        if all(each.overflow is None or each.overflow.is_over for each in landings):
+        if all(each.overflow is None or each.overflow.is_over or each.is_ready for each in landings):
             return 0
         return self._room(landings)
 
@@ -180,55 +197,72 @@ class Overflow:
             self.drop(landed, overflow)
             return
         word, sentence, end_block, hashes = standing
+        overflow.offered = max([end_block, *(block + 1 for block, _ in hashes)])
         takes = landed.is_alive and not landed.failed and self._daemon_takes(landed.state)
         proven = proven_blocks(self._shared, landed.state, hashes) if takes else 0
         if proven is None:
-            self._fell_back("other_content", "what came is not what this engine would compute")
+            self._count(overflow, "other_content", "what came is not what this engine would compute")
             landed.failed, takes = True, False
         is_saved = not takes or self._save_arrived(landed, overflow, min(end_block, proven or 0), jobs)
         if word is None:
             if takes:
-                self._postpone(landed)
+                self._postpone(landed, waits_for_room=end_block < overflow.offered)
             else:
                 agent.give_landing_up(landed.landing.id)
         elif is_saved:
             if word != "landed" and takes:
-                self._fell_back(word, sentence)
+                self._count(overflow, word, sentence)
             self.drop(landed, overflow)
 
+    def _count(self, overflow: Overflowing, word: str, why: str) -> None:
+        """Counts a prompt once that this engine computes in part."""
+        if not overflow.is_counted:
+            overflow.is_counted = True
+            self._fell_back(word, why)
+
     def _save_arrived(self, landed: Landed, overflow: Overflowing, end_block: int, jobs: StepJobs) -> bool:
-        """Saves the whole blocks before this one. False if they cannot be saved now."""
+        """Saves whole blocks before this one, as many as may be pinned. False if some are left."""
         direct, _ = self._agent()
         whole = landed.state.request.num_prompt_tokens // direct.group.tokens_per_block
         count = min(end_block, whole) - overflow.next_save
         if count <= 0:
             return True
-        arrived = landed.taken[:count]
-        if not self._save(landed.state, overflow, arrived, jobs):
-            return False
-        overflow.next_save += count
-        self._shared.pins.unpin(arrived)
-        del landed.taken[:count]
-        return True
+        saved = self._save(landed.state, overflow, landed.taken[:count], jobs)
+        overflow.next_save += saved
+        self._shared.pins.unpin(landed.taken[:saved])
+        del landed.taken[:saved]
+        return saved == count
 
     def _save(
         self, state: RequestState, overflow: Overflowing, blocks: Sequence[Block], jobs: StepJobs
-    ) -> bool:
-        """Saves the prompt's blocks from `next_save` on. The save pins them. False if too many are pinned now."""
+    ) -> int:
+        """Saves the prompt's blocks from `next_save` on, as many as may be pinned. The save pins them."""
         direct, _ = self._agent()
-        count = len(blocks)
+        count = min(len(blocks), self._saves.room)
+        if count <= 0:
+            return 0
 
         def ended(ok: bool) -> None:
             # The lookup says whether the prompt is stored: another engine may be saving the same blocks.
             overflow.in_saves -= count
 
         now = self._shared.clock()
-        job = self._saves.save_apart(state, direct.group, overflow.next_save, list(blocks), now, ended)
-        if job is None:
-            return False
+        first = overflow.next_save
+        jobs.saves.append(
+            self._saves.save_apart(state, direct.group, first, list(blocks[:count]), now, ended)
+        )
         overflow.in_saves += count
-        jobs.saves.append(job)
-        return True
+        return count
+
+    def frees_are_near(self, landings: Sequence[Landed]) -> bool:
+        """Whether blocks of prompts that overflow are being saved, and will be free."""
+        is_saving = any(each.overflow is not None and each.overflow.in_saves for each in landings)
+        return is_saving and self._saves.frees_are_near(self._shared.clock())
+
+    def give_up(self, landed: Landed, overflow: Overflowing, why: str) -> None:
+        """Counts the prompt, and gives its blocks back. Its READs are over."""
+        self._count(overflow, "given_up", why)
+        self.drop(landed, overflow)
 
     def drop(self, landed: Landed, overflow: Overflowing) -> None:
         """Gives the landing's blocks back, because no READ writes them any more. What was saved before stays."""
@@ -252,9 +286,11 @@ class Overflow:
         if not self._loads.has_answer(state):
             return
         found = state.hit.tokens if state.hit is not None else 0
-        if found < min(tokens, self._loads.tokens_to_find(state)):
+        most = self._loads.tokens_to_find(state)
+        if found < min(tokens, most):
             self._paused_until = shared.clock() + PAUSE_SECONDS
-            self._fell_back("overflow", "the daemon has not kept it, as when its pool is full")
+        if found < most:
+            self._count(overflow, "overflow", "the daemon has not kept all of it, as when its pool is full")
         shared.counters.add("direct_overflowed_tokens", found)
         shared.counters.add("direct_wait_seconds", shared.clock() - landed.begun)
         landed.is_ready = True
