@@ -201,9 +201,9 @@ class LandDirect(SchedulerKind):
         in_use = sum(len(each.taken) for each in landings if each.overflow is None)
         # As in vLLM's own queue, a prompt without room lets no later one pass. One that waits in the daemon's pool is
         # in that queue.
-        has_room = not self._yielded and not any(
-            landed.is_ready and landed.overflow is not None for landed in landings
-        )
+        has_room = not any(landed.is_ready and landed.overflow is not None for landed in landings)
+        if self._yielded:
+            room = 0
         self._free_if_stuck(landings)
         for landed in landings:
             if not landed.is_alive or landed.is_ready or landed.overflow is not None:
@@ -214,8 +214,10 @@ class LandDirect(SchedulerKind):
             if landed.is_begun and not landed.is_ready:
                 given = len(landed.taken) - before
                 if len(landed.taken) < landed.wanted:
-                    most = room - given if has_room else 0
-                    has_room = self._find_room(landed, most, in_use + given, is_first, jobs) and has_room
+                    has_found = self._find_room(
+                        landed, room - given, in_use + given, is_first, has_room, jobs
+                    )
+                    has_room = has_room and has_found
                 if landed.overflow is not None:
                     continue
                 given = len(landed.taken) - before
@@ -241,20 +243,23 @@ class LandDirect(SchedulerKind):
         elif now >= self._nothing_runs_since + STILL_SECONDS:
             self._free(ready[-1])
 
-    def _find_room(self, landed: Landed, room: int, in_use: int, is_first: bool, jobs: StepJobs) -> bool:
-        """Takes blocks for a landing, at most `room` in this step. If there are too few, the prompt overflows where
-        that is possible, and else waits. The other arguments are those of `_share`. False if running requests keep it
-        from taking blocks."""
+    def _find_room(
+        self, landed: Landed, room: int, in_use: int, is_first: bool, is_next: bool, jobs: StepJobs
+    ) -> bool:
+        """Takes blocks for a landing, at most `room` in this step, if none before it waits for room (`is_next`). If
+        there are too few, the prompt overflows where that is possible, and else waits. `in_use` and `is_first` are
+        those of `_share`. False if running requests keep it from taking blocks."""
         rest = landed.wanted - len(landed.taken)
         share = self._share(landed, rest, in_use, is_first) if landed.fits else 0
         # A prompt that holds blocks while it waits for more takes them from running requests, which vLLM then preempts.
         is_patient = share < rest and self._running > 0
-        if not is_patient:
+        if is_next and not is_patient:
             self._give_room(landed, min(share, room))
-        if share < rest and self._overflow.is_possible(landed.state):
+        if (share < rest or not is_next) and self._overflow.is_possible(landed.state):
             free = landing_pool(self._shared).get_num_free_blocks() - BLOCKS_FOR_RUNNING * self._running
             landings = list(self._landings.values())
-            self._overflow.begin_if_offered(landed, landings, free < rest or not landed.fits, jobs)
+            lacks_blocks = free < rest or not is_next or not landed.fits
+            self._overflow.begin_if_offered(landed, landings, lacks_blocks, jobs)
         return not (is_patient and landed.fits and landed.overflow is None)
 
     def _a_request_waits_for_room(self) -> bool:

@@ -111,9 +111,10 @@ class Overflow:
         if landed.loads or landed.failed or is_early or not self.fits_pool(end + others):
             return
         overflow = Overflowing(0, end)
-        # A lookup finds nothing behind a gap.
-        if landed.local and self._save(landed.state, overflow, landed.local, jobs) < len(landed.local):
+        if len(landed.local) > self._saves.room:
             return
+        # A lookup finds nothing behind a gap.
+        self._save(landed.state, overflow, landed.local, jobs)
         overflow.next_save = len(landed.local) + landed.stored
         stored = landed.taken[: landed.stored]
         self._shared.pins.unpin(landed.local + stored)
