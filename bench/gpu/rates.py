@@ -2,15 +2,18 @@
 
     python bench/gpu/rates.py --out out/rates                   # two GPUs; vLLM, no peer
     python bench/gpu/rates.py --requests 1000:256 10000:256 --loads 10000 20000 --chunks 8192
+    python bench/gpu/rates.py --loads 5000 --seconds 200 --burstiness 100 --chunks 8192 --store
 
 | mode | what |
 |---|---|
 | pair | both engines are asked at once, and blocks land layer by layer in the one that decodes |
+| store | with `--store`: the same two engines, one asked after the other; blocks go through the daemon's pool |
 | two, N | two engines without a connector, asked in turns, in steps of at most N tokens |
 
-Requests come at random (Poisson), at the same times in each mode. A load is in prompt tokens a second, so that it means
-as much computing for short prompts as for long ones. A request is in time if its first token comes within `--slo-ttft`
-and its further tokens take `--slo-tpot` on average; the file also has each request's two times, for other limits.
+Requests come at random (Poisson, or as `--burstiness` says), at the same times in each mode. A load is in prompt
+tokens a second, so that it means as much computing for short prompts as for long ones. A request is in time if its
+first token comes within `--slo-ttft` and its further tokens take `--slo-tpot` on average; the file also has each
+request's two times, for other limits.
 Control: the decode engine computes one token of each prompt, or the run says how many prompts it computed.
 """
 
@@ -37,6 +40,8 @@ from systems import ENVIRONMENT, SYSTEMS, running
 
 from kvlane.bench import report
 
+# Tokens of a prompt's last block, and one: what is computed where blocks come through the daemon.
+STORED_REST = 129
 Ask = Callable[[list[int], int], Awaitable[tuple[list[float], int]]]
 """Asks for an answer of so many tokens: when each came, in ms, and the prompt's tokens computed where it decodes."""
 
@@ -51,6 +56,24 @@ def ask_pair(p: Engine, d: Engine) -> Ask:
         times, cached = await d.answer_counted(prompt, tokens, {"kvlane": {"handoff": name, "peer": PEER}})
         await beside
         return times, len(prompt) - cached
+
+    return ask
+
+
+def ask_store(p: Engine, d: Engine) -> Ask:
+    """One after the other, through the daemon."""
+
+    async def ask(prompt: list[int], tokens: int) -> tuple[list[float], int]:
+        began = time.perf_counter()
+        _, _, _, handed = await p.ask(prompt, 1, {"do_remote_decode": True})
+        stored = {
+            key: value for key, value in handed.get("kvlane", {}).items() if key not in ("handoff", "peer")
+        }
+        before = (time.perf_counter() - began) * 1e3
+        times, cached = await d.answer_counted(prompt, tokens, {"kvlane": stored})
+        computed = len(prompt) - cached
+        # Whole blocks are stored, so the decode engine computes the rest of the last one.
+        return [before + each for each in times], 1 if computed <= STORED_REST else computed
 
     return ask
 
@@ -74,10 +97,12 @@ async def at_load(
     source = random.Random(f"{load} {tokens} {answer}")
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
     arrivals: list[float] = []
-    at = source.expovariate(rate)
+    # As vLLM's own client: the shape of a gamma distribution, 1 is Poisson's.
+    shape = settings.burstiness
+    at = source.gammavariate(shape, 1 / (rate * shape))
     while at < settings.seconds:
         arrivals.append(at)
-        at += source.expovariate(rate)
+        at += source.gammavariate(shape, 1 / (rate * shape))
     prompts = [[source.randrange(100, vocabulary) for _ in range(tokens)] for _ in arrivals]
     began = time.perf_counter()
 
@@ -136,7 +161,7 @@ def compare(modes: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """For each point, the pair's figures by the best of the two-engine modes (by TPOT p99)."""
     found = []
     for index, pair in enumerate(modes["pair"]):
-        others = {name: points[index] for name, points in modes.items() if name != "pair"}
+        others = {name: points[index] for name, points in modes.items() if name.startswith("two")}
         if not others:
             continue
         name = min(others, key=lambda name: (others[name]["tpot"]["p99"], name))
@@ -187,6 +212,13 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=15, help="at each load (default %(default)s)")
     parser.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="of arrivals: above 1 more regular (default %(default)s)",
+    )
+    parser.add_argument("--store", action="store_true", help="the pair through the daemon, too")
+    parser.add_argument(
         "--chunks", type=int, nargs="*", default=[2048, 8192, 16384], help="of the two engines"
     )
     parser.add_argument("--slo-ttft", type=float, default=1000, help="ms (default %(default)s)")
@@ -212,19 +244,16 @@ def main() -> int:
         folder = Path(scratch)
         settings.scratch = scratch
         with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "kvlane.log"):
-            modes["pair"] = run(
-                settings,
-                "pair",
-                lambda number: start_one(settings, number, folder),
-                lambda engines: ask_pair(engines[0], engines[1]),
-            )
+            asking = {"pair": lambda engines: ask_pair(engines[0], engines[1])}
+            if settings.store:
+                asking["store"] = lambda engines: ask_store(engines[0], engines[1])
+            modes |= run(settings, lambda number: start_one(settings, number, folder), asking)
         for chunk in settings.chunks:
             chunked = argparse.Namespace(**vars(settings) | {"chunk": chunk})
-            modes[f"two, {chunk}"] = run(
+            modes |= run(
                 settings,
-                f"two, {chunk}",
                 lambda number, each=chunked: on_own_gpu(each, number, ""),
-                ask_two,
+                {f"two, {chunk}": ask_two},
             )
     result |= {
         "settings": public(settings),
@@ -240,15 +269,18 @@ def main() -> int:
 
 def run(
     settings: argparse.Namespace,
-    what: str,
     engine: Callable[[int], Engine],
-    asking: Callable[[list[Engine]], Ask],
-) -> list[dict[str, Any]]:
-    """Starts two engines, measures one mode, ends them."""
+    asking: dict[str, Callable[[list[Engine]], Ask]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Starts two engines, measures these modes, ends them."""
     engines: list[Engine] = []
+
+    async def all_modes() -> dict[str, list[dict[str, Any]]]:
+        return {what: await measure(ask(engines), what, settings) for what, ask in asking.items()}
+
     try:
         engines.extend(engine(number) for number in range(2))
-        return asyncio.run(measure(asking(engines), what, settings))
+        return asyncio.run(all_modes())
     finally:
         for each in engines:
             each.shutdown()

@@ -23,6 +23,7 @@ GPU = "NVIDIA H200, 570.133.20"
 TINY = ["--shape", "tiny"]
 # Script, the file that it writes, and its arguments.
 SCRIPTS = {
+    "burst": ("burst.json", TINY),
     "compare": ("gpu.json", [*TINY, "--systems", "kvlane", "--modes", "eager"]),
     "handoff": ("direct.json", TINY),
     "hits": ("hits.json", [*TINY, "--engines", "1"]),
@@ -34,7 +35,7 @@ SCRIPTS = {
     "steps": ("steps.json", TINY),
     "turns": ("turns.json", [*TINY, "--systems", "kvlane"]),
 }
-STARTS_WORKERS = ("handoff", "hits", "nixl_connector", "rates", "steps", "turns")
+STARTS_WORKERS = ("burst", "handoff", "hits", "nixl_connector", "rates", "steps", "turns")
 
 
 class Played:
@@ -61,7 +62,9 @@ class Played:
             parts |= {"Daemon": lambda *_: None, "measure": self.fail}
         if module.__name__ == "rates":
             parts |= {"measure": self.no_rates}
-        if module.__name__ in ("nixl_connector", "rates"):
+        if module.__name__ == "burst":
+            parts |= {"measure": self.no_bursts}
+        if module.__name__ in ("burst", "nixl_connector", "rates"):
             parts |= {"on_own_gpu": self.one_of_two, "start_one": self.one_of_two}
         for name in parts.keys() & vars(module).keys():
             patch.setattr(module, name, parts[name])
@@ -75,6 +78,11 @@ class Played:
 
     async def no_rates(self, *_: object) -> list[dict[str, Any]]:
         return []
+
+    async def no_bursts(self, *_: object) -> dict[str, Any]:
+        burst = {"ttft": {"mean": 1.0}, "last_token": {"mean": 1.0}, "itl": {"p99": 1.0}}
+        bursts = {mode: [burst] for mode in ("overflow", "waits", "computed")}
+        return {"bursts": bursts, "tokens_alike_when_asked_again": [1]}
 
     async def measure(self, *_: object) -> dict[str, Any]:
         return {
