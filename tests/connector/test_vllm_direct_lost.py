@@ -23,6 +23,9 @@ WHOLE = TOKENS // BLOCK
 P_BLOCKS = 30
 """One of them is vLLM's null block."""
 D_BLOCKS = 61
+LONG = 760
+LONG_BLOCKS = 24
+"""Two such prompts leave twelve blocks: six for a landing, two for each of them, and two."""
 SHORT = 190
 SHORT_BLOCKS = 6
 """As many as may land at once."""
@@ -102,11 +105,11 @@ def test_a_running_request_of_d_gets_the_blocks_in_which_a_prompt_lands(
     p: PrefillEngine, d: PrefillEngine
 ) -> None:
     """Two requests grow until no block is left, while three blocks of a prompt have landed."""
-    long, asked = [prompt(seed, 863) for seed in (5, 6)], prompt(7, SHORT)
+    long, asked = [prompt(seed, LONG) for seed in (5, 6)], prompt(7, SHORT)
     truths = [d.ask("generate", each, 130) for each in long] + [d.ask("generate", asked, 24)]
     start, before = d.ask("books"), counted(d)
     names = [d.ask("add", each, 130) for each in long]
-    wait_until("both are computed", lambda: d.ask("books")[1] >= 2 * 27, lambda: d.ask("step"))
+    wait_until("both are computed", lambda: d.ask("books")[1] >= 2 * LONG_BLOCKS, lambda: d.ask("step"))
     for_p, for_d = both_params(p)
     names.append(d.ask("add", asked, 24, for_d))
     p.ask("prefill", asked, for_p)
@@ -125,11 +128,11 @@ def test_a_running_request_of_d_gets_the_blocks_in_which_a_prompt_lands(
 
 
 def test_a_prompt_that_has_landed_is_preempted_and_computed_again(p: PrefillEngine, d: PrefillEngine) -> None:
-    long, asked = [prompt(seed, 800) for seed in (8, 9)], prompt(10, SHORT)
+    long, asked = [prompt(seed, LONG) for seed in (8, 9)], prompt(10, SHORT)
     truths = [d.ask("generate", each, 150) for each in long] + [d.ask("generate", asked, 120)]
     start, before, preempted = d.ask("books"), counted(d), d.ask("preemptions")
     names = [d.ask("add", each, 150) for each in long]
-    wait_until("both are computed", lambda: d.ask("books")[1] >= 2 * 25, lambda: d.ask("step"))
+    wait_until("both are computed", lambda: d.ask("books")[1] >= 2 * LONG_BLOCKS, lambda: d.ask("step"))
     for_p, for_d = both_params(p)
     names.append(d.ask("add", asked, 120, for_d))
     p.ask("prefill", asked, for_p)
