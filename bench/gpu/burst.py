@@ -84,7 +84,7 @@ class Engines:
             "ttft": summary(first),
             "last_token": summary(last),
             "itl": summary(gaps),
-            "prompts_computed_where_decoded": sum(each > 16 for each in computed),
+            "prompts_computed_where_decoded": sum(2 * each > self._settings.tokens for each in computed),
             "tokens_computed_where_decoded": sum(computed),
             "overflows": counted(OVERFLOWS) - before,
         }

@@ -260,6 +260,24 @@ def test_if_the_daemon_goes_the_prompt_is_computed(at: str) -> None:
     assert world.references() == BLOCKS - 1 - 15
 
 
+def test_if_the_daemon_hangs_the_prompt_is_computed_and_the_log_names_the_daemon(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = Full()
+    request = world.prompt()
+    world.step()
+    world.store.hold_saves = True
+    world.steps(count=5)
+    world.agent.end(Lending("d").id, "peer_lost", world.agent.standings[Lending("d").id][2], [])
+    world.steps(count=3)
+    world.engine.now += 60
+    assert world.side.matched_tokens(request, 0) == (0, False)
+    assert "the daemon does not answer" in caplog.text
+    world.store.release_held()
+    world.steps(count=3)
+    assert world.references() == BLOCKS - 1 - 15 and not world.land._landings
+
+
 def test_if_the_daemon_restarts_the_prompt_is_computed() -> None:
     world = Full()
     request = world.prompt()

@@ -181,9 +181,12 @@ class LandDirect(SchedulerKind):
         return False
 
     def _leave(self, landed: Landed) -> None:
-        """Has the prompt computed here, because a rank has not reported that it stopped writing. The blocks stay pinned
-        until it does."""
-        self._fell_back("stuck", "a rank does not answer")
+        """Has the prompt computed here, because a rank has not reported that it stopped writing, or the daemon does not
+        answer. Blocks that may be written stay pinned until the rank does."""
+        if landed.overflow is not None and landed.overflow.is_over:
+            self._fell_back("overflow", "the daemon does not answer")
+        else:
+            self._fell_back("stuck", "a rank does not answer")
         self._by_request.pop(landed.state.request.request_id, None)
         landed.is_alive = False
 
@@ -209,7 +212,8 @@ class LandDirect(SchedulerKind):
             if not landed.is_alive or landed.is_ready or landed.overflow is not None:
                 continue
             before = len(landed.taken)
-            if not landed.is_begun and self._may_begin(landed):
+            # A landing begins with room, or it would ask the prefill engine for what the daemon has.
+            if not landed.is_begun and not self._yielded and self._may_begin(landed):
                 self._begin(landed, room, in_use, is_first)
             if landed.is_begun and not landed.is_ready:
                 given = len(landed.taken) - before

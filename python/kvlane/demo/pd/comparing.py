@@ -2,8 +2,8 @@
 
 On CPUs engines compute in float32, and equal prompts get equal answers. On GPUs they compute in bfloat16. There a
 prompt's last token is computed among all others by one engine, and alone by an engine that got the rest: other
-kernels round otherwise, and where two tokens are almost as likely the answers part. Of 40 answers of 16 tokens 10 and
-20 were equal on an H200. So there most answers have to begin alike, which they do not with wrong bytes.
+kernels round otherwise, and where two tokens are almost as likely the answers diverge. Of 40 answers of 16 tokens 10
+and 20 were equal on an H200. So there most answers have to begin alike, which they do not with wrong bytes.
 """
 
 from __future__ import annotations
