@@ -14,7 +14,6 @@ LONGEST_FIRST = (
     "tests/engine/test_served.py",
     "tests/connector/test_vllm_direct.py",
     "tests/connector/test_vllm_direct_hosts.py",
-    "tests/connector/test_vllm_parallel.py",
     "tests/engine/test_start_page.py",
     "tests/connector/test_vllm_engine.py",
     "tests/connector/test_vllm_weights.py",

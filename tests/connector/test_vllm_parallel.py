@@ -37,6 +37,7 @@ def check(result: dict[str, Any]) -> None:
     assert result["warm"] == {"tokens": result["cold"]["tokens"], "cached": 288}, result
 
 
+@pytest.mark.alone
 def test_tensor_parallel(tmp_path: Path) -> None:
     result = serve(tmp_path, "--tensor", "2")
     assert result["workers"] == 2
