@@ -49,6 +49,7 @@ class Scheduler:
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
     pool_bytes: int  # size of the daemon's pool; 0 while not connected
+    is_recorded: bool  # somebody records the daemon's requests
     engine_id: str
     run: (
         bytes  # 16 random bytes that name this scheduler to the daemon, drawn when it was made; for `handoff`
@@ -78,13 +79,22 @@ class Scheduler:
         max_tokens: int,
         handoff: tuple[str, bytes, int, int] | None = None,
         tokens_per_s: int = 0,
+        number: int = 0,
     ) -> None:
         """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once. The daemon
         fetches nothing that would come later than an engine that computes `tokens_per_s` could have computed it; 0 if
         that is not known.
 
         `handoff` is (engine_id, run, tokens, wait_ms): that engine saves the prompt's first tokens, and its scheduler
-        is `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s."""
+        is `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s.
+        `number` is the engine's number of the request, as in `requests_ended`; 0 for none."""
+
+    def requests_ended(
+        self, requests: list[tuple[int, tuple[int, int, int], int, str, int, list[bytes]]], /
+    ) -> None:
+        """Report requests that have ended, each as (number, (tokens of the prompt, of the answer, in the engine's own
+        cache), age in ms, leg, index of the first block of `hashes`, hashes of blocks that were saved). The leg is
+        "prefill", "decode" or empty. Does nothing unless `is_recorded`."""
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None:
         """None while pending. After the lookup timeout, or with the daemon down, a miss. Consumes the answer:

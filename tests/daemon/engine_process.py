@@ -147,6 +147,7 @@ class EngineProcess:
         count: int,
         handoff: tuple[str, str, int, int] | None = None,
         tokens_per_s: int = 0,
+        number: int = 0,
     ) -> dict[str, Any]:
         assert self.scheduler is not None
         started = time.monotonic()
@@ -154,7 +155,10 @@ class EngineProcess:
         if handoff is not None:
             engine_id, run, tokens, wait_ms = handoff
             named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
-        self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40, named, tokens_per_s)
+        # A core of the first release knows no numbers.
+        numbered = (number,) if number else ()
+        asked = [hashes(prompt, 0, count)]
+        self.scheduler.lookup_start("r", asked, 1 << 40, named, tokens_per_s, *numbered)
         hit = None
         while hit is None:
             hit = self.scheduler.lookup_poll("r", 100_000)
@@ -190,6 +194,38 @@ class EngineProcess:
             "ok": end["ok"],
             "detail": end["detail"],
         }
+
+    def serve(self, requests: list[tuple[str, int, int]], first_number: int = 1) -> int:
+        """Serves requests as an engine does: (prompt, blocks, blocks of its answer). Looks each prompt up, saves what
+        is missing, and reports the end. Returns how many blocks were hits."""
+        hit_blocks = 0
+        for number, (prompt, count, answer) in enumerate(requests, first_number):
+            found = self.lookup(prompt, count, number=number)
+            hits = found["tokens"] // TOKENS
+            hit_blocks += hits
+            if count + answer > hits:
+                self.save(prompt, count + answer - hits, first=hits)
+            if found["tokens"]:
+                self.release(found["lease"])
+            self.report(number, count * TOKENS, answer * TOKENS, prompt, count, answer)
+        return hit_blocks
+
+    def report(
+        self,
+        number: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        prompt: str = "",
+        first: int = 0,
+        count: int = 0,
+    ) -> bool:
+        """Reports a request's end; whether somebody records."""
+        assert self.scheduler is not None
+        lengths = (prompt_tokens, output_tokens, 0)
+        self.scheduler.requests_ended([(number, lengths, 0, "", first, hashes(prompt, first, count))])
+        # Answered after the report was taken, which has no answer that anybody waits for.
+        assert self.scheduler.cancel_saves(0, 10_000.0)
+        return self.scheduler.is_recorded
 
     def work(self, seed: int, seconds: float, prompts: int, count: int) -> dict[str, Any]:
         """Saves and loads at random for a while. Ends early for nobody: it is there to be killed."""

@@ -11,6 +11,7 @@ mod open_files;
 mod policy_arg;
 mod python;
 mod reach;
+mod record;
 mod reference;
 mod replay;
 mod route;
@@ -21,6 +22,7 @@ mod serve_options;
 mod service;
 mod size;
 mod sizing;
+mod span;
 mod status;
 mod terminal;
 
@@ -55,6 +57,8 @@ enum Command {
     Drop(namespaces::DropArgs),
     /// Say how many bytes the KV cache of a model takes: a token, a block, and a pool of so many tokens.
     Size(sizing::SizeArgs),
+    /// Record the requests of a running daemon, for `kvlane replay`: times, lengths, and a number for each block.
+    Record(record::RecordArgs),
     /// Say what caches of several sizes and policies would have hit of a recorded trace: a table and a picture.
     Replay(replay::ReplayArgs),
     /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
@@ -79,6 +83,7 @@ pub fn main(drivers: Drivers) -> ExitCode {
         Command::Doctor(args) => return doctor::run(&args, drivers),
         Command::Drop(args) => namespaces::run(&args),
         Command::Size(args) => sizing::run(&args),
+        Command::Record(args) => record::run(&args),
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),

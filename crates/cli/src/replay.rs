@@ -1,6 +1,7 @@
 //! `kvlane replay`: a recorded trace against caches of several sizes and policies, or through a router and a fleet of engines,
 //! in virtual time.
 
+mod beside;
 mod capacity;
 mod fleet;
 mod fleet_file;
@@ -21,14 +22,17 @@ use clap::Args;
 use kvlane_policy::{Choice, PolicyKind, Setup, Trace, clairvoyant, estimate_ceiling, replay};
 use serde_json::Value;
 
-use self::{capacity::Capacity, report::Run};
+use self::{capacity::Capacity, report::Run, trace_file::TraceFile};
 use crate::size::Size;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// Requests, one JSON object a line: Mooncake's (timestamp in ms, hash_ids) or Qwen-Bailian's (chat_id, timestamp in s,
-    /// hash_ids); with --route also input_length and output_length
+    /// A file of `kvlane record`; or requests, one JSON object a line: Mooncake's (timestamp in ms, hash_ids) or Qwen-Bailian's
+    /// (chat_id, timestamp in s, hash_ids); with --route also input_length and output_length
     trace: PathBuf,
+    /// Beside what the recorded daemon hit: a replay at its size and policy, at half, twice and four times the size
+    #[arg(long, conflicts_with_all = ["route", "policy", "capacity", "block_bytes", "ssd", "with_scans"])]
+    beside: bool,
     /// Send the requests through `kvlane route`'s scheduler to the simulated engines that this file describes, by each of its
     /// policies and at each of its loads (docs/replay.md); an empty file is eight H100s
     #[arg(long, value_name = "FILE", conflicts_with_all = ["policy", "capacity", "block_bytes", "ssd", "with_scans"])]
@@ -100,6 +104,41 @@ impl ReplayArgs {
     }
 }
 
+/// The caches to replay.
+struct Asked {
+    policies: Vec<Choice>,
+    capacity: Vec<Capacity>,
+    ssd: Option<Capacity>,
+    block_bytes: Option<Size>,
+}
+
+impl Asked {
+    /// As the flags say, or with --beside as the recorded daemon was. A recorded trace knows the bytes of a block.
+    fn new(args: &ReplayArgs, file: &TraceFile) -> Result<Self> {
+        let of_trace = file.recorded.as_ref().map(|recorded| recorded.block_bytes).filter(|bytes| *bytes > 0);
+        let block_bytes = args.block_bytes.or(of_trace.map(Size));
+        if !args.beside {
+            let (policies, capacity, ssd) = (args.policies(), args.capacity.clone(), args.ssd.clone());
+            return Ok(Self { policies, capacity, ssd, block_bytes });
+        }
+        let Some(header) = file.recorded.as_ref().map(|recorded| &recorded.header) else {
+            bail!(
+                "--beside compares with the daemon that was recorded, and this is no file of kvlane record"
+            );
+        };
+        if header.pool_bytes == 0 {
+            bail!("--beside compares with a daemon's hits, and this trace was recorded at a router");
+        }
+        let Ok(Policies::One(policy)) = parse_policy(&header.policy) else {
+            bail!("the trace's header names no policy that this kvlane knows: '{}'", header.policy);
+        };
+        let capacity =
+            beside::SIZES.map(|times| Capacity::Bytes((header.pool_bytes as f64 * times) as u64)).into();
+        let ssd = (header.ssd_bytes > 0).then_some(Capacity::Bytes(header.ssd_bytes));
+        Ok(Self { policies: vec![policy], capacity, ssd, block_bytes })
+    }
+}
+
 /// Replays the trace, prints the report, and draws it.
 pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let file = trace_file::read(&args.trace)?;
@@ -114,16 +153,17 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     {
         bail!("a picture is a PNG: name it {}", path.with_extension("png").display());
     }
+    let asked = Asked::new(args, &file)?;
     let learns = |choice: &Choice| choice.first() == PolicyKind::Learned;
-    if args.plot_learned.is_some() && !args.policies().iter().any(learns) {
+    if args.plot_learned.is_some() && !asked.policies.iter().any(learns) {
         bail!("--plot-learned draws what the policy learned has learnt: it needs --policy learned, or all");
     }
     let trace = if args.with_scans { file.trace.with_scans() } else { file.trace };
-    let blocks = |capacity: &Capacity| capacity.blocks(trace.distinct(), args.block_bytes);
-    let ssd_capacity = args.ssd.as_ref().map(&blocks).transpose()?.unwrap_or(0);
+    let blocks = |capacity: &Capacity| capacity.blocks(trace.distinct(), asked.block_bytes);
+    let ssd_capacity = asked.ssd.as_ref().map(&blocks).transpose()?.unwrap_or(0);
     let mut setups = Vec::new();
-    for policy in args.policies() {
-        for capacity in &args.capacity {
+    for policy in asked.policies.iter().copied() {
+        for capacity in &asked.capacity {
             let wanted = capacity;
             let capacity = blocks(wanted)?;
             if u32::try_from(capacity).is_err() || u32::try_from(ssd_capacity).is_err() {
@@ -144,16 +184,22 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         name: args.trace.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         format: file.format,
         with_scans: args.with_scans,
-        block_bytes: args.block_bytes.map(|size| size.0),
-        ssd: args.ssd.is_some(),
+        block_bytes: asked.block_bytes.map(|size| size.0),
+        ssd: asked.ssd.is_some(),
         ceiling: trace.ceiling(),
         estimated: estimate_ceiling(&trace),
         trace: &trace,
         runs: &runs,
         bounds: &bounds,
     };
-    let json = report.to_json();
-    publish(args, &json, &report.to_text(), "replay_picture")?;
+    let mut json = report.to_json();
+    let mut text = report.to_text();
+    if let Some(recorded) = file.recorded.as_ref().filter(|_| args.beside) {
+        let beside = beside::Beside::new(recorded, &trace, &runs);
+        json["beside"] = beside.to_json();
+        text.insert_str(0, &beside.to_text());
+    }
+    publish(args, &json, &text, "replay_picture")?;
     if let Some(path) = &args.plot_learned {
         picture::draw(path, &json, "learned_picture")?;
         if !args.json {

@@ -171,7 +171,7 @@ mod tests {
             v1::HitGroup { group: 3, first_block: 5, pages: pages.into(), workers: 2, stored_blocks: 9 };
         let hit = Hit::from_reply(
             [7; 16],
-            v1::LookupResult { tokens: 96, lease: 1, groups: vec![group], ready: true },
+            v1::LookupResult { tokens: 96, lease: 1, groups: vec![group], ready: true, is_recorded: false },
         );
         let of = |rank| -> Vec<u32> {
             hit.pages(3, Rank(rank)).chunks(4).map(|p| u32::from_le_bytes(p.try_into().unwrap())).collect()
@@ -211,7 +211,10 @@ mod tests {
             };
             // In any order.
             let groups = vec![group(1, first_block, tokens / 32), group(0, 0, tokens / 16)];
-            let hit = Hit::from_reply([7; 16], v1::LookupResult { tokens, lease: 1, groups, ready: true });
+            let hit = Hit::from_reply(
+                [7; 16],
+                v1::LookupResult { tokens, lease: 1, groups, ready: true, is_recorded: false },
+            );
             hit.check(&specs, 2, 1 << 40)
         };
         assert_eq!(answer(96, 1), Ok(()));

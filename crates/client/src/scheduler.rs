@@ -118,6 +118,11 @@ impl Scheduler {
         self.link.is_ready()
     }
 
+    /// Somebody records the daemon's requests, so their ends are worth [reporting](Self::requests_ended).
+    pub fn is_recorded(&self) -> bool {
+        self.link.is_recorded()
+    }
+
     /// The daemon's run, once connected.
     pub fn boot(&self) -> Option<BootId> {
         self.link.boot()
@@ -157,10 +162,10 @@ impl Scheduler {
 
     /// Starts to look up a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With an awaited save the
     /// daemon waits for it before it answers. It fetches nothing that would come later than an engine that computes
-    /// `tokens_per_s` could have computed it; 0 if that is not known.
+    /// `tokens_per_s` could have computed it; 0 if that is not known. `number` is the request's in recordings; 0 for none.
     pub fn lookup_start(
         &mut self,
-        request: &str,
+        (request, number): (&str, u64),
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         awaited_save: Option<AwaitedSave>,
@@ -169,7 +174,7 @@ impl Scheduler {
         // A lookup that waits for saves must not time out earlier because the daemon is busy.
         let wait = awaited_save.as_ref().map_or(Duration::ZERO, AwaitedSave::wait);
         let timeout = self.lookup_timeout.max(wait);
-        self.look_up(request, hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
+        self.look_up((request, number), hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to `wait` for
@@ -196,7 +201,7 @@ impl Scheduler {
     /// Looks a prefix up, and waits for the answer up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
-        self.look_up(REQUEST, hashes, max_tokens, (None, 0), timeout);
+        self.look_up((REQUEST, 0), hashes, max_tokens, (None, 0), timeout);
         self.lookup_poll(REQUEST, timeout).unwrap_or_else(|| {
             self.forget(REQUEST);
             Hit::default()
@@ -243,6 +248,13 @@ impl Scheduler {
         }
     }
 
+    /// Reports requests that ended, if somebody records them.
+    pub fn requests_ended(&mut self, requests: Vec<v1::EndedRequest>) {
+        let now = Instant::now();
+        self.advance(now);
+        self.feed(SchedulerEvent::RequestsEnded(requests), now);
+    }
+
     /// Blocks that became visible or went since the last call, at most 4,096; none if the options do not ask for them.
     /// [`tick`](Self::tick) fetches more once these are taken.
     pub fn take_changes(&mut self) -> BlockChanges {
@@ -274,7 +286,7 @@ impl Scheduler {
 
     fn look_up(
         &mut self,
-        request: &str,
+        (request, number): (&str, u64),
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         (awaited_save, tokens_per_s): (Option<AwaitedSave>, u32),
@@ -290,8 +302,15 @@ impl Scheduler {
         });
         let groups = groups.collect();
         let request = request.to_owned();
-        let event =
-            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, tokens_per_s, timeout };
+        let event = SchedulerEvent::LookUp {
+            request,
+            number,
+            groups,
+            max_tokens,
+            awaited_save,
+            tokens_per_s,
+            timeout,
+        };
         self.feed(event, now);
     }
 

@@ -5,7 +5,9 @@ use std::{io, time::Duration};
 use bytes::Bytes;
 use kvlane_block::PoolOffset;
 use kvlane_memory::{PoolView, random};
-use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use kvlane_proto::{
+    Address, WIRE_MAX, WIRE_MIN, WIRE_OF_RECORDINGS, v1, v1::reply::Body as Answer, v1::request::Body as Ask,
+};
 use thiserror::Error;
 
 use crate::{
@@ -54,6 +56,8 @@ pub struct Tool {
     timeout: Duration,
     boot: BootId,
     version: String,
+    /// The negotiated version of the wire.
+    wire: u32,
     pool: Option<PoolView>,
 }
 
@@ -96,6 +100,7 @@ impl Tool {
                 timeout,
                 boot,
                 version: welcome.version,
+                wire: welcome.wire,
                 pool: None,
             }),
             Some(Answer::Refused(refused)) => {
@@ -122,6 +127,28 @@ impl Tool {
     pub fn status(&mut self) -> Result<v1::Status, ToolError> {
         match self.call(Ask::GetStatus(v1::GetStatus {}), self.timeout)? {
             Answer::Status(status) => Ok(*status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The requests that the daemon recorded since the read that gave `cursor`; 0 begins a recording. It ends 10 s after the
+    /// last read. `is_last` also closes requests that have not ended.
+    ///
+    /// # Errors
+    /// [`ToolError::Refused`] if the daemon is too busy, or older than recordings.
+    pub fn read_recording(&mut self, cursor: u64, is_last: bool) -> Result<v1::RecordedRequests, ToolError> {
+        if self.wire < WIRE_OF_RECORDINGS {
+            let sentence = format!(
+                "this daemon (kvlane {}) records no requests: install this tool's version, {}, for the daemon",
+                self.version,
+                env!("CARGO_PKG_VERSION")
+            );
+            return Err(ToolError::Refused(sentence));
+        }
+        match self
+            .call(Ask::ReadRecording(v1::ReadRecording { cursor, max: u32::MAX, is_last }), self.timeout)?
+        {
+            Answer::RecordedRequests(requests) => Ok(requests),
             other => Err(unexpected(&other)),
         }
     }

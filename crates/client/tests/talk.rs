@@ -87,7 +87,7 @@ impl Peer {
     }
 
     fn is_done(&mut self, id: u64) {
-        self.says(id, Answer::Done(v1::Done {}));
+        self.says(id, Answer::Done(v1::Done::default()));
     }
 
     fn welcomes(&mut self, hello: &str) {
@@ -98,7 +98,7 @@ impl Peer {
 
     /// From the greeting on, until the engine is open. Live leases and what is cancelled are as told.
     fn opens(&mut self, leases: &str, cancelled_below: u64, ready: bool) {
-        self.welcomes(&format!("Hello wire 1-2 of talk, Scheduler of e, leases {leases}"));
+        self.welcomes(&format!("Hello wire 1-3 of talk, Scheduler of e, leases {leases}"));
         let id = self.hears(&format!(
             "OpenEngine of 2 workers, cancelled below {cancelled_below}: 0303 full of 16 tokens, window 0; \
              0404 sliding of 16 tokens, window 1"
@@ -108,7 +108,7 @@ impl Peer {
 
     /// A worker, from the greeting until its pool is mapped.
     fn registers(&mut self, method: Method, pool: &Arena) {
-        self.welcomes("Hello wire 1-2 of talk, Worker of e, leases []");
+        self.welcomes("Hello wire 1-3 of talk, Worker of e, leases []");
         let name = method.as_str_name();
         let id = self.hears(&format!("RegisterWorker 0 of 1 by {name}, with a fence: 0303 0505 1 regions"));
         let reason = "the test says so".into();
@@ -258,17 +258,17 @@ fn hit(lease: u64) -> Answer {
         stored_blocks: 3,
     };
     let groups = vec![group(0, 0), group(1, 1)];
-    Answer::LookupResult(v1::LookupResult { tokens: 32, lease, groups, ready: true })
+    Answer::LookupResult(v1::LookupResult { tokens: 32, lease, groups, ready: true, is_recorded: false })
 }
 
 fn miss() -> Answer {
-    Answer::LookupResult(v1::LookupResult { tokens: 0, lease: 0, groups: Vec::new(), ready: true })
+    Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() })
 }
 
 const LOOKUP: &str = "Lookup up to 47 tokens, may wait true: 0: 3; 1: 3";
 
 fn ask(scheduler: &mut Scheduler, request: &str) {
-    scheduler.lookup_start(request, &[hashes(3), hashes(3)], 47, None, 0);
+    scheduler.lookup_start((request, 0), &[hashes(3), hashes(3)], 47, None, 0);
 }
 
 fn answer(scheduler: &mut Scheduler, request: &str) -> Hit {
@@ -436,11 +436,11 @@ fn a_scheduler_that_is_refused_comes_again() {
     play(
         |listener| {
             let mut peer = Peer::accept(&listener, FIRST);
-            let id = peer.hears("Hello wire 1-2 of talk, Scheduler of e, leases []");
+            let id = peer.hears("Hello wire 1-3 of talk, Scheduler of e, leases []");
             peer.refuses(id, Reason::Limit, "no session is left");
             assert!(peer.next().is_none());
             let mut peer = Peer::accept(&listener, FIRST);
-            peer.welcomes("Hello wire 1-2 of talk, Scheduler of e, leases []");
+            peer.welcomes("Hello wire 1-3 of talk, Scheduler of e, leases []");
             let v1::Request { id, body: Some(Ask::OpenEngine(_)) } = peer.next().unwrap() else {
                 panic!("it opens the engine");
             };

@@ -15,6 +15,7 @@ mod route_answer;
 mod route_body;
 mod route_control;
 mod shard_layout;
+mod trace_file;
 mod zmtp;
 
 /// A parser under test.
@@ -27,7 +28,7 @@ pub struct Target {
 }
 
 /// All parsers that `make test` and `make fuzz` run.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     Target { name: "cluster_message", run: kvlane_cluster::fuzzing::message },
     Target { name: "fabric_descriptor", run: kvlane_fabric::fuzzing::descriptor },
     Target { name: "fabric_frame", run: kvlane_fabric::fuzzing::frame },
@@ -44,6 +45,7 @@ pub const TARGETS: [Target; 17] = [
     Target { name: "shard_layout", run: shard_layout::run },
     Target { name: "ssd_file", run: kvlane_ssd::fuzzing::file },
     Target { name: "ssd_structure", run: kvlane_ssd::fuzzing::structure },
+    Target { name: "trace_file", run: trace_file::run },
     Target { name: "zmtp", run: zmtp::run },
 ];
 

@@ -26,7 +26,8 @@ const ROUNDS: usize = 7;
 fn hits(trace: &Trace, policy: Box<dyn ReplacementPolicy>, capacity: usize, from: usize) -> f64 {
     let mut cache = CacheModel::with_policy(policy, capacity);
     let (mut hits, mut asked) = (0, 0);
-    for (number, (_, keys)) in trace.requests().enumerate() {
+    for (number, request) in trace.requests().enumerate() {
+        let keys = request.keys;
         let keys: Vec<u64> = keys.collect();
         let outcome = cache.request(&keys, |_| ());
         if number >= from {

@@ -10,19 +10,30 @@ use crate::trace::Trace;
 /// before it, so the end of a prompt goes before its beginning here too.
 pub fn clairvoyant(trace: &Trace, capacity: usize) -> usize {
     let (references, ends) = trace.numbered();
-    // For each reference, the index of the next one to the same block.
+    let ends: Vec<(usize, usize)> = ends.collect();
+    // For each block of a request, the index of the next time that the block is looked up. A save is no use of it.
     let mut next = vec![usize::MAX; references.len()];
     let mut last = vec![usize::MAX; trace.distinct()];
-    for (at, &block) in references.iter().enumerate().rev() {
-        next[at] = std::mem::replace(&mut last[block as usize], at);
+    let starts = std::iter::once(0).chain(ends.iter().map(|&(_, end)| end));
+    for (start, &(looked_up_end, end)) in starts.zip(&ends).collect::<Vec<_>>().into_iter().rev() {
+        for at in (start..end).rev() {
+            let block = references[at] as usize;
+            next[at] = last[block];
+            if at < looked_up_end {
+                last[block] = at;
+            }
+        }
     }
     // The next request of each block that is in. The heap also has entries that are stale by now.
     let mut wanted: Vec<Option<usize>> = vec![None; trace.distinct()];
     let mut heap: BinaryHeap<(usize, u32)> = BinaryHeap::new();
     let (mut hits, mut held, mut start) = (0, 0, 0);
-    for end in ends {
+    for (looked_up_end, end) in ends {
         let blocks = &references[start..end];
-        hits += blocks.iter().take_while(|&&block| wanted[block as usize].is_some()).count();
+        hits += references[start..looked_up_end]
+            .iter()
+            .take_while(|&&block| wanted[block as usize].is_some())
+            .count();
         for (at, &block) in (start..end).zip(blocks) {
             let will_be = (next[at] != usize::MAX).then_some(next[at]);
             let was = std::mem::replace(&mut wanted[block as usize], will_be);

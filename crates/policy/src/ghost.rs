@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A map by keys, which are uniform already and need no hashing.
-pub(crate) type KeyMap<V> = HashMap<u64, V, BuildHasherDefault<KeyHasher>>;
+pub type KeyMap<V> = HashMap<u64, V, BuildHasherDefault<KeyHasher>>;
 
 /// Bytes of a map on the heap: each bucket has a control byte, and at most 7 of 8 buckets are used.
 pub(crate) fn map_bytes<V>(map: &KeyMap<V>) -> usize {
@@ -13,7 +13,7 @@ pub(crate) fn map_bytes<V>(map: &KeyMap<V>) -> usize {
 
 /// A hasher that passes a u64 through.
 #[derive(Default)]
-pub(crate) struct KeyHasher(u64);
+pub struct KeyHasher(u64);
 
 impl Hasher for KeyHasher {
     fn finish(&self) -> u64 {

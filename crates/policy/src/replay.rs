@@ -5,7 +5,7 @@ use crate::kind::Choice;
 use crate::learning::LearntClass;
 use crate::shadow::{Auto, Switch};
 use crate::tiers::TieredModel;
-use crate::trace::Trace;
+use crate::trace::{Trace, TraceRequest};
 
 /// Requests between two calls of `progress`.
 const STEP: usize = 256;
@@ -33,6 +33,8 @@ pub struct Replayed {
     pub ssd_prefix_hits: usize,
     /// Hits in RAM anywhere in a prompt.
     pub block_hits: usize,
+    /// References of the second half of the requests, and their prefix hits in all tiers.
+    pub late: (usize, usize),
     /// The switches of policy, each with the index of the request that it followed.
     pub switches: Vec<(usize, Switch)>,
     /// Heap bytes of the shadow caches at the end of the replay.
@@ -52,16 +54,23 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();
     let mut reported = 0;
-    for (index, (_, request)) in trace.requests().enumerate() {
+    for (index, TraceRequest { keys: of_request, looked_up, .. }) in trace.requests().enumerate() {
         keys.clear();
-        keys.extend(request);
-        replayed.references += keys.len();
+        keys.extend(of_request);
+        replayed.references += looked_up;
+        // Blocks behind the looked-up ones are only saved, so finding them is no hit.
         let outcome = cache.request(&keys);
-        replayed.prefix_hits += outcome.prefix_hits;
-        replayed.ssd_prefix_hits += outcome.ssd_prefix_hits;
-        replayed.block_hits += outcome.block_hits;
+        let prefix_hits = outcome.prefix_hits.min(looked_up);
+        replayed.prefix_hits += prefix_hits;
+        let ssd_prefix_hits = outcome.ssd_prefix_hits.min(looked_up - prefix_hits);
+        replayed.ssd_prefix_hits += ssd_prefix_hits;
+        if index >= trace.len() / 2 {
+            replayed.late.0 += looked_up;
+            replayed.late.1 += prefix_hits + ssd_prefix_hits;
+        }
+        replayed.block_hits += outcome.block_hits.min(looked_up);
         if let Some(auto) = &mut auto
-            && let Some(switch) = auto.observe(&keys)
+            && let Some(switch) = auto.observe(&keys[..looked_up])
         {
             cache.switch(switch.to);
             replayed.switches.push((index, switch));
@@ -91,8 +100,8 @@ pub struct EstimatedCeiling {
 /// Records a trace in the rolling windows as a daemon does, and reads the window of a day at the trace's end.
 pub fn estimate_ceiling(trace: &Trace) -> EstimatedCeiling {
     let mut ceiling = Ceiling::new();
-    for (at, keys) in trace.requests() {
-        ceiling.record(keys, at);
+    for TraceRequest { at, keys, looked_up } in trace.requests() {
+        ceiling.record(keys.take(looked_up), at);
     }
     let (references, distinct) = trace.count_since(Window::Day.start(trace.end()));
     EstimatedCeiling { estimated: ceiling.window(Window::Day, trace.end()), references, distinct }

@@ -5,9 +5,11 @@ use thiserror::Error;
 /// Oldest wire version that this build speaks.
 pub const WIRE_MIN: u32 = 1;
 /// Newest wire version that this build speaks.
-pub const WIRE_MAX: u32 = 2;
+pub const WIRE_MAX: u32 = 3;
 /// First wire version whose daemon answers ReadJournal.
 pub const WIRE_OF_JOURNAL: u32 = 2;
+/// First wire version whose daemon records requests, and whose scheduler reports their ends.
+pub const WIRE_OF_RECORDINGS: u32 = 3;
 
 /// The client and the daemon have no wire version in common.
 #[derive(Debug, Error, PartialEq, Eq)]

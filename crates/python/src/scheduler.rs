@@ -4,6 +4,7 @@ use std::{collections::HashMap, time::Duration};
 
 use kvlane_block::Rank;
 use kvlane_client::{AwaitedSave, BlockChange, GroupSpec, Hit, Scheduler, SchedulerOptions};
+use kvlane_proto::v1::{EndedRequest, ended_request::Leg};
 use parking_lot::Mutex;
 use pyo3::{
     prelude::*,
@@ -19,6 +20,10 @@ const WAIT_ATTACHED: Duration = Duration::from_millis(1);
 
 /// A stored or removed block: its group, its hash, and whether it was stored.
 type Change<'py> = (u32, Bound<'py, PyBytes>, bool);
+
+/// An ended request: its number, tokens (prompt, answer, in the engine's own cache), age in ms, leg, and the blocks that were
+/// saved from the first of these on.
+type Ended<'py> = (u64, (u64, u64, u64), u64, String, u64, Bound<'py, PyList>);
 
 /// The result of a lookup. `tokens == 0` is a miss and has no lease.
 #[pyclass(name = "Hit", module = "kvlane._core", frozen)]
@@ -161,7 +166,12 @@ impl PyScheduler {
         Ok(self.0.get()?.lock().last_refusal().unwrap_or_default().to_owned())
     }
 
-    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0))]
+    #[getter]
+    fn is_recorded(&self) -> PyResult<bool> {
+        Ok(self.0.get()?.lock().is_recorded())
+    }
+
+    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0, number = 0))]
     fn lookup_start(
         &self,
         request_id: &str,
@@ -169,6 +179,7 @@ impl PyScheduler {
         max_tokens: u64,
         handoff: Option<(String, Vec<u8>, u64, u32)>,
         tokens_per_s: u32,
+        number: u64,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
         let awaited_save = handoff.map(|(engine_id, run, tokens, wait_ms)| {
@@ -176,7 +187,8 @@ impl PyScheduler {
             Ok::<_, PyErr>(AwaitedSave { engine_id, run, tokens, wait_ms })
         });
         let mut scheduler = self.0.get()?.lock();
-        scheduler.lookup_start(request_id, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
+        let named = (request_id, number);
+        scheduler.lookup_start(named, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
         Ok(())
     }
 
@@ -225,6 +237,39 @@ impl PyScheduler {
         let timeout = milliseconds(timeout_ms)?;
         let scheduler = self.0.get()?;
         Ok(py.detach(|| scheduler.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
+    }
+
+    fn requests_ended(&self, requests: Vec<Ended<'_>>) -> PyResult<()> {
+        let end = |(
+            number,
+            (prompt_tokens, output_tokens, engine_tokens),
+            age_ms,
+            leg,
+            first_block,
+            hashes,
+        ): Ended<'_>| {
+            let hashes = self::hashes(&hashes)?;
+            let mut concatenated = Vec::with_capacity(hashes.len() * 16);
+            hashes.iter().for_each(|hash| concatenated.extend_from_slice(&hash.0));
+            let leg = match leg.as_str() {
+                "prefill" => Leg::Prefill,
+                "decode" => Leg::Decode,
+                _ => Leg::Whole,
+            };
+            Ok::<_, PyErr>(EndedRequest {
+                request: number,
+                prompt_tokens,
+                output_tokens,
+                engine_tokens,
+                age_ms,
+                leg: leg.into(),
+                first_block,
+                hashes: concatenated.into(),
+            })
+        };
+        let ended = requests.into_iter().map(end).collect::<PyResult<_>>()?;
+        self.0.get()?.lock().requests_ended(ended);
+        Ok(())
     }
 
     fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(bool, Vec<Change<'py>>)> {

@@ -23,12 +23,12 @@ use rustix::process::{Resource, getrlimit};
 use thiserror::Error;
 
 use crate::{
-    ceilings::HitCeilings,
     door::ListenError,
     engines::Engines,
     http, listen,
     listen::Listeners,
     metrics::events::Events,
+    observer::Observer,
     reaper, session,
     sessions::Sessions,
     shared::Shared,
@@ -155,7 +155,7 @@ impl Daemon {
             refusals: Arc::default(),
             awaited_saves: Arc::default(),
             metrics: Arc::new(Events::default()),
-            ceilings: HitCeilings::start()?,
+            observer: Observer::start()?,
             gpus,
             meetings: Meetings::default(),
             ssd,

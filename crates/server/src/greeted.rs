@@ -24,6 +24,8 @@ pub(crate) struct Greeted {
     /// See [`Sessions::now_ms`](crate::sessions::Sessions::now_ms).
     pub(crate) last_heard_ms: Arc<AtomicU64>,
     pub(crate) said_bye: bool,
+    /// The negotiated version of the wire.
+    pub(crate) wire: u32,
     /// The engine that a scheduler has opened.
     pub(crate) opened: Option<OwnerId>,
     /// The thread of a scheduler's late lookups. It starts with the first one.

@@ -13,7 +13,6 @@
 
 mod awaited_saves;
 mod calls;
-mod ceilings;
 mod daemon;
 mod descriptions;
 mod dial;
@@ -27,6 +26,7 @@ mod listen;
 #[cfg(test)]
 mod many_saves;
 mod metrics;
+mod observer;
 mod peer;
 mod reaper;
 mod refusal;

@@ -61,7 +61,7 @@ fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
         begun.send(()).unwrap();
         // Until the other end is dropped.
         let _ = may_go_on.recv();
-        Ok(Answer::Done(v1::Done {}))
+        Ok(Answer::Done(v1::Done::default()))
     };
     let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
     let push = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
@@ -96,7 +96,7 @@ fn a_save_is_urgent_while_another_engine_waits_for_its_engine_and_while_another_
         while looks.recv().is_ok() {
             seen.send((pace.is_urgent)()).unwrap();
         }
-        Ok(Answer::Done(v1::Done {}))
+        Ok(Answer::Done(v1::Done::default()))
     };
     let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
     let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());

@@ -69,6 +69,7 @@ const fn expected(
 const ANY: (&[Kind], &str) = (&[Tool, Scheduler, Opened, Worker, Mapped, ProcessVm], "");
 const GREETING: (&[Kind], &str) = (&[NoHello], "this connection has said Hello already");
 const TOOLS: (&[Kind], &str) = (&[Tool], "engines drop nothing that others may share: use a tool");
+const RECORDERS: (&[Kind], &str) = (&[Tool], "engines read nothing of others' requests: use a tool");
 const SCHEDULERS: (&[Kind], &str) = (&[Scheduler, Opened], "only the scheduler opens an engine");
 const OPENED: (&[Kind], &str) = (&[Opened], "open the engine's groups first");
 const SHARING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only workers share memory");
@@ -81,7 +82,7 @@ const SERVING: &[Phase] = &[Phase::Serving];
 const ALWAYS: &[Phase] = &[Phase::Serving, Phase::Stopping];
 
 /// Call, sessions, transports, phases. In the order of the .proto file.
-const EXPECTED: [Expected; 19] = [
+const EXPECTED: [Expected; 21] = [
     expected("Hello", GREETING, BOTH, SERVING),
     expected("OpenEngine", SCHEDULERS, UNIX, SERVING),
     expected("RegisterWorker", REGISTERING, UNIX, SERVING),
@@ -101,6 +102,8 @@ const EXPECTED: [Expected; 19] = [
     expected("ShareChunks", SHARING, UNIX, SERVING),
     expected("CancelSaves", OPENED, UNIX, ALWAYS),
     expected("ReadJournal", OPENED, UNIX, ALWAYS),
+    expected("RequestsEnded", OPENED, UNIX, ALWAYS),
+    expected("ReadRecording", RECORDERS, UNIX, ALWAYS),
 ];
 
 /// A request of this call that can be carried out, or is refused only because of what the session holds.
@@ -127,6 +130,8 @@ fn ask(call: &str, at: &Case) -> Ask {
         "Load" => Ask::Load(v1::Load::default()),
         "ShareChunks" => Ask::ShareChunks(v1::ShareChunks::default()),
         "ReadJournal" => Ask::ReadJournal(v1::ReadJournal { cursor: 0, max: 1 }),
+        "RequestsEnded" => Ask::RequestsEnded(v1::RequestsEnded::default()),
+        "ReadRecording" => Ask::ReadRecording(v1::ReadRecording::default()),
         "CancelSaves" => Ask::CancelSaves(v1::CancelSaves { below_job: 1, timeout_ms: 0 }),
         other => panic!("{other} is no call"),
     }
@@ -141,6 +146,7 @@ fn served(call: &str, kind: Kind, transport: Transport) -> &'static str {
         ("MapPool", _) => "PoolDescriptor",
         ("Lookup", _) => "LookupResult",
         ("ReadJournal", _) => "JournalEntries",
+        ("ReadRecording", _) => "RecordedRequests",
         ("Save", Mapped) => "NOT_ALLOWED: this worker saves by mapping: ask for claims",
         ("Save" | "Claim", _) => {
             "UNKNOWN: engine 'the engine' is not ready: its scheduler or other workers are missing"
@@ -340,6 +346,7 @@ fn name(answer: &Answer) -> String {
         Answer::LoadResult(_) => "LoadResult".into(),
         Answer::LookupPending(_) => "LookupPending".into(),
         Answer::JournalEntries(_) => "JournalEntries".into(),
+        Answer::RecordedRequests(_) => "RecordedRequests".into(),
     }
 }
 

@@ -15,7 +15,7 @@ use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    awaited_saves::AwaitedSaves, ceilings::HitCeilings, engines::Engines, metrics::events::Events,
+    awaited_saves::AwaitedSaves, engines::Engines, metrics::events::Events, observer::Observer,
     refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
@@ -31,7 +31,7 @@ pub(crate) struct Shared {
     pub(crate) refusals: Arc<Refusals>,
     pub(crate) awaited_saves: Arc<AwaitedSaves>,
     pub(crate) metrics: Arc<Events>,
-    pub(crate) ceilings: HitCeilings,
+    pub(crate) observer: Observer,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
     /// Joins the loads of ranks that hold the same blocks.

@@ -273,7 +273,7 @@ impl Store {
     }
 
     /// Where the blocks of a holder come from.
-    fn origin(&self, holder: Holder) -> Origin {
+    pub(crate) fn origin(&self, holder: Holder) -> Origin {
         if self.sources[holder.source].brings_copies() { Origin::OtherHost } else { Origin::ThisHost }
     }
 

@@ -15,7 +15,7 @@ use kvlane_block::BlockHash;
 use kvlane_policy::{PrefixGroup, longest_hit};
 use parking_lot::{Condvar, Mutex};
 
-use crate::api::{Chain, LookupGroup, SpaceId};
+use crate::api::{Chain, LookupGroup, Origin, SpaceId};
 use crate::done::Done;
 use crate::fetches::Holder;
 use crate::needs::needs;
@@ -50,6 +50,17 @@ pub struct FetchPlan {
     /// [`Store::drops`] when the question was asked.
     pub(crate) drops: u64,
     pub(crate) _spaces: NamedSpaces,
+}
+
+/// Blocks of a prompt that follow each other, and that a fetch would bring from one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedRun {
+    /// Index of the first block in the prompt.
+    pub first_block: u64,
+    /// The number of blocks.
+    pub blocks: u64,
+    /// Where they come from. A block that this host has too comes from this host.
+    pub origin: Origin,
 }
 
 /// The answer of [`Store::find`], which may come later.
@@ -222,6 +233,26 @@ impl Store {
         }
         self.answer_came(&asked);
         finding
+    }
+
+    /// The blocks of one space that a plan would bring.
+    pub fn planned(&self, plan: &FetchPlan, space: SpaceId) -> Vec<PlannedRun> {
+        let mut runs: Vec<PlannedRun> = Vec::new();
+        for stretch in plan.stretches.iter().filter(|stretch| stretch.space == space) {
+            let first = stretch.first_token / u64::from(stretch.tokens_per_block);
+            for (block, holders) in (first..).zip(&stretch.holders) {
+                let is_here =
+                    holders.iter().any(|holder| self.origin(plan.holders[holder].0) == Origin::ThisHost);
+                let origin = if is_here { Origin::ThisHost } else { Origin::OtherHost };
+                match runs.last_mut() {
+                    Some(run) if run.origin == origin && run.first_block + run.blocks == block => {
+                        run.blocks += 1
+                    }
+                    _ => runs.push(PlannedRun { first_block: block, blocks: 1, origin }),
+                }
+            }
+        }
+        runs
     }
 
     /// The blocks to ask for. None if the pool lacks nothing, or there is no source.

@@ -71,7 +71,7 @@ pub use below::{Below, Dropped, Judge, NotForGood, WriteDone};
 pub use changes::{Changes, SnapshotPosition};
 pub use described::SpaceDescription;
 pub use done::Done;
-pub use find::{FetchPlan, Finding};
+pub use find::{FetchPlan, Finding, PlannedRun};
 pub use index::Index;
 pub use journal::{Change, Journal, JournalEntry, JournalRead};
 pub use lending::Loan;

@@ -154,6 +154,16 @@ impl Store {
         self.index.lock().space_name(space).namespace
     }
 
+    /// A space's name, for people.
+    pub fn space_label(&self, space: SpaceId) -> String {
+        self.index.lock().spaces[space].name.clone()
+    }
+
+    /// Bytes in the pool of a block of this space: of all shards, each in whole pages.
+    pub fn block_bytes(&self, space: SpaceId) -> u64 {
+        self.index.lock().spaces[space].room_bytes()
+    }
+
     /// See [`Index::lookup`].
     pub fn lookup(
         &self,

@@ -15,6 +15,8 @@ SaveGroups = list[tuple[int, bytes, list[bytes], list[int]]]
 """(group, hash of the block before the first or b"", hashes, block ids)"""
 SaveWait = tuple[str, bytes, int, int]
 """(engine id and run of the scheduler that saves, tokens that it will store, most milliseconds without a new block)"""
+EndedRequest = tuple[int, tuple[int, int, int], int, str, int, list[bytes]]
+"""(number, tokens of prompt, answer and in the engine's own cache, age in ms, leg, first block of these hashes)"""
 LoadGroups = list[tuple[int, list[int], bytes]]
 """(group, block ids, pool pages)"""
 
@@ -79,7 +81,11 @@ class SchedulerCore(Protocol):
         max_tokens: int,
         handoff: SaveWait | None = None,
         tokens_per_s: int = 0,
+        number: int = 0,
     ) -> None: ...
+    @property
+    def is_recorded(self) -> bool: ...
+    def requests_ended(self, requests: list[EndedRequest], /) -> None: ...
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None: ...
     def forget(self, request_id: str) -> None: ...
     def release(self, boot: bytes, lease: int) -> None: ...

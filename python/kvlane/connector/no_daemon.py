@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from kvlane.connector.core_protocols import SaveWait
+from kvlane.connector.core_protocols import EndedRequest, SaveWait
 from kvlane.connector.guard import logger
 from kvlane.connector.settings import Settings
 
@@ -32,6 +32,7 @@ class NoScheduler:
     ready = False
     boot = None
     pool_bytes = 0
+    is_recorded = False
     run = b""
     engine_id = ""
 
@@ -52,8 +53,12 @@ class NoScheduler:
         max_tokens: int,
         handoff: SaveWait | None = None,
         tokens_per_s: int = 0,
+        number: int = 0,
     ) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")
+
+    def requests_ended(self, requests: list[EndedRequest], /) -> None:
+        pass
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")

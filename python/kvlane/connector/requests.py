@@ -62,6 +62,14 @@ class RequestState:
     """Per vLLM group, kept only for versions that do not show the block table."""
     next_save: int = 0
     """Computed tokens below which there is nothing to save."""
+    number: int = 0
+    """The engine's number of the request, for recordings."""
+    arrived_at: float = 0.0
+    """When it arrived, in seconds of the scheduler's clock."""
+    looked_up_blocks: int = 0
+    """Blocks of the recorded group that its first lookup named; 0 if it was not looked up."""
+    first_local_tokens: int | None = None
+    """Tokens in the engine's own cache at the first scheduling attempt."""
 
     @staticmethod
     def new(

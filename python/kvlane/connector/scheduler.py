@@ -22,6 +22,7 @@ from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
 from kvlane.connector.pins import Pins
 from kvlane.connector.prefill_rate import PrefillRate
+from kvlane.connector.recording import Recording
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -103,6 +104,8 @@ class SchedulerSide:
             announcements=Announcements(shape.groups, self.counters) if shape.emit_events else None,
         )
         self.requests = self._shared.requests
+        self._numbers = itertools.count(1)
+        self._recording = Recording(core, shape.groups, hashes, clock)
         self.kinds = kinds(self._shared)
         self.loads = self._kind(LookUpAndLoad)
         self.saves = self._kind(SaveBlocks).saves
@@ -121,6 +124,7 @@ class SchedulerSide:
         if not self._seed_checked:
             self._check_seed()
         state = RequestState.new(request, self._shape.groups, self._adapters, self._shape.names_are_content)
+        state.number, state.arrived_at = next(self._numbers), self._clock()
         self.requests[request.request_id] = state
         if not state.takes_part():
             self.counters.add("unshared_requests")
@@ -145,6 +149,8 @@ class SchedulerSide:
             self.add_request(request)
             state = self.requests[request.request_id]
         state.local_tokens = local_tokens
+        if state.first_local_tokens is None:
+            state.first_local_tokens = local_tokens
         state.promised_by = None
         if not state.takes_part():
             self._give_back(state)
@@ -185,6 +191,7 @@ class SchedulerSide:
         if state is None:
             return None
         self._notify("the end of a request", lambda kind: kind.request_finished(request, state, tables))
+        self._recording.ended(request, state)
         handed_over = (
             self._hand_over(request, state) if is_for_another_engine(transfer_params(request)) else None
         )
@@ -242,6 +249,7 @@ class SchedulerSide:
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
+        self._recording.send()
         if self._connection.take_restart():
             self._notify("a new daemon", lambda kind: kind.daemon_restarted())
         self._plan_runs(jobs)
@@ -292,7 +300,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
-        return self._says("pending work", lambda kind: kind.pending())
+        return self._recording.pending or self._says("pending work", lambda kind: kind.pending())
 
     def free_blocks_soon(self) -> bool:
         """Makes blocks come free if a kind can. True if they will, so that vLLM need not preempt a request."""
@@ -341,7 +349,8 @@ class SchedulerSide:
                     self._failed("a report", kind, error)
 
     def take_events(self) -> list[KVEvent]:
-        """KV events since the last call."""
+        """KV events since the last call. vLLM asks after each step, when the step's requests have ended."""
+        self._recording.send()
         taken, self._shared.events = self._shared.events, []
         return taken
 

@@ -19,6 +19,7 @@ from kvlane.testing.fake_records import (
 )
 
 if TYPE_CHECKING:
+    from kvlane.connector.core_protocols import EndedRequest
     from kvlane.testing.fake_core import FakeCore
 
 
@@ -27,6 +28,7 @@ class FakeScheduler:
 
     engine_id: str
     run: bytes
+    is_recorded = False
 
     def __init__(
         self,
@@ -43,6 +45,10 @@ class FakeScheduler:
         self._stats: dict[str, float] = {}
         self.tokens_per_s = 0
         """As the last lookup said."""
+        self.numbers: dict[str, int] = {}
+        """The number of each request that was looked up."""
+        self.ended: list[EndedRequest] = []
+        """What was reported while `is_recorded`."""
         self._connected_to: bytes | None = None
         self._gone: list[bytes] = []
         self._follows_journal = follow_journal
@@ -87,8 +93,10 @@ class FakeScheduler:
         max_tokens: int,
         handoff: tuple[str, bytes, int, int] | None = None,
         tokens_per_s: int = 0,
+        number: int = 0,
     ) -> None:
         self.tokens_per_s = tokens_per_s
+        self.numbers[request_id] = number
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"
         self._pending[request_id] = (hashes, max_tokens)
@@ -97,6 +105,9 @@ class FakeScheduler:
             assert len(handoff[1]) == 16, "a run has 16 bytes"
             self._handoffs[request_id] = handoff
         self._count("lookups")
+
+    def requests_ended(self, requests: list[EndedRequest], /) -> None:
+        self.ended += requests if self.is_recorded else []
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> FakeHit | None:
         if self._store.hold_lookups and not self._store.down:

@@ -23,11 +23,13 @@ const AT_ONCE: f64 = 1e6;
 /// Replays all policies at all loads: the report. `trace` is the path that `file` was read from.
 pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> {
     let name = trace.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let block_tokens = file.block_tokens()?;
+    let without_lengths = file.recorded.as_ref().map_or(0, |recorded| recorded.without_lengths);
     let requests = file
         .requests
         .map_err(|line| anyhow!(line))
         .with_context(|| format!("{}: --route needs the lengths of prompts and answers", trace.display()))?;
-    let trace = Trace::new(file.format.block_tokens(), requests);
+    let trace = Trace::new(block_tokens, requests);
     let fleet = fleet_file::read(route)?;
     let recorded = trace.requests.len() as f64 / trace.end().as_secs_f64().max(1e-3);
     let capacity = capacity(&trace, &fleet.setup);
@@ -71,6 +73,7 @@ pub(super) fn run(trace: &Path, route: &Path, file: TraceFile) -> Result<Value> 
     Ok(json!({
         "trace": name,
         "requests": trace.requests.len(),
+        "requests_without_lengths": without_lengths,
         "recorded_requests_per_second": recorded,
         "capacity_requests_per_second": capacity,
         "fleet": describe(&fleet.setup.nodes),
@@ -180,6 +183,13 @@ pub(super) fn to_text(report: &Value) -> String {
         "%",
         "",
     );
+    if report["requests_without_lengths"] != 0 {
+        let left_out = &report["requests_without_lengths"];
+        text.insert_str(
+            0,
+            &format!("{left_out} requests are left out, because their lengths are not known\n"),
+        );
+    }
     let mut former = f64::NAN;
     for result in report["results"].as_array().into_iter().flatten() {
         let load = number(result, "load");

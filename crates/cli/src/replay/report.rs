@@ -6,7 +6,7 @@ use bytesize::ByteSize;
 use kvlane_policy::{EstimatedCeiling, Replayed, Setup, Trace};
 use serde_json::{Value, json};
 
-use super::trace_file::Format;
+use kvlane_trace::file::Format;
 
 /// One policy at one capacity.
 pub(super) struct Run {

@@ -1,87 +1,64 @@
-//! Trace files, line by line.
+//! Trace files: recorded by `kvlane record`, or of one of the published formats.
 
 use std::{
-    fmt,
+    collections::HashMap,
     fs::File,
     io::{BufRead, BufReader},
     path::Path,
-    time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvlane_fleet::Request;
-use kvlane_policy::{Trace, spread};
-use serde::{Deserialize, Deserializer, de};
+use kvlane_policy::Trace;
+use kvlane_trace::{
+    Leg, TierBlocks,
+    file::{Format, Header, Parser, TraceRequest},
+};
 
-/// The format of a trace, by its first request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    /// Milliseconds; blocks of 512 tokens in the published traces.
-    Mooncake,
-    /// Has `chat_id`; seconds; blocks of 16 tokens in the published traces. An id names the tokens of its block alone, not
-    /// those before it, so ids are chained here.
-    QwenBailian,
-}
-
-impl Format {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Mooncake => "mooncake",
-            Self::QwenBailian => "qwen-bailian",
-        }
-    }
-
-    /// Tokens of a block in the published traces.
-    pub(super) fn block_tokens(self) -> u64 {
-        match self {
-            Self::Mooncake => 512,
-            Self::QwenBailian => 16,
-        }
-    }
-}
-
-/// The fields of a line that a replay needs. A line may have others.
-#[derive(Deserialize)]
-struct Line {
-    timestamp: f64,
-    hash_ids: Vec<Id>,
-    chat_id: Option<de::IgnoredAny>,
-    input_length: Option<u64>,
-    output_length: Option<u64>,
-}
-
-/// Any 64-bit number, signed or not.
-struct Id(u64);
-
-impl<'de> Deserialize<'de> for Id {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Number;
-        impl de::Visitor<'_> for Number {
-            type Value = Id;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a whole number as a block's id")
-            }
-
-            fn visit_u64<E>(self, id: u64) -> Result<Id, E> {
-                Ok(Id(id))
-            }
-
-            fn visit_i64<E>(self, id: i64) -> Result<Id, E> {
-                Ok(Id(id as u64))
-            }
-        }
-        deserializer.deserialize_any(Number)
-    }
-}
-
-/// A trace, with its format.
+/// A trace, with what its file says beside its requests.
 pub(super) struct TraceFile {
     pub(super) trace: Trace,
     pub(super) format: Format,
     /// The same requests with their lengths. An error names the first line without them.
     pub(super) requests: Result<Vec<Request>, String>,
+    /// None for a published trace.
+    pub(super) recorded: Option<RecordedFacts>,
+}
+
+/// The facts about its daemon or router that a recorded trace has.
+pub(super) struct RecordedFacts {
+    pub(super) header: Header,
+    /// Mean bytes of a looked-up block in the pool; 0 if not known.
+    pub(super) block_bytes: u64,
+    /// The different numbers of tokens that blocks have.
+    pub(super) tokens_per_block: Vec<u32>,
+    /// Blocks that were found: of all requests, and of their second half.
+    pub(super) hit: TierBlocks,
+    pub(super) late_hit: TierBlocks,
+    /// Requests whose lengths are not known.
+    pub(super) without_lengths: usize,
+}
+
+impl TraceFile {
+    /// Tokens of a block.
+    ///
+    /// # Errors
+    /// The blocks of a recorded trace have different sizes.
+    pub(super) fn block_tokens(&self) -> Result<u64> {
+        match (self.format, &self.recorded) {
+            (Format::Mooncake, _) => Ok(512),
+            (Format::QwenBailian, _) => Ok(16),
+            (Format::Kvlane, Some(RecordedFacts { tokens_per_block, .. })) => match tokens_per_block[..] {
+                [tokens] => Ok(tokens.into()),
+                _ => bail!(
+                    "the blocks of this trace have {} tokens: record one model alone, with --namespace",
+                    tokens_per_block.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ")
+                ),
+            },
+            (Format::Kvlane, None) => bail!("a recorded trace without a header"),
+        }
+    }
 }
 
 /// Reads a whole trace. An error names the line of the mistake.
@@ -97,10 +74,9 @@ pub(super) fn read(path: &Path) -> Result<TraceFile> {
 }
 
 fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile> {
-    let mut trace = Trace::new();
-    let mut format = None;
-    let mut ids = Vec::new();
-    let mut requests = Ok(Vec::new());
+    let mut parser = Parser::default();
+    let mut all: Vec<TraceRequest> = Vec::new();
+    let mut first_without_lengths = None;
     let mut line = String::new();
     for number in 1.. {
         line.clear();
@@ -109,55 +85,76 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
             break;
         }
         progress(bytes);
-        if line.trim().is_empty() {
-            continue;
-        }
-        let request: Line = serde_json::from_str(&line).map_err(|error| {
-            // serde_json counts lines within this one, so its number is always 1.
-            let text = error.to_string();
-            let text = text.split(" at line ").next().unwrap_or_default().to_owned();
-            anyhow!("line {number}, column {}: {text}", error.column())
+        let read = parser.line(&line).map_err(|error| match error {
+            error @ kvlane_trace::file::ParseError::Json { .. } => anyhow!("line {number}, {error}"),
+            error => anyhow!("line {number}: {error}"),
         })?;
-        let this = if request.chat_id.is_some() { Format::QwenBailian } else { Format::Mooncake };
-        let format = *format.get_or_insert(this);
-        if this != format {
-            bail!("line {number}: a line of {}'s format in a trace of {}'s", this.name(), format.name());
+        let Some(request) = read else { continue };
+        if request.lengths.is_none() {
+            first_without_lengths.get_or_insert(number);
         }
-        let seconds = match format {
-            Format::Mooncake => request.timestamp / 1e3,
-            Format::QwenBailian => request.timestamp,
-        };
-        let at = Duration::try_from_secs_f64(seconds)
-            .map_err(|error| anyhow!("line {number}: timestamp {}: {error}", request.timestamp))?;
-        ids.clear();
-        ids.extend(request.hash_ids.iter().map(|id| id.0));
-        if format == Format::QwenBailian {
-            let mut before = 0;
-            for id in &mut ids {
-                before = spread(before ^ spread(*id));
-                *id = before;
-            }
+        all.push(request);
+    }
+    let Some(format) = parser.format().filter(|_| !all.iter().all(|request| request.ids.is_empty())) else {
+        bail!("no request with blocks in it");
+    };
+    if format == Format::Kvlane {
+        // A recording has its requests in the order in which they ended.
+        all.sort_by_key(|request| request.at);
+    }
+    let without_lengths = all.iter().filter(|request| request.lengths.is_none()).count();
+    let is_partial = format == Format::Kvlane && without_lengths < all.len();
+    let requests = match first_without_lengths {
+        Some(number) if !is_partial => {
+            Err(format!("line {number}: it has no input_length and output_length"))
         }
-        trace.push(at, &ids);
-        let lengths = request.input_length.zip(request.output_length);
-        match (&mut requests, lengths) {
-            (Ok(all), Some((prompt_tokens, output_tokens))) => {
-                all.push(Request { at, prompt_tokens, output_tokens, blocks: ids.clone() });
-            }
-            (Ok(_), None) => {
-                requests = Err(format!("line {number}: it has no input_length and output_length"));
-            }
-            _ => {}
+        _ => Ok(all.iter().filter_map(to_serve).collect()),
+    };
+    let recorded = parser.header().map(|header| recorded(header, &parser, &all, without_lengths));
+    let mut trace = Trace::new();
+    for request in all {
+        trace.push_with_saved(request.at, &request.ids, &request.saved);
+    }
+    Ok(TraceFile { trace, format, requests, recorded })
+}
+
+/// The request as a router sees it. None without lengths, and for an engine that computed the prompt for another one: the other
+/// engine's line has the request's lengths.
+fn to_serve(request: &TraceRequest) -> Option<Request> {
+    let (prompt_tokens, output_tokens) = request.lengths.filter(|_| request.leg != Leg::Prefill)?;
+    Some(Request { at: request.at, prompt_tokens, output_tokens, blocks: request.ids.clone() })
+}
+
+fn recorded(header: &Header, parser: &Parser, all: &[TraceRequest], without_lengths: usize) -> RecordedFacts {
+    let models: HashMap<u32, (u32, u64)> = parser
+        .models()
+        .iter()
+        .map(|model| (model.model, (model.tokens_per_block, model.block_bytes)))
+        .collect();
+    let (mut blocks, mut bytes) = (0, 0.0);
+    let (mut hit, mut late_hit) = (TierBlocks::default(), TierBlocks::default());
+    let mut tokens_per_block = Vec::new();
+    for (index, request) in all.iter().enumerate() {
+        let of_header = (header.tokens_per_block, header.block_bytes);
+        let (tokens, block_bytes) = models.get(&request.model).copied().unwrap_or(of_header);
+        if !request.ids.is_empty() && !tokens_per_block.contains(&tokens) {
+            tokens_per_block.push(tokens);
+        }
+        blocks += request.ids.len();
+        bytes += request.ids.len() as f64 * block_bytes as f64;
+        hit += request.hit;
+        if index >= all.len() / 2 {
+            late_hit += request.hit;
         }
     }
-    match format {
-        Some(format) if trace.references() > 0 => Ok(TraceFile { trace, format, requests }),
-        _ => bail!("no request with blocks in it"),
-    }
+    let block_bytes = (bytes / blocks.max(1) as f64) as u64;
+    RecordedFacts { header: header.clone(), block_bytes, tokens_per_block, hit, late_hit, without_lengths }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn parsed(text: &str) -> Result<TraceFile> {

@@ -70,13 +70,34 @@ impl SchedulerLink {
             SchedulerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
             SchedulerEvent::Lost { connection, why } => self.lost(connection, &why, now, actions),
             SchedulerEvent::ProcessEnded(process) => self.process_ended(process),
-            SchedulerEvent::LookUp { request, groups, max_tokens, awaited_save, tokens_per_s, timeout } => {
+            SchedulerEvent::LookUp {
+                request,
+                number,
+                groups,
+                max_tokens,
+                awaited_save,
+                tokens_per_s,
+                timeout,
+            } => {
                 let hand_off = awaited_save.map(AwaitedSave::into_wire);
-                let ask = v1::Lookup { groups, max_tokens, may_wait: true, hand_off, tokens_per_s };
+                let ask = v1::Lookup {
+                    groups,
+                    max_tokens,
+                    may_wait: true,
+                    hand_off,
+                    tokens_per_s,
+                    request: number,
+                };
                 self.look_up(request, ask, timeout, now, actions);
             }
             SchedulerEvent::Forget { request } => self.forget(&request, actions),
             SchedulerEvent::Release { boot, lease } => self.release(boot, lease, actions),
+            SchedulerEvent::RequestsEnded(requests) => {
+                if let Some(up) = self.connection.up().filter(|up| up.is_recorded) {
+                    let ended = Ask::RequestsEnded(v1::RequestsEnded { requests });
+                    send(&mut self.last_request, up.id, ended, actions);
+                }
+            }
             SchedulerEvent::CancelSaves { below, until } => {
                 self.cancelled_below = self.cancelled_below.max(below);
                 let mut cancelling = Cancelling::new(below, until);
@@ -158,6 +179,11 @@ impl SchedulerLink {
     /// The last answer said that all workers of the engine have mapped the pool.
     pub fn is_ready(&self) -> bool {
         self.connection.up().is_some_and(|up| up.ready)
+    }
+
+    /// Somebody records the daemon's requests.
+    pub fn is_recorded(&self) -> bool {
+        self.connection.up().is_some_and(|up| up.is_recorded)
     }
 
     /// Connecting, or connected and not open yet.

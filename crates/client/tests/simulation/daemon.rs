@@ -179,7 +179,7 @@ fn refused((reason, sentence): Refusal) -> Answer {
 }
 
 fn done() -> Answer {
-    Answer::Done(v1::Done {})
+    Answer::Done(v1::Done::default())
 }
 
 fn name(bytes: &[u8]) -> Result<Name, Refusal> {
@@ -256,7 +256,7 @@ impl Run {
                 });
                 let named = self.leases.iter_mut().filter(|(id, of)| of.owner == owner && live.contains(id));
                 named.for_each(|(_, lease)| lease.renewed = now);
-                done()
+                Answer::Done(v1::Done { is_recorded: Some(false) })
             }
             Ask::CancelSaves(cancel) => {
                 Self::scheduler(session)?;
@@ -471,7 +471,7 @@ impl Run {
         let groups = groups.collect();
         self.last_lease += 1;
         self.leases.insert(self.last_lease, Lease { owner, renewed: now });
-        Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true })
+        Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true, is_recorded: false })
     }
 
     /// The lookup waits, if another engine is to save more of it.

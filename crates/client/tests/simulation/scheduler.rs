@@ -465,7 +465,7 @@ impl SchedulerSide {
                 live_leases.extend(&self.kept);
             }
             Some(Ask::CancelSaves(_)) if world.defect == Defect::CancelsByItself => {
-                let body = Some(Answer::Done(v1::Done {}));
+                let body = Some(Answer::Done(v1::Done::default()));
                 let boot_id = self.welcomed_by.unwrap_or_default().to_vec().into();
                 let reply = v1::Reply { id: request.id, boot_id, body };
                 return Some(SchedulerEvent::Reply { connection, reply });
@@ -547,6 +547,7 @@ impl SchedulerSide {
         self.feed(
             SchedulerEvent::LookUp {
                 request,
+                number: index as u64,
                 groups,
                 max_tokens,
                 awaited_save,

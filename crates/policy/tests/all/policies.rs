@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvlane_policy::{Blocks, CacheModel, PolicyKind, spread};
+use kvlane_policy::{Blocks, CacheModel, PolicyKind, TraceRequest, spread};
 use proptest::prelude::*;
 
 /// A store as small as can be: slots are reused, parents are known, some blocks are leased.
@@ -99,7 +99,7 @@ fn long_prompts_that_end_in_a_small_queue_do_not_keep_everything_else_out() {
         let trace = crate::workloads::trace(&crate::workloads::agents(crate::workloads::AGENTS_SEED, 70_000));
         let mut cache = CacheModel::new(kind, 338);
         let mut short_in_a_row = 0;
-        for (_, keys) in trace.requests() {
+        for TraceRequest { keys, .. } in trace.requests() {
             let keys: Vec<u64> = keys.collect();
             cache.request(&keys, |_| ());
             let is_whole = keys.iter().all(|&key| cache.contains(key));

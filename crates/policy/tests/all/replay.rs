@@ -1,7 +1,9 @@
 //! Replays of a small synthetic trace, compared with figures that were found another way.
 use std::time::Duration;
 
-use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, estimate_ceiling, replay, spread};
+use kvlane_policy::{
+    Choice, PolicyKind, Replayed, Setup, Trace, TraceRequest, estimate_ceiling, replay, spread,
+};
 
 /// Conversations that grow turn by turn below one of three system prompts; which one goes on is chance that follows from
 /// the seed, recent ones more often.
@@ -45,7 +47,7 @@ fn fixed(trace: &Trace, kind: PolicyKind, capacity: usize) -> f64 {
 fn plain_lru(trace: &Trace, capacity: usize) -> f64 {
     let mut order: Vec<u64> = Vec::new();
     let mut hits = 0;
-    for (_, keys) in trace.requests() {
+    for TraceRequest { keys, .. } in trace.requests() {
         let keys: Vec<u64> = keys.collect();
         let found = keys.iter().take_while(|key| order.contains(key)).count();
         hits += found;

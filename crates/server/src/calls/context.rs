@@ -54,5 +54,5 @@ pub(crate) fn not_admitted(call: Call) -> Refusal {
 
 /// The answer of a call that has no result.
 pub(crate) fn done() -> Answer {
-    Answer::Done(v1::Done {})
+    Answer::Done(v1::Done::default())
 }

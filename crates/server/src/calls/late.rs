@@ -19,7 +19,7 @@ use std::{
 };
 
 use kvlane_proto::v1;
-use kvlane_store::{FetchPlan, OwnerId};
+use kvlane_store::{FetchPlan, OwnerId, PlannedRun};
 
 use super::{
     awaited_save::{Polled, Wait},
@@ -42,6 +42,8 @@ pub(crate) struct LateLookup {
     pub(crate) since: Instant,
     /// Deadline of the fetch. None without a fetch, and once it is over.
     pub(crate) fetch_until: Option<Instant>,
+    /// The recorded blocks that the fetch brings. Empty if requests are not recorded.
+    pub(crate) planned: Vec<PlannedRun>,
     /// The wait for another engine's saves. Kept until the answer, because it leases the prefix that was visible before.
     pub(crate) save_wait: Option<Wait>,
     /// That wait is over.
@@ -106,6 +108,8 @@ pub(crate) trait Answering: Send + 'static {
     fn answer(&self, late: LateLookup);
     /// Sends a later deadline: the answer may take so long from now.
     fn send_pending(&self, id: u64, wait_ms: u32);
+    /// The recorded blocks that a fetch brings. Empty if requests are not recorded.
+    fn planned(&self, plan: &FetchPlan) -> Vec<PlannedRun>;
     /// Fetches blocks for an engine that computes so many tokens in a second (0: not known). Calls `fetched` once they
     /// have come or failed, or if none is fetched.
     fn fetch(&self, plan: FetchPlan, tokens_per_s: u32, deadline: Instant, fetched: OnFetched);
@@ -246,9 +250,10 @@ fn serve(events: &mpsc::Receiver<LateEvent>, answering: &impl Answering) {
                 waiting.poll(number, false, now, answering);
             }
             Ok(LateEvent::Found(number, plan, fetched)) => {
-                if let Some(late) = waiting.lookups.get(&number)
+                if let Some(late) = waiting.lookups.get_mut(&number)
                     && let Some(until) = late.fetch_until
                 {
+                    late.planned = answering.planned(&plan);
                     answering.fetch(*plan, late.lookup.tokens_per_s, until, fetched);
                 }
             }

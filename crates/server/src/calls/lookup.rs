@@ -8,15 +8,18 @@ use std::{
 
 use kvlane_block::{BlockHash, parse_hashes};
 use kvlane_proto::{
+    WIRE_OF_RECORDINGS,
     packed::pack_pages,
     v1::{self, reply::Body as Answer},
 };
-use kvlane_store::{FetchPlan, Finding, LeaseId, LookupGroup, OwnerId, Store};
+use kvlane_store::{FetchPlan, Finding, LeaseId, LookupGroup, Origin, OwnerId, PlannedRun, Store};
+use kvlane_trace::TierBlocks;
 
 use super::{
     awaited_save::{AwaitedSave, Wait},
     context::{Answered, Context, done},
     late::{Answering, LateLookup, LateLookups, LateNumber, wait_ms},
+    recording::{record_lookup, recorded_group, state},
 };
 use crate::{
     awaited_saves::Signal, engines::OpenGroup, greeted::Greeted, refusal::Refusal, replies::Replies,
@@ -44,7 +47,8 @@ pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Resu
     } else {
         lookup
     };
-    look_up_now(context.shared, &context.greeted.info.engine_id, owner, &lookup).map(Answered::from)
+    let asker = Asker::of(context.greeted);
+    look_up_now(context.shared, &asker, owner, &lookup, &[]).map(Answered::from)
 }
 
 /// How long a session's thread waits for the sources' answer, before the engine is told that the lookup's comes later.
@@ -83,6 +87,10 @@ fn look_up_later(
     let pending = v1::LookupPending { wait_ms: wait_ms(longest) };
     replies.send(id, Answer::LookupPending(pending), None)?;
     let fetch_until = fetch.as_ref().map(|_| since + shared.fetch_wait);
+    let planned = match &fetch {
+        Some(Fetch::Planned(plan)) => planned(shared, &open, plan),
+        _ => Vec::new(),
+    };
     let late_lookup = LateLookup {
         id,
         lookup,
@@ -90,6 +98,7 @@ fn look_up_later(
         call,
         since,
         fetch_until,
+        planned,
         save_wait,
         is_save_wait_over: false,
         _busy: Busy::new(&shared.sessions),
@@ -154,7 +163,7 @@ fn late_lookups<'a>(
         let answering = LateAnswers {
             shared: Arc::clone(shared),
             replies: Arc::clone(replies),
-            engine_id: greeted.info.engine_id.clone(),
+            asker: Asker::of(greeted),
         };
         let started = LateLookups::start(answering);
         // Log: lookups of this engine are answered at once with what is in RAM. Do: raise the limit of threads
@@ -169,12 +178,12 @@ fn late_lookups<'a>(
 struct LateAnswers {
     shared: Arc<Shared>,
     replies: Arc<Replies>,
-    engine_id: String,
+    asker: Asker,
 }
 
 impl Answering for LateAnswers {
     fn answer(&self, late: LateLookup) {
-        let answer = look_up_now(&self.shared, &self.engine_id, late.owner, &late.lookup);
+        let answer = look_up_now(&self.shared, &self.asker, late.owner, &late.lookup, &late.planned);
         let was_refused = answer.is_err();
         // If the peer does not take it, the session ends and releases the lease.
         if self.replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
@@ -185,6 +194,10 @@ impl Answering for LateAnswers {
     fn send_pending(&self, id: u64, wait_ms: u32) {
         // If the peer does not take it, the session ends.
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
+    }
+
+    fn planned(&self, plan: &FetchPlan) -> Vec<PlannedRun> {
+        planned(&self.shared, &self.shared.engines.opened(&self.asker.engine_id), plan)
     }
 
     fn fetch(
@@ -202,6 +215,37 @@ impl Answering for LateAnswers {
     }
 }
 
+/// The engine that looks up.
+struct Asker {
+    engine_id: String,
+    /// It reports the ends of its requests, if they are recorded.
+    reports_ends: bool,
+}
+
+impl Asker {
+    fn of(greeted: &Greeted) -> Self {
+        Self { engine_id: greeted.info.engine_id.clone(), reports_ends: greeted.wire >= WIRE_OF_RECORDINGS }
+    }
+}
+
+/// The recorded blocks that a fetch brings. Empty if requests are not recorded.
+fn planned(shared: &Shared, open: &[OpenGroup], plan: &FetchPlan) -> Vec<PlannedRun> {
+    match recorded_group(open).filter(|_| shared.observer.is_recording()) {
+        Some((_, group)) => shared.store.planned(plan, group.space),
+        None => Vec::new(),
+    }
+}
+
+/// The blocks of a hit by tier, of which a fetch has brought `planned`.
+fn by_tier(hit_blocks: u64, planned: &[PlannedRun]) -> TierBlocks {
+    let brought = |from: Origin| -> u64 {
+        let runs = planned.iter().filter(|run| run.origin == from);
+        runs.map(|run| hit_blocks.saturating_sub(run.first_block).min(run.blocks)).sum()
+    };
+    let (ssd, peers) = (brought(Origin::ThisHost), brought(Origin::OtherHost));
+    TierBlocks { ram: hit_blocks.saturating_sub(ssd + peers), ssd, peers }
+}
+
 /// Releases leases of the session's engine.
 pub(crate) fn release(context: &Context<'_>, release: &v1::Release) -> Result<Answer, Refusal> {
     let owner = context.owner()?;
@@ -213,37 +257,54 @@ pub(crate) fn release(context: &Context<'_>, release: &v1::Release) -> Result<An
 pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Result<Answer, Refusal> {
     let live: Vec<_> = heartbeat.live_leases.iter().copied().map(LeaseId).collect();
     context.shared.store.heartbeat(context.owner()?, &live, Instant::now());
-    Ok(done())
+    Ok(state(context.shared))
 }
 
 /// Looks up what RAM has of a prompt.
 fn look_up_now(
     shared: &Shared,
-    engine_id: &str,
+    asker: &Asker,
     owner: OwnerId,
     lookup: &v1::Lookup,
+    planned: &[PlannedRun],
 ) -> Result<Answer, Refusal> {
     shared
         .engines
-        .with_ready(engine_id, |open, workers| look_up_ready(shared, open, workers, owner, lookup))
+        .with_ready(&asker.engine_id, |open, workers| {
+            look_up_ready(shared, asker, (open, workers), owner, lookup, planned)
+        })
         // Workers are missing, so nothing can be promised.
         .unwrap_or_else(|| Ok(Answer::LookupResult(v1::LookupResult::default())))
 }
 
 fn look_up_ready(
     shared: &Shared,
-    open: &[OpenGroup],
-    workers: u32,
+    asker: &Asker,
+    (open, workers): (&[OpenGroup], u32),
     owner: OwnerId,
     lookup: &v1::Lookup,
+    planned: &[PlannedRun],
 ) -> Result<Answer, Refusal> {
     let blocks = requested_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&blocks);
     for group in &groups {
-        shared.ceilings.record(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
+        shared.observer.count(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
     }
-    let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
-        return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
+    let hit = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now());
+    let is_recorded = shared.observer.is_recording();
+    if let Some((index, group)) = recorded_group(open).filter(|_| is_recorded)
+        && let hashes = groups[index].hashes
+        && !hashes.is_empty()
+    {
+        let tokens = hit.as_ref().map_or(0, |hit| hit.tokens);
+        let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));
+        let looked_up = groups[index].hashes_within(lookup.max_tokens).len();
+        let request = (lookup.request, asker.reports_ends);
+        let tiers = by_tier(hit_blocks, planned);
+        record_lookup(shared, &asker.engine_id, open, (hashes, looked_up), request, tiers);
+    }
+    let Some(hit) = hit else {
+        return Ok(Answer::LookupResult(v1::LookupResult { ready: true, is_recorded, ..Default::default() }));
     };
     let groups = hit
         .groups
@@ -257,7 +318,8 @@ fn look_up_ready(
             stored_blocks: group.stored_blocks,
         })
         .collect();
-    Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
+    let (tokens, lease) = (hit.tokens, hit.lease.0);
+    Ok(Answer::LookupResult(v1::LookupResult { tokens, lease, groups, ready: true, is_recorded }))
 }
 
 /// The blocks that a lookup names, group by group. A list whose answer would be too long is cut off.
@@ -295,4 +357,21 @@ fn lookup_groups(blocks: &[(OpenGroup, Vec<BlockHash>)]) -> Vec<LookupGroup<'_>>
             hashes,
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_blocks_of_the_hit_count_for_the_tier_that_brought_them() {
+        let run = |first_block, blocks, origin| PlannedRun { first_block, blocks, origin };
+        let planned = [run(2, 3, Origin::ThisHost), run(6, 4, Origin::OtherHost)];
+        let tiers = |ram, ssd, peers| TierBlocks { ram, ssd, peers };
+        assert_eq!(by_tier(10, &planned), tiers(3, 3, 4));
+        assert_eq!(by_tier(7, &planned), tiers(3, 3, 1), "the rest came too late");
+        assert_eq!(by_tier(3, &planned), tiers(2, 1, 0));
+        assert_eq!(by_tier(1, &planned), tiers(1, 0, 0));
+        assert_eq!(by_tier(4, &[]), tiers(4, 0, 0));
+    }
 }

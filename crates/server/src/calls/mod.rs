@@ -11,6 +11,7 @@ pub(crate) mod late;
 pub(crate) mod load;
 pub(crate) mod lookup;
 pub(crate) mod outcome;
+pub(crate) mod recording;
 pub(crate) mod register;
 pub(crate) mod save;
 pub(crate) mod save_thread;
@@ -32,6 +33,8 @@ pub(crate) fn carry_out(context: &mut Context<'_>, ask: Ask) -> Result<Answered,
         Ask::Release(release) => lookup::release(context, &release),
         Ask::Heartbeat(heartbeat) => lookup::heartbeat(context, &heartbeat),
         Ask::ReadJournal(read) => journal::read(context, &read),
+        Ask::RequestsEnded(ended) => recording::requests_ended(context, ended),
+        Ask::ReadRecording(read) => recording::read(context, &read),
         Ask::Claim(claim) => save::claim(context, &claim),
         Ask::Commit(commit) => save::commit(context, &commit),
         Ask::CancelSaves(cancel) => save::cancel(context, &cancel),

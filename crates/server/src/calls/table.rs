@@ -61,6 +61,8 @@ pub(crate) enum Call {
     ShareChunks,
     CancelSaves,
     ReadJournal,
+    RequestsEnded,
+    ReadRecording,
 }
 
 /// The rules of one call.
@@ -91,6 +93,7 @@ use WhileStopping::{Refused, Served};
 
 const ANYBODY: (Allowed, &str) = (Allowed::Anybody, "");
 const TOOL: (Allowed, &str) = (Allowed::Tool, "engines drop nothing that others may share: use a tool");
+const RECORDING: (Allowed, &str) = (Allowed::Tool, "engines read nothing of others' requests: use a tool");
 const SCHEDULER: (Allowed, &str) = (Allowed::Scheduler, "only the scheduler opens an engine");
 const OPENED: (Allowed, &str) = (Allowed::OpenedEngine, "open the engine's groups first");
 const SHARING: (Allowed, &str) = (Allowed::Worker, "only workers share memory");
@@ -98,7 +101,7 @@ const REGISTERING: (Allowed, &str) = (Allowed::Worker, "only workers register me
 const REGISTERED: (Allowed, &str) = (Allowed::RegisteredWorker, "register the worker's memory first");
 
 /// The rows, in the order of [`Call`]. The session admits Hello itself, because it has no role before.
-pub(crate) const CALLS: [Row; 19] = [
+pub(crate) const CALLS: [Row; 21] = [
     row(Call::Hello, "Hello", ANYBODY, Any, Refused),
     row(Call::OpenEngine, "OpenEngine", SCHEDULER, UnixOnly, Refused),
     row(Call::RegisterWorker, "RegisterWorker", REGISTERING, UnixOnly, Refused),
@@ -119,6 +122,8 @@ pub(crate) const CALLS: [Row; 19] = [
     row(Call::ShareChunks, "ShareChunks", SHARING, UnixOnly, Refused),
     row(Call::CancelSaves, "CancelSaves", OPENED, UnixOnly, Served),
     row(Call::ReadJournal, "ReadJournal", OPENED, UnixOnly, Served),
+    row(Call::RequestsEnded, "RequestsEnded", OPENED, UnixOnly, Served),
+    row(Call::ReadRecording, "ReadRecording", RECORDING, UnixOnly, Served),
 ];
 
 const _: () = {
@@ -157,6 +162,8 @@ impl Call {
             Ask::ShareChunks(_) => Self::ShareChunks,
             Ask::CancelSaves(_) => Self::CancelSaves,
             Ask::ReadJournal(_) => Self::ReadJournal,
+            Ask::RequestsEnded(_) => Self::RequestsEnded,
+            Ask::ReadRecording(_) => Self::ReadRecording,
         }
     }
 }

@@ -50,8 +50,8 @@ fn scrape(shared: &Shared) -> Scrape {
         turned_away: [("tcp", shared.tcp_slots.turned_away()), ("http", shared.http_slots.turned_away())],
         waiting_lookups: shared.awaited_saves.len(),
         watched_blocks: shared.store.watched_blocks(),
-        ceilings: shared.ceilings.read(),
-        ceilings_left_out: shared.ceilings.left_out(),
+        ceilings: shared.observer.ceilings(),
+        ceilings_left_out: shared.observer.left_out(),
         gpus: shared.gpus.as_ref().map_or_else(GpuScrape::default, of_gpus),
         ssd: shared.ssd.as_ref().map(of_ssd),
         cluster: shared.cluster.as_ref().map(|cluster| cluster.status()),
@@ -66,7 +66,7 @@ mod tests {
     use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 
     use super::*;
-    use crate::ceilings::Reading;
+    use crate::observer::Reading;
 
     fn scrape(spaces: Vec<SpaceStats>, ceilings: Vec<Reading>) -> Scrape {
         let (choice, active) = (Choice::default(), PolicyKind::default());

@@ -9,7 +9,7 @@ use kvlane_policy::Choice;
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 
 use super::events::Events;
-use crate::ceilings::Reading;
+use crate::observer::Reading;
 
 /// Values of the label `role`.
 pub(crate) const ROLES: [&str; 3] = ["scheduler", "worker", "tool"];

@@ -165,7 +165,7 @@ fn a_lookup_that_gets_no_answer_is_a_miss_in_time() {
     let _silent = std::os::unix::net::UnixListener::bind(path).unwrap();
     let timeout = Duration::from_millis(50);
     let mut engine = Engine::with_timeouts(&address, "a", SaveMethod::Auto, timeout, timeout);
-    engine.scheduler.lookup_start("r", &[hashes(0, 4)], 64, None, 0);
+    engine.scheduler.lookup_start(("r", 0), &[hashes(0, 4)], 64, None, 0);
     let start = std::time::Instant::now();
     assert_eq!(engine.scheduler.lookup_poll("r", PATIENCE).unwrap().tokens, 0);
     assert!(start.elapsed() < PATIENCE / 2);
@@ -217,7 +217,7 @@ fn an_answer_of_a_daemon_that_is_gone_is_a_miss() {
     engine.save(0, 0..4);
     settle(&address);
     for request in ["first", "second"] {
-        engine.scheduler.lookup_start(request, &[hashes(0, 4)], u64::MAX, None, 0);
+        engine.scheduler.lookup_start((request, 0), &[hashes(0, 4)], u64::MAX, None, 0);
     }
     // Answers come in the order of the questions.
     let second = engine.scheduler.lookup_poll("second", PATIENCE).unwrap();
@@ -291,7 +291,7 @@ fn a_claim_that_was_cancelled_cannot_be_committed() {
         ..Default::default()
     };
     assert!(matches!(worker.ask(Ask::RegisterWorker(register)), Answer::WorkerRegistered(_)));
-    assert_eq!(worker.ask(Ask::PoolMapped(v1::PoolMapped {})), Answer::Done(v1::Done {}));
+    assert_eq!(worker.ask(Ask::PoolMapped(v1::PoolMapped {})), Answer::Done(v1::Done::default()));
     let claim = |job| {
         let hashes: Vec<u8> = hashes(0, 2).iter().flat_map(|hash| hash.0).collect();
         let group = v1::SaveGroup { hashes: hashes.into(), block_ids: vec![0, 1], ..Default::default() };
@@ -309,7 +309,7 @@ fn a_claim_that_was_cancelled_cannot_be_committed() {
     // They are free to be saved anew.
     let Answer::ClaimResult(granted) = worker.ask(claim(6)) else { panic!("no claim") };
     assert_eq!(granted.outcome.as_ref(), [0, 0]);
-    assert_eq!(worker.ask(commit(granted.claim)), Answer::Done(v1::Done {}));
+    assert_eq!(worker.ask(commit(granted.claim)), Answer::Done(v1::Done::default()));
     settle(&address);
     assert_eq!(engine.lookup(&[hashes(0, 2)], u64::MAX, PATIENCE).tokens, 2 * u64::from(TOKENS));
     engine.close();

@@ -166,7 +166,7 @@ impl Saver {
         nonce[0] ^= 0xff;
         let mut worker = Wire::greet(place, Role::Worker, engine_id, nonce);
         assert!(matches!(worker.ask(register(layout)), Answer::WorkerRegistered(_)));
-        assert_eq!(worker.ask(Ask::PoolMapped(v1::PoolMapped {})), Answer::Done(v1::Done {}));
+        assert_eq!(worker.ask(Ask::PoolMapped(v1::PoolMapped {})), Answer::Done(v1::Done::default()));
         Self { scheduler, worker }
     }
 
@@ -179,7 +179,7 @@ impl Saver {
 
     fn commit(&mut self, claim: u64, written: bool) {
         let answer = self.worker.ask(Ask::Commit(v1::Commit { claim, written }));
-        assert_eq!(answer, Answer::Done(v1::Done {}));
+        assert_eq!(answer, Answer::Done(v1::Done::default()));
     }
 
     fn save(&mut self, job: u64, first: u64, count: u64) {
@@ -228,7 +228,7 @@ fn lookup(first: u64, count: u64, hand_off: v1::HandOff) -> Ask {
         max_tokens: u64::MAX,
         may_wait: true,
         hand_off: Some(hand_off),
-        tokens_per_s: 0,
+        ..Default::default()
     })
 }
 
@@ -237,7 +237,7 @@ fn tokens(wire: &mut Wire, answer: &Answer) -> u64 {
     let Answer::LookupResult(result) = answer else { panic!("{answer:?}") };
     if result.lease > 0 {
         let release = Ask::Release(v1::Release { leases: vec![result.lease] });
-        assert_eq!(wire.ask(release), Answer::Done(v1::Done {}));
+        assert_eq!(wire.ask(release), Answer::Done(v1::Done::default()));
     }
     result.tokens
 }
@@ -330,7 +330,7 @@ fn a_wait_ends_with_a_save_that_fails() {
     };
     let cancels: End = |_, p| {
         let cancel = Ask::CancelSaves(v1::CancelSaves { below_job: 2, timeout_ms: 1000 });
-        assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done {}));
+        assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done::default()));
     };
     let leaves_it_to_another_who_fails: End = |place, p| {
         let mut other = Saver::start(place, "x", [9; 16], 4);
@@ -369,7 +369,7 @@ fn a_save_that_failed_before_the_lookup_is_not_waited_for() {
     };
     let cancels: End = |_, p| {
         let cancel = Ask::CancelSaves(v1::CancelSaves { below_job: 3, timeout_ms: 1000 });
-        assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done {}));
+        assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done::default()));
         let Answer::Refused(refused) = p.worker.ask(claim(2, 1, 3)) else { panic!("it was claimed") };
         assert_eq!(refused.reason(), Reason::Cancelled);
     };
@@ -398,7 +398,7 @@ fn a_save_that_was_cancelled_before_the_wait_ends_it_when_it_is_asked_for() {
     let place = Place::new(16 << 20);
     let mut p = Saver::start(&place, "p", RUN, 4);
     let cancel = Ask::CancelSaves(v1::CancelSaves { below_job: 5, timeout_ms: 1000 });
-    assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done {}));
+    assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done::default()));
     let mut d = Saver::start(&place, "d", [2; 16], 4);
     let id = begins_to_wait(&mut d.scheduler, lookup(0, 4, from_p(64, NEVER)));
     let Answer::Refused(refused) = p.worker.ask(claim(4, 0, 4)) else { panic!("it was claimed") };
@@ -586,6 +586,6 @@ fn any_number_of_lookups_is_answered() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(d.scheduler.ask(Ask::Release(v1::Release { leases })), Answer::Done(v1::Done {}));
+    assert_eq!(d.scheduler.ask(Ask::Release(v1::Release { leases })), Answer::Done(v1::Done::default()));
     place.rests_after(&[("complete", WAITING_MAX), ("too_many", LOOKUPS - WAITING_MAX)]);
 }

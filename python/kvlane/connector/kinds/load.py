@@ -16,6 +16,7 @@ from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
+from kvlane.connector.recording import recorded_group
 from kvlane.connector.requests import RequestState
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
@@ -123,8 +124,11 @@ class LookUpAndLoad(SchedulerKind):
             for group in shared.shape.groups
         ]
         wait, rate = awaited or self._wait(state), shared.rate.tokens_per_s
-        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate)
+        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate, state.number)
         state.looking_up = True
+        group = recorded_group(shared.shape.groups)
+        if group is not None and state.looked_up_blocks == 0:
+            state.looked_up_blocks = len(hashes[group.index])
 
     def tokens_to_find(self, state: RequestState) -> int:
         """Most tokens of a prompt that a lookup finds: the engine must compute at least one itself."""

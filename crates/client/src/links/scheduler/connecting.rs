@@ -46,6 +46,7 @@ impl SchedulerLink {
             daemon: String::new(),
             pool_bytes: 0,
             ready: false,
+            is_recorded: false,
             heartbeat_at: now + HEARTBEAT,
             awaits_heartbeat_reply: false,
             probe_at: now,
@@ -94,6 +95,9 @@ impl SchedulerLink {
         if up.run().is_some() && up.run() != boot {
             return self.reject(connection, &"it names another run of the daemon", now, actions);
         }
+        if let Some(Answer::Done(v1::Done { is_recorded: Some(is_recorded) })) = &reply.body {
+            up.is_recorded = *is_recorded;
+        }
         match (up.stage, reply.body) {
             (_, Some(Answer::Refused(refused))) => self.refused(connection, id, refused, now, actions),
             (SchedulerStage::Greeting { hello }, Some(Answer::Welcome(welcome))) if id == hello => {
@@ -117,6 +121,7 @@ impl SchedulerLink {
             }
             (_, Some(Answer::LookupResult(result))) if up.pending.contains_key(&id) => {
                 up.ready = result.ready;
+                up.is_recorded = result.is_recorded;
                 let pending = up.pending.remove(&id);
                 let hit = Hit::from_reply(up.boot, result);
                 let max_tokens = pending.as_ref().map_or(0, |pending| pending.max_tokens);

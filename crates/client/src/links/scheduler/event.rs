@@ -53,6 +53,8 @@ pub enum SchedulerEvent {
     LookUp {
         /// The engine's name of the lookup. A former lookup of this name is forgotten first.
         request: String,
+        /// The engine's number of the request, by which [`RequestsEnded`](Self::RequestsEnded) names it; 0 if it has none.
+        number: u64,
         /// Block hashes as they go over the wire.
         groups: Vec<v1::LookupGroup>,
         /// Upper bound of the answer in tokens.
@@ -76,6 +78,8 @@ pub enum SchedulerEvent {
         /// As [`Hit::lease`] names it.
         lease: u64,
     },
+    /// Requests of the engine have ended. Sent only while somebody records the daemon's requests.
+    RequestsEnded(Vec<v1::EndedRequest>),
     /// No save below this job may become a block any more; [`cancelled`](super::SchedulerLink::cancelled) answers.
     CancelSaves {
         /// The first job that is not cancelled.

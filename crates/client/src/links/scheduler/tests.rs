@@ -114,6 +114,7 @@ impl Play {
         let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 64]) }];
         let event = SchedulerEvent::LookUp {
             request: request.into(),
+            number: 3,
             groups,
             max_tokens: 64,
             awaited_save: None,
@@ -176,7 +177,7 @@ fn refusal(sentence: &str) -> Answer {
 }
 
 fn done() -> Answer {
-    Answer::Done(v1::Done {})
+    Answer::Done(v1::Done::default())
 }
 
 fn pending(wait_ms: u32) -> Answer {
@@ -184,14 +185,26 @@ fn pending(wait_ms: u32) -> Answer {
 }
 
 fn miss() -> Answer {
-    Answer::LookupResult(v1::LookupResult { tokens: 0, lease: 0, groups: Vec::new(), ready: true })
+    Answer::LookupResult(v1::LookupResult {
+        tokens: 0,
+        lease: 0,
+        groups: Vec::new(),
+        ready: true,
+        is_recorded: false,
+    })
 }
 
 /// Three blocks of the four that `look_up` asks for.
 fn hit(lease: u64) -> Answer {
     let pages = [10u32, 11, 12].iter().flat_map(|page| page.to_le_bytes()).collect::<Vec<_>>().into();
     let group = v1::HitGroup { group: 0, first_block: 0, pages, workers: 1, stored_blocks: 3 };
-    Answer::LookupResult(v1::LookupResult { tokens: 48, lease, groups: vec![group], ready: true })
+    Answer::LookupResult(v1::LookupResult {
+        tokens: 48,
+        lease,
+        groups: vec![group],
+        ready: true,
+        is_recorded: false,
+    })
 }
 
 #[test]
@@ -364,6 +377,7 @@ fn a_hand_off_is_sent_and_its_wait_is_prolonged_as_often_as_the_daemon_says_but_
     let (request, hand_off) = (String::from("a"), Some(hand_off));
     play.feed(SchedulerEvent::LookUp {
         request,
+        number: 0,
         groups,
         max_tokens: 64,
         awaited_save: hand_off,
@@ -551,6 +565,40 @@ fn heartbeats_name_the_leases_every_ten_seconds() {
         play.pass(HEARTBEAT);
         assert!(matches!(&play.sent()[..], [Ask::Heartbeat(beat)] if beat.live_leases == [5]));
     }
+}
+
+#[test]
+fn ends_of_requests_are_reported_while_the_daemon_says_that_it_is_recorded() {
+    let mut play = Play::open();
+    let ended =
+        |request| SchedulerEvent::RequestsEnded(vec![v1::EndedRequest { request, ..Default::default() }]);
+    let recorded = |is_recorded| Answer::Done(v1::Done { is_recorded });
+    play.feed(ended(1));
+    assert!(play.sent().is_empty() && !play.link.is_recorded());
+    // The answer to a heartbeat says so, and one to a release says nothing of it.
+    play.pass(HEARTBEAT);
+    play.answer(play.last_request(), RUN, recorded(Some(true)));
+    play.answer(play.last_request(), RUN, recorded(None));
+    play.sent();
+    play.feed(ended(2));
+    let sent = play.sent();
+    assert!(matches!(&sent[..], [Ask::RequestsEnded(ended)] if ended.requests[0].request == 2), "{sent:?}");
+    // So does the answer to a lookup.
+    let id = play.look_up("a");
+    assert!(matches!(&play.sent()[..], [Ask::Lookup(lookup)] if lookup.request == 3));
+    play.answer(id, RUN, miss());
+    play.feed(ended(3));
+    assert!(play.sent().is_empty());
+    let id = play.look_up("b");
+    play.answer(
+        id,
+        RUN,
+        Answer::LookupResult(v1::LookupResult { is_recorded: true, ready: true, ..Default::default() }),
+    );
+    assert!(play.link.is_recorded());
+    // Another daemon has to say it again.
+    play.lose();
+    assert!(!play.link.is_recorded());
 }
 
 #[test]
@@ -746,6 +794,7 @@ fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
     let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 32]) }];
     let event = SchedulerEvent::LookUp {
         request: "a".into(),
+        number: 0,
         groups,
         max_tokens: u64::MAX,
         awaited_save: None,

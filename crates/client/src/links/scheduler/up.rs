@@ -40,6 +40,8 @@ pub(super) struct SchedulerUp {
     pub(super) pool_bytes: u64,
     /// All workers of the engine have mapped the pool, by the daemon's last answer.
     pub(super) ready: bool,
+    /// Somebody records the daemon's requests, by its last answer that says so.
+    pub(super) is_recorded: bool,
     pub(super) heartbeat_at: Instant,
     /// No reply has come since the last heartbeat.
     pub(super) awaits_heartbeat_reply: bool,

@@ -213,7 +213,7 @@ fn welcome() -> Answer {
 }
 
 fn done() -> Answer {
-    Answer::Done(v1::Done {})
+    Answer::Done(v1::Done::default())
 }
 
 fn refused() -> Answer {

@@ -1,0 +1,396 @@
+//! The observer: a thread that counts the hit-rate ceiling and records requests, beside the threads that serve them.
+//!
+//! ```text
+//!   lookup --(queue of 1,024)--> kvlane-observer --> Ceilings                    <-- metrics read them
+//!   end of a request -------------'      '---------> Recorder, while one reads   <-- kvlane record reads it
+//! ```
+//! A lookup only queues its block hashes, and a reader keeps no lookup waiting. The ceiling is the share of looked-up blocks
+//! that a cache without limit could have hit. Requests are recorded from the first read on, until 10 s after the last one.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use kvlane_block::{BlockHash, Namespace};
+use kvlane_policy::{Ceiling, Ceilings, spread};
+use kvlane_trace::{Ended, LookedUp, Read, Recorder};
+use parking_lot::Mutex;
+
+/// Most lookups in the queue, some kilobytes each. A lookup beyond that is left out, and counted as such.
+const WAITING_MAX: usize = 1024;
+/// How long a reader waits for the thread.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// A recording that nobody has read for so long is over.
+const UNREAD_MAX: Duration = Duration::from_secs(10);
+/// Most models of a recording; as many as the daemon keeps spaces.
+const MODELS_MAX: usize = 4096;
+
+/// A ceiling at one moment.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Reading {
+    /// None for all namespaces together.
+    pub(crate) namespace: Option<Namespace>,
+    /// "15m", "1h" or "24h".
+    pub(crate) window: &'static str,
+    /// Share of the looked-up blocks, 0 to 1.
+    pub(crate) ratio: f64,
+}
+
+/// A model of a recording.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Model {
+    /// The namespace that its recorded blocks are named by.
+    pub(crate) namespace: Namespace,
+    pub(crate) name: String,
+    pub(crate) tokens_per_block: u32,
+    /// Bytes of a block and of its further groups' blocks, of all workers.
+    pub(crate) block_bytes: u64,
+    /// Namespaces of its other groups.
+    pub(crate) further: Vec<Namespace>,
+}
+
+/// The answer to a reader of the recording.
+#[derive(Debug, Default)]
+pub(crate) struct ReadOut {
+    pub(crate) read: Read,
+    pub(crate) forgotten_blocks: u64,
+    /// Lookups and ends that found the queue full since the recording began.
+    pub(crate) left_out: u64,
+}
+
+enum Event {
+    /// The keys of the blocks that one group's lookup searched.
+    Counted(Namespace, Vec<u64>),
+    LookedUp(Box<LookedUp>),
+    Ended(Vec<Ended>),
+    EngineLeft(Arc<str>),
+    ReadCeilings(mpsc::Sender<Vec<Reading>>),
+    ReadRecording {
+        cursor: u64,
+        most: usize,
+        is_last: bool,
+        answer: mpsc::Sender<ReadOut>,
+    },
+    Stop,
+}
+
+/// The thread and its queue.
+pub(crate) struct Observer {
+    events: mpsc::SyncSender<Event>,
+    /// Lookups and ends that found the queue full.
+    left_out: Arc<AtomicU64>,
+    is_recording: Arc<AtomicBool>,
+    /// Those of the present recording.
+    models: Arc<Mutex<HashMap<Namespace, Model>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Observer {
+    pub(crate) fn start() -> io::Result<Self> {
+        let (events, receiver) = mpsc::sync_channel(WAITING_MAX);
+        let (left_out, is_recording, models) = <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
+        let counting = Counting::default();
+        let recording = Recording {
+            recorder: None,
+            read_at: Duration::ZERO,
+            left_out_before: 0,
+            left_out: Arc::clone(&left_out),
+            is_on: Arc::clone(&is_recording),
+            models: Arc::clone(&models),
+        };
+        let run = move || observe(&receiver, counting, recording);
+        let thread = std::thread::Builder::new().name("kvlane-observer".into()).spawn(run)?;
+        Ok(Self { events, left_out, is_recording, models, thread: Some(thread) })
+    }
+
+    /// Queues the blocks of a looked-up prompt, for the ceiling.
+    pub(crate) fn count(&self, namespace: Namespace, hashes: &[BlockHash]) {
+        if !hashes.is_empty() {
+            self.queue(Event::Counted(namespace, keys(hashes)));
+        }
+    }
+
+    /// Whether requests are recorded.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.is_recording.load(Ordering::Relaxed)
+    }
+
+    /// Records a lookup.
+    pub(crate) fn looked_up(&self, lookup: LookedUp) {
+        self.queue(Event::LookedUp(Box::new(lookup)));
+    }
+
+    /// Records the ends of requests.
+    pub(crate) fn ended(&self, ended: Vec<Ended>) {
+        self.queue(Event::Ended(ended));
+    }
+
+    /// Records that an engine's scheduler has left.
+    pub(crate) fn engine_left(&self, engine: &str) {
+        if self.is_recording() {
+            self.queue(Event::EngineLeft(engine.into()));
+        }
+    }
+
+    /// Adds what `describe` says of a model, if the recording does not know it.
+    pub(crate) fn add_model(&self, namespace: Namespace, describe: impl FnOnce() -> Model) {
+        let is_new = {
+            let models = self.models.lock();
+            !models.contains_key(&namespace) && models.len() < MODELS_MAX
+        };
+        if is_new {
+            // Outside the lock, because it asks the store.
+            let model = describe();
+            self.models.lock().insert(namespace, model);
+        }
+    }
+
+    /// A model that the recording knows.
+    pub(crate) fn model(&self, namespace: Namespace) -> Option<Model> {
+        self.models.lock().get(&namespace).cloned()
+    }
+
+    /// Lookups and ends of requests that were not counted or recorded.
+    pub(crate) fn left_out(&self) -> u64 {
+        self.left_out.load(Ordering::Relaxed)
+    }
+
+    /// All ceilings whose window has a block reference. Empty if the thread is too busy to answer in time.
+    pub(crate) fn ceilings(&self) -> Vec<Reading> {
+        let (answer, answered) = mpsc::channel();
+        if self.events.try_send(Event::ReadCeilings(answer)).is_err() {
+            return Vec::new();
+        }
+        answered.recv_timeout(PATIENCE).unwrap_or_default()
+    }
+
+    /// The next recorded requests, and begins the recording if there is none. None if the thread is too busy to answer in time.
+    pub(crate) fn read_recording(&self, cursor: u64, most: usize, is_last: bool) -> Option<ReadOut> {
+        let (answer, answered) = mpsc::channel();
+        self.events.try_send(Event::ReadRecording { cursor, most, is_last, answer }).ok()?;
+        answered.recv_timeout(PATIENCE).ok()
+    }
+
+    fn queue(&self, event: Event) {
+        if self.events.try_send(event).is_err() {
+            self.left_out.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        // Waits for room in the queue. The thread takes what is queued before it stops.
+        let _ = self.events.send(Event::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            // Log: a bug: `kvlane_hit_ceiling_ratio` is no longer updated, and no request is recorded; caching works. Do:
+            // report it, with the daemon's log.
+            tracing::error!("thread kvlane-observer panicked");
+        }
+    }
+}
+
+/// The daemon's clock for recordings: the time since 1970.
+pub(crate) fn clock() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Keys of recorded blocks. The same tokens have the same hash in each namespace, and are different blocks.
+pub(crate) fn recorded_keys(namespace: Namespace, hashes: &[BlockHash]) -> Vec<u64> {
+    let space = spread(number(&namespace.0));
+    hashes.iter().map(|hash| number(&hash.0) ^ space).collect()
+}
+
+fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, mut recording: Recording) {
+    while let Ok(event) = events.recv() {
+        let now = clock();
+        recording.end_if_unread(now);
+        match event {
+            Event::Counted(namespace, keys) => counting.count(namespace, &keys, now),
+            Event::LookedUp(lookup) => recording.with(|recorder| recorder.looked_up(*lookup)),
+            Event::Ended(ended) => {
+                recording.with(|recorder| ended.into_iter().for_each(|each| recorder.ended(each)));
+            }
+            Event::EngineLeft(engine) => recording.with(|recorder| recorder.engine_left(&engine)),
+            // Sends fail if the reader has given up.
+            Event::ReadCeilings(answer) => drop(answer.send(counting.read(now))),
+            Event::ReadRecording { cursor, most, is_last, answer } => {
+                drop(answer.send(recording.read(cursor, most, is_last, now)));
+            }
+            Event::Stop => return,
+        }
+    }
+}
+
+/// The ceilings, and the namespaces that are counted apart.
+struct Counting {
+    ceilings: Ceilings,
+    names: HashMap<u64, Namespace>,
+}
+
+impl Default for Counting {
+    fn default() -> Self {
+        Self { ceilings: Ceilings::new(), names: HashMap::new() }
+    }
+}
+
+impl Counting {
+    fn count(&mut self, namespace: Namespace, keys: &[u64], now: Duration) {
+        let number = number(&namespace.0);
+        self.ceilings.record(number, keys, now);
+        if !self.names.contains_key(&number) {
+            // Names are kept only for namespaces that are counted apart, which bounds them.
+            let counted: Vec<u64> = self.ceilings.namespaces().map(|(number, _)| number).collect();
+            self.names.retain(|number, _| counted.contains(number));
+            if counted.contains(&number) {
+                self.names.insert(number, namespace);
+            }
+        }
+    }
+
+    fn read(&self, now: Duration) -> Vec<Reading> {
+        let of_all = readings(None, self.ceilings.total(), now);
+        let apart = self.ceilings.namespaces().filter_map(|(number, ceiling)| {
+            self.names.get(&number).map(|namespace| readings(Some(*namespace), ceiling, now))
+        });
+        of_all.into_iter().chain(apart.flatten()).collect()
+    }
+}
+
+fn readings(namespace: Option<Namespace>, ceiling: &Ceiling, now: Duration) -> Vec<Reading> {
+    let windows = ceiling.read(now).into_iter();
+    let reading = |(window, count): (kvlane_policy::Window, kvlane_policy::WindowCount)| {
+        Some(Reading { namespace, window: window.name(), ratio: count.ceiling()? })
+    };
+    windows.filter_map(reading).collect()
+}
+
+/// The recording, while somebody reads it.
+struct Recording {
+    recorder: Option<Recorder>,
+    /// When it was last read.
+    read_at: Duration,
+    /// `left_out` when it began.
+    left_out_before: u64,
+    left_out: Arc<AtomicU64>,
+    is_on: Arc<AtomicBool>,
+    models: Arc<Mutex<HashMap<Namespace, Model>>>,
+}
+
+impl Recording {
+    fn with(&mut self, record: impl FnOnce(&mut Recorder)) {
+        if let Some(recorder) = &mut self.recorder {
+            record(recorder);
+        }
+    }
+
+    fn end_if_unread(&mut self, now: Duration) {
+        if self.recorder.is_some() && now.saturating_sub(self.read_at) > UNREAD_MAX {
+            self.recorder = None;
+            self.is_on.store(false, Ordering::Relaxed);
+            self.models.lock().clear();
+            // Log: `kvlane record` has ended, or has not read for 10 s. Its file says whether it is complete.
+            tracing::info!("recording ended");
+        }
+    }
+
+    fn read(&mut self, cursor: u64, most: usize, is_last: bool, now: Duration) -> ReadOut {
+        self.read_at = now;
+        let left_out = self.left_out.load(Ordering::Relaxed);
+        let is_new = self.recorder.is_none();
+        let recorder = self.recorder.get_or_insert_with(|| Recorder::new(now));
+        if is_new {
+            self.left_out_before = left_out;
+            self.is_on.store(true, Ordering::Relaxed);
+            // Log: `kvlane record` began to read the requests of this daemon: lengths, times, and numbers of blocks.
+            tracing::info!("recording began");
+        }
+        if is_last {
+            recorder.close_all();
+        }
+        ReadOut {
+            read: recorder.read(cursor, most),
+            forgotten_blocks: recorder.forgotten_blocks(),
+            left_out: left_out - self.left_out_before,
+        }
+    }
+}
+
+fn keys(hashes: &[BlockHash]) -> Vec<u64> {
+    hashes.iter().map(|hash| number(&hash.0)).collect()
+}
+
+/// Half of a digest. Block hashes and namespaces are digests, and half of their bytes tells them apart well enough.
+fn number(digest: &[u8; 16]) -> u64 {
+    u128::from_le_bytes(*digest) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(prompt: u64, block: u64) -> BlockHash {
+        BlockHash(u128::from(spread(prompt << 32 | block)).to_le_bytes())
+    }
+
+    #[test]
+    fn what_is_asked_for_again_could_have_been_hit() {
+        let observer = Observer::start().unwrap();
+        let (one, two) = (Namespace([1; 16]), Namespace([2; 16]));
+        // The first namespace sees each prompt four times, the second each once.
+        for prompt in 0..40 {
+            let blocks = |prompt| (0..100).map(|block| hash(prompt, block)).collect::<Vec<_>>();
+            observer.count(one, &blocks(prompt % 10));
+            observer.count(two, &blocks(prompt));
+        }
+        let read = observer.ceilings();
+        let ratio = |namespace, window| {
+            let is_it = |reading: &&Reading| reading.namespace == namespace && reading.window == window;
+            read.iter().find(is_it).unwrap().ratio
+        };
+        for window in ["15m", "1h", "24h"] {
+            assert!((ratio(Some(one), window) - 0.75).abs() < 0.02, "{read:?}");
+            assert!(ratio(Some(two), window) < 0.03, "{read:?}");
+            assert!((ratio(None, window) - 0.375).abs() < 0.02, "{read:?}");
+        }
+        assert_eq!(observer.left_out(), 0);
+    }
+
+    #[test]
+    fn the_same_tokens_in_another_namespace_are_another_block() {
+        let hashes = [hash(1, 0), hash(1, 1)];
+        let [one, two] = [1, 2].map(|number| recorded_keys(Namespace([number; 16]), &hashes));
+        assert!(one.iter().all(|key| !two.contains(key)));
+        assert_eq!(one, recorded_keys(Namespace([1; 16]), &hashes));
+    }
+
+    #[test]
+    fn a_recording_ends_when_nobody_reads_it() {
+        let (left_out, is_on, models) = <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
+        let mut recording = Recording {
+            recorder: None,
+            read_at: Duration::ZERO,
+            left_out_before: 0,
+            left_out,
+            is_on: Arc::clone(&is_on),
+            models,
+        };
+        let at = Duration::from_secs;
+        recording.read(0, 1, false, at(100));
+        recording.end_if_unread(at(110));
+        assert!(is_on.load(Ordering::Relaxed));
+        recording.read(1, 1, false, at(110));
+        recording.end_if_unread(at(121));
+        assert!(!is_on.load(Ordering::Relaxed) && recording.recorder.is_none());
+    }
+}

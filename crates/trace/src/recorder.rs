@@ -1,0 +1,426 @@
+//! [`Recorder`]: joins lookups and ends of requests, and keeps the last requests for its readers.
+//!
+//! ```text
+//!             looked_up                    ended, or the engine left
+//!   (unknown) ---------> open (at most 4,096) ---------------------> ring (the last 4,096) --> read
+//!       |                                                              ^
+//!       '--- ended without a lookup: lengths only ---------------------'
+//! ```
+//! A request of an engine that reports no ends goes to the ring at once, without lengths.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    numbers::BlockNumbers,
+    runs::{Run, extend_runs, runs},
+};
+
+/// Requests in the ring. A slow reader loses the oldest.
+const RING_MAX: usize = 4096;
+/// Requests whose end has not come. Beyond it, the oldest goes to the ring without lengths.
+const OPEN_MAX: usize = 4096;
+
+/// The meaning of the numbers of a trace's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Grade {
+    /// Blocks of the engine's KV cache, as a daemon saw them.
+    Blocks,
+    /// Parts of the prompts' text, as a router saw them. Their number is an estimate of the tokens.
+    Text,
+}
+
+/// Blocks of a hit, by the tier that they came from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TierBlocks {
+    /// In RAM when the prompt was looked up.
+    pub ram: u64,
+    /// Fetched from the SSD.
+    pub ssd: u64,
+    /// Fetched from other hosts.
+    pub peers: u64,
+}
+
+impl std::ops::AddAssign for TierBlocks {
+    fn add_assign(&mut self, other: Self) {
+        self.ram += other.ram;
+        self.ssd += other.ssd;
+        self.peers += other.peers;
+    }
+}
+
+impl TierBlocks {
+    /// Blocks of the whole hit.
+    pub fn total(self) -> u64 {
+        self.ram + self.ssd + self.peers
+    }
+}
+
+/// The engine that served a request, when several engines share the work.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Leg {
+    /// One engine served all of it.
+    #[default]
+    Whole,
+    /// The engine computed the prompt for another one.
+    Prefill,
+    /// The engine took the prompt over from another one.
+    Decode,
+}
+
+/// Tokens of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lengths {
+    /// Length of the prompt.
+    pub prompt: u64,
+    /// Length of the answer.
+    pub output: u64,
+}
+
+/// A prompt that was looked up.
+#[derive(Debug)]
+pub struct LookedUp {
+    /// When it came, on the recorder's clock.
+    pub at: Duration,
+    /// The engine that asked.
+    pub engine: Arc<str>,
+    /// Names the blocks' namespace.
+    pub model: [u8; 16],
+    /// The engine's number of the request; 0 if it has none.
+    pub request: u64,
+    /// Keys of all full blocks of the prompt.
+    pub keys: Vec<u64>,
+    /// How many of them, from the first one on, were looked up.
+    pub looked_up: usize,
+    /// The blocks that were found.
+    pub hit: TierBlocks,
+    /// Whether the engine reports the ends of its requests.
+    pub reports_ends: bool,
+}
+
+/// The end of a request.
+#[derive(Debug)]
+pub struct Ended {
+    /// When the request came, on the recorder's clock.
+    pub at: Duration,
+    /// The engine that served it.
+    pub engine: Arc<str>,
+    /// Names the namespace of its blocks.
+    pub model: [u8; 16],
+    /// The engine's number of the request.
+    pub request: u64,
+    /// The request's tokens.
+    pub lengths: Lengths,
+    /// Tokens that the engine had in its own cache.
+    pub engine_tokens: u64,
+    /// Its part in serving the request.
+    pub leg: Leg,
+    /// Index of the first block in `keys`.
+    pub first_block: u64,
+    /// Keys of blocks that were saved, from `first_block` on.
+    pub keys: Vec<u64>,
+}
+
+/// A recorded request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Recorded {
+    /// When it came, on the recorder's clock.
+    pub at: Duration,
+    /// The engine that served it.
+    pub engine: Arc<str>,
+    /// Names the namespace of its blocks.
+    pub model: [u8; 16],
+    /// The blocks that were looked up, from the prompt's first one on.
+    pub blocks: Vec<Run>,
+    /// The blocks behind them that were saved: the prompt's last one, and those of the answer.
+    pub saved: Vec<Run>,
+    /// Which of `blocks` were found.
+    pub hit: TierBlocks,
+    /// Tokens that the engine had in its own cache.
+    pub engine_tokens: u64,
+    /// None if the engine did not report the request's end.
+    pub lengths: Option<Lengths>,
+    /// The engine's part in serving the request.
+    pub leg: Leg,
+}
+
+/// The answer to a reader.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Read {
+    /// For the next read.
+    pub cursor: u64,
+    /// Requests that left the ring before this reader came.
+    pub lost: u64,
+    /// In the order in which they ended.
+    pub requests: Vec<Recorded>,
+    /// There are more already.
+    pub has_more: bool,
+}
+
+type RequestName = (Arc<str>, u64);
+
+/// Keeps what readers have not read. Memory is bounded: 4,096 requests each, and [`BlockNumbers`].
+#[derive(Debug)]
+pub struct Recorder {
+    numbers: BlockNumbers,
+    /// Requests whose end has not come, oldest first.
+    open: BTreeMap<u64, (RequestName, Recorded)>,
+    /// Place in `open`.
+    places: HashMap<RequestName, u64>,
+    last_place: u64,
+    ring: VecDeque<Recorded>,
+    /// Requests that have entered the ring.
+    entered: u64,
+    /// When the recording began, on the recorder's clock.
+    since: Duration,
+}
+
+impl Recorder {
+    /// Begins a recording.
+    pub fn new(since: Duration) -> Self {
+        Self {
+            numbers: BlockNumbers::new(),
+            open: BTreeMap::new(),
+            places: HashMap::new(),
+            last_place: 0,
+            ring: VecDeque::new(),
+            entered: 0,
+            since,
+        }
+    }
+
+    /// Records a lookup. Another lookup of the same request, as after a preemption, only replaces what was found.
+    pub fn looked_up(&mut self, lookup: LookedUp) {
+        let LookedUp { at, engine, model, request, keys, looked_up, hit, reports_ends } = lookup;
+        let name = (Arc::clone(&engine), request);
+        if let Some((_, record)) = self.places.get(&name).and_then(|place| self.open.get_mut(place)) {
+            record.hit = hit;
+            return;
+        }
+        let mut ids = keys.iter().map(|key| self.numbers.number(*key));
+        let blocks = runs(ids.by_ref().take(looked_up));
+        let saved = runs(ids);
+        let (lengths, leg, engine_tokens) = (None, Leg::Whole, 0);
+        let record = Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg };
+        if !reports_ends || request == 0 {
+            return self.push(record);
+        }
+        if self.open.len() >= OPEN_MAX {
+            self.close_oldest();
+        }
+        self.last_place += 1;
+        self.places.insert(name.clone(), self.last_place);
+        self.open.insert(self.last_place, (name, record));
+    }
+
+    /// Records the end of a request. One that came before the recording is left out.
+    pub fn ended(&mut self, ended: Ended) {
+        let Ended { at, engine, model, request, lengths, engine_tokens, leg, first_block, keys } = ended;
+        let name = (Arc::clone(&engine), request);
+        let open = self.places.remove(&name).and_then(|place| self.open.remove(&place));
+        let Some((_, mut record)) = open else {
+            if at >= self.since {
+                let (blocks, saved, hit) = (Vec::new(), Vec::new(), TierBlocks::default());
+                let lengths = Some(lengths);
+                self.push(Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg });
+            }
+            return;
+        };
+        let known: u64 = record.blocks.iter().chain(&record.saved).map(|run| run.count).sum();
+        if first_block <= known {
+            let further = keys.iter().skip((known - first_block) as usize);
+            extend_runs(&mut record.saved, further.map(|key| self.numbers.number(*key)));
+        }
+        self.push(Recorded { lengths: Some(lengths), engine_tokens, leg, ..record });
+    }
+
+    /// An engine has left: its open requests will not end.
+    pub fn engine_left(&mut self, engine: &str) {
+        let of_engine: Vec<u64> =
+            self.open.iter().filter(|(_, (name, _))| &*name.0 == engine).map(|(place, _)| *place).collect();
+        of_engine.into_iter().for_each(|place| self.close(place));
+    }
+
+    /// Closes all open requests, without lengths.
+    pub fn close_all(&mut self) {
+        while !self.open.is_empty() {
+            self.close_oldest();
+        }
+    }
+
+    /// The next requests, at most `most`. A reader begins at cursor 0, and gets what enters the ring from then on.
+    pub fn read(&self, cursor: u64, most: usize) -> Read {
+        let end = self.entered + 1;
+        if cursor == 0 || cursor > end {
+            return Read { cursor: end, ..Read::default() };
+        }
+        let oldest = end - self.ring.len() as u64;
+        let from = cursor.max(oldest);
+        let unread = self.ring.iter().skip((from - oldest) as usize);
+        let requests: Vec<Recorded> = unread.take(most).cloned().collect();
+        let cursor_after = from + requests.len() as u64;
+        Read { cursor: cursor_after, lost: from - cursor, requests, has_more: cursor_after < end }
+    }
+
+    /// Blocks that were forgotten; see [`BlockNumbers::forgotten`].
+    pub fn forgotten_blocks(&self) -> u64 {
+        self.numbers.forgotten()
+    }
+
+    fn close_oldest(&mut self) {
+        if let Some(place) = self.open.keys().next().copied() {
+            self.close(place);
+        }
+    }
+
+    fn close(&mut self, place: u64) {
+        if let Some((name, record)) = self.open.remove(&place) {
+            self.places.remove(&name);
+            self.push(record);
+        }
+    }
+
+    fn push(&mut self, record: Recorded) {
+        if self.ring.len() >= RING_MAX {
+            self.ring.pop_front();
+        }
+        self.ring.push_back(record);
+        self.entered += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runs::ids;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn lookup(engine: &str, request: u64, keys: &[u64]) -> LookedUp {
+        let hit = TierBlocks { ram: 1, ..TierBlocks::default() };
+        LookedUp {
+            at: 2 * SECOND,
+            engine: engine.into(),
+            model: [1; 16],
+            request,
+            keys: keys.to_vec(),
+            looked_up: keys.len() - 1,
+            hit,
+            reports_ends: true,
+        }
+    }
+
+    fn end(engine: &str, request: u64, at: Duration, keys: &[u64]) -> Ended {
+        Ended {
+            at,
+            engine: engine.into(),
+            model: [1; 16],
+            request,
+            lengths: Lengths { prompt: 40, output: 20 },
+            engine_tokens: 16,
+            leg: Leg::Whole,
+            first_block: 1,
+            keys: keys.to_vec(),
+        }
+    }
+
+    fn numbers(runs: &[Run]) -> Vec<u64> {
+        ids(runs).collect()
+    }
+
+    #[test]
+    fn a_request_is_recorded_once_it_ends() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        recorder.looked_up(lookup("a", 7, &[50, 60, 70]));
+        assert_eq!(recorder.read(cursor, 10), Read { cursor, ..Read::default() });
+        recorder.ended(end("a", 7, 2 * SECOND, &[60, 70, 80, 90]));
+        let read = recorder.read(cursor, 10);
+        let [record] = &read.requests[..] else { panic!("{read:?}") };
+        assert_eq!((numbers(&record.blocks), numbers(&record.saved)), (vec![0, 1], vec![2, 3, 4]));
+        assert_eq!(record.lengths, Some(Lengths { prompt: 40, output: 20 }));
+        assert_eq!((record.hit.total(), record.engine_tokens), (1, 16));
+        assert!(!read.has_more);
+        assert_eq!(recorder.read(read.cursor, 10).requests, []);
+    }
+
+    #[test]
+    fn a_request_that_was_not_looked_up_is_recorded_as_lengths() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        recorder.ended(end("a", 7, 2 * SECOND, &[60]));
+        recorder.ended(end("a", 8, SECOND / 2, &[60]));
+        let read = recorder.read(cursor, 10);
+        assert_eq!(read.requests.len(), 1, "the other one came before the recording");
+        assert_eq!((&read.requests[0].blocks[..], &read.requests[0].saved[..]), (&[][..], &[][..]));
+        assert!(read.requests[0].lengths.is_some());
+    }
+
+    #[test]
+    fn engines_that_report_no_ends_or_leave_are_recorded_without_lengths() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        recorder.looked_up(LookedUp { reports_ends: false, ..lookup("old", 0, &[1, 2]) });
+        recorder.looked_up(lookup("a", 1, &[1, 2]));
+        recorder.looked_up(lookup("b", 1, &[1, 2]));
+        recorder.engine_left("a");
+        let engines =
+            |read: &Read| read.requests.iter().map(|each| each.engine.to_string()).collect::<Vec<_>>();
+        let read = recorder.read(cursor, 10);
+        assert_eq!(engines(&read), ["old", "a"]);
+        assert!(read.requests.iter().all(|each| each.lengths.is_none()));
+        recorder.close_all();
+        assert_eq!(engines(&recorder.read(read.cursor, 10)), ["b"]);
+    }
+
+    #[test]
+    fn a_second_lookup_of_a_request_replaces_what_was_found() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        recorder.looked_up(lookup("a", 1, &[1, 2]));
+        let hit = TierBlocks { ssd: 9, ..TierBlocks::default() };
+        recorder.looked_up(LookedUp { hit, ..lookup("a", 1, &[1, 2, 3, 4]) });
+        recorder.close_all();
+        let read = recorder.read(cursor, 10);
+        assert_eq!(read.requests.len(), 1);
+        assert_eq!((read.requests[0].hit, numbers(&read.requests[0].blocks)), (hit, vec![0]));
+    }
+
+    #[test]
+    fn a_slow_reader_loses_the_oldest_and_learns_how_many() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        let total = (RING_MAX + 10) as u64;
+        (1..=total).for_each(|request| recorder.ended(end("a", request, 2 * SECOND, &[])));
+        let read = recorder.read(cursor, 100);
+        assert_eq!((read.lost, read.requests.len(), read.has_more), (10, 100, true));
+        let mut all = read.requests.len();
+        let mut cursor = read.cursor;
+        loop {
+            let read = recorder.read(cursor, 1000);
+            assert_eq!(read.lost, 0);
+            all += read.requests.len();
+            cursor = read.cursor;
+            if !read.has_more {
+                break;
+            }
+        }
+        assert_eq!(all, RING_MAX);
+    }
+
+    #[test]
+    fn too_many_open_requests_close_the_oldest() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        let total = OPEN_MAX as u64 + 1;
+        (1..=total).for_each(|request| recorder.looked_up(lookup("a", request, &[request, 2])));
+        assert_eq!(recorder.read(cursor, 10).requests.len(), 1);
+        assert_eq!(recorder.open.len(), recorder.places.len());
+    }
+}
