@@ -65,6 +65,13 @@ def test_lookup_beside_saves_and_computing_threads_has_a_control(tmp_path: Path)
     assert busy["microseconds"]["busy"]["python"]["p50"] > 2000
 
 
+def test_a_recorded_daemon_is_compared_with_one_that_nobody_records(tmp_path: Path) -> None:
+    result = bench(tmp_path, "lookup", "--rounds", "30", "--recorded", "--blocks", "50")
+    us = result["recorded"]["microseconds"]
+    ratio = value(result, "recorded: lookup of 50 hashes / not recorded, p50")
+    assert us["alone"]["p50"] > 0 and math.isclose(ratio, us["recorded"]["p50"] / us["alone"]["p50"])
+
+
 def test_journal_compares_a_daemon_with_a_reader_to_one_without(tmp_path: Path) -> None:
     result = bench(tmp_path, "journal", "--blocks", "40", "--block-kib", "4", "--rounds", "6")
     assert len(result["pairs_seconds"]) == 6

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patterns import NAMESPACE, TOKENS
-from processes import KVLANE, PATIENCE, Daemon, Engine, clean_environment, run_kvlane, until
+from processes import Daemon, Engine, run_kvlane, until
+from recordings import Trace, expanded, recording
 
 # A block of engine_process.py: a K and a V piece.
 BLOCK_BYTES = 16 << 10
@@ -21,63 +20,6 @@ RING = 4096
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
-
-
-class Recording:
-    """A running `kvlane record`."""
-
-    def __init__(self, daemon: Daemon, file: Path, *flags: str) -> None:
-        self.file = file
-        command = [KVLANE, "record", str(file), "--addr", daemon.address, *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
-        )
-        # The header is written once the daemon records.
-        until("the recording has begun", lambda: self.process.poll() is not None or file.exists())
-
-    def wait(self) -> str:
-        """What it printed, once it has ended."""
-        out, errors = self.process.communicate(timeout=PATIENCE)
-        assert self.process.returncode == 0, errors
-        return out
-
-    def end(self, number: signal.Signals = signal.SIGINT) -> Trace:
-        self.process.send_signal(number)
-        said = self.wait()
-        trace = Trace(self.file)
-        assert trace.header["is_complete"], said
-        return trace
-
-
-class Trace:
-    def __init__(self, file: Path) -> None:
-        header, *lines = [json.loads(line) for line in file.read_text().splitlines()]
-        self.header: dict[str, Any] = header
-        self.models = [line for line in lines if "timestamp" not in line]
-        self.requests = [line for line in lines if "timestamp" in line]
-
-    def blocks(self) -> int:
-        return sum(len(expanded(each["hash_ids"])) for each in self.requests)
-
-    def hits(self) -> int:
-        return sum(each.get("ram_blocks", 0) + each.get("ssd_blocks", 0) for each in self.requests)
-
-
-def expanded(ids: list[Any]) -> list[int]:
-    return [
-        block for each in ids for block in (range(each[0], each[1] + 1) if isinstance(each, list) else [each])
-    ]
-
-
-@contextlib.contextmanager
-def recording(daemon: Daemon, file: Path, *flags: str) -> Iterator[Recording]:
-    made = Recording(daemon, file, *flags)
-    try:
-        yield made
-    finally:
-        if made.process.poll() is None:
-            made.process.kill()
-            made.process.wait(PATIENCE)
 
 
 def replayed(file: Path, *flags: str) -> dict[str, Any]:

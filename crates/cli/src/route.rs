@@ -33,10 +33,12 @@ use rustix::process::{Resource, getrlimit};
 use tokio::signal::unix::SignalKind;
 
 use self::args::RouteArgs;
+pub(crate) use self::control::SocketArgs;
 use crate::{
     balance_table::BalanceTable,
     errors, logging,
     open_files::{self, Needs},
+    record::{self, RouteRecordArgs},
     route_knowledge::knowledge,
     service,
 };
@@ -65,6 +67,9 @@ enum Action {
     Add(control::AddArgs),
     /// Take an engine away when it has finished what it has.
     Remove(control::RemoveArgs),
+    /// Record the requests of the running router, for `kvlane replay --route`: times, lengths, and a number for each part of a
+    /// prompt's text.
+    Record(RouteRecordArgs),
     /// Run beside an engine and tell a router every 3 s that it is there, until SIGTERM.
     Beat(beat::BeatArgs),
 }
@@ -77,6 +82,7 @@ pub(crate) fn run(command: RouteCommand, program: clap::Command) -> ExitCode {
         Some(Action::Drain(args)) => control::drain(&args),
         Some(Action::Add(args)) => control::add(args),
         Some(Action::Remove(args)) => control::remove(&args),
+        Some(Action::Record(args)) => record::run_at_router(&args),
         Some(Action::Beat(args)) => beat::run(args),
     };
     match done {

@@ -48,6 +48,7 @@ pub mod metrics;
 mod node_page;
 mod pool_info;
 pub mod proxy;
+pub mod recording;
 mod request_metrics;
 mod request_rows;
 pub mod role_records;

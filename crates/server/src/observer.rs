@@ -64,6 +64,8 @@ pub(crate) struct ReadOut {
     pub(crate) forgotten_blocks: u64,
     /// Lookups and ends that found the queue full since the recording began.
     pub(crate) left_out: u64,
+    /// When the recording began.
+    pub(crate) since: Duration,
 }
 
 enum Event {
@@ -322,6 +324,7 @@ impl Recording {
             read: recorder.read(cursor, most),
             forgotten_blocks: recorder.forgotten_blocks(),
             left_out: left_out - self.left_out_before,
+            since: recorder.since(),
         }
     }
 }

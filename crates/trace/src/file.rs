@@ -16,6 +16,7 @@
 //! | `ram_blocks`, `ssd_blocks`, `peer_blocks` | which of `hash_ids` were found, from the first one on; 0 is left out |
 //! | `engine_tokens` | tokens that the engine had in its own cache; 0 is left out |
 //! | `engine`, `model` | numbers, by first appearance; `engine_name` with `--names` |
+//! | `ttft_ms` | ms until the first token, in recordings of a router |
 //! | `leg` | `prefill` or `decode`, if two engines served the request |
 //!
 //! [`Parser`] also reads Mooncake's and Qwen-Bailian's traces.

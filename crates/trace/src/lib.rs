@@ -15,5 +15,5 @@ mod recorder;
 mod runs;
 
 pub use numbers::BlockNumbers;
-pub use recorder::{Ended, Grade, Leg, Lengths, LookedUp, Read, Recorded, Recorder, TierBlocks};
+pub use recorder::{Ended, Grade, Leg, Lengths, LookedUp, Read, Recorded, Recorder, TierBlocks, Whole};
 pub use runs::{Run, extend_runs, ids, runs};

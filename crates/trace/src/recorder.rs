@@ -148,6 +148,25 @@ pub struct Recorded {
     pub lengths: Option<Lengths>,
     /// The engine's part in serving the request.
     pub leg: Leg,
+    /// Time from the request to its first token. None if it is not known.
+    pub first_token: Option<Duration>,
+}
+
+/// A request that has ended, of a recorder that saw all of it.
+#[derive(Debug)]
+pub struct Whole {
+    /// When it came, on the recorder's clock.
+    pub at: Duration,
+    /// The engine that served it.
+    pub engine: Arc<str>,
+    /// Names the model.
+    pub model: [u8; 16],
+    /// Keys of its blocks.
+    pub keys: Vec<u64>,
+    /// The request's tokens.
+    pub lengths: Lengths,
+    /// Time from the request to its first token. None if it is not known.
+    pub first_token: Option<Duration>,
 }
 
 /// The answer to a reader.
@@ -206,8 +225,9 @@ impl Recorder {
         let mut ids = keys.iter().map(|key| self.numbers.number(*key));
         let blocks = runs(ids.by_ref().take(looked_up));
         let saved = runs(ids);
-        let (lengths, leg, engine_tokens) = (None, Leg::Whole, 0);
-        let record = Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg };
+        let (lengths, leg, engine_tokens, first_token) = (None, Leg::Whole, 0, None);
+        let record =
+            Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg, first_token };
         if !reports_ends || request == 0 {
             return self.push(record);
         }
@@ -219,6 +239,29 @@ impl Recorder {
         self.open.insert(self.last_place, (name, record));
     }
 
+    /// Records a request as a whole. One that came before the recording is left out.
+    pub fn whole(&mut self, whole: Whole) {
+        let Whole { at, engine, model, keys, lengths, first_token } = whole;
+        if at < self.since {
+            return;
+        }
+        let blocks = runs(keys.iter().map(|key| self.numbers.number(*key)));
+        let (saved, hit, lengths) = (Vec::new(), TierBlocks::default(), Some(lengths));
+        let (engine_tokens, leg) = (0, Leg::Whole);
+        self.push(Recorded {
+            at,
+            engine,
+            model,
+            blocks,
+            saved,
+            hit,
+            engine_tokens,
+            lengths,
+            leg,
+            first_token,
+        });
+    }
+
     /// Records the end of a request. One that came before the recording is left out.
     pub fn ended(&mut self, ended: Ended) {
         let Ended { at, engine, model, request, lengths, engine_tokens, leg, first_block, keys } = ended;
@@ -227,8 +270,19 @@ impl Recorder {
         let Some((_, mut record)) = open else {
             if at >= self.since {
                 let (blocks, saved, hit) = (Vec::new(), Vec::new(), TierBlocks::default());
-                let lengths = Some(lengths);
-                self.push(Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg });
+                let (lengths, first_token) = (Some(lengths), None);
+                self.push(Recorded {
+                    at,
+                    engine,
+                    model,
+                    blocks,
+                    saved,
+                    hit,
+                    engine_tokens,
+                    lengths,
+                    leg,
+                    first_token,
+                });
             }
             return;
         };
@@ -266,6 +320,12 @@ impl Recorder {
         let requests: Vec<Recorded> = unread.take(most).cloned().collect();
         let cursor_after = from + requests.len() as u64;
         Read { cursor: cursor_after, lost: from - cursor, requests, has_more: cursor_after < end }
+    }
+
+    /// When the recording began, on the recorder's clock. It tells recordings apart: their numbers and cursors have nothing to do
+    /// with each other. Cursor 1 reads one from its beginning.
+    pub fn since(&self) -> Duration {
+        self.since
     }
 
     /// Blocks that were forgotten; see [`BlockNumbers::forgotten`].

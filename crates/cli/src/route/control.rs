@@ -13,7 +13,7 @@ use clap::Args;
 use kvlane_memory::{RuntimeFolder, SocketFile};
 use kvlane_router::{
     address::Address,
-    members::{Call, Listed, ask},
+    members::{Answer, AskError, Call, Listed, ask},
     schedule::{Connector, NodeState, Role},
     shared::Shared,
 };
@@ -87,7 +87,12 @@ pub(crate) struct AddArgs {
 
 impl SocketArgs {
     fn ask(&self, call: &Call) -> Result<Vec<Listed>> {
-        Ok(ask(&self.socket.clone().unwrap_or_else(default_socket), call)?)
+        Ok(self.ask_whole(call)?.nodes)
+    }
+
+    /// Asks the running router.
+    pub(crate) fn ask_whole(&self, call: &Call) -> Result<Answer, AskError> {
+        ask(&self.socket.clone().unwrap_or_else(default_socket), call)
     }
 }
 

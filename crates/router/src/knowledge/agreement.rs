@@ -36,9 +36,9 @@ impl Agreement {
 
 /// `usage.prompt_tokens` of an answer in one piece: the last number with that name. It is searched for, because parsing answers
 /// would cost too much.
-pub(super) fn prompt_tokens(answer: &[u8]) -> Option<u64> {
+pub(crate) fn prompt_tokens(answer: &[u8]) -> Option<u64> {
     const NAME: &[u8] = b"\"prompt_tokens\":";
-    let at = answer.windows(NAME.len()).rposition(|window| window == NAME)? + NAME.len();
+    let at = memchr::memmem::rfind(answer, NAME)? + NAME.len();
     let rest = answer[at..].trim_ascii_start();
     let digits = rest.iter().position(|byte| !byte.is_ascii_digit())?;
     std::str::from_utf8(&rest[..digits]).ok()?.parse().ok()

@@ -5,6 +5,7 @@
 //!   {"call": "list"}                                        {"nodes": [...]}
 //!   {"call": "drain", "node": "http://10.0.0.1:8100"}       {"nodes": [that one]}
 //!   {"call": "remove", "node": ..., "now": false}           {"nodes": [that one]}, or none if it has gone
+//!   {"call": "record", "cursor": 0}                         {"nodes": [], "recorded": {...}}
 //!   {"call": "add", "url": ..., "role": "decode", ...}      {"nodes": [that one]}
 //!                                                           {"error": "a sentence"}
 //! ```
@@ -20,7 +21,7 @@ use kvlane_memory::{FolderFault, FolderRefused, PeerCredentials, RuntimeFolder, 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::schedule::Condition;
+use crate::{recording::RecordedPage, schedule::Condition};
 
 /// Longest line of a call.
 pub const CALL_BYTES_MAX: usize = 4096;
@@ -47,6 +48,12 @@ pub enum Call {
         /// Whether it leaves before its requests have ended.
         now: bool,
     },
+    /// Reads the recorded requests since the answer that gave `cursor`; 0 begins a recording, which ends 10 s after the last
+    /// read.
+    Record {
+        /// 0 at first, then the cursor of the last answer.
+        cursor: u64,
+    },
     /// Adds a node, or ends its draining.
     Add {
         /// The node's address.
@@ -68,6 +75,9 @@ pub struct Answer {
     /// The nodes that the call was about, as they are afterwards.
     #[serde(default)]
     pub nodes: Vec<Listed>,
+    /// The answer to [`Call::Record`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recorded: Option<RecordedPage>,
     /// Why the router refused the call.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -150,7 +160,7 @@ pub enum AskError {
 ///
 /// # Errors
 /// No trusted router answers, or it refuses.
-pub fn ask(path: &Path, call: &Call) -> Result<Vec<Listed>, AskError> {
+pub fn ask(path: &Path, call: &Call) -> Result<Answer, AskError> {
     let shown = || path.display().to_string();
     let runtime = RuntimeFolder::of_this_user();
     if runtime.holds(path) {
@@ -164,7 +174,10 @@ pub fn ask(path: &Path, call: &Call) -> Result<Vec<Listed>, AskError> {
         return Err(AskError::Stranger(shown()));
     }
     let answer = exchange(&mut stream, call).map_err(AskError::Silent)?;
-    answer.error.map_or(Ok(answer.nodes), |sentence| Err(AskError::Refused(sentence)))
+    match answer.error {
+        None => Ok(answer),
+        Some(sentence) => Err(AskError::Refused(sentence)),
+    }
 }
 
 fn exchange(stream: &mut UnixStream, call: &Call) -> io::Result<Answer> {

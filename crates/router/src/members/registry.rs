@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     address::Address,
+    recording::RecordedPage,
     schedule::{Condition, Node, NodeId, NodeState, Role},
     shared::Shared,
 };
@@ -143,6 +144,11 @@ impl Registry {
         for address in idle {
             let _ = self.apply(Event::Idle(address));
         }
+    }
+
+    /// The next recorded requests; see [`Call::Record`](super::control::Call::Record).
+    pub(super) fn recorded(&self, cursor: u64) -> RecordedPage {
+        self.shared.recording.read(cursor, Instant::now())
     }
 
     /// All nodes, or only the one at this address, by role and name.

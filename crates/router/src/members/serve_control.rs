@@ -84,7 +84,10 @@ async fn serve_one(mut stream: UnixStream, registry: &Registry) -> std::io::Resu
 fn carry_out(call: Call, registry: &Registry) -> Result<Answer, String> {
     let parse = |text: &str| text.parse::<Address>().map_err(|error| error.to_string());
     let (address, event) = match call {
-        Call::List => return Ok(Answer { nodes: registry.list(None), error: None }),
+        Call::List => return Ok(Answer { nodes: registry.list(None), ..Answer::default() }),
+        Call::Record { cursor } => {
+            return Ok(Answer { recorded: Some(registry.recorded(cursor)), ..Answer::default() });
+        }
         Call::Drain { node } => {
             let address = parse(&node)?;
             (address.clone(), Event::Drained(address))
@@ -112,5 +115,5 @@ fn carry_out(call: Call, registry: &Registry) -> Result<Answer, String> {
         }
     };
     registry.apply(event).map_err(|refusal| refusal.to_string())?;
-    Ok(Answer { nodes: registry.list(Some(&address)), error: None })
+    Ok(Answer { nodes: registry.list(Some(&address)), ..Answer::default() })
 }

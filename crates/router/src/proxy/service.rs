@@ -178,6 +178,9 @@ impl Arrived<'_> {
         // A node that only tokenizes a text does not cache it.
         let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
         let marks = if computed.is_some() { marks } else { Vec::new() };
+        if computed.is_some() {
+            tally.set_marks(&marks);
+        }
         let prompt = match computed {
             Some(scan) => shared.knowledge.prompt(head.uri.path(), body, scan, model.as_deref()).await,
             None => None,

@@ -9,10 +9,14 @@ use std::{
 use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::Parts};
 
 use crate::{
+    body::Mark,
+    knowledge::prompt_tokens,
+    recording::{Ended, Recording, blocks},
     request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, Series, route_of},
     schedule::{Choice, NodeId},
     shared::Shared,
 };
+use kvlane_trace::Lengths;
 
 /// Times between tokens that an answer gathers before it adds them to the shared histogram.
 const PENDING_MAX: u32 = 64;
@@ -37,6 +41,8 @@ pub(super) struct Tally<'s> {
     attempts: Cell<u64>,
     prompt_tokens: Cell<u64>,
     cached_tokens: Cell<u64>,
+    /// Blocks of the prompt's text, if requests are recorded.
+    blocks: Cell<Option<Vec<u64>>>,
 }
 
 /// An answer on its way to the client. When it is dropped, it counts the duration of the request.
@@ -48,6 +54,17 @@ pub(super) struct Measure {
     /// Time of the last token.
     last: Option<Instant>,
     pending: PendingTokens,
+    /// None if requests are not recorded.
+    recorded: Option<Box<Recorded>>,
+}
+
+/// The part of a recorded request that is known so far.
+#[derive(Debug)]
+struct Recorded {
+    recording: Arc<Recording>,
+    ended: Ended,
+    /// The engine's answer has said how many tokens it has.
+    is_counted: bool,
 }
 
 impl<'s> Tally<'s> {
@@ -63,6 +80,14 @@ impl<'s> Tally<'s> {
             attempts: Cell::default(),
             prompt_tokens: Cell::default(),
             cached_tokens: Cell::default(),
+            blocks: Cell::default(),
+        }
+    }
+
+    /// Notes the marks of a prompt that an engine computes, if requests are recorded.
+    pub(super) fn set_marks(&self, marks: &[Mark]) {
+        if self.shared.recording.is_on() {
+            self.blocks.set(Some(blocks(marks)));
         }
     }
 
@@ -94,7 +119,27 @@ impl<'s> Tally<'s> {
             streams: kind.starts_with(b"text/event-stream"),
             last: None,
             pending: PendingTokens::default(),
+            recorded: self.recorded(response.status()),
         })
+    }
+
+    /// The request, if requests are recorded and a node serves it.
+    fn recorded(&self, status: StatusCode) -> Option<Box<Recorded>> {
+        let keys = self.blocks.take()?;
+        let node = self.node.get().filter(|_| status.is_success())?;
+        let node = self
+            .shared
+            .with_scheduler(|scheduler| scheduler.node(node).map(|node| Arc::clone(&node.name)))?;
+        let ended = Ended {
+            began: self.began,
+            node,
+            model: self.model.borrow().clone(),
+            keys,
+            lengths: Lengths { prompt: self.prompt_tokens.get(), output: 0 },
+            first_token: None,
+        };
+        let recording = Arc::clone(&self.shared.recording);
+        Some(Box::new(Recorded { recording, ended, is_counted: false }))
     }
 
     fn count(&self, status: StatusCode) -> Option<Arc<Series>> {
@@ -133,6 +178,7 @@ impl Drop for Tally<'_> {
 impl Measure {
     /// Counts a piece of the answer, which has this many events.
     pub(super) fn count_piece(&mut self, data: &[u8], events: u64) {
+        self.read_usage(data);
         if !self.streams {
             if let Some(tokens) = completion_tokens(data) {
                 self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
@@ -145,7 +191,13 @@ impl Measure {
         let Some(count) = u32::try_from(tokens).ok().filter(|tokens| *tokens > 0) else { return };
         let now = Instant::now();
         match self.last.replace(now) {
-            None => self.series.first_token.observe(now.saturating_duration_since(self.began)),
+            None => {
+                let first_token = now.saturating_duration_since(self.began);
+                self.series.first_token.observe(first_token);
+                if let Some(recorded) = &mut self.recorded {
+                    recorded.ended.first_token = Some(first_token);
+                }
+            }
             Some(last) => {
                 let each = now.saturating_duration_since(last) / count;
                 self.pending.observe(BETWEEN_TOKENS_BOUNDS_US, each, count);
@@ -155,6 +207,21 @@ impl Measure {
             }
         }
         self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
+        if let Some(recorded) = self.recorded.as_mut().filter(|recorded| !recorded.is_counted) {
+            recorded.ended.lengths.output += tokens;
+        }
+    }
+
+    /// Takes the token counts that the answer has, if the request is recorded.
+    fn read_usage(&mut self, data: &[u8]) {
+        let Some(recorded) = &mut self.recorded else { return };
+        if let Some(tokens) = prompt_tokens(data) {
+            recorded.ended.lengths.prompt = tokens;
+        }
+        if let Some(tokens) = completion_tokens(data) {
+            recorded.ended.lengths.output = tokens;
+            recorded.is_counted = true;
+        }
     }
 }
 
@@ -162,6 +229,9 @@ impl Drop for Measure {
     fn drop(&mut self) {
         self.series.between_tokens.add(&mut self.pending);
         self.series.duration.observe(self.began.elapsed());
+        if let Some(recorded) = self.recorded.take() {
+            recorded.recording.ended(recorded.ended, Instant::now());
+        }
     }
 }
 
@@ -183,7 +253,7 @@ mod tests {
         let metrics = crate::request_metrics::RequestMetrics::default();
         let series = metrics.series(Answerer::Router, None, 0, |_| true, |_| true);
         let began = Instant::now().checked_sub(Duration::from_secs(1)).unwrap_or_else(Instant::now);
-        Measure { series, began, streams, last: None, pending: PendingTokens::default() }
+        Measure { series, began, streams, last: None, pending: PendingTokens::default(), recorded: None }
     }
 
     #[test]

@@ -20,6 +20,7 @@ use crate::{
     decisions::Decisions,
     ids::Ids,
     knowledge::Knowledge,
+    recording::Recording,
     request_metrics::RequestMetrics,
     role_records::Records,
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
@@ -38,6 +39,7 @@ pub struct Shared {
     pub counters: Counters,
     /// Request metrics by route, model and node.
     pub(crate) requests: RequestMetrics,
+    pub(crate) recording: Arc<Recording>,
     pub(crate) is_stopping: AtomicBool,
     /// Requests that the router cut when its time to drain had passed.
     pub(crate) cut: AtomicUsize,
@@ -88,6 +90,7 @@ impl Shared {
             state: Mutex::new(state),
             counters: Counters::default(),
             requests: RequestMetrics::default(),
+            recording: Arc::default(),
             is_stopping: AtomicBool::new(false),
             cut: AtomicUsize::new(0),
             knowledge,

@@ -130,6 +130,7 @@ pub(crate) fn read(context: &Context<'_>, read: &v1::ReadRecording) -> Result<An
         requests: out.read.requests.into_iter().map(request_to_wire).collect(),
         forgotten_blocks: out.forgotten_blocks,
         now_ms: clock().as_millis() as u64,
+        began_us: out.since.as_micros() as u64,
     }))
 }
 

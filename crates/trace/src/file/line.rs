@@ -37,6 +37,8 @@ pub struct RequestLine<'a> {
     model: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     leg: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ttft_ms: Option<u64>,
 }
 
 fn is_zero(count: &u64) -> bool {
@@ -47,7 +49,7 @@ impl<'a> RequestLine<'a> {
     /// A request of a recording that began at `since` on the recorder's clock. `first_id` is added to each number: the
     /// numbers of a recorder that was started again begin at 0 again.
     pub fn new(request: &'a Recorded, since: Duration, (engine, model): (u32, u32), first_id: u64) -> Self {
-        let Recorded { at, blocks, saved, hit, engine_tokens, lengths, leg, .. } = request;
+        let Recorded { at, blocks, saved, hit, engine_tokens, lengths, leg, first_token, .. } = request;
         Self {
             timestamp: at.saturating_sub(since).as_millis() as u64,
             input_length: lengths.map(|lengths| lengths.prompt),
@@ -66,6 +68,7 @@ impl<'a> RequestLine<'a> {
                 Leg::Prefill => Some("prefill"),
                 Leg::Decode => Some("decode"),
             },
+            ttft_ms: first_token.map(|time| time.as_millis() as u64),
         }
     }
 

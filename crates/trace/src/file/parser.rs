@@ -402,6 +402,7 @@ mod tests {
                 engine_tokens: 0,
                 lengths: lengths.map(|(prompt, output)| Lengths { prompt, output }),
                 leg,
+                first_token: None,
             };
             let line = RequestLine::new(&recorded, since, (4, 5), first_id).to_line();
             let mut parser = Parser::default();
