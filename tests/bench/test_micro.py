@@ -67,9 +67,10 @@ def test_lookup_beside_saves_and_computing_threads_has_a_control(tmp_path: Path)
 
 def test_a_recorded_daemon_is_compared_with_one_that_nobody_records(tmp_path: Path) -> None:
     result = bench(tmp_path, "lookup", "--rounds", "30", "--recorded", "--blocks", "50")
-    us = result["recorded"]["microseconds"]
-    ratio = value(result, "recorded: lookup of 50 hashes / not recorded, p50")
-    assert us["alone"]["p50"] > 0 and math.isclose(ratio, us["recorded"]["p50"] / us["alone"]["p50"])
+    pairs = [each["one core"] for each in result["recorded"]["pairs_microseconds"]]
+    ratios = sorted(us["recorded"]["p50"] / us["alone"]["p50"] for us in pairs)
+    ratio = value(result, "one core: lookup of 50 hashes recorded / not recorded, p50")
+    assert len(ratios) == 6 and math.isclose(ratio, (ratios[2] + ratios[3]) / 2)
 
 
 def test_journal_compares_a_daemon_with_a_reader_to_one_without(tmp_path: Path) -> None:

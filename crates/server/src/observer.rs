@@ -125,7 +125,7 @@ impl Observer {
         self.is_recording.load(Ordering::Relaxed)
     }
 
-    /// Records a lookup.
+    /// Records a lookup, and counts it for the ceiling.
     pub(crate) fn looked_up(&self, lookup: LookedUp) {
         self.queue(Event::LookedUp(Box::new(lookup)));
     }
@@ -209,8 +209,13 @@ pub(crate) fn clock() -> Duration {
 
 /// Keys of recorded blocks. The same tokens have the same hash in each namespace, and are different blocks.
 pub(crate) fn recorded_keys(namespace: Namespace, hashes: &[BlockHash]) -> Vec<u64> {
-    let space = spread(number(&namespace.0));
-    hashes.iter().map(|hash| number(&hash.0) ^ space).collect()
+    let salt = salt(namespace);
+    hashes.iter().map(|hash| number(&hash.0) ^ salt).collect()
+}
+
+/// Tells the recorded keys of a namespace from those of others.
+fn salt(namespace: Namespace) -> u64 {
+    spread(number(&namespace.0))
 }
 
 fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, mut recording: Recording) {
@@ -219,7 +224,14 @@ fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, mut recording
         recording.end_if_unread(now);
         match event {
             Event::Counted(namespace, keys) => counting.count(namespace, &keys, now),
-            Event::LookedUp(lookup) => recording.with(|recorder| recorder.looked_up(*lookup)),
+            Event::LookedUp(lookup) => {
+                let namespace = Namespace(lookup.model);
+                let salt = salt(namespace);
+                let searched = &lookup.keys[..lookup.looked_up.min(lookup.keys.len())];
+                let counted: Vec<u64> = searched.iter().map(|key| key ^ salt).collect();
+                counting.count(namespace, &counted, now);
+                recording.with(|recorder| recorder.looked_up(*lookup));
+            }
             Event::Ended(ended) => {
                 recording.with(|recorder| ended.into_iter().for_each(|each| recorder.ended(each)));
             }
@@ -367,6 +379,28 @@ mod tests {
             assert!((ratio(None, window) - 0.375).abs() < 0.02, "{read:?}");
         }
         assert_eq!(observer.left_out(), 0);
+    }
+
+    #[test]
+    fn a_recorded_lookup_counts_for_the_ceiling_as_any_other() {
+        let (counted, recorded) = (Observer::start().unwrap(), Observer::start().unwrap());
+        let namespace = Namespace([1; 16]);
+        for prompt in 0..40 {
+            let hashes: Vec<_> = (0..100).map(|block| hash(prompt % 10, block)).collect();
+            counted.count(namespace, &hashes[..90]);
+            recorded.looked_up(LookedUp {
+                at: Duration::ZERO,
+                engine: "e".into(),
+                model: namespace.0,
+                request: 0,
+                keys: recorded_keys(namespace, &hashes),
+                looked_up: 90,
+                hit: kvlane_trace::TierBlocks::default(),
+                reports_ends: false,
+            });
+        }
+        assert_eq!(counted.ceilings(), recorded.ceilings());
+        assert!(!counted.ceilings().is_empty());
     }
 
     #[test]

@@ -16,4 +16,4 @@ mod runs;
 
 pub use numbers::BlockNumbers;
 pub use recorder::{Ended, Grade, Leg, Lengths, LookedUp, Read, Recorded, Recorder, TierBlocks, Whole};
-pub use runs::{Run, extend_runs, ids, runs};
+pub use runs::{Run, ids};

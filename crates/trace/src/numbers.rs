@@ -2,6 +2,8 @@
 
 use kvlane_policy::KeyMap;
 
+use crate::runs::{Run, push_run};
+
 /// Blocks of one generation: as many as fit into a table of 2^22 buckets, 71 MB.
 const GENERATION_MAX: usize = (1 << 22) / 8 * 7;
 
@@ -47,6 +49,43 @@ impl BlockNumbers {
         number
     }
 
+    /// The numbers of a prompt's blocks, as runs. `keys` are in the prompt's order, and each names a block and all before it.
+    ///
+    /// So a prompt that is known takes a few steps for each run, not for each block: if the last of `n` blocks has the first one's
+    /// number plus `n - 1`, the numbers of those between follow each other, because each of them was numbered after the first one
+    /// and before the last one.
+    pub fn runs(&mut self, keys: &[u64]) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let mut at = 0;
+        while let Some(key) = keys.get(at) {
+            let is_young = self.young.contains_key(key);
+            let first = self.number(*key);
+            // Blocks that are new or old are numbered one by one, which moves them to the young ones.
+            let count = if is_young { self.young_run(first, &keys[at..]) } else { 1 };
+            push_run(&mut runs, Run { first, count: count as u64 });
+            at += count;
+        }
+        runs
+    }
+
+    /// How many of the blocks are young and have numbers that follow each other. The first one is young, with this number.
+    fn young_run(&self, first: u64, keys: &[u64]) -> usize {
+        let ends_a_run = |count: usize| self.young.get(&keys[count - 1]) == Some(&(first + count as u64 - 1));
+        if ends_a_run(keys.len()) {
+            return keys.len();
+        }
+        let (mut fits, mut too_many) = (1, keys.len());
+        while too_many - fits > 1 {
+            let middle = (fits + too_many) / 2;
+            if ends_a_run(middle) {
+                fits = middle;
+            } else {
+                too_many = middle;
+            }
+        }
+        fits
+    }
+
     /// Blocks that were forgotten. If one of them comes again, it has a new number.
     pub fn forgotten(&self) -> u64 {
         self.forgotten
@@ -55,7 +94,62 @@ impl BlockNumbers {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
+    use kvlane_policy::spread;
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::runs::ids;
+
+    /// Keys of a path in a tree: each names all steps before it.
+    fn path(steps: &[u8]) -> Vec<u64> {
+        let chain = steps.iter().scan(0, |before, step| {
+            *before = spread(*before ^ spread(u64::from(*step) + 1));
+            Some(*before)
+        });
+        chain.collect()
+    }
+
+    proptest! {
+        #[test]
+        fn runs_have_the_number_of_each_block(
+            paths in prop::collection::vec(prop::collection::vec(0..3_u8, 0..24), 1..60),
+        ) {
+            let mut numbers = BlockNumbers::new();
+            let mut model: HashMap<u64, u64> = HashMap::new();
+            for keys in paths.iter().map(|steps| path(steps)) {
+                let wanted: Vec<u64> = keys
+                    .iter()
+                    .map(|key| {
+                        let next = model.len() as u64;
+                        *model.entry(*key).or_insert(next)
+                    })
+                    .collect();
+                let runs = numbers.runs(&keys);
+                prop_assert_eq!(ids(&runs).collect::<Vec<_>>(), wanted);
+                prop_assert_eq!(&runs, &crate::runs::runs(ids(&runs)), "as few runs as can be");
+            }
+        }
+
+        #[test]
+        fn blocks_that_come_again_are_not_forgotten(
+            paths in prop::collection::vec(prop::collection::vec(0..2_u8, 1..6), 1..200),
+        ) {
+            // Both generations together hold each block of the last 8 prompts.
+            let mut numbers = BlockNumbers::with_generations_of(60);
+            let mut last: Vec<(u64, u64)> = Vec::new();
+            for keys in paths.iter().map(|steps| path(steps)) {
+                let found: Vec<u64> = ids(&numbers.runs(&keys)).collect();
+                for (key, number) in keys.iter().zip(found) {
+                    if let Some((_, before)) = last.iter().rev().take(40).find(|(known, _)| known == key) {
+                        prop_assert_eq!(number, *before);
+                    }
+                    last.push((*key, number));
+                }
+            }
+        }
+    }
 
     #[test]
     fn a_block_keeps_its_number() {

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     numbers::BlockNumbers,
-    runs::{Run, extend_runs, runs},
+    runs::{Run, push_run},
 };
 
 /// Requests in the ring. A slow reader loses the oldest.
@@ -222,9 +222,8 @@ impl Recorder {
             record.hit = hit;
             return;
         }
-        let mut ids = keys.iter().map(|key| self.numbers.number(*key));
-        let blocks = runs(ids.by_ref().take(looked_up));
-        let saved = runs(ids);
+        let (searched, further) = keys.split_at(looked_up.min(keys.len()));
+        let (blocks, saved) = (self.numbers.runs(searched), self.numbers.runs(further));
         let (lengths, leg, engine_tokens, first_token) = (None, Leg::Whole, 0, None);
         let record =
             Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg, first_token };
@@ -245,7 +244,7 @@ impl Recorder {
         if at < self.since {
             return;
         }
-        let blocks = runs(keys.iter().map(|key| self.numbers.number(*key)));
+        let blocks = self.numbers.runs(&keys);
         let (saved, hit, lengths) = (Vec::new(), TierBlocks::default(), Some(lengths));
         let (engine_tokens, leg) = (0, Leg::Whole);
         self.push(Recorded {
@@ -288,8 +287,8 @@ impl Recorder {
         };
         let known: u64 = record.blocks.iter().chain(&record.saved).map(|run| run.count).sum();
         if first_block <= known {
-            let further = keys.iter().skip((known - first_block) as usize);
-            extend_runs(&mut record.saved, further.map(|key| self.numbers.number(*key)));
+            let further = keys.get((known - first_block) as usize..).unwrap_or_default();
+            self.numbers.runs(further).into_iter().for_each(|run| push_run(&mut record.saved, run));
         }
         self.push(Recorded { lengths: Some(lengths), engine_tokens, leg, ..record });
     }

@@ -10,19 +10,18 @@ pub struct Run {
 }
 
 /// The runs that these numbers form, in order.
-pub fn runs(ids: impl IntoIterator<Item = u64>) -> Vec<Run> {
+#[cfg(test)]
+pub(crate) fn runs(ids: impl IntoIterator<Item = u64>) -> Vec<Run> {
     let mut runs = Vec::new();
-    extend_runs(&mut runs, ids);
+    ids.into_iter().for_each(|id| push_run(&mut runs, Run { first: id, count: 1 }));
     runs
 }
 
-/// Appends numbers.
-pub fn extend_runs(runs: &mut Vec<Run>, ids: impl IntoIterator<Item = u64>) {
-    for id in ids {
-        match runs.last_mut() {
-            Some(last) if last.first.checked_add(last.count) == Some(id) => last.count += 1,
-            _ => runs.push(Run { first: id, count: 1 }),
-        }
+/// Appends a run.
+pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.first.checked_add(last.count) == Some(run.first) => last.count += run.count,
+        _ => runs.push(run),
     }
 }
 

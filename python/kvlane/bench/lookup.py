@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 from kvlane import _bench
 from kvlane.bench import busy, daemon, lookup_recorded, report, sessions
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.placement import pinned, placements
 from kvlane.bench.roundtrip import echo_process, ping_pong
 from kvlane.bench.sizes import count
 
@@ -69,8 +68,8 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     notes: list[str] = []
     with daemon.running(_POOL_BYTES) as serve:
         if arguments.rounds:
-            for placement, (near, far) in _placements().items():
-                with _pinned(os.getpid(), near), _pinned(serve.pid, far):
+            for placement, (near, far) in placements().items():
+                with pinned(os.getpid(), near), pinned(serve.pid, far):
                     found, detail = _round_trips(serve, placement, far, arguments.blocks, arguments.rounds)
                 figures += found
                 details[placement] = detail
@@ -106,31 +105,6 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         details |= {"busy": phases}
         notes.append(f"Busy engine: {busy.NOTE}")
     return Outcome(NAME, figures, details, " ".join(notes))
-
-
-def _placements() -> dict[str, tuple[set[int], set[int]]]:
-    """The cores of the asking side and of the other one."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    apart = {"two cores": ({first}, {others[0]})} if others else {}
-    return {**apart, "one core": ({first}, {first})}
-
-
-@contextmanager
-def _pinned(process: int, cores: set[int]) -> Iterator[None]:
-    """Binds all threads of a process to these cores, and the threads that they start."""
-    before = os.sched_getaffinity(process)
-    _pin(process, cores)
-    try:
-        yield
-    finally:
-        _pin(process, before)
-
-
-def _pin(process: int, cores: set[int]) -> None:
-    for thread in os.listdir(f"/proc/{process}/task"):
-        # A thread may end meanwhile.
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def _round_trips(

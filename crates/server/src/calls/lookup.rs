@@ -287,15 +287,19 @@ fn look_up_ready(
 ) -> Result<Answer, Refusal> {
     let blocks = requested_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&blocks);
-    for group in &groups {
-        shared.observer.count(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
+    let is_recorded = shared.observer.is_recording();
+    // The record of a lookup counts for the ceiling, too.
+    let recorded = recorded_group(open).filter(|(index, _)| is_recorded && !groups[*index].hashes.is_empty());
+    for (index, group) in groups.iter().enumerate() {
+        if recorded.is_none_or(|(recorded, _)| recorded != index) {
+            shared
+                .observer
+                .count(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
+        }
     }
     let hit = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now());
-    let is_recorded = shared.observer.is_recording();
-    if let Some((index, group)) = recorded_group(open).filter(|_| is_recorded)
-        && let hashes = groups[index].hashes
-        && !hashes.is_empty()
-    {
+    if let Some((index, group)) = recorded {
+        let hashes = groups[index].hashes;
         let tokens = hit.as_ref().map_or(0, |hit| hit.tokens);
         let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));
         let looked_up = groups[index].hashes_within(lookup.max_tokens).len();
