@@ -19,6 +19,7 @@ CLUSTER = HERE + "test_daemons_of_a_cluster_start_as_the_page_says"
 INDEX = HERE + "test_daemons_with_an_index_start_as_the_page_says"
 PROXY = HERE + "test_the_router_starts_in_a_proxys_place_as_the_page_says"
 REPLAY = HERE + "test_a_trace_is_replayed"
+RECORD = HERE + "test_a_daemon_is_recorded_and_replayed_as_the_pages_say"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
 
@@ -78,6 +79,9 @@ RUN_BY = {
     ),
     "kvlane replay TRACE": REPLAY,
     # docs/replay.md, docs/routing.md, docs/balance.md
+    "kvlane route record TRACE --for 1h": (
+        "tests/router/test_route_record.py::test_a_recording_is_replayed_through_a_fleet"
+    ),
     "kvlane replay TRACE --route fleet.toml": (
         "tests/bench/test_replay_picture.py::test_a_trace_goes_through_a_simulated_fleet"
     ),
@@ -125,7 +129,12 @@ RUN_BY = {
     "kvlane route --listen 10.0.1.1:10001 --api-key-file keys --ping 10.0.1.1:30001 --ping-allow 10.0.1.0/24": PROXY,
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
-    "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,
+    "kvlane record trace.jsonl --for 1h": RECORD,
+    "kvlane replay trace.jsonl --beside": RECORD,
+    "kvlane replay trace.jsonl --policy lru,learned --capacity 1tib,2tib": RECORD,
+    "kvlane replay trace.jsonl --capacity 1tib --ssd 8tib": RECORD,
+    "kvlane record TRACE --for 1h": RECORD,
+    "kvlane replay TRACE --policy lru,arc,learned --capacity 1tib,2tib": RECORD,
 }
 # The commands of these pages and blocks are run as they stand, so each need not be named.
 RUN_AS_A_WHOLE = {

@@ -14,10 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import CLUSTER, DIRECT, FLAGS, HERE, INDEX, PROXY, REPLAY, RUN_AS_A_WHOLE, RUN_BY, TRANSFER
+from commands import (
+    CLUSTER,
+    DIRECT,
+    FLAGS,
+    HERE,
+    INDEX,
+    PROXY,
+    RECORD,
+    REPLAY,
+    RUN_AS_A_WHOLE,
+    RUN_BY,
+    TRANSFER,
+)
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
 from ports import free_port
-from processes import KVLANE, PATIENCE, Daemon, Index, clean_environment, run_kvlane, until
+from processes import KVLANE, PATIENCE, Daemon, Engine, Index, clean_environment, run_kvlane, until
+from recordings import recording
 
 from kvlane import fabric
 from kvlane.connector.settings_check import check
@@ -264,6 +277,29 @@ def test_a_trace_is_replayed(text: str, tmp_path: Path) -> None:
     told = run_kvlane(*words[1:], cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     assert "lru" in told.stdout
+
+
+def test_a_daemon_is_recorded_and_replayed_as_the_pages_say(folder: Path, tmp_path: Path) -> None:
+    daemon = Daemon(folder)
+    engine = None
+    try:
+        daemon.start()
+        engine = Engine(daemon.address, "engine")
+        texts = [text for text, runner in RUN_BY.items() if runner == RECORD]
+        for text in texts:
+            words = shlex.split(text.replace("TRACE", "TRACE.jsonl"))[1:]
+            if words[0] == "replay":
+                told = run_kvlane(*words, cwd=tmp_path)
+                assert told.returncode == 0, told.stderr
+                assert "lru" in told.stdout and "hits" in told.stdout
+                continue
+            with recording(daemon, tmp_path / words[1], *words[2:]) as made:
+                engine.call("serve", requests=[(f"chat-{turn % 3}", 2 + turn, 1) for turn in range(20)])
+                assert made.end().header["requests"] == 20
+    finally:
+        if engine is not None:
+            engine.kill()
+        daemon.kill()
 
 
 @pytest.mark.parametrize("model", [row[0] for row in table("docs/sizing.md", "| model | layers |")])

@@ -42,6 +42,7 @@ MORE_STAGES: dict[str, set[str]] = {
     "shm-ring": WITH_VLLM | {"loom"},
     "ssd": WITH_VLLM,
     "store": WITH_VLLM | {"miri"},
+    "trace": WITH_VLLM,
     "zmtp": {"engines"},
 }
 

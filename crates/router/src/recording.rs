@@ -38,7 +38,7 @@ pub(crate) struct Ended {
     pub(crate) began: Instant,
     pub(crate) node: Arc<str>,
     pub(crate) model: Option<String>,
-    /// Of [`blocks`].
+    /// Keys of its text, by [`blocks`].
     pub(crate) keys: Vec<u64>,
     pub(crate) lengths: Lengths,
     pub(crate) first_token: Option<Duration>,

@@ -482,4 +482,44 @@ mod tests {
         assert_eq!(recorder.read(cursor, 10).requests.len(), 1);
         assert_eq!(recorder.open.len(), recorder.places.len());
     }
+
+    /// A prompt of 8,000 tokens is 500 blocks of 16. In a conversation it is two runs a turn, because other requests come in
+    /// between.
+    #[test]
+    fn the_line_of_a_long_conversation_is_short() {
+        const CHATS: u64 = 50;
+        const TURNS: u64 = 20;
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        let key = |chat: u64, block: u64| kvlane_policy::spread(chat << 32 | block);
+        for turn in 1..=TURNS {
+            for chat in 0..CHATS {
+                let request = turn * CHATS + chat;
+                let prompt = turn * 25 - 5;
+                let keys: Vec<u64> = (0..prompt).map(|block| key(chat, block)).collect();
+                recorder.looked_up(lookup("engine", request, &keys));
+            }
+            for chat in 0..CHATS {
+                let (prompt, answer) = (turn * 25 - 5, turn * 25);
+                let keys: Vec<u64> = (prompt..answer).map(|block| key(chat, block)).collect();
+                let ended = end("engine", turn * CHATS + chat, 2 * SECOND, &keys);
+                recorder.ended(Ended { first_block: prompt, ..ended });
+            }
+        }
+        let (mut cursor, mut longest, mut most_blocks) = (cursor, 0, 0);
+        loop {
+            let read = recorder.read(cursor, 1000);
+            for request in &read.requests {
+                let line = crate::file::RequestLine::new(request, SECOND, (0, 0), 1_000_000).to_line();
+                longest = longest.max(line.len());
+                most_blocks = most_blocks.max(request.blocks.iter().map(|run| run.count).sum::<u64>());
+            }
+            cursor = read.cursor;
+            if !read.has_more {
+                break;
+            }
+        }
+        println!("{longest} bytes for {most_blocks} blocks");
+        assert!(most_blocks >= 490 && longest <= 2000, "{longest} bytes for {most_blocks} blocks");
+    }
 }

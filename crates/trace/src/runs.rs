@@ -17,7 +17,7 @@ pub(crate) fn runs(ids: impl IntoIterator<Item = u64>) -> Vec<Run> {
     runs
 }
 
-/// Appends a run.
+/// Appends a run, to the last one if it continues it.
 pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if last.first.checked_add(last.count) == Some(run.first) => last.count += run.count,
