@@ -48,6 +48,7 @@ RUN_BY = {
     "kvlane serve --config examples/systemd/kvlane.toml": FLAGS,
     f"kvlane doctor --engine-config {TRANSFER}": HERE + "test_the_doctor_looks_at_an_engines_configuration",
     # docs/operate.md
+    "kvlane status --watch": "tests/daemon/test_watch.py::test_a_watched_daemon_may_go_and_come_back",
     "python3 -m venv /opt/kvlane": WHEEL,
     "/opt/kvlane/bin/pip install dist/kvlane-*.whl": WHEEL,
     "cp examples/systemd/kvlane.toml /etc/kvlane.toml": UNIT,

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod balance_table;
+mod completions;
 mod doctor;
 mod errors;
 mod index;
@@ -67,6 +68,8 @@ enum Command {
     /// A real vLLM, cold and warm, with the daemon and engines killed in between. Needs the Python package and vLLM.
     #[command(disable_help_flag = true)]
     Demo(python::PythonArgs),
+    /// Print the script by which bash, zsh or fish completes kvlane's commands and flags.
+    Completions(completions::CompletionsArgs),
     /// Write the reference pages of flags, metrics and calls.
     #[command(hide = true)]
     Reference(reference::ReferenceArgs),
@@ -87,6 +90,7 @@ pub fn main(drivers: Drivers) -> ExitCode {
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),
+        Command::Completions(args) => completions::run(&args, Cli::command()),
         Command::Reference(args) => reference::run(&args, Cli::command()),
     };
     match result {

@@ -1,6 +1,11 @@
 //! `kvlane status`.
 
-use std::{collections::BTreeSet, env, time::Duration};
+use std::{
+    collections::BTreeSet,
+    env,
+    io::{IsTerminal, Write},
+    time::Duration,
+};
 
 use anyhow::{Result, anyhow};
 use bytesize::ByteSize;
@@ -11,6 +16,8 @@ use kvlane_proto::{
     v1::{LearntKind, MemberStatus, SessionStatus, ShadowHitRatio, Status},
 };
 use serde_json::json;
+
+use crate::errors::sentence;
 
 /// Printed for a namespace whose blocks are only on the SSD. The daemon has no name for it, because no engine has reported one
 /// since the daemon started.
@@ -68,13 +75,29 @@ fn parse_user(text: &str) -> Result<DaemonUser, String> {
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Print JSON
+    /// Print JSON; with --watch a line each time
     #[arg(long)]
     json: bool,
+    /// Print it again every so many seconds, with the hits since the time before, until Ctrl-C
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = parse_interval)]
+    watch: Option<Duration>,
+}
+
+/// Shortest interval of `--watch`.
+const INTERVAL_MIN: f64 = 0.1;
+
+fn parse_interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (INTERVAL_MIN..=86_400.0).contains(seconds));
+    let seconds =
+        seconds.ok_or_else(|| format!("write a number of seconds, from {INTERVAL_MIN} to 86400"))?;
+    Ok(Duration::from_secs_f64(seconds))
 }
 
 /// Prints what the daemon holds and who uses it.
 pub(crate) fn run(args: &StatusArgs) -> Result<()> {
+    if let Some(interval) = args.watch {
+        return watch(args, interval);
+    }
     let status = args.daemon.connect()?.status()?;
     if args.json {
         println!("{:#}", to_json(&status));
@@ -82,6 +105,65 @@ pub(crate) fn run(args: &StatusArgs) -> Result<()> {
         print!("{}", to_text(&status));
     }
     Ok(())
+}
+
+/// Prints the status again and again, until the reader of a pipe leaves. While no daemon answers it says so.
+fn watch(args: &StatusArgs, interval: Duration) -> Result<()> {
+    let mut tool = Some(args.daemon.connect()?);
+    let mut before = None;
+    loop {
+        let answer = match &mut tool {
+            Some(tool) => tool.status().map_err(anyhow::Error::from),
+            None => args.daemon.connect().and_then(|mut connected| {
+                let status = connected.status()?;
+                tool = Some(connected);
+                Ok(status)
+            }),
+        };
+        let text = match answer {
+            Ok(status) if args.json => format!("{}\n", to_json(&status)),
+            Ok(status) => {
+                let hits: u64 = status.namespaces.iter().map(|n| n.hit_blocks).sum();
+                let missed: u64 = status.namespaces.iter().map(|n| n.missed_blocks).sum();
+                let asked = (hits, hits + missed);
+                let since = since(before.replace(asked), asked);
+                format!("{}{since}{}", clear(), to_text(&status))
+            }
+            Err(error) => {
+                (tool, before) = (None, None);
+                if args.json {
+                    format!("{}\n", json!({ "error": sentence(&error) }))
+                } else {
+                    format!("{}{}\n", clear(), sentence(&error))
+                }
+            }
+        };
+        let mut out = std::io::stdout().lock();
+        if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
+            return Ok(());
+        }
+        drop(out);
+        std::thread::sleep(interval);
+    }
+}
+
+/// Clears a terminal; an empty line elsewhere.
+fn clear() -> &'static str {
+    if std::io::stdout().is_terminal() { "\x1b[H\x1b[2J\x1b[3J" } else { "\n" }
+}
+
+/// The hits since the time before, by (hits, references) of both times. Empty the first time, and for another daemon.
+fn since(before: Option<(u64, u64)>, now: (u64, u64)) -> String {
+    let Some((hits, references)) = before.filter(|before| before.0 <= now.0 && before.1 <= now.1) else {
+        return String::new();
+    };
+    match (now.0 - hits, now.1 - references) {
+        (_, 0) => "since the last time: nothing was looked up\n\n".into(),
+        (hits, references) => format!(
+            "since the last time: {hits} of {references} looked-up blocks were hits ({:.1} %)\n\n",
+            100.0 * hits as f64 / references as f64
+        ),
+    }
 }
 
 /// A session that is silent for longer counts as idle. The sessions of an engine that computes send something every 10 s.

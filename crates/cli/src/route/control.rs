@@ -83,6 +83,9 @@ pub(crate) struct AddArgs {
     /// Where it hands over (its kvlane.direct.listen), for direct
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "zmq")]
     handoff: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 impl SocketArgs {
@@ -159,7 +162,7 @@ pub(super) fn add(args: AddArgs) -> Result<()> {
         connector: args.connector.map(|connector| connector.name().to_owned()),
         connector_address: args.zmq.or(args.handoff),
     };
-    print(&args.socket.ask(&call)?, false)
+    print(&args.socket.ask(&call)?, args.json)
 }
 
 /// Removes an engine from the router.
