@@ -17,6 +17,7 @@ mod reference;
 mod replay;
 mod route;
 mod route_knowledge;
+mod route_socket;
 mod secret_file;
 mod serve;
 mod serve_options;

@@ -33,7 +33,6 @@ use rustix::process::{Resource, getrlimit};
 use tokio::signal::unix::SignalKind;
 
 use self::args::RouteArgs;
-pub(crate) use self::control::SocketArgs;
 use crate::{
     balance_table::BalanceTable,
     errors, logging,

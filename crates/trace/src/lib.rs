@@ -6,7 +6,7 @@
 //! ```
 //! - [`BlockNumbers`] gives each block a number by its first appearance, so that a trace has no hash.
 //! - [`Recorder`] joins lookups and ends of requests, for several readers.
-//! - [`file`] reads and writes the lines.
+//! - [`mod@file`] reads and writes the lines.
 #![forbid(unsafe_code)]
 
 pub mod file;

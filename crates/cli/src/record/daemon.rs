@@ -12,7 +12,7 @@ use kvlane_trace::{
 };
 
 use super::{
-    FileArgs, Source, record,
+    recording::{FileArgs, Source, record},
     trace_writer::{ModelFacts, TraceWriter},
 };
 use crate::status::{DaemonArgs, hex};

@@ -14,10 +14,10 @@ use kvlane_trace::{
 };
 
 use super::{
-    FileArgs, Source, record,
+    recording::{FileArgs, Source, record},
     trace_writer::{ModelFacts, TraceWriter},
 };
-use crate::route::SocketArgs;
+use crate::route_socket::SocketArgs;
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteRecordArgs {

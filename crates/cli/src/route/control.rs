@@ -2,7 +2,7 @@
 
 use std::{
     os::unix::net::UnixListener,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, atomic::Ordering},
     thread,
     time::Duration,
@@ -10,23 +10,18 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use kvlane_memory::{RuntimeFolder, SocketFile};
+use kvlane_memory::SocketFile;
 use kvlane_router::{
     address::Address,
-    members::{Answer, AskError, Call, Listed, ask},
+    members::{Call, Listed},
     schedule::{Connector, NodeState, Role},
     shared::Shared,
 };
 
+use crate::route_socket::{SocketArgs, default_socket};
+
 /// The time between two polls of an engine that drains.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-
-#[derive(Debug, Args)]
-pub(crate) struct SocketArgs {
-    /// The router's --socket [default: route.sock in the user's runtime directory]
-    #[arg(long, env = "KVLANE_ROUTE_SOCKET", value_name = "PATH")]
-    socket: Option<PathBuf>,
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
@@ -86,21 +81,6 @@ pub(crate) struct AddArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-}
-
-impl SocketArgs {
-    fn ask(&self, call: &Call) -> Result<Vec<Listed>> {
-        Ok(self.ask_whole(call)?.nodes)
-    }
-
-    /// Asks the running router.
-    pub(crate) fn ask_whole(&self, call: &Call) -> Result<Answer, AskError> {
-        ask(&self.socket.clone().unwrap_or_else(default_socket), call)
-    }
-}
-
-fn default_socket() -> PathBuf {
-    RuntimeFolder::of_this_user().path().join("route.sock")
 }
 
 /// The router's side: binds the socket, unless it is off. If the default socket cannot be bound, the router goes on without.
