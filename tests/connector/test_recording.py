@@ -76,6 +76,40 @@ def test_a_request_that_was_never_looked_up_has_only_lengths() -> None:
     assert "short" not in core.numbers
 
 
+def test_a_lookup_after_a_preemption_is_left_out_of_recordings() -> None:
+    """It finds what the request has saved itself, and would count as hits of the daemon."""
+    engine = Engine(FakeCore())
+    core = recorded(engine)
+    request = Request("r", PROMPT)
+    engine.run(request)
+    assert core.again == {"r": False}
+    engine.step()
+    # vLLM has taken its blocks, and asks again.
+    request.all_token_ids += [7] * 2 * BLOCK
+    engine.scheduler.matched_tokens(request, 0)
+    assert core.again == {"r": True}
+
+
+@pytest.mark.parametrize("call", ["requests_ended", "is_recorded"])
+def test_a_recording_that_fails_keeps_nothing_else_from_being_done(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(FakeCore())
+    core = recorded(engine)
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(
+        type(core), call, property(broken) if call == "is_recorded" else broken, raising=False
+    )
+    if call == "is_recorded":
+        del core.__dict__["is_recorded"]
+    serve(engine, "r", PROMPT)
+    engine.step()
+    assert engine.scheduler.requests == {} and engine.failures.count > 0
+
+
 @pytest.mark.parametrize(
     ("transfer", "leg"),
     [

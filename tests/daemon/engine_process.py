@@ -148,6 +148,7 @@ class EngineProcess:
         handoff: tuple[str, str, int, int] | None = None,
         tokens_per_s: int = 0,
         number: int = 0,
+        again: bool = False,
     ) -> dict[str, Any]:
         assert self.scheduler is not None
         started = time.monotonic()
@@ -156,7 +157,7 @@ class EngineProcess:
             engine_id, run, tokens, wait_ms = handoff
             named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
         # A core of the first release knows no numbers.
-        numbered = (number,) if number else ()
+        numbered = (number, again) if number else ()
         asked = [hashes(prompt, 0, count)]
         self.scheduler.lookup_start("r", asked, 1 << 40, named, tokens_per_s, *numbered)
         hit = None
@@ -195,6 +196,17 @@ class EngineProcess:
             "detail": end["detail"],
         }
 
+    def burst(self, prompts: int, count: int) -> int:
+        """Starts so many lookups of other long prompts at once, and takes their answers: how many came."""
+        assert self.scheduler is not None
+        for number in range(1, prompts + 1):
+            blocks = [number.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(count)]
+            self.scheduler.lookup_start(f"burst-{number}", [blocks], 1 << 40, None, 0, number)
+        answers = (
+            self.scheduler.lookup_poll(f"burst-{number}", 60_000_000) for number in range(1, prompts + 1)
+        )
+        return sum(answer is not None for answer in answers)
+
     def serve(self, requests: list[tuple[str, int, int]], first_number: int = 1) -> int:
         """Serves requests as an engine does: (prompt, blocks, blocks of its answer). Looks each prompt up, saves what
         is missing, and reports the end. Returns how many blocks were hits."""
@@ -218,11 +230,12 @@ class EngineProcess:
         prompt: str = "",
         first: int = 0,
         count: int = 0,
+        age_ms: int = 0,
     ) -> bool:
         """Reports a request's end; whether somebody records."""
         assert self.scheduler is not None
         lengths = (prompt_tokens, output_tokens, 0)
-        self.scheduler.requests_ended([(number, lengths, 0, "", first, hashes(prompt, first, count))])
+        self.scheduler.requests_ended([(number, lengths, age_ms, "", first, hashes(prompt, first, count))])
         # Answered after the report was taken, which has no answer that anybody waits for.
         assert self.scheduler.cancel_saves(0, 10_000.0)
         return self.scheduler.is_recorded

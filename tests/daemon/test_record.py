@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patterns import NAMESPACE, TOKENS
-from processes import Daemon, Engine, run_kvlane, until
+from processes import KVLANE, PATIENCE, Daemon, Engine, clean_environment, run_kvlane, until
 from recordings import Trace, expanded, recording
 
 # A block of engine_process.py: a K and a V piece.
@@ -149,6 +151,7 @@ def test_nothing_is_recorded_before_and_after(
     with recording(daemon, tmp_path / "trace.jsonl") as made:
         engine.call("serve", requests=[("while", 4, 1)], first_number=2)
         # One that came before, by its age, is none of the recording's.
+        engine.call("report", number=3, prompt_tokens=1, output_tokens=1, age_ms=3_600_000)
         trace = made.end(signal.SIGTERM)
     assert [each["input_length"] for each in trace.requests] == [4 * TOKENS]
     text = made.file.read_text()
@@ -246,10 +249,78 @@ def test_a_time_that_is_over_ends_it(daemon: Daemon, tmp_path: Path) -> None:
     assert header["is_complete"] and header["seconds"] >= 0.3
 
 
-def test_a_full_disk_ends_it_with_a_sentence(daemon: Daemon, make_engine: MakeEngine) -> None:
+def test_a_full_disk_ends_it_with_a_sentence_and_the_file_can_be_replayed(
+    daemon: Daemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A limit on the file's size stands for the disk: the kernel cuts the write that passes it."""
+    engine = make_engine(daemon, "engine")
+    file = tmp_path / "trace.jsonl"
+    command = [str(KVLANE), "record", str(file), "--addr", daemon.address]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+        # Without this the signal would end it.
+        restore_signals=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)),
+    )
+    until("the recording has begun", file.exists)
+    engine.call("serve", requests=conversations(3, 100))
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and f"cannot write {file}" in said
+    assert not file.read_text().endswith("\n"), "the last line is cut off"
+    assert replayed(file, "--policy", "lru", "--capacity", "10")["requests"] > 10
+
+
+def test_a_device_is_no_file(daemon: Daemon) -> None:
     ran = run_kvlane("record", "/dev/full", "--force", "--addr", daemon.address)
-    assert ran.returncode == 1
-    assert "cannot write /dev/full" in ran.stderr and "No space left" in ran.stderr
+    assert ran.returncode == 1 and "/dev/full is no file" in ran.stderr
+
+
+def test_a_lookup_of_what_a_request_saved_itself_is_no_hit(
+    daemon: Daemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """After a preemption an engine asks again. The blocks that it finds then are its own."""
+    engine = make_engine(daemon, "engine")
+    with recording(daemon, tmp_path / "trace.jsonl") as made:
+        engine.call("lookup", prompt="a", count=4, number=20)
+        engine.call("save", prompt="a", count=4)
+        found = engine.call("lookup", prompt="a", count=4, number=20, again=True)
+        assert found["tokens"] == 4 * TOKENS
+        engine.call("report", number=20, prompt_tokens=4 * TOKENS, output_tokens=3)
+        trace = made.end()
+    assert [(expanded(each["hash_ids"]), each.get("ram_blocks", 0)) for each in trace.requests] == [
+        ([0, 1, 2, 3], 0)
+    ]
+
+
+def test_a_reader_that_ends_leaves_open_requests_to_others(
+    daemon: Daemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    engine = make_engine(daemon, "engine")
+    with recording(daemon, tmp_path / "one.jsonl") as one, recording(daemon, tmp_path / "two.jsonl") as two:
+        engine.call("lookup", prompt="a", count=4, number=1)
+        (unended,) = two.end().requests
+        engine.call("report", number=1, prompt_tokens=4 * TOKENS, output_tokens=3)
+        (ended,) = one.end().requests
+    assert "input_length" not in unended and ended["input_length"] == 4 * TOKENS
+    assert expanded(unended["hash_ids"]) == expanded(ended["hash_ids"]) == [0, 1, 2, 3]
+
+
+def test_a_burst_of_lookups_does_not_end_a_recording(
+    daemon: Daemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A batch of long prompts fills the queue of the daemon's observer. The recorder took it for an error."""
+    engines = [make_engine(daemon, f"engine-{number}") for number in range(3)]
+    with recording(daemon, tmp_path / "trace.jsonl") as made:
+        for engine in engines:
+            engine.send("burst", prompts=1500, count=2000)
+        assert [engine.answer() for engine in engines] == [1500] * 3
+        trace = made.end()
+    # An engine may give a few up before it sends them, because the daemon is silent for too long.
+    assert trace.header["requests"] + trace.header["dropped"] > 4000
+    assert len(trace.requests) == trace.header["requests"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def test_each_request_is_in_the_file_with_its_lengths_and_shared_text(tmp_path: 
             # Neither a refused request nor one that an engine only tokenizes is work of an engine.
             assert ask(router.address, COMPLETIONS, {"prompt": 5, "model": "nobody-has-it"})[0] != 200
             assert [status for status, _ in answers] == [200] * 4
+            # A client has its answer before the router has counted it.
+            until("all are in the file", lambda: Trace(file).header["requests"] == 5)
             trace = made.end()
     assert trace.header["grade"] == "text" and trace.header["tokens_per_block"] == BLOCK_BYTES // 4
     assert [each["output_length"] for each in trace.requests] == [3, 5, 4, 2, 6]

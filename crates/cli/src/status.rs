@@ -126,7 +126,9 @@ fn watch(args: &StatusArgs, interval: Duration) -> Result<()> {
                 let hits: u64 = status.namespaces.iter().map(|n| n.hit_blocks).sum();
                 let missed: u64 = status.namespaces.iter().map(|n| n.missed_blocks).sum();
                 let asked = (hits, hits + missed);
-                let since = since(before.replace(asked), asked);
+                // A partial status has no namespaces.
+                let since =
+                    if status.is_partial { String::new() } else { since(before.replace(asked), asked) };
                 format!("{}{since}{}", clear(), to_text(&status))
             }
             Err(error) => {

@@ -162,10 +162,10 @@ impl Scheduler {
 
     /// Starts to look up a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With an awaited save the
     /// daemon waits for it before it answers. It fetches nothing that would come later than an engine that computes
-    /// `tokens_per_s` could have computed it; 0 if that is not known. `number` is the request's in recordings; 0 for none.
+    /// `tokens_per_s` could have computed it; 0 if that is not known. `number` is the request's in recordings, 0 for none; `again` leaves this lookup out of them.
     pub fn lookup_start(
         &mut self,
-        (request, number): (&str, u64),
+        (request, number, again): (&str, u64, bool),
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         awaited_save: Option<AwaitedSave>,
@@ -174,7 +174,7 @@ impl Scheduler {
         // A lookup that waits for saves must not time out earlier because the daemon is busy.
         let wait = awaited_save.as_ref().map_or(Duration::ZERO, AwaitedSave::wait);
         let timeout = self.lookup_timeout.max(wait);
-        self.look_up((request, number), hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
+        self.look_up((request, number, again), hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to `wait` for
@@ -201,7 +201,7 @@ impl Scheduler {
     /// Looks a prefix up, and waits for the answer up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
-        self.look_up((REQUEST, 0), hashes, max_tokens, (None, 0), timeout);
+        self.look_up((REQUEST, 0, false), hashes, max_tokens, (None, 0), timeout);
         self.lookup_poll(REQUEST, timeout).unwrap_or_else(|| {
             self.forget(REQUEST);
             Hit::default()
@@ -286,7 +286,7 @@ impl Scheduler {
 
     fn look_up(
         &mut self,
-        (request, number): (&str, u64),
+        (request, number, again): (&str, u64, bool),
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         (awaited_save, tokens_per_s): (Option<AwaitedSave>, u32),
@@ -305,6 +305,7 @@ impl Scheduler {
         let event = SchedulerEvent::LookUp {
             request,
             number,
+            again,
             groups,
             max_tokens,
             awaited_save,

@@ -16,6 +16,9 @@ use crate::{
     daemon_user::DaemonUser,
 };
 
+/// Least timeout of a read of a recording: the last one waits until the daemon has recorded all that is queued.
+const RECORDING_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// The default name and version of a client, in its greeting.
 pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));
 
@@ -135,7 +138,7 @@ impl Tool {
     /// last read. `is_last` also closes requests that have not ended.
     ///
     /// # Errors
-    /// [`ToolError::Refused`] if the daemon is too busy, or older than recordings.
+    /// [`ToolError::Refused`] if the daemon is older than recordings.
     pub fn read_recording(&mut self, cursor: u64, is_last: bool) -> Result<v1::RecordedRequests, ToolError> {
         if self.wire < WIRE_OF_RECORDINGS {
             let sentence = format!(
@@ -145,9 +148,8 @@ impl Tool {
             );
             return Err(ToolError::Refused(sentence));
         }
-        match self
-            .call(Ask::ReadRecording(v1::ReadRecording { cursor, max: u32::MAX, is_last }), self.timeout)?
-        {
+        let read = v1::ReadRecording { cursor, max: u32::MAX, is_last };
+        match self.call(Ask::ReadRecording(read), self.timeout.max(RECORDING_TIMEOUT))? {
             Answer::RecordedRequests(requests) => Ok(requests),
             other => Err(unexpected(&other)),
         }

@@ -268,7 +268,7 @@ fn miss() -> Answer {
 const LOOKUP: &str = "Lookup up to 47 tokens, may wait true: 0: 3; 1: 3";
 
 fn ask(scheduler: &mut Scheduler, request: &str) {
-    scheduler.lookup_start((request, 0), &[hashes(3), hashes(3)], 47, None, 0);
+    scheduler.lookup_start((request, 0, false), &[hashes(3), hashes(3)], 47, None, 0);
 }
 
 fn answer(scheduler: &mut Scheduler, request: &str) -> Hit {

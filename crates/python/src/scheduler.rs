@@ -171,7 +171,8 @@ impl PyScheduler {
         Ok(self.0.get()?.lock().is_recorded())
     }
 
-    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0, number = 0))]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0, number = 0, again = false))]
     fn lookup_start(
         &self,
         request_id: &str,
@@ -180,6 +181,7 @@ impl PyScheduler {
         handoff: Option<(String, Vec<u8>, u64, u32)>,
         tokens_per_s: u32,
         number: u64,
+        again: bool,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
         let awaited_save = handoff.map(|(engine_id, run, tokens, wait_ms)| {
@@ -187,7 +189,7 @@ impl PyScheduler {
             Ok::<_, PyErr>(AwaitedSave { engine_id, run, tokens, wait_ms })
         });
         let mut scheduler = self.0.get()?.lock();
-        let named = (request_id, number);
+        let named = (request_id, number, again);
         scheduler.lookup_start(named, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
         Ok(())
     }

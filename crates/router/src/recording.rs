@@ -28,7 +28,7 @@ pub const TOKENS_PER_BLOCK: u32 = (MARK_BYTES / 4) as u32;
 /// A recording that nobody has read for so long is over.
 const UNREAD_MAX: Duration = Duration::from_secs(10);
 /// Most requests in one answer.
-const REQUESTS_MAX: usize = 512;
+const REQUESTS_MAX: usize = 128;
 /// Most models with names of their own.
 const MODELS_MAX: usize = 1024;
 
@@ -40,7 +40,8 @@ pub(crate) struct Ended {
     pub(crate) model: Option<String>,
     /// Keys of its text, by [`blocks`].
     pub(crate) keys: Vec<u64>,
-    pub(crate) lengths: Lengths,
+    /// None if the answer does not say how long it is.
+    pub(crate) lengths: Option<Lengths>,
     pub(crate) first_token: Option<Duration>,
 }
 
@@ -74,10 +75,9 @@ pub struct RecordedRequest {
     pub model: String,
     /// Numbers of its blocks: the first number of a run, its length, and so on.
     pub blocks: Vec<u64>,
-    /// Tokens of the prompt, as the engine's answer or the router's estimate says.
-    pub prompt_tokens: u64,
-    /// Tokens of the answer.
-    pub output_tokens: u64,
+    /// Tokens of the prompt, as the engine's answer or the router's estimate says, and of the answer. None if the answer does not
+    /// say it.
+    pub tokens: Option<(u64, u64)>,
     /// Milliseconds until the first token of a stream.
     pub ttft_ms: Option<u64>,
 }
@@ -140,8 +140,7 @@ impl Recording {
             node: request.engine.to_string(),
             model: state.models.get(&request.model).map(ToString::to_string).unwrap_or_default(),
             blocks: request.blocks.iter().flat_map(|Run { first, count }| [*first, *count]).collect(),
-            prompt_tokens: request.lengths.map_or(0, |lengths| lengths.prompt),
-            output_tokens: request.lengths.map_or(0, |lengths| lengths.output),
+            tokens: request.lengths.map(|lengths| (lengths.prompt, lengths.output)),
             ttft_ms: request.first_token.map(|time| time.as_millis() as u64),
         };
         RecordedPage {
@@ -212,7 +211,7 @@ mod tests {
             node: "http://a:1".into(),
             model: Some(model.into()),
             keys: keys.to_vec(),
-            lengths: Lengths { prompt: 100, output: 5 },
+            lengths: Some(Lengths { prompt: 100, output: 5 }),
             first_token: Some(Duration::from_millis(30)),
         }
     }

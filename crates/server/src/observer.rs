@@ -1,8 +1,8 @@
 //! The observer: a thread that counts the hit-rate ceiling and records requests, beside the threads that serve them.
 //!
 //! ```text
-//!   lookup --(queue of 1,024)--> kvlane-observer --> Ceilings                    <-- metrics read them
-//!   end of a request -------------'      '---------> Recorder, while one reads   <-- kvlane record reads it
+//!   lookup --(queue of 1,024)--> kvlane-observer --> Ceilings                            <-- metrics read them
+//!   end of a request -------------'      '---------> Recorder (locked), while one reads  <-- kvlane record reads it
 //! ```
 //! A lookup only queues its block hashes, and a reader keeps no lookup waiting. The ceiling is the share of looked-up blocks
 //! that a cache without limit could have hit. Requests are recorded from the first read on, until 10 s after the last one.
@@ -16,7 +16,7 @@ use std::{
         mpsc,
     },
     thread::JoinHandle,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use kvlane_block::{BlockHash, Namespace};
@@ -28,6 +28,8 @@ use parking_lot::Mutex;
 const WAITING_MAX: usize = 1024;
 /// How long a reader waits for the thread.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the last read of a recording waits for what is queued.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(5);
 /// A recording that nobody has read for so long is over.
 const UNREAD_MAX: Duration = Duration::from_secs(10);
 /// Most models of a recording; as many as the daemon keeps spaces.
@@ -62,7 +64,7 @@ pub(crate) struct Model {
 pub(crate) struct ReadOut {
     pub(crate) read: Read,
     pub(crate) forgotten_blocks: u64,
-    /// Lookups and ends that found the queue full since the recording began.
+    /// Requests since the recording began whose lookup or end was not recorded.
     pub(crate) left_out: u64,
     /// When the recording began.
     pub(crate) since: Duration,
@@ -75,48 +77,58 @@ enum Event {
     Ended(Vec<Ended>),
     EngineLeft(Arc<str>),
     ReadCeilings(mpsc::Sender<Vec<Reading>>),
-    ReadRecording {
-        cursor: u64,
-        most: usize,
-        is_last: bool,
-        answer: mpsc::Sender<ReadOut>,
-    },
+    /// Answered when all before it is recorded.
+    Flush(mpsc::Sender<()>),
     Stop,
 }
 
 /// The thread and its queue.
 pub(crate) struct Observer {
     events: mpsc::SyncSender<Event>,
-    /// Lookups and ends that found the queue full.
-    left_out: Arc<AtomicU64>,
+    /// Lookups that found the queue full, for the ceiling.
+    left_out: AtomicU64,
+    /// Requests whose lookup or end was not recorded.
+    unrecorded: Arc<AtomicU64>,
     is_recording: Arc<AtomicBool>,
     /// Those of the present recording.
     models: Arc<Mutex<HashMap<Namespace, Model>>>,
+    recording: Arc<Mutex<Recording>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Observer {
     pub(crate) fn start() -> io::Result<Self> {
         let (events, receiver) = mpsc::sync_channel(WAITING_MAX);
-        let (left_out, is_recording, models) = <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
+        let (unrecorded, is_recording, models) =
+            <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
         let counting = Counting::default();
-        let recording = Recording {
+        let recording = Arc::new(Mutex::new(Recording {
             recorder: None,
-            read_at: Duration::ZERO,
-            left_out_before: 0,
-            left_out: Arc::clone(&left_out),
+            read_at: None,
+            unrecorded_before: 0,
+            unrecorded: Arc::clone(&unrecorded),
             is_on: Arc::clone(&is_recording),
             models: Arc::clone(&models),
-        };
-        let run = move || observe(&receiver, counting, recording);
+        }));
+        let observed = Arc::clone(&recording);
+        let run = move || observe(&receiver, counting, &observed);
         let thread = std::thread::Builder::new().name("kvlane-observer".into()).spawn(run)?;
-        Ok(Self { events, left_out, is_recording, models, thread: Some(thread) })
+        Ok(Self {
+            events,
+            left_out: AtomicU64::new(0),
+            unrecorded,
+            is_recording,
+            models,
+            recording,
+            thread: Some(thread),
+        })
     }
 
     /// Queues the blocks of a looked-up prompt, for the ceiling.
     pub(crate) fn count(&self, namespace: Namespace, hashes: &[BlockHash]) {
         if !hashes.is_empty() {
-            self.queue(Event::Counted(namespace, keys(hashes)));
+            let was_queued = self.queue(Event::Counted(namespace, keys(hashes)));
+            self.left_out.fetch_add(u64::from(!was_queued), Ordering::Relaxed);
         }
     }
 
@@ -127,18 +139,29 @@ impl Observer {
 
     /// Records a lookup, and counts it for the ceiling.
     pub(crate) fn looked_up(&self, lookup: LookedUp) {
-        self.queue(Event::LookedUp(Box::new(lookup)));
+        if !self.queue(Event::LookedUp(Box::new(lookup))) {
+            self.left_out.fetch_add(1, Ordering::Relaxed);
+            self.leave_out(1);
+        }
     }
 
     /// Records the ends of requests.
     pub(crate) fn ended(&self, ended: Vec<Ended>) {
-        self.queue(Event::Ended(ended));
+        let count = ended.len();
+        if !self.queue(Event::Ended(ended)) {
+            self.leave_out(count);
+        }
+    }
+
+    /// Counts requests that are not recorded, or only in part.
+    pub(crate) fn leave_out(&self, requests: usize) {
+        self.unrecorded.fetch_add(requests as u64, Ordering::Relaxed);
     }
 
     /// Records that an engine's scheduler has left.
     pub(crate) fn engine_left(&self, engine: &str) {
         if self.is_recording() {
-            self.queue(Event::EngineLeft(engine.into()));
+            let _ = self.queue(Event::EngineLeft(engine.into()));
         }
     }
 
@@ -160,7 +183,7 @@ impl Observer {
         self.models.lock().get(&namespace).cloned()
     }
 
-    /// Lookups and ends of requests that were not counted or recorded.
+    /// Lookups that the ceilings do not count.
     pub(crate) fn left_out(&self) -> u64 {
         self.left_out.load(Ordering::Relaxed)
     }
@@ -174,17 +197,21 @@ impl Observer {
         answered.recv_timeout(PATIENCE).unwrap_or_default()
     }
 
-    /// The next recorded requests, and begins the recording if there is none. None if the thread is too busy to answer in time.
-    pub(crate) fn read_recording(&self, cursor: u64, most: usize, is_last: bool) -> Option<ReadOut> {
-        let (answer, answered) = mpsc::channel();
-        self.events.try_send(Event::ReadRecording { cursor, most, is_last, answer }).ok()?;
-        answered.recv_timeout(PATIENCE).ok()
+    /// The next recorded requests; begins the recording if there is none. Takes as long as one record. The last read first waits
+    /// until all that is queued is recorded, some seconds at most.
+    pub(crate) fn read_recording(&self, cursor: u64, most: usize, is_last: bool) -> ReadOut {
+        if is_last {
+            let (answer, answered) = mpsc::channel();
+            if self.events.send(Event::Flush(answer)).is_ok() {
+                let _ = answered.recv_timeout(FLUSH_PATIENCE);
+            }
+        }
+        self.recording.lock().read(cursor, most, is_last, clock())
     }
 
-    fn queue(&self, event: Event) {
-        if self.events.try_send(event).is_err() {
-            self.left_out.fetch_add(1, Ordering::Relaxed);
-        }
+    /// False if the queue is full.
+    fn queue(&self, event: Event) -> bool {
+        self.events.try_send(event).is_ok()
     }
 }
 
@@ -218,10 +245,10 @@ fn salt(namespace: Namespace) -> u64 {
     spread(number(&namespace.0))
 }
 
-fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, mut recording: Recording) {
+fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, recording: &Mutex<Recording>) {
     while let Ok(event) = events.recv() {
         let now = clock();
-        recording.end_if_unread(now);
+        recording.lock().end_if_unread(Instant::now());
         match event {
             Event::Counted(namespace, keys) => counting.count(namespace, &keys, now),
             Event::LookedUp(lookup) => {
@@ -230,17 +257,15 @@ fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, mut recording
                 let searched = &lookup.keys[..lookup.looked_up.min(lookup.keys.len())];
                 let counted: Vec<u64> = searched.iter().map(|key| key ^ salt).collect();
                 counting.count(namespace, &counted, now);
-                recording.with(|recorder| recorder.looked_up(*lookup));
+                recording.lock().with(|recorder| recorder.looked_up(*lookup));
             }
             Event::Ended(ended) => {
-                recording.with(|recorder| ended.into_iter().for_each(|each| recorder.ended(each)));
+                recording.lock().with(|recorder| ended.into_iter().for_each(|each| recorder.ended(each)));
             }
-            Event::EngineLeft(engine) => recording.with(|recorder| recorder.engine_left(&engine)),
+            Event::EngineLeft(engine) => recording.lock().with(|recorder| recorder.engine_left(&engine)),
             // Sends fail if the reader has given up.
             Event::ReadCeilings(answer) => drop(answer.send(counting.read(now))),
-            Event::ReadRecording { cursor, most, is_last, answer } => {
-                drop(answer.send(recording.read(cursor, most, is_last, now)));
-            }
+            Event::Flush(answer) => drop(answer.send(())),
             Event::Stop => return,
         }
     }
@@ -293,10 +318,10 @@ fn readings(namespace: Option<Namespace>, ceiling: &Ceiling, now: Duration) -> V
 struct Recording {
     recorder: Option<Recorder>,
     /// When it was last read.
-    read_at: Duration,
-    /// `left_out` when it began.
-    left_out_before: u64,
-    left_out: Arc<AtomicU64>,
+    read_at: Option<Instant>,
+    /// `unrecorded` when it began.
+    unrecorded_before: u64,
+    unrecorded: Arc<AtomicU64>,
     is_on: Arc<AtomicBool>,
     models: Arc<Mutex<HashMap<Namespace, Model>>>,
 }
@@ -308,8 +333,10 @@ impl Recording {
         }
     }
 
-    fn end_if_unread(&mut self, now: Duration) {
-        if self.recorder.is_some() && now.saturating_sub(self.read_at) > UNREAD_MAX {
+    fn end_if_unread(&mut self, now: Instant) {
+        let is_unread =
+            self.read_at.is_none_or(|read_at| now.saturating_duration_since(read_at) > UNREAD_MAX);
+        if self.recorder.is_some() && is_unread {
             self.recorder = None;
             self.is_on.store(false, Ordering::Relaxed);
             self.models.lock().clear();
@@ -319,23 +346,21 @@ impl Recording {
     }
 
     fn read(&mut self, cursor: u64, most: usize, is_last: bool, now: Duration) -> ReadOut {
-        self.read_at = now;
-        let left_out = self.left_out.load(Ordering::Relaxed);
+        self.read_at = Some(Instant::now());
+        let unrecorded = self.unrecorded.load(Ordering::Relaxed);
         let is_new = self.recorder.is_none();
         let recorder = self.recorder.get_or_insert_with(|| Recorder::new(now));
         if is_new {
-            self.left_out_before = left_out;
+            self.unrecorded_before = unrecorded;
             self.is_on.store(true, Ordering::Relaxed);
             // Log: `kvlane record` began to read the requests of this daemon: lengths, times, and numbers of blocks.
             tracing::info!("recording began");
         }
-        if is_last {
-            recorder.close_all();
-        }
+        let read = if is_last { recorder.read_last(cursor, most) } else { recorder.read(cursor, most) };
         ReadOut {
-            read: recorder.read(cursor, most),
+            read,
             forgotten_blocks: recorder.forgotten_blocks(),
-            left_out: left_out - self.left_out_before,
+            left_out: unrecorded - self.unrecorded_before,
             since: recorder.since(),
         }
     }
@@ -413,21 +438,19 @@ mod tests {
 
     #[test]
     fn a_recording_ends_when_nobody_reads_it() {
-        let (left_out, is_on, models) = <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
+        let (unrecorded, is_on, models) = <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
         let mut recording = Recording {
             recorder: None,
-            read_at: Duration::ZERO,
-            left_out_before: 0,
-            left_out,
+            read_at: None,
+            unrecorded_before: 0,
+            unrecorded,
             is_on: Arc::clone(&is_on),
             models,
         };
-        let at = Duration::from_secs;
-        recording.read(0, 1, false, at(100));
-        recording.end_if_unread(at(110));
+        recording.read(0, 1, false, clock());
+        recording.end_if_unread(Instant::now() + UNREAD_MAX / 2);
         assert!(is_on.load(Ordering::Relaxed));
-        recording.read(1, 1, false, at(110));
-        recording.end_if_unread(at(121));
+        recording.end_if_unread(Instant::now() + UNREAD_MAX * 2);
         assert!(!is_on.load(Ordering::Relaxed) && recording.recorder.is_none());
     }
 }

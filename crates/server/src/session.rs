@@ -385,9 +385,9 @@ impl Session {
         if was_of_engine {
             // Ends also waits whose blocks are complete and only wait for their checksums, some milliseconds. That is rare.
             self.shared.awaited_saves.end_all_of(&greeted.info.engine_id, End::Gone);
-            if greeted.info.role == Role::Scheduler {
-                self.shared.observer.engine_left(&greeted.info.engine_id);
-            }
+        }
+        if gone && greeted.info.role == Role::Scheduler {
+            self.shared.observer.engine_left(&greeted.info.engine_id);
         }
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);

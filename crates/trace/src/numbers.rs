@@ -9,9 +9,9 @@ const GENERATION_MAX: usize = (1 << 22) / 8 * 7;
 
 /// Numbers blocks by their keys, in bounded memory: two generations of at most 3.7 million blocks, 143 MB.
 ///
-/// When the young generation is full, the old one is forgotten, and the young one becomes the old one. A block that is seen
-/// again moves into the young generation. So a block is forgotten only after at least 3.7 million other blocks came, and no
-/// replay of a cache of fewer blocks can miss it.
+/// When a prompt finds the young generation full, the old one is forgotten, and the young one becomes the old one. A block that is
+/// seen again moves into the young generation. So a block is forgotten after about 3.7 million other blocks, and replays of
+/// caches of fewer blocks hardly miss it.
 #[derive(Debug, Default)]
 pub struct BlockNumbers {
     young: KeyMap<u64>,
@@ -32,29 +32,17 @@ impl BlockNumbers {
         Self { generation_max, ..Self::default() }
     }
 
-    /// The block's number: a new one if the block is new, or was forgotten.
-    pub fn number(&mut self, key: u64) -> u64 {
-        if let Some(number) = self.young.get(&key) {
-            return *number;
-        }
-        let number = self.old.remove(&key).unwrap_or_else(|| {
-            self.next += 1;
-            self.next - 1
-        });
-        if self.young.len() >= self.generation_max {
-            self.forgotten += self.old.len() as u64;
-            self.old = std::mem::take(&mut self.young);
-        }
-        self.young.insert(key, number);
-        number
-    }
-
     /// The numbers of a prompt's blocks, as runs. `keys` are in the prompt's order, and each names a block and all before it.
     ///
     /// So a prompt that is known takes a few steps for each run, not for each block: if the last of `n` blocks has the first one's
     /// number plus `n - 1`, the numbers of those between follow each other, because each of them was numbered after the first one
     /// and before the last one.
     pub fn runs(&mut self, keys: &[u64]) -> Vec<Run> {
+        // Not in the middle of a prompt: its first blocks would be old and its last ones young.
+        if self.young.len() + keys.len() > self.generation_max {
+            self.forgotten += self.old.len() as u64;
+            self.old = std::mem::take(&mut self.young);
+        }
         let mut runs = Vec::new();
         let mut at = 0;
         while let Some(key) = keys.get(at) {
@@ -66,6 +54,19 @@ impl BlockNumbers {
             at += count;
         }
         runs
+    }
+
+    /// The block's number: a new one if the block is new, or was forgotten.
+    fn number(&mut self, key: u64) -> u64 {
+        if let Some(number) = self.young.get(&key) {
+            return *number;
+        }
+        let number = self.old.remove(&key).unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        });
+        self.young.insert(key, number);
+        number
     }
 
     /// How many of the blocks are young and have numbers that follow each other. The first one is young, with this number.
@@ -151,10 +152,35 @@ mod tests {
         }
     }
 
+    fn number(numbers: &mut BlockNumbers, key: u64) -> u64 {
+        numbers.runs(&[key])[0].first
+    }
+
+    /// A prompt across the border of two generations once had another block's number.
+    #[test]
+    fn a_generation_does_not_end_within_a_prompt() {
+        let mut numbers = BlockNumbers::with_generations_of(8);
+        let prompt = path(&[0, 1, 2]);
+        for filler in 100..107 {
+            number(&mut numbers, filler);
+        }
+        let first = ids(&numbers.runs(&prompt[..2])).collect::<Vec<_>>();
+        for filler in 200..208 {
+            number(&mut numbers, filler);
+        }
+        number(&mut numbers, prompt[0]);
+        number(&mut numbers, 300);
+        let [once, again] = [(); 2].map(|()| ids(&numbers.runs(&prompt)).collect::<Vec<_>>());
+        assert_eq!(once, again);
+        assert_eq!(once[0], first[0]);
+        let other = number(&mut numbers, 300);
+        assert!(!once.contains(&other), "{once:?} has the number of another block");
+    }
+
     #[test]
     fn a_block_keeps_its_number() {
         let mut numbers = BlockNumbers::new();
-        assert_eq!([7, 9, 7, 1, 9].map(|key| numbers.number(key)), [0, 1, 0, 2, 1]);
+        assert_eq!([7, 9, 7, 1, 9].map(|key| number(&mut numbers, key)), [0, 1, 0, 2, 1]);
         assert_eq!(numbers.forgotten(), 0);
     }
 
@@ -162,11 +188,11 @@ mod tests {
     fn only_blocks_that_did_not_come_again_are_forgotten() {
         let mut numbers = BlockNumbers::with_generations_of(4);
         for other in 100..120 {
-            assert_eq!(numbers.number(1), 0, "it comes again and again");
-            numbers.number(other);
+            assert_eq!(number(&mut numbers, 1), 0, "it comes again and again");
+            number(&mut numbers, other);
         }
         assert!(numbers.forgotten() > 0);
-        assert!(numbers.number(100) > 20, "it was forgotten");
+        assert!(number(&mut numbers, 100) > 20, "it was forgotten");
         assert!(numbers.young.len() + numbers.old.len() <= 8);
     }
 }

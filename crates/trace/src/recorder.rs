@@ -9,7 +9,7 @@
 //! A request of an engine that reports no ends goes to the ring at once, without lengths.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     sync::Arc,
     time::Duration,
 };
@@ -25,6 +25,10 @@ use crate::{
 const RING_MAX: usize = 4096;
 /// Requests whose end has not come. Beyond it, the oldest goes to the ring without lengths.
 const OPEN_MAX: usize = 4096;
+/// Requests that are remembered after their record, so that what comes late of them makes no second one.
+const DONE_MAX: usize = 4096;
+/// Runs of a record's looked-up and of its saved blocks. A conversation has two for each turn; further blocks are left out.
+const RUNS_MAX: usize = 1024;
 
 /// The meaning of the numbers of a trace's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,8 +167,8 @@ pub struct Whole {
     pub model: [u8; 16],
     /// Keys of its blocks.
     pub keys: Vec<u64>,
-    /// The request's tokens.
-    pub lengths: Lengths,
+    /// The request's tokens. None if they are not known.
+    pub lengths: Option<Lengths>,
     /// Time from the request to its first token. None if it is not known.
     pub first_token: Option<Duration>,
 }
@@ -193,6 +197,9 @@ pub struct Recorder {
     /// Place in `open`.
     places: HashMap<RequestName, u64>,
     last_place: u64,
+    /// Requests whose record is made before their lookup or end came, oldest first.
+    done: VecDeque<RequestName>,
+    is_done: HashSet<RequestName>,
     ring: VecDeque<Recorded>,
     /// Requests that have entered the ring.
     entered: u64,
@@ -208,13 +215,15 @@ impl Recorder {
             open: BTreeMap::new(),
             places: HashMap::new(),
             last_place: 0,
+            done: VecDeque::new(),
+            is_done: HashSet::new(),
             ring: VecDeque::new(),
             entered: 0,
             since,
         }
     }
 
-    /// Records a lookup. Another lookup of the same request, as after a preemption, only replaces what was found.
+    /// Records a lookup. Another lookup of the same request, before it had blocks, only replaces what was found.
     pub fn looked_up(&mut self, lookup: LookedUp) {
         let LookedUp { at, engine, model, request, keys, looked_up, hit, reports_ends } = lookup;
         let name = (Arc::clone(&engine), request);
@@ -222,16 +231,28 @@ impl Recorder {
             record.hit = hit;
             return;
         }
+        if self.is_done.contains(&name) {
+            return;
+        }
         let (searched, further) = keys.split_at(looked_up.min(keys.len()));
-        let (blocks, saved) = (self.numbers.runs(searched), self.numbers.runs(further));
+        let (mut blocks, mut saved) = (self.numbers.runs(searched), self.numbers.runs(further));
+        if blocks.len() > RUNS_MAX {
+            saved.clear();
+        }
+        blocks.truncate(RUNS_MAX);
+        saved.truncate(RUNS_MAX);
         let (lengths, leg, engine_tokens, first_token) = (None, Leg::Whole, 0, None);
         let record =
             Recorded { at, engine, model, blocks, saved, hit, engine_tokens, lengths, leg, first_token };
         if !reports_ends || request == 0 {
             return self.push(record);
         }
-        if self.open.len() >= OPEN_MAX {
-            self.close_oldest();
+        if self.open.len() >= OPEN_MAX
+            && let Some((_, (name, record))) = self.open.pop_first()
+        {
+            self.places.remove(&name);
+            self.note_done(name);
+            self.push(record);
         }
         self.last_place += 1;
         self.places.insert(name.clone(), self.last_place);
@@ -244,8 +265,9 @@ impl Recorder {
         if at < self.since {
             return;
         }
-        let blocks = self.numbers.runs(&keys);
-        let (saved, hit, lengths) = (Vec::new(), TierBlocks::default(), Some(lengths));
+        let mut blocks = self.numbers.runs(&keys);
+        blocks.truncate(RUNS_MAX);
+        let (saved, hit) = (Vec::new(), TierBlocks::default());
         let (engine_tokens, leg) = (0, Leg::Whole);
         self.push(Recorded {
             at,
@@ -267,7 +289,9 @@ impl Recorder {
         let name = (Arc::clone(&engine), request);
         let open = self.places.remove(&name).and_then(|place| self.open.remove(&place));
         let Some((_, mut record)) = open else {
-            if at >= self.since {
+            if at >= self.since && !self.is_done.contains(&name) {
+                // Its lookup may still come, if it waited for blocks when the request was aborted.
+                self.note_done(name);
                 let (blocks, saved, hit) = (Vec::new(), Vec::new(), TierBlocks::default());
                 let (lengths, first_token) = (Some(lengths), None);
                 self.push(Recorded {
@@ -286,25 +310,36 @@ impl Recorder {
             return;
         };
         let known: u64 = record.blocks.iter().chain(&record.saved).map(|run| run.count).sum();
-        if first_block <= known {
+        if first_block <= known && record.blocks.len() < RUNS_MAX {
             let further = keys.get((known - first_block) as usize..).unwrap_or_default();
             self.numbers.runs(further).into_iter().for_each(|run| push_run(&mut record.saved, run));
+            record.saved.truncate(RUNS_MAX);
         }
         self.push(Recorded { lengths: Some(lengths), engine_tokens, leg, ..record });
     }
 
-    /// An engine has left: its open requests will not end.
+    /// An engine has left: its open requests will not end, and it may begin to count again.
     pub fn engine_left(&mut self, engine: &str) {
         let of_engine: Vec<u64> =
             self.open.iter().filter(|(_, (name, _))| &*name.0 == engine).map(|(place, _)| *place).collect();
-        of_engine.into_iter().for_each(|place| self.close(place));
+        for place in of_engine {
+            if let Some((name, record)) = self.open.remove(&place) {
+                self.places.remove(&name);
+                self.push(record);
+            }
+        }
+        self.done.retain(|name| &*name.0 != engine);
+        self.is_done.retain(|name| &*name.0 != engine);
     }
 
-    /// Closes all open requests, without lengths.
-    pub fn close_all(&mut self) {
-        while !self.open.is_empty() {
-            self.close_oldest();
+    /// As [`read`](Self::read), for a reader that does not come again: behind the last request come those that have not ended,
+    /// without lengths. They stay open for other readers.
+    pub fn read_last(&self, cursor: u64, most: usize) -> Read {
+        let mut read = self.read(cursor, most);
+        if !read.has_more {
+            read.requests.extend(self.open.values().map(|(_, record)| record.clone()));
         }
+        read
     }
 
     /// The next requests, at most `most`. A reader begins at cursor 0, and gets what enters the ring from then on.
@@ -332,16 +367,17 @@ impl Recorder {
         self.numbers.forgotten()
     }
 
-    fn close_oldest(&mut self) {
-        if let Some(place) = self.open.keys().next().copied() {
-            self.close(place);
+    /// Remembers a request whose record is made.
+    fn note_done(&mut self, name: RequestName) {
+        // Without a number it is no name.
+        if name.1 == 0 || !self.is_done.insert(name.clone()) {
+            return;
         }
-    }
-
-    fn close(&mut self, place: u64) {
-        if let Some((name, record)) = self.open.remove(&place) {
-            self.places.remove(&name);
-            self.push(record);
+        self.done.push_back(name);
+        if self.done.len() > DONE_MAX
+            && let Some(oldest) = self.done.pop_front()
+        {
+            self.is_done.remove(&oldest);
         }
     }
 
@@ -434,8 +470,8 @@ mod tests {
         let read = recorder.read(cursor, 10);
         assert_eq!(engines(&read), ["old", "a"]);
         assert!(read.requests.iter().all(|each| each.lengths.is_none()));
-        recorder.close_all();
-        assert_eq!(engines(&recorder.read(read.cursor, 10)), ["b"]);
+        assert_eq!(engines(&recorder.read_last(read.cursor, 10)), ["b"]);
+        assert_eq!(engines(&recorder.read(read.cursor, 10)), [""; 0], "it is open for other readers");
     }
 
     #[test]
@@ -445,8 +481,7 @@ mod tests {
         recorder.looked_up(lookup("a", 1, &[1, 2]));
         let hit = TierBlocks { ssd: 9, ..TierBlocks::default() };
         recorder.looked_up(LookedUp { hit, ..lookup("a", 1, &[1, 2, 3, 4]) });
-        recorder.close_all();
-        let read = recorder.read(cursor, 10);
+        let read = recorder.read_last(cursor, 10);
         assert_eq!(read.requests.len(), 1);
         assert_eq!((read.requests[0].hit, numbers(&read.requests[0].blocks)), (hit, vec![0]));
     }
@@ -481,6 +516,36 @@ mod tests {
         (1..=total).for_each(|request| recorder.looked_up(lookup("a", request, &[request, 2])));
         assert_eq!(recorder.read(cursor, 10).requests.len(), 1);
         assert_eq!(recorder.open.len(), recorder.places.len());
+        recorder.ended(end("a", 1, 2 * SECOND, &[]));
+        assert_eq!(recorder.read(cursor, 10).requests.len(), 1, "its record is made already");
+    }
+
+    /// A request that was aborted while its lookup waited for blocks had two records.
+    #[test]
+    fn a_lookup_that_comes_after_the_end_makes_no_second_record() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        recorder.ended(end("a", 7, 2 * SECOND, &[]));
+        recorder.looked_up(lookup("a", 7, &[1, 2]));
+        assert_eq!(recorder.read_last(cursor, 10).requests.len(), 1);
+        // Another process of this name counts anew.
+        recorder.engine_left("a");
+        recorder.looked_up(lookup("a", 7, &[1, 2]));
+        assert_eq!(recorder.read_last(cursor, 10).requests.len(), 2);
+        (1..=2 * DONE_MAX as u64).for_each(|request| recorder.ended(end("b", request, 2 * SECOND, &[])));
+        assert_eq!((recorder.done.len(), recorder.is_done.len()), (DONE_MAX, DONE_MAX));
+    }
+
+    #[test]
+    fn a_record_has_so_many_runs_at_most() {
+        let mut recorder = Recorder::new(SECOND);
+        let cursor = recorder.read(0, 10).cursor;
+        // Numbers that go down follow no other.
+        let keys: Vec<u64> = (0..3 * RUNS_MAX as u64).map(kvlane_policy::spread).collect();
+        keys.iter().rev().for_each(|key| drop(recorder.numbers.runs(&[*key])));
+        recorder.looked_up(lookup("a", 1, &keys));
+        let read = recorder.read_last(cursor, 10);
+        assert_eq!((read.requests[0].blocks.len(), read.requests[0].saved.len()), (RUNS_MAX, 0));
     }
 
     /// A prompt of 8,000 tokens is 500 blocks of 16. In a conversation it is two runs a turn, because other requests come in

@@ -82,6 +82,7 @@ class SchedulerCore(Protocol):
         handoff: SaveWait | None = None,
         tokens_per_s: int = 0,
         number: int = 0,
+        again: bool = False,
     ) -> None: ...
     @property
     def is_recorded(self) -> bool: ...

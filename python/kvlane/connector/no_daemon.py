@@ -54,6 +54,7 @@ class NoScheduler:
         handoff: SaveWait | None = None,
         tokens_per_s: int = 0,
         number: int = 0,
+        again: bool = False,
     ) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")
 

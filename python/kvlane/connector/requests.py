@@ -66,6 +66,8 @@ class RequestState:
     """The engine's number of the request, for recordings."""
     arrived_at: float = 0.0
     """When it arrived, in seconds of the scheduler's clock."""
+    had_blocks: bool = False
+    """vLLM has allocated blocks for it, at its first turn or before a preemption."""
     looked_up_blocks: int = 0
     """Blocks of the recorded group that its first lookup named; 0 if it was not looked up."""
     first_local_tokens: int | None = None

@@ -175,8 +175,10 @@ class SchedulerSide:
         if external_tokens and promised_by is None:
             # No kind has promised these tokens, but the engine waits for them. So the load is reported as failed.
             promised_by = self.loads.name
-        if state is not None and external_tokens:
-            state.awaits_tokens = True
+        if state is not None:
+            state.had_blocks = True
+            if external_tokens:
+                state.awaits_tokens = True
         self._notify(
             "blocks of a request",
             lambda kind: kind.allocated(
@@ -191,7 +193,7 @@ class SchedulerSide:
         if state is None:
             return None
         self._notify("the end of a request", lambda kind: kind.request_finished(request, state, tables))
-        self._recording.ended(request, state)
+        self._record(lambda: self._recording.ended(request, state))
         handed_over = (
             self._hand_over(request, state) if is_for_another_engine(transfer_params(request)) else None
         )
@@ -237,6 +239,13 @@ class SchedulerSide:
                 self._failed(what, kind, error)
         return False
 
+    def _record(self, act: Callable[[], None]) -> None:
+        """A recording that fails does not keep the rest from being done."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("recording requests", error, WITHOUT_IT)
+
     def _failed(self, what: str, kind: SchedulerKind, error: Exception, then: str = WITHOUT_IT) -> None:
         self._failures.record(f"{what} ({kind.name})", error, then)
 
@@ -249,7 +258,7 @@ class SchedulerSide:
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
-        self._recording.send()
+        self._record(self._recording.send)
         if self._connection.take_restart():
             self._notify("a new daemon", lambda kind: kind.daemon_restarted())
         self._plan_runs(jobs)
@@ -350,7 +359,7 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call. vLLM asks after each step, when the step's requests have ended."""
-        self._recording.send()
+        self._record(self._recording.send)
         taken, self._shared.events = self._shared.events, []
         return taken
 

@@ -47,6 +47,8 @@ class FakeScheduler:
         """As the last lookup said."""
         self.numbers: dict[str, int] = {}
         """The number of each request that was looked up."""
+        self.again: dict[str, bool] = {}
+        """Whether its last lookup is to be left out of recordings."""
         self.ended: list[EndedRequest] = []
         """What was reported while `is_recorded`."""
         self._connected_to: bytes | None = None
@@ -94,9 +96,11 @@ class FakeScheduler:
         handoff: tuple[str, bytes, int, int] | None = None,
         tokens_per_s: int = 0,
         number: int = 0,
+        again: bool = False,
     ) -> None:
         self.tokens_per_s = tokens_per_s
         self.numbers[request_id] = number
+        self.again[request_id] = again
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"
         self._pending[request_id] = (hashes, max_tokens)

@@ -39,8 +39,17 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     let started = tool.read_recording(0, false)?;
     let since = Duration::from_millis(started.now_ms);
     let (cursor, began_us) = (started.cursor, started.began_us);
-    let mut reader =
-        Reader { args, wanted, tool: Some(tool), cursor, began_us, left_out: 0, dropped_before: 0 };
+    let mut reader = Reader {
+        args,
+        wanted,
+        tool: Some(tool),
+        cursor,
+        began_us,
+        left_out: 0,
+        dropped_before: 0,
+        forgotten: 0,
+        forgotten_before: 0,
+    };
     record(&args.file, header(&status, since), since, &mut reader)
 }
 
@@ -104,6 +113,9 @@ struct Reader<'a> {
     left_out: u64,
     /// Dropped requests of former daemons, and those that were lost to this reader.
     dropped_before: u64,
+    /// Blocks that this recording forgot, and those before it.
+    forgotten: u64,
+    forgotten_before: u64,
 }
 
 impl Reader<'_> {
@@ -125,7 +137,8 @@ impl Source for Reader<'_> {
             let answer = match self.ask(is_last) {
                 Ok(Some(answer)) => answer,
                 Ok(None) => return Ok(false),
-                Err(ToolError::Refused(sentence)) => bail!(sentence),
+                // The daemon is stopping, or was replaced by an older one. The next read asks again.
+                Err(ToolError::Refused(_)) => return Ok(false),
                 Err(_) => {
                     self.tool = None;
                     return Ok(false);
@@ -135,6 +148,7 @@ impl Source for Reader<'_> {
                 // The daemon was started again, or this reader was stopped for too long.
                 writer.recorder_restarted();
                 self.dropped_before += std::mem::take(&mut self.left_out);
+                self.forgotten_before += std::mem::take(&mut self.forgotten);
                 (self.cursor, self.began_us) = (1, answer.began_us);
                 continue;
             }
@@ -143,7 +157,8 @@ impl Source for Reader<'_> {
             self.left_out = answer.left_out;
             let header = writer.header();
             header.dropped = self.dropped_before + self.left_out;
-            header.forgotten_blocks = answer.forgotten_blocks;
+            header.forgotten_blocks = self.forgotten_before + answer.forgotten_blocks;
+            self.forgotten = answer.forgotten_blocks;
             let has_more = answer.has_more;
             write(answer, writer, &self.wanted)?;
             if !has_more {

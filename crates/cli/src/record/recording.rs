@@ -1,6 +1,7 @@
 //! Reads a recorder until the time is over, and writes its requests.
 
 use std::{
+    io::Write,
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -52,12 +53,14 @@ pub(super) fn record(
     since: Duration,
     source: &mut dyn Source,
 ) -> Result<()> {
-    let mut writer = TraceWriter::create(&args.file, header, since, args.force)?.with_names(args.names);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut term, mut interrupt) = {
+    // Before there is a file, so that a signal leaves none that is cut off.
+    let (mut term, mut interrupt, mut hangup) = {
         let _inside = runtime.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
+        let take = |kind| signal(kind);
+        (take(SignalKind::terminate())?, take(SignalKind::interrupt())?, take(SignalKind::hangup())?)
     };
+    let mut writer = TraceWriter::create(&args.file, header, since, args.force)?.with_names(args.names);
     let bar = progress_bar(args.span);
     let begun = Instant::now();
     let deadline = args.span.map(|Span(span)| begun + span);
@@ -71,6 +74,7 @@ pub(super) fn record(
                 () = tokio::time::sleep(pause) => false,
                 _ = term.recv() => true,
                 _ = interrupt.recv() => true,
+                _ = hangup.recv() => true,
             }
         });
         let now = Instant::now();
@@ -89,15 +93,17 @@ pub(super) fn record(
         }
     }
     bar.finish_and_clear();
-    println!("{}: {}", args.file.display(), writer.progress());
-    if !writer.header().is_complete {
-        println!("the last requests are missing, because nothing answered at the end");
-    }
     let file = args.file.display().to_string();
-    println!(
-        "{}",
-        if writer.header().requests == 0 { source.nothing_came().into() } else { source.next(&file) }
-    );
+    let mut text = format!("{file}: {}\n", writer.progress());
+    if !writer.header().is_complete {
+        text.push_str("the last requests are missing, because nothing answered at the end\n");
+    }
+    match writer.header().requests {
+        0 => text.push_str(source.nothing_came()),
+        _ => text.push_str(&source.next(&file)),
+    }
+    // The reader of a pipe may have left.
+    let _ = writeln!(std::io::stdout(), "{text}");
     Ok(())
 }
 

@@ -38,6 +38,8 @@ pub(crate) fn run(args: &RouteRecordArgs) -> Result<()> {
         cursor: 0,
         began_us: 0,
         dropped: 0,
+        forgotten: 0,
+        forgotten_before: 0,
         models: HashMap::new(),
     };
     let first = router.ask()?;
@@ -71,6 +73,9 @@ struct Router<'a> {
     /// When the recording began that the cursor is of.
     began_us: u64,
     dropped: u64,
+    /// Blocks that this recording forgot, and those before it.
+    forgotten: u64,
+    forgotten_before: u64,
     /// A number for each model.
     models: HashMap<String, u64>,
 }
@@ -95,13 +100,15 @@ impl Source for Router<'_> {
             if page.began_us != self.began_us {
                 // The router was started again, or this reader was stopped for too long.
                 writer.recorder_restarted();
+                self.forgotten_before += std::mem::take(&mut self.forgotten);
                 (self.cursor, self.began_us) = (1, page.began_us);
                 continue;
             }
             self.cursor = page.cursor;
             self.dropped += page.lost;
             writer.header().dropped = self.dropped;
-            writer.header().forgotten_blocks = page.forgotten_blocks;
+            writer.header().forgotten_blocks = self.forgotten_before + page.forgotten_blocks;
+            self.forgotten = page.forgotten_blocks;
             for request in &page.requests {
                 if self.node.is_none_or(|node| node == request.node) {
                     let next = self.models.len() as u64;
@@ -138,7 +145,7 @@ fn recorded(request: &RecordedRequest, model: u64) -> (Recorded, ModelFacts) {
         saved: Vec::new(),
         hit: TierBlocks::default(),
         engine_tokens: 0,
-        lengths: Some(Lengths { prompt: request.prompt_tokens, output: request.output_tokens }),
+        lengths: request.tokens.map(|(prompt, output)| Lengths { prompt, output }),
         leg: Leg::Whole,
         first_token: request.ttft_ms.map(Duration::from_millis),
     };

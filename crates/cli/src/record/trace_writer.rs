@@ -4,11 +4,12 @@ use std::{
     collections::HashMap,
     fs::{File, OpenOptions},
     io::{BufWriter, ErrorKind, Seek, SeekFrom, Write},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use kvlane_trace::{
     Recorded,
     file::{Header, ModelLine, RequestLine},
@@ -45,7 +46,8 @@ impl TraceWriter {
     /// Makes the file. An existing one is an error, unless it may be replaced.
     pub(super) fn create(path: &Path, header: Header, since: Duration, may_replace: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true);
+        // The file is this user's: with --names it tells who runs what.
+        options.write(true).create(true).truncate(true).mode(0o600);
         if !may_replace {
             options.create_new(true);
         }
@@ -55,6 +57,9 @@ impl TraceWriter {
             }
             _ => anyhow!("{}: {error}", path.display()),
         })?;
+        if !file.metadata().is_ok_and(|facts| facts.is_file()) {
+            bail!("{} is no file: the header is written again as the recording goes on", path.display());
+        }
         let mut writer = Self {
             path: path.to_owned(),
             file: BufWriter::new(file),
@@ -93,6 +98,10 @@ impl TraceWriter {
 
     /// Appends a request of a model.
     pub(super) fn push(&mut self, request: &Recorded, model: &ModelFacts) -> Result<()> {
+        if request.at < self.since {
+            // It came before: another recording of the same recorder is older.
+            return Ok(());
+        }
         let model = self.number_of(model)?;
         let next = self.engines.len() as u32;
         let engine = *self.engines.entry(request.engine.to_string()).or_insert(next);

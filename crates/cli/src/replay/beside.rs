@@ -88,7 +88,10 @@ impl<'a> Beside<'a> {
         );
         let facts = &self.recorded;
         if header.dropped > 0 {
-            text.push_str(&format!("{} requests are missing, because they were dropped.\n", header.dropped));
+            let dropped = header.dropped;
+            text.push_str(&format!(
+                "{dropped} requests are missing or have no blocks: the daemon was too busy.\n"
+            ));
         }
         if header.forgotten_blocks > 0 {
             text.push_str(&format!(
@@ -96,7 +99,7 @@ impl<'a> Beside<'a> {
                 header.forgotten_blocks, 3_670_016
             ));
         }
-        if facts.tokens_per_block.len() > 1 {
+        if facts.has_several_sizes {
             text.push_str("The blocks have several sizes, so the replay counts with their mean.\n");
         }
         text.push('\n');

@@ -187,7 +187,7 @@ pub(super) fn to_text(report: &Value) -> String {
         let left_out = &report["requests_without_lengths"];
         text.insert_str(
             0,
-            &format!("{left_out} requests are left out, because their lengths are not known\n"),
+            &format!("{left_out} requests are left out, because their lengths are not known, or they have no answer\n"),
         );
     }
     let mut former = f64::NAN;

@@ -1,19 +1,19 @@
 //! Trace files: recorded by `kvlane record`, or of one of the published formats.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs::File,
     io::{BufRead, BufReader},
     path::Path,
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvlane_fleet::Request;
 use kvlane_policy::Trace;
 use kvlane_trace::{
     Leg, TierBlocks,
-    file::{Format, Header, Parser, TraceRequest},
+    file::{Format, Header, ParseError, Parser, TraceRequest},
 };
 
 /// A trace, with what its file says beside its requests.
@@ -33,10 +33,12 @@ pub(super) struct RecordedFacts {
     pub(super) block_bytes: u64,
     /// The different numbers of tokens that blocks have.
     pub(super) tokens_per_block: Vec<u32>,
+    /// Blocks have different numbers of bytes.
+    pub(super) has_several_sizes: bool,
     /// Blocks that were found: of all requests, and of their second half.
     pub(super) hit: TierBlocks,
     pub(super) late_hit: TierBlocks,
-    /// Requests whose lengths are not known.
+    /// Requests whose lengths are not known, or that have no answer.
     pub(super) without_lengths: usize,
 }
 
@@ -85,10 +87,13 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
             break;
         }
         progress(bytes);
-        let read = parser.line(&line).map_err(|error| match error {
-            error @ kvlane_trace::file::ParseError::Json { .. } => anyhow!("line {number}, {error}"),
-            error => anyhow!("line {number}: {error}"),
-        })?;
+        let read = match parser.line(&line) {
+            Ok(read) => read,
+            // A recording that was cut off, as by a full disk, may end within a line.
+            Err(_) if !line.ends_with('\n') && parser.format() == Some(Format::Kvlane) => break,
+            Err(error @ ParseError::Json { .. }) => bail!("line {number}, {error}"),
+            Err(error) => bail!("line {number}: {error}"),
+        };
         let Some(request) = read else { continue };
         if request.lengths.is_none() {
             first_without_lengths.get_or_insert(number);
@@ -102,7 +107,9 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
         // A recording has its requests in the order in which they ended.
         all.sort_by_key(|request| request.at);
     }
-    let without_lengths = all.iter().filter(|request| request.lengths.is_none()).count();
+    let is_unknown =
+        |request: &&TraceRequest| request.lengths.is_none_or(|(prompt, output)| prompt.min(output) == 0);
+    let without_lengths = all.iter().filter(is_unknown).count();
     let is_partial = format == Format::Kvlane && without_lengths < all.len();
     let requests = match first_without_lengths {
         Some(number) if !is_partial => {
@@ -133,12 +140,15 @@ fn recorded(header: &Header, parser: &Parser, all: &[TraceRequest], without_leng
         .collect();
     let (mut blocks, mut bytes) = (0, 0.0);
     let (mut hit, mut late_hit) = (TierBlocks::default(), TierBlocks::default());
-    let mut tokens_per_block = Vec::new();
+    let (mut tokens_per_block, mut sizes) = (Vec::new(), HashSet::new());
     for (index, request) in all.iter().enumerate() {
         let of_header = (header.tokens_per_block, header.block_bytes);
         let (tokens, block_bytes) = models.get(&request.model).copied().unwrap_or(of_header);
         if !request.ids.is_empty() && !tokens_per_block.contains(&tokens) {
             tokens_per_block.push(tokens);
+        }
+        if !request.ids.is_empty() {
+            sizes.insert(block_bytes);
         }
         blocks += request.ids.len();
         bytes += request.ids.len() as f64 * block_bytes as f64;
@@ -148,7 +158,15 @@ fn recorded(header: &Header, parser: &Parser, all: &[TraceRequest], without_leng
         }
     }
     let block_bytes = (bytes / blocks.max(1) as f64) as u64;
-    RecordedFacts { header: header.clone(), block_bytes, tokens_per_block, hit, late_hit, without_lengths }
+    RecordedFacts {
+        header: header.clone(),
+        block_bytes,
+        tokens_per_block,
+        has_several_sizes: sizes.len() > 1,
+        hit,
+        late_hit,
+        without_lengths,
+    }
 }
 
 #[cfg(test)]

@@ -73,6 +73,7 @@ impl SchedulerLink {
             SchedulerEvent::LookUp {
                 request,
                 number,
+                again,
                 groups,
                 max_tokens,
                 awaited_save,
@@ -87,6 +88,7 @@ impl SchedulerLink {
                     hand_off,
                     tokens_per_s,
                     request: number,
+                    again,
                 };
                 self.look_up(request, ask, timeout, now, actions);
             }

@@ -548,6 +548,7 @@ impl SchedulerSide {
             SchedulerEvent::LookUp {
                 request,
                 number: index as u64,
+                again: false,
                 groups,
                 max_tokens,
                 awaited_save,

@@ -36,7 +36,7 @@ impl Agreement {
 
 /// `usage.prompt_tokens` of an answer in one piece: the last number with that name. It is searched for, because parsing answers
 /// would cost too much.
-pub(crate) fn prompt_tokens(answer: &[u8]) -> Option<u64> {
+pub(super) fn prompt_tokens(answer: &[u8]) -> Option<u64> {
     const NAME: &[u8] = b"\"prompt_tokens\":";
     let at = memchr::memmem::rfind(answer, NAME)? + NAME.len();
     let rest = answer[at..].trim_ascii_start();

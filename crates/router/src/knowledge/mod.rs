@@ -32,7 +32,6 @@ mod template;
 mod tokenizer;
 mod translation;
 
-pub(crate) use self::agreement::prompt_tokens;
 pub use self::{
     agreement::Agreement,
     blocks::{BLOCKS_A_STEP, BlockStats, Blocks, Parent},

@@ -10,7 +10,6 @@ use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::P
 
 use crate::{
     body::Mark,
-    knowledge::prompt_tokens,
     recording::{Ended, Recording, blocks},
     request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, Series, route_of},
     schedule::{Choice, NodeId},
@@ -28,6 +27,10 @@ const STREAM_END: &[u8] = b"data: [DONE]\n\n";
 const ROLE: &[u8] = b"\"role\"";
 /// Precedes the token count in the `usage` of an answer in one piece.
 const COMPLETION_TOKENS: &[u8] = b"\"completion_tokens\":";
+/// The same in `/v1/responses` and `/v1/messages`.
+const OUTPUT_TOKENS: &[u8] = b"\"output_tokens\":";
+/// Precedes the prompt's token count.
+const PROMPT_TOKENS: [&[u8]; 2] = [b"\"prompt_tokens\":", b"\"input_tokens\":"];
 
 /// A request that has no answer yet. If this is dropped, the client has left.
 pub(super) struct Tally<'s> {
@@ -135,7 +138,7 @@ impl<'s> Tally<'s> {
             node,
             model: self.model.borrow().clone(),
             keys,
-            lengths: Lengths { prompt: self.prompt_tokens.get(), output: 0 },
+            lengths: Some(Lengths { prompt: self.prompt_tokens.get(), output: 0 }),
             first_token: None,
         };
         let recording = Arc::clone(&self.shared.recording);
@@ -207,19 +210,26 @@ impl Measure {
             }
         }
         self.series.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
-        if let Some(recorded) = self.recorded.as_mut().filter(|recorded| !recorded.is_counted) {
-            recorded.ended.lengths.output += tokens;
+        if let Some(recorded) = self.recorded.as_mut().filter(|recorded| !recorded.is_counted)
+            && let Some(lengths) = &mut recorded.ended.lengths
+        {
+            lengths.output += tokens;
         }
     }
 
     /// Takes the token counts that the answer has, if the request is recorded.
     fn read_usage(&mut self, data: &[u8]) {
         let Some(recorded) = &mut self.recorded else { return };
-        if let Some(tokens) = prompt_tokens(data) {
-            recorded.ended.lengths.prompt = tokens;
+        let Some(lengths) = &mut recorded.ended.lengths else { return };
+        if let Some(tokens) = PROMPT_TOKENS.iter().find_map(|name| number_behind(data, name)) {
+            lengths.prompt = tokens;
         }
-        if let Some(tokens) = completion_tokens(data) {
-            recorded.ended.lengths.output = tokens;
+        let of_answer = [COMPLETION_TOKENS, OUTPUT_TOKENS];
+        // The first event of a message's stream says 0, before there are tokens.
+        if let Some(tokens) =
+            of_answer.iter().find_map(|name| number_behind(data, name)).filter(|tokens| *tokens > 0)
+        {
+            lengths.output = tokens;
             recorded.is_counted = true;
         }
     }
@@ -229,7 +239,10 @@ impl Drop for Measure {
     fn drop(&mut self) {
         self.series.between_tokens.add(&mut self.pending);
         self.series.duration.observe(self.began.elapsed());
-        if let Some(recorded) = self.recorded.take() {
+        if let Some(mut recorded) = self.recorded.take() {
+            if !self.streams && !recorded.is_counted {
+                recorded.ended.lengths = None;
+            }
             recorded.recording.ended(recorded.ended, Instant::now());
         }
     }
@@ -237,7 +250,12 @@ impl Drop for Measure {
 
 /// The last `completion_tokens` in these bytes. The router does not parse the answer for it.
 fn completion_tokens(data: &[u8]) -> Option<u64> {
-    let at = memchr::memmem::rfind(data, COMPLETION_TOKENS)? + COMPLETION_TOKENS.len();
+    number_behind(data, COMPLETION_TOKENS)
+}
+
+/// The number behind the last `name` in these bytes.
+fn number_behind(data: &[u8], name: &[u8]) -> Option<u64> {
+    let at = memchr::memmem::rfind(data, name)? + name.len();
     let rest = data[at..].trim_ascii_start();
     let digits = rest.iter().position(|byte| !byte.is_ascii_digit())?;
     std::str::from_utf8(&rest[..digits]).ok()?.parse().ok()

@@ -48,7 +48,7 @@ pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Resu
         lookup
     };
     let asker = Asker::of(context.greeted);
-    look_up_now(context.shared, &asker, owner, &lookup, &[]).map(Answered::from)
+    look_up_now(context.shared, &asker, (owner, context.since), &lookup, &[]).map(Answered::from)
 }
 
 /// How long a session's thread waits for the sources' answer, before the engine is told that the lookup's comes later.
@@ -183,7 +183,8 @@ struct LateAnswers {
 
 impl Answering for LateAnswers {
     fn answer(&self, late: LateLookup) {
-        let answer = look_up_now(&self.shared, &self.asker, late.owner, &late.lookup, &late.planned);
+        let answer =
+            look_up_now(&self.shared, &self.asker, (late.owner, late.since), &late.lookup, &late.planned);
         let was_refused = answer.is_err();
         // If the peer does not take it, the session ends and releases the lease.
         if self.replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
@@ -264,24 +265,27 @@ pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Res
 fn look_up_now(
     shared: &Shared,
     asker: &Asker,
-    owner: OwnerId,
+    (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
     planned: &[PlannedRun],
 ) -> Result<Answer, Refusal> {
     shared
         .engines
         .with_ready(&asker.engine_id, |open, workers| {
-            look_up_ready(shared, asker, (open, workers), owner, lookup, planned)
+            look_up_ready(shared, asker, (open, workers), (owner, since), lookup, planned)
         })
         // Workers are missing, so nothing can be promised.
-        .unwrap_or_else(|| Ok(Answer::LookupResult(v1::LookupResult::default())))
+        .unwrap_or_else(|| {
+            let is_recorded = shared.observer.is_recording();
+            Ok(Answer::LookupResult(v1::LookupResult { is_recorded, ..Default::default() }))
+        })
 }
 
 fn look_up_ready(
     shared: &Shared,
     asker: &Asker,
     (open, workers): (&[OpenGroup], u32),
-    owner: OwnerId,
+    (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
     planned: &[PlannedRun],
 ) -> Result<Answer, Refusal> {
@@ -289,7 +293,8 @@ fn look_up_ready(
     let groups = lookup_groups(&blocks);
     let is_recorded = shared.observer.is_recording();
     // The record of a lookup counts for the ceiling, too.
-    let recorded = recorded_group(open).filter(|(index, _)| is_recorded && !groups[*index].hashes.is_empty());
+    let recorded = recorded_group(open)
+        .filter(|(index, _)| is_recorded && !lookup.again && !groups[*index].hashes.is_empty());
     for (index, group) in groups.iter().enumerate() {
         if recorded.is_none_or(|(recorded, _)| recorded != index) {
             shared
@@ -303,7 +308,7 @@ fn look_up_ready(
         let tokens = hit.as_ref().map_or(0, |hit| hit.tokens);
         let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));
         let looked_up = groups[index].hashes_within(lookup.max_tokens).len();
-        let request = (lookup.request, asker.reports_ends);
+        let request = (lookup.request, asker.reports_ends, since);
         let tiers = by_tier(hit_blocks, planned);
         record_lookup(shared, &asker.engine_id, open, (hashes, looked_up), request, tiers);
     }

@@ -1,6 +1,9 @@
 //! RequestsEnded and ReadRecording: engines report the ends of requests while somebody records, and tools read the recording.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use kvlane_block::{BlockHash, Namespace, parse_hashes};
@@ -31,18 +34,18 @@ pub(crate) fn recorded_group(open: &[OpenGroup]) -> Option<(usize, OpenGroup)> {
     open.get(whole).map(|group| (whole, *group))
 }
 
-/// Records a lookup of `hashes` in the recorded group, of which `looked_up` were searched.
+/// Records a lookup of `hashes` in the recorded group, of which `looked_up` were searched. It came at `since`.
 pub(crate) fn record_lookup(
     shared: &Shared,
     engine_id: &str,
     open: &[OpenGroup],
     (hashes, looked_up): (&[BlockHash], usize),
-    (request, reports_ends): (u64, bool),
+    (request, reports_ends, since): (u64, bool, Instant),
     hit: TierBlocks,
 ) {
     let Some(model) = describe(shared, open) else { return };
     shared.observer.looked_up(LookedUp {
-        at: clock(),
+        at: clock().saturating_sub(since.elapsed()),
         engine: engine_id.into(),
         model: model.0,
         request,
@@ -89,7 +92,11 @@ pub(crate) fn requests_ended(context: &Context<'_>, ended: v1::RequestsEnded) ->
         return Ok(state(shared));
     }
     let open = shared.engines.opened(engine_id);
-    let Some(model) = describe(shared, &open) else { return Ok(state(shared)) };
+    let Some(model) = describe(shared, &open) else {
+        // A worker is missing just now.
+        shared.observer.leave_out(ended.requests.len());
+        return Ok(state(shared));
+    };
     let (now, engine): (_, Arc<str>) = (clock(), engine_id.as_str().into());
     let end = |request: v1::EndedRequest| {
         let hashes = parse_hashes(&request.hashes).map_err(Refusal::invalid)?;
@@ -114,9 +121,7 @@ pub(crate) fn requests_ended(context: &Context<'_>, ended: v1::RequestsEnded) ->
 pub(crate) fn read(context: &Context<'_>, read: &v1::ReadRecording) -> Result<Answer, Refusal> {
     let observer = &context.shared.observer;
     let most = (read.max as usize).clamp(1, REQUESTS_MAX);
-    let Some(out) = observer.read_recording(read.cursor, most, read.is_last) else {
-        return Err(Refusal::limit("the daemon is too busy to be read; try again"));
-    };
+    let out = observer.read_recording(read.cursor, most, read.is_last);
     let mut models: Vec<[u8; 16]> = out.read.requests.iter().map(|request| request.model).collect();
     models.sort_unstable();
     models.dedup();

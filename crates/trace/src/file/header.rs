@@ -32,7 +32,7 @@ pub struct Header {
     /// Requests in the file.
     #[serde(default)]
     pub requests: u64,
-    /// Requests that are not in the file, because the recorder could not keep up.
+    /// Requests that the recorder could not keep up with: they are missing, or have no blocks or no lengths.
     #[serde(default)]
     pub dropped: u64,
     /// Blocks that were forgotten. If one of them came again, it has a new number.
@@ -61,7 +61,9 @@ pub struct Header {
 impl Header {
     /// The line, which always has the same length.
     pub fn to_line(&self) -> String {
-        let cut = |text: &str| text.chars().take(NAME_MAX).collect();
+        // Only letters that take a byte each in JSON, so that the line always has the same length.
+        let is_plain = |letter: &char| letter.is_ascii_graphic() && !matches!(letter, '"' | '\\');
+        let cut = |text: &str| text.chars().filter(is_plain).take(NAME_MAX).collect();
         let header = Self { kvlane: cut(&self.kvlane), policy: cut(&self.policy), ..self.clone() };
         let json = serde_json::to_string(&header).unwrap_or_default();
         format!("{json:<width$}\n", width = LINE_BYTES - 1)
@@ -107,7 +109,7 @@ mod tests {
             policy: String::new(),
         };
         let large = Header {
-            kvlane: "é".repeat(300),
+            kvlane: "é\u{1}\"x".repeat(300),
             started: u64::MAX,
             seconds: f64::MIN,
             requests: u64::MAX,
@@ -122,7 +124,7 @@ mod tests {
         };
         for header in [small, large] {
             let line = header.to_line();
-            assert_eq!(line.chars().count(), LINE_BYTES);
+            assert_eq!(line.len(), LINE_BYTES);
             let read: Header = serde_json::from_str(&line).unwrap();
             assert_eq!((read.requests, read.seconds), (header.requests, header.seconds));
         }

@@ -292,8 +292,13 @@ impl Parser {
                 *id = before;
             }
         }
-        let found = [line.ram_blocks, line.ssd_blocks, line.peer_blocks];
-        let [ram, ssd, peers] = found.map(|blocks| blocks.min(ids.len() as u64));
+        // All of them together are no more than the blocks.
+        let mut left = ids.len() as u64;
+        let [ram, ssd, peers] = [line.ram_blocks, line.ssd_blocks, line.peer_blocks].map(|blocks| {
+            let found = blocks.min(left);
+            left -= found;
+            found
+        });
         let leg = match line.leg {
             None => Leg::Whole,
             Some(LegName::Prefill) => Leg::Prefill,

@@ -124,7 +124,9 @@ class LookUpAndLoad(SchedulerKind):
             for group in shared.shape.groups
         ]
         wait, rate = awaited or self._wait(state), shared.rate.tokens_per_s
-        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate, state.number)
+        # What is found then, this request may have saved itself.
+        again = state.had_blocks or awaited is not None
+        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate, state.number, again)
         state.looking_up = True
         group = recorded_group(shared.shape.groups)
         if group is not None and state.looked_up_blocks == 0:

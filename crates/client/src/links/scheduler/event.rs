@@ -55,6 +55,8 @@ pub enum SchedulerEvent {
         request: String,
         /// The engine's number of the request, by which [`RequestsEnded`](Self::RequestsEnded) names it; 0 if it has none.
         number: u64,
+        /// The request had blocks already, or saved some of these itself: recordings leave this lookup out.
+        again: bool,
         /// Block hashes as they go over the wire.
         groups: Vec<v1::LookupGroup>,
         /// Upper bound of the answer in tokens.

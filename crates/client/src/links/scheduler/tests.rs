@@ -115,6 +115,7 @@ impl Play {
         let event = SchedulerEvent::LookUp {
             request: request.into(),
             number: 3,
+            again: false,
             groups,
             max_tokens: 64,
             awaited_save: None,
@@ -378,6 +379,7 @@ fn a_hand_off_is_sent_and_its_wait_is_prolonged_as_often_as_the_daemon_says_but_
     play.feed(SchedulerEvent::LookUp {
         request,
         number: 0,
+        again: false,
         groups,
         max_tokens: 64,
         awaited_save: hand_off,
@@ -795,6 +797,7 @@ fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
     let event = SchedulerEvent::LookUp {
         request: "a".into(),
         number: 0,
+        again: false,
         groups,
         max_tokens: u64::MAX,
         awaited_save: None,
