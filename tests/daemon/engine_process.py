@@ -157,9 +157,9 @@ class EngineProcess:
             engine_id, run, tokens, wait_ms = handoff
             named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
         # A core of the first release knows no numbers.
-        numbered = (number, again) if number else ()
+        numbered: dict[str, Any] = {"number": number, "again": again} if number else {}
         asked = [hashes(prompt, 0, count)]
-        self.scheduler.lookup_start("r", asked, 1 << 40, named, tokens_per_s, *numbered)
+        self.scheduler.lookup_start("r", asked, 1 << 40, named, tokens_per_s, **numbered)
         hit = None
         while hit is None:
             hit = self.scheduler.lookup_poll("r", 100_000)
