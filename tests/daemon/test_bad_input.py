@@ -202,7 +202,7 @@ def test_engines_are_refused_over_tcp(make_daemon: MakeDaemon) -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "upgrade"),
-    [((3, 9), "daemon"), ((0, 0), "client"), ((4, 1), "")],
+    [((4, 9), "daemon"), ((0, 0), "client"), ((4, 1), "")],
     ids=["newer", "older", "empty"],
 )
 def test_a_wrong_wire_version_is_refused_with_what_to_upgrade(

@@ -376,7 +376,7 @@ def _engine(scheduler: Wire, worker: Wire, name: str, namespace: bytes) -> None:
 def _(folder: Path, make_daemon: MakeDaemon) -> str:
     daemon = make_daemon()
     with Wire(daemon.path) as newer:
-        newer.refused(HELLO, hello(wire=(3, 9)))
+        newer.refused(HELLO, hello(wire=(4, 9)))
     assert daemon.stop() == 0
     told = daemon.log.rest()
     # It says a thing once to a peer.

@@ -280,15 +280,20 @@ fn what_a_window_shows_is_read_over_it_until_that_is_closed() {
 
 #[test]
 fn memory_that_was_given_back_is_touched_no_more() {
-    let (_, here, there, peer) = connected();
-    let handles: Vec<Handle> = (0..64).map(|_| here.begin(peer, Op::Write, here.all(&there))).collect();
-    there.memory.wait_for(0);
-    there.engine.unregister(there.region).unwrap();
-    there.memory.fill(0, 8 * MIB, 0x55);
-    let outcomes: Vec<_> = handles.iter().map(|handle| handle.wait(Some(PATIENCE)).unwrap()).collect();
-    assert!(outcomes.contains(&Err(Failure::Refused)));
-    assert!(outcomes.iter().all(|outcome| matches!(outcome, Ok(()) | Err(Failure::Refused))), "{outcomes:?}");
-    assert_eq!(there.memory.other_than(0, 8 * MIB, 0x55), None);
+    // On a busy machine all writes may have come before the memory is given back.
+    let was_in_time = (0..10).any(|_| {
+        let (_, here, there, peer) = connected();
+        let handles: Vec<Handle> = (0..64).map(|_| here.begin(peer, Op::Write, here.all(&there))).collect();
+        there.memory.wait_for(0);
+        there.engine.unregister(there.region).unwrap();
+        there.memory.fill(0, 8 * MIB, 0x55);
+        let outcomes: Vec<_> = handles.iter().map(|handle| handle.wait(Some(PATIENCE)).unwrap()).collect();
+        let is_expected = |outcome: &_| matches!(outcome, Ok(()) | Err(Failure::Refused));
+        assert!(outcomes.iter().all(is_expected), "{outcomes:?}");
+        assert_eq!(there.memory.other_than(0, 8 * MIB, 0x55), None);
+        outcomes.contains(&Err(Failure::Refused))
+    });
+    assert!(was_in_time, "no write was refused");
 }
 
 #[test]
