@@ -14,6 +14,6 @@ mod numbers;
 mod recorder;
 mod runs;
 
-pub use numbers::BlockNumbers;
+pub use numbers::{BlockNumbers, GENERATION_MAX};
 pub use recorder::{Ended, Grade, Leg, Lengths, LookedUp, Read, Recorded, Recorder, TierBlocks, Whole};
 pub use runs::{Run, ids};

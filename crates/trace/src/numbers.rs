@@ -4,8 +4,9 @@ use kvlane_policy::KeyMap;
 
 use crate::runs::{Run, push_run};
 
-/// Blocks of one generation: as many as fit into a table of 2^22 buckets, 71 MB.
-const GENERATION_MAX: usize = (1 << 22) / 8 * 7;
+/// Blocks of one generation: as many as fit into a table of 2^22 buckets, 71 MB. So many other blocks come before one is
+/// forgotten.
+pub const GENERATION_MAX: usize = (1 << 22) / 8 * 7;
 
 /// Numbers blocks by their keys, in bounded memory: two generations of at most 3.7 million blocks, 143 MB.
 ///

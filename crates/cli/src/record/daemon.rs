@@ -6,10 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use kvlane_client::{Tool, ToolError};
 use kvlane_proto::v1::{self, RecordedModel, RecordedRequest, RecordedRequests, ended_request};
-use kvlane_trace::{
-    Grade, Leg, Lengths, Recorded, Run, TierBlocks,
-    file::{Header, VERSION},
-};
+use kvlane_trace::{Grade, Leg, Lengths, Recorded, Run, TierBlocks, file::Header};
 
 use super::{
     recording::{FileArgs, Source, record},
@@ -55,21 +52,10 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
 
 fn header(status: &v1::Status, since: Duration) -> Header {
     Header {
-        kvlane_trace: VERSION,
-        kvlane: env!("CARGO_PKG_VERSION").into(),
-        grade: Grade::Blocks,
-        tokens_per_block: 0,
-        started: since.as_secs(),
-        seconds: 0.0,
-        requests: 0,
-        dropped: 0,
-        forgotten_blocks: 0,
-        restarts: 0,
-        is_complete: false,
         pool_bytes: status.pool_bytes,
         ssd_bytes: status.ssds.iter().map(|ssd| ssd.capacity_bytes).sum(),
-        block_bytes: 0,
         policy: status.policy.clone(),
+        ..Header::new(Grade::Blocks, since)
     }
 }
 

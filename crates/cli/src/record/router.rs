@@ -8,10 +8,7 @@ use kvlane_router::{
     members::{AskError, Call},
     recording::{RecordedPage, RecordedRequest, TOKENS_PER_BLOCK},
 };
-use kvlane_trace::{
-    Grade, Leg, Lengths, Recorded, Run, TierBlocks,
-    file::{Header, VERSION},
-};
+use kvlane_trace::{Grade, Leg, Lengths, Recorded, Run, TierBlocks, file::Header};
 
 use super::{
     recording::{FileArgs, Source, record},
@@ -45,23 +42,7 @@ pub(crate) fn run(args: &RouteRecordArgs) -> Result<()> {
     let first = router.ask()?;
     (router.cursor, router.began_us) = (first.cursor, first.began_us);
     let since = Duration::from_millis(first.now_ms);
-    let header = Header {
-        kvlane_trace: VERSION,
-        kvlane: env!("CARGO_PKG_VERSION").into(),
-        grade: Grade::Text,
-        tokens_per_block: TOKENS_PER_BLOCK,
-        started: since.as_secs(),
-        seconds: 0.0,
-        requests: 0,
-        dropped: 0,
-        forgotten_blocks: 0,
-        restarts: 0,
-        is_complete: false,
-        pool_bytes: 0,
-        ssd_bytes: 0,
-        block_bytes: 0,
-        policy: String::new(),
-    };
+    let header = Header { tokens_per_block: TOKENS_PER_BLOCK, ..Header::new(Grade::Text, since) };
     record(&args.file, header, since, &mut router)
 }
 

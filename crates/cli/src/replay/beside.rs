@@ -1,7 +1,7 @@
 //! `--beside`: what the recorded daemon hit, beside what a replay of its requests hits.
 
 use kvlane_policy::Trace;
-use kvlane_trace::TierBlocks;
+use kvlane_trace::{GENERATION_MAX, TierBlocks};
 use serde_json::{Value, json};
 
 use super::{report::Run, trace_file::RecordedFacts};
@@ -96,7 +96,7 @@ impl<'a> Beside<'a> {
         if header.forgotten_blocks > 0 {
             text.push_str(&format!(
                 "{} blocks were forgotten while recording: replays of more blocks than {} hit too little.\n",
-                header.forgotten_blocks, 3_670_016
+                header.forgotten_blocks, GENERATION_MAX
             ));
         }
         if facts.has_several_sizes {

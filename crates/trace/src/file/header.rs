@@ -1,5 +1,7 @@
 //! The first line of a trace, and the lines of its models.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::recorder::Grade;
@@ -38,7 +40,8 @@ pub struct Header {
     /// Blocks that were forgotten. If one of them came again, it has a new number.
     #[serde(default)]
     pub forgotten_blocks: u64,
-    /// How often the daemon or router was started again meanwhile. Blocks got new numbers then.
+    /// How often the recording began anew: the daemon or router was started again, or the reader was stopped for too long. Blocks
+    /// got new numbers then.
     #[serde(default)]
     pub restarts: u64,
     /// The recording ended as it should.
@@ -59,6 +62,27 @@ pub struct Header {
 }
 
 impl Header {
+    /// The header of a recording that begins at `since` (since 1970) and has nothing yet.
+    pub fn new(grade: Grade, since: Duration) -> Self {
+        Self {
+            kvlane_trace: VERSION,
+            kvlane: env!("CARGO_PKG_VERSION").into(),
+            grade,
+            tokens_per_block: 0,
+            started: since.as_secs(),
+            seconds: 0.0,
+            requests: 0,
+            dropped: 0,
+            forgotten_blocks: 0,
+            restarts: 0,
+            is_complete: false,
+            pool_bytes: 0,
+            ssd_bytes: 0,
+            block_bytes: 0,
+            policy: String::new(),
+        }
+    }
+
     /// The line, which always has the same length.
     pub fn to_line(&self) -> String {
         // Only letters that take a byte each in JSON, so that the line always has the same length.
@@ -91,23 +115,7 @@ mod tests {
 
     #[test]
     fn a_header_always_takes_the_same_place() {
-        let small = Header {
-            kvlane_trace: VERSION,
-            kvlane: String::new(),
-            grade: Grade::Blocks,
-            tokens_per_block: 16,
-            started: 0,
-            seconds: 0.0,
-            requests: 0,
-            dropped: 0,
-            forgotten_blocks: 0,
-            restarts: 0,
-            is_complete: false,
-            pool_bytes: 0,
-            ssd_bytes: 0,
-            block_bytes: 0,
-            policy: String::new(),
-        };
+        let small = Header::new(Grade::Blocks, Duration::ZERO);
         let large = Header {
             kvlane: "é\u{1}\"x".repeat(300),
             started: u64::MAX,
