@@ -22,6 +22,7 @@ use kvlane_router::{
     admin::pages,
     balancing::Balancing,
     knowledge::EventReaders,
+    live::{Live, Sampler},
     loads::Loads,
     members::{AllowList, Membership, MembershipOptions, PingOptions},
     proxy::Proxy,
@@ -191,7 +192,10 @@ fn admin(args: &RouteArgs, shared: &Arc<Shared>) -> Result<Option<Pages>> {
     tracing::info!("health, metrics, nodes and decisions at http://{}", listener.local_addr()?);
     let names = Names { program: "router", flag: "--admin-host", given: args.admin_host.clone() };
     let slots = Slots::new(CONNECTIONS_MAX, getrlimit(Resource::Nofile).current);
-    Ok(Some(Pages::serve(listener, pages(Arc::clone(shared)), names, slots)?))
+    let live = Live::new(random()?);
+    let mut sampler = Sampler::new(Arc::clone(shared), Arc::clone(&live));
+    let pages = pages(Arc::clone(shared), live);
+    Ok(Some(Pages::serve(listener, pages, names, slots, move || sampler.sample())?))
 }
 
 fn random() -> Result<u64> {

@@ -5,8 +5,8 @@ mod gpus;
 mod ssd;
 
 use std::{
-    env, fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::Path, path::PathBuf,
-    time::Duration,
+    collections::HashSet, env, fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::Path,
+    path::PathBuf, time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -14,7 +14,7 @@ use clap::{Args, ValueEnum};
 use kvlane_client::default_address;
 use kvlane_gpu::Drivers;
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
-use kvlane_policy::Choice;
+use kvlane_policy::{Choice, Window};
 use kvlane_proto::Address;
 use kvlane_server::ServeOptions;
 use serde::Deserialize;
@@ -26,6 +26,7 @@ use crate::{
     logging::{self, LogFormat},
     policy_arg::{PolicyArg, PolicyParser},
     size::{Size, TypedSize},
+    span::Span,
 };
 
 /// Bytes of the pool by default.
@@ -85,6 +86,11 @@ pub(crate) struct ServeArgs {
     /// `kvlane replay` compares them, and three more, on a trace [default: lru]
     #[arg(long, env = "KVLANE_POLICY", value_parser = PolicyParser, value_name = "NAME")]
     policy: Option<PolicyArg>,
+
+    /// Windows over which metrics and status give the hits, and what a pool without limit could have hit: up to four, of 5m
+    /// to 7d. Each takes up to 0.3 MB for each of 16 namespaces [default: 15m,1h,24h]
+    #[arg(long, env = "KVLANE_HIT_WINDOWS", value_name = "TIME", value_delimiter = ',')]
+    hit_windows: Option<Vec<String>>,
 
     /// How fast checksums are verified again in the background, a second; 0 turns it off [default: 16mb]
     #[arg(long, env = "KVLANE_SCRUB_RATE", value_name = "SIZE")]
@@ -331,6 +337,7 @@ impl ServeArgs {
             copies_share: f64::from(copies) / 100.0,
             calibrate: gpus.calibrate,
             sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
+            hit_windows: hit_windows(self.hit_windows.or(file.hit_windows))?,
         };
         Ok(Resolved {
             serve,
@@ -408,6 +415,25 @@ fn seal_threads(given: Option<NonZeroUsize>, cpus: usize, warnings: &mut Vec<Str
         ));
     }
     Ok(given.map_or_else(|| (cpus / 4).clamp(1, 8), usize::from))
+}
+
+/// Most windows, which bounds their memory.
+const HIT_WINDOWS_MAX: usize = 4;
+
+/// The windows of the hits and their ceiling, in the order given.
+fn hit_windows(given: Option<Vec<String>>) -> Result<Vec<Window>> {
+    let Some(given) = given else { return Ok(Window::DEFAULT.into()) };
+    let window = |text: &String| -> Result<Window> {
+        let wrong = |why: String| anyhow!("--hit-windows '{text}': {why}");
+        let Span(length) = text.parse().map_err(wrong)?;
+        Window::new(length).map_err(|error| wrong(error.to_string()))
+    };
+    let windows = given.iter().map(window).collect::<Result<Vec<_>>>()?;
+    let distinct: HashSet<_> = windows.iter().collect();
+    if windows.is_empty() || windows.len() > HIT_WINDOWS_MAX || distinct.len() < windows.len() {
+        bail!("--hit-windows '{}': write one to {HIT_WINDOWS_MAX} different windows", given.join(","));
+    }
+    Ok(windows)
 }
 
 /// A mistake in the file, with its line.
@@ -517,6 +543,18 @@ mod tests {
         assert!(
             drain.resolve(driver_named).unwrap_err().to_string().contains("is too long: write at most 86400")
         );
+        for (windows, wanted) in [
+            ("1h,x", "--hit-windows 'x': write for example 90s"),
+            ("3m", "--hit-windows '3m': a window has 5 minutes to 7 days"),
+            ("27m", "--hit-windows '27m': a window of this length has a multiple of 5 minutes"),
+            ("1h,60m", "--hit-windows '1h,60m': write one to 4 different windows"),
+            ("5m,6m,7m,8m,9m", "write one to 4 different windows"),
+        ] {
+            let windows = windows.split(',').map(str::to_owned).collect();
+            let windows = ServeArgs { hit_windows: Some(windows), ..Default::default() };
+            let error = windows.resolve(driver_named).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
         let nobody = ServeArgs { max_sessions: Some(0), ..Default::default() };
         assert!(nobody.resolve(driver_named).unwrap_err().to_string().contains("--max-sessions 0"));
     }

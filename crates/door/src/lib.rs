@@ -2,6 +2,7 @@
 //! get little of the program's time and descriptors.
 //!
 //! - [`Pages`]: serves them in one thread.
+//! - [`LivePage`]: shows the figures of a program in a browser; [`History`] keeps ten minutes of samples for it.
 //! - [`Names`]: the host names that a request may use.
 //! - [`Row`]: a metric in a program's table; [`write_metrics`] writes the table for Prometheus.
 //! - [`Histogram`]: counts durations without a lock.
@@ -12,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod host;
+mod live;
 mod metrics;
 mod pages;
 mod runtime_thread;
@@ -20,6 +22,7 @@ mod waiting;
 
 pub use self::{
     host::{Misdirected, Names},
+    live::{After, History, LivePage, Rates, SAMPLES_MAX},
     metrics::{
         CONTENT_TYPE, Distribution, Histogram, Labels, Metric, MetricKind, PROCESS_METRICS, Pending, Process,
         Row, Source, distributions, each, total, write_metrics,

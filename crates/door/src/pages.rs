@@ -41,16 +41,26 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 pub struct Pages(RuntimeThread);
 
 impl Pages {
-    /// Serves these pages under the host's addresses, `localhost` and `names`. Each connection takes one of `slots`.
+    /// Serves these pages under the host's addresses, `localhost` and `names`. Each connection takes one of `slots`. The same
+    /// thread calls `every_second`, which must not block.
     ///
     /// # Errors
     /// The kernel gives no thread or no descriptor.
-    pub fn serve(listener: TcpListener, pages: Router, names: Names, slots: Arc<Slots>) -> io::Result<Self> {
+    pub fn serve(
+        listener: TcpListener,
+        pages: Router,
+        names: Names,
+        slots: Arc<Slots>,
+        every_second: impl FnMut() + Send + 'static,
+    ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let pages = pages.layer(middleware::from_fn_with_state(Arc::new(names), only_for_us));
         let serve = move || async move {
             match tokio::net::TcpListener::from_std(listener) {
-                Ok(listener) => accept(&listener, &slots, &pages).await,
+                Ok(listener) => {
+                    tokio::spawn(repeat(every_second));
+                    accept(&listener, &slots, &pages).await;
+                }
                 // Log: health, metrics and pages are not served until a restart; all else works. Do: restart the
                 // program, and report its log if it repeats.
                 Err(error) => tracing::error!(%error, "HTTP server ended: its socket cannot be used"),
@@ -62,6 +72,16 @@ impl Pages {
     /// Ends the thread, and all connections with it.
     pub fn stop(self) {
         self.0.stop();
+    }
+}
+
+/// Calls `work` once a second. A call that comes late delays the later ones.
+async fn repeat(mut work: impl FnMut()) {
+    let mut second = tokio::time::interval(Duration::from_secs(1));
+    second.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        second.tick().await;
+        work();
     }
 }
 

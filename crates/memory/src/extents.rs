@@ -39,6 +39,8 @@ pub struct ExtentAllocator {
     /// Runs by extent size in pages. Has only sizes with a run.
     sizes: HashMap<u32, Size>,
     used_pages: u64,
+    /// Slabs that are in no run.
+    unused_slabs: u64,
 }
 
 #[derive(Debug)]
@@ -72,6 +74,8 @@ struct Slab {
 struct Size {
     /// The number of runs of this extent size.
     runs: u32,
+    /// Extents in these runs that are not allocated.
+    free: u64,
     /// For each node, the first slabs of runs with room.
     with_room: Vec<Vec<u32>>,
 }
@@ -126,6 +130,7 @@ impl ExtentAllocator {
             slabs: vec![free; slabs as usize],
             sizes: HashMap::new(),
             used_pages: 0,
+            unused_slabs: u64::from(slabs),
         }
     }
 
@@ -177,6 +182,7 @@ impl ExtentAllocator {
         let (pages, used) = (slab.pages, slab.used);
         self.used_pages -= u64::from(pages);
         self.nodes[node].free_pages += u64::from(pages);
+        self.add_free(pages, 0, 1);
         if used == 0 {
             self.close_run(head, node);
         } else if self.slabs[head as usize].listed == UNLISTED {
@@ -192,6 +198,20 @@ impl ExtentAllocator {
     /// Bytes that are not allocated. Not all of them are usable: some are the ends of runs, or in runs of other sizes.
     pub fn free_bytes(&self) -> u64 {
         self.capacity_bytes() - self.used_bytes()
+    }
+
+    /// Bytes that extents of any size can take.
+    pub fn unused_bytes(&self) -> u64 {
+        self.unused_slabs * u64::from(self.slab_pages) * PAGE_BYTES
+    }
+
+    /// Extents that are free only for blocks of their size: the bytes of each, and how many. The size with the most free
+    /// bytes comes first.
+    pub fn free_extents(&self) -> Vec<(u64, u64)> {
+        let free = |(pages, size): (&u32, &Size)| (u64::from(*pages) * PAGE_BYTES, size.free);
+        let mut all: Vec<_> = self.sizes.iter().map(free).filter(|(_, free)| *free > 0).collect();
+        all.sort_unstable_by_key(|(bytes, free)| std::cmp::Reverse((bytes * free, *bytes)));
+        all
     }
 
     /// Bytes of all slabs, which is where extents can be.
@@ -283,9 +303,14 @@ impl ExtentAllocator {
         slab.used = 0;
         slab.taken = Default::default();
         let nodes = self.nodes.len();
-        let size =
-            self.sizes.entry(pages).or_insert_with(|| Size { runs: 0, with_room: vec![Vec::new(); nodes] });
+        let size = self.sizes.entry(pages).or_insert_with(|| Size {
+            runs: 0,
+            free: 0,
+            with_room: vec![Vec::new(); nodes],
+        });
         size.runs += 1;
+        size.free += u64::from(self.slabs[head as usize].capacity);
+        self.unused_slabs -= u64::from(run);
         self.list(head, node);
         Some(head)
     }
@@ -302,10 +327,17 @@ impl ExtentAllocator {
         let (pages, full) = (slab.pages, slab.used == slab.capacity);
         self.used_pages += u64::from(pages);
         self.nodes[node].free_pages -= u64::from(pages);
+        self.add_free(pages, 1, 0);
         if full {
             self.unlist(head, node);
         }
         first_page + index * pages
+    }
+
+    fn add_free(&mut self, pages: u32, taken: u64, freed: u64) {
+        if let Some(size) = self.sizes.get_mut(&pages) {
+            size.free = size.free + freed - taken;
+        }
     }
 
     fn close_run(&mut self, head: u32, node: usize) {
@@ -317,8 +349,10 @@ impl ExtentAllocator {
             slab.head = FREE;
         }
         self.nodes[node].free.insert(head, run);
+        self.unused_slabs += u64::from(run);
         if let Some(size) = self.sizes.get_mut(&pages) {
             size.runs -= 1;
+            size.free -= u64::from(self.slabs[head as usize].capacity);
             if size.runs == 0 {
                 self.sizes.remove(&pages);
             }

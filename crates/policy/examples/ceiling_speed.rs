@@ -4,7 +4,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use kvlane_policy::{Ceiling, Ceilings};
+use kvlane_policy::{Ceiling, Ceilings, Window};
 
 const PROMPTS: u64 = 1600;
 const PROMPT: u64 = 625;
@@ -30,10 +30,10 @@ fn main() {
     let mut sum = 0u64;
     let read = time(|prompt| sum = prompt.iter().fold(sum, |sum, key| sum.wrapping_add(*key)));
     black_box(sum);
-    let mut one = Ceiling::new();
-    let insert = time(|prompt| one.record(prompt.iter().copied(), now));
-    let mut all = Ceilings::new();
-    let both = time(|prompt| all.record(7, prompt, now));
+    let mut one = Ceiling::new(&Window::DEFAULT);
+    let insert = time(|prompt| one.record(prompt.iter().copied(), 0, now));
+    let mut all = Ceilings::new(&Window::DEFAULT);
+    let both = time(|prompt| all.record(7, prompt, 0, now));
     println!(
         "an insert: {insert:.1} ns; a reference, with its namespace and the total: {both:.1} ns; a read: {read:.1} ns"
     );

@@ -34,7 +34,7 @@ mod ssd_model;
 mod tiers;
 mod trace;
 
-pub use ceiling::{Ceiling, Ceilings, Window, WindowCount};
+pub use ceiling::{BadWindow, Ceiling, Ceilings, Window, WindowCount};
 pub use clairvoyant::clairvoyant;
 pub use cleaning::{Cleaner, Worth};
 pub use ghost::KeyMap;

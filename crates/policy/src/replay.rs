@@ -99,10 +99,12 @@ pub struct EstimatedCeiling {
 
 /// Records a trace in the rolling windows as a daemon does, and reads the window of a day at the trace's end.
 pub fn estimate_ceiling(trace: &Trace) -> EstimatedCeiling {
-    let mut ceiling = Ceiling::new();
+    let [.., day] = Window::DEFAULT;
+    let mut ceiling = Ceiling::new(&[day]);
     for TraceRequest { at, keys, looked_up } in trace.requests() {
-        ceiling.record(keys.take(looked_up), at);
+        ceiling.record(keys.take(looked_up), 0, at);
     }
-    let (references, distinct) = trace.count_since(Window::Day.start(trace.end()));
-    EstimatedCeiling { estimated: ceiling.window(Window::Day, trace.end()), references, distinct }
+    let (references, distinct) = trace.count_since(day.start(trace.end()));
+    let estimated = ceiling.read(trace.end()).pop().map(|(_, count)| count).unwrap_or_default();
+    EstimatedCeiling { estimated, references, distinct }
 }

@@ -1,20 +1,21 @@
-//! The pages of the admin port: health, metrics, nodes, the last decisions. They change nothing.
+//! The pages of the admin port: the live page, health, metrics, nodes, the last decisions. They change nothing.
 
 use std::{sync::Arc, time::Instant};
 
 use axum::{
     Json, Router,
-    extract::{Query, State},
+    extract::{Query, State, rejection::QueryRejection},
     http::StatusCode,
-    response::IntoResponse,
+    response::{IntoResponse, Response},
     routing::get,
 };
-use kvlane_door::CONTENT_TYPE;
+use kvlane_door::{After, CONTENT_TYPE};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
     knowledge::Reason,
+    live::{Live, PAGE},
     metrics,
     role_records::score_page,
     schedule::{Condition, NodeState, Role},
@@ -25,26 +26,48 @@ use crate::{
 const DECISIONS_SHOWN: usize = 100;
 
 /// The admin port's pages, by path.
-pub fn pages(shared: Arc<Shared>) -> Router {
+pub fn pages(shared: Arc<Shared>, live: Arc<Live>) -> Router {
     Router::new()
         .route("/health", get(health))
         .route("/metrics", get(metrics_answer))
         .route("/nodes", get(nodes))
         .route("/decisions", get(decisions))
-        .with_state(shared)
+        .with_state(Arc::clone(&shared))
+        .route("/live", get(figures))
+        .with_state((shared, live))
+        .merge(PAGE.at_root())
 }
 
-async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
-    let ready = shared.with_scheduler(|scheduler| {
+async fn figures(
+    State((shared, live)): State<(Arc<Shared>, Arc<Live>)>,
+    after: Result<Query<After>, QueryRejection>,
+) -> Response {
+    match after {
+        Ok(Query(After { after })) => Json(live.figures(&shared, after)).into_response(),
+        Err(_) => After::refused().into_response(),
+    }
+}
+
+fn ready_nodes(shared: &Shared) -> usize {
+    shared.with_scheduler(|scheduler| {
         scheduler.nodes().filter(|(_, node)| node.state == NodeState::Ready).count()
-    });
-    let (code, status) = if shared.is_stopping() {
+    })
+}
+
+/// Whether the router serves, in a few words.
+pub(crate) fn state(shared: &Shared) -> (StatusCode, &'static str) {
+    if shared.is_stopping() {
         (StatusCode::SERVICE_UNAVAILABLE, "the router stops")
-    } else if ready > 0 {
+    } else if ready_nodes(shared) > 0 {
         (StatusCode::OK, "ok")
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "no node is ready")
-    };
+    }
+}
+
+async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
+    let (code, status) = state(&shared);
+    let ready = ready_nodes(&shared);
     (code, Json(json!({ "status": status, "nodes_ready": ready, "version": env!("CARGO_PKG_VERSION") })))
 }
 
@@ -113,6 +136,17 @@ struct Shown {
     limit: Option<usize>,
 }
 
-async fn decisions(State(shared): State<Arc<Shared>>, Query(shown): Query<Shown>) -> Json<Value> {
-    Json(shared.decisions_page(shown.limit.unwrap_or(DECISIONS_SHOWN)))
+async fn decisions(
+    State(shared): State<Arc<Shared>>,
+    shown: Result<Query<Shown>, QueryRejection>,
+) -> (StatusCode, Json<Value>) {
+    match shown {
+        Ok(Query(Shown { limit })) => {
+            (StatusCode::OK, Json(shared.decisions_page(limit.unwrap_or(DECISIONS_SHOWN))))
+        }
+        Err(_) => {
+            let sentence = "limit is no number: ask for /decisions?limit=100, or without a query";
+            (StatusCode::BAD_REQUEST, Json(json!({ "error": sentence })))
+        }
+    }
 }

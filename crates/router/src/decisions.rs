@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc, time::SystemTime};
 
 use serde_json::{Value, json};
 
-use crate::{ids::RequestId, schedule::Why};
+use crate::{ids::RequestId, request_metrics::OTHER, schedule::Why};
 
 /// Most choices that are kept.
 pub const DECISIONS_MAX: usize = 1000;
@@ -56,6 +56,19 @@ impl Decisions {
     /// The last `most` decisions, newest first. `is_quiet` leaves out the members that reveal other users' prompts.
     pub fn page(&self, most: usize, is_quiet: bool) -> Value {
         self.0.iter().rev().take(most).map(|decision| decision.page(is_quiet)).collect()
+    }
+
+    /// The same without the ids of requests, and without models that no node serves, which clients make up.
+    pub fn page_without_ids(&self, most: usize, is_quiet: bool, serves: impl Fn(&str) -> bool) -> Value {
+        let mut page = self.page(most, is_quiet);
+        for row in page.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
+            row.remove("id");
+            row.remove("client_id");
+            if row.get("model").and_then(Value::as_str).is_some_and(|model| !serves(model)) {
+                row.insert("model".into(), OTHER.into());
+            }
+        }
+        page
     }
 }
 

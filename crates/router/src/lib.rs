@@ -42,6 +42,7 @@ pub mod decisions;
 pub mod ids;
 pub mod knowledge;
 pub mod legs;
+pub mod live;
 pub mod loads;
 pub mod members;
 pub mod metrics;

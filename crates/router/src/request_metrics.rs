@@ -39,7 +39,7 @@ pub(crate) const STATUSES: [u16; 16] =
 pub(crate) const SERIES_MAX: usize = 2048;
 
 /// Upper bounds of buckets, in microseconds. Some are vLLM's own, so that both histograms can be compared.
-const FIRST_TOKEN_BOUNDS_US: &[u64] = &[
+pub(crate) const FIRST_TOKEN_BOUNDS_US: &[u64] = &[
     10_000,
     40_000,
     100_000,

@@ -15,7 +15,7 @@ use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
 use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
-use kvlane_policy::Choice;
+use kvlane_policy::{Choice, Window};
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
 use kvlane_store::{Background, Below, Source, Store, StoreOptions};
@@ -59,6 +59,8 @@ pub struct ServeOptions {
     pub lease_ttl: Duration,
     /// Which blocks make room for others, and which come in at all.
     pub policy: Choice,
+    /// Windows over which hits and their ceiling are counted.
+    pub hit_windows: Vec<Window>,
     /// Connections at the same time.
     pub sessions_max: usize,
     /// Driver that copies for engines on GPUs; None serves engines in host memory only.
@@ -155,7 +157,7 @@ impl Daemon {
             refusals: Arc::default(),
             awaited_saves: Arc::default(),
             metrics: Arc::new(Events::default()),
-            observer: Observer::start()?,
+            observer: Observer::start(&options.hit_windows)?,
             gpus,
             meetings: Meetings::default(),
             ssd,

@@ -12,7 +12,7 @@
 //! - A space is not forgotten while an [`Opened`] with it is held, by its engine or by a call that is being served.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::{Arc, Weak},
 };
 
@@ -506,6 +506,18 @@ impl Engines {
     pub(crate) fn all_namespaces(&self) -> HashSet<Namespace> {
         let inner = self.inner.lock();
         inner.engines.values().flat_map(|engine| &engine.groups).map(|group| group.namespace).collect()
+    }
+
+    /// How many engines are ready, by the namespace of their first group and its name.
+    pub(crate) fn ready_by_namespace(&self) -> Vec<(Namespace, String, u64)> {
+        let inner = self.inner.lock();
+        let mut counts: BTreeMap<Namespace, (&str, u64)> = BTreeMap::new();
+        for engine in inner.engines.values().filter(|engine| engine.ready()) {
+            if let Some(group) = engine.groups.first() {
+                counts.entry(group.namespace).or_insert((&group.name, 0)).1 += 1;
+            }
+        }
+        counts.into_iter().map(|(namespace, (name, count))| (namespace, name.to_owned(), count)).collect()
     }
 
     /// Puts a process's new session in the place of its former one. Its mapping of the pool does not count any more.

@@ -1,4 +1,4 @@
-//! Health and metrics over HTTP. Any peer that reaches the port may read them, and can change nothing.
+//! The live page, health and metrics over HTTP. Any peer that reaches the port may read them, and can change nothing.
 
 use std::{
     io,
@@ -6,11 +6,22 @@ use std::{
     sync::Arc,
 };
 
-use axum::{Json, Router, extract::State, http::StatusCode, response::IntoResponse, routing::get};
-use kvlane_door::{CONTENT_TYPE, Names, Pages};
+use axum::{
+    Json, Router,
+    extract::{Query, State, rejection::QueryRejection},
+    http::StatusCode,
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use kvlane_door::{After, CONTENT_TYPE, Names, Pages};
 use serde_json::{Value, json};
 
-use crate::{door::ListenError, metrics::page::page, shared::Shared};
+use crate::{
+    door::ListenError,
+    live::{Live, PAGE, Sampler},
+    metrics::page::page,
+    shared::Shared,
+};
 
 /// The reason at /health for a socket that engines cannot reach.
 const UNREACHABLE: &str = "socket unreachable: see the daemon's log";
@@ -25,22 +36,44 @@ pub(crate) fn bind(at: SocketAddr) -> Result<TcpListener, ListenError> {
 
 /// Serves until stopped, under the host's addresses, `localhost` and `names`.
 pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Shared>) -> io::Result<Pages> {
-    let slots = Arc::clone(&shared.http_slots);
-    let pages =
-        Router::new().route("/health", get(health)).route("/metrics", get(metrics)).with_state(shared);
-    Pages::serve(listener, pages, Names { program: "daemon", flag: "--http-host", given: names }, slots)
+    let (slots, live) = (Arc::clone(&shared.http_slots), Live::new());
+    let mut sampler = Sampler::new(Arc::clone(&shared), Arc::clone(&live));
+    let pages = Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .with_state(Arc::clone(&shared))
+        .route("/live", get(figures))
+        .with_state((shared, live))
+        .merge(PAGE.at_root());
+    let names = Names { program: "daemon", flag: "--http-host", given: names };
+    Pages::serve(listener, pages, names, slots, move || sampler.sample())
+}
+
+async fn figures(
+    State((shared, live)): State<(Arc<Shared>, Arc<Live>)>,
+    after: Result<Query<After>, QueryRejection>,
+) -> Response {
+    match after {
+        Ok(Query(After { after })) => Json(live.figures(&shared, after)).into_response(),
+        Err(_) => After::refused().into_response(),
+    }
+}
+
+/// Whether the daemon serves, in a word.
+pub(crate) fn state(shared: &Shared) -> (StatusCode, &'static str) {
+    if shared.is_stopping() {
+        (StatusCode::SERVICE_UNAVAILABLE, "stopping")
+    } else if !shared.unreachable.is_empty() {
+        (StatusCode::SERVICE_UNAVAILABLE, "engines cannot connect")
+    } else {
+        (StatusCode::OK, "ok")
+    }
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
     // The peer may be a stranger, so the sentences with paths and users stand only in the log.
     let reasons: &[&str] = if shared.unreachable.is_empty() { &[] } else { &[UNREACHABLE] };
-    let (code, status) = if shared.is_stopping() {
-        (StatusCode::SERVICE_UNAVAILABLE, "stopping")
-    } else if !reasons.is_empty() {
-        (StatusCode::SERVICE_UNAVAILABLE, "engines cannot connect")
-    } else {
-        (StatusCode::OK, "ok")
-    };
+    let (code, status) = state(&shared);
     let body = json!({
         "status": status,
         "reasons": reasons,
@@ -54,6 +87,6 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
     ([("content-type", CONTENT_TYPE)], page(&shared))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

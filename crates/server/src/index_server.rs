@@ -51,6 +51,7 @@ impl IndexServer {
                 pages,
                 names,
                 Slots::new(CONNECTIONS_MAX, getrlimit(Resource::Nofile).current),
+                || {},
             )
         });
         let pages = pages.transpose().inspect_err(|_| replica.stop())?;

@@ -23,6 +23,7 @@ mod http;
 mod index_server;
 mod keeper;
 mod listen;
+mod live;
 #[cfg(test)]
 mod many_saves;
 mod metrics;

@@ -20,7 +20,7 @@ use std::{
 };
 
 use kvlane_block::{BlockHash, Namespace};
-use kvlane_policy::{Ceiling, Ceilings, spread};
+use kvlane_policy::{Ceiling, Ceilings, Window, WindowCount, spread};
 use kvlane_trace::{Ended, LookedUp, Read, Recorder};
 use parking_lot::Mutex;
 
@@ -35,15 +35,19 @@ const UNREAD_MAX: Duration = Duration::from_secs(10);
 /// Most models of a recording; as many as the daemon keeps spaces.
 const MODELS_MAX: usize = 4096;
 
-/// A ceiling at one moment.
+/// The hits of a window and their ceiling at one moment.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Reading {
     /// None for all namespaces together.
     pub(crate) namespace: Option<Namespace>,
-    /// "15m", "1h" or "24h".
-    pub(crate) window: &'static str,
-    /// Share of the looked-up blocks, 0 to 1.
-    pub(crate) ratio: f64,
+    /// "15m", "1h" or "24h", or as the operator chose.
+    pub(crate) window: Window,
+    /// Blocks that were looked up; at least one.
+    pub(crate) references: u64,
+    /// Share of them that were hits, 0 to 1.
+    pub(crate) hit_ratio: f64,
+    /// Share of them that a cache without limit could have hit, 0 to 1.
+    pub(crate) ceiling: f64,
 }
 
 /// A model of a recording.
@@ -71,8 +75,8 @@ pub(crate) struct ReadOut {
 }
 
 enum Event {
-    /// The keys of the blocks that one group's lookup searched.
-    Counted(Namespace, Vec<u64>),
+    /// The keys of the blocks that one group's lookup searched, and how many of them were hits.
+    Counted(Namespace, Vec<u64>, u64),
     LookedUp(Box<LookedUp>),
     Ended(Vec<Ended>),
     EngineLeft(Arc<str>),
@@ -97,11 +101,12 @@ pub(crate) struct Observer {
 }
 
 impl Observer {
-    pub(crate) fn start() -> io::Result<Self> {
+    /// Starts the thread. `windows` are those of the ceiling.
+    pub(crate) fn start(windows: &[Window]) -> io::Result<Self> {
         let (events, receiver) = mpsc::sync_channel(WAITING_MAX);
         let (unrecorded, is_recording, models) =
             <(Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<_>>)>::default();
-        let counting = Counting::default();
+        let counting = Counting::new(windows);
         let recording = Arc::new(Mutex::new(Recording {
             recorder: None,
             read_at: None,
@@ -124,10 +129,10 @@ impl Observer {
         })
     }
 
-    /// Queues the blocks of a looked-up prompt, for the ceiling.
-    pub(crate) fn count(&self, namespace: Namespace, hashes: &[BlockHash]) {
+    /// Queues the blocks of a looked-up prompt, of which `hits` were hits, for the ceiling.
+    pub(crate) fn count(&self, namespace: Namespace, hashes: &[BlockHash], hits: u64) {
         if !hashes.is_empty() {
-            let was_queued = self.queue(Event::Counted(namespace, keys(hashes)));
+            let was_queued = self.queue(Event::Counted(namespace, keys(hashes), hits));
             self.left_out.fetch_add(u64::from(!was_queued), Ordering::Relaxed);
         }
     }
@@ -250,13 +255,13 @@ fn observe(events: &mpsc::Receiver<Event>, mut counting: Counting, recording: &M
         let now = clock();
         recording.lock().end_if_unread(Instant::now());
         match event {
-            Event::Counted(namespace, keys) => counting.count(namespace, &keys, now),
+            Event::Counted(namespace, keys, hits) => counting.count(namespace, &keys, hits, now),
             Event::LookedUp(lookup) => {
                 let namespace = Namespace(lookup.model);
                 let salt = salt(namespace);
                 let searched = &lookup.keys[..lookup.looked_up.min(lookup.keys.len())];
                 let counted: Vec<u64> = searched.iter().map(|key| key ^ salt).collect();
-                counting.count(namespace, &counted, now);
+                counting.count(namespace, &counted, lookup.hit.total(), now);
                 recording.lock().with(|recorder| recorder.looked_up(*lookup));
             }
             Event::Ended(ended) => {
@@ -277,16 +282,14 @@ struct Counting {
     names: HashMap<u64, Namespace>,
 }
 
-impl Default for Counting {
-    fn default() -> Self {
-        Self { ceilings: Ceilings::new(), names: HashMap::new() }
-    }
-}
-
 impl Counting {
-    fn count(&mut self, namespace: Namespace, keys: &[u64], now: Duration) {
+    fn new(windows: &[Window]) -> Self {
+        Self { ceilings: Ceilings::new(windows), names: HashMap::new() }
+    }
+
+    fn count(&mut self, namespace: Namespace, keys: &[u64], hits: u64, now: Duration) {
         let number = number(&namespace.0);
-        self.ceilings.record(number, keys, now);
+        self.ceilings.record(number, keys, hits, now);
         if !self.names.contains_key(&number) {
             // Names are kept only for namespaces that are counted apart, which bounds them.
             let counted: Vec<u64> = self.ceilings.namespaces().map(|(number, _)| number).collect();
@@ -307,11 +310,16 @@ impl Counting {
 }
 
 fn readings(namespace: Option<Namespace>, ceiling: &Ceiling, now: Duration) -> Vec<Reading> {
-    let windows = ceiling.read(now).into_iter();
-    let reading = |(window, count): (kvlane_policy::Window, kvlane_policy::WindowCount)| {
-        Some(Reading { namespace, window: window.name(), ratio: count.ceiling()? })
+    let reading = |(window, count): (Window, WindowCount)| {
+        Some(Reading {
+            namespace,
+            window,
+            references: count.references,
+            hit_ratio: count.hit_ratio()?,
+            ceiling: count.ceiling()?,
+        })
     };
-    windows.filter_map(reading).collect()
+    ceiling.read(now).into_iter().filter_map(reading).collect()
 }
 
 /// The recording, while somebody reads it.
@@ -385,34 +393,40 @@ mod tests {
 
     #[test]
     fn what_is_asked_for_again_could_have_been_hit() {
-        let observer = Observer::start().unwrap();
+        let observer = Observer::start(&Window::DEFAULT).unwrap();
         let (one, two) = (Namespace([1; 16]), Namespace([2; 16]));
         // The first namespace sees each prompt four times, the second each once.
         for prompt in 0..40 {
             let blocks = |prompt| (0..100).map(|block| hash(prompt, block)).collect::<Vec<_>>();
-            observer.count(one, &blocks(prompt % 10));
-            observer.count(two, &blocks(prompt));
+            observer.count(one, &blocks(prompt % 10), 20);
+            observer.count(two, &blocks(prompt), 0);
         }
         let read = observer.ceilings();
         let ratio = |namespace, window| {
-            let is_it = |reading: &&Reading| reading.namespace == namespace && reading.window == window;
-            read.iter().find(is_it).unwrap().ratio
+            let is_it =
+                |reading: &&Reading| reading.namespace == namespace && reading.window.to_string() == window;
+            let found = read.iter().find(is_it).unwrap();
+            (found.ceiling, found.hit_ratio)
         };
         for window in ["15m", "1h", "24h"] {
-            assert!((ratio(Some(one), window) - 0.75).abs() < 0.02, "{read:?}");
-            assert!(ratio(Some(two), window) < 0.03, "{read:?}");
-            assert!((ratio(None, window) - 0.375).abs() < 0.02, "{read:?}");
+            let (ceiling, hit_ratio) = ratio(Some(one), window);
+            assert!((ceiling - 0.75).abs() < 0.02 && hit_ratio == 0.2, "{read:?}");
+            let (ceiling, hit_ratio) = ratio(Some(two), window);
+            assert!(ceiling < 0.03 && hit_ratio == 0.0, "{read:?}");
+            let (ceiling, hit_ratio) = ratio(None, window);
+            assert!((ceiling - 0.375).abs() < 0.02 && hit_ratio == 0.1, "{read:?}");
         }
         assert_eq!(observer.left_out(), 0);
     }
 
     #[test]
     fn a_recorded_lookup_counts_for_the_ceiling_as_any_other() {
-        let (counted, recorded) = (Observer::start().unwrap(), Observer::start().unwrap());
+        let (counted, recorded) =
+            (Observer::start(&Window::DEFAULT).unwrap(), Observer::start(&Window::DEFAULT).unwrap());
         let namespace = Namespace([1; 16]);
         for prompt in 0..40 {
             let hashes: Vec<_> = (0..100).map(|block| hash(prompt % 10, block)).collect();
-            counted.count(namespace, &hashes[..90]);
+            counted.count(namespace, &hashes[..90], 30);
             recorded.looked_up(LookedUp {
                 at: Duration::ZERO,
                 engine: "e".into(),
@@ -420,7 +434,7 @@ mod tests {
                 request: 0,
                 keys: recorded_keys(namespace, &hashes),
                 looked_up: 90,
-                hit: kvlane_trace::TierBlocks::default(),
+                hit: kvlane_trace::TierBlocks { ram: 20, ssd: 7, peers: 3 },
                 reports_ends: false,
             });
         }

@@ -362,6 +362,7 @@ pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
         lease_ttl: Duration::from_secs(60),
         policy: kvlane_policy::Choice::default(),
         sessions_max: 64,
+        hit_windows: kvlane_policy::Window::DEFAULT.into(),
         gpu_driver: None,
         rails: kvlane_gpu::RailOptions::default(),
         save_link_share: 0.5,

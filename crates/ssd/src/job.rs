@@ -23,6 +23,7 @@ pub(crate) struct ReadJob {
     pub(crate) location: Location,
     pub(crate) into: Vec<PoolExtent>,
     pub(crate) deadline: Option<Instant>,
+    pub(crate) accepted_at: Instant,
     pub(crate) done: Box<dyn FnOnce(ReadEnd) + Send>,
 }
 
@@ -40,6 +41,7 @@ pub(crate) struct WriteJob {
     /// Pages of the record, header included.
     pub(crate) pages: u32,
     pub(crate) accepted: Accepted,
+    pub(crate) accepted_at: Instant,
     pub(crate) done: Box<dyn FnOnce(WriteEnd) + Send>,
 }
 

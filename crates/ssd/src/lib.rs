@@ -37,6 +37,7 @@ mod holdings;
 mod index;
 mod io;
 mod job;
+mod latency;
 mod layout;
 mod log;
 mod memory;
@@ -56,6 +57,7 @@ mod uring;
 
 pub use error::OpenError;
 pub use io::{Completion, Io, Op, OpKind, Piece, Waker, WrapIo};
+pub use latency::{LATENCY_BOUNDS_US, Latencies};
 pub use layout::{
     Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
     Superblock, Table, TableRecord,

@@ -17,6 +17,7 @@ use crate::holdings::Holdings;
 use crate::index::Index;
 use crate::io::Waker;
 use crate::job::{Accepted, ReadJob, WriteJob};
+use crate::latency::Latency;
 use crate::stats::{Counters, DeviceStatus};
 
 /// State of the tier.
@@ -78,6 +79,9 @@ pub(crate) struct DeviceShared {
     pub(crate) assigned: AtomicU64,
     /// Reads accepted and not ended.
     pub(crate) reads: AtomicU64,
+    /// Of the reads that found their block, and of the writes that were stored.
+    pub(crate) read_latency: Latency,
+    pub(crate) write_latency: Latency,
     /// Reads in flight from each segment. Raised under the index's lock while the block is in the index.
     pub(crate) pins: Vec<AtomicU32>,
     pub(crate) health: Mutex<Health>,
@@ -110,6 +114,8 @@ impl DeviceShared {
             backlog: AtomicU64::new(0),
             assigned: AtomicU64::new(0),
             reads: AtomicU64::new(0),
+            read_latency: Latency::default(),
+            write_latency: Latency::default(),
             pins: (0..segments).map(|_| AtomicU32::new(0)).collect(),
             health: Mutex::default(),
             holdings: Mutex::new(holdings),
@@ -204,6 +210,8 @@ impl DeviceShared {
             degraded: self.health.lock().reason().map(str::to_owned),
             backlog_bytes: self.backlog.load(Ordering::Relaxed),
             reads: self.reads.load(Ordering::Relaxed),
+            read_latencies: self.read_latency.read(),
+            write_latencies: self.write_latency.read(),
             ..self.facts.clone()
         }
     }

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::latency::Latencies;
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counters since the tier was opened, and the size of its index now.
@@ -104,6 +106,10 @@ pub struct DeviceStatus {
     pub backlog_bytes: u64,
     /// Reads waiting or in flight.
     pub reads: u64,
+    /// How long reads took that found their block, from their request on.
+    pub read_latencies: Latencies,
+    /// How long writes took that were stored, from their request on.
+    pub write_latencies: Latencies,
     /// Whether the file was there when the tier was opened.
     pub warm: bool,
 }

@@ -24,6 +24,7 @@ use crate::holdings::Holdings;
 use crate::index::Index;
 use crate::io::{Io, Piece, Registration, WrapIo};
 use crate::job::{Accepted, ReadJob, WriteJob};
+use crate::latency::Latencies;
 use crate::layout::{PAGE_BYTES, Superblock, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
@@ -226,7 +227,9 @@ impl SsdTier {
         let bytes = u64::from(pages) * PAGE_BYTES;
         device.backlog.fetch_add(bytes, Ordering::Relaxed);
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
-        if !device.submit(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
+        let accepted_at = Instant::now();
+        let job = WriteJob { record, pages, accepted, accepted_at, done: Box::new(done) };
+        if !device.submit(None, Some(job)) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
             // A device's thread that panicked has removed its pending keys; another device may have this key by now.
             self.shared.index.lock().remove_pending(&key, accepted);
@@ -263,7 +266,8 @@ impl SsdTier {
         pin.fetch_add(1, Ordering::Acquire);
         drop(stored);
         device.reads.fetch_add(1, Ordering::Relaxed);
-        let job = ReadJob { key, location, into, deadline, done: Box::new(done) };
+        let accepted_at = Instant::now();
+        let job = ReadJob { key, location, into, deadline, accepted_at, done: Box::new(done) };
         if !device.submit(Some(job), None) {
             pin.fetch_sub(1, Ordering::Release);
             device.reads.fetch_sub(1, Ordering::Relaxed);
@@ -545,6 +549,8 @@ fn initial_status(file: TierFile, opened: Opened, free_segments: u32) -> DeviceS
         drops_not_noted: 0,
         backlog_bytes: 0,
         reads: 0,
+        read_latencies: Latencies::default(),
+        write_latencies: Latencies::default(),
         warm: file.warm,
     }
 }

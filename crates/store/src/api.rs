@@ -197,4 +197,6 @@ pub struct HitGroup {
     pub stored_blocks: u64,
     /// First pool page of each extent, block-major: `pages[block * shards + shard]`.
     pub pages: Vec<PoolPage>,
+    /// Bytes of each block, not rounded up to pages.
+    pub block_bytes: u64,
 }

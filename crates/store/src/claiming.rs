@@ -85,6 +85,7 @@ impl Index {
         let Caller { space, shard, .. } = *caller;
         let shards = self.spaces[space].shards();
         assert!(shard.index() < shards, "shard {shard} of a block with {shards} shards");
+        self.clock.set(caller.now);
         let evicted_before = self.counters.evicted_blocks;
         let is_copy = origin == Origin::OtherHost;
         let mut effort = Effort::new(is_worth_victims, is_copy);
@@ -215,6 +216,7 @@ impl Index {
     /// Commits shards that are written. A block whose last shard this was is queued for sealing. If the claim is dead or
     /// unknown, the commit is counted as stale and the shard's memory is freed.
     pub fn commit(&mut self, claims: &[ShardClaim], now: Instant) {
+        self.clock.set(now);
         for shard in claims {
             let Some(claim) = self.writing(shard) else {
                 self.counters.stale_commits += 1;
@@ -228,7 +230,9 @@ impl Index {
             self.watches.committed((entry.space, entry.hash));
             if is_written {
                 self.claims.remove(&shard.block.slot);
-                self.entries.at_mut(shard.block.slot).state = State::Committed;
+                let entry = self.entries.at_mut(shard.block.slot);
+                entry.state = State::Committed;
+                entry.stored_at = self.clock.now();
                 self.seal_queue.push_back(shard.block);
                 self.seals_queued += 1;
             }
@@ -248,6 +252,7 @@ impl Index {
         self.correct_copy(block.slot, origin == Origin::OtherHost);
         let entry = self.entries.at_mut(block.slot);
         entry.state = State::Sealed;
+        entry.stored_at = self.clock.now();
         let (number, hash) = (entry.space, entry.hash);
         let space = &mut self.spaces[number];
         assert!(claims.len() == space.shards(), "{} of {} shards", claims.len(), space.shards());

@@ -1,4 +1,4 @@
-//! Entries: 44 bytes a block in chunks that never move, found by key through many small hash tables.
+//! Entries: 48 bytes a block in chunks that never move, found by key through many small hash tables.
 
 use hashbrown::HashTable;
 use kvlane_block::BlockHash;
@@ -52,6 +52,8 @@ pub(crate) struct Entry {
     pub(crate) generation: u32,
     /// The row of its space with its extents; [`Row::NONE`] in a gap.
     pub(crate) row: Row,
+    /// When it was last written whole, by the index's [`Clock`](crate::residence::Clock).
+    pub(crate) stored_at: u32,
     pub(crate) state: State,
     /// How many background threads read its bytes outside the lock.
     pub(crate) checks: u8,
@@ -67,6 +69,7 @@ impl Entry {
         leases: 0,
         generation: 0,
         row: Row::NONE,
+        stored_at: 0,
         state: State::Free,
         checks: 0,
         copy: CopyState::Own,

@@ -139,8 +139,9 @@ impl Index {
     }
 
     fn evict(&mut self, slot: u32) {
-        let Entry { space, copy, .. } = *self.entries.at(slot);
+        let Entry { space, copy, stored_at, .. } = *self.entries.at(slot);
         self.note_lost(slot);
+        self.residence.add(self.clock.now().saturating_sub(stored_at));
         self.counters.evicted_copies += u64::from(copy != CopyState::Own);
         self.counters.evicted_blocks += 1;
         self.counters.evicted_bytes += self.spaces[space].block_bytes();

@@ -44,10 +44,14 @@ use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::not_saved::NotSaved;
 use crate::refusals::Refusals;
+use crate::residence::{Clock, Residence};
 use crate::rows::{Row, Rows};
 use crate::space::{Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
 use crate::watch::Watches;
+
+/// Most sizes of extents in the statistics.
+const SIZES_SHOWN: usize = 32;
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
 pub struct Index {
@@ -101,6 +105,8 @@ pub struct Index {
     /// Spaces that only the journal names.
     pub(crate) forgotten: ForgottenSpaces,
     pub(crate) counters: Counters,
+    pub(crate) residence: Residence,
+    pub(crate) clock: Clock,
     /// Lookups that await saves. They are notified of every step in a block's life.
     pub(crate) watches: Watches,
     /// Saves that failed of late, for watches that begin afterwards.
@@ -140,6 +146,8 @@ impl Index {
             journal: Journal::default(),
             forgotten: ForgottenSpaces::default(),
             counters: Counters::default(),
+            residence: Residence::default(),
+            clock: Clock::default(),
             watches: Watches::default(),
             not_saved: NotSaved::default(),
         }
@@ -321,6 +329,9 @@ impl Index {
             copied_bytes: self.copies.bytes(),
             policy: self.policy.kind(),
             counters: self.counters,
+            residence: self.residence,
+            unused_bytes: self.extents.unused_bytes(),
+            free_extents: self.extents.free_extents().into_iter().take(SIZES_SHOWN).collect(),
         }
     }
 

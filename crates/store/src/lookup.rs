@@ -63,7 +63,8 @@ impl Index {
             self.policy.touch(slots, &self.entries);
             self.references += slots.len() as u64;
             let pages = self.lease_blocks(group.space, slots, &mut leased);
-            hit_groups.push(HitGroup { first_block, stored_blocks, pages });
+            let block_bytes = self.spaces[group.space].block_bytes();
+            hit_groups.push(HitGroup { first_block, stored_blocks, pages, block_bytes });
         }
         let lease = self.leases.insert(owner, now, leased);
         self.note_missed(groups, &needs, tokens);

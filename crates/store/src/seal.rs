@@ -97,6 +97,7 @@ impl Index {
         }
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
+        self.counters.sealed_bytes += space.block_bytes();
         self.watches.sealed((number, hash));
         self.note_change(Change::Visible, number, hash);
         self.queue_spill(check.block);

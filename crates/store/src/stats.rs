@@ -3,6 +3,8 @@
 use kvlane_block::{CutDigest, Namespace};
 use kvlane_policy::PolicyKind;
 
+use crate::residence::Residence;
+
 /// State and counters of a store. Counters only grow.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StoreStats {
@@ -32,6 +34,13 @@ pub struct StoreStats {
     pub policy: PolicyKind,
     /// Totals since the store was made.
     pub counters: Counters,
+    /// How long evicted blocks had been in the pool.
+    pub residence: Residence,
+    /// Bytes of the pool that are free for extents of any size.
+    pub unused_bytes: u64,
+    /// Free extents that only blocks of their size can take: bytes of each, and how many. At most 32 sizes, those with the
+    /// most free bytes.
+    pub free_extents: Vec<(u64, u64)>,
 }
 
 /// Totals since the store was made.
@@ -45,8 +54,10 @@ pub struct Counters {
     pub evicted_copies: u64,
     /// Copies that became own blocks because lookups hit them twice.
     pub adopted_copies: u64,
-    /// Blocks that became visible.
+    /// Blocks of engines that became visible.
     pub sealed_blocks: u64,
+    /// Bytes of those, not rounded up to pages.
+    pub sealed_bytes: u64,
     /// Blocks that the tier below took, or had already.
     pub spilled_blocks: u64,
     /// Blocks that the tier below did not get: they died while they waited, there were too many, or it refused them.

@@ -83,6 +83,17 @@ impl<const BUCKETS: usize> Pending<BUCKETS> {
 }
 
 impl Distribution {
+    /// What another counter has counted: one count for each bound, and one for durations above all.
+    pub fn new(bounds_us: &'static [u64], counts: Vec<u64>, sum_ns: u64) -> Self {
+        assert_eq!(bounds_us.len() + 1, counts.len(), "a bucket for each bound, and one more");
+        Self { bounds_us, counts, sum_ns }
+    }
+
+    /// How many durations are in each bucket.
+    pub fn counts(&self) -> &[u64] {
+        &self.counts
+    }
+
     /// Whether nothing was observed.
     pub fn is_empty(&self) -> bool {
         self.counts.iter().all(|count| *count == 0)

@@ -84,6 +84,8 @@ impl Model {
     fn check(&self) {
         assert_eq!(self.allocator.used_bytes(), self.used);
         assert_eq!(self.allocator.free_bytes(), self.allocator.capacity_bytes() - self.used);
+        let of_a_size: u64 = self.allocator.free_extents().iter().map(|(bytes, count)| bytes * count).sum();
+        assert!(self.allocator.unused_bytes() + of_a_size <= self.allocator.free_bytes());
     }
 }
 
@@ -133,6 +135,8 @@ proptest! {
         }
         model.free_inside(&(PoolPage(0)..PoolPage(total)));
         prop_assert_eq!(model.allocator.used_bytes(), 0);
+        prop_assert_eq!(model.allocator.unused_bytes(), model.allocator.capacity_bytes());
+        prop_assert!(model.allocator.free_extents().is_empty());
         let mut fresh = Model::new(total, nodes);
         prop_assert_eq!(fill(&mut model, last), fill(&mut fresh, last), "full capacity for {} bytes", last);
     }
@@ -178,6 +182,23 @@ fn too_large_is_none() {
     assert_eq!(allocator.alloc(u64::MAX), None);
     assert_eq!(allocator.alloc(16 << 20), Some(PoolPage(0)));
     assert_eq!(ExtentAllocator::new(0, &[]).alloc(1), None);
+}
+
+#[test]
+fn free_extents_are_told_by_size() {
+    // Slabs of 16 pages.
+    let mut model = Model::new(4096, vec![0..4096]);
+    let unused = |slabs: u64| model.allocator.capacity_bytes() - slabs * 16 * PAGE_BYTES;
+    let (after_one, after_three) = (unused(1), unused(3));
+    model.alloc(4 * PAGE_BYTES);
+    assert_eq!(model.allocator.free_extents(), [(4 * PAGE_BYTES, 3)]);
+    assert_eq!(model.allocator.unused_bytes(), after_one);
+    assert_eq!((0..5).filter(|_| model.alloc(8 * PAGE_BYTES)).count(), 5);
+    assert_eq!(model.allocator.free_extents(), [(4 * PAGE_BYTES, 3), (8 * PAGE_BYTES, 1)]);
+    let first = *model.live.keys().next().unwrap();
+    model.free(first);
+    assert_eq!(model.allocator.free_extents(), [(8 * PAGE_BYTES, 1)]);
+    assert_eq!(model.allocator.unused_bytes(), after_three);
 }
 
 #[test]

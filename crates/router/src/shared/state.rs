@@ -257,6 +257,13 @@ impl Shared {
         serde_json::json!({ "decisions": decisions, "balance": state.records.page(most) })
     }
 
+    /// The last choices, newest first, without the ids of requests.
+    pub(crate) fn decisions_without_ids(&self, most: usize) -> serde_json::Value {
+        let state = self.state.lock();
+        let serves = |model: &str| state.scheduler.nodes().any(|(_, node)| node.serves(model));
+        state.decisions.page_without_ids(most, self.settings.quiet_decisions, serves)
+    }
+
     /// Connections without a request that were closed because another one needed their slot.
     pub(crate) fn displaced(&self) -> u64 {
         self.connections.displaced()

@@ -42,8 +42,8 @@ pub(crate) struct LateLookup {
     pub(crate) since: Instant,
     /// Deadline of the fetch. None without a fetch, and once it is over.
     pub(crate) fetch_until: Option<Instant>,
-    /// The recorded blocks that the fetch brings. Empty if requests are not recorded.
-    pub(crate) planned: Vec<PlannedRun>,
+    /// The blocks that the fetch brings, group by group.
+    pub(crate) planned: Vec<Vec<PlannedRun>>,
     /// The wait for another engine's saves. Kept until the answer, because it leases the prefix that was visible before.
     pub(crate) save_wait: Option<Wait>,
     /// That wait is over.
@@ -108,8 +108,8 @@ pub(crate) trait Answering: Send + 'static {
     fn answer(&self, late: LateLookup);
     /// Sends a later deadline: the answer may take so long from now.
     fn send_pending(&self, id: u64, wait_ms: u32);
-    /// The recorded blocks that a fetch brings. Empty if requests are not recorded.
-    fn planned(&self, plan: &FetchPlan) -> Vec<PlannedRun>;
+    /// The blocks that a fetch brings, group by group.
+    fn planned(&self, plan: &FetchPlan) -> Vec<Vec<PlannedRun>>;
     /// Fetches blocks for an engine that computes so many tokens in a second (0: not known). Calls `fetched` once they
     /// have come or failed, or if none is fetched.
     fn fetch(&self, plan: FetchPlan, tokens_per_s: u32, deadline: Instant, fetched: OnFetched);

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -197,7 +198,7 @@ impl Answering for LateAnswers {
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
     }
 
-    fn planned(&self, plan: &FetchPlan) -> Vec<PlannedRun> {
+    fn planned(&self, plan: &FetchPlan) -> Vec<Vec<PlannedRun>> {
         planned(&self.shared, &self.shared.engines.opened(&self.asker.engine_id), plan)
     }
 
@@ -229,22 +230,23 @@ impl Asker {
     }
 }
 
-/// The recorded blocks that a fetch brings. Empty if requests are not recorded.
-fn planned(shared: &Shared, open: &[OpenGroup], plan: &FetchPlan) -> Vec<PlannedRun> {
-    match recorded_group(open).filter(|_| shared.observer.is_recording()) {
-        Some((_, group)) => shared.store.planned(plan, group.space),
-        None => Vec::new(),
-    }
+/// The blocks that a fetch brings, group by group.
+fn planned(shared: &Shared, open: &[OpenGroup], plan: &FetchPlan) -> Vec<Vec<PlannedRun>> {
+    open.iter().map(|group| shared.store.planned(plan, group.space)).collect()
 }
 
-/// The blocks of a hit by tier, of which a fetch has brought `planned`.
-fn by_tier(hit_blocks: u64, planned: &[PlannedRun]) -> TierBlocks {
+/// The blocks of a group's hit by tier, of which a fetch has brought `planned`.
+fn by_tier(hit: Range<u64>, planned: &[PlannedRun]) -> TierBlocks {
     let brought = |from: Origin| -> u64 {
         let runs = planned.iter().filter(|run| run.origin == from);
-        runs.map(|run| hit_blocks.saturating_sub(run.first_block).min(run.blocks)).sum()
+        let inside = |run: &PlannedRun| {
+            let end = hit.end.min(run.first_block + run.blocks);
+            end.saturating_sub(hit.start.max(run.first_block))
+        };
+        runs.map(inside).sum()
     };
     let (ssd, peers) = (brought(Origin::ThisHost), brought(Origin::OtherHost));
-    TierBlocks { ram: hit_blocks.saturating_sub(ssd + peers), ssd, peers }
+    TierBlocks { ram: (hit.end - hit.start).saturating_sub(ssd + peers), ssd, peers }
 }
 
 /// Releases leases of the session's engine.
@@ -267,7 +269,7 @@ fn look_up_now(
     asker: &Asker,
     (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
-    planned: &[PlannedRun],
+    planned: &[Vec<PlannedRun>],
 ) -> Result<Answer, Refusal> {
     shared
         .engines
@@ -287,34 +289,35 @@ fn look_up_ready(
     (open, workers): (&[OpenGroup], u32),
     (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
-    planned: &[PlannedRun],
+    planned: &[Vec<PlannedRun>],
 ) -> Result<Answer, Refusal> {
     let blocks = requested_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&blocks);
     let is_recorded = shared.observer.is_recording();
+    let hit = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now());
+    let tokens = hit.as_ref().map_or(0, |hit| hit.tokens);
     // The record of a lookup counts for the ceiling, too.
     let recorded = recorded_group(open)
         .filter(|(index, _)| is_recorded && !lookup.again && !groups[*index].hashes.is_empty());
     for (index, group) in groups.iter().enumerate() {
-        if recorded.is_none_or(|(recorded, _)| recorded != index) {
-            shared
-                .observer
-                .count(shared.store.namespace(group.space), group.hashes_within(lookup.max_tokens));
-        }
-    }
-    let hit = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now());
-    if let Some((index, group)) = recorded {
-        let hashes = groups[index].hashes;
-        let tokens = hit.as_ref().map_or(0, |hit| hit.tokens);
         let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));
-        let looked_up = groups[index].hashes_within(lookup.max_tokens).len();
-        let request = (lookup.request, asker.reports_ends, since);
-        let tiers = by_tier(hit_blocks, planned);
-        record_lookup(shared, &asker.engine_id, open, (hashes, looked_up), request, tiers);
+        let searched = group.hashes_within(lookup.max_tokens);
+        if recorded.is_none_or(|(recorded, _)| recorded != index) {
+            shared.observer.count(shared.store.namespace(group.space), searched, hit_blocks);
+        } else {
+            let request = (lookup.request, asker.reports_ends, since);
+            let tiers = by_tier(0..hit_blocks, planned.get(index).map(Vec::as_slice).unwrap_or_default());
+            record_lookup(shared, &asker.engine_id, open, (group.hashes, searched.len()), request, tiers);
+        }
     }
     let Some(hit) = hit else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, is_recorded, ..Default::default() }));
     };
+    for (index, group) in hit.groups.iter().enumerate() {
+        let end = tokens / u64::from(groups[index].tokens_per_block.max(1));
+        let planned = planned.get(index).map(Vec::as_slice).unwrap_or_default();
+        shared.metrics.hit(by_tier(group.first_block..end, planned), group.block_bytes);
+    }
     let groups = hit
         .groups
         .iter()
@@ -377,10 +380,11 @@ mod tests {
         let run = |first_block, blocks, origin| PlannedRun { first_block, blocks, origin };
         let planned = [run(2, 3, Origin::ThisHost), run(6, 4, Origin::OtherHost)];
         let tiers = |ram, ssd, peers| TierBlocks { ram, ssd, peers };
-        assert_eq!(by_tier(10, &planned), tiers(3, 3, 4));
-        assert_eq!(by_tier(7, &planned), tiers(3, 3, 1), "the rest came too late");
-        assert_eq!(by_tier(3, &planned), tiers(2, 1, 0));
-        assert_eq!(by_tier(1, &planned), tiers(1, 0, 0));
-        assert_eq!(by_tier(4, &[]), tiers(4, 0, 0));
+        assert_eq!(by_tier(0..10, &planned), tiers(3, 3, 4));
+        assert_eq!(by_tier(0..7, &planned), tiers(3, 3, 1), "the rest came too late");
+        assert_eq!(by_tier(0..3, &planned), tiers(2, 1, 0));
+        assert_eq!(by_tier(0..1, &planned), tiers(1, 0, 0));
+        assert_eq!(by_tier(0..4, &[]), tiers(4, 0, 0));
+        assert_eq!(by_tier(4..8, &planned), tiers(1, 1, 2), "a window's");
     }
 }

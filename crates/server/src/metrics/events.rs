@@ -7,6 +7,7 @@ use std::{
 
 use kvlane_door::{Distribution, Histogram, Labels};
 use kvlane_proto::v1::register_worker::Method;
+use kvlane_trace::TierBlocks;
 
 use crate::calls::{
     outcome::WaitOutcome,
@@ -32,7 +33,12 @@ pub(crate) struct Events {
     /// Lookups that named another engine's saves, indexed by [`WaitOutcome`].
     awaited_saves: [AtomicU64; WaitOutcome::ALL.len()],
     save_waits: [Histogram<11>; WaitOutcome::ALL.len()],
+    /// Bytes of hits, indexed by [`TIERS`].
+    hit_bytes: [AtomicU64; TIERS.len()],
 }
+
+/// Where the blocks of a hit were when the prompt was looked up.
+const TIERS: [&str; 3] = ["ram", "ssd", "peers"];
 
 /// Values of [`Method`].
 const METHODS: usize = Method::Gpu as usize + 1;
@@ -56,6 +62,7 @@ impl Default for Events {
             durations: std::array::from_fn(|_| Histogram::new(REQUEST_BOUNDS_US)),
             awaited_saves: std::array::from_fn(|_| AtomicU64::new(0)),
             save_waits: std::array::from_fn(|_| Histogram::new(WAIT_BOUNDS_US)),
+            hit_bytes: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }
 }
@@ -77,12 +84,30 @@ impl Events {
         count(&self.registered[method as usize]);
     }
 
+    /// A lookup has found these blocks, of `block_bytes` each.
+    pub(crate) fn hit(&self, blocks: TierBlocks, block_bytes: u64) {
+        for (count, blocks) in self.hit_bytes.iter().zip([blocks.ram, blocks.ssd, blocks.peers]) {
+            count.fetch_add(blocks * block_bytes, Ordering::Relaxed);
+        }
+    }
+
     /// A lookup's wait for saves has ended. `waited` is 0 if it did not wait.
     pub(crate) fn save_wait_ended(&self, outcome: WaitOutcome, waited: Duration) {
         count(&self.awaited_saves[outcome as usize]);
         if waited > Duration::ZERO {
             self.save_waits[outcome as usize].observe(waited);
         }
+    }
+}
+
+/// Called by the live page's sampler.
+impl Events {
+    pub(crate) fn all_hit_bytes(&self) -> u64 {
+        self.hit_bytes.iter().map(|count| count.load(Ordering::Relaxed)).sum()
+    }
+
+    pub(crate) fn all_awaited_saves(&self) -> u64 {
+        self.awaited_saves.iter().map(|count| count.load(Ordering::Relaxed)).sum()
     }
 }
 
@@ -97,13 +122,19 @@ impl Events {
         counted(methods.map(|method| (method_name(method), &self.registered[method as usize])))
     }
 
-    pub(super) fn refused(&self) -> Vec<(Labels, f64)> {
+    pub(crate) fn refused(&self) -> Vec<(Labels, f64)> {
         counted(CALLS.iter().map(|call| call.name).zip(&self.refused))
     }
 
     pub(super) fn durations(&self) -> Vec<(Labels, Distribution)> {
         let read = |(call, took): (&str, &Histogram<15>)| (vec![call.to_owned()], took.read());
         CALLS.iter().map(|call| call.name).zip(&self.durations).map(read).collect()
+    }
+
+    pub(crate) fn hit_bytes(&self) -> Vec<(Labels, f64)> {
+        let value =
+            |(tier, count): (&str, &AtomicU64)| (vec![tier.to_owned()], count.load(Ordering::Relaxed) as f64);
+        TIERS.into_iter().zip(&self.hit_bytes).map(value).collect()
     }
 
     pub(super) fn awaited_saves(&self) -> Vec<(Labels, f64)> {

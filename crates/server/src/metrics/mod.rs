@@ -2,5 +2,5 @@
 
 pub(crate) mod events;
 pub(crate) mod page;
-mod scrape;
+pub(crate) mod scrape;
 mod table;

@@ -10,6 +10,7 @@ use super::{
     table::METRICS,
 };
 use crate::{
+    observer::Reading,
     sessions::{Info, role_name},
     shared::Shared,
     ssd::Ssd,
@@ -22,7 +23,7 @@ pub fn metrics() -> impl Iterator<Item = &'static Metric> {
 
 /// Takes a snapshot, and writes the page from it.
 pub(crate) fn page(shared: &Shared) -> String {
-    write(&scrape(shared))
+    write(&scrape_with(shared, shared.observer.ceilings()))
 }
 
 fn write(scrape: &Scrape) -> String {
@@ -32,7 +33,8 @@ fn write(scrape: &Scrape) -> String {
     page
 }
 
-fn scrape(shared: &Shared) -> Scrape {
+/// Takes a snapshot, with these hits by window.
+pub(crate) fn scrape_with(shared: &Shared, ceilings: Vec<Reading>) -> Scrape {
     let of_gpus = |gpus: &Gpus| GpuScrape {
         relayed_bytes: gpus.relayed_bytes(),
         staged_bytes: gpus.staged_bytes(),
@@ -46,11 +48,12 @@ fn scrape(shared: &Shared) -> Scrape {
         stats: shared.store.stats(),
         policy: shared.store.policy(),
         spaces: shared.store.spaces(),
+        engines: shared.engines.ready_by_namespace(),
         sessions: shared.sessions.list().into_iter().map(session).collect(),
         turned_away: [("tcp", shared.tcp_slots.turned_away()), ("http", shared.http_slots.turned_away())],
         waiting_lookups: shared.awaited_saves.len(),
         watched_blocks: shared.store.watched_blocks(),
-        ceilings: shared.observer.ceilings(),
+        ceilings,
         ceilings_left_out: shared.observer.left_out(),
         gpus: shared.gpus.as_ref().map_or_else(GpuScrape::default, of_gpus),
         ssd: shared.ssd.as_ref().map(of_ssd),
@@ -66,7 +69,6 @@ mod tests {
     use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 
     use super::*;
-    use crate::observer::Reading;
 
     fn scrape(spaces: Vec<SpaceStats>, ceilings: Vec<Reading>) -> Scrape {
         let (choice, active) = (Choice::default(), PolicyKind::default());
@@ -81,6 +83,7 @@ mod tests {
                 left_out: 0,
             },
             spaces,
+            engines: vec![(Namespace([1; 16]), "m".into(), 3)],
             sessions: Vec::new(),
             turned_away: [("tcp", 0), ("http", 0)],
             waiting_lookups: 0,
@@ -107,7 +110,9 @@ mod tests {
             missed_blocks: 1,
         };
         assert!(!write(&scrape(Vec::new(), Vec::new())).contains("namespace"));
-        let reading = Reading { namespace: Some(Namespace([1; 16])), window: "1h", ratio: 0.5 };
+        let [_, window, _] = kvlane_policy::Window::DEFAULT;
+        let namespace = Some(Namespace([1; 16]));
+        let reading = Reading { namespace, window, references: 8, hit_ratio: 0.25, ceiling: 0.5 };
         let spaces = vec![space(1, "a\"b\\c\nd"), space(2, "m"), space(2, "m")];
         let page = write(&scrape(spaces, vec![reading]));
         let labels = format!("namespace=\"{}\",name=\"a\\\"b\\\\c\\nd\"", "01".repeat(16));
@@ -115,6 +120,7 @@ mod tests {
             "# TYPE kvlane_hit_blocks_total counter".to_owned(),
             format!("kvlane_namespace_bytes{{{labels}}} 8192"),
             format!("kvlane_hit_blocks_total{{namespace=\"{}\",name=\"m\"}} 14", "02".repeat(16)),
+            format!("kvlane_namespace_hit_ratio{{{labels},window=\"1h\"}} 0.25"),
             format!("kvlane_namespace_hit_ceiling_ratio{{{labels},window=\"1h\"}} 0.5"),
         ] {
             assert!(page.lines().any(|found| found == line), "{line} in\n{page}");

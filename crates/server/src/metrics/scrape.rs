@@ -4,9 +4,9 @@ use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
 use kvlane_block::Namespace;
 use kvlane_cluster::{ClusterStatus, MemberStatus};
-use kvlane_door::Labels;
+use kvlane_door::{Distribution, Labels};
 use kvlane_policy::Choice;
-use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
+use kvlane_store::{PolicyReport, RESIDENCE_BOUNDS_S, SpaceStats, StoreStats};
 
 use super::events::Events;
 use crate::observer::Reading;
@@ -21,6 +21,8 @@ pub(crate) struct Scrape {
     pub(crate) policy: PolicyReport,
     /// A namespace has one for each of its cuts.
     pub(crate) spaces: Vec<SpaceStats>,
+    /// Ready engines by their namespace and its name.
+    pub(crate) engines: Vec<(Namespace, String, u64)>,
     /// The role of each session, and whether its connection was lost.
     pub(crate) sessions: Vec<(&'static str, bool)>,
     /// Connections turned away, by door.
@@ -76,21 +78,50 @@ impl Scrape {
         Some(&self.policy).filter(|report| report.choice == Choice::Auto)
     }
 
-    /// The ceilings of all namespaces together.
-    pub(crate) fn ceilings_of_all(&self) -> impl Iterator<Item = &Reading> {
-        self.ceilings.iter().filter(|reading| reading.namespace.is_none())
+    /// A figure of all namespaces together, by window.
+    pub(crate) fn of_windows(&self, value: impl Fn(&Reading) -> f64) -> Samples {
+        let of_all = self.ceilings.iter().filter(|reading| reading.namespace.is_none());
+        by_label(of_all.map(|reading| (reading.window, value(reading))))
     }
 
-    /// The ceilings of each namespace, with its name and the window.
-    pub(crate) fn namespace_ceilings(&self) -> Samples {
+    /// A figure of each namespace, with its name and the window.
+    pub(crate) fn of_namespace_windows(&self, value: impl Fn(&Reading) -> f64) -> Samples {
         let names: BTreeMap<Namespace, &str> =
             self.spaces.iter().map(|space| (space.namespace, space.name.as_str())).collect();
         let of_namespace = |reading: &Reading| {
             let namespace = reading.namespace?;
             let name = names.get(&namespace).copied().unwrap_or_default();
-            Some((vec![namespace.to_string(), name.to_owned(), reading.window.to_owned()], reading.ratio))
+            Some((vec![namespace.to_string(), name.to_owned(), reading.window.to_string()], value(reading)))
         };
         self.ceilings.iter().filter_map(of_namespace).collect()
+    }
+
+    /// How long the operations of each SSD took, by device and operation.
+    pub(crate) fn ssd_latencies(&self) -> Vec<(Labels, Distribution)> {
+        let row = |device: &kvlane_ssd::DeviceStatus, operation: &str, took: &kvlane_ssd::Latencies| {
+            let labels = vec![device.path.display().to_string(), operation.to_owned()];
+            (labels, Distribution::new(&kvlane_ssd::LATENCY_BOUNDS_US, took.counts.to_vec(), took.sum_ns))
+        };
+        let rows = |device| {
+            [row(device, "read", &device.read_latencies), row(device, "write", &device.write_latencies)]
+        };
+        self.ssd_devices().flat_map(rows).collect()
+    }
+
+    /// How long evicted blocks had been in the pool.
+    pub(crate) fn residence(&self) -> Distribution {
+        const BOUNDS_US: [u64; RESIDENCE_BOUNDS_S.len()] = {
+            let mut bounds = RESIDENCE_BOUNDS_S;
+            let mut at = 0;
+            while at < bounds.len() {
+                bounds[at] *= 1_000_000;
+                at += 1;
+            }
+            bounds
+        };
+        let residence = &self.stats.residence;
+        let sum_ns = residence.seconds.saturating_mul(1_000_000_000);
+        Distribution::new(&BOUNDS_US, residence.counts.to_vec(), sum_ns)
     }
 
     /// Each device of the SSD tier.

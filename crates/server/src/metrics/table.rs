@@ -1,5 +1,6 @@
 //! The table of the daemon's metrics, with one row each: name, kind, help, and where the value comes from.
 
+use kvlane_block::Namespace;
 use kvlane_door::{
     MetricKind::{Counter, Gauge},
     Row, distributions, each, total,
@@ -16,6 +17,19 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         Gauge,
         "Bytes of the pool that hold blocks or are claimed for them.",
         |s| s.stats.used_bytes,
+    ),
+    total(
+        "kvlane_pool_unused_bytes",
+        Gauge,
+        "Bytes of the pool that are free for blocks of any size. The other free bytes only blocks of the sizes that are there can take.",
+        |s| s.stats.unused_bytes,
+    ),
+    each(
+        "kvlane_pool_free_extents",
+        Gauge,
+        "size",
+        "Free places for shards of this size in bytes, beside the unused bytes; the 32 sizes with the most free bytes.",
+        |s| by_label(s.stats.free_extents.iter().copied()),
     ),
     total("kvlane_blocks", Gauge, "Blocks in the pool that a lookup can find.", |s| s.stats.blocks),
     total(
@@ -39,21 +53,40 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     each("kvlane_sessions", Gauge, "role", "Connected schedulers, workers and tools.", |s| {
         by_label(ROLES.map(|role| (role, s.connected(role))))
     }),
+    each(
+        "kvlane_engines",
+        Gauge,
+        "namespace, name",
+        "Engines whose scheduler and workers are all connected, by the namespace of their first KV cache group.",
+        |s| {
+            let row = |(namespace, name, count): &(Namespace, String, u64)| {
+                (vec![namespace.to_string(), name.clone()], *count as f64)
+            };
+            s.engines.iter().map(row).collect()
+        },
+    ),
     total(
         "kvlane_limbo_sessions",
         Gauge,
         "Processes whose connection was lost and that are still alive.",
         |s| s.lost_sessions(),
     ),
-    total("kvlane_sealed_blocks_total", Counter, "Blocks that became visible.", |s| {
+    total("kvlane_sealed_blocks_total", Counter, "Blocks that engines saved and that became visible.", |s| {
         s.stats.counters.sealed_blocks
     }),
+    total("kvlane_saved_bytes_total", Counter, "Bytes of these blocks.", |s| s.stats.counters.sealed_bytes),
     total("kvlane_evicted_blocks_total", Counter, "Blocks that made room for others.", |s| {
         s.stats.counters.evicted_blocks
     }),
     total("kvlane_evicted_bytes_total", Counter, "Bytes of evicted blocks.", |s| {
         s.stats.counters.evicted_bytes
     }),
+    distributions(
+        "kvlane_evicted_residence_seconds",
+        "",
+        "How long evicted blocks had been in the pool since they were saved or fetched.",
+        |s| vec![(Vec::new(), s.residence())],
+    ),
     each(
         "kvlane_replacement_policy",
         Gauge,
@@ -107,18 +140,42 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         |s| by_namespace(&s.spaces, |space| space.missed_blocks),
     ),
     each(
+        "kvlane_hit_bytes_total",
+        Counter,
+        "tier",
+        "Bytes of the blocks that lookups found, by where they were: ram, ssd, or peers for other hosts.",
+        |s| s.events.hit_bytes(),
+    ),
+    each(
+        "kvlane_hit_ratio",
+        Gauge,
+        "window",
+        "Share of the blocks looked up in the last 15m, 1h or 24h (--hit-windows) that were hits.",
+        |s| s.of_windows(|reading| reading.hit_ratio),
+    ),
+    each(
         "kvlane_hit_ceiling_ratio",
         Gauge,
         "window",
-        "Share of the blocks looked up in the last 15m, 1h or 24h that a cache without limit could have hit, estimated.",
-        |s| by_label(s.ceilings_of_all().map(|reading| (reading.window, reading.ratio))),
+        "Share of these blocks that a cache without limit could have hit, estimated.",
+        |s| s.of_windows(|reading| reading.ceiling),
+    ),
+    each("kvlane_hit_window_blocks", Gauge, "window", "Blocks that were looked up in that time.", |s| {
+        s.of_windows(|reading| reading.references as f64)
+    }),
+    each(
+        "kvlane_namespace_hit_ratio",
+        Gauge,
+        "namespace, name, window",
+        "kvlane_hit_ratio of each of the first 16 namespaces, until one of them is silent for an hour.",
+        |s| s.of_namespace_windows(|reading| reading.hit_ratio),
     ),
     each(
         "kvlane_namespace_hit_ceiling_ratio",
         Gauge,
         "namespace, name, window",
-        "The same for each of the first 16 namespaces, until one of them is silent for an hour.",
-        Scrape::namespace_ceilings,
+        "kvlane_hit_ceiling_ratio of the same namespaces.",
+        |s| s.of_namespace_windows(|reading| reading.ceiling),
     ),
     total(
         "kvlane_hit_ceiling_left_out_total",
@@ -258,6 +315,12 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     each("kvlane_ssd_fetched_bytes_total", Counter, "", "Bytes brought back from the SSD tier.", |s| {
         of_ssd(s, |_| s.stats.counters.fetched_bytes - s.stats.counters.fetched_copy_bytes)
     }),
+    distributions(
+        "kvlane_ssd_operation_seconds",
+        "device, operation",
+        "From the request to read or write a block to its end; those that succeeded.",
+        Scrape::ssd_latencies,
+    ),
     each(
         "kvlane_ssd_failed_fetches_total",
         Counter,

@@ -28,6 +28,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         lease_ttl: Duration::from_secs(60),
         policy: kvlane_policy::Choice::default(),
         sessions_max: 64,
+        hit_windows: kvlane_policy::Window::DEFAULT.into(),
         ssd: None,
         cluster: None,
         fetch_wait: Duration::from_secs(1),

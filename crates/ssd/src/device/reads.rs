@@ -108,6 +108,9 @@ impl Device {
     pub(super) fn end_read(&self, job: ReadJob, end: ReadEnd) {
         self.device.pins[job.location.segment.index()].fetch_sub(1, Ordering::Release);
         self.device.reads.fetch_sub(1, Ordering::Relaxed);
+        if let ReadEnd::Found { .. } = end {
+            self.device.read_latency.observe(job.accepted_at.elapsed());
+        }
         (job.done)(end);
     }
 }

@@ -155,6 +155,9 @@ impl Device {
             WriteEnd::Failed => &counters.writes_failed,
         };
         Counters::add(counter, 1);
+        if end == WriteEnd::Stored {
+            self.device.write_latency.observe(job.accepted_at.elapsed());
+        }
         (job.done)(end);
     }
 

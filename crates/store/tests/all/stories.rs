@@ -300,6 +300,21 @@ fn eviction_takes_the_tail_of_the_oldest_prompt_and_no_leased_block() {
 }
 
 #[test]
+fn the_store_counts_how_long_evicted_blocks_stayed() {
+    let mut pool = Pool::new(4);
+    let space = pool.space(MODEL, &[1]);
+    pool.save(space, &hashes(1, 2));
+    pool.now += Duration::from_secs(100);
+    pool.save(space, &hashes(2, 2));
+    pool.now += Duration::from_secs(30);
+    pool.save(space, &hashes(3, 3));
+    let residence = pool.store.stats().residence;
+    assert_eq!((residence.blocks(), residence.seconds), (3, 130 + 130 + 30));
+    assert_eq!(residence.counts[2..4], [1, 2], "up to one minute, and up to five");
+    assert_eq!(pool.store.stats().counters.sealed_bytes, 7 * PAGE_BYTES);
+}
+
+#[test]
 fn a_claim_does_not_evict_the_prefix_it_extends() {
     let pool = Pool::new(4);
     let space = pool.space(MODEL, &[1]);
