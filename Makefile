@@ -72,6 +72,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/python scripts/settings_table.py docs/configure.md --check
 	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md --check
 	$(DEV)/python scripts/logs_table.py docs/reference/logs.md --check
+	$(DEV)/python scripts/manifests.py --check
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check

@@ -50,6 +50,17 @@ def _commands() -> list[tuple[str, list[str]]]:
     ]
 
 
+def _flags(words: list[str]) -> dict[str, str]:
+    """Flags and their values, written as one word (--flag=value) or as two."""
+    rest = iter(words)
+    flags: dict[str, str] = {}
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        assert flag.startswith("--"), words
+        flags[flag] = value if equals else next(rest)
+    return flags
+
+
 def _help(subcommand: str) -> str:
     return subprocess.run(
         ["kvlane", subcommand, "--help"], capture_output=True, text=True, check=True, timeout=30
@@ -83,9 +94,7 @@ def test_every_flag_of_the_daemon_exists_and_takes_its_value() -> None:
     served = [words for _, words in _commands() if words[0] == "serve"]
     assert len(served) == 2, "compose and Kubernetes"
     for words in served:
-        flags, values = words[1::2], words[2::2]
-        assert len(flags) == len(values), words
-        for flag in flags:
+        for flag in _flags(words[1:]):
             assert re.search(rf"^ +{flag} <", known, re.M), f"{flag} is no flag of kvlane serve"
         # The daemon parses sizes and numbers itself: it gets as far as an address that is none.
         told = subprocess.run(
@@ -103,7 +112,7 @@ def test_the_router_takes_its_flags_and_finds_its_engines() -> None:
     (words,) = [words for name, words in _commands() if name == "router.yaml" and words[0] == "kvlane"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert "--api-key-file /etc/kvlane/keys: cannot be read" in done.stderr, done.stderr
-    engines, router, budget, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
+    engines, budget, router, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
     (manifest,) = _documents(ROOT / "examples/kubernetes/engine.yaml")
     assert engines["spec"]["clusterIP"] == "None"
     assert engines["spec"]["selector"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
@@ -168,9 +177,10 @@ def test_daemon_and_engine_meet_at_one_socket() -> None:
 def test_the_pool_fits_below_the_limit_of_its_container() -> None:
     (manifest,) = _documents(ROOT / "examples/kubernetes/daemon.yaml")
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
-    arguments = container["args"]
-    pool_gib = int(arguments[arguments.index("--pool-size") + 1].removesuffix("gib"))
+    flags = _flags(container["args"][1:])
+    pool_gib = int(flags["--pool-size"].removesuffix("gib"))
     limit_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert pool_gib < limit_gib
-    drain = int(arguments[arguments.index("--drain-seconds") + 1])
-    assert drain < manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert (
+        int(flags["--drain-seconds"]) < manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    )
