@@ -47,6 +47,9 @@ RUN_BY = {
     "KVLANE_POOL_SIZE=16gb KVLANE_SSD=/var/lib/kvlane kvlane serve": FLAGS,
     "kvlane serve --config examples/systemd/kvlane.toml": FLAGS,
     f"kvlane doctor --engine-config {TRANSFER}": HERE + "test_the_doctor_looks_at_an_engines_configuration",
+    # docs/containers.md
+    "helm upgrade --install kvlane examples/helm/kvlane --set image.repository=registry.example/kvlane "
+    "--set daemon.poolGib=256": "tests/engine/test_chart.py::test_helm_takes_what_the_pages_say",
     # docs/operate.md
     "kvlane status --watch": "tests/daemon/test_watch.py::test_a_watched_daemon_may_go_and_come_back",
     "python3 -m venv /opt/kvlane": WHEEL,
