@@ -1,7 +1,8 @@
-"""Fetches promtool for the tests of the alert rules. Unpacks Debian's package, and installs nothing.
+"""Fetches promtool and Prometheus for tests of alert rules and dashboards. Unpacks Debian's package, installs nothing.
 
-python scripts/promtool.py             into .cache/promtool, unless it is there or on the PATH
-python scripts/promtool.py --path      where it is; fails if it is nowhere
+python scripts/promtool.py                     into .cache/promtool, unless both are there or on the PATH
+python scripts/promtool.py --path              where promtool is; fails if it is nowhere
+python scripts/promtool.py --path prometheus   the same of Prometheus
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from pathlib import Path
 import not_tested
 
 UNPACKED = Path(__file__).resolve().parents[1] / ".cache/promtool"
+PROGRAMS = ("promtool", "prometheus")
 
 
-def find() -> Path | None:
+def find(program: str) -> Path | None:
     """The program's path, if it was fetched or the machine has it; else None."""
-    fetched = UNPACKED / "usr/bin/promtool"
-    installed = shutil.which("promtool")
+    fetched = UNPACKED / "usr/bin" / program
+    installed = shutil.which(program)
     return fetched if fetched.exists() else Path(installed) if installed else None
 
 
 def fetch() -> str | None:
-    """Downloads and unpacks it. Returns the reason if that is not possible."""
+    """Downloads and unpacks them. Returns the reason if that is not possible."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return "promtool comes in Debian's package prometheus, and this machine has no apt-get"
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
@@ -42,7 +44,8 @@ def fetch() -> str | None:
         shutil.rmtree(UNPACKED, ignore_errors=True)
         UNPACKED.mkdir(parents=True)
         subprocess.run(["dpkg", "-x", str(packages[0]), str(UNPACKED)], check=True)
-    return None if find() else "Debian's package prometheus has no promtool any more"
+    missing = [program for program in PROGRAMS if find(program) is None]
+    return f"Debian's package prometheus has no {' and no '.join(missing)} any more" if missing else None
 
 
 def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
@@ -50,14 +53,17 @@ def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fetch promtool, for tests of the alert rules.")
-    parser.add_argument("--path", action="store_true", help="print where it is")
-    if parser.parse_args().path:
-        found = find()
+    parser = argparse.ArgumentParser(description="Fetch promtool and Prometheus, for tests.")
+    parser.add_argument(
+        "--path", nargs="?", const="promtool", choices=PROGRAMS, help="print where a program is"
+    )
+    program = parser.parse_args().path
+    if program is not None:
+        found = find(program)
         if found is None:
-            sys.exit("there is no promtool: run python scripts/promtool.py")
+            sys.exit(f"there is no {program}: run python scripts/promtool.py")
         print(found)
-    elif find() is None:
+    elif not all(map(find, PROGRAMS)):
         why = fetch()
         if why is not None:
             not_tested.tell("alert rules", why)
