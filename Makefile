@@ -74,6 +74,7 @@ lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circle
 	$(DEV)/python scripts/logs_table.py docs/reference/logs.md --check
 	$(DEV)/python scripts/manifests.py --check
 	$(DEV)/kvlane reference docs/reference --check
+	$(DEV)/python scripts/dashboards.py --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
 	$(DEV)/python scripts/circles.py
@@ -130,10 +131,11 @@ dev: ## the environment .venvs/dev: lints, and kvlane as tests want it
 vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests want it
 	@$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.32
 
-docs: dev ## the pages in docs/reference, made from the code
+docs: dev ## the pages in docs/reference, made from the code, and the dashboards, made from these pages
 	$(DEV)/kvlane reference docs/reference
 	$(DEV)/python scripts/counters_table.py docs/reference/engine-metrics.md
 	$(DEV)/python scripts/logs_table.py docs/reference/logs.md
+	$(DEV)/python scripts/dashboards.py
 
 pictures: dev ## the pictures in bench/*/results and docs/pictures, drawn from the results beside them
 	$(DEV)/python bench/redraw.py

@@ -157,8 +157,8 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
             # The other folders import its helpers.
             found.ask_python(file, *PYTHON_FOLDERS)
         case ("tests", "router" | "docs" as folder, name) if not name.startswith("test_"):
-            # Tests of engines import these helpers.
-            found.ask_python(file, folder)
+            # Tests of engines import these helpers, and tests of the dashboards those of the router.
+            found.ask_python(file, folder, "docs")
             found.ask_engines(file, PAIRS)
         case ("tests", folder, *_) if folder in PYTHON_FOLDERS:
             found.ask_python(file, folder)
@@ -189,6 +189,9 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
         ):
             found.ask_python(file, "docs")
         case ("scripts", "helm.py" | "manifests.py"):
+            found.ask_engines(file, PAIRS)
+        case ("scripts", "dashboards.py" | "dashboard_panels.py"):
+            found.ask_python(file, "docs")
             found.ask_engines(file, PAIRS)
         case ("scripts", "miri.py"):
             found.ask(file, "miri")

@@ -1,4 +1,4 @@
-"""Makes this folder's helpers and those beside the daemon's tests importable."""
+"""Makes importable the helpers of this folder and those beside the tests of daemon and router."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "daemon")]
+sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("router", "daemon"))]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from monitored import program
 from pages import ROOT, read
 
 RULES = ROOT / "examples/prometheus/kvlane-alerts.yaml"
@@ -196,15 +197,6 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def promtool() -> Path:
-    found = subprocess.run(
-        ["python3", str(ROOT / "scripts/promtool.py"), "--path"], capture_output=True, text=True, check=False
-    )
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
-    return Path(found.stdout.strip())
-
-
 def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, severity: str | None) -> str:
     """Promtool's complaint; "" if the alert fires at this minute with this severity, or, without one, does not fire."""
     labels = f'alertname="{alert}", alertstate="firing"' + (f', severity="{severity}"' if severity else "")
@@ -223,7 +215,7 @@ def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, sever
     file = folder / "test.json"
     file.write_text(json.dumps(tests))
     done = subprocess.run(
-        [str(promtool()), "test", "rules", str(file)], capture_output=True, text=True, check=False
+        [str(program("promtool")), "test", "rules", str(file)], capture_output=True, text=True, check=False
     )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
