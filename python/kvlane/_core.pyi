@@ -81,6 +81,7 @@ class Scheduler:
         tokens_per_s: int = 0,
         number: int = 0,
         again: bool = False,
+        traceparent: str = "",
     ) -> None:
         """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once. The daemon
         fetches nothing that would come later than an engine that computes `tokens_per_s` could have computed it; 0 if
@@ -89,7 +90,8 @@ class Scheduler:
         `handoff` is (engine_id, run, tokens, wait_ms): that engine saves the prompt's first tokens, and its scheduler
         is `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s.
         `number` is the engine's number of the request, as in `requests_ended`; 0 for none. `again`: the request had
-        blocks already, or saved some of these itself, so that recordings leave this lookup out."""
+        blocks already, or saved some of these itself, so that recordings leave this lookup out. `traceparent` is the
+        header that the request came with (W3C Trace Context), or empty."""
 
     def requests_ended(
         self, requests: list[tuple[int, tuple[int, int, int], int, str, int, list[bytes]]], /

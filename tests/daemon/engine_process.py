@@ -149,6 +149,7 @@ class EngineProcess:
         tokens_per_s: int = 0,
         number: int = 0,
         again: bool = False,
+        traceparent: str = "",
     ) -> dict[str, Any]:
         assert self.scheduler is not None
         started = time.monotonic()
@@ -158,6 +159,8 @@ class EngineProcess:
             named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
         # A core of the first release knows no numbers.
         numbered: dict[str, Any] = {"number": number, "again": again} if number else {}
+        if traceparent:
+            numbered["traceparent"] = traceparent
         asked = [hashes(prompt, 0, count)]
         self.scheduler.lookup_start("r", asked, 1 << 40, named, tokens_per_s, **numbered)
         hit = None
@@ -167,6 +170,16 @@ class EngineProcess:
             self.hits[hit.lease] = hit
         seconds = time.monotonic() - started
         return {"tokens": hit.tokens, "lease": hit.lease, "boot": hit.boot.hex(), "seconds": seconds}
+
+    def lookups(self, prompt: str, count: int, times: int, traceparent: str) -> int:
+        """So many lookups, one after the other, whose leases are released: how many were hits."""
+        hits = 0
+        for _ in range(times):
+            found = self.lookup(prompt, count, traceparent=traceparent)
+            if found["tokens"]:
+                hits += 1
+                self.release(found["lease"])
+        return hits
 
     def load(self, prompt: str, lease: int, at: int = 0, release: bool = True) -> dict[str, Any]:
         """Loads all blocks of a hit, over junk, and compares them."""

@@ -9,6 +9,7 @@ mod index;
 mod logging;
 mod namespaces;
 mod open_files;
+mod otlp;
 mod policy_arg;
 mod python;
 mod reach;

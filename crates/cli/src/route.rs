@@ -38,6 +38,7 @@ use crate::{
     balance_table::BalanceTable,
     errors, logging,
     open_files::{self, Needs},
+    otlp,
     record::{self, RouteRecordArgs},
     route_knowledge::knowledge,
     service,
@@ -104,6 +105,12 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     settings.refuse = balance.as_ref().map(BalanceTable::refuse).transpose()?.unwrap_or_default();
     let balance = balance.map(|table| table.settings()).transpose()?;
     let mut running = reload::Running::new(args, tables.values.clone(), settings.keys.clone(), program);
+    let otlp = otlp::settings(
+        args.otlp_endpoint.as_deref(),
+        args.otlp_headers_file.as_deref(),
+        args.otlp_ca_file.as_deref(),
+        "kvlane-router",
+    )?;
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Scheduler::new(settings::scheduler(args, random()?));
     // Names and beats may bring further engines.
@@ -126,6 +133,9 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     let shared = Shared::with_knowledge(settings, scheduler, random()?, knowledge);
     if let Some(settings) = balance {
         shared.balance(settings);
+    }
+    if let Some(settings) = otlp {
+        shared.export(&settings, args.otlp_sample).context("--otlp-endpoint")?;
     }
     let admin = admin(args, &shared)?;
     let (control, _socket_file) = control::bind(args.socket.as_deref(), &shared)?.unzip();
@@ -155,6 +165,7 @@ fn route(args: RouteArgs, program: clap::Command) -> Result<()> {
     balancing.into_iter().for_each(Balancing::stop);
     events.stop();
     admin.into_iter().for_each(Pages::stop);
+    shared.stop_export();
     // Log "stopped: nothing cut": the router ended, and no request was cut.
     // Log "stopped: 1 request cut after <...> s": a request was still under way when `--drain` was over. Do:
     // raise `--drain` if answers may take longer.

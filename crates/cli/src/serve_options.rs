@@ -24,6 +24,7 @@ use self::cluster::{ClusterFlags, ClusterTransportArg};
 use self::gpus::{CalibrateArg, GpuArg, GpuFlags, StagingArg};
 use crate::{
     logging::{self, LogFormat},
+    otlp,
     policy_arg::{PolicyArg, PolicyParser},
     size::{Size, TypedSize},
     span::Span,
@@ -191,6 +192,19 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_CALIBRATE", value_enum, value_name = "MODE")]
     calibrate: Option<CalibrateArg>,
 
+    /// Where an OpenTelemetry collector takes OTLP over HTTP, for spans of requests and for metrics: http://HOST:4318, or https
+    /// [default: none]
+    #[arg(long, env = "KVLANE_OTLP_ENDPOINT", value_name = "URL", hide_env_values = true)]
+    otlp_endpoint: Option<String>,
+
+    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line [default: none]
+    #[arg(long, env = "KVLANE_OTLP_HEADERS_FILE", value_name = "FILE")]
+    otlp_headers_file: Option<PathBuf>,
+
+    /// The authority (PEM) that signed the collector's certificate [default: those that the host trusts]
+    #[arg(long, env = "KVLANE_OTLP_CA_FILE", value_name = "FILE")]
+    otlp_ca_file: Option<PathBuf>,
+
     /// Connections at the same time [default: 1024]
     #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
     max_sessions: Option<usize>,
@@ -338,6 +352,12 @@ impl ServeArgs {
             calibrate: gpus.calibrate,
             sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
             hit_windows: hit_windows(self.hit_windows.or(file.hit_windows))?,
+            otlp: otlp::settings(
+                self.otlp_endpoint.or(file.otlp_endpoint).as_deref(),
+                self.otlp_headers_file.or(file.otlp_headers_file).as_deref(),
+                self.otlp_ca_file.or(file.otlp_ca_file).as_deref(),
+                "kvlane",
+            )?,
         };
         Ok(Resolved {
             serve,

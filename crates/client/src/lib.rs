@@ -41,7 +41,7 @@ pub use links::{
     promises::Promises,
     scheduler::{BlockChange, BlockChanges, SchedulerStats},
 };
-pub use scheduler::{Scheduler, SchedulerOptions};
+pub use scheduler::{LookupRequest, Scheduler, SchedulerOptions};
 pub use shared::{WorkerOptions, WorkerStats};
 pub use tool::{CLIENT_NAME, Tool, ToolError};
 pub use worker::{StartError, Worker};

@@ -71,6 +71,26 @@ pub struct Scheduler {
     processes: Processes,
 }
 
+/// The request that looks up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LookupRequest<'a> {
+    /// The engine's name of the lookup.
+    pub name: &'a str,
+    /// The request's number in recordings; 0 for none.
+    pub number: u64,
+    /// Recordings leave this lookup out.
+    pub again: bool,
+    /// The `traceparent` that the request came with; empty if none.
+    pub traceparent: &'a str,
+}
+
+impl<'a> LookupRequest<'a> {
+    /// A request of this name, which is neither recorded nor traced.
+    pub fn named(name: &'a str) -> Self {
+        Self { name, ..Self::default() }
+    }
+}
+
 impl Scheduler {
     /// Starts to connect; without a daemon it keeps trying. If a daemon answers, waits up to three seconds until it has opened
     /// the engine, so that the first request can already hit.
@@ -162,10 +182,10 @@ impl Scheduler {
 
     /// Starts to look up a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With an awaited save the
     /// daemon waits for it before it answers. It fetches nothing that would come later than an engine that computes
-    /// `tokens_per_s` could have computed it; 0 if that is not known. `number` is the request's in recordings, 0 for none; `again` leaves this lookup out of them.
+    /// `tokens_per_s` could have computed it; 0 if that is not known.
     pub fn lookup_start(
         &mut self,
-        (request, number, again): (&str, u64, bool),
+        request: &LookupRequest<'_>,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         awaited_save: Option<AwaitedSave>,
@@ -174,7 +194,7 @@ impl Scheduler {
         // A lookup that waits for saves must not time out earlier because the daemon is busy.
         let wait = awaited_save.as_ref().map_or(Duration::ZERO, AwaitedSave::wait);
         let timeout = self.lookup_timeout.max(wait);
-        self.look_up((request, number, again), hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
+        self.look_up(request, hashes, max_tokens, (awaited_save, tokens_per_s), timeout);
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to `wait` for
@@ -201,7 +221,7 @@ impl Scheduler {
     /// Looks a prefix up, and waits for the answer up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
-        self.look_up((REQUEST, 0, false), hashes, max_tokens, (None, 0), timeout);
+        self.look_up(&LookupRequest::named(REQUEST), hashes, max_tokens, (None, 0), timeout);
         self.lookup_poll(REQUEST, timeout).unwrap_or_else(|| {
             self.forget(REQUEST);
             Hit::default()
@@ -286,7 +306,7 @@ impl Scheduler {
 
     fn look_up(
         &mut self,
-        (request, number, again): (&str, u64, bool),
+        request: &LookupRequest<'_>,
         hashes: &[Vec<BlockHash>],
         max_tokens: u64,
         (awaited_save, tokens_per_s): (Option<AwaitedSave>, u32),
@@ -301,11 +321,11 @@ impl Scheduler {
             v1::LookupGroup { group: group as u32, hashes: concatenate(&of_group[..sent]) }
         });
         let groups = groups.collect();
-        let request = request.to_owned();
         let event = SchedulerEvent::LookUp {
-            request,
-            number,
-            again,
+            request: request.name.to_owned(),
+            number: request.number,
+            again: request.again,
+            traceparent: request.traceparent.to_owned(),
             groups,
             max_tokens,
             awaited_save,

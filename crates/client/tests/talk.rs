@@ -13,8 +13,8 @@ use std::{
 use bytes::Bytes;
 use kvlane_block::{BlockHash, BlockId, PoolOffset, Region};
 use kvlane_client::{
-    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod,
-    Scheduler, SchedulerOptions, Worker, WorkerGroupSpec, WorkerOptions,
+    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, LookupRequest, OwnBlocks, SaveGroupSpec,
+    SaveMethod, Scheduler, SchedulerOptions, Worker, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolPage, send_with_fds};
 use kvlane_proto::{
@@ -268,7 +268,7 @@ fn miss() -> Answer {
 const LOOKUP: &str = "Lookup up to 47 tokens, may wait true: 0: 3; 1: 3";
 
 fn ask(scheduler: &mut Scheduler, request: &str) {
-    scheduler.lookup_start((request, 0, false), &[hashes(3), hashes(3)], 47, None, 0);
+    scheduler.lookup_start(&LookupRequest::named(request), &[hashes(3), hashes(3)], 47, None, 0);
 }
 
 fn answer(scheduler: &mut Scheduler, request: &str) -> Hit {

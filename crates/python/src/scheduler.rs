@@ -3,7 +3,7 @@
 use std::{collections::HashMap, time::Duration};
 
 use kvlane_block::Rank;
-use kvlane_client::{AwaitedSave, BlockChange, GroupSpec, Hit, Scheduler, SchedulerOptions};
+use kvlane_client::{AwaitedSave, BlockChange, GroupSpec, Hit, LookupRequest, Scheduler, SchedulerOptions};
 use kvlane_proto::v1::{EndedRequest, ended_request::Leg};
 use parking_lot::Mutex;
 use pyo3::{
@@ -172,7 +172,7 @@ impl PyScheduler {
     }
 
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
-    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0, number = 0, again = false))]
+    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None, tokens_per_s = 0, number = 0, again = false, traceparent = ""))]
     fn lookup_start(
         &self,
         request_id: &str,
@@ -182,6 +182,7 @@ impl PyScheduler {
         tokens_per_s: u32,
         number: u64,
         again: bool,
+        traceparent: &str,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
         let awaited_save = handoff.map(|(engine_id, run, tokens, wait_ms)| {
@@ -189,8 +190,8 @@ impl PyScheduler {
             Ok::<_, PyErr>(AwaitedSave { engine_id, run, tokens, wait_ms })
         });
         let mut scheduler = self.0.get()?.lock();
-        let named = (request_id, number, again);
-        scheduler.lookup_start(named, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
+        let request = LookupRequest { name: request_id, number, again, traceparent };
+        scheduler.lookup_start(&request, &hashes, max_tokens, awaited_save.transpose()?, tokens_per_s);
         Ok(())
     }
 

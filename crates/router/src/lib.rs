@@ -55,4 +55,5 @@ mod request_rows;
 pub mod role_records;
 pub mod schedule;
 pub mod shared;
+mod traces;
 pub mod webhook;

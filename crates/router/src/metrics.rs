@@ -7,6 +7,7 @@ use kvlane_door::{
     MetricKind::{Counter, Gauge},
     PROCESS_METRICS, Process, Row, each, total, write_metrics,
 };
+use kvlane_otlp::OTLP_METRICS;
 
 use crate::{
     balance::{Balancer, Group},
@@ -24,7 +25,7 @@ const NODE: &str = "node, role";
 /// All metrics of the router, those of its process last.
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     let own = METRICS.iter().chain(request_rows::METRICS).map(|row| &row.metric);
-    own.chain(PROCESS_METRICS.iter().map(|row| &row.metric))
+    own.chain(OTLP_METRICS.iter().map(|row| &row.metric)).chain(PROCESS_METRICS.iter().map(|row| &row.metric))
 }
 
 /// The page that Prometheus reads. Removes the request metrics of nodes that are gone.
@@ -33,12 +34,15 @@ pub(crate) fn page(shared: &Shared) -> String {
     shared.requests.prune(|node| shared.has_node(node));
     write_metrics(&mut page, METRICS, shared);
     write_metrics(&mut page, request_rows::METRICS, shared);
+    if let Some(traces) = shared.traces.get() {
+        write_metrics(&mut page, OTLP_METRICS, traces.counters());
+    }
     write_metrics(&mut page, PROCESS_METRICS, &Process::read());
     page
 }
 
 /// All metrics but those of [requests](request_rows).
-const METRICS: &[Row<Shared>] = &[
+pub(crate) const METRICS: &[Row<Shared>] = &[
     total("kvlane_route_refused_total", Counter, "Requests that no node could serve.", |shared| {
         shared.counters.refused.load(Ordering::Relaxed)
     }),

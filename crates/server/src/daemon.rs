@@ -34,6 +34,7 @@ use crate::{
     shared::Shared,
     ssd::{Ssd, SsdOptions},
     ssd_notes::SsdNotes,
+    traces::Traces,
     unreachable::Unreachable,
 };
 
@@ -61,6 +62,8 @@ pub struct ServeOptions {
     pub policy: Choice,
     /// Windows over which hits and their ceiling are counted.
     pub hit_windows: Vec<Window>,
+    /// Where spans and metrics are exported; None for nowhere.
+    pub otlp: Option<kvlane_otlp::Settings>,
     /// Connections at the same time.
     pub sessions_max: usize,
     /// Driver that copies for engines on GPUs; None serves engines in host memory only.
@@ -100,6 +103,9 @@ pub enum StartError {
     /// The daemon cannot take part in its cluster.
     #[error("the cluster: {0}")]
     Cluster(#[from] ClusterError),
+    /// Spans and metrics cannot be exported.
+    #[error("--otlp-endpoint: {0}")]
+    Otlp(std::io::Error),
     /// The pool could not be pinned for the GPUs.
     #[error("the GPUs cannot be used ({0}): mend them, or start with --gpu off")]
     Gpu(#[from] GpuError),
@@ -147,21 +153,32 @@ impl Daemon {
         ssd.iter().for_each(|ssd| ssd.ask_policy_of(&store));
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
         let descriptors = getrlimit(Resource::Nofile).current;
-        let shared = Arc::new(Shared {
-            boot: kvlane_memory::random()?,
+        let boot = kvlane_memory::random()?;
+        let observer = Observer::start(&options.hit_windows)?;
+        let sessions = Arc::new(Sessions::new(options.sessions_max)?);
+        let mut traces_started = Ok(());
+        let shared = Arc::new_cyclic(|shared| Shared {
+            boot,
             started: Instant::now(),
             arena,
             store,
             engines: Engines::default(),
-            sessions: Arc::new(Sessions::new(options.sessions_max)?),
+            sessions,
             refusals: Arc::default(),
             awaited_saves: Arc::default(),
             metrics: Arc::new(Events::default()),
-            observer: Observer::start(&options.hit_windows)?,
+            observer,
             gpus,
             meetings: Meetings::default(),
             ssd,
             cluster,
+            traces: options.otlp.as_ref().and_then(|settings| match Traces::start(settings, shared) {
+                Ok(traces) => Some(traces),
+                Err(error) => {
+                    traces_started = Err(error);
+                    None
+                }
+            }),
             fetch_wait: options.fetch_wait,
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),
@@ -169,6 +186,7 @@ impl Daemon {
             http_slots: Slots::new(CONNECTIONS_MAX, descriptors),
             stopping: AtomicBool::new(false),
         });
+        traces_started.map_err(StartError::Otlp)?;
         let reaper = reaper::start(Arc::clone(&shared))?;
         let ssd_notes = shared.ssd.as_ref().map(Ssd::start_notes).transpose()?;
         let http = http_bound
@@ -232,6 +250,9 @@ impl Daemon {
         }
         if let Some(http) = self.http.take() {
             http.stop();
+        }
+        if let Some(traces) = &self.shared.traces {
+            traces.stop();
         }
         if let Some(ssd) = &self.shared.ssd {
             let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);

@@ -42,6 +42,7 @@ mod shared;
 mod ssd;
 mod ssd_notes;
 mod status;
+mod traces;
 mod unreachable;
 mod wire_gpu;
 

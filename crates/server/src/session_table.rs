@@ -361,6 +361,7 @@ pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
         policy: kvlane_policy::Choice::default(),
+        otlp: None,
         sessions_max: 64,
         hit_windows: kvlane_policy::Window::DEFAULT.into(),
         gpu_driver: None,

@@ -16,7 +16,7 @@ use kvlane_store::Store;
 
 use crate::{
     awaited_saves::AwaitedSaves, engines::Engines, metrics::events::Events, observer::Observer,
-    refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
+    refusal_log::Refusals, sessions::Sessions, ssd::Ssd, traces::Traces, unreachable::Unreachable,
 };
 
 /// One for each run of the daemon.
@@ -40,6 +40,8 @@ pub(crate) struct Shared {
     pub(crate) ssd: Option<Ssd>,
     /// None without other daemons.
     pub(crate) cluster: Option<Arc<Cluster>>,
+    /// None if spans and metrics are not exported.
+    pub(crate) traces: Option<Traces>,
     /// How long a lookup may wait for blocks that only a source has.
     pub(crate) fetch_wait: Duration,
     /// See [`ServeOptions::save_link_share`](crate::ServeOptions::save_link_share).

@@ -83,6 +83,7 @@ class SchedulerCore(Protocol):
         tokens_per_s: int = 0,
         number: int = 0,
         again: bool = False,
+        traceparent: str = "",
     ) -> None: ...
     @property
     def is_recorded(self) -> bool: ...

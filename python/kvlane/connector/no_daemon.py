@@ -55,6 +55,7 @@ class NoScheduler:
         tokens_per_s: int = 0,
         number: int = 0,
         again: bool = False,
+        traceparent: str = "",
     ) -> NoReturn:
         raise AssertionError("an engine without a daemon looks nothing up")
 

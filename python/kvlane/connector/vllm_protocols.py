@@ -170,6 +170,14 @@ def transfer_params(request: object) -> object:
     return getattr(request, "kv_transfer_params", None)
 
 
+def traceparent(request: object) -> str:
+    """The header by which the request's caller traces it; empty if there is none. vLLM keeps it only with
+    `--otlp-traces-endpoint`."""
+    headers = getattr(request, "trace_headers", None)
+    value = headers.get("traceparent", "") if isinstance(headers, Mapping) else ""
+    return value if isinstance(value, str) else ""
+
+
 def wants_no_cache(request: object) -> bool:
     """Whether the request has to be computed although its prefix is stored, as for the prompt's own probabilities."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -48,6 +48,7 @@ class FakeScheduler:
         self.numbers: dict[str, int] = {}
         """The number of each request that was looked up."""
         self.again: dict[str, bool] = {}
+        self.traceparents: dict[str, str] = {}
         """Whether its last lookup is to be left out of recordings."""
         self.ended: list[EndedRequest] = []
         """What was reported while `is_recorded`."""
@@ -97,10 +98,12 @@ class FakeScheduler:
         tokens_per_s: int = 0,
         number: int = 0,
         again: bool = False,
+        traceparent: str = "",
     ) -> None:
         self.tokens_per_s = tokens_per_s
         self.numbers[request_id] = number
         self.again[request_id] = again
+        self.traceparents[request_id] = traceparent
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"
         self._pending[request_id] = (hashes, max_tokens)

@@ -7,6 +7,11 @@ use kvlane_router::{address::Address, members::Block, schedule::Policy};
 
 use crate::{logging::LogFormat, route_knowledge::KnowledgeArgs, size::Size};
 
+fn parse_share(text: &str) -> Result<f64, &'static str> {
+    let share = text.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or("write a number from 0 to 1")
+}
+
 /// See the flags. Each is also a key of the file given by --config (`policy = "random"`); what is given here counts more.
 #[derive(Debug, Args)]
 pub(super) struct RouteArgs {
@@ -143,6 +148,24 @@ pub(super) struct RouteArgs {
     /// Seconds that requests may take after that, or after SIGINT
     #[arg(long, env = "KVLANE_ROUTE_DRAIN", value_name = "SECONDS", default_value_t = 30)]
     pub(super) drain: u64,
+
+    /// Where an OpenTelemetry collector takes OTLP over HTTP, for spans of requests and for metrics: http://HOST:4318, or https
+    /// [default: none]
+    #[arg(long, env = "KVLANE_ROUTE_OTLP_ENDPOINT", value_name = "URL", hide_env_values = true)]
+    pub(super) otlp_endpoint: Option<String>,
+
+    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line [default: none]
+    #[arg(long, env = "KVLANE_ROUTE_OTLP_HEADERS_FILE", value_name = "FILE")]
+    pub(super) otlp_headers_file: Option<PathBuf>,
+
+    /// The authority (PEM) that signed the collector's certificate [default: those that the host trusts]
+    #[arg(long, env = "KVLANE_ROUTE_OTLP_CA_FILE", value_name = "FILE")]
+    pub(super) otlp_ca_file: Option<PathBuf>,
+
+    /// Share of the requests without a `traceparent` for which the router begins a trace, from 0 to 1. Of the others it exports
+    /// those that their client sampled
+    #[arg(long, env = "KVLANE_ROUTE_OTLP_SAMPLE", value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
+    pub(super) otlp_sample: f64,
 
     /// Log level: error, warn, info, debug, trace, off; or a part of kvlane and one of these, such as
     /// info,kvlane_router=debug

@@ -74,6 +74,7 @@ impl SchedulerLink {
                 request,
                 number,
                 again,
+                traceparent,
                 groups,
                 max_tokens,
                 awaited_save,
@@ -89,6 +90,7 @@ impl SchedulerLink {
                     tokens_per_s,
                     request: number,
                     again,
+                    traceparent,
                 };
                 self.look_up(request, ask, timeout, now, actions);
             }

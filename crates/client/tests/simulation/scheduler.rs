@@ -549,6 +549,7 @@ impl SchedulerSide {
                 request,
                 number: index as u64,
                 again: false,
+                traceparent: String::new(),
                 groups,
                 max_tokens,
                 awaited_save,

@@ -51,7 +51,8 @@ impl History {
     /// If there is no series of this name.
     pub fn sum(&self, name: &str) -> f64 {
         let at = self.names.iter().position(|known| *known == name);
-        let Some(at) = at else { panic!("no series {name}") };
+        assert!(at.is_some(), "no series {name}");
+        let at = at.unwrap_or_default();
         self.samples.lock().rows.iter().map(|row| f64::from(row[at])).filter(|value| value.is_finite()).sum()
     }
 

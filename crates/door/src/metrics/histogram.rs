@@ -101,11 +101,17 @@ impl Distribution {
 
     /// Upper bound in seconds (None for the last) and count of each bucket.
     pub(super) fn buckets(&self) -> impl Iterator<Item = (Option<f64>, u64)> {
-        let bounds = self.bounds_us.iter().map(|us| Some(*us as f64 / 1e6)).chain([None]);
+        let bounds = self.bounds_seconds().map(Some).chain([None]);
         bounds.zip(self.counts.iter().copied())
     }
 
-    pub(super) fn sum_seconds(&self) -> f64 {
+    /// Upper bounds of the buckets in seconds, without the last one, which has none.
+    pub fn bounds_seconds(&self) -> impl Iterator<Item = f64> {
+        self.bounds_us.iter().map(|us| *us as f64 / 1e6)
+    }
+
+    /// All durations together.
+    pub fn sum_seconds(&self) -> f64 {
         self.sum_ns as f64 / 1e9
     }
 }

@@ -51,6 +51,7 @@ use crate::{
     legs::{self, Api, LegRequest},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
     shared::Shared,
+    traces::OpenSpan,
 };
 
 /// Most nodes that one request is tried on.
@@ -426,7 +427,18 @@ impl Work<'_> {
         let changed = self.scan.and_then(|scan| legs::body(self.api, scan, request, id));
         let body = changed.map_or_else(|| self.body.clone().into(), |edited| self.edited(edited));
         let settings = &self.shared.settings;
-        let head = forward::to_engine(self.head, &address, leg, id, body.len(), settings.keys.is_empty());
+        let span = self.tally.leg_span(leg, &address);
+        let traceparent = span.as_ref().map(OpenSpan::traceparent);
+        guard.trace(span);
+        let head = forward::to_engine(
+            self.head,
+            &address,
+            leg,
+            id,
+            body.len(),
+            settings.keys.is_empty(),
+            traceparent.as_deref(),
+        );
         let sending = upstream::send(self.upstreams, &address, head, body, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),

@@ -10,7 +10,7 @@ use hyper::{
     http::{request::Parts, uri::PathAndQuery},
 };
 
-use crate::{address::Address, schedule::Leg};
+use crate::{address::Address, schedule::Leg, traces::TRACEPARENT};
 
 /// Initial capacity for the head of a request. Most heads are shorter.
 const HEAD_BYTES: usize = 512;
@@ -35,7 +35,7 @@ static HOP_BY_HOP: [HeaderName; 8] = [
 static OWN_HEADERS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
 
 /// The head of a leg's request, as bytes. `passes_key`: the client's key is not one of the router's, so it passes. With a key of
-/// the router an engine could send requests as a client.
+/// the router an engine could send requests as a client. `traceparent` takes the place of the client's.
 pub(super) fn to_engine(
     client: &Parts,
     address: &Address,
@@ -43,6 +43,7 @@ pub(super) fn to_engine(
     id: &str,
     body_bytes: usize,
     passes_key: bool,
+    traceparent: Option<&str>,
 ) -> Bytes {
     let path = client.uri.path_and_query().map_or("/", PathAndQuery::as_str);
     let length = body_bytes.to_string();
@@ -57,11 +58,15 @@ pub(super) fn to_engine(
             || OWN_HEADERS.contains(name)
             || named.contains(name)
             || *name == AUTHORIZATION && !passes_key
+            || traceparent.is_some() && name.as_str() == TRACEPARENT
             // The router reads the prefill leg's answer, so it must not be compressed.
             || leg == Leg::Prefill && *name == ACCEPT_ENCODING;
         if !is_left_out {
             write(&[name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"]);
         }
+    }
+    if let Some(traceparent) = traceparent {
+        write(&[TRACEPARENT.as_bytes(), b": ", traceparent.as_bytes(), b"\r\n"]);
     }
     if let Some(rank) = address.rank {
         write(&[DATA_PARALLEL_RANK.as_str().as_bytes(), b": ", rank.to_string().as_bytes(), b"\r\n"]);

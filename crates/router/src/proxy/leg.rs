@@ -11,6 +11,7 @@ use crate::{
     counters::Counters,
     schedule::{Leg, LegEnd, NodeId, Reservation},
     shared::Shared,
+    traces::OpenSpan,
 };
 
 /// Gives its reservation back when it is dropped: as [`LegEnd::Left`], unless the leg has ended before.
@@ -20,17 +21,24 @@ pub(super) struct LegGuard {
     reservation: Option<Reservation>,
     /// The engine computes nothing for this leg, so an answer does not prove that it works.
     proves_nothing: bool,
+    /// None if the request is not traced.
+    span: Option<Box<OpenSpan>>,
 }
 
 impl LegGuard {
     pub(super) fn new(shared: &Arc<Shared>, reservation: Reservation) -> Self {
-        Self { shared: Arc::clone(shared), reservation: Some(reservation), proves_nothing: false }
+        Self { shared: Arc::clone(shared), reservation: Some(reservation), proves_nothing: false, span: None }
     }
 
     /// A leg that an engine's server answers without its engine, such as a browser's preflight.
     pub(super) fn computes_nothing(mut self) -> Self {
         self.proves_nothing = true;
         self
+    }
+
+    /// The leg's span, which ends with it.
+    pub(super) fn trace(&mut self, span: Option<OpenSpan>) {
+        self.span = span.map(Box::new);
     }
 
     pub(super) fn node(&self) -> Option<NodeId> {
@@ -71,6 +79,11 @@ impl LegGuard {
 
     /// Ends the leg and gives its reservation back. Later calls change nothing.
     pub(super) fn end(&mut self, end: LegEnd) {
+        if let Some(mut span) = self.span.take()
+            && end == LegEnd::Failed
+        {
+            span.fail("the engine failed");
+        }
         if let Some(reservation) = self.reservation.take() {
             let node = reservation.node;
             let end = if self.proves_nothing && end == LegEnd::Served { LegEnd::Left } else { end };

@@ -9,11 +9,13 @@ use std::{
 use hyper::{Method, Response, StatusCode, header::CONTENT_TYPE, http::request::Parts};
 
 use crate::{
+    address::Address,
     body::Mark,
     recording::{Ended, Recording, blocks},
-    request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, Series, route_of},
-    schedule::{Choice, NodeId},
+    request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, ROUTES, Series, route_of},
+    schedule::{Choice, Leg, NodeId},
     shared::Shared,
+    traces::OpenSpan,
 };
 use kvlane_trace::Lengths;
 
@@ -46,6 +48,8 @@ pub(super) struct Tally<'s> {
     cached_tokens: Cell<u64>,
     /// Blocks of the prompt's text, if requests are recorded.
     blocks: Cell<Option<Vec<u64>>>,
+    /// None if the request is not traced.
+    span: RefCell<Option<Box<OpenSpan>>>,
 }
 
 /// An answer on its way to the client. When it is dropped, it counts the duration of the request.
@@ -59,6 +63,8 @@ pub(super) struct Measure {
     pending: PendingTokens,
     /// None if requests are not recorded.
     recorded: Option<Box<Recorded>>,
+    /// The request's span, which ends with the answer.
+    _span: Option<Box<OpenSpan>>,
 }
 
 /// The part of a recorded request that is known so far.
@@ -73,17 +79,20 @@ struct Recorded {
 impl<'s> Tally<'s> {
     /// Begins to count a request whose head has arrived. Only POSTs count, because others are probes and lists.
     pub(super) fn begin(shared: &'s Shared, head: &Parts) -> Self {
+        let is_measured = head.method == Method::POST;
+        let traces = shared.traces.get().filter(|_| is_measured);
         Self {
             shared,
             began: Instant::now(),
             route: route_of(head.uri.path()),
-            is_measured: Cell::new(head.method == Method::POST),
+            is_measured: Cell::new(is_measured),
             model: RefCell::default(),
             node: Cell::default(),
             attempts: Cell::default(),
             prompt_tokens: Cell::default(),
             cached_tokens: Cell::default(),
             blocks: Cell::default(),
+            span: RefCell::new(traces.and_then(|traces| traces.request(&head.headers)).map(Box::new)),
         }
     }
 
@@ -116,7 +125,9 @@ impl<'s> Tally<'s> {
     pub(super) fn begin_answer<B>(&self, response: &Response<B>) -> Option<Measure> {
         let kind = response.headers().get(CONTENT_TYPE).map_or(&b""[..], |kind| kind.as_bytes());
         let series = self.count(response.status())?;
+        let span = self.span.take().map(|span| self.describe(span, response.status()));
         Some(Measure {
+            _span: span,
             series,
             began: self.began,
             streams: kind.starts_with(b"text/event-stream"),
@@ -124,6 +135,30 @@ impl<'s> Tally<'s> {
             pending: PendingTokens::default(),
             recorded: self.recorded(response.status()),
         })
+    }
+
+    /// The span of a leg of this request, if it is traced.
+    pub(super) fn leg_span(&self, leg: Leg, address: &Address) -> Option<OpenSpan> {
+        let mut span = self.span.borrow().as_ref()?.leg(leg);
+        span.add("server.address", address.host.as_str());
+        span.add("server.port", u64::from(address.port));
+        Some(span)
+    }
+
+    /// Puts into the request's span what is known once its answer begins.
+    fn describe(&self, mut span: Box<OpenSpan>, status: StatusCode) -> Box<OpenSpan> {
+        span.add("http.route", ROUTES[self.route]);
+        span.add("http.response.status_code", u64::from(status.as_u16()));
+        if let Some(model) = self.model.borrow().as_deref().filter(|model| self.shared.is_served(model)) {
+            span.add("gen_ai.request.model", model);
+        }
+        span.add("kvlane.prompt_tokens", self.prompt_tokens.get());
+        span.add("kvlane.cached_tokens", self.cached_tokens.get());
+        span.add("kvlane.attempts", self.attempts.get());
+        if status.is_server_error() {
+            span.fail("the answer is an error");
+        }
+        span
     }
 
     /// The request, if requests are recorded and a node serves it.
@@ -173,6 +208,9 @@ impl Drop for Tally<'_> {
             && let Ok(left) = StatusCode::from_u16(CLIENT_LEFT)
             && let Some(series) = self.count(left)
         {
+            if let Some(span) = self.span.take() {
+                self.describe(span, left).fail("the client left");
+            }
             series.duration.observe(self.began.elapsed());
         }
     }
@@ -271,7 +309,15 @@ mod tests {
         let metrics = crate::request_metrics::RequestMetrics::default();
         let series = metrics.series(Answerer::Router, None, 0, |_| true, |_| true);
         let began = Instant::now().checked_sub(Duration::from_secs(1)).unwrap_or_else(Instant::now);
-        Measure { series, began, streams, last: None, pending: PendingTokens::default(), recorded: None }
+        Measure {
+            series,
+            began,
+            streams,
+            last: None,
+            pending: PendingTokens::default(),
+            recorded: None,
+            _span: None,
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicUsize},
     },
     time::{Duration, Instant},
@@ -24,6 +24,7 @@ use crate::{
     request_metrics::RequestMetrics,
     role_records::Records,
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
+    traces::Traces,
 };
 
 /// The scheduler, its nodes' addresses, settings and counters.
@@ -40,6 +41,8 @@ pub struct Shared {
     /// Request metrics by route, model and node.
     pub(crate) requests: RequestMetrics,
     pub(crate) recording: Arc<Recording>,
+    /// Empty if spans and metrics are not exported.
+    pub(crate) traces: OnceLock<Arc<Traces>>,
     pub(crate) is_stopping: AtomicBool,
     /// Requests that the router cut when its time to drain had passed.
     pub(crate) cut: AtomicUsize,
@@ -91,6 +94,7 @@ impl Shared {
             counters: Counters::default(),
             requests: RequestMetrics::default(),
             recording: Arc::default(),
+            traces: OnceLock::new(),
             is_stopping: AtomicBool::new(false),
             cut: AtomicUsize::new(0),
             knowledge,

@@ -13,7 +13,9 @@ use kvlane_proto::{
     packed::pack_pages,
     v1::{self, reply::Body as Answer},
 };
-use kvlane_store::{FetchPlan, Finding, LeaseId, LookupGroup, Origin, OwnerId, PlannedRun, Store};
+use kvlane_store::{
+    FetchPlan, Finding, Hit, HitGroup, LeaseId, LookupGroup, Origin, OwnerId, PlannedRun, Store,
+};
 use kvlane_trace::TierBlocks;
 
 use super::{
@@ -24,7 +26,7 @@ use super::{
 };
 use crate::{
     awaited_saves::Signal, engines::OpenGroup, greeted::Greeted, refusal::Refusal, replies::Replies,
-    sessions::Busy, shared::Shared,
+    sessions::Busy, shared::Shared, traces::AnsweredLookup,
 };
 
 /// Most bytes of page numbers in one answer. The answer for a longer prefix has only its beginning.
@@ -49,7 +51,7 @@ pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Resu
         lookup
     };
     let asker = Asker::of(context.greeted);
-    look_up_now(context.shared, &asker, (owner, context.since), &lookup, &[]).map(Answered::from)
+    look_up_now(context.shared, &asker, (owner, context.since), &lookup, Late::default()).map(Answered::from)
 }
 
 /// How long a session's thread waits for the sources' answer, before the engine is told that the lookup's comes later.
@@ -184,8 +186,8 @@ struct LateAnswers {
 
 impl Answering for LateAnswers {
     fn answer(&self, late: LateLookup) {
-        let answer =
-            look_up_now(&self.shared, &self.asker, (late.owner, late.since), &late.lookup, &late.planned);
+        let waits = Late { planned: &late.planned, has_awaited_save: late.save_wait.is_some() };
+        let answer = look_up_now(&self.shared, &self.asker, (late.owner, late.since), &late.lookup, waits);
         let was_refused = answer.is_err();
         // If the peer does not take it, the session ends and releases the lease.
         if self.replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
@@ -252,7 +254,10 @@ fn by_tier(hit: Range<u64>, planned: &[PlannedRun]) -> TierBlocks {
 /// Releases leases of the session's engine.
 pub(crate) fn release(context: &Context<'_>, release: &v1::Release) -> Result<Answer, Refusal> {
     let owner = context.owner()?;
-    release.leases.iter().for_each(|lease| context.shared.store.release(owner, LeaseId(*lease)));
+    for lease in release.leases.iter().copied().map(LeaseId) {
+        context.shared.store.release(owner, lease);
+        context.shared.traces.iter().for_each(|traces| traces.released(lease));
+    }
     Ok(done())
 }
 
@@ -263,18 +268,26 @@ pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Res
     Ok(state(context.shared))
 }
 
+/// What an answer that came late has waited for.
+#[derive(Clone, Copy, Default)]
+struct Late<'a> {
+    /// The blocks that the fetch brought, group by group.
+    planned: &'a [Vec<PlannedRun>],
+    has_awaited_save: bool,
+}
+
 /// Looks up what RAM has of a prompt.
 fn look_up_now(
     shared: &Shared,
     asker: &Asker,
     (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
-    planned: &[Vec<PlannedRun>],
+    late: Late<'_>,
 ) -> Result<Answer, Refusal> {
     shared
         .engines
         .with_ready(&asker.engine_id, |open, workers| {
-            look_up_ready(shared, asker, (open, workers), (owner, since), lookup, planned)
+            look_up_ready(shared, asker, (open, workers), (owner, since), lookup, late)
         })
         // Workers are missing, so nothing can be promised.
         .unwrap_or_else(|| {
@@ -289,8 +302,9 @@ fn look_up_ready(
     (open, workers): (&[OpenGroup], u32),
     (owner, since): (OwnerId, Instant),
     lookup: &v1::Lookup,
-    planned: &[Vec<PlannedRun>],
+    late: Late<'_>,
 ) -> Result<Answer, Refusal> {
+    let Late { planned, .. } = late;
     let blocks = requested_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&blocks);
     let is_recorded = shared.observer.is_recording();
@@ -309,6 +323,33 @@ fn look_up_ready(
             let tiers = by_tier(0..hit_blocks, planned.get(index).map(Vec::as_slice).unwrap_or_default());
             record_lookup(shared, &asker.engine_id, open, (group.hashes, searched.len()), request, tiers);
         }
+    }
+    if let Some(traces) = &shared.traces
+        && !lookup.traceparent.is_empty()
+        && let Some((index, group)) = recorded_group(open)
+    {
+        let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));
+        let bytes = |hit: &Hit| {
+            let of_group =
+                |group: &HitGroup| group.pages.len() as u64 / u64::from(workers.max(1)) * group.block_bytes;
+            hit.groups.iter().map(of_group).sum()
+        };
+        traces.looked_up(
+            &lookup.traceparent,
+            &AnsweredLookup {
+                since,
+                engine: &asker.engine_id,
+                model: &shared.store.space_label(group.space),
+                hashes: groups[index].hashes,
+                looked_up: groups[index].hashes_within(lookup.max_tokens).len(),
+                hit: by_tier(0..hit_blocks, planned.get(index).map(Vec::as_slice).unwrap_or_default()),
+                tokens,
+                bytes: hit.as_ref().map_or(0, bytes),
+                lease: hit.as_ref().map(|hit| hit.lease),
+                has_fetched: planned.iter().any(|runs| !runs.is_empty()),
+                has_awaited_save: late.has_awaited_save,
+            },
+        );
     }
     let Some(hit) = hit else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, is_recorded, ..Default::default() }));

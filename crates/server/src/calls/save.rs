@@ -20,6 +20,7 @@ use crate::{
     greeted::{Greeted, Registered},
     refusal::Refusal,
     shared::Shared,
+    traces::OpenSave,
 };
 
 /// Longest time that CancelSaves waits for saves that are being copied.
@@ -59,7 +60,8 @@ pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answ
     )?;
     worker.next_claim += 1;
     result.claim = worker.next_claim;
-    let granted = Granted { job: claim.job, claims: granted };
+    let traced = traced(context.shared, &claim.groups, context.since);
+    let granted = Granted { job: claim.job, claims: granted, traced };
     worker.granted.insert(worker.next_claim, granted);
     Ok(Answer::ClaimResult(result))
 }
@@ -68,12 +70,13 @@ pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answ
 pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<Answer, Refusal> {
     let (shared, call, Greeted { info, worker, .. }) = (context.shared, context.call, &mut *context.greeted);
     let worker = worker.as_mut().ok_or_else(|| not_admitted(call))?;
-    let Granted { job, claims } = worker
+    let Granted { job, claims, traced } = worker
         .granted
         .remove(&commit.claim)
         .ok_or_else(|| Refusal::unknown(format!("claim {} is not open", commit.claim)))?;
     let gate = shared.engines.save_gate(&info.engine_id);
     let inside = gate.and_then(|gate| gate.enter(job));
+    end_traced(shared, traced, commit.written && inside.is_some());
     if !commit.written {
         shared.store.abort(&claims, Instant::now());
     } else if inside.is_some() {
@@ -114,11 +117,27 @@ pub(crate) fn copy_out(
         .memory
         .as_ref()
         .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
-    with_saver(shared, id, engine_id, worker, (save.job, &save.groups), |saver| {
+    let traced = traced(shared, &save.groups, Instant::now());
+    let result = with_saver(shared, id, engine_id, worker, (save.job, &save.groups), |saver| {
         let blocks = saver.parse(&save.groups)?;
         let condition = CopyCondition { epoch: save.epoch, event: save.event };
-        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, condition, pace)))
-    })
+        Ok(saver.copy_out(&blocks, memory, condition, pace))
+    });
+    end_traced(shared, traced, result.as_ref().is_ok_and(|result| result.failed == 0));
+    result.map(Answer::SaveResult)
+}
+
+/// The traced requests that these groups are saved for.
+fn traced(shared: &Shared, groups: &[v1::SaveGroup], since: Instant) -> Vec<OpenSave> {
+    let Some(traces) = &shared.traces else { return Vec::new() };
+    let of_group = |group: &v1::SaveGroup| traces.save_begins(&parse_hashes(&group.hashes).ok()?, since);
+    groups.iter().filter_map(of_group).collect()
+}
+
+fn end_traced(shared: &Shared, saves: Vec<OpenSave>, is_written: bool) {
+    for (traces, save) in shared.traces.iter().cycle().zip(saves) {
+        traces.save_ended(save, is_written);
+    }
 }
 
 /// Runs `save` inside the engine's gate. If the save is cancelled, lookups that await the blocks of `groups` are notified.

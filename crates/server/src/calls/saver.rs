@@ -11,7 +11,7 @@ use kvlane_proto::{
 use kvlane_store::{Caller, Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, WriterId};
 use thiserror::Error;
 
-use crate::{engines::OpenGroup, refusal::Refusal, save_gate::Inside, shared::Shared};
+use crate::{engines::OpenGroup, refusal::Refusal, save_gate::Inside, shared::Shared, traces::OpenSave};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -40,6 +40,8 @@ pub(crate) struct Granted {
     /// The save that they are for.
     pub(crate) job: u64,
     pub(crate) claims: Vec<ShardClaim>,
+    /// The traced requests among them.
+    pub(crate) traced: Vec<OpenSave>,
 }
 
 /// Why a request to save is malformed.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kvlane_door::{Metric, PROCESS_METRICS, Process, write_metrics};
 use kvlane_engine_memory::Gpus;
+use kvlane_otlp::{Metrics, OTLP_METRICS, metrics_of};
 
 use super::{
     scrape::{GpuScrape, Scrape, SsdScrape},
@@ -18,12 +19,28 @@ use crate::{
 
 /// All metrics of the daemon, those of its process last.
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
-    METRICS.iter().map(|row| &row.metric).chain(PROCESS_METRICS.iter().map(|row| &row.metric))
+    let own = METRICS.iter().map(|row| &row.metric);
+    let exporter = OTLP_METRICS.iter().map(|row| &row.metric);
+    own.chain(exporter).chain(PROCESS_METRICS.iter().map(|row| &row.metric))
 }
 
 /// Takes a snapshot, and writes the page from it.
 pub(crate) fn page(shared: &Shared) -> String {
-    write(&scrape_with(shared, shared.observer.ceilings()))
+    let mut page = write(&scrape_with(shared, shared.observer.ceilings()));
+    if let Some(traces) = &shared.traces {
+        write_metrics(&mut page, OTLP_METRICS, traces.counters());
+    }
+    page
+}
+
+/// The same metrics for an OpenTelemetry collector.
+pub(crate) fn otlp_metrics(shared: &Shared) -> Metrics {
+    let mut metrics = metrics_of(METRICS, &scrape_with(shared, shared.observer.ceilings()));
+    metrics.append(metrics_of(PROCESS_METRICS, &Process::read()));
+    if let Some(traces) = &shared.traces {
+        metrics.append(metrics_of(OTLP_METRICS, traces.counters()));
+    }
+    metrics
 }
 
 fn write(scrape: &Scrape) -> String {

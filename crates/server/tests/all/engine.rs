@@ -10,7 +10,7 @@ use std::{
 
 use crate::support::*;
 use kvlane_block::{Position, Rank};
-use kvlane_client::{SaveMethod, Tool};
+use kvlane_client::{LookupRequest, SaveMethod, Tool};
 use kvlane_memory::PoolPage;
 use kvlane_proto::{
     Address, FrameReader, encode_frame,
@@ -165,7 +165,7 @@ fn a_lookup_that_gets_no_answer_is_a_miss_in_time() {
     let _silent = std::os::unix::net::UnixListener::bind(path).unwrap();
     let timeout = Duration::from_millis(50);
     let mut engine = Engine::with_timeouts(&address, "a", SaveMethod::Auto, timeout, timeout);
-    engine.scheduler.lookup_start(("r", 0, false), &[hashes(0, 4)], 64, None, 0);
+    engine.scheduler.lookup_start(&LookupRequest::named("r"), &[hashes(0, 4)], 64, None, 0);
     let start = std::time::Instant::now();
     assert_eq!(engine.scheduler.lookup_poll("r", PATIENCE).unwrap().tokens, 0);
     assert!(start.elapsed() < PATIENCE / 2);
@@ -217,7 +217,7 @@ fn an_answer_of_a_daemon_that_is_gone_is_a_miss() {
     engine.save(0, 0..4);
     settle(&address);
     for request in ["first", "second"] {
-        engine.scheduler.lookup_start((request, 0, false), &[hashes(0, 4)], u64::MAX, None, 0);
+        engine.scheduler.lookup_start(&LookupRequest::named(request), &[hashes(0, 4)], u64::MAX, None, 0);
     }
     // Answers come in the order of the questions.
     let second = engine.scheduler.lookup_poll("second", PATIENCE).unwrap();

@@ -202,7 +202,7 @@ fn body() -> impl Strategy<Value = Option<Ask>> {
         3 => (lookup_groups, number(), proptest::option::of(hand_off())).prop_map(|(groups, max_tokens, hand_off)| {
             let (may_wait, tokens_per_s) = (max_tokens % 2 == 0, (max_tokens % 7) as u32);
             let (request, again) = (max_tokens % 5, max_tokens % 3 == 0);
-            Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait, hand_off, tokens_per_s, request, again }))
+            Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait, hand_off, tokens_per_s, request, again, traceparent: String::new() }))
         }),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|leases| Some(Ask::Release(v1::Release { leases }))),
         3 => (save_groups(), number(), proptest::option::of(small()), number())

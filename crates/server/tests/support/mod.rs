@@ -27,6 +27,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
         policy: kvlane_policy::Choice::default(),
+        otlp: None,
         sessions_max: 64,
         hit_windows: kvlane_policy::Window::DEFAULT.into(),
         ssd: None,

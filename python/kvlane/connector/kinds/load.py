@@ -23,6 +23,7 @@ from kvlane.connector.vllm_protocols import (
     Block,
     Request,
     SchedulerOutput,
+    traceparent,
     transfer_params,
     wants_no_cache,
 )
@@ -126,7 +127,8 @@ class LookUpAndLoad(SchedulerKind):
         wait, rate = awaited or self._wait(state), shared.rate.tokens_per_s
         # What is found then, this request may have saved itself.
         again = state.had_blocks or awaited is not None
-        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate, state.number, again)
+        traced = traceparent(request)
+        shared.core.lookup_start(request.request_id, hashes, tokens, wait, rate, state.number, again, traced)
         state.looking_up = True
         group = recorded_group(shared.shape.groups)
         if group is not None and state.looked_up_blocks == 0:

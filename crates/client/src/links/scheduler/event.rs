@@ -57,6 +57,8 @@ pub enum SchedulerEvent {
         number: u64,
         /// The request had blocks already, or saved some of these itself: recordings leave this lookup out.
         again: bool,
+        /// The W3C `traceparent` that the request came with; empty if none.
+        traceparent: String,
         /// Block hashes as they go over the wire.
         groups: Vec<v1::LookupGroup>,
         /// Upper bound of the answer in tokens.
