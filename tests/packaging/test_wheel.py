@@ -36,6 +36,8 @@ def test_all_of_the_package_is_in_it(wheel: Path) -> None:
         names = [name for name in packed.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
     assert any(name.endswith(".data/scripts/kvlane") for name in names)
+    for page in ("kvlane", "kvlane-serve", "kvlane-route-drain"):
+        assert any(name.endswith(f".data/data/share/man/man1/{page}.1") for name in names), page
     # The code that runs NIXL, Mooncake, iperf3 and fio stays in bench/. The wheel has the package, its description and
     # a program.
     rest = [name for name in names if not name.startswith("kvlane/")]

@@ -1,6 +1,6 @@
-//! Reference pages, made from the code: flags, metrics and calls.
+//! Reference pages, made from the code: flags, metrics and calls, and the manual pages that the wheel installs.
 
-use std::{fs, path::PathBuf};
+use std::{ffi::OsString, fs, path::PathBuf};
 
 use anyhow::{Result, bail};
 use clap::{Args, Command};
@@ -20,14 +20,56 @@ const NOTE: &str = "<!-- Made by `kvlane reference docs/reference`; do not edit.
 
 /// Writes or checks the pages. `program` is the whole command line of kvlane.
 pub(crate) fn run(args: &ReferenceArgs, program: Command) -> Result<()> {
-    for (name, text) in [("flags.md", flags(program)), ("metrics.md", metrics()), ("calls.md", calls())] {
+    let manual = manual(program.clone())?;
+    let pages = [("flags.md", flags(program)), ("metrics.md", metrics()), ("calls.md", calls())];
+    let pages = pages.map(|(name, text)| (name.to_owned(), text)).into_iter();
+    let mut wanted: Vec<OsString> = Vec::new();
+    for (name, text) in pages.chain(manual) {
+        wanted.extend(name.strip_prefix(MANUAL).map(OsString::from));
         let path = args.folder.join(name);
         if !args.check {
-            fs::create_dir_all(&args.folder)?;
+            fs::create_dir_all(args.folder.join(MANUAL))?;
             fs::write(&path, text)?;
         } else if fs::read_to_string(&path).unwrap_or_default() != text {
             bail!("{} is not up to date: run `kvlane reference {}`", path.display(), args.folder.display());
         }
+    }
+    for entry in fs::read_dir(args.folder.join(MANUAL))? {
+        let entry = entry?;
+        if wanted.contains(&entry.file_name()) {
+            continue;
+        } else if args.check {
+            bail!(
+                "{} is of no command: run `kvlane reference {}`",
+                entry.path().display(),
+                args.folder.display()
+            );
+        }
+        fs::remove_file(entry.path())?;
+    }
+    Ok(())
+}
+
+/// Folder of the manual pages.
+const MANUAL: &str = "man/";
+
+/// A manual page for kvlane and for each of its commands, by file.
+fn manual(mut program: Command) -> Result<Vec<(String, String)>> {
+    program.build();
+    let mut pages = Vec::new();
+    add_manual(&mut pages, &program, "kvlane")?;
+    Ok(pages)
+}
+
+fn add_manual(pages: &mut Vec<(String, String)>, command: &Command, name: &str) -> Result<()> {
+    let visible =
+        || command.get_subcommands().filter(|part| !part.is_hide_set() && part.get_name() != "help");
+    let mut page = Vec::new();
+    let of_command = clap_mangen::Man::new(command.clone()).title(name);
+    of_command.source(concat!("kvlane ", env!("CARGO_PKG_VERSION"))).render(&mut page)?;
+    pages.push((format!("{MANUAL}{name}.1"), String::from_utf8(page)?));
+    for part in visible() {
+        add_manual(pages, part, &format!("{name}-{}", part.get_name()))?;
     }
     Ok(())
 }
