@@ -36,7 +36,10 @@ def metric(router: Router, name: str) -> float:
 def test_a_pair_is_one_tree_and_each_engine_gets_its_legs_span() -> None:
     with (
         collecting() as collector,
-        routed(["--pairs", "nixl"], ["--pairs", "nixl"], roles="pd", flags=otlp(collector)) as (router, engines),
+        routed(["--pairs", "nixl"], ["--pairs", "nixl"], roles="pd", flags=otlp(collector)) as (
+            router,
+            engines,
+        ),
     ):
         status, _, _ = ask(router.address, COMPLETIONS, wanted(prompt=LONG), SAMPLED)
         assert status == 200
@@ -74,7 +77,10 @@ def test_without_a_trace_of_the_client_the_router_begins_one(path: str) -> None:
 
 def test_what_the_client_did_not_sample_passes_as_it_is_and_is_not_exported() -> None:
     """Control: the sampled request after it is."""
-    with collecting() as collector, routed([], flags=otlp(collector, "--otlp-sample", "0")) as (router, (engine,)):
+    with (
+        collecting() as collector,
+        routed([], flags=otlp(collector, "--otlp-sample", "0")) as (router, (engine,)),
+    ):
         ask(router.address, COMPLETIONS, wanted(), UNSAMPLED)
         ask(router.address, COMPLETIONS, wanted())
         ask(router.address, COMPLETIONS, wanted(), SAMPLED)

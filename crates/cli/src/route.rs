@@ -22,7 +22,7 @@ use kvlane_router::{
     admin::pages,
     balancing::Balancing,
     knowledge::EventReaders,
-    live::{Live, Sampler},
+    live::Live,
     loads::Loads,
     members::{AllowList, Membership, MembershipOptions, PingOptions},
     proxy::Proxy,
@@ -204,7 +204,7 @@ fn admin(args: &RouteArgs, shared: &Arc<Shared>) -> Result<Option<Pages>> {
     let names = Names { program: "router", flag: "--admin-host", given: args.admin_host.clone() };
     let slots = Slots::new(CONNECTIONS_MAX, getrlimit(Resource::Nofile).current);
     let live = Live::new(random()?);
-    let mut sampler = Sampler::new(Arc::clone(shared), Arc::clone(&live));
+    let mut sampler = live.sampler(Arc::clone(shared));
     let pages = pages(Arc::clone(shared), live);
     Ok(Some(Pages::serve(listener, pages, names, slots, move || sampler.sample())?))
 }

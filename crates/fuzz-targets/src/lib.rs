@@ -10,6 +10,7 @@ mod frame;
 mod halves;
 mod handoff_message;
 mod kv_events;
+mod otlp;
 mod request;
 mod route_answer;
 mod route_body;
@@ -28,7 +29,7 @@ pub struct Target {
 }
 
 /// All parsers that `make test` and `make fuzz` run.
-pub const TARGETS: [Target; 18] = [
+pub const TARGETS: [Target; 20] = [
     Target { name: "cluster_message", run: kvlane_cluster::fuzzing::message },
     Target { name: "fabric_descriptor", run: kvlane_fabric::fuzzing::descriptor },
     Target { name: "fabric_frame", run: kvlane_fabric::fuzzing::frame },
@@ -38,6 +39,7 @@ pub const TARGETS: [Target; 18] = [
     Target { name: "frame", run: frame::run },
     Target { name: "handoff_message", run: handoff_message::run },
     Target { name: "kv_events", run: kv_events::run },
+    Target { name: "otlp_answer", run: otlp::answer },
     Target { name: "request", run: request::run },
     Target { name: "route_answer", run: route_answer::run },
     Target { name: "route_body", run: route_body::run },
@@ -46,6 +48,7 @@ pub const TARGETS: [Target; 18] = [
     Target { name: "ssd_file", run: kvlane_ssd::fuzzing::file },
     Target { name: "ssd_structure", run: kvlane_ssd::fuzzing::structure },
     Target { name: "trace_file", run: trace_file::run },
+    Target { name: "traceparent", run: otlp::traceparent },
     Target { name: "zmtp", run: zmtp::run },
 ];
 

@@ -111,6 +111,6 @@ macro_rules! targets {
 
 targets! {
     cluster_message fabric_descriptor fabric_frame fabric_greeting fabric_link fabric_words frame handoff_message
-    kv_events request route_answer route_body route_control shard_layout ssd_file ssd_structure trace_file
-    zmtp
+    kv_events otlp_answer request route_answer route_body route_control shard_layout ssd_file ssd_structure
+    trace_file traceparent zmtp
 }

@@ -23,9 +23,9 @@ use prost::Message;
 
 use crate::{
     counters::Counters,
-    endpoint::Endpoint,
     metrics::Metrics,
     post::{Collector, Refused},
+    settings::Settings,
     span::{NewSpan, Value, attribute, nanos},
 };
 
@@ -42,21 +42,6 @@ const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(16);
 /// A batch that the collector has not taken for so long is dropped.
 const RETRY_FOR: Duration = Duration::from_secs(60);
-
-/// Where to export, and under which name.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// The collector.
-    pub endpoint: Endpoint,
-    /// Headers of each request, such as a key. They are never logged.
-    pub headers: Vec<(String, String)>,
-    /// The authority (PEM) that signed the collector's certificate; None for those that the host trusts.
-    pub authority: Option<Vec<u8>>,
-    /// `service.name` of all spans and metrics: "kvlane" or "kvlane-router".
-    pub service: &'static str,
-    /// `service.instance.id`: tells this process from others.
-    pub instance: String,
-}
 
 /// Takes spans from any thread, and exports them.
 pub struct Exporter {
@@ -118,7 +103,7 @@ impl Exporter {
         }
     }
 
-    /// What was exported and dropped.
+    /// Counts of exported and dropped spans.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }

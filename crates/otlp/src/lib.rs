@@ -15,15 +15,17 @@ mod endpoint;
 mod exporter;
 mod metrics;
 mod post;
+mod settings;
 mod span;
 mod trace_context;
 
 pub use self::{
     counters::{Counters, OTLP_METRICS},
     endpoint::{BadEndpoint, Endpoint},
-    exporter::{Exporter, Settings},
+    exporter::Exporter,
     metrics::{Metrics, metrics_of},
     post::rejected,
+    settings::Settings,
     span::{Kind, NewSpan, Value},
     trace_context::{BadTraceparent, SpanId, TraceContext, Tracer},
 };

@@ -10,7 +10,7 @@ use ureq::{
     tls::{Certificate, PemItem, RootCerts, TlsConfig, TlsProvider, parse_pem},
 };
 
-use crate::{endpoint::Endpoint, exporter::Settings};
+use crate::{endpoint::Endpoint, settings::Settings};
 
 /// Time for a whole request.
 const TIMEOUT: Duration = Duration::from_secs(5);

@@ -30,7 +30,7 @@ pub enum Kind {
 pub enum Value {
     /// A text, cut after 256 bytes.
     Text(String),
-    /// A count.
+    /// A count, or an amount of bytes.
     Number(u64),
 }
 
@@ -51,15 +51,15 @@ impl From<u64> for Value {
 pub struct NewSpan {
     /// Its trace and its parent.
     pub context: TraceContext,
-    /// Its own id.
+    /// Identifies it within the trace.
     pub id: SpanId,
     /// Such as "kvlane.lookup".
     pub name: &'static str,
     /// Which side of a call it is.
     pub kind: Kind,
-    /// When it began.
+    /// Start of the work that it stands for.
     pub began: SystemTime,
-    /// When it ended.
+    /// End of that work.
     pub ended: SystemTime,
     /// Names and values.
     pub attributes: Vec<(&'static str, Value)>,

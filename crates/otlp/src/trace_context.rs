@@ -12,7 +12,6 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
 /// Identifies a span within its trace.
@@ -20,7 +19,7 @@ use thiserror::Error;
 pub struct SpanId(pub [u8; 8]);
 
 impl SpanId {
-    /// No span.
+    /// The parent of a root.
     pub const NONE: Self = Self([0; 8]);
 }
 
@@ -97,7 +96,7 @@ fn hex<const BYTES: usize>(text: &str) -> Result<[u8; BYTES], BadTraceparent> {
     Ok(bytes)
 }
 
-/// Makes ids of traces and spans that no other process makes, and decides which traces are sampled.
+/// Makes ids of traces and spans, and decides which traces are sampled.
 #[derive(Debug)]
 pub struct Tracer {
     /// Random, so that two processes count from different numbers.
@@ -110,22 +109,14 @@ pub struct Tracer {
 const SAMPLES: u64 = 100_000_000;
 
 impl Tracer {
-    /// Samples this share (0 to 1) of the traces that begin here. The kernel gives the seed.
-    ///
-    /// # Errors
-    /// The kernel gives no random bytes.
-    pub fn new(share: f64) -> std::io::Result<Self> {
-        let mut bytes = [0; 16];
-        let filled = getrandom(&mut bytes, GetRandomFlags::empty())?;
-        if filled < bytes.len() {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        let seed = u128::from_le_bytes(bytes);
-        Ok(Self {
+    /// Samples this share (0 to 1) of the traces that begin here. `seed` is random.
+    pub fn new(seed: [u8; 16], share: f64) -> Self {
+        let seed = u128::from_le_bytes(seed);
+        Self {
             seed: [seed as u64, (seed >> 64) as u64],
             next: AtomicU64::new(0),
             sampled: (share.clamp(0.0, 1.0) * SAMPLES as f64) as u64,
-        })
+        }
     }
 
     /// A new span's id.
@@ -201,13 +192,13 @@ mod tests {
 
     #[test]
     fn ids_are_new_and_the_share_is_sampled() {
-        let tracer = Tracer::new(0.25).unwrap();
+        let tracer = Tracer::new([7; 16], 0.25);
         let traces: Vec<_> = (0..4000).map(|_| tracer.begin()).collect();
         let distinct: HashSet<_> = traces.iter().map(|trace| trace.trace).collect();
         let sampled = traces.iter().filter(|trace| trace.is_sampled).count();
         assert!(distinct.len() == 4000 && (800..1200).contains(&sampled), "{sampled}");
-        assert!(!Tracer::new(0.0).unwrap().begin().is_sampled);
-        assert!(Tracer::new(1.0).unwrap().begin().is_sampled);
+        assert!(!Tracer::new([7; 16], 0.0).begin().is_sampled);
+        assert!(Tracer::new([7; 16], 1.0).begin().is_sampled);
     }
 
     proptest! {

@@ -14,11 +14,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
+    health::{ready_nodes, state},
     knowledge::Reason,
     live::{Live, PAGE},
     metrics,
     role_records::score_page,
-    schedule::{Condition, NodeState, Role},
+    schedule::{Condition, Role},
     shared::Shared,
 };
 
@@ -45,23 +46,6 @@ async fn figures(
     match after {
         Ok(Query(After { after })) => Json(live.figures(&shared, after)).into_response(),
         Err(_) => After::refused().into_response(),
-    }
-}
-
-fn ready_nodes(shared: &Shared) -> usize {
-    shared.with_scheduler(|scheduler| {
-        scheduler.nodes().filter(|(_, node)| node.state == NodeState::Ready).count()
-    })
-}
-
-/// Whether the router serves, in a few words.
-pub(crate) fn state(shared: &Shared) -> (StatusCode, &'static str) {
-    if shared.is_stopping() {
-        (StatusCode::SERVICE_UNAVAILABLE, "the router stops")
-    } else if ready_nodes(shared) > 0 {
-        (StatusCode::OK, "ok")
-    } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "no node is ready")
     }
 }
 

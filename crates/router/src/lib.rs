@@ -39,6 +39,8 @@ pub mod beats_refused;
 pub mod body;
 pub mod counters;
 pub mod decisions;
+mod export;
+mod health;
 pub mod ids;
 pub mod knowledge;
 pub mod legs;

@@ -10,18 +10,16 @@
 
 use std::{
     io,
-    sync::{Arc, Weak},
+    sync::Arc,
     time::{Instant, SystemTime},
 };
 
 use hyper::HeaderMap;
-use kvlane_door::{PROCESS_METRICS, Process};
 use kvlane_otlp::{
-    Counters, Exporter, Kind, Metrics, NewSpan, OTLP_METRICS, Settings, SpanId, TraceContext, Tracer, Value,
-    metrics_of,
+    Counters, Exporter, Kind, Metrics, NewSpan, Settings, SpanId, TraceContext, Tracer, Value,
 };
 
-use crate::{metrics, request_rows, schedule::Leg, shared::Shared};
+use crate::schedule::Leg;
 
 /// The header that carries a request's trace.
 pub(crate) const TRACEPARENT: &str = "traceparent";
@@ -46,38 +44,22 @@ pub(crate) struct OpenSpan {
     error: Option<&'static str>,
 }
 
-impl Shared {
-    /// Exports spans and metrics from now on. Of the requests that come without a trace, this share (0 to 1) begins one.
-    ///
-    /// # Errors
-    /// The authority is no certificate, or the system gives no thread. Also if it exports already.
-    pub fn export(self: &Arc<Self>, settings: &Settings, share: f64) -> io::Result<()> {
-        let shared = Arc::downgrade(self);
-        let exporter = Exporter::start(settings, move || all_metrics(&shared))?;
-        let traces = Arc::new(Traces { exporter, tracer: Tracer::new(share)? });
-        self.traces.set(traces).map_err(|_| io::ErrorKind::AlreadyExists.into())
-    }
-
-    /// Sends what waits to be exported, and exports nothing from then on.
-    pub fn stop_export(&self) {
-        if let Some(traces) = self.traces.get() {
-            traces.exporter.stop();
-        }
-    }
-}
-
-fn all_metrics(shared: &Weak<Shared>) -> Metrics {
-    let Some(shared) = shared.upgrade() else { return Metrics::default() };
-    let mut all = metrics_of(metrics::METRICS, &*shared);
-    all.append(metrics_of(request_rows::METRICS, &*shared));
-    all.append(metrics_of(PROCESS_METRICS, &Process::read()));
-    if let Some(traces) = shared.traces.get() {
-        all.append(metrics_of(OTLP_METRICS, traces.counters()));
-    }
-    all
-}
-
 impl Traces {
+    /// Exports from now on; `metrics` reads the router's. A request without a trace begins one with the probability `share`.
+    pub(crate) fn start(
+        settings: &Settings,
+        share: f64,
+        metrics: impl Fn() -> Metrics + Send + 'static,
+    ) -> io::Result<Arc<Self>> {
+        let exporter = Exporter::start(settings, metrics)?;
+        Ok(Arc::new(Self { exporter, tracer: Tracer::new(kvlane_memory::random()?, share) }))
+    }
+
+    /// Sends what waits, and exports nothing from then on.
+    pub(crate) fn stop(&self) {
+        self.exporter.stop();
+    }
+
     pub(crate) fn counters(&self) -> &Counters {
         self.exporter.counters()
     }

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -15,6 +15,7 @@ use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
 use kvlane_engine_memory::{Gpus, Meetings};
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
+use kvlane_otlp::Metrics;
 use kvlane_policy::{Choice, Window};
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
@@ -27,7 +28,7 @@ use crate::{
     engines::Engines,
     http, listen,
     listen::Listeners,
-    metrics::events::Events,
+    metrics::{events::Events, page::otlp_metrics},
     observer::Observer,
     reaper, session,
     sessions::Sessions,
@@ -121,6 +122,11 @@ pub struct Daemon {
     _background: Background,
 }
 
+/// Reads all metrics, while there is a daemon.
+fn exported_metrics(shared: Weak<Shared>) -> impl Fn() -> Metrics + Send + 'static {
+    move || shared.upgrade().map_or_else(Metrics::default, |shared| otlp_metrics(&shared))
+}
+
 impl Daemon {
     /// Binds the sockets, then pre-faults the pool (calling `progress` with the bytes done), then serves.
     ///
@@ -172,12 +178,9 @@ impl Daemon {
             meetings: Meetings::default(),
             ssd,
             cluster,
-            traces: options.otlp.as_ref().and_then(|settings| match Traces::start(settings, shared) {
-                Ok(traces) => Some(traces),
-                Err(error) => {
-                    traces_started = Err(error);
-                    None
-                }
+            traces: options.otlp.as_ref().and_then(|settings| {
+                let started = Traces::start(settings, exported_metrics(Weak::clone(shared)));
+                started.map_err(|error| traces_started = Err(error)).ok()
             }),
             fetch_wait: options.fetch_wait,
             save_link_share: options.save_link_share,

@@ -18,7 +18,8 @@ use serde_json::{Value, json};
 
 use crate::{
     door::ListenError,
-    live::{Live, PAGE, Sampler},
+    health::{hex, state},
+    live::{Live, PAGE},
     metrics::page::page,
     shared::Shared,
 };
@@ -37,7 +38,7 @@ pub(crate) fn bind(at: SocketAddr) -> Result<TcpListener, ListenError> {
 /// Serves until stopped, under the host's addresses, `localhost` and `names`.
 pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Shared>) -> io::Result<Pages> {
     let (slots, live) = (Arc::clone(&shared.http_slots), Live::new());
-    let mut sampler = Sampler::new(Arc::clone(&shared), Arc::clone(&live));
+    let mut sampler = live.sampler(Arc::clone(&shared));
     let pages = Router::new()
         .route("/health", get(health))
         .route("/metrics", get(metrics))
@@ -59,17 +60,6 @@ async fn figures(
     }
 }
 
-/// Whether the daemon serves, in a word.
-pub(crate) fn state(shared: &Shared) -> (StatusCode, &'static str) {
-    if shared.is_stopping() {
-        (StatusCode::SERVICE_UNAVAILABLE, "stopping")
-    } else if !shared.unreachable.is_empty() {
-        (StatusCode::SERVICE_UNAVAILABLE, "engines cannot connect")
-    } else {
-        (StatusCode::OK, "ok")
-    }
-}
-
 async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
     // The peer may be a stranger, so the sentences with paths and users stand only in the log.
     let reasons: &[&str] = if shared.unreachable.is_empty() { &[] } else { &[UNREACHABLE] };
@@ -85,8 +75,4 @@ async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) 
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
     ([("content-type", CONTENT_TYPE)], page(&shared))
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -19,6 +19,7 @@ mod dial;
 mod door;
 mod engines;
 mod greeted;
+mod health;
 mod http;
 mod index_server;
 mod keeper;

@@ -13,7 +13,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    sync::{Arc, Weak},
+    sync::Arc,
     time::{Instant, SystemTime},
 };
 
@@ -25,14 +25,12 @@ use kvlane_store::LeaseId;
 use kvlane_trace::TierBlocks;
 use parking_lot::Mutex;
 
-use crate::{metrics::page::otlp_metrics, shared::Shared};
-
 /// Most traced requests whose load or whose saves have not ended. Beyond it the oldest are forgotten.
 const OPEN_MAX: usize = 1024;
 /// Most blocks of a traced prompt whose saves are recognised.
 const BLOCKS_MAX: usize = 4096;
 
-/// Exports spans.
+/// Exports the spans of sampled requests.
 pub(crate) struct Traces {
     exporter: Exporter,
     tracer: Tracer,
@@ -81,13 +79,14 @@ pub(crate) struct OpenSave {
 
 impl Traces {
     /// Starts to export, and the metrics with it.
-    pub(crate) fn start(settings: &Settings, shared: &Weak<Shared>) -> io::Result<Self> {
-        let shared = Weak::clone(shared);
-        let metrics = move || shared.upgrade().map_or_else(Metrics::default, |shared| otlp_metrics(&shared));
+    pub(crate) fn start(
+        settings: &Settings,
+        metrics: impl Fn() -> Metrics + Send + 'static,
+    ) -> io::Result<Self> {
         Ok(Self {
             exporter: Exporter::start(settings, metrics)?,
             // Only requests that their callers sampled are traced.
-            tracer: Tracer::new(0.0)?,
+            tracer: Tracer::new(kvlane_memory::random()?, 0.0),
             loads: Mutex::default(),
             saves: Mutex::default(),
         })

@@ -162,7 +162,7 @@ pub(super) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_OTLP_CA_FILE", value_name = "FILE")]
     pub(super) otlp_ca_file: Option<PathBuf>,
 
-    /// Share of the requests without a `traceparent` for which the router begins a trace, from 0 to 1. Of the others it exports
+    /// Share of the requests without a `traceparent` for which the router begins a trace, from 0 to 1. It always exports
     /// those that their client sampled
     #[arg(long, env = "KVLANE_ROUTE_OTLP_SAMPLE", value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
     pub(super) otlp_sample: f64,

@@ -8,7 +8,6 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::get,
 };
-use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -23,6 +22,8 @@ pub struct LivePage {
     pub title: &'static str,
     /// A script that calls `show(build, update)` of widgets.js.
     pub script: &'static str,
+    /// Random bits, other ones at each call.
+    pub random: fn() -> [u8; 16],
 }
 
 impl LivePage {
@@ -33,7 +34,7 @@ impl LivePage {
             .replace("{{style}}", STYLE)
             .replace("{{script}}", &format!("{WIDGETS}\n{}", self.script))
             .into();
-        Router::new().route("/", get(move || answer(Arc::clone(&parts))))
+        Router::new().route("/", get(move || answer(Arc::clone(&parts), (self.random)())))
     }
 }
 
@@ -54,8 +55,8 @@ impl After {
 }
 
 /// The page with a nonce of this answer, which its own style and script carry, and nothing that was put in by others.
-async fn answer(parts: Arc<str>) -> Response {
-    let nonce = nonce();
+async fn answer(parts: Arc<str>, random: [u8; 16]) -> Response {
+    let nonce: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let policy = format!(
         "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; \
          img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -69,24 +70,9 @@ async fn answer(parts: Arc<str>) -> Response {
     (headers, Html(parts.replace("{{nonce}}", &nonce))).into_response()
 }
 
-/// 128 random bits in hexadecimal.
-fn nonce() -> String {
-    let mut bytes = [0u8; 16];
-    // It fails only before the kernel has gathered entropy, when the machine boots. Then the page shows nothing, as if the
-    // policy had refused its script, until it is loaded again.
-    let filled = getrandom(&mut bytes, GetRandomFlags::NONBLOCK).unwrap_or(0);
-    bytes[..filled].iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_nonce_is_used_once() {
-        let [one, two] = [nonce(), nonce()];
-        assert!(one.len() == 32 && one != two, "{one} {two}");
-    }
 
     #[test]
     fn the_page_needs_nothing_from_elsewhere() {

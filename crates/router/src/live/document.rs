@@ -4,9 +4,9 @@ use std::{collections::BTreeMap, sync::atomic::Ordering, time::Instant};
 
 use serde_json::{Value, json};
 
-use super::{Live, problems::Problem};
+use super::problems::Problem;
 use crate::{
-    admin::state,
+    health::state,
     knowledge::Reason,
     request_metrics::FIRST_TOKEN_BOUNDS_US,
     schedule::{Condition, Node, NodeId, NodeState},
@@ -16,7 +16,13 @@ use crate::{
 /// Choices of nodes that the page shows.
 const DECISIONS_SHOWN: usize = 25;
 
-pub(super) fn document(live: &Live, shared: &Shared, problems: Vec<Problem>, history: Value) -> Value {
+/// `run` tells this run of the router, which began at `started`, from others.
+pub(super) fn document(
+    shared: &Shared,
+    (run, started): (u64, Instant),
+    problems: Vec<Problem>,
+    history: Value,
+) -> Value {
     let (_, state) = state(shared);
     let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
     let counters = &shared.counters;
@@ -27,10 +33,10 @@ pub(super) fn document(live: &Live, shared: &Shared, problems: Vec<Problem>, his
         }
     }
     json!({
-        "run": format!("{:016x}", live.run),
+        "run": format!("{:016x}", run),
         "version": concat!("kvlane ", env!("CARGO_PKG_VERSION")),
         "state": state,
-        "uptime_seconds": live.started.elapsed().as_secs_f64(),
+        "uptime_seconds": started.elapsed().as_secs_f64(),
         "problems": problems.into_iter().map(Problem::into_json).collect::<Vec<_>>(),
         "nodes": nodes(shared),
         "requests_by_status": by_status,

@@ -1,4 +1,4 @@
-//! What is wrong, in plain words, with what to do.
+//! Problems in plain words, each with an action for the operator.
 
 use std::sync::atomic::Ordering;
 

@@ -5,9 +5,8 @@ use std::{
     time::Instant,
 };
 
-use kvlane_door::Rates;
+use kvlane_door::{History, Rates};
 
-use super::Live;
 use crate::{request_metrics::FIRST_TOKEN_BOUNDS_US, shared::Shared};
 
 /// The series of the page's charts. All but `connections` are rates a second. The last ones are the first tokens in each
@@ -41,17 +40,17 @@ const RATES: usize = SERIES.len() - 1;
 /// Makes the samples.
 pub struct Sampler {
     shared: Arc<Shared>,
-    live: Arc<Live>,
+    history: Arc<History>,
     rates: Rates<RATES>,
 }
 
 impl Sampler {
     /// Without a sample yet.
-    pub fn new(shared: Arc<Shared>, live: Arc<Live>) -> Self {
-        Self { shared, live, rates: Rates::default() }
+    pub(super) fn new(shared: Arc<Shared>, history: Arc<History>) -> Self {
+        Self { shared, history, rates: Rates::default() }
     }
 
-    /// Takes a sample.
+    /// Samples all series once.
     pub fn sample(&mut self) {
         let counters = &self.shared.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -73,6 +72,6 @@ impl Sampler {
         }
         let rates = self.rates.since_last(rates, Instant::now());
         let sample: Vec<f64> = [load(&counters.connections) as f64].into_iter().chain(rates).collect();
-        self.live.history.push(&sample);
+        self.history.push(&sample);
     }
 }

@@ -268,7 +268,7 @@ pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Res
     Ok(state(context.shared))
 }
 
-/// What an answer that came late has waited for.
+/// Causes of the wait for an answer that comes late.
 #[derive(Clone, Copy, Default)]
 struct Late<'a> {
     /// The blocks that the fetch brought, group by group.

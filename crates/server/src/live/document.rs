@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::problems::Problem;
 use crate::{
-    http::{hex, state},
+    health::{hex, state},
     metrics::scrape::{ROLES, Scrape},
     observer::Reading,
     shared::Shared,

@@ -15,26 +15,39 @@ use kvlane_door::{History, LivePage};
 use parking_lot::Mutex;
 use serde_json::Value;
 
-pub(crate) use self::sampler::Sampler;
-use self::{document::document, problems::problems, sampler::SERIES};
+use self::{
+    document::document,
+    problems::problems,
+    sampler::{SERIES, Sampler},
+};
 use crate::{metrics::page::scrape_with, observer::Reading, shared::Shared};
 
 /// How old the hits by window may be. To read them takes milliseconds of the observer's thread, and they change slowly.
 const WINDOWS_AGE_MAX: Duration = Duration::from_secs(5);
 
 /// The page itself.
-pub(crate) const PAGE: LivePage = LivePage { title: "kvlane daemon", script: include_str!("daemon.js") };
+pub(crate) const PAGE: LivePage = LivePage {
+    title: "kvlane daemon",
+    script: include_str!("daemon.js"),
+    // Without random bits the browser refuses the script, until the page is loaded again.
+    random: || kvlane_memory::random().unwrap_or_default(),
+};
 
-/// What the page needs beside the daemon's state.
+/// State of the page, beside the daemon's own.
 #[derive(Debug)]
 pub(crate) struct Live {
-    history: History,
+    history: Arc<History>,
     windows: Mutex<Option<(Instant, Vec<Reading>)>>,
 }
 
 impl Live {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { history: History::new(&SERIES), windows: Mutex::default() })
+        Arc::new(Self { history: Arc::new(History::new(&SERIES)), windows: Mutex::default() })
+    }
+
+    /// Samples the series of this page.
+    pub(crate) fn sampler(&self, shared: Arc<Shared>) -> Sampler {
+        Sampler::new(shared, Arc::clone(&self.history))
     }
 
     /// The figures of this moment, and the samples from number `after` on.

@@ -1,4 +1,4 @@
-//! What is wrong, in plain words, with what to do. Pure.
+//! Problems in plain words, each with an action for the operator. Pure.
 
 use serde_json::{Value, json};
 

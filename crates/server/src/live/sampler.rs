@@ -2,9 +2,8 @@
 
 use std::{sync::Arc, time::Instant};
 
-use kvlane_door::Rates;
+use kvlane_door::{History, Rates};
 
-use super::Live;
 use crate::shared::Shared;
 
 /// The series of the page's charts. All but the last three are rates a second.
@@ -36,13 +35,13 @@ const RATES: usize = 16;
 /// Makes the samples.
 pub(crate) struct Sampler {
     shared: Arc<Shared>,
-    live: Arc<Live>,
+    history: Arc<History>,
     rates: Rates<RATES>,
 }
 
 impl Sampler {
-    pub(crate) fn new(shared: Arc<Shared>, live: Arc<Live>) -> Self {
-        Self { shared, live, rates: Rates::default() }
+    pub(super) fn new(shared: Arc<Shared>, history: Arc<History>) -> Self {
+        Self { shared, history, rates: Rates::default() }
     }
 
     /// Takes a sample. Holds the store's lock for as long as a scrape does.
@@ -77,6 +76,6 @@ impl Sampler {
         let rates = self.rates.since_last(rates, Instant::now());
         let present = [stats.used_bytes, stats.seal_queue, shared.awaited_saves.len() as u64];
         let sample: Vec<f64> = rates.into_iter().chain(present.map(|value| value as f64)).collect();
-        self.live.history.push(&sample);
+        self.history.push(&sample);
     }
 }
