@@ -147,6 +147,25 @@ CASES: dict[str, list[Case]] = {
         Case({f"up{ROUTER_FILE}": "0x9"}, {f"up{FILE}": "0x9"}, 5),
     ],
     "KvlaneRouterIsAbsent": [Case({f"up{POD}": "1x20"}, {f"up{ROUTER_POD}": "1x20"}, 10)],
+    "KvlaneHasFewerRouters": [
+        Case(
+            {
+                f"up{ROUTER_POD}": "1x90",
+                'up{job="prod/kvlane-router", instance="10.0.0.8:9092"}': "1x30 _x60",
+            },
+            {f"up{ROUTER_POD}": "1x90", 'up{job="prod/kvlane", instance="10.0.0.8:9091"}': "1x30 _x60"},
+            80,
+        ),
+        Case(
+            {f"up{ROUTER_FILE}": "1x90", 'up{job="kvlane-router", instance="other:9092"}': "1x30 _x60"},
+            # One series takes the place of the other, as at an upgrade.
+            {
+                f"up{ROUTER_POD}": "1x30 _x60",
+                'up{job="prod/kvlane-router", instance="10.0.0.8:9092"}': "_x31 1x60",
+            },
+            80,
+        ),
+    ],
     "KvlaneRouterHasNoReadyNode": [
         Case(
             {
@@ -200,14 +219,22 @@ CASES: dict[str, list[Case]] = {
 def verdict(folder: Path, alert: str, series: dict[str, str], minute: int, severity: str | None) -> str:
     """Promtool's complaint; "" if the alert fires at this minute with this severity, or, without one, does not fire."""
     labels = f'alertname="{alert}", alertstate="firing"' + (f', severity="{severity}"' if severity else "")
+    wanted = {"{}": 1.0} if severity else {}
+    return answer(folder, series, f"count(ALERTS{{{labels}}}) > 0", minute, wanted)
+
+
+def answer(
+    folder: Path, series: dict[str, str], expression: str, minute: int, wanted: dict[str, float]
+) -> str:
+    """Promtool's complaint; "" if the expression has these values, by their labels, at this minute."""
     case = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
             {
-                "expr": f"count(ALERTS{{{labels}}}) > 0",
+                "expr": expression,
                 "eval_time": f"{minute}m",
-                "exp_samples": [{"labels": "{}", "value": 1}] if severity else [],
+                "exp_samples": [{"labels": labels, "value": value} for labels, value in wanted.items()],
             }
         ],
     }
@@ -250,3 +277,77 @@ def test_a_rule_that_stays_silent_is_noticed(tmp_path: Path) -> None:
     case = CASES["KvlaneIsDown"][0]
     assert "got:" in verdict(tmp_path, "KvlaneIsDown", case.silent, case.minute, "critical")
     assert "got:" in verdict(tmp_path, "KvlaneIsDown", case.fires, case.minute, None)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """The hits of a daemon in a window. All shares are sums of powers of 2, because promtool compares them exactly."""
+
+    instance: str
+    blocks: int
+    hits: float
+    ceiling: float
+    window: str = "1h"
+    job: str = "kvlane"
+
+    def series(self) -> dict[str, str]:
+        labels = f'{{job="{self.job}", instance="{self.instance}", window="{self.window}"}}'
+        return {
+            f"kvlane_hit_window_blocks{labels}": f"{self.blocks}x10",
+            f"kvlane_hit_ratio{labels}": f"{self.hits}x10",
+            f"kvlane_hit_ceiling_ratio{labels}": f"{self.ceiling}x10",
+        }
+
+
+BUSY = Looked("busy", 300, hits=0.25, ceiling=0.75)
+CALM = Looked("calm", 100, hits=0.75, ceiling=1.0)
+HOUR = '{job="kvlane", window="1h"}'
+HITS, CEILING = "kvlane:hit_ratio:fleet", "kvlane:hit_ceiling_ratio:fleet"
+RECORDED = (HITS, CEILING)
+
+
+def recorded(
+    folder: Path, name: str, looked: list[Looked], wanted: dict[str, float], idle: str | None = None
+) -> str:
+    """Promtool's complaint; "" if a rule records these values, by their labels. An idle daemon has no hits at all."""
+    series = {name: values for each in looked for name, values in each.series().items()}
+    if idle is not None:
+        series[f'up{{job="kvlane", instance="{idle}"}}'] = "1x10"
+    return answer(folder, series, name, 5, {f"{name}{labels}": value for labels, value in wanted.items()})
+
+
+@pytest.mark.parametrize(("name", "of_both", "unweighted"), [(HITS, 0.375, 0.5), (CEILING, 0.8125, 0.875)])
+def test_the_hits_of_a_fleet_are_weighted_by_lookups(
+    name: str, of_both: float, unweighted: float, tmp_path: Path
+) -> None:
+    assert recorded(tmp_path, name, [BUSY, CALM], {HOUR: of_both}) == ""
+    # The control: a mean without weights is another number, and promtool would notice it.
+    ratio = "kvlane_hit_ratio" if name == HITS else "kvlane_hit_ceiling_ratio"
+    series = {**BUSY.series(), **CALM.series()}
+    assert answer(tmp_path, series, f"avg by (job, window) ({ratio})", 5, {HOUR: unweighted}) == ""
+    assert "got:" in recorded(tmp_path, name, [BUSY, CALM], {HOUR: unweighted})
+
+
+@pytest.mark.parametrize(("name", "share"), [(HITS, BUSY.hits), (CEILING, BUSY.ceiling)])
+def test_a_daemon_without_lookups_does_not_count(name: str, share: float, tmp_path: Path) -> None:
+    assert recorded(tmp_path, name, [BUSY], {HOUR: share}, idle="idle") == ""
+    assert recorded(tmp_path, name, [], {}, idle="idle") == ""
+
+
+@pytest.mark.parametrize(("name", "share"), [(HITS, BUSY.hits), (CEILING, BUSY.ceiling)])
+def test_windows_and_jobs_are_recorded_each_for_itself(name: str, share: float, tmp_path: Path) -> None:
+    apart = [
+        BUSY,
+        Looked("busy", 8, hits=0.5, ceiling=0.5, window="15m"),
+        Looked("10.0.0.1:9091", 8, hits=1.0, ceiling=1.0, job="prod/kvlane"),
+    ]
+    wanted = {
+        HOUR: share,
+        '{job="kvlane", window="15m"}': 0.5,
+        '{job="prod/kvlane", window="1h"}': 1.0,
+    }
+    assert recorded(tmp_path, name, apart, wanted) == ""
+
+
+def test_each_recording_rule_has_cases() -> None:
+    assert tuple(re.findall(r"- record: (\S+)", read_rules())) == RECORDED
