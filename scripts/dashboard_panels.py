@@ -130,8 +130,14 @@ _RANGE_MISSES: Final = "sum(increase(kvlane_missed_blocks_total[$__range]))"
 _NAMED: Final = '{name=~"$name"}'
 _NAMED_HITS: Final = f"sum by (name) (rate(kvlane_hit_blocks_total{_NAMED}))"
 _NAMED_MISSES: Final = f"sum by (name) (rate(kvlane_missed_blocks_total{_NAMED}))"
-_SPACE_HITS: Final = f"sum by (namespace, name) (increase(kvlane_hit_blocks_total{_NAMED}[$__range]))"
-_SPACE_MISSES: Final = f"sum by (namespace, name) (increase(kvlane_missed_blocks_total{_NAMED}[$__range]))"
+
+
+def _of_all_daemons(ratio: str) -> str:
+    """The mean of a ratio by window, weighted by lookups, as the rules in examples/prometheus record it."""
+    return (
+        f"sum by (window) ({ratio} * kvlane_hit_window_blocks) / sum by (window) (kvlane_hit_window_blocks)"
+    )
+
 
 DAEMON: Final = Dashboard(
     "daemon",
@@ -157,15 +163,15 @@ DAEMON: Final = Dashboard(
                 _stat(
                     "Hit rate in this time",
                     "percentunit",
-                    "The share of looked-up blocks that were found; compare it with the ceiling below.",
+                    "The share of looked-up blocks that were found in the time that the dashboard shows.",
                     ("hit rate", f"{_RANGE_HITS} / ({_RANGE_HITS} + {_RANGE_MISSES})"),
                 ),
                 _stat(
                     "Engines",
                     "none",
-                    "If an engine is missing, its log (vllm.kvlane) and `kvlane doctor` beside it say why.",
+                    "If fewer are complete than schedulers are connected, workers are missing: see the engine's log.",
+                    ("complete", "sum(kvlane_engines) or vector(0)"),
                     ("schedulers", 'sum(kvlane_sessions{role="scheduler"})'),
-                    ("workers", 'sum(kvlane_sessions{role="worker"})'),
                 ),
                 _stat(
                     "Damaged blocks in this time",
@@ -177,17 +183,16 @@ DAEMON: Final = Dashboard(
                 _times(
                     "Hit rate and its ceiling",
                     "percentunit",
-                    "Far below the ceiling a larger pool pays, if blocks are evicted; near it more memory is no use.",
-                    ("hit rate", f"{_HITS} / ({_HITS} + {_MISSES})"),
-                    ("ceiling, last {{window}}", "avg by (window) (kvlane_hit_ceiling_ratio)"),
+                    "More memory narrows the gap; hits above the ceiling are older than the window, or of other hosts.",
+                    ("hits, last {{window}}", _of_all_daemons("kvlane_hit_ratio")),
+                    ("ceiling, last {{window}}", _of_all_daemons("kvlane_hit_ceiling_ratio")),
                     width=12,
                 ),
                 _times(
-                    "Blocks looked up",
-                    "cps",
-                    "Found blocks are not computed again; if nothing is looked up, no engine uses the daemon.",
-                    ("found", _HITS),
-                    ("missed", _MISSES),
+                    "Bytes of hits, by where they were",
+                    "Bps",
+                    "If many hits are on the SSD, a larger pool makes them faster; if none are, the SSD is no use.",
+                    ("{{tier}}", "sum by (tier) (rate(kvlane_hit_bytes_total))"),
                     width=12,
                     stacked=True,
                 ),
@@ -202,15 +207,40 @@ DAEMON: Final = Dashboard(
                     width=12,
                 ),
                 _times(
-                    "How long blocks stay",
+                    "How long evicted blocks had stayed",
                     "s",
-                    "If users pause longer than this between turns, enlarge the pool or add an SSD.",
-                    (
-                        "{{instance}}",
-                        "sum by (instance) (kvlane_pool_used_bytes)"
-                        " / (sum by (instance) (rate(kvlane_evicted_bytes_total)) > 0)",
-                    ),
+                    "If users pause longer than the median between turns, many find their blocks gone: add memory.",
+                    *_quantiles("kvlane_evicted_residence_seconds"),
                     width=12,
+                ),
+            ),
+        ),
+        Row(
+            "The pool",
+            (
+                _times(
+                    "Saved and evicted",
+                    "Bps",
+                    "In a full pool the two are alike; what counts is how long evicted blocks had stayed.",
+                    ("saved", "sum(rate(kvlane_saved_bytes_total))"),
+                    ("evicted", "sum(rate(kvlane_evicted_bytes_total))"),
+                ),
+                _times(
+                    "Free bytes",
+                    "bytes",
+                    "Bytes for some sizes only were left by other models or settings; evictions free them for all.",
+                    ("for blocks of any size", "sum(kvlane_pool_unused_bytes)"),
+                    (
+                        "for some sizes only",
+                        "sum(kvlane_pool_bytes) - sum(kvlane_pool_used_bytes) - sum(kvlane_pool_unused_bytes)",
+                    ),
+                    stacked=True,
+                ),
+                _times(
+                    "Free places by size",
+                    "short",
+                    "Only shards of a size take its places: many free places of one size mean that its engines went.",
+                    ("{{size}} bytes", "sum by (size) (kvlane_pool_free_extents)"),
                 ),
             ),
         ),
@@ -242,11 +272,21 @@ DAEMON: Final = Dashboard(
         Row(
             "Lookups and other calls",
             (
+                _times(
+                    "Blocks looked up",
+                    "cps",
+                    "Found blocks are not computed again; if nothing is looked up, no engine uses the daemon.",
+                    ("found", _HITS),
+                    ("missed", _MISSES),
+                    width=12,
+                    stacked=True,
+                ),
                 _heatmap(
                     "Time of lookups",
                     "s",
                     "Lookups that wait for an SSD, a host or a save are slow; if all lookups are, this host is busy.",
                     'sum by (le) (rate(kvlane_request_duration_seconds_bucket{call="Lookup"}))',
+                    width=12,
                 ),
                 _times(
                     "Slowest 1 % of calls",
@@ -257,6 +297,7 @@ DAEMON: Final = Dashboard(
                         "histogram_quantile(0.99, sum by (call, le)"
                         " (rate(kvlane_request_duration_seconds_bucket))) >= 0",
                     ),
+                    width=12,
                 ),
                 _times(
                     "Refusals and lost connections",
@@ -266,6 +307,7 @@ DAEMON: Final = Dashboard(
                     ("turned away: {{door}}", "sum by (door) (rate(kvlane_connections_turned_away_total))"),
                     ("not our protocol", "sum(rate(kvlane_bad_frames_total))"),
                     ("leases expired", "sum(rate(kvlane_lease_expired_total))"),
+                    width=12,
                 ),
             ),
         ),
@@ -274,22 +316,32 @@ DAEMON: Final = Dashboard(
             (
                 _table(
                     "Namespaces",
-                    "A namespace with many bytes and few hits takes room from others: `kvlane drop` frees it.",
+                    "A namespace without engines keeps its bytes until they are evicted; `kvlane drop` frees them now.",
                     ("bytes", f"sum by (namespace, name) (kvlane_namespace_bytes{_NAMED})"),
                     ("blocks", f"sum by (namespace, name) (kvlane_namespace_blocks{_NAMED})"),
-                    ("hit rate", f"{_SPACE_HITS} / ({_SPACE_HITS} + {_SPACE_MISSES})"),
-                    units={"bytes": "bytes", "blocks": "short", "hit rate": "percentunit"},
+                    ("engines", f"sum by (namespace, name) (kvlane_engines{_NAMED})"),
+                    units={"bytes": "bytes", "blocks": "short"},
                 ),
                 _times(
                     "Hit rate by namespace",
                     "percentunit",
-                    "The namespace that is farthest below its ceiling gains most from a larger pool.",
+                    "If one namespace falls, its prompts changed; if all fall, look at what evicted blocks had stayed.",
                     ("{{name}}", f"{_NAMED_HITS} / ({_NAMED_HITS} + {_NAMED_MISSES})"),
-                    (
-                        "{{name}}: ceiling, last 1h",
-                        'avg by (name) (kvlane_namespace_hit_ceiling_ratio{name=~"$name", window="1h"})',
-                    ),
                     width=12,
+                ),
+                _table(
+                    "Hits of namespaces, and their ceilings",
+                    "The namespace that is farthest below its ceiling gains most from a larger pool.",
+                    (
+                        "hits",
+                        f"max by (instance, namespace, name, window) (kvlane_namespace_hit_ratio{_NAMED})",
+                    ),
+                    (
+                        "ceiling",
+                        f"max by (instance, namespace, name, window) (kvlane_namespace_hit_ceiling_ratio{_NAMED})",
+                    ),
+                    width=24,
+                    units={"hits": "percentunit", "ceiling": "percentunit"},
                 ),
             ),
         ),
@@ -358,6 +410,24 @@ DAEMON: Final = Dashboard(
                     ("not read back", "sum(rate(kvlane_ssd_failed_fetches_total))"),
                     ("damaged", "sum(rate(kvlane_ssd_damaged_blocks_total))"),
                     ("made room", "sum(rate(kvlane_ssd_dropped_blocks_total))"),
+                    width=12,
+                ),
+                _heatmap(
+                    "Time of a read",
+                    "s",
+                    "A lookup waits for its reads; if a band rises with the load, the SSD is at its limit: add one.",
+                    'sum by (le) (rate(kvlane_ssd_operation_seconds_bucket{operation="read"}))',
+                    width=12,
+                ),
+                _times(
+                    "Slowest 5 % of reads and writes",
+                    "s",
+                    "An SSD that is slower than the others is worn, full or shared: check its health.",
+                    (
+                        "{{instance}} {{device}}: {{operation}}",
+                        "histogram_quantile(0.95, sum by (instance, device, operation, le)"
+                        " (rate(kvlane_ssd_operation_seconds_bucket)))",
+                    ),
                     width=12,
                 ),
             ),

@@ -34,6 +34,8 @@ RULES = ROOT / "examples/prometheus"
 BLOCKS = 64
 PROMPTS = 6
 """Three times what a pool of 128 blocks holds."""
+SMALL = {"piece_bytes": 2048, "layout": "05" * 16}
+"""Blocks of one page. Two of them take a slab of the pool, so three leave a free place."""
 FAKE_ENGINE = ["--pairs", "kvlane", "--prefill-tokens-per-second", "40000", "--itl-ms", "1"]
 # Roles are scored 20 times a second.
 BALANCE = "[balance]\nevery-ms = 50\n"
@@ -70,6 +72,7 @@ class Monitored:
         self._rounds += 1
         self._serve_blocks()
         self._await_a_save(f"awaited-{self._rounds}")
+        self._keep_small_blocks()
         with Wire(self.daemons[0].path) as wire:
             wire.refused(GET_STATUS)
         for body in (
@@ -91,7 +94,7 @@ class Monitored:
 
     def _await_a_save(self, prompt: str) -> None:
         """A new prompt, which the other daemon then fetches."""
-        saves, waits, elsewhere = self.engines
+        saves, waits, elsewhere, _ = self.engines
         handoff = saves.call("hand_over", count=BLOCKS, wait_ms=30_000)
         waits.send("lookup", prompt=prompt, count=BLOCKS, handoff=handoff)
         until(
@@ -101,6 +104,12 @@ class Monitored:
         hit = waits.answer()
         waits.call("release", lease=hit["lease"])
         elsewhere.call("check", prompt=prompt, count=BLOCKS)
+
+    def _keep_small_blocks(self) -> None:
+        """The same each time: a use keeps them in the pool."""
+        small = self.engines[-1]
+        assert small.call("save", prompt="small", count=3)["ok"]
+        small.call("check", prompt="small", count=3)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The samples of an expression now, without those that are not a number."""
@@ -129,8 +138,10 @@ def monitored(counters: Iterable[str]) -> Iterator[Monitored]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvlane-")))
         daemons = list(_daemons(folder, stack))
         engines = [
-            Engine(daemon.address, name)
-            for daemon, name in ((daemons[0], "saves"), (daemons[0], "waits"), (daemons[1], "elsewhere"))
+            Engine(daemons[0].address, "saves"),
+            Engine(daemons[0].address, "waits"),
+            Engine(daemons[1].address, "elsewhere"),
+            Engine(daemons[1].address, "small", **SMALL),
         ]
         for engine in engines:
             stack.callback(engine.kill)

@@ -27,6 +27,14 @@ NAMES = ("daemon", "engine", "router")
 TIMES = {"__rate_interval": "10s", "__range": "1m"}
 # Panels that show nothing of the programs in monitored.py, with the reason.
 EMPTY = {("daemon", "Loads over each GPU's link"): "the daemons serve no GPU"}
+# A counter at 0 is shown too, so these have to have grown.
+GROWN = (
+    *(f'kvlane_hit_bytes_total{{tier="{tier}"}}' for tier in ("ram", "ssd", "peers")),
+    *(f'kvlane_ssd_operation_seconds_count{{operation="{operation}"}}' for operation in ("read", "write")),
+    *("kvlane_saved_bytes_total", "kvlane_evicted_residence_seconds_count", "kvlane_engines"),
+    *("kvlane_hit_ratio", "kvlane_namespace_hit_ratio", "kvlane_namespace_hit_ceiling_ratio"),
+)
+RECORDED = ("kvlane:hit_ratio:fleet", "kvlane:hit_ceiling_ratio:fleet")
 LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 
 
@@ -207,8 +215,9 @@ def test_every_panel_of_running_programs_shows_something() -> None:
     expected = [each for each in shown() if (each.dashboard, each.panel) not in EMPTY]
     silent = [each for each in shown() if (each.dashboard, each.panel) in EMPTY]
     assert {(each.dashboard, each.panel) for each in silent} == set(EMPTY)
+    wanted = (*RECORDED, *(f"{name} > 0" for name in GROWN))
     with monitored(counters) as programs:
-        left = expected
+        left = expected + [Shown("beside the panels", "", each, each) for each in wanted]
 
         def all_show() -> bool:
             nonlocal left
@@ -221,8 +230,9 @@ def test_every_panel_of_running_programs_shows_something() -> None:
         for name in NAMES:
             assert variables_without_values(programs, written(name)) == []
         rules = programs.rules()
-        assert len(rules) == (ROOT / "examples/prometheus/kvlane-alerts.yaml").read_text().count("alert:")
+        assert len(rules) == (ROOT / "examples/prometheus/kvlane-alerts.yaml").read_text().count("expr:")
         assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+        assert {rule["name"] for rule in rules if rule["type"] == "recording"} == set(RECORDED)
 
 
 def shows(programs: Monitored, each: Shown) -> bool:
