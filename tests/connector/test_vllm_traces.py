@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from collector import Collector, collecting, tree
 from engine import BLOCK, InProcessEngine, engines, prompt
 from stores import DaemonStore
 from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -30,6 +33,14 @@ def generate(engine: InProcessEngine, tokens: list[int], name: str, traceparent:
     while core.has_unfinished_requests():
         core.step()
     engine.drain()
+
+
+def test_vllm_keeps_the_header_if_it_is_told_to_export_traces() -> None:
+    """The page says so; vLLM's own server passes `trace_headers` on only with this flag."""
+    arguments = AsyncEngineArgs(model="m", otlp_traces_endpoint="http://127.0.0.1:4317")
+    assert arguments.otlp_traces_endpoint == "http://127.0.0.1:4317"
+    source = inspect.getsource(AsyncLLM)
+    assert "otlp_traces_endpoint is None" in source and "trace_headers = None" in source
 
 
 def test_a_prompt_that_is_computed_and_one_that_is_loaded(

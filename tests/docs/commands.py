@@ -51,6 +51,13 @@ RUN_BY = {
     "helm upgrade --install kvlane examples/helm/kvlane --set image.repository=registry.example/kvlane "
     "--set daemon.poolGib=256": "tests/engine/test_chart.py::test_helm_takes_what_the_pages_say",
     # docs/operate.md
+    "kvlane serve --otlp-endpoint http://127.0.0.1:4318": FLAGS,
+    "kvlane route --otlp-endpoint http://127.0.0.1:4318 --otlp-sample 0.01 --worker http://127.0.0.1:8001": (
+        "tests/router/test_route_traces.py::test_it_starts_as_the_page_says"
+    ),
+    "vllm serve MODEL --otlp-traces-endpoint http://127.0.0.1:4317": (
+        "tests/connector/test_vllm_traces.py::test_vllm_keeps_the_header_if_it_is_told_to_export_traces"
+    ),
     "kvlane status --watch": "tests/daemon/test_watch.py::test_a_watched_daemon_may_go_and_come_back",
     "python3 -m venv /opt/kvlane": WHEEL,
     "/opt/kvlane/bin/pip install dist/kvlane-*.whl": WHEEL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,14 @@ def metric(router: Router, name: str) -> float:
     with urllib.request.urlopen(f"http://{router.admin}/metrics", timeout=PATIENCE) as page:
         lines = page.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_it_starts_as_the_page_says() -> None:
+    """No collector listens there, and the router serves all the same."""
+    flags = "--otlp-endpoint http://127.0.0.1:4318 --otlp-sample 0.01 --worker http://127.0.0.1:8001"
+    assert f"kvlane route {flags}\n" in (Path(__file__).parents[2] / "docs/operate.md").read_text()
+    with Router(*flags.split(), nodes=0) as router:
+        assert metric(router, "kvlane_otlp_dropped_spans_total") == 0
 
 
 def test_a_pair_is_one_tree_and_each_engine_gets_its_legs_span() -> None:
