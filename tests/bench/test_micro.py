@@ -65,11 +65,12 @@ def test_lookup_beside_saves_and_computing_threads_has_a_control(tmp_path: Path)
     assert busy["microseconds"]["busy"]["python"]["p50"] > 2000
 
 
-def test_a_recorded_daemon_is_compared_with_one_that_nobody_records(tmp_path: Path) -> None:
-    result = bench(tmp_path, "lookup", "--rounds", "30", "--recorded", "--blocks", "50")
-    pairs = [each["one core"] for each in result["recorded"]["pairs_microseconds"]]
-    ratios = sorted(us["recorded"]["p50"] / us["alone"]["p50"] for us in pairs)
-    ratio = value(result, "one core: lookup of 50 hashes recorded / not recorded, p50")
+@pytest.mark.parametrize("how", ["recorded", "traced"])
+def test_a_daemon_that_watches_is_compared_with_one_that_does_not(tmp_path: Path, how: str) -> None:
+    result = bench(tmp_path, "lookup", "--rounds", "30", f"--{how}", "--blocks", "50")
+    pairs = [each["one core"] for each in result[how]["pairs_microseconds"]]
+    ratios = sorted(us[how]["p50"] / us["alone"]["p50"] for us in pairs)
+    ratio = value(result, f"one core: lookup of 50 hashes {how} / not {how}, p50")
     assert len(ratios) == 6 and math.isclose(ratio, (ratios[2] + ratios[3]) / 2)
 
 

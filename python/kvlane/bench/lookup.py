@@ -7,7 +7,7 @@ import os
 import time
 
 from kvlane import _bench
-from kvlane.bench import busy, daemon, lookup_recorded, report, sessions
+from kvlane.bench import busy, daemon, lookup_watched, report, sessions
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
@@ -18,7 +18,7 @@ from kvlane.bench.sizes import count
 NAME = "lookup"
 HELP = (
     "625 block hashes from Python against a bare 20 kB ping-pong; with --sessions also many engines at once, with "
-    "--busy also beside saves, evictions and threads that compute, with --recorded also of a recorded daemon"
+    "--busy also beside saves, evictions and threads that compute, with --recorded and --traced of such daemons too"
 )
 BLOCK_BYTES = 4096
 # A pool so large that saves at full speed do not evict a prompt between two lookups of it.
@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase with sessions")
     parser.add_argument(
         "--recorded", action="store_true", help="also of a daemon that `kvlane record` records"
+    )
+    parser.add_argument(
+        "--traced", action="store_true", help="also of a daemon that exports a span of each lookup"
     )
     parser.add_argument("--busy", action="store_true", help="also in a busy engine on a busy host")
     parser.add_argument(
@@ -94,11 +97,12 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             figures += found
             details |= {"sessions": phases}
             notes.append(f"Sessions: {sessions.NOTE}")
-    if arguments.recorded:
-        found, detail = lookup_recorded.measure(arguments.blocks, arguments.rounds or 3000)
-        figures += found
-        details |= {"recorded": detail}
-        notes.append(f"Recorded: {lookup_recorded.NOTE}.")
+    for how, is_asked in (("recorded", arguments.recorded), ("traced", arguments.traced)):
+        if is_asked:
+            found, detail = lookup_watched.measure(how, arguments.blocks, arguments.rounds or 3000)
+            figures += found
+            details |= {how: detail}
+            notes.append(f"{how.capitalize()}: {lookup_watched.NOTES[how]}.")
     if arguments.busy:
         found, phases = busy.measure(arguments.blocks, arguments.busy_rounds, arguments.busy_phases)
         figures += found
