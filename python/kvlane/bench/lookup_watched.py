@@ -21,7 +21,7 @@ from kvlane.bench.processes import beside_python
 
 NOTES = {
     "recorded": "medians of six pairs of daemons, of which one is recorded by a `kvlane record` that reads four times "
-    "a second; lookups alternate between both, and so do their order and which daemon is recorded; pinned as the others",
+    "a second; lookups alternate between both, and so do their order and which of them is recorded; pinned as above",
     "traced": "medians of six such pairs, of which one exports a span of each lookup and load to a collector",
 }
 GOALS = {"recorded": 1.03, "traced": 1.05}

@@ -1,4 +1,5 @@
-"""A collector that takes all and keeps nothing: `python -m kvlane.bench.otlp_sink` prints its port, and ends with stdin."""
+"""A collector that takes all and keeps nothing. `python -m kvlane.bench.otlp_sink` prints its port, and ends with
+stdin."""
 
 from __future__ import annotations
 
