@@ -22,7 +22,7 @@ mod waiting;
 
 pub use self::{
     host::{Misdirected, Names},
-    live::{After, History, LivePage, Rates, SAMPLES_MAX},
+    live::{After, History, LivePage, Problems, Rates, SAMPLES_MAX, Severity},
     metrics::{
         CONTENT_TYPE, Distribution, Histogram, Labels, Metric, MetricKind, PROCESS_METRICS, Pending, Process,
         Row, Source, distributions, each, total, write_metrics,

@@ -11,8 +11,10 @@
 
 mod history;
 mod page;
+mod problems;
 
 pub use self::{
     history::{History, Rates, SAMPLES_MAX},
     page::{After, LivePage},
+    problems::{Problems, Severity},
 };

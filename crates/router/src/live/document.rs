@@ -1,10 +1,14 @@
 //! The document that the page shows.
 
-use std::{collections::BTreeMap, sync::atomic::Ordering, time::Instant};
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
+};
 
+use kvlane_door::Problems;
 use serde_json::{Value, json};
 
-use super::problems::Problem;
 use crate::{
     health::state,
     knowledge::Reason,
@@ -20,11 +24,11 @@ const DECISIONS_SHOWN: usize = 25;
 pub(super) fn document(
     shared: &Shared,
     (run, started): (u64, Instant),
-    problems: Vec<Problem>,
+    problems: Problems,
     history: Value,
 ) -> Value {
     let (_, state) = state(shared);
-    let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let counters = &shared.counters;
     let mut by_status: BTreeMap<String, u64> = BTreeMap::new();
     for (.., series) in shared.requests.all() {
@@ -37,7 +41,7 @@ pub(super) fn document(
         "version": concat!("kvlane ", env!("CARGO_PKG_VERSION")),
         "state": state,
         "uptime_seconds": started.elapsed().as_secs_f64(),
-        "problems": problems.into_iter().map(Problem::into_json).collect::<Vec<_>>(),
+        "problems": problems.into_json(),
         "nodes": nodes(shared),
         "requests_by_status": by_status,
         "refused": load(&counters.refused),

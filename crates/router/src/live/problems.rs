@@ -2,7 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use serde_json::{Value, json};
+use kvlane_door::{
+    Problems,
+    Severity::{Critical, Info, Warning},
+};
 
 use crate::{
     schedule::{Node, NodeState},
@@ -12,28 +15,10 @@ use crate::{
 /// So large a share of the answers may be errors of 500 and above.
 const ERRORS_MAX: f64 = 0.05;
 
-/// A problem, and what to do about it.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Problem {
-    severity: &'static str,
-    text: String,
-    action: &'static str,
-}
-
-impl Problem {
-    pub(super) fn into_json(self) -> Value {
-        json!({ "severity": self.severity, "text": self.text, "action": self.action })
-    }
-}
-
 /// All problems of this moment, the worst first. `recent` is the sum of a series over the last ten minutes.
-pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) -> Vec<Problem> {
-    let mut found = Vec::new();
-    let mut say = |when: bool, severity, text: String, action| {
-        if when {
-            found.push(Problem { severity, text, action });
-        }
-    };
+pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) -> Problems {
+    let mut found = Problems::default();
+    let mut say = |is_there, severity, text, action| found.add(is_there, severity, text, action);
     let count = |is: fn(&Node) -> bool| {
         shared.with_scheduler(|scheduler| scheduler.nodes().filter(|(_, node)| is(node)).count())
     };
@@ -42,7 +27,7 @@ pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) ->
         (count(|node| node.state == NodeState::Ready), count(|node| node.state == NodeState::Suspect));
     say(
         ready == 0,
-        "critical",
+        Critical,
         if all == 0 {
             "The router knows no engine.".into()
         } else {
@@ -53,41 +38,41 @@ pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) ->
     let (requests, errors) = (recent("requests"), recent("errors"));
     say(
         errors >= 1.0 && errors > ERRORS_MAX * requests,
-        "critical",
+        Critical,
         format!("{errors:.0} of {requests:.0} answers of the last ten minutes were errors of 500 and above."),
         "The table of engines below, and their logs, say where.",
     );
     say(
         ready > 0 && suspect > 0,
-        "warning",
+        Warning,
         format!("{suspect} of {all} engines do not answer probes."),
         "Look at their logs. They get requests only if no other engine could serve them.",
     );
     let alone = count(|node| node.breaker.is_open());
     say(
         alone > 0,
-        "warning",
+        Warning,
         format!("{alone} of {all} engines get no requests, because they failed."),
         "Look at their logs. The router tries them again by itself.",
     );
     let stopped = count(|node| node.pairing.is_stopped());
     say(
         stopped > 0,
-        "warning",
+        Warning,
         format!("{stopped} prefill engines hand nothing over, so that decode engines compute all."),
         "Look at their logs, and check that both engines of a pair have the same connector.",
     );
     let failed = shared.counters.names_failed.load(Ordering::Relaxed);
     say(
         failed > 0,
-        "info",
+        Info,
         format!("{failed} DNS lookups of engines' names have failed since the start."),
         "The router's log names them.",
     );
     let refused = recent("refused") + recent("shed");
     say(
         refused >= 1.0,
-        "info",
+        Info,
         format!("{refused:.0} requests of the last ten minutes were refused for lack of an engine."),
         "Add engines, or allow longer queues: docs/choosing.md, Policies.",
     );

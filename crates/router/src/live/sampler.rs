@@ -1,7 +1,10 @@
 //! Samples the router's rates once a second.
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
@@ -53,7 +56,7 @@ impl Sampler {
     /// Samples all series once.
     pub fn sample(&mut self) {
         let counters = &self.shared.counters;
-        let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let mut rates = [0; RATES];
         rates[2] = load(&counters.refused);
         rates[3] = load(&counters.shed);

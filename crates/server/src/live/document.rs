@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use kvlane_block::Namespace;
+use kvlane_door::Problems;
 use serde_json::{Value, json};
 
-use super::problems::Problem;
 use crate::{
     health::{hex, state},
     metrics::scrape::{ROLES, Scrape},
@@ -13,7 +13,7 @@ use crate::{
     shared::Shared,
 };
 
-pub(super) fn document(shared: &Shared, scrape: &Scrape, problems: Vec<Problem>, history: Value) -> Value {
+pub(super) fn document(shared: &Shared, scrape: &Scrape, problems: Problems, history: Value) -> Value {
     let stats = &scrape.stats;
     let (_, state) = state(shared);
     json!({
@@ -21,7 +21,7 @@ pub(super) fn document(shared: &Shared, scrape: &Scrape, problems: Vec<Problem>,
         "version": concat!("kvlane ", env!("CARGO_PKG_VERSION")),
         "state": state,
         "uptime_seconds": shared.started.elapsed().as_secs_f64(),
-        "problems": problems.into_iter().map(Problem::into_json).collect::<Vec<_>>(),
+        "problems": problems.into_json(),
         "pool": {
             "bytes": stats.pool_bytes,
             "used_bytes": stats.used_bytes,

@@ -1,6 +1,9 @@
 //! Problems in plain words, each with an action for the operator. Pure.
 
-use serde_json::{Value, json};
+use kvlane_door::{
+    Problems,
+    Severity::{Critical, Info, Warning},
+};
 
 use crate::metrics::scrape::Scrape;
 
@@ -9,42 +12,24 @@ const REFERENCES_MIN: u64 = 1000;
 /// So much more could have been hit by a pool without limit before the page says it.
 const GAP_MIN: f64 = 0.1;
 
-/// A problem, and what to do about it.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Problem {
-    severity: &'static str,
-    text: String,
-    action: &'static str,
-}
-
-impl Problem {
-    pub(super) fn into_json(self) -> Value {
-        json!({ "severity": self.severity, "text": self.text, "action": self.action })
-    }
-}
-
 /// All problems of this moment, the worst first. `recent` is the sum of a series over the last ten minutes.
 pub(super) fn problems(
     scrape: &Scrape,
     is_unreachable: bool,
     recent: impl Fn(&'static str) -> f64,
-) -> Vec<Problem> {
-    let mut found = Vec::new();
-    let mut say = |when: bool, severity, text: String, action| {
-        if when {
-            found.push(Problem { severity, text, action });
-        }
-    };
+) -> Problems {
+    let mut found = Problems::default();
+    let mut say = |is_there, severity, text, action| found.add(is_there, severity, text, action);
     let (stats, counters) = (&scrape.stats, &scrape.stats.counters);
     say(
         is_unreachable,
-        "critical",
+        Critical,
         "Engines cannot reach the daemon's socket.".into(),
         "The daemon's log says why.",
     );
     say(
         counters.scrub_bad > 0,
-        "critical",
+        Critical,
         format!("{} blocks in RAM had changed and were dropped.", counters.scrub_bad),
         "Test the machine's memory.",
     );
@@ -52,13 +37,13 @@ pub(super) fn problems(
         let degraded = ssd.devices.iter().filter(|device| device.degraded.is_some()).count();
         say(
             degraded > 0,
-            "warning",
+            Warning,
             format!("{degraded} of {} SSDs take no writes.", ssd.devices.len()),
             "kvlane status says whether they failed or are full.",
         );
         say(
             ssd.tier.reads_damaged > 0,
-            "warning",
+            Warning,
             format!("{} blocks on the SSD had wrong bytes and were dropped.", ssd.tier.reads_damaged),
             "Check the disk's own health.",
         );
@@ -66,7 +51,7 @@ pub(super) fn problems(
     let unsaved = recent("unsaved_blocks");
     say(
         unsaved >= 1.0,
-        "warning",
+        Warning,
         format!(
             "{unsaved:.0} blocks were not saved in the last ten minutes, because all of the pool was in use."
         ),
@@ -81,7 +66,7 @@ pub(super) fn problems(
             let lost = members.iter().filter(|member| !member.is_reached).count();
             say(
                 lost > 0,
-                "warning",
+                Warning,
                 format!("{lost} of {} {what} are not reached.", members.len()),
                 "kvlane status names them and says why.",
             );
@@ -89,14 +74,14 @@ pub(super) fn problems(
     }
     say(
         scrape.connected("worker") == 0,
-        "info",
+        Info,
         "No engine is connected.".into(),
         "Look at the engine's log (vllm.kvlane), and run kvlane doctor beside it.",
     );
     let refused: f64 = scrape.events.refused().into_iter().map(|(_, count)| count).sum();
     say(
         refused > 0.0,
-        "info",
+        Info,
         format!("{refused} requests of engines or tools were refused since the start."),
         "The daemon's log has the reasons.",
     );
@@ -106,7 +91,7 @@ pub(super) fn problems(
         let (hit, ceiling) = (100.0 * reading.hit_ratio, 100.0 * reading.ceiling);
         say(
             reading.ceiling - reading.hit_ratio > GAP_MIN && recent("evicted_blocks") >= 1.0,
-            "info",
+            Info,
             format!(
                 "The pool may be too small: {hit:.0} % of the blocks of the last {} were hits, and without a limit {ceiling:.0} % would have been.",
                 reading.window
