@@ -21,7 +21,7 @@ pub(crate) enum LogFormat {
 
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 /// The crates of this program that write to the log.
-const PARTS: [&str; 13] = [
+const PARTS: [&str; 14] = [
     "kvlane",
     "kvlane_client",
     "kvlane_cluster",
@@ -30,6 +30,7 @@ const PARTS: [&str; 13] = [
     "kvlane_fabric",
     "kvlane_gpu",
     "kvlane_memory",
+    "kvlane_otlp",
     "kvlane_router",
     "kvlane_server",
     "kvlane_ssd",

@@ -171,46 +171,59 @@ function addSamples(history) {
 const latest = (name) => ((series[name] || []).length ? series[name][series[name].length - 1] : null);
 const total = (name) => (series[name] || []).reduce((sum, value) => sum + (value || 0), 0);
 
+// A screen reader reads out each change of the state. So what changes every second stands beside it, as the age.
 function show(build, update) {
   const state = document.getElementById('state');
+  const age = document.getElementById('age');
   let next = 0;
   let run = null;
   let answeredAt = null;
   let timer = null;
-  let built = false;
+  let isAsking = false;
 
-  function say(text, isLost) {
+  function say(text, more, isLost) {
     setText(state, text);
+    setText(age, more);
     state.classList.toggle('lost', isLost);
   }
 
   async function look() {
     timer = null;
+    isAsking = true;
+    let pause = 1000;
     try {
       const answer = await fetch(`/live?after=${next}`, { cache: 'no-store', signal: AbortSignal.timeout(5000) });
       if (!answer.ok) throw new Error(`it answered ${answer.status}`);
       const figures = await answer.json();
-      if (run !== null && run !== figures.run) {
-        // Another process: its samples are numbered anew.
+      answeredAt = Date.now();
+      if (run !== figures.run) {
+        // The first answer, or another process. That one numbers its samples anew, and may have other sections.
+        run = figures.run;
         for (const name of Object.keys(series)) delete series[name];
-        if (next !== 0) { next = 0; run = figures.run; return again(0); }
+        document.getElementById('main').replaceChildren();
+        build(figures);
+        if (next !== 0) {
+          next = 0;
+          pause = 0;
+          return;
+        }
       }
-      run = figures.run;
       addSamples(figures.history);
       next = figures.history.next;
-      answeredAt = Date.now();
-      if (!built) { build(figures); built = true; }
       update(figures);
-      say(`${figures.version}, ${figures.state}, up ${format.seconds(figures.uptime_seconds)}`, figures.state !== 'ok');
+      say(`${figures.version}, ${figures.state}`, `up ${format.seconds(figures.uptime_seconds)}`, figures.state !== 'ok');
     } catch (error) {
-      const ago = answeredAt === null ? 'yet' : `for ${format.seconds((Date.now() - answeredAt) / 1000)}`;
-      say(`No answer ${ago}; trying again every second.`, true);
+      const old = answeredAt === null ? '' : `The figures are ${format.seconds((Date.now() - answeredAt) / 1000)} old.`;
+      say('No answer; trying again every second.', old, true);
+    } finally {
+      isAsking = false;
+      again(pause);
     }
-    return again(1000);
   }
 
+  // One question at a time, because two answers with the same samples would not fit together.
   function again(ms) {
-    if (timer === null && !document.hidden) timer = setTimeout(look, ms);
+    if (timer === null && !isAsking && !document.hidden) timer = setTimeout(look, ms);
   }
 
   document.addEventListener('visibilitychange', () => {

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::atomic::{AtomicU64, Ordering},
-    time::Instant,
+    time::{Instant, SystemTime},
 };
 
 use kvlane_door::Problems;
@@ -40,6 +40,8 @@ pub(super) fn document(
         "run": format!("{:016x}", run),
         "version": concat!("kvlane ", env!("CARGO_PKG_VERSION")),
         "state": state,
+        // The decisions' clock, because the browser's may be another one.
+        "now": SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
         "uptime_seconds": started.elapsed().as_secs_f64(),
         "problems": problems.into_json(),
         "nodes": nodes(shared),

@@ -37,7 +37,7 @@
       ['Of others', 'count', 'other_requests'], ['Tokens to prefill', 'count', 'prefill_tokens'],
       ['KV cache', 'ratio', 'cache_used'], ['Prefixes known', 'text', 'prefixes'], ['Model', 'text', 'models'], ['Notes', 'text', why],
     ], 'none.');
-    const ago = (row) => Math.max(0, Date.now() / 1000 - row.time);
+    const ago = (row) => Math.max(0, set.now - row.time);
     set.decisions = table(section('Last choices'), 'Choices of engines', [
       ['Ago', 'seconds', ago], ['Model', 'text', 'model'], ['Prefill', 'text', 'prefill'], ['Engine', 'text', 'node'],
       ['Why', 'text', 'why'], ['Prompt tokens', 'count', 'prompt_tokens'], ['Probably cached', 'count', 'cached_tokens'],
@@ -62,6 +62,7 @@
     set.cached(total('prompt_tokens') ? total('cached_tokens') / total('prompt_tokens') : null);
     set.connections(figures.connections, `${format.bytes(figures.body_bytes)} of requests in memory`);
     set.nodes(figures.nodes);
+    set.now = figures.now;
     set.decisions(figures.decisions);
   }
 

@@ -1,10 +1,10 @@
 // The daemon's part of the live page.
 {
-  const set = {};
+  let set;
   const recentMean = (sum, count) => (total(count) > 0 ? total(sum) / total(count) : null);
 
   function build(figures) {
-    set.problems = problemList();
+    set = { problems: problemList() };
 
     const pays = section('Does it pay?');
     const gauges = cards(pays);
@@ -45,7 +45,8 @@
     set.sessions = card(work, 'Workers connected', 'count');
     set.waiting = card(work, 'Lookups that wait for another engine', 'count', 'waiting_lookups');
     set.handOffs = card(work, 'Hand-offs through the daemon', 'perSecond', 'hand_offs');
-    if (figures.links.length) set.links = card(work, 'Loaded over GPU links', 'rate', 'link_bytes');
+    // A daemon has links from the first load of a GPU on.
+    set.links = () => (set.linkCard ||= card(work, 'Loaded over GPU links', 'rate', 'link_bytes'));
     const rate = (row) => {
       const asked = row.hit_blocks + row.missed_blocks;
       return asked ? row.hit_blocks / asked : null;
@@ -95,8 +96,8 @@
     set.sessions(sessions.worker, `schedulers: ${sessions.scheduler}, tools: ${sessions.tool}, lost: ${sessions.lost}`);
     set.waiting(figures.hand_offs.waiting, `for ${format.count(figures.hand_offs.blocks)} blocks`);
     set.handOffs(latest('hand_offs'));
-    if (set.links) {
-      set.links(latest('link_bytes'),
+    if (figures.links.length) {
+      set.links()(latest('link_bytes'),
         figures.links.map((link) => `GPU ${link.gpu}: ${format.bytes(link.bytes)}`).join(', '));
     }
     set.models(figures.models);
