@@ -35,6 +35,8 @@ DEFAULTS: dict[str, Any] = {
     "blocks": 256,
     "piece_bytes": 8192,
     "layout": "04" * 16,
+    "namespace": NAMESPACE.hex(),
+    "model": "pattern",
     "uid": None,
     "dumpable": None,
     "daemon_user": None,
@@ -61,13 +63,14 @@ class EngineProcess:
         region = (base, self.piece, self.blocks, self.piece, [0, self.blocks * self.piece])
         self.hits: dict[int, _core.Hit] = {}
         self.jobs = 0
+        namespace = bytes.fromhex(options["namespace"])
         self.worker = _core.Worker(
             address,
             name,
             "kvlane tests",
             options["rank"],
             options["workers"],
-            [(NAMESPACE, bytes.fromhex(options["layout"]), [region])],
+            [(namespace, bytes.fromhex(options["layout"]), [region])],
             options["save_method"],
             options["save_timeout_ms"],
             daemon_user=options["daemon_user"],
@@ -75,7 +78,7 @@ class EngineProcess:
         self.rank = options["rank"]
         self.scheduler: _core.Scheduler | None = None
         if options["scheduler"]:
-            groups = [(NAMESPACE, "pattern", TOKENS, 0)]
+            groups = [(namespace, options["model"], TOKENS, 0)]
             timeout = options["lookup_timeout_ms"]
             self.scheduler = _core.Scheduler(
                 *(address, name, "kvlane tests", groups, options["workers"], timeout, options["daemon_user"]),
