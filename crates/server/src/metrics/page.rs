@@ -99,8 +99,8 @@ mod tests {
                 switches: 0,
                 left_out: 0,
             },
+            engines: spaces.iter().map(|space| (space.namespace, space.name.clone(), 3)).take(1).collect(),
             spaces,
-            engines: vec![(Namespace([1; 16]), "m".into(), 3)],
             sessions: Vec::new(),
             turned_away: [("tcp", 0), ("http", 0)],
             waiting_lookups: 0,
@@ -136,6 +136,7 @@ mod tests {
         for line in [
             "# TYPE kvlane_hit_blocks_total counter".to_owned(),
             format!("kvlane_namespace_bytes{{{labels}}} 8192"),
+            format!("kvlane_engines{{{labels}}} 3"),
             format!("kvlane_hit_blocks_total{{namespace=\"{}\",name=\"m\"}} 14", "02".repeat(16)),
             format!("kvlane_namespace_hit_ratio{{{labels},window=\"1h\"}} 0.25"),
             format!("kvlane_namespace_hit_ceiling_ratio{{{labels},window=\"1h\"}} 0.5"),
