@@ -57,6 +57,7 @@ fetch: ## what `make test` needs from registries; ARGS: more environments
 	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
 	$(PYTHON) scripts/dependencies.py --fetch
 	$(PYTHON) scripts/promtool.py
+	$(PYTHON) scripts/browser.py
 	$(PYTHON) scripts/helm.py
 
 build: dev vllm ## the crates, their tests, and the environments that have them

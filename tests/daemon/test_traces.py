@@ -124,7 +124,7 @@ def test_a_collector_that_fails_costs_nothing_but_a_counter(
         collector.status = 500
         engine.call("lookup", prompt="p", count=2, traceparent=SAMPLED)
         until("a span is dropped", lambda: metric(daemon, "kvlane_otlp_dropped_spans_total") == 1)
-        assert "OTLP export fails: it answered 500" in daemon.log.wait_for("OTLP export fails")
+        assert "it answered 500" in daemon.log.wait_for("OTLP export of traces fails")
         # Another address is none that the operator chose.
         collector.status, collector.location = 307, "http://127.0.0.1:1/v1/traces"
         engine.call("lookup", prompt="p", count=2, traceparent=SAMPLED)
@@ -136,7 +136,7 @@ def test_a_collector_that_fails_costs_nothing_but_a_counter(
         until("it is asked again", lambda: len(collector.requests) >= before + 2)
         collector.status = 200
         until("it takes the span", lambda: metric(daemon, "kvlane_otlp_exported_spans_total") == 1)
-        daemon.log.wait_for("OTLP export works again")
+        daemon.log.wait_for("OTLP export of traces works again")
         # A part is rejected.
         collector.rejected = 1
         engine.call("lookup", prompt="p", count=2, traceparent=SAMPLED)
@@ -186,6 +186,7 @@ def test_over_tls_with_headers_of_a_file(
     certificate, key, authority = _certificate(folder)
     headers = folder / "headers"
     headers.write_text("Authorization: Bearer secret-key\n")
+    headers.chmod(0o600)
     with collecting((certificate, key)) as collector:
         flags = ("--otlp-endpoint", collector.endpoint, "--otlp-headers-file", str(headers))
         daemon = make_daemon(*flags, "--otlp-ca-file", str(authority))
@@ -199,7 +200,7 @@ def test_over_tls_with_headers_of_a_file(
     with collecting((certificate, key)) as collector:
         daemon = make_daemon("--otlp-endpoint", collector.endpoint)
         make_engine(daemon, "f").call("lookup", prompt="p", count=2, traceparent=SAMPLED)
-        daemon.log.wait_for("OTLP export fails")
+        daemon.log.wait_for("OTLP export of traces fails")
         assert not collector.requests
 
 

@@ -5,7 +5,9 @@ use std::{fs, path::Path};
 use anyhow::{Context, Result, anyhow, bail};
 use kvlane_otlp::{Endpoint, Settings};
 
-/// Largest file of headers or authorities.
+use crate::secret_file;
+
+/// Largest file of authorities.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Where to export; None without an endpoint. `service` is the program's name there, and `instance` tells it from others.
@@ -27,26 +29,23 @@ pub(crate) fn settings(
         bail!("--otlp-ca-file is of no use with http: write https://HOST:4318 as --otlp-endpoint");
     }
     let headers = headers_file.map(read_headers).transpose()?.unwrap_or_default();
-    let authority = authority_file.map(|path| read("--otlp-ca-file", path)).transpose()?;
+    let authority = authority_file.map(read_authority).transpose()?;
     let instance = kvlane_memory::random::<8>().context("the kernel gives no random bytes")?;
     let instance = instance.iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(Some(Settings { endpoint, headers, authority, service, instance }))
 }
 
-fn read(flag: &str, path: &Path) -> Result<Vec<u8>> {
-    let cannot = || format!("{flag} {}: cannot be read", path.display());
+fn read_authority(path: &Path) -> Result<Vec<u8>> {
+    let cannot = || format!("--otlp-ca-file {}: cannot be read", path.display());
     if fs::metadata(path).with_context(cannot)?.len() > FILE_BYTES_MAX {
-        bail!("{flag} {}: it has more than {FILE_BYTES_MAX} bytes", path.display());
+        bail!("--otlp-ca-file {}: it has more than {FILE_BYTES_MAX} bytes", path.display());
     }
     fs::read(path).with_context(cannot)
 }
 
-/// One `Name: value` a line. Errors leave the values out, because they are secret.
+/// One `Name: value` a line, in a file that other users may not read. Errors leave the values out, because they are secret.
 fn read_headers(path: &Path) -> Result<Vec<(String, String)>> {
-    let text = String::from_utf8(read("--otlp-headers-file", path)?);
-    let text = text.map_err(|_| anyhow!("--otlp-headers-file {}: it is not UTF-8", path.display()))?;
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-    let header = |(number, line): (usize, &str)| {
+    let header = |(number, line): (usize, &String)| {
         let parts = line.split_once(':').map(|(name, value)| (name.trim(), value.trim()));
         let is_name = |name: &str| {
             !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
@@ -55,13 +54,13 @@ fn read_headers(path: &Path) -> Result<Vec<(String, String)>> {
         match parts.filter(|(name, value)| is_name(name) && is_value(value)) {
             Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
             None => bail!(
-                "--otlp-headers-file {}, line {}: write a header such as Authorization: Bearer KEY",
+                "--otlp-headers-file {}, header {}: write it as Authorization: Bearer KEY",
                 path.display(),
                 number + 1
             ),
         }
     };
-    lines.map(header).collect()
+    secret_file::lines("--otlp-headers-file", path)?.iter().enumerate().map(header).collect()
 }
 
 #[cfg(test)]
@@ -96,12 +95,12 @@ mod tests {
             text
         };
         for (text, wanted) in [
-            (said(None, "", false), "are of no use without --otlp-endpoint"),
-            (said(Some("http://me:secret@host"), "", false), "it holds credentials"),
-            (said(Some("host:4318"), "", false), "it has no scheme: write http://"),
-            (said(Some("http://h"), "secret", false), "line 1: write a header such as"),
-            (said(Some("http://h"), "", true), "--otlp-ca-file is of no use with http"),
-            (said(Some("https://h"), "", true), "--otlp-ca-file /nowhere: cannot be read"),
+            (said(None, "a: b", false), "are of no use without --otlp-endpoint"),
+            (said(Some("http://me:secret@host"), "a: b", false), "it holds credentials"),
+            (said(Some("host:4318"), "a: b", false), "it has no scheme: write http://"),
+            (said(Some("http://h"), "secret", false), "header 1: write it as Authorization"),
+            (said(Some("http://h"), "a: b", true), "--otlp-ca-file is of no use with http"),
+            (said(Some("https://h"), "a: b", true), "--otlp-ca-file /nowhere: cannot be read"),
         ] {
             assert!(text.contains(wanted), "{text}");
         }

@@ -197,7 +197,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_OTLP_ENDPOINT", value_name = "URL", hide_env_values = true)]
     otlp_endpoint: Option<String>,
 
-    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line [default: none]
+    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line. Other users may not be able to
+    /// read it (chmod 600) [default: none]
     #[arg(long, env = "KVLANE_OTLP_HEADERS_FILE", value_name = "FILE")]
     otlp_headers_file: Option<PathBuf>,
 

@@ -2,9 +2,10 @@
 
 use std::{
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::Ordering,
         mpsc::{self, RecvTimeoutError, SyncSender, TrySendError},
     },
     thread::JoinHandle,
@@ -18,7 +19,7 @@ use opentelemetry_proto::tonic::{
     resource::v1::Resource,
     trace::v1::{ResourceSpans, ScopeSpans, Span},
 };
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use prost::Message;
 
 use crate::{
@@ -42,13 +43,42 @@ const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(16);
 /// A batch that the collector has not taken for so long is dropped.
 const RETRY_FOR: Duration = Duration::from_secs(60);
+/// Time for a whole request.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The same for the last ones, because the program wants to end.
+const LAST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Takes spans from any thread, and exports them.
 pub struct Exporter {
     spans: SyncSender<Event>,
     counters: Arc<Counters>,
-    is_stopping: Arc<AtomicBool>,
+    stop: Arc<StopSignal>,
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Tells the thread to end, also while it waits with a full batch.
+#[derive(Default)]
+struct StopSignal {
+    is_set: Mutex<bool>,
+    was_set: Condvar,
+}
+
+impl StopSignal {
+    fn set(&self) {
+        *self.is_set.lock() = true;
+        self.was_set.notify_all();
+    }
+
+    fn is_set(&self) -> bool {
+        *self.is_set.lock()
+    }
+
+    fn wait(&self, most: Duration) {
+        let mut is_set = self.is_set.lock();
+        if !*is_set {
+            self.was_set.wait_for(&mut is_set, most);
+        }
+    }
 }
 
 enum Event {
@@ -71,21 +101,21 @@ impl Exporter {
         let collector = Collector::new(settings)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error.to_string()))?;
         let (spans, events) = mpsc::sync_channel(WAITING_MAX);
-        let (counters, is_stopping) = <(Arc<Counters>, Arc<AtomicBool>)>::default();
+        let (counters, stop) = <(Arc<Counters>, Arc<StopSignal>)>::default();
         let mut sender = Sender {
             collector,
             counters: Arc::clone(&counters),
-            is_stopping: Arc::clone(&is_stopping),
+            stop: Arc::clone(&stop),
             resource: resource(settings),
             started: nanos(SystemTime::now()),
             batch: Vec::new(),
             due: None,
             unsent: None,
-            is_failing: false,
+            is_failing: [false; 2],
         };
         let run = move || sender.run(&events, &metrics);
         let thread = std::thread::Builder::new().name("kvlane-otlp".into()).spawn(run)?;
-        Ok(Self { spans, counters, is_stopping, thread: Mutex::new(Some(thread)) })
+        Ok(Self { spans, counters, stop, thread: Mutex::new(Some(thread)) })
     }
 
     /// Queues a span. Never waits: if too many wait, the span is dropped.
@@ -108,13 +138,12 @@ impl Exporter {
         &self.counters
     }
 
-    /// Sends what waits, once, and ends the thread: after 5 to 10 s if the collector begins to be silent just now.
+    /// Sends what waits, once, and ends the thread: within 7 s, also if the collector is silent.
     pub fn stop(&self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        self.is_stopping.store(true, Ordering::Relaxed);
-        // The thread waits for an event, or is parked because all is full.
+        self.stop.set();
+        // Wakes a thread that waits for spans.
         let _ = self.spans.try_send(Event::Stop);
-        thread.thread().unpark();
         if thread.join().is_err() {
             // Log: a bug: no span and no metric was exported any more; all else works. Do: report it, with the log.
             tracing::error!("thread kvlane-otlp panicked");
@@ -135,7 +164,7 @@ struct Unsent {
 struct Sender {
     collector: Collector,
     counters: Arc<Counters>,
-    is_stopping: Arc<AtomicBool>,
+    stop: Arc<StopSignal>,
     resource: Resource,
     started: u64,
     batch: Vec<Span>,
@@ -143,29 +172,46 @@ struct Sender {
     due: Option<Instant>,
     /// While there is one, the queue fills.
     unsent: Option<Unsent>,
-    is_failing: bool,
+    /// Whether the collector fails, by signal.
+    is_failing: [bool; 2],
+}
+
+/// What is exported; also the end of its path at the collector.
+#[derive(Clone, Copy)]
+enum Signal {
+    Traces,
+    Metrics,
+}
+
+impl Signal {
+    fn path(self) -> &'static str {
+        match self {
+            Self::Traces => "traces",
+            Self::Metrics => "metrics",
+        }
+    }
 }
 
 impl Sender {
     fn run(&mut self, events: &mpsc::Receiver<Event>, metrics: &dyn Fn() -> Metrics) {
         let mut metrics_at = Instant::now() + METRICS_INTERVAL;
         loop {
-            let next = self.due.into_iter().chain(self.unsent.as_ref().map(|unsent| unsent.again_at));
-            let next = next.chain([metrics_at]).min().unwrap_or(metrics_at);
+            let again_at = self.unsent.as_ref().map(|unsent| unsent.again_at);
+            let next = next_at(self.due, again_at, metrics_at);
             let wait = next.saturating_duration_since(Instant::now());
-            // While a batch waits to be sent again, and the next one is full, spans stay in the queue.
+            // With a full batch behind it, further spans stay in the queue.
             let event = if self.batch.len() < BATCH_MAX {
                 events.recv_timeout(wait)
             } else {
-                std::thread::park_timeout(wait);
+                self.stop.wait(wait);
                 Err(RecvTimeoutError::Timeout)
             };
             match event {
                 Ok(Event::Ended(span)) => self.add(*span),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => self.is_stopping.store(true, Ordering::Relaxed),
+                Err(RecvTimeoutError::Disconnected) => self.stop.set(),
             }
-            if self.is_stopping.load(Ordering::Relaxed) {
+            if self.stop.is_set() {
                 while let Ok(Event::Ended(span)) = events.try_recv() {
                     self.add(*span);
                 }
@@ -179,8 +225,8 @@ impl Sender {
             if is_due && self.unsent.is_none() {
                 self.send_batch();
             }
-            if metrics_at <= now {
-                self.send_metrics(metrics);
+            if metrics_at <= now && !self.stop.is_set() {
+                self.send_metrics(metrics, TIMEOUT);
                 metrics_at = Instant::now() + METRICS_INTERVAL;
             }
         }
@@ -193,20 +239,23 @@ impl Sender {
     }
 
     fn send_batch(&mut self) {
+        let now = Instant::now();
+        if let Some((body, spans)) = self.take_batch() {
+            let give_up_at = now + RETRY_FOR;
+            self.send(Unsent { body, spans, pause: RETRY_FIRST, again_at: now, give_up_at });
+        }
+    }
+
+    /// The batch as a request, and its number of spans. None if there is none.
+    fn take_batch(&mut self) -> Option<(Vec<u8>, u64)> {
         self.due = None;
         let spans = std::mem::take(&mut self.batch);
-        if spans.is_empty() {
-            return;
-        }
         let count = spans.len() as u64;
         let scope_spans = vec![ScopeSpans { scope: Some(scope()), spans, ..Default::default() }];
         let of_resource =
             ResourceSpans { resource: Some(self.resource.clone()), scope_spans, ..Default::default() };
-        let body = ExportTraceServiceRequest { resource_spans: vec![of_resource] }.encode_to_vec();
-        let now = Instant::now();
-        let unsent =
-            Unsent { body, spans: count, pause: RETRY_FIRST, again_at: now, give_up_at: now + RETRY_FOR };
-        self.send(unsent);
+        (count > 0)
+            .then(|| (ExportTraceServiceRequest { resource_spans: vec![of_resource] }.encode_to_vec(), count))
     }
 
     fn send_again(&mut self) {
@@ -216,8 +265,7 @@ impl Sender {
     }
 
     fn send(&mut self, mut unsent: Unsent) {
-        let result = self.collector.post("traces", &unsent.body);
-        self.note(result.as_ref().err());
+        let result = self.post(Signal::Traces, &unsent.body, TIMEOUT);
         let now = Instant::now();
         match result {
             Ok(rejected) => {
@@ -234,54 +282,75 @@ impl Sender {
         }
     }
 
-    fn send_metrics(&mut self, metrics: &dyn Fn() -> Metrics) {
-        let metrics = metrics().at(self.started, nanos(SystemTime::now()));
+    fn send_metrics(&mut self, metrics: &dyn Fn() -> Metrics, timeout: Duration) {
+        // A bug in a metric must not end the export of spans.
+        let Ok(metrics) = catch_unwind(AssertUnwindSafe(metrics)) else {
+            return Counters::add(&self.counters.failed_requests, 1);
+        };
+        let metrics = metrics.at(self.started, nanos(SystemTime::now()));
         let scope_metrics = vec![ScopeMetrics { scope: Some(scope()), metrics, ..Default::default() }];
         let of_resource =
             ResourceMetrics { resource: Some(self.resource.clone()), scope_metrics, ..Default::default() };
         let body = ExportMetricsServiceRequest { resource_metrics: vec![of_resource] }.encode_to_vec();
-        let result = self.collector.post("metrics", &body);
-        self.note(result.as_ref().err());
-        if result.is_ok() {
+        if self.post(Signal::Metrics, &body, timeout).is_ok() {
             Counters::add(&self.counters.exported_metrics, 1);
         }
     }
 
+    /// One request. The library starts a thread to look up the collector's name, and panics if there is none to be had.
+    fn post(&mut self, signal: Signal, body: &[u8], timeout: Duration) -> Result<u64, Refused> {
+        let collector = &self.collector;
+        let posted = catch_unwind(AssertUnwindSafe(|| collector.post(signal.path(), body, timeout)));
+        let result = posted.unwrap_or_else(|_| Err(Refused::ForNow("the system gives no thread".into())));
+        self.note(signal, result.as_ref().err());
+        result
+    }
+
     /// Sends what is left, unless the collector fails: the program wants to end.
     fn send_last(&mut self, metrics: &dyn Fn() -> Metrics) {
-        let lost = |counters: &Counters, spans: u64| Counters::add(&counters.dropped_spans, spans);
-        if self.is_failing {
-            lost(&self.counters, self.batch.len() as u64);
-        } else {
-            self.send_batch();
-        }
         if let Some(unsent) = self.unsent.take() {
-            lost(&self.counters, unsent.spans);
+            Counters::add(&self.counters.dropped_spans, unsent.spans);
         }
-        if !self.is_failing {
-            self.send_metrics(metrics);
+        let [traces, of_metrics] = self.is_failing;
+        if traces {
+            Counters::add(&self.counters.dropped_spans, self.batch.len() as u64);
+        } else if let Some((body, spans)) = self.take_batch() {
+            let rejected =
+                self.post(Signal::Traces, &body, LAST_TIMEOUT).map_or(spans, |some| some.min(spans));
+            Counters::add(&self.counters.exported_spans, spans - rejected);
+            Counters::add(&self.counters.dropped_spans, rejected);
+        }
+        if !of_metrics && !self.is_failing[Signal::Traces as usize] {
+            self.send_metrics(metrics, LAST_TIMEOUT);
         }
     }
 
     /// Logs when the collector begins to fail, and when it works again.
-    fn note(&mut self, failure: Option<&Refused>) {
+    fn note(&mut self, signal: Signal, failure: Option<&Refused>) {
+        let (is_failing, what) = (&mut self.is_failing[signal as usize], signal.path());
         match failure {
             Some(why) => {
                 Counters::add(&self.counters.failed_requests, 1);
-                if !std::mem::replace(&mut self.is_failing, true) {
+                if !std::mem::replace(is_failing, true) {
                     // Log: the collector does not take spans or metrics; they are dropped after a minute, and nothing
                     // else is affected. Do: look at the collector, and at --otlp-endpoint and its files.
-                    tracing::warn!("OTLP export fails: {why}");
+                    tracing::warn!("OTLP export of {what} fails: {why}");
                 }
             }
             None => {
-                if std::mem::replace(&mut self.is_failing, false) {
+                if std::mem::replace(is_failing, false) {
                     // Log: the collector takes spans and metrics again.
-                    tracing::info!("OTLP export works again");
+                    tracing::info!("OTLP export of {what} works again");
                 }
             }
         }
     }
+}
+
+/// The next moment at which something goes: the batch at hand, the one that is to be sent again, or the metrics. While a
+/// batch waits to be sent again, no other one goes, so it must not wake the thread either.
+fn next_at(due: Option<Instant>, again_at: Option<Instant>, metrics_at: Instant) -> Instant {
+    again_at.or(due).map_or(metrics_at, |at| at.min(metrics_at))
 }
 
 fn scope() -> InstrumentationScope {
@@ -300,4 +369,30 @@ fn resource(settings: &Settings) -> Resource {
     ];
     let attributes = texts.map(|(name, text)| attribute(name, Value::from(text))).into();
     Resource { attributes, ..Default::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The thread took a whole core while a collector was away: the batch behind the unsent one was due, and could not go.
+    #[test]
+    fn a_batch_behind_one_that_waits_does_not_wake_the_thread() {
+        let now = Instant::now();
+        let [first, second, third] = [1, 2, 3].map(|seconds| now + Duration::from_secs(seconds));
+        assert_eq!(next_at(Some(first), Some(second), third), second);
+        assert_eq!(next_at(Some(first), None, third), first);
+        assert_eq!(next_at(None, None, third), third);
+        assert_eq!(next_at(Some(third), None, second), second);
+        assert_eq!(next_at(Some(first), Some(third), second), second);
+    }
+
+    #[test]
+    fn what_is_secret_is_not_printed() {
+        let headers = vec![("Authorization".to_owned(), "secret".to_owned())];
+        let Ok(endpoint) = "http://127.0.0.1:1".parse() else { panic!("an address") };
+        let settings = Settings { endpoint, headers, authority: None, service: "s", instance: "i".into() };
+        let text = format!("{settings:?}");
+        assert!(text.contains("Authorization") && !text.contains("secret"), "{text}");
+    }
 }

@@ -111,7 +111,7 @@ mod tests {
         each("b", MetricKind::Gauge, "role, node", "B.", |_| vec![(vec!["r".into(), "n".into()], 0.5)]),
         each("c", MetricKind::Gauge, "role", "C.", |_| Vec::new()),
         distributions("d_seconds", "", "D.", |_| {
-            vec![(Vec::new(), Distribution::new(BOUNDS, vec![1, 2, 0], 250_000_000))]
+            vec![(Vec::new(), Distribution::new(BOUNDS, vec![1, 2, 0], 0.25))]
         }),
     ];
 

@@ -12,8 +12,6 @@ use ureq::{
 
 use crate::{endpoint::Endpoint, settings::Settings};
 
-/// Time for a whole request.
-const TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest answer that is read.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 /// The collector could not take the request for now: OTLP/HTTP, "Retryable Response Codes".
@@ -49,7 +47,6 @@ pub(crate) struct Collector {
 impl Collector {
     pub(crate) fn new(settings: &Settings) -> Result<Self, TlsError> {
         let mut config = Agent::config_builder()
-            .timeout_global(Some(TIMEOUT))
             .http_status_as_error(false)
             // The settings name the collector; another address is none that the operator chose.
             .max_redirects(0)
@@ -64,9 +61,10 @@ impl Collector {
     }
 
     /// Sends the body. Returns how many items of it the collector rejected.
-    pub(crate) fn post(&self, signal: &str, body: &[u8]) -> Result<u64, Refused> {
-        let mut request =
-            self.agent.post(self.endpoint.of(signal)).header("content-type", "application/x-protobuf");
+    pub(crate) fn post(&self, signal: &str, body: &[u8], timeout: Duration) -> Result<u64, Refused> {
+        let request = self.agent.post(self.endpoint.of(signal));
+        let request = request.config().timeout_global(Some(timeout)).build();
+        let mut request = request.header("content-type", "application/x-protobuf");
         for (name, value) in &self.headers {
             request = request.header(name, value);
         }

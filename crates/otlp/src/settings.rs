@@ -1,9 +1,11 @@
 //! What an exporter is told when it starts.
 
+use std::fmt;
+
 use crate::endpoint::Endpoint;
 
 /// Where to export, and under which name.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Settings {
     /// The collector that takes all spans and metrics.
     pub endpoint: Endpoint,
@@ -15,4 +17,15 @@ pub struct Settings {
     pub service: &'static str,
     /// `service.instance.id`: tells this process from others.
     pub instance: String,
+}
+
+/// Without the headers' values, which are secret.
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
+        f.debug_struct("Settings")
+            .field("endpoint", &self.endpoint)
+            .field("headers", &names)
+            .finish_non_exhaustive()
+    }
 }

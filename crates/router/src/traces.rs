@@ -31,6 +31,18 @@ pub(crate) struct Traces {
     tracer: Tracer,
 }
 
+/// The trace of a request.
+#[derive(Debug, Default)]
+pub(crate) enum RequestTrace {
+    /// Nothing is exported, or its client did not sample it. Its header passes as it is.
+    #[default]
+    None,
+    /// The router began a trace and did not sample it. Its engines get this header, so that they do not sample it either.
+    Unsampled(String),
+    /// Its span, until the answer begins.
+    Sampled(Box<OpenSpan>),
+}
+
 /// A span that ends, and is exported, when it is dropped.
 #[derive(Debug)]
 pub(crate) struct OpenSpan {
@@ -64,22 +76,36 @@ impl Traces {
         self.exporter.counters()
     }
 
-    /// The span of a request that has arrived with these headers, if it is sampled.
-    pub(crate) fn request(self: &Arc<Self>, headers: &HeaderMap) -> Option<OpenSpan> {
-        let given =
+    /// Begins the trace of a request that has arrived with these headers, at `since`.
+    pub(crate) fn request(self: &Arc<Self>, headers: &HeaderMap, since: Instant) -> RequestTrace {
+        let given: Option<TraceContext> =
             headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).and_then(|text| text.parse().ok());
+        let is_given = given.is_some();
         let context = given.unwrap_or_else(|| self.tracer.begin());
-        context.is_sampled.then(|| self.span(context, "kvlane.route", Kind::Server))
+        if context.is_sampled {
+            let span = self.span(context, "kvlane.route", Kind::Server, since);
+            RequestTrace::Sampled(Box::new(span))
+        } else if is_given {
+            RequestTrace::None
+        } else {
+            RequestTrace::Unsampled(context.below(self.tracer.span_id()).to_string())
+        }
     }
 
-    fn span(self: &Arc<Self>, context: TraceContext, name: &'static str, kind: Kind) -> OpenSpan {
+    fn span(
+        self: &Arc<Self>,
+        context: TraceContext,
+        name: &'static str,
+        kind: Kind,
+        since: Instant,
+    ) -> OpenSpan {
         OpenSpan {
             traces: Arc::clone(self),
             context,
             id: self.tracer.span_id(),
             name,
             kind,
-            since: Instant::now(),
+            since,
             attributes: Vec::new(),
             error: None,
         }
@@ -94,7 +120,7 @@ impl OpenSpan {
             Leg::Prefill => "kvlane.route.prefill",
             Leg::Decode => "kvlane.route.decode",
         };
-        self.traces.span(self.context.below(self.id), name, Kind::Client)
+        self.traces.span(self.context.below(self.id), name, Kind::Client, Instant::now())
     }
 
     /// The header for a request that this span is the parent of.

@@ -254,15 +254,16 @@ impl Daemon {
         if let Some(http) = self.http.take() {
             http.stop();
         }
-        if let Some(traces) = &self.shared.traces {
-            traces.stop();
-        }
         if let Some(ssd) = &self.shared.ssd {
             let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);
             drained &=
                 self.shared.store.settle(left()) && self.shared.store.settle_spill(Instant::now() + left());
             drained &= self.ssd_notes.take().is_none_or(|notes| notes.stop(Instant::now() + left()));
             drained &= ssd.tier.close(left());
+        }
+        // Last, because a silent collector must not take the SSD's time.
+        if let Some(traces) = &self.shared.traces {
+            traces.stop();
         }
         drained
     }

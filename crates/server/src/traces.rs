@@ -12,9 +12,10 @@
 
 use std::{
     collections::{HashMap, VecDeque},
+    hash::{DefaultHasher, Hash, Hasher},
     io,
     sync::Arc,
-    time::{Instant, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use kvlane_block::BlockHash;
@@ -27,6 +28,8 @@ use parking_lot::Mutex;
 
 /// Most traced requests whose load or whose saves have not ended. Beyond it the oldest are forgotten.
 const OPEN_MAX: usize = 1024;
+/// A block that is saved later than this after a lookup is not saved for it.
+const SAVED_WITHIN: Duration = Duration::from_secs(120);
 /// Most blocks of a traced prompt whose saves are recognised.
 const BLOCKS_MAX: usize = 4096;
 
@@ -35,8 +38,8 @@ pub(crate) struct Traces {
     exporter: Exporter,
     tracer: Tracer,
     loads: Mutex<Recent<LeaseId, OpenLoad>>,
-    /// By the first block of each prompt that is not saved yet.
-    saves: Mutex<Recent<BlockHash, Expected>>,
+    /// By the engine, and the first block of each prompt that is not saved yet.
+    saves: Mutex<Recent<(u64, BlockHash), Expected>>,
 }
 
 struct OpenLoad {
@@ -48,6 +51,7 @@ struct OpenLoad {
 
 struct Expected {
     context: TraceContext,
+    since: Instant,
     /// The blocks from the first that is not saved on.
     hashes: Arc<[BlockHash]>,
     at: usize,
@@ -138,7 +142,8 @@ impl Traces {
         let missed = lookup.hashes.get(hit.total() as usize..).unwrap_or_default();
         if let Some(first) = missed.first() {
             let hashes = missed[..missed.len().min(BLOCKS_MAX)].into();
-            self.saves.lock().push(*first, Expected { context, hashes, at: 0 });
+            let expected = Expected { context, since: Instant::now(), hashes, at: 0 };
+            self.saves.lock().push((digest(lookup.engine), *first), expected);
         }
     }
 
@@ -149,17 +154,18 @@ impl Traces {
         self.child(load.context, "kvlane.load", load.since, attributes);
     }
 
-    /// The traced request that these blocks are saved for, if there is one.
-    pub(crate) fn save_begins(&self, hashes: &[BlockHash], since: Instant) -> Option<OpenSave> {
-        let first = hashes.first()?;
+    /// The traced request of this engine that these blocks are saved for, if there is one.
+    pub(crate) fn save_begins(&self, engine: &str, hashes: &[BlockHash], since: Instant) -> Option<OpenSave> {
+        let (engine, first) = (digest(engine), hashes.first()?);
         let mut saves = self.saves.lock();
-        let mut expected = saves.take(first)?;
+        let mut expected =
+            saves.take(&(engine, *first)).filter(|expected| expected.since.elapsed() < SAVED_WITHIN)?;
         let same = hashes.iter().zip(&expected.hashes[expected.at..]).take_while(|(one, other)| one == other);
         let blocks = same.count();
         expected.at += blocks;
         let context = expected.context;
         if let Some(next) = expected.hashes.get(expected.at).copied() {
-            saves.push(next, expected);
+            saves.push((engine, next), expected);
         }
         Some(OpenSave { context, since, blocks: blocks as u64 })
     }
@@ -210,6 +216,18 @@ impl Traces {
         let began = ended.checked_sub(since.elapsed()).unwrap_or(ended);
         self.exporter.export(NewSpan { context, id, name, kind, began, ended, attributes, error });
     }
+}
+
+/// Tells engines apart.
+fn digest(engine: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    engine.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Whether spans of a request with this `traceparent` are exported.
+pub(crate) fn is_sampled(traceparent: &str) -> bool {
+    sampled(traceparent).is_some()
 }
 
 /// The context of a request whose caller sampled it. None for other texts, which only a faulty engine sends.

@@ -335,6 +335,13 @@ impl Index {
         }
     }
 
+    /// Blocks of prompts that lookups covered, and that they did not, of all spaces.
+    pub fn hit_and_missed_blocks(&self) -> (u64, u64) {
+        let sum =
+            |(hit, missed): (u64, u64), space: &Space| (hit + space.hit_blocks, missed + space.missed_blocks);
+        self.spaces.iter().fold((0, 0), sum)
+    }
+
     /// Each space, in order of creation.
     pub fn spaces(&self) -> Vec<SpaceStats> {
         let stats = |space: &Space| SpaceStats {

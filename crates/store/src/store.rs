@@ -383,6 +383,11 @@ impl Store {
         self.index.lock().stats()
     }
 
+    /// Blocks of prompts that lookups covered, and that they did not, of all spaces.
+    pub fn hit_and_missed_blocks(&self) -> (u64, u64) {
+        self.index.lock().hit_and_missed_blocks()
+    }
+
     /// Each space, in order of creation.
     pub fn spaces(&self) -> Vec<SpaceStats> {
         self.index.lock().spaces()

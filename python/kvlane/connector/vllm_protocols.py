@@ -175,7 +175,8 @@ def traceparent(request: object) -> str:
     `--otlp-traces-endpoint`."""
     headers = getattr(request, "trace_headers", None)
     value = headers.get("traceparent", "") if isinstance(headers, Mapping) else ""
-    return value if isinstance(value, str) else ""
+    # A longer one is none, and would only travel to the daemon.
+    return value if isinstance(value, str) and len(value) <= 256 else ""
 
 
 def wants_no_cache(request: object) -> bool:

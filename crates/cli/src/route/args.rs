@@ -154,7 +154,8 @@ pub(super) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_OTLP_ENDPOINT", value_name = "URL", hide_env_values = true)]
     pub(super) otlp_endpoint: Option<String>,
 
-    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line [default: none]
+    /// A file with headers for the collector, such as `Authorization: Bearer KEY`, one a line. Other users may not be able to
+    /// read it (chmod 600) [default: none]
     #[arg(long, env = "KVLANE_ROUTE_OTLP_HEADERS_FILE", value_name = "FILE")]
     pub(super) otlp_headers_file: Option<PathBuf>,
 

@@ -177,6 +177,7 @@ function show(build, update) {
   const age = document.getElementById('age');
   let next = 0;
   let run = null;
+  let version = null;
   let answeredAt = null;
   let timer = null;
   let isAsking = false;
@@ -196,6 +197,8 @@ function show(build, update) {
       if (!answer.ok) throw new Error(`it answered ${answer.status}`);
       const figures = await answer.json();
       answeredAt = Date.now();
+      if (run !== null && version !== figures.version) location.reload();
+      version = figures.version;
       if (run !== figures.run) {
         // The first answer, or another process. That one numbers its samples anew, and may have other sections.
         run = figures.run;
@@ -214,7 +217,8 @@ function show(build, update) {
       say(`${figures.version}, ${figures.state}`, `up ${format.seconds(figures.uptime_seconds)}`, figures.state !== 'ok');
     } catch (error) {
       const old = answeredAt === null ? '' : `The figures are ${format.seconds((Date.now() - answeredAt) / 1000)} old.`;
-      say('No answer; trying again every second.', old, true);
+      const why = error instanceof TypeError || error.name === 'TimeoutError' ? '' : ` (${error.message})`;
+      say(`No answer${why}; trying again every second.`, old, true);
     } finally {
       isAsking = false;
       again(pause);

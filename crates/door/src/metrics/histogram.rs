@@ -27,7 +27,7 @@ pub struct Pending<const BUCKETS: usize> {
 pub struct Distribution {
     bounds_us: &'static [u64],
     counts: Vec<u64>,
-    sum_ns: u64,
+    sum_seconds: f64,
 }
 
 impl<const BUCKETS: usize> Histogram<BUCKETS> {
@@ -57,7 +57,11 @@ impl<const BUCKETS: usize> Histogram<BUCKETS> {
     /// Reads each counter on its own: an observation in progress may be in the counts and not yet in the sum.
     pub fn read(&self) -> Distribution {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-        Distribution { bounds_us: self.bounds_us, counts, sum_ns: self.sum_ns.load(Ordering::Relaxed) }
+        Distribution {
+            bounds_us: self.bounds_us,
+            counts,
+            sum_seconds: self.sum_ns.load(Ordering::Relaxed) as f64 / 1e9,
+        }
     }
 }
 
@@ -84,9 +88,9 @@ impl<const BUCKETS: usize> Pending<BUCKETS> {
 
 impl Distribution {
     /// What another counter has counted: one count for each bound, and one for durations above all.
-    pub fn new(bounds_us: &'static [u64], counts: Vec<u64>, sum_ns: u64) -> Self {
+    pub fn new(bounds_us: &'static [u64], counts: Vec<u64>, sum_seconds: f64) -> Self {
         assert_eq!(bounds_us.len() + 1, counts.len(), "a bucket for each bound, and one more");
-        Self { bounds_us, counts, sum_ns }
+        Self { bounds_us, counts, sum_seconds }
     }
 
     /// How many durations are in each bucket.
@@ -112,7 +116,7 @@ impl Distribution {
 
     /// All durations together.
     pub fn sum_seconds(&self) -> f64 {
-        self.sum_ns as f64 / 1e9
+        self.sum_seconds
     }
 }
 

@@ -51,7 +51,6 @@ use crate::{
     legs::{self, Api, LegRequest},
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
     shared::Shared,
-    traces::OpenSpan,
 };
 
 /// Most nodes that one request is tried on.
@@ -427,8 +426,7 @@ impl Work<'_> {
         let changed = self.scan.and_then(|scan| legs::body(self.api, scan, request, id));
         let body = changed.map_or_else(|| self.body.clone().into(), |edited| self.edited(edited));
         let settings = &self.shared.settings;
-        let span = self.tally.leg_span(leg, &address);
-        let traceparent = span.as_ref().map(OpenSpan::traceparent);
+        let (span, traceparent) = self.tally.leg_span(leg, &address);
         guard.trace(span);
         let head = forward::to_engine(
             self.head,

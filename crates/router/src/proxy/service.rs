@@ -106,6 +106,9 @@ impl Arrived<'_> {
                 Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
             return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
         }
+        if is_allowed {
+            self.tally.trace(head);
+        }
         // A connection that shows no key gets one answer.
         let last = |mut answer: Response<AnswerBody>| {
             if !is_allowed {

@@ -15,7 +15,7 @@ use crate::{
     request_metrics::{Answerer, BETWEEN_TOKENS_BOUNDS_US, PendingTokens, ROUTES, Series, route_of},
     schedule::{Choice, Leg, NodeId},
     shared::Shared,
-    traces::OpenSpan,
+    traces::{OpenSpan, RequestTrace},
 };
 use kvlane_trace::Lengths;
 
@@ -48,8 +48,7 @@ pub(super) struct Tally<'s> {
     cached_tokens: Cell<u64>,
     /// Blocks of the prompt's text, if requests are recorded.
     blocks: Cell<Option<Vec<u64>>>,
-    /// None if the request is not traced.
-    span: RefCell<Option<Box<OpenSpan>>>,
+    trace: RefCell<RequestTrace>,
 }
 
 /// An answer on its way to the client. When it is dropped, it counts the duration of the request.
@@ -80,7 +79,6 @@ impl<'s> Tally<'s> {
     /// Begins to count a request whose head has arrived. Only POSTs count, because others are probes and lists.
     pub(super) fn begin(shared: &'s Shared, head: &Parts) -> Self {
         let is_measured = head.method == Method::POST;
-        let traces = shared.traces.get().filter(|_| is_measured);
         Self {
             shared,
             began: Instant::now(),
@@ -92,7 +90,7 @@ impl<'s> Tally<'s> {
             prompt_tokens: Cell::default(),
             cached_tokens: Cell::default(),
             blocks: Cell::default(),
-            span: RefCell::new(traces.and_then(|traces| traces.request(&head.headers)).map(Box::new)),
+            trace: RefCell::default(),
         }
     }
 
@@ -125,7 +123,7 @@ impl<'s> Tally<'s> {
     pub(super) fn begin_answer<B>(&self, response: &Response<B>) -> Option<Measure> {
         let kind = response.headers().get(CONTENT_TYPE).map_or(&b""[..], |kind| kind.as_bytes());
         let series = self.count(response.status())?;
-        let span = self.span.take().map(|span| self.describe(span, response.status()));
+        let span = self.take_span().map(|span| self.describe(span, response.status()));
         Some(Measure {
             _span: span,
             series,
@@ -137,12 +135,33 @@ impl<'s> Tally<'s> {
         })
     }
 
-    /// The span of a leg of this request, if it is traced.
-    pub(super) fn leg_span(&self, leg: Leg, address: &Address) -> Option<OpenSpan> {
-        let mut span = self.span.borrow().as_ref()?.leg(leg);
-        span.add("server.address", address.host.as_str());
-        span.add("server.port", u64::from(address.port));
-        Some(span)
+    /// Begins the request's trace. Its client has shown a key, if it needs one: strangers choose no traces.
+    pub(super) fn trace(&self, head: &Parts) {
+        if let Some(traces) = self.shared.traces.get().filter(|_| self.is_measured.get()) {
+            *self.trace.borrow_mut() = traces.request(&head.headers, self.began);
+        }
+    }
+
+    /// The span of a leg of this request if it is traced, and the header for the leg's engine if that is not the client's.
+    pub(super) fn leg_span(&self, leg: Leg, address: &Address) -> (Option<OpenSpan>, Option<String>) {
+        match &*self.trace.borrow() {
+            RequestTrace::None => (None, None),
+            RequestTrace::Unsampled(header) => (None, Some(header.clone())),
+            RequestTrace::Sampled(request) => {
+                let mut span = request.leg(leg);
+                span.add("server.address", address.host.as_str());
+                span.add("server.port", u64::from(address.port));
+                let header = span.traceparent();
+                (Some(span), Some(header))
+            }
+        }
+    }
+
+    fn take_span(&self) -> Option<Box<OpenSpan>> {
+        match self.trace.take() {
+            RequestTrace::Sampled(span) => Some(span),
+            RequestTrace::None | RequestTrace::Unsampled(_) => None,
+        }
     }
 
     /// Puts into the request's span what is known once its answer begins.
@@ -208,7 +227,7 @@ impl Drop for Tally<'_> {
             && let Ok(left) = StatusCode::from_u16(CLIENT_LEFT)
             && let Some(series) = self.count(left)
         {
-            if let Some(span) = self.span.take() {
+            if let Some(span) = self.take_span() {
                 self.describe(span, left).fail("the client left");
             }
             series.duration.observe(self.began.elapsed());

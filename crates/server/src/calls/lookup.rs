@@ -25,8 +25,14 @@ use super::{
     recording::{record_lookup, recorded_group, state},
 };
 use crate::{
-    awaited_saves::Signal, engines::OpenGroup, greeted::Greeted, refusal::Refusal, replies::Replies,
-    sessions::Busy, shared::Shared, traces::AnsweredLookup,
+    awaited_saves::Signal,
+    engines::OpenGroup,
+    greeted::Greeted,
+    refusal::Refusal,
+    replies::Replies,
+    sessions::Busy,
+    shared::Shared,
+    traces::{AnsweredLookup, is_sampled},
 };
 
 /// Most bytes of page numbers in one answer. The answer for a longer prefix has only its beginning.
@@ -325,7 +331,7 @@ fn look_up_ready(
         }
     }
     if let Some(traces) = &shared.traces
-        && !lookup.traceparent.is_empty()
+        && is_sampled(&lookup.traceparent)
         && let Some((index, group)) = recorded_group(open)
     {
         let hit_blocks = tokens / u64::from(group.tokens_per_block.max(1));

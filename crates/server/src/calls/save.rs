@@ -60,7 +60,7 @@ pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answ
     )?;
     worker.next_claim += 1;
     result.claim = worker.next_claim;
-    let traced = traced(context.shared, &claim.groups, context.since);
+    let traced = traced(context.shared, &info.engine_id, &claim.groups, context.since);
     let granted = Granted { job: claim.job, claims: granted, traced };
     worker.granted.insert(worker.next_claim, granted);
     Ok(Answer::ClaimResult(result))
@@ -117,7 +117,7 @@ pub(crate) fn copy_out(
         .memory
         .as_ref()
         .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
-    let traced = traced(shared, &save.groups, Instant::now());
+    let traced = traced(shared, engine_id, &save.groups, Instant::now());
     let result = with_saver(shared, id, engine_id, worker, (save.job, &save.groups), |saver| {
         let blocks = saver.parse(&save.groups)?;
         let condition = CopyCondition { epoch: save.epoch, event: save.event };
@@ -128,9 +128,10 @@ pub(crate) fn copy_out(
 }
 
 /// The traced requests that these groups are saved for.
-fn traced(shared: &Shared, groups: &[v1::SaveGroup], since: Instant) -> Vec<OpenSave> {
+fn traced(shared: &Shared, engine: &str, groups: &[v1::SaveGroup], since: Instant) -> Vec<OpenSave> {
     let Some(traces) = &shared.traces else { return Vec::new() };
-    let of_group = |group: &v1::SaveGroup| traces.save_begins(&parse_hashes(&group.hashes).ok()?, since);
+    let of_group =
+        |group: &v1::SaveGroup| traces.save_begins(engine, &parse_hashes(&group.hashes).ok()?, since);
     groups.iter().filter_map(of_group).collect()
 }
 

@@ -9,8 +9,11 @@
     const pays = section('Does it pay?');
     const gauges = cards(pays);
     const windows = cards(pays);
-    set.windows = [];
-    set.gauge = (at, window) => (set.windows[at] ||= gauge(gauges, `Hits of the last ${window}`, 'without a limit'));
+    set.windows = new Map();
+    set.gauge = (window) => {
+      if (!set.windows.has(window)) set.windows.set(window, gauge(gauges, `Hits of the last ${window}`, 'without a limit'));
+      return set.windows.get(window);
+    };
     set.hits = card(windows, 'Bytes hit', 'rate', 'hit_bytes');
     set.lookups = card(windows, 'Blocks looked up and hit', 'perSecond', 'hit_blocks');
     set.ram = card(windows, 'Hit in RAM since the start', 'bytes');
@@ -60,10 +63,12 @@
   function update(figures) {
     const { pool, hit_bytes: hit, ssd, cluster, sessions } = figures;
     set.problems(figures.problems);
-    figures.windows.forEach((window, at) => {
+    // A window in which nothing was looked up is not told.
+    set.windows.forEach((show) => show(null, null, 'nothing was looked up'));
+    figures.windows.forEach((window) => {
       // Blocks that were saved by others, or before the daemon began to count, are hits at their first lookup.
       const bound = Math.max(window.hit_ratio, window.ceiling);
-      set.gauge(at, window.window)(window.hit_ratio, bound, `of ${format.count(window.blocks)} blocks`);
+      set.gauge(window.window)(window.hit_ratio, bound, `of ${format.count(window.blocks)} blocks`);
     });
     set.hits(latest('hit_bytes'));
     const asked = (latest('hit_blocks') || 0) + (latest('missed_blocks') || 0);

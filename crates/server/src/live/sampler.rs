@@ -47,7 +47,8 @@ impl Sampler {
     /// Takes a sample. Holds the store's lock for as long as a scrape does.
     pub(crate) fn sample(&mut self) {
         let shared = &*self.shared;
-        let (stats, spaces) = (shared.store.stats(), shared.store.spaces());
+        let stats = shared.store.stats();
+        let (hit_blocks, missed_blocks) = shared.store.hit_and_missed_blocks();
         let counters = &stats.counters;
         let ssd = shared.ssd.as_ref().map(|ssd| (ssd.tier.stats(), ssd.tier.status()));
         let cluster = shared.cluster.as_ref().map(|cluster| cluster.status());
@@ -56,8 +57,8 @@ impl Sampler {
             (count + latencies.counts.iter().sum::<u64>(), ns + latencies.sum_ns)
         });
         let rates: [u64; RATES] = [
-            spaces.iter().map(|space| space.hit_blocks).sum(),
-            spaces.iter().map(|space| space.missed_blocks).sum(),
+            hit_blocks,
+            missed_blocks,
             shared.metrics.all_hit_bytes(),
             counters.sealed_bytes,
             counters.evicted_blocks,

@@ -100,7 +100,14 @@ impl Scrape {
     pub(crate) fn ssd_latencies(&self) -> Vec<(Labels, Distribution)> {
         let row = |device: &kvlane_ssd::DeviceStatus, operation: &str, took: &kvlane_ssd::Latencies| {
             let labels = vec![device.path.display().to_string(), operation.to_owned()];
-            (labels, Distribution::new(&kvlane_ssd::LATENCY_BOUNDS_US, took.counts.to_vec(), took.sum_ns))
+            (
+                labels,
+                Distribution::new(
+                    &kvlane_ssd::LATENCY_BOUNDS_US,
+                    took.counts.to_vec(),
+                    took.sum_ns as f64 / 1e9,
+                ),
+            )
         };
         let rows = |device| {
             [row(device, "read", &device.read_latencies), row(device, "write", &device.write_latencies)]
@@ -120,8 +127,7 @@ impl Scrape {
             bounds
         };
         let residence = &self.stats.residence;
-        let sum_ns = residence.seconds.saturating_mul(1_000_000_000);
-        Distribution::new(&BOUNDS_US, residence.counts.to_vec(), sum_ns)
+        Distribution::new(&BOUNDS_US, residence.counts.to_vec(), residence.seconds as f64)
     }
 
     /// Each device of the SSD tier.
