@@ -188,6 +188,8 @@ def _add(found: Plan, file: str, uses: dict[str, set[str]]) -> None:
             "soak.py" | "defects.py" | "dynamo_replay.py" | "nixl_pair.py" | "vllm_router_pair.py",
         ):
             found.ask_python(file, "docs")
+        case ("scripts", "browser.py"):
+            found.ask_python(file, "daemon", "router")
         case ("scripts", "helm.py" | "manifests.py"):
             found.ask_engines(file, PAIRS)
         case ("scripts", "dashboards.py" | "dashboard_panels.py"):

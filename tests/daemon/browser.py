@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-from processes import PATIENCE
+from processes import PATIENCE, until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/browser.py"
 # No other name or address is resolved.
@@ -56,7 +56,7 @@ _UNITS = {
     "B": 1.0,
     **{f"{prefix}B": size for prefix, size in _PREFIXES.items()},
     "%": 0.01,
-    **{"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0},
+    **dict(zip(("µs", "ms", "s", "min", "h", "days"), (1e-6, 1e-3, 1.0, 60.0, 3600.0, 86400.0), strict=True)),
 }
 
 
@@ -119,7 +119,7 @@ class LivePage:
         expect(self.state).to_have_class("lost")
 
     def wait(self, condition: str) -> None:
-        """Waits for a condition of the page's script. Playwright's own way needs eval, which the page's policy refuses."""
+        """Waits for a condition of the page's script. Playwright's own way needs eval, which the policy refuses."""
         self.page.evaluate(f"""async () => {{
           const deadline = Date.now() + {PATIENCE * 1000};
           while (!({condition})) {{
@@ -158,7 +158,9 @@ class LivePage:
           const texts = (row) => [...row.cells].map((cell) => cell.textContent);
           return [texts(table.tHead.rows[0]), ...[...table.tBodies[0].rows].map(texts)];
         }"""
-        head, *rows = self.page.get_by_role("region", name=caption, exact=True).locator("table").evaluate(read)
+        head, *rows = (
+            self.page.get_by_role("region", name=caption, exact=True).locator("table").evaluate(read)
+        )
         return [dict(zip(head, row, strict=True)) for row in rows]
 
     def headings(self) -> list[str]:
@@ -169,7 +171,7 @@ class LivePage:
         """The problems that the page names."""
         return self.page.locator(".problems li").all_inner_texts()
 
-    def wait_problem(self, words: str) -> None:
+    def wait_problem(self, words: str | re.Pattern[str]) -> None:
         """Waits until the page names such a problem."""
         expect(self.page.locator(".problems li", has_text=words)).to_have_count(1)
 
@@ -183,8 +185,8 @@ class LivePage:
         return self.page.evaluate(f"[...(series['{series}'] || [])]")
 
     def hide(self, is_hidden: bool) -> int:
-        """Tells the page what a browser does when its tab goes to the back, or comes to the front. Returns how often the
-        page had asked for figures until then."""
+        """Tells the page what a browser does when its tab goes to the back, or comes to the front. Returns how often
+        the page had asked for figures until then."""
         return self.page.evaluate(HIDE, is_hidden)
 
     def answer_instead(self, change: Any) -> None:
@@ -204,7 +206,9 @@ class LivePage:
 
     def columns(self) -> int:
         """How many cards stand side by side, where the most do."""
-        count = "all => Math.max(...all.map((e) => getComputedStyle(e).gridTemplateColumns.split(' ').length))"
+        count = (
+            "all => Math.max(...all.map((e) => getComputedStyle(e).gridTemplateColumns.split(' ').length))"
+        )
         return self.page.locator(".cards").evaluate_all(count)
 
     def grave_findings(self) -> list[str]:
@@ -248,8 +252,9 @@ class Chromium:
         is_hurried: bool = True,
         before: Any = None,
     ) -> Iterator[LivePage]:
-        """The live page of the program at this address. At its end it must not have logged anything, but for lines that
-        contain `tolerated`. A page that is not hurried asks once a second. `before` gets the page before it is loaded."""
+        """The live page of the program at this address. At the end of the context it must not have logged anything,
+        but for lines that contain `tolerated`, and must have asked its own program only. A page that is not hurried
+        asks once a second. `before` gets the page before it is loaded."""
         context = self._browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light"
         )
@@ -309,6 +314,21 @@ def answer(address: str, path: str, host: str | None = None) -> tuple[int, dict[
         return given.status, {name.lower(): value for name, value in given.getheaders()}, body
     finally:
         connection.close()
+
+
+def wait_agreement(read: Callable[[], dict[str, tuple[str, float]]]) -> None:
+    """Waits until each text is the number beside it. The page may be an answer behind, and hits by window 5 s."""
+    wrong: dict[str, tuple[str, float]] = {}
+
+    def agree() -> bool:
+        wrong.clear()
+        wrong.update({name: pair for name, pair in read().items() if not says(*pair)})
+        return not wrong
+
+    try:
+        until("the page and /metrics agree", agree)
+    finally:
+        assert wrong == {}
 
 
 class Metrics:

@@ -18,7 +18,7 @@ from typing import Any
 
 import browser
 import pytest
-from browser import UNREACHED, Chromium, Metrics, answer, number, says
+from browser import UNREACHED, Chromium, LivePage, Metrics, answer, number, wait_agreement
 from matplotlib.image import imread
 from patterns import NAMESPACE, block_hash
 from playwright.sync_api import Error, expect
@@ -116,7 +116,9 @@ def names_in(value: Any) -> Iterator[str]:
 def test_figures_tell_a_stranger_no_paths_users_or_processes(rested: Daemon) -> None:
     _, _, text = answer(rested.http_at, "/live")
     figures = json.loads(text)
-    assert figures["ssd"]["blocks"] > 0 and figures["sessions"]["worker"] == 1, "the control: there is much to tell"
+    assert figures["ssd"]["blocks"] > 0 and figures["sessions"]["worker"] == 1, (
+        "the control: there is much to tell"
+    )
     engine = rested.engines()[0]
     secrets = [
         str(rested.path.parent),
@@ -128,7 +130,9 @@ def test_figures_tell_a_stranger_no_paths_users_or_processes(rested: Daemon) -> 
         "prompt-0",
     ]
     assert [secret for secret in secrets if secret in text] == []
-    assert not [name for name in names_in(figures) if re.search("pid|uid|user|path|file|host|address|engine_id", name)]
+    assert not [
+        name for name in names_in(figures) if re.search("pid|uid|user|path|file|host|address|engine_id", name)
+    ]
     # Samples and times have digits of all kinds.
     told = json.dumps({**figures, "history": {}, "uptime_seconds": 0, "run": ""})
     assert not [pid for pid in (rested.pid, engine["pid"]) if re.search(rf"\b{pid}\b", told)]
@@ -161,66 +165,77 @@ def history_of(daemon: Daemon, after: int = 0) -> dict[str, Any]:
 def test_the_page_shows_what_metrics_says(chromium: Chromium, rested: Daemon) -> None:
     with chromium.open(rested.http_at) as shown:
         shown.wait_answered()
-        metrics = Metrics(rested.http_at)
-        one = metrics.sum
-        used, pool = one("kvlane_pool_used_bytes"), one("kvlane_pool_bytes")
-        used_text, pool_text = shown.card("Used").parts("(.*) of (.*)")
-        blocks = shown.card("Blocks")
-        leased, claimed = blocks.parts("(.*) leased, (.*) being saved")
-        lower = shown.card("Hit on SSD and other hosts")
-        from_ssd, from_peers = lower.parts("SSD (.*), other hosts (.*)")
-        on_ssd = shown.card("Blocks on the SSD")
-        ssd_blocks, capacity = on_ssd.parts("(.*) blocks; files of (.*)")
-        workers = shown.card("Workers connected")
-        schedulers, tools, lost = workers.parts("schedulers: (.*), tools: (.*), lost: (.*)")
-        hit = {tier: one("kvlane_hit_bytes_total", tier=tier) for tier in ("ram", "ssd", "peers")}
-        compared = {
-            "pool used": (shown.card("Used").value, used / pool),
-            "used bytes": (used_text, used),
-            "pool bytes": (pool_text, pool),
-            "blocks": (blocks.value, one("kvlane_blocks")),
-            "leased": (leased, one("kvlane_leased_blocks")),
-            "claimed": (claimed, one("kvlane_claimed_blocks")),
-            "saved": (shown.card("Saved").parts("(.*) since the start")[0], one("kvlane_saved_bytes_total")),
-            "queue": (shown.card("Blocks that wait for their checksum").value, one("kvlane_seal_queue_blocks")),
-            "hit in RAM": (shown.card("Hit in RAM since the start").value, hit["ram"]),
-            "hit lower": (lower.value, hit["ssd"] + hit["peers"]),
-            "hit on SSD": (from_ssd, hit["ssd"]),
-            "hit at peers": (from_peers, hit["peers"]),
-            "SSD bytes": (on_ssd.value, one("kvlane_ssd_bytes")),
-            "SSD blocks": (ssd_blocks, one("kvlane_ssd_blocks")),
-            "SSD waiting": (shown.card("Blocks that wait to be written").value, one("kvlane_ssd_waiting_blocks")),
-            "workers": (workers.value, one("kvlane_sessions", role="worker")),
-            "schedulers": (schedulers, one("kvlane_sessions", role="scheduler")),
-            "tools": (tools, one("kvlane_sessions", role="tool")),
-            "lost": (lost, one("kvlane_limbo_sessions")),
-            "waiting": (
-                shown.card("Lookups that wait for another engine").value,
-                one("kvlane_hand_offs_waiting"),
-            ),
-        }
-        for window in ("15m", "1h", "24h"):
-            gauge = shown.card(f"Hits of the last {window}")
-            ceiling, looked_up = gauge.parts("without a limit (.*); of (.*) blocks")
-            ratio = one("kvlane_hit_ratio", window=window)
-            compared |= {
-                f"hits of {window}": (gauge.value, ratio),
-                f"ceiling of {window}": (ceiling, max(ratio, one("kvlane_hit_ceiling_ratio", window=window))),
-                f"blocks of {window}": (looked_up, one("kvlane_hit_window_blocks", window=window)),
-            }
+        wait_agreement(lambda: figures_and_metrics(shown, Metrics(rested.http_at)))
         (row,) = shown.rows("Models")
         assert (row["Model"], row["Namespace"]) == ("pattern", NAMESPACE.hex())
-        hits, misses = (one(f"kvlane_{kind}_blocks_total", name="pattern") for kind in ("hit", "missed"))
-        compared |= {
-            "engines": (row["Engines"], one("kvlane_engines", name="pattern")),
-            "blocks of the model": (row["Blocks"], one("kvlane_namespace_blocks", name="pattern")),
-            "bytes of the model": (row["Size"], one("kvlane_namespace_bytes", name="pattern")),
-            "hits of the model": (row["Hits"], hits / (hits + misses)),
-        }
-        assert {name: pair for name, pair in compared.items() if not says(*pair)} == {}
+        (capacity,) = shown.card("Blocks on the SSD").parts(".* blocks; files of (.*)")
         assert 0 < number(capacity)[0] <= 64 << 20, "a file has some room for itself"
-        # So that no comparison is one of zeros.
-        assert min(hit["ram"], hit["ssd"], misses, one("kvlane_evicted_blocks_total")) > 0
+
+
+def figures_and_metrics(shown: LivePage, metrics: Metrics) -> dict[str, tuple[str, float]]:
+    """Texts of the page, each with the number that it has to be."""
+    one = metrics.sum
+    used, pool = one("kvlane_pool_used_bytes"), one("kvlane_pool_bytes")
+    used_text, pool_text = shown.card("Used").parts("(.*) of (.*)")
+    blocks = shown.card("Blocks")
+    leased, claimed = blocks.parts("(.*) leased, (.*) being saved")
+    lower = shown.card("Hit on SSD and other hosts")
+    from_ssd, from_peers = lower.parts("SSD (.*), other hosts (.*)")
+    on_ssd = shown.card("Blocks on the SSD")
+    (ssd_blocks,) = on_ssd.parts("(.*) blocks; files of .*")
+    workers = shown.card("Workers connected")
+    schedulers, tools, lost = workers.parts("schedulers: (.*), tools: (.*), lost: (.*)")
+    hit = {tier: one("kvlane_hit_bytes_total", tier=tier) for tier in ("ram", "ssd", "peers")}
+    compared = {
+        "pool used": (shown.card("Used").value, used / pool),
+        "used bytes": (used_text, used),
+        "pool bytes": (pool_text, pool),
+        "blocks": (blocks.value, one("kvlane_blocks")),
+        "leased": (leased, one("kvlane_leased_blocks")),
+        "claimed": (claimed, one("kvlane_claimed_blocks")),
+        "saved": (shown.card("Saved").parts("(.*) since the start")[0], one("kvlane_saved_bytes_total")),
+        "queue": (
+            shown.card("Blocks that wait for their checksum").value,
+            one("kvlane_seal_queue_blocks"),
+        ),
+        "hit in RAM": (shown.card("Hit in RAM since the start").value, hit["ram"]),
+        "hit lower": (lower.value, hit["ssd"] + hit["peers"]),
+        "hit on SSD": (from_ssd, hit["ssd"]),
+        "hit at peers": (from_peers, hit["peers"]),
+        "SSD bytes": (on_ssd.value, one("kvlane_ssd_bytes")),
+        "SSD blocks": (ssd_blocks, one("kvlane_ssd_blocks")),
+        "SSD waiting": (
+            shown.card("Blocks that wait to be written").value,
+            one("kvlane_ssd_waiting_blocks"),
+        ),
+        "workers": (workers.value, one("kvlane_sessions", role="worker")),
+        "schedulers": (schedulers, one("kvlane_sessions", role="scheduler")),
+        "tools": (tools, one("kvlane_sessions", role="tool")),
+        "lost": (lost, one("kvlane_limbo_sessions")),
+        "waiting": (
+            shown.card("Lookups that wait for another engine").value,
+            one("kvlane_hand_offs_waiting"),
+        ),
+    }
+    for window in ("15m", "1h", "24h"):
+        gauge = shown.card(f"Hits of the last {window}")
+        ceiling, looked_up = gauge.parts("without a limit (.*); of (.*) blocks")
+        ratio = one("kvlane_hit_ratio", window=window)
+        compared |= {
+            f"hits of {window}": (gauge.value, ratio),
+            f"ceiling of {window}": (ceiling, max(ratio, one("kvlane_hit_ceiling_ratio", window=window))),
+            f"blocks of {window}": (looked_up, one("kvlane_hit_window_blocks", window=window)),
+        }
+    (row,) = shown.rows("Models")
+    hits, misses = (one(f"kvlane_{kind}_blocks_total", name="pattern") for kind in ("hit", "missed"))
+    # Else some comparison would be one of zeros.
+    assert min(hit["ram"], hit["ssd"], misses, one("kvlane_evicted_blocks_total")) > 0
+    return compared | {
+        "engines": (row["Engines"], one("kvlane_engines", name="pattern")),
+        "blocks of the model": (row["Blocks"], one("kvlane_namespace_blocks", name="pattern")),
+        "bytes of the model": (row["Size"], one("kvlane_namespace_bytes", name="pattern")),
+        "hits of the model": (row["Hits"], hits / (hits + misses)),
+    }
 
 
 def test_a_page_follows_engines_that_come_work_and_die(
@@ -256,7 +271,7 @@ def test_problems_are_said_in_words(
         daemon.settle()
         assert engine.call("lookup", prompt="p", count=64)["tokens"], "holds all of the pool"
         engine.call("save", prompt="q", count=8)
-        shown.wait_problem("warning: 8 blocks were not saved in the last ten minutes")
+        shown.wait_problem(re.compile(r"warning: \d+ blocks were not saved in the last ten minutes"))
         with Wire(daemon.path) as wire:
             wire.refused(GET_STATUS)
         shown.wait_problem("requests of engines or tools were refused")
@@ -310,14 +325,13 @@ def test_a_page_survives_its_daemon(
         assert shown.headings() == before
         # Without its SSD: the new daemon has another set of sections.
         daemon.flags = ()
+        began = time.monotonic()
         daemon.start()
-        back = time.monotonic()
         engine.wait_connected(boot)
         shown.wait_answered()
         expect(shown.value("Workers connected")).to_have_text("1")
-        up, _ = number(shown.age.inner_text().removeprefix("up "))
-        # An answer is at most a question old, and the daemon has begun to count before it served.
-        assert up <= time.monotonic() - back + 2
+        up, step = number(shown.age.inner_text().removeprefix("up "))
+        assert up <= time.monotonic() - began + step
         assert shown.headings() == [name for name in before if name != "SSD"]
         expect(shown.page.locator("table")).to_have_count(1)
         assert shown.card("Blocks").value == "0"
@@ -352,12 +366,14 @@ def test_a_page_asks_one_question_at_a_time(chromium: Chromium, rested: Daemon) 
     with chromium.open(rested.http_at) as shown:
         shown.wait_answered()
         shown.wait("series.used_bytes.length >= 3")
-        shown.page.route(re.compile(r"/live\?"), lambda route: held.append(route) if is_held else route.continue_())
+        shown.page.route(
+            re.compile(r"/live\?"), lambda route: held.append(route) if is_held else route.continue_()
+        )
         until("a question is under way", lambda: shown.asked() and held)
         shown.hide(True)
         asked = shown.asked()
         shown.hide(False)
-        # Without the guard a question would follow in no time. A task of the page's own queue comes after it.
+        # A second question would be asked by a timer of 0 ms, which fires before this one.
         shown.page.evaluate("() => new Promise((done) => setTimeout(done, 20))")
         assert shown.asked() == asked
         is_held = False
@@ -368,14 +384,14 @@ def test_a_page_asks_one_question_at_a_time(chromium: Chromium, rested: Daemon) 
 
 
 def test_a_page_that_is_opened_later_shows_what_was_before(chromium: Chromium, rested: Daemon) -> None:
+    before = history_of(rested)["series"]["saved_bytes"]
+    assert any(before), "the control"
     with chromium.open(rested.http_at) as shown:
         shown.wait_answered()
-        told = history_of(rested)["series"]["saved_bytes"]
         samples = shown.samples("saved_bytes")
-        assert samples == told[: len(samples)] and len(samples) >= len(told) - 3
-        assert any(samples), "blocks were saved before the page was opened"
         points = shown.chart("Saved").removeprefix("M").split("L")
-        assert len(points) == len(samples)
+        assert samples == history_of(rested)["series"]["saved_bytes"][: len(samples)]
+        assert len(before) <= len(samples) <= len(points)
         heights = [float(point.split()[1]) for point in points]
         assert min(heights) == 3 and max(heights) == 97, "from the chart's top to its bottom"
 
@@ -424,10 +440,11 @@ def model(name: str, number: int) -> dict[str, Any]:
 
 
 def test_names_of_engines_are_text(chromium: Chromium, daemon: Daemon, make_engine: MakeEngine) -> None:
-    for number, name in enumerate((HOSTILE, LONG_NAME), 1):
-        make_engine(daemon, f"e{number}", model=name, namespace=f"{number:032x}").wait_connected()
+    for at, name in enumerate((HOSTILE, LONG_NAME)):
+        make_engine(daemon, f"e{at}", model=name, namespace=f"{at:032x}").wait_connected()
     with chromium.open(daemon.http_at) as shown:
         shown.wait_answered()
+        expect(shown.page.locator("tbody tr")).to_have_count(2)
         # The daemon keeps so much of a name.
         assert {row["Model"] for row in shown.rows("Models")} == {HOSTILE, LONG_NAME[:256]}
         assert shown.page.evaluate("window.ran") is None
@@ -438,7 +455,8 @@ def test_a_thousand_models_with_long_names(chromium: Chromium, daemon: Daemon) -
     names = [HOSTILE, LONG_NAME, *(f"model {number}" for number in range(998))]
     models = [model(name, number) for number, name in enumerate(names)]
     with chromium.open(
-        daemon.http_at, before=lambda shown: shown.answer_instead(lambda figures: figures.update(models=models))
+        daemon.http_at,
+        before=lambda shown: shown.answer_instead(lambda figures: figures.update(models=models)),
     ) as shown:
         shown.wait_answered()
         rows = shown.rows("Models")
@@ -475,13 +493,16 @@ def test_no_part_is_wider_than_the_screen(chromium: Chromium, rested: Daemon, wi
 def test_all_of_it_is_reached_with_the_keyboard(chromium: Chromium, daemon: Daemon) -> None:
     models = [model(f"model {number}", number) for number in range(100)]
     with chromium.open(
-        daemon.http_at, before=lambda shown: shown.answer_instead(lambda figures: figures.update(models=models))
+        daemon.http_at,
+        before=lambda shown: shown.answer_instead(lambda figures: figures.update(models=models)),
     ) as shown:
         shown.wait_answered()
         focused = shown.page.locator(":focus")
         shown.page.keyboard.press("Tab")
         expect(focused).to_have_attribute("aria-label", "Models")
-        assert focused.evaluate("it => getComputedStyle(it).outlineStyle") == "solid", "people see where they are"
+        assert focused.evaluate("it => getComputedStyle(it).outlineStyle") == "solid", (
+            "people see where they are"
+        )
         shown.page.keyboard.press("End")
         shown.wait("document.activeElement.scrollTop > 1000")
         for path in ("/metrics", "/health"):
@@ -509,7 +530,9 @@ def test_dark_light_and_narrow_look_as_they_should(chromium: Chromium, rested: D
         with chromium.open(rested.http_at, width=width, is_dark=is_dark) as shown:
             shown.wait_answered()
             pixels = imread(BytesIO(shown.page.screenshot()))
-            return float(pixels[:, :, :3].mean()), shown.page.evaluate("document.documentElement.scrollHeight")
+            return float(pixels[:, :, :3].mean()), shown.page.evaluate(
+                "document.documentElement.scrollHeight"
+            )
 
     light, height = brightness(1280, False)
     dark, dark_height = brightness(1280, True)
@@ -521,7 +544,7 @@ def test_dark_light_and_narrow_look_as_they_should(chromium: Chromium, rested: D
 def test_the_policy_holds_in_the_browser(chromium: Chromium, daemon: Daemon) -> None:
     """The control of all tests of names: would a name become markup, nothing of it could run or ask for anything."""
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
-        address = "127.0.0.1:{}".format(elsewhere.getsockname()[1])
+        address = f"127.0.0.1:{elsewhere.getsockname()[1]}"
         with chromium.open(daemon.http_at, is_checked=False) as shown:
             shown.wait_answered()
             violations = shown.page.evaluate(f"""async () => {{
@@ -535,10 +558,17 @@ def test_the_policy_holds_in_the_browser(chromium: Chromium, daemon: Daemon) -> 
               script.textContent = 'window.ran = 1';
               document.body.append(script);
               await fetch('http://{address}/').catch(() => {{}});
-              while (new Set(seen).size < 5) await new Promise((done) => setTimeout(done, 10));
+              const deadline = Date.now() + 30000;
+              while (new Set(seen).size < 5 && Date.now() < deadline) await new Promise((done) => setTimeout(done, 10));
               return [...new Set(seen)].sort();
             }}""")
-            assert violations == ["connect-src", "img-src", "script-src-attr", "script-src-elem", "style-src-attr"]
+            assert violations == [
+                "connect-src",
+                "img-src",
+                "script-src-attr",
+                "script-src-elem",
+                "style-src-attr",
+            ]
             assert shown.page.evaluate("window.ran") is None
         elsewhere.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -559,7 +589,9 @@ def test_the_browser_reaches_nothing_but_this_machine(chromium: Chromium, daemon
 def test_without_chromium_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match=r"no Chromium: run python scripts/browser.py .*without CI"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"no Chromium: run python scripts/browser.py .*without CI"
+    ):
         browser.need("chromium")
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match=r"no Chromium: run python scripts/browser.py, as root"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import browser
 import pytest
-from browser import UNREACHED, Chromium, LivePage, Metrics, answer, says
+from browser import UNREACHED, Chromium, LivePage, Metrics, answer, wait_agreement
 from busy import stretched
 from playwright.sync_api import expect
 from processes import run_kvlane, until
@@ -39,7 +39,10 @@ def rested() -> Iterator[Router]:
     with routed(pair, [*pair, "--itl-ms", "1"], roles="pd") as (router, _):
         for number in range(3):
             status, *_ = ask(
-                router.address, COMPLETIONS, wanted(f"{number} {LONG}", stream=True), {"X-Request-Id": "secret-id"}
+                router.address,
+                COMPLETIONS,
+                wanted(f"{number} {LONG}", stream=True),
+                {"X-Request-Id": "secret-id"},
             )
             assert status == 200
         ask(router.address, COMPLETIONS, wanted("short"))
@@ -91,7 +94,9 @@ def test_a_number_that_is_none_gets_a_sentence(rested: Router, query: str, sente
     assert (status, json.loads(body)) == (400, {"error": sentence})
 
 
-def test_figures_have_no_ids_of_requests_or_clients_and_no_models_that_clients_make_up(rested: Router) -> None:
+def test_figures_have_no_ids_of_requests_or_clients_and_no_models_that_clients_make_up(
+    rested: Router,
+) -> None:
     _, page, _ = ask(rested.admin, "/decisions")
     assert [each["client_id"] for each in page["decisions"]].count("secret-id") == 3, "the control"
     text = answer(rested.admin, "/live")[2]
@@ -122,61 +127,60 @@ def test_a_model_that_no_engine_serves_any_more_is_other(tmp_path: Path) -> None
 
 
 def test_the_page_shows_what_metrics_says(chromium: Chromium, rested: Router) -> None:
-    stays = connect(rested.address)
-    stays.connect()
-    connections = "kvlane_route_connections"
-    until("it is connected", lambda: Metrics(rested.admin).sum(connections) == 1)
+    client = connect(rested.address)
+    client.connect()
+    until("it is connected", lambda: Metrics(rested.admin).sum("kvlane_route_connections") == 1)
     with chromium.open(rested.admin) as shown:
         shown.wait_answered()
-        metrics = Metrics(rested.admin)
-        one = metrics.sum
-        total = "kvlane_route_requests_total"
-        statuses = dict(re.findall(r"(\d+): (\S+?)(?:, |$)", shown.card("Errors of 500 and above").hint))
-        assert set(statuses) == {"200", "400", "404"}
-        refused, shed = shown.card("Refused for lack of an engine").parts(
-            "since the start no engine: (.*), overload: (.*)"
-        )
-        clients = shown.card("Clients connected")
-        compared = {
-            "requests": (shown.card("Requests").parts("(.*) since the start")[0], one(total)),
-            **{status: (count, one(total, status=status)) for status, count in statuses.items()},
-            "refused": (refused, one("kvlane_route_refused_total")),
-            "shed": (shed, one("kvlane_route_shed_total")),
-            "connections": (clients.value, one(connections)),
-            "bodies": (clients.parts("(.*) of requests in memory")[0], one("kvlane_route_body_bytes")),
-            "cached": (
-                shown.card("Of them probably cached, ten minutes").value,
-                one("kvlane_route_cached_tokens_total") / one("kvlane_route_prompt_tokens_total"),
-            ),
-        }
+        wait_agreement(lambda: figures_and_metrics(shown, Metrics(rested.admin)))
         rows = shown.rows("Engines")
-        for row in rows:
-            node = row["Engine"]
-            assert (row["State"] == "ready") == one("kvlane_route_node_ready", node=node, role=row["Role"])
-            compared |= {
-                f"requests of {node}": (row["Requests"], one("kvlane_route_node_requests", node=node)),
-                f"others of {node}": (row["Of others"], one("kvlane_route_node_other_requests", node=node)),
-                f"tokens of {node}": (
-                    row["Tokens to prefill"],
-                    one("kvlane_route_node_prefill_tokens", node=node),
-                ),
-                f"cache of {node}": (
-                    row["KV cache"],
-                    one("kvlane_route_node_cache_used_percent", node=node) / 100,
-                ),
-            }
-        assert [row["Role"] for row in rows] == ["prefill", "decode"]
-        assert {name: pair for name, pair in compared.items() if not says(*pair)} == {}
+        assert [(row["Role"], row["State"]) for row in rows] == [("prefill", "ready"), ("decode", "ready")]
+        ready = Metrics(rested.admin)
+        assert all(ready.sum("kvlane_route_node_ready", node=row["Engine"]) == 1 for row in rows)
         _, page, _ = ask(rested.admin, "/decisions?limit=25")
-        wanted_rows = [
+        choices = [
             (each["prefill"] or "–", each["node"], each["why"], each["prompt_tokens"], each["attempt"])
             for each in page["decisions"]
         ]
-        assert wanted_rows == [
+        assert choices == [
             (row["Prefill"], row["Engine"], row["Why"], int(row["Prompt tokens"]), int(row["Attempt"]))
             for row in shown.rows("Choices of engines")
         ]
-    stays.close()
+    client.close()
+
+
+def figures_and_metrics(shown: LivePage, metrics: Metrics) -> dict[str, tuple[str, float]]:
+    """Texts of the page, each with the number that it has to be."""
+    one = metrics.sum
+    total = "kvlane_route_requests_total"
+    statuses = dict(re.findall(r"(\d+): (\S+?)(?:, |$)", shown.card("Errors of 500 and above").hint))
+    assert set(statuses) == {"200", "400", "404"}
+    refused, shed = shown.card("Refused for lack of an engine").parts(
+        "since the start no engine: (.*), overload: (.*)"
+    )
+    clients = shown.card("Clients connected")
+    compared = {
+        "requests": (shown.card("Requests").parts("(.*) since the start")[0], one(total)),
+        **{status: (count, one(total, status=status)) for status, count in statuses.items()},
+        "refused": (refused, one("kvlane_route_refused_total")),
+        "shed": (shed, one("kvlane_route_shed_total")),
+        "connections": (clients.value, one("kvlane_route_connections")),
+        "bodies": (clients.parts("(.*) of requests in memory")[0], one("kvlane_route_body_bytes")),
+        "cached": (
+            shown.card("Of them probably cached, ten minutes").value,
+            one("kvlane_route_cached_tokens_total") / one("kvlane_route_prompt_tokens_total"),
+        ),
+    }
+    columns = {
+        "Requests": ("kvlane_route_node_requests", 1.0),
+        "Of others": ("kvlane_route_node_other_requests", 1.0),
+        "Tokens to prefill": ("kvlane_route_node_prefill_tokens", 1.0),
+        "KV cache": ("kvlane_route_node_cache_used_percent", 0.01),
+    }
+    for row in shown.rows("Engines"):
+        for column, (name, unit) in columns.items():
+            compared[f"{column} of {row['Engine']}"] = (row[column], unit * one(name, node=row["Engine"]))
+    return compared
 
 
 def test_a_browser_with_another_clock_shows_how_old_a_choice_is(chromium: Chromium, rested: Router) -> None:
@@ -261,9 +265,7 @@ def test_names_of_4_kb_are_text(chromium: Chromium, rested: Router) -> None:
         for row in figures["decisions"]:
             row |= dict.fromkeys(("node", "prefill", "model", "why"), LONG_NAME)
 
-    with chromium.open(
-        rested.admin, width=360, before=lambda shown: shown.answer_instead(lengthen)
-    ) as shown:
+    with chromium.open(rested.admin, width=360, before=lambda shown: shown.answer_instead(lengthen)) as shown:
         shown.wait_answered()
         assert {row["Engine"] for row in shown.rows("Engines")} == {LONG_NAME}
         assert {row["Why"] for row in shown.rows("Choices of engines")} == {LONG_NAME}

@@ -14,6 +14,9 @@ use crate::{
 
 /// So large a share of the answers may be errors of 500 and above.
 const ERRORS_MAX: f64 = 0.05;
+/// A sum of a rate a second, from which on the event has happened. A single event may sum up to a little less than 1,
+/// because samples are a little more than a second apart.
+const EVENT_MIN: f64 = 0.5;
 
 /// All problems of this moment, the worst first. `recent` is the sum of a series over the last ten minutes.
 pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) -> Problems {
@@ -37,7 +40,7 @@ pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) ->
     );
     let (requests, errors) = (recent("requests"), recent("errors"));
     say(
-        errors >= 1.0 && errors > ERRORS_MAX * requests,
+        errors >= EVENT_MIN && errors > ERRORS_MAX * requests,
         Critical,
         format!("{errors:.0} of {requests:.0} answers of the last ten minutes were errors of 500 and above."),
         "The table of engines below, and their logs, say where.",
@@ -71,7 +74,7 @@ pub(super) fn problems(shared: &Shared, recent: impl Fn(&'static str) -> f64) ->
     );
     let refused = recent("refused") + recent("shed");
     say(
-        refused >= 1.0,
+        refused >= EVENT_MIN,
         Info,
         format!("{refused:.0} requests of the last ten minutes were refused for lack of an engine."),
         "Add engines, or allow longer queues: docs/choosing.md, Policies.",

@@ -11,6 +11,9 @@ use crate::metrics::scrape::Scrape;
 const REFERENCES_MIN: u64 = 1000;
 /// So much more could have been hit by a pool without limit before the page says it.
 const GAP_MIN: f64 = 0.1;
+/// A sum of a rate a second, from which on the event has happened. A single event may sum up to a little less than 1,
+/// because samples are a little more than a second apart.
+const EVENT_MIN: f64 = 0.5;
 
 /// All problems of this moment, the worst first. `recent` is the sum of a series over the last ten minutes.
 pub(super) fn problems(
@@ -50,7 +53,7 @@ pub(super) fn problems(
     }
     let unsaved = recent("unsaved_blocks");
     say(
-        unsaved >= 1.0,
+        unsaved >= EVENT_MIN,
         Warning,
         format!(
             "{unsaved:.0} blocks were not saved in the last ten minutes, because all of the pool was in use."
@@ -90,7 +93,7 @@ pub(super) fn problems(
     if let Some(reading) = of_all().rfind(|reading| reading.references >= REFERENCES_MIN) {
         let (hit, ceiling) = (100.0 * reading.hit_ratio, 100.0 * reading.ceiling);
         say(
-            reading.ceiling - reading.hit_ratio > GAP_MIN && recent("evicted_blocks") >= 1.0,
+            reading.ceiling - reading.hit_ratio > GAP_MIN && recent("evicted_blocks") >= EVENT_MIN,
             Info,
             format!(
                 "The pool may be too small: {hit:.0} % of the blocks of the last {} were hits, and without a limit {ceiling:.0} % would have been.",
