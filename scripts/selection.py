@@ -64,6 +64,7 @@ READERS = {
     "configure.md": ("connector",),
     "failures.md": ("daemon",),
     "handoff.md": ("router",),
+    "operate.md": ("router",),
     "replay.md": ("bench",),
     "router-reference.md": ("router",),
     "routing.md": ("router",),

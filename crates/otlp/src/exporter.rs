@@ -176,7 +176,7 @@ struct Sender {
     is_failing: [bool; 2],
 }
 
-/// What is exported; also the end of its path at the collector.
+/// The two kinds of data of an export.
 #[derive(Clone, Copy)]
 enum Signal {
     Traces,

@@ -1,4 +1,4 @@
-//! What an exporter is told when it starts.
+//! Settings of an exporter: the collector, its secrets, and the name of this program there.
 
 use std::fmt;
 

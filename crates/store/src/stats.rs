@@ -56,7 +56,7 @@ pub struct Counters {
     pub adopted_copies: u64,
     /// Blocks of engines that became visible.
     pub sealed_blocks: u64,
-    /// Bytes of those, not rounded up to pages.
+    /// Bytes of those blocks, not rounded up to pages.
     pub sealed_bytes: u64,
     /// Blocks that the tier below took, or had already.
     pub spilled_blocks: u64,

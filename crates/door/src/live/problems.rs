@@ -9,7 +9,7 @@ pub enum Severity {
     Critical,
     /// Something costs hits or work.
     Warning,
-    /// Worth knowing.
+    /// Worth knowing, and costs nothing yet.
     Info,
 }
 
