@@ -62,6 +62,7 @@ def test_every_metric_of_the_reference_appears(
     # Some are of GPUs, some of an SSD, of other daemons or of shadow caches.
     flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib", "--policy", "auto")
     flags += ("--peers", "127.0.0.1:1", "--cluster-listen", "127.0.0.1:0")
+    flags += ("--otlp-endpoint", "http://127.0.0.1:1")
     daemon = make_daemon(*flags, environment={"KVLANE_GPU_DRIVER": "fake"})
     engine = make_engine(daemon, "traffic")
     engine.call("save", prompt="p", count=9)

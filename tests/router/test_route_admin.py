@@ -42,7 +42,8 @@ def of(found: dict[str, float], name: str, **labels: str) -> float:
 
 def test_metrics_count_and_come_to_rest() -> None:
     pair = ["--pairs", "none"]
-    with routed(pair, [*pair, "--itl-ms", "1"], roles="pd") as (router, (prefill, _)):
+    flags = ("--otlp-endpoint", "http://127.0.0.1:1")
+    with routed(pair, [*pair, "--itl-ms", "1"], roles="pd", flags=flags) as (router, (prefill, _)):
         prefill.faults(status=500, times=1)
         ask(router.address, COMPLETIONS, wanted("fails " + LONG))
         for number in range(3):
