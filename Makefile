@@ -20,7 +20,7 @@ PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" VLLM_CACHE_ROOT="$${XDG_CA
 TWO = -n 2 --dist loadfile
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo demo-pd demo-direct demo-cluster test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
+.PHONY: help demo demo-pd demo-direct demo-cluster test gate soak soak-day fetch build lint rust python engines oldest data-parallel wheel packaging manylinux loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -49,6 +49,10 @@ gate: ## what a change must pass beside `make test` before it lands: other vLLMs
 
 soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"] [FORMER=WHEEL]
 	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FORMER),--former-wheel $(FORMER)) $(PARTS)
+
+soak-day: ## a day's work of daemon and router in an hour; memory, descriptors, threads: out/soak-day.json; or MINUTES=5
+	@$(ENVIRONMENT) --release dev
+	KVLANE_TEST_MINUTES=$(or $(MINUTES),60) KVLANE_TEST_OUT="$(abspath $(OUT))" $(PYTEST_DEV) -m soak -s tests/router/test_soak_day.py
 
 fetch: ## what `make test` needs from registries; ARGS: more environments
 	cargo fetch --locked

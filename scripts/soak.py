@@ -157,6 +157,11 @@ PARTS = {
         "20 minutes of a router whose engines are killed and restarted while clients attack it",
         _make("python", "RELEASE=1", "ARGS=tests/router/test_route_soak.py -m soak -s"),
     ),
+    "day": Part(
+        "a day's work of a daemon and a router in an hour, with engines that die, traces, pages and recordings",
+        # Named here, because a sub-make would take the MINUTES of `make soak`.
+        _make("soak-day", "MINUTES=60"),
+    ),
     "direct-busy": Part(
         "engines that hand over directly beside 16 busy loops, bound to one processor and not",
         _make("engines", "ARGS=-m soak -s tests/engine/test_direct_busy.py"),

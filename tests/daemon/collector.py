@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,9 +34,9 @@ class Span:
 
 
 class Collector:
-    """Answers 200, unless told otherwise."""
+    """Answers 200, unless told otherwise. With `counts_only` it keeps no request, span or metric, but counts them."""
 
-    def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, certificate: tuple[Path, Path] | None = None, counts_only: bool = False) -> None:
         self.status = 200
         self.rejected = 0
         """Spans that each answer rejects."""
@@ -47,6 +48,9 @@ class Collector:
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.spans: list[Span] = []
         self.metrics: dict[str, list[Any]] = {}
+        self.counts: Counter[str] = Counter()
+        """With `counts_only`: requests by path, spans by name, and spans that end in an error."""
+        self._counts_only = counts_only
         self._lock = threading.Lock()
         outer = self
 
@@ -85,6 +89,9 @@ class Collector:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def _take(self, path: str, headers: dict[str, str], body: bytes) -> None:
+        if self._counts_only:
+            self._count(path, body)
+            return
         with self._lock:
             self.requests.append((path, {name.lower(): value for name, value in headers.items()}))
             if self.status >= 300:
@@ -97,6 +104,16 @@ class Collector:
                         for metric in scope.metrics:
                             data = getattr(metric, str(metric.WhichOneof("data")))
                             self.metrics[metric.name] = list(data.data_points)
+
+    def _count(self, path: str, body: bytes) -> None:
+        counted = Counter({path: 1})
+        if path.endswith("/v1/traces"):
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for span in (span for scope in of_resource.scope_spans for span in scope.spans):
+                    counted[span.name] += 1
+                    counted["errors"] += span.status.code == 2
+        with self._lock:
+            self.counts += counted
 
     def _take_spans(self, request: ExportTraceServiceRequest) -> None:
         for of_resource in request.resource_spans:
@@ -132,8 +149,10 @@ def _value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def collecting(certificate: tuple[Path, Path] | None = None) -> Iterator[Collector]:
-    collector = Collector(certificate)
+def collecting(
+    certificate: tuple[Path, Path] | None = None, counts_only: bool = False
+) -> Iterator[Collector]:
+    collector = Collector(certificate, counts_only)
     try:
         yield collector
     finally:

@@ -63,7 +63,10 @@ class EngineProcess:
         region = (base, self.piece, self.blocks, self.piece, [0, self.blocks * self.piece])
         self.hits: dict[int, _core.Hit] = {}
         self.jobs = 0
+        self.requests = 0
         namespace = bytes.fromhex(options["namespace"])
+        # Equal prompts of two namespaces have different bytes, so that a mix-up is seen.
+        self.salt = b"" if namespace == NAMESPACE else namespace
         self.worker = _core.Worker(
             address,
             name,
@@ -91,6 +94,9 @@ class EngineProcess:
         for half in (0, self.blocks * self.piece):
             start = half + block * self.piece
             yield slice(start, start + self.piece)
+
+    def _content(self, name: bytes) -> bytes:
+        return content(self.salt + name, 2 * self.piece)
 
     def read(self, block: int) -> bytes:
         return b"".join(self.memory[place] for place in self._places(block))
@@ -122,7 +128,7 @@ class EngineProcess:
 
     def fill(self, prompt: str, count: int, first: int = 0, at: int = 0) -> None:
         for index, name in enumerate(hashes(prompt, first, count)):
-            self.write(at + index, content(name, 2 * self.piece))
+            self.write(at + index, self._content(name))
 
     def save(
         self, prompt: str, count: int, first: int = 0, at: int = 0, fill: bool = True, junk: bool = True
@@ -194,7 +200,7 @@ class EngineProcess:
         self.worker.load(self.jobs, hit.boot, [(0, list(range(at, at + count)), hit.pages(0, self.rank))])
         end = self._finished()
         names = enumerate(hashes(prompt, 0, count))
-        wrong = [index for index, name in names if self.read(at + index) != content(name, 2 * self.piece)]
+        wrong = [index for index, name in names if self.read(at + index) != self._content(name)]
         if release:
             self.release(lease)
         return {**end, "wrong": wrong if end["ok"] else []}
@@ -273,6 +279,56 @@ class EngineProcess:
                 if not end["ok"]:
                     done["broken"].append(end["detail"])
         return done
+
+    def mixed(
+        self, seed: int, seconds: float, prompts: int, count: int, fresh: float, sampled: float, pause: float
+    ) -> dict[str, Any]:
+        """Serves requests for a while, as an engine does: looks a prompt up, loads and compares what is there, saves
+        the rest with an answer's blocks, and reports the end. Shares of the requests have a `fresh` prompt, which
+        nobody asks for again, and a `sampled` trace."""
+        dice = random.Random(seed)
+        until = time.monotonic() + seconds
+        numbers = dict.fromkeys(
+            (
+                "requests",
+                "sampled",
+                "fresh",
+                "looked_up_blocks",
+                "loads",
+                "loaded_blocks",
+                "saves",
+                "unsaved",
+            ),
+            0,
+        )
+        wrong: list[str] = []
+        broken: list[str] = []
+        while time.monotonic() < until:
+            is_fresh, is_sampled = dice.random() < fresh, dice.random() < sampled
+            # Few prompts are asked for often, as in production.
+            prompt = f"fresh-{dice.getrandbits(64)}" if is_fresh else f"p{int(prompts * dice.random() ** 2)}"
+            length, answer = dice.randrange(1, count + 1), dice.randrange(0, 3)
+            trace = f"00-{dice.getrandbits(128):032x}-{dice.getrandbits(64):016x}-01" if is_sampled else ""
+            self.requests += 1
+            found = self.lookup(prompt, length, number=self.requests, traceparent=trace)
+            hits = found["tokens"] // TOKENS
+            if hits:
+                end = self.load(prompt, found["lease"], at=count + 2)
+                numbers["loads"] += 1
+                numbers["loaded_blocks"] += hits
+                wrong += [f"{prompt}/{index}" for index in end["wrong"]]
+                if not end["ok"]:
+                    broken.append(end["detail"])
+            if length + answer > hits:
+                numbers["saves"] += 1
+                numbers["unsaved"] += not self.save(prompt, length + answer - hits, first=hits)["ok"]
+            self.report(self.requests, length * TOKENS, answer * TOKENS, prompt, length, answer)
+            numbers["requests"] += 1
+            numbers["sampled"] += is_sampled
+            numbers["fresh"] += is_fresh
+            numbers["looked_up_blocks"] += length
+            time.sleep(pause)
+        return {**numbers, "wrong": wrong, "broken": broken}
 
     def cancel(self, timeout_ms: float) -> bool:
         """As before a reset of vLLM's cache: no save of so far may become a block any more."""

@@ -26,8 +26,8 @@ LONG = "Of ships and harbours, and of the sea in between. " * 40
 class Router:
     """`kvlane route` while the context lasts; the flags' engines have to answer before it counts as started."""
 
-    def __init__(self, *flags: str, nodes: int) -> None:
-        self._flags, self._nodes = flags, nodes
+    def __init__(self, *flags: str, nodes: int, log: str = "info,kvlane_router=debug") -> None:
+        self._flags, self._nodes, self._log = flags, nodes, log
         self.address = ""
         self.admin = ""
         self.lines: list[str] = []
@@ -41,7 +41,7 @@ class Router:
             "--admin",
             "127.0.0.1:0",
             "--log",
-            "info,kvlane_router=debug",
+            self._log,
             *([] if "--socket" in self._flags else ["--socket", "off"]),
             *self._flags,
         ]
