@@ -16,9 +16,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import browser
+import browser_pages
 import pytest
-from browser import UNREACHED, Chromium, LivePage, Metrics, answer, number, wait_agreement
+from browser_pages import UNREACHED, Chromium, LivePage, Metrics, answer, number, wait_agreement
 from matplotlib.image import imread
 from patterns import NAMESPACE, block_hash
 from playwright.sync_api import Error, expect
@@ -38,7 +38,7 @@ LONG_NAME = (HOSTILE + "long " * 1000)[:4096]
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chromium]:
-    with browser.launched() as found:
+    with browser_pages.launched() as found:
         yield found
 
 
@@ -592,10 +592,10 @@ def test_without_chromium_ci_fails_and_others_skip(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         pytest.fail.Exception, match=r"no Chromium: run python scripts/browser.py .*without CI"
     ):
-        browser.need("chromium")
+        browser_pages.need("chromium")
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match=r"no Chromium: run python scripts/browser.py, as root"):
-        browser.need("chromium")
+        browser_pages.need("chromium")
 
 
 def test_the_picture_of_the_page_is_there() -> None:

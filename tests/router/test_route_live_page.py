@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import browser
+import browser_pages
 import pytest
-from browser import UNREACHED, Chromium, LivePage, Metrics, answer, wait_agreement
+from browser_pages import UNREACHED, Chromium, LivePage, Metrics, answer, wait_agreement
 from busy import stretched
 from playwright.sync_api import expect
 from processes import run_kvlane, until
@@ -28,7 +28,7 @@ ENGINES = 1000
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chromium]:
-    with browser.launched() as found:
+    with browser_pages.launched() as found:
         yield found
 
 
@@ -193,7 +193,7 @@ def test_a_browser_with_another_clock_shows_how_old_a_choice_is(chromium: Chromi
         ) as shown:
             shown.wait_answered()
             newest = max(each["time"] for each in figures_of(rested)["decisions"])
-            age, step = browser.number(shown.rows("Choices of engines")[0]["Ago"])
+            age, step = browser_pages.number(shown.rows("Choices of engines")[0]["Ago"])
             assert abs(age - (time.time() - newest)) < stretched(5) + step
 
 
