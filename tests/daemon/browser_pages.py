@@ -70,7 +70,7 @@ def need(what: str) -> Path:
 def do_without(why: str) -> NoReturn:
     """Fails the test in CI, which has to try the page in a browser; skips it elsewhere."""
     if os.environ.get("CI", "").lower() in ("", "0", "false"):
-        pytest.skip(f"{why}, as root on Debian or Ubuntu; elsewhere install Chromium and npm first")
+        pytest.skip(f"{why}, as root on Debian; elsewhere install Chromium and npm first")
     pytest.fail(f"{why} (without CI in the environment, tests of the live page are skipped)")
 
 

@@ -34,6 +34,8 @@ PROMPTS = 4
 """Of so many blocks, which is more than the pool's 128."""
 HOSTILE = '<img src=x onerror="window.ran = 1"><script>window.ran = 1</script>'
 LONG_NAME = (HOSTILE + "long " * 1000)[:4096]
+# A browser that hangs costs a minute or two of a run, in place of ten.
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -394,6 +396,31 @@ def test_a_page_that_is_opened_later_shows_what_was_before(chromium: Chromium, r
         assert len(before) <= len(samples) <= len(points)
         heights = [float(point.split()[1]) for point in points]
         assert min(heights) == 3 and max(heights) == 97, "from the chart's top to its bottom"
+
+
+def test_a_page_says_why_an_answer_is_none(chromium: Chromium, rested: Daemon) -> None:
+    with chromium.open(rested.http_at, tolerated="status of 503") as shown:
+        shown.wait_answered()
+        shown.page.route(re.compile(r"/live\?"), lambda route: route.fulfill(status=503, body="busy"))
+        expect(shown.state).to_have_text("No answer (it answered 503); trying again every second.")
+        expect(shown.state).to_have_class("lost")
+
+
+def test_a_page_of_another_version_is_loaded_anew(chromium: Chromium, rested: Daemon) -> None:
+    """After an upgrade the former version's script would read figures that it does not know."""
+    with chromium.open(rested.http_at) as shown:
+        shown.wait_answered()
+        with shown.page.expect_navigation():
+            shown.page.evaluate("""() => {
+              const ask = window.fetch;
+              window.fetch = async (...given) => {
+                const figures = await (await ask(...given)).json();
+                return new Response(JSON.stringify({ ...figures, version: 'kvlane 9.9.9' }));
+              };
+            }""")
+        shown.wait_answered()
+        shown.wait_next()
+        assert shown.requests.count(shown.url) == 2, "once"
 
 
 def test_the_state_is_read_out_once(chromium: Chromium, daemon: Daemon) -> None:

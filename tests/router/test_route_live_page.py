@@ -24,6 +24,8 @@ from kvlane.testing.fake_engine import FakeEngine
 HOSTILE = '<img src=x onerror="window.ran = 1"><script>window.ran = 1</script>'
 LONG_NAME = (HOSTILE + "long " * 1000)[:4096]
 ENGINES = 1000
+# A browser that hangs costs a minute or two of a run, in place of ten.
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +233,7 @@ def test_a_thousand_engines(chromium: Chromium, tmp_path: Path) -> None:
         config = tmp_path / "route.toml"
         config.write_text(f'[[node]]\nurl = "{engine.url}"\nrole = "worker"\nranks = {ENGINES}\n')
         router = stack.enter_context(Router("--config", str(config), nodes=ENGINES))
-        shown = stack.enter_context(chromium.open(router.admin))
+        shown = stack.enter_context(chromium.open(router.admin, is_hurried=False))
         shown.wait_answered()
         rows = shown.rows("Engines")
         assert [row["Engine"] for row in rows] == [f"{engine.url}#{rank}" for rank in range(ENGINES)]
