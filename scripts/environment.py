@@ -44,6 +44,7 @@ SOURCES = (
     "LICENSE",
     "README.md",
     "crates",
+    "docs/reference/man",
     "python",
 )
 VLLM_PYTHON_MIN = (3, 11)
@@ -231,6 +232,7 @@ def _pack_for_tests(folder: Path) -> None:
     for module in ("core", "bench"):
         shutil.copy2(found[f"lib{module}_on_fake_gpus.so"], tree / f"kvlane/_{module}.abi3.so")
     shutil.copy2(found["kvlane_on_fake_gpus"], metadata.with_suffix(".data") / "scripts/kvlane")
+    shutil.copytree(ROOT / "docs/reference/man", metadata.with_suffix(".data") / "data/share/man/man1")
     _run(BOOT / "bin/python", "-m", "wheel", "pack", "--dest-dir", folder, tree, quiet=True)
 
 
