@@ -1,13 +1,10 @@
 //! [`Exporter`]: the queue of spans, and the thread that sends them and the metrics.
 
 use std::{
+    collections::VecDeque,
     io,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc,
-        atomic::Ordering,
-        mpsc::{self, RecvTimeoutError, SyncSender, TrySendError},
-    },
+    sync::{Arc, atomic::Ordering},
     thread::JoinHandle,
     time::{Duration, Instant, SystemTime},
 };
@@ -17,7 +14,7 @@ use opentelemetry_proto::tonic::{
     common::v1::InstrumentationScope,
     metrics::v1::{ResourceMetrics, ScopeMetrics},
     resource::v1::Resource,
-    trace::v1::{ResourceSpans, ScopeSpans, Span},
+    trace::v1::{ResourceSpans, ScopeSpans},
 };
 use parking_lot::{Condvar, Mutex};
 use prost::Message;
@@ -50,40 +47,23 @@ const LAST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Takes spans from any thread, and exports them.
 pub struct Exporter {
-    spans: SyncSender<Event>,
+    queue: Arc<Queue>,
     counters: Arc<Counters>,
-    stop: Arc<StopSignal>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Tells the thread to end, also while it waits with a full batch.
+/// Spans that wait. The first one and a full batch wake the thread, and no other: a wake-up for each span would take a
+/// processor from the threads that serve requests.
 #[derive(Default)]
-struct StopSignal {
-    is_set: Mutex<bool>,
-    was_set: Condvar,
+struct Queue {
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
 }
 
-impl StopSignal {
-    fn set(&self) {
-        *self.is_set.lock() = true;
-        self.was_set.notify_all();
-    }
-
-    fn is_set(&self) -> bool {
-        *self.is_set.lock()
-    }
-
-    fn wait(&self, most: Duration) {
-        let mut is_set = self.is_set.lock();
-        if !*is_set {
-            self.was_set.wait_for(&mut is_set, most);
-        }
-    }
-}
-
-enum Event {
-    Ended(Box<NewSpan>),
-    Stop,
+#[derive(Default)]
+struct Waiting {
+    spans: VecDeque<NewSpan>,
+    is_stopping: bool,
 }
 
 impl std::fmt::Debug for Exporter {
@@ -100,22 +80,20 @@ impl Exporter {
     pub fn start(settings: &Settings, metrics: impl Fn() -> Metrics + Send + 'static) -> io::Result<Self> {
         let collector = Collector::new(settings)
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error.to_string()))?;
-        let (spans, events) = mpsc::sync_channel(WAITING_MAX);
-        let (counters, stop) = <(Arc<Counters>, Arc<StopSignal>)>::default();
+        let (queue, counters) = <(Arc<Queue>, Arc<Counters>)>::default();
         let mut sender = Sender {
             collector,
+            queue: Arc::clone(&queue),
             counters: Arc::clone(&counters),
-            stop: Arc::clone(&stop),
             resource: resource(settings),
             started: nanos(SystemTime::now()),
-            batch: Vec::new(),
             due: None,
             unsent: None,
             is_failing: [false; 2],
         };
-        let run = move || sender.run(&events, &metrics);
+        let run = move || sender.run(&metrics);
         let thread = std::thread::Builder::new().name("kvlane-otlp".into()).spawn(run)?;
-        Ok(Self { spans, counters, stop, thread: Mutex::new(Some(thread)) })
+        Ok(Self { queue, counters, thread: Mutex::new(Some(thread)) })
     }
 
     /// Queues a span. Never waits: if too many wait, the span is dropped.
@@ -123,13 +101,17 @@ impl Exporter {
         if !span.context.is_sampled {
             return;
         }
+        let mut waiting = self.queue.waiting.lock();
+        if waiting.is_stopping || waiting.spans.len() >= WAITING_MAX {
+            return Counters::add(&self.counters.dropped_spans, 1);
+        }
+        waiting.spans.push_back(span);
+        let count = waiting.spans.len();
+        // Under the lock, so that the thread subtracts it afterwards.
         Counters::add(&self.counters.waiting_spans, 1);
-        match self.spans.try_send(Event::Ended(Box::new(span))) {
-            Ok(()) => {}
-            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                self.counters.waiting_spans.fetch_sub(1, Ordering::Relaxed);
-                Counters::add(&self.counters.dropped_spans, 1);
-            }
+        drop(waiting);
+        if count == 1 || count == BATCH_MAX {
+            self.queue.changed.notify_one();
         }
     }
 
@@ -141,9 +123,8 @@ impl Exporter {
     /// Sends what waits, once, and ends the thread: within 7 s, also if the collector is silent.
     pub fn stop(&self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        self.stop.set();
-        // Wakes a thread that waits for spans.
-        let _ = self.spans.try_send(Event::Stop);
+        self.queue.waiting.lock().is_stopping = true;
+        self.queue.changed.notify_one();
         if thread.join().is_err() {
             // Log: a bug: no span and no metric was exported any more; all else works. Do: report it, with the log.
             tracing::error!("thread kvlane-otlp panicked");
@@ -163,12 +144,11 @@ struct Unsent {
 /// State of the thread.
 struct Sender {
     collector: Collector,
+    queue: Arc<Queue>,
     counters: Arc<Counters>,
-    stop: Arc<StopSignal>,
     resource: Resource,
     started: u64,
-    batch: Vec<Span>,
-    /// When the batch goes at the latest.
+    /// When the spans that wait go at the latest.
     due: Option<Instant>,
     /// While there is one, the queue fills.
     unsent: Option<Unsent>,
@@ -193,49 +173,37 @@ impl Signal {
 }
 
 impl Sender {
-    fn run(&mut self, events: &mpsc::Receiver<Event>, metrics: &dyn Fn() -> Metrics) {
+    fn run(&mut self, metrics: &dyn Fn() -> Metrics) {
+        let queue = Arc::clone(&self.queue);
         let mut metrics_at = Instant::now() + METRICS_INTERVAL;
         loop {
-            let again_at = self.unsent.as_ref().map(|unsent| unsent.again_at);
-            let next = next_at(self.due, again_at, metrics_at);
-            let wait = next.saturating_duration_since(Instant::now());
-            // With a full batch behind it, further spans stay in the queue.
-            let event = if self.batch.len() < BATCH_MAX {
-                events.recv_timeout(wait)
-            } else {
-                self.stop.wait(wait);
-                Err(RecvTimeoutError::Timeout)
-            };
-            match event {
-                Ok(Event::Ended(span)) => self.add(*span),
-                Ok(Event::Stop) | Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => self.stop.set(),
-            }
-            if self.stop.is_set() {
-                while let Ok(Event::Ended(span)) = events.try_recv() {
-                    self.add(*span);
-                }
+            let mut waiting = queue.waiting.lock();
+            if waiting.is_stopping {
+                drop(waiting);
                 return self.send_last(metrics);
             }
             let now = Instant::now();
+            if waiting.spans.len() >= BATCH_MAX {
+                self.due = Some(now);
+            } else if !waiting.spans.is_empty() {
+                self.due.get_or_insert(now + BATCH_AGE);
+            }
+            let next = next_at(self.due, self.unsent.as_ref().map(|unsent| unsent.again_at), metrics_at);
+            if next > now {
+                queue.changed.wait_until(&mut waiting, next);
+                continue;
+            }
+            drop(waiting);
             if self.unsent.as_ref().is_some_and(|unsent| unsent.again_at <= now) {
                 self.send_again();
-            }
-            let is_due = self.batch.len() >= BATCH_MAX || self.due.is_some_and(|due| due <= now);
-            if is_due && self.unsent.is_none() {
+            } else if self.unsent.is_none() && self.due.is_some_and(|due| due <= now) {
                 self.send_batch();
             }
-            if metrics_at <= now && !self.stop.is_set() {
+            if metrics_at <= now {
                 self.send_metrics(metrics, TIMEOUT);
                 metrics_at = Instant::now() + METRICS_INTERVAL;
             }
         }
-    }
-
-    fn add(&mut self, span: NewSpan) {
-        self.counters.waiting_spans.fetch_sub(1, Ordering::Relaxed);
-        self.due.get_or_insert_with(|| Instant::now() + BATCH_AGE);
-        self.batch.push(span.into_proto());
     }
 
     fn send_batch(&mut self) {
@@ -246,11 +214,17 @@ impl Sender {
         }
     }
 
-    /// The batch as a request, and its number of spans. None if there is none.
+    /// The oldest spans as a request, and how many they are. None if none waits.
     fn take_batch(&mut self) -> Option<(Vec<u8>, u64)> {
         self.due = None;
-        let spans = std::mem::take(&mut self.batch);
-        let count = spans.len() as u64;
+        let taken: Vec<NewSpan> = {
+            let mut waiting = self.queue.waiting.lock();
+            let count = waiting.spans.len().min(BATCH_MAX);
+            waiting.spans.drain(..count).collect()
+        };
+        let count = taken.len() as u64;
+        self.counters.waiting_spans.fetch_sub(count, Ordering::Relaxed);
+        let spans = taken.into_iter().map(NewSpan::into_proto).collect();
         let scope_spans = vec![ScopeSpans { scope: Some(scope()), spans, ..Default::default() }];
         let of_resource =
             ResourceSpans { resource: Some(self.resource.clone()), scope_spans, ..Default::default() };
@@ -311,12 +285,14 @@ impl Sender {
         if let Some(unsent) = self.unsent.take() {
             Counters::add(&self.counters.dropped_spans, unsent.spans);
         }
-        let [traces, of_metrics] = self.is_failing;
-        if traces {
-            Counters::add(&self.counters.dropped_spans, self.batch.len() as u64);
-        } else if let Some((body, spans)) = self.take_batch() {
-            let rejected =
-                self.post(Signal::Traces, &body, LAST_TIMEOUT).map_or(spans, |some| some.min(spans));
+        let of_metrics = self.is_failing[Signal::Metrics as usize];
+        while let Some((body, spans)) = self.take_batch() {
+            // After a failure the rest is only counted.
+            let rejected = if self.is_failing[Signal::Traces as usize] {
+                spans
+            } else {
+                self.post(Signal::Traces, &body, LAST_TIMEOUT).map_or(spans, |some| some.min(spans))
+            };
             Counters::add(&self.counters.exported_spans, spans - rejected);
             Counters::add(&self.counters.dropped_spans, rejected);
         }
