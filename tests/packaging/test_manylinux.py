@@ -12,7 +12,6 @@ from installed import only
 
 def test_its_name_says_where_it_runs(wheel: Path) -> None:
     assert re.fullmatch(r"kvlane-[\d.]+-cp310-abi3-manylinux_2_28_x86_64\.whl", wheel.name)
-    assert wheel.stat().st_size < 15_000_000
 
 
 def test_the_gpus_that_tests_pretend_to_have_are_not_in_it(programs: Path, wheel: Path) -> None:
