@@ -26,6 +26,8 @@ const SESSIONS: Needs = Needs { flag: "--max-sessions", whom: "sessions", each: 
 
 /// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
 pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
+    // Each engine's session has a thread.
+    kvlane_memory::limit_heaps();
     let mut options = match args.resolve(drivers) {
         Ok(options) => options,
         Err(error) => return errors::print_error(&error),
