@@ -182,6 +182,14 @@ def test_the_readme_names_what_is_there() -> None:
     assert [line for line in readme.read_text().splitlines() if len(line) > 130 and line[0] != "|"] == []
 
 
+def test_the_tour_in_the_docs_names_panels_that_exist() -> None:
+    page = (ROOT / "docs/operate.md").read_text()
+    stops = re.findall(r'\| (daemon|engine|router), "(.+?)" \|', page)
+    assert {name for name, _ in stops} == set(NAMES)
+    for name, title in stops:
+        assert title in {panel["title"] for panel in written(name)["panels"]}, f"{name}: {title}"
+
+
 def test_every_expression_parses(tmp_path: Path) -> None:
     assert complaint(tmp_path, [each.expression for each in shown()]) == ""
 
