@@ -77,6 +77,10 @@ def committed() -> Iterator[Redrawn]:
     for result in sorted(remote.glob("*two-cores*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)
+    live_page, record = (ROOT / "bench" / name / "results" for name in ("live_page", "record"))
+    for result in (*sorted(live_page.glob("*.json")), *sorted(record.glob("*-route.json"))):
+        if (picture := pictures.goals(_read(result))) is not None:
+            yield _bars(result.with_suffix(".png"), result, picture)
     for result in sorted(builds.glob("*.json")):
         yield _bars(result.with_suffix(".png"), result, two_builds.picture(_read(result)))
     for result in sorted((ROOT / "bench/route/results").glob("*.json")):
