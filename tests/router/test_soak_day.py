@@ -102,7 +102,7 @@ class Day:
         self.rotation.begin()
         self.go_on(ends - PATIENCE / 2)
         with self.loads.gate.closed():
-            until("daemon and router are quiet", self._is_quiet)
+            self._wait_until_quiet()
             for watched in self.sampler.watched:
                 watched.look(self.sampler.age(), self.sampler.age() >= WARM_UP * seconds)
         self.check()
@@ -112,16 +112,37 @@ class Day:
         self.rotation.end()
         self.go_on(self.sampler.age() + FORGOTTEN_S)
 
-    def _is_quiet(self) -> bool:
+    def _wait_until_quiet(self) -> None:
+        busy: list[str] = []
+
+        def is_quiet() -> bool:
+            busy[:] = self._busy()
+            return not busy
+
+        try:
+            until("daemon and router are quiet", is_quiet)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {', '.join(busy)}") from None
+
+    def _busy(self) -> list[str]:
+        """What daemon and router still do, with nothing to do."""
         daemon, router = (program.metrics() for program in self.programs)
-        sessions = [daemon[f'kvlane_sessions{{role="{role}"}}'] for role in ("scheduler", "worker", "tool")]
+        wanted = {"scheduler": len(METHODS), "worker": len(METHODS), "tool": int(has("recordings"))}
+        sessions = {role: daemon[f'kvlane_sessions{{role="{role}"}}'] for role in wanted}
         at_rest = ("kvlane_limbo_sessions", "kvlane_leased_blocks", "kvlane_claimed_blocks")
-        return (
-            sessions == [len(METHODS), len(METHODS), int(has("recordings"))]
-            and not any(daemon.get(name) for name in (*at_rest, "kvlane_otlp_waiting_spans"))
-            and not router["kvlane_route_connections"]
-            and ready_nodes(self.router) == len(self.engines)
-        )
+        busy = [
+            f"{sessions[role]:.0f} sessions of a {role}" for role in wanted if sessions[role] != wanted[role]
+        ]
+        busy += [
+            f"{name} {daemon[name]:.0f}"
+            for name in (*at_rest, "kvlane_otlp_waiting_spans")
+            if daemon.get(name)
+        ]
+        if router["kvlane_route_connections"]:
+            busy.append(f"{router['kvlane_route_connections']:.0f} connections of the router's clients")
+        if (ready := ready_nodes(self.router)) != len(self.engines):
+            busy.append(f"{ready} engines ready for requests")
+        return busy
 
     def totals(self) -> dict[str, object]:
         """What daemon and router counted."""
