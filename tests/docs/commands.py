@@ -143,7 +143,7 @@ RUN_BY = {
     "kvlane record trace.jsonl --for 1h": RECORD,
     "kvlane replay trace.jsonl --beside": RECORD,
     "kvlane replay trace.jsonl --policy lru,learned --capacity 1tib,2tib": RECORD,
-    "kvlane replay trace.jsonl --capacity 1tib --ssd 8tib": RECORD,
+    "kvlane replay trace.jsonl --policy lru,learned --capacity 1tib --ssd 8tib": RECORD,
     "kvlane record TRACE --for 1h": RECORD,
     "kvlane replay TRACE --policy lru,arc,learned --capacity 1tib,2tib": RECORD,
 }
