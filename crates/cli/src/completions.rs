@@ -17,6 +17,7 @@ enum Shells {
 pub(crate) struct CompletionsArgs {
     /// The shell. Bash: kvlane completions bash > ~/.local/share/bash-completion/completions/kvlane. Zsh: > _kvlane in a folder
     /// of $fpath. Fish: > ~/.config/fish/completions/kvlane.fish
+    #[arg(value_name = "bash|zsh|fish")]
     shell: Shells,
 }
 
