@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from playwright.sync_api import Browser, sync_playwright
+from typing import TYPE_CHECKING
 
 from kvlane import _core
 from kvlane.bench.memory import Memory
 from kvlane.bench.processes import wait_for_health
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_BYTES = 64 << 10
@@ -58,7 +60,7 @@ def daemon(program: str) -> Iterator[Program]:
     with tempfile.TemporaryDirectory(prefix="kvlane-") as folder:
         address, page = f"unix:{folder}/kvlane.sock", f"127.0.0.1:{free_port()}"
         flags = ["--listen", address, "--http", page, "--pool-size", POOL, "--ssd", f"{folder}/blocks:80mib"]
-        with _running([program, "serve", *flags, "--gpu", "off"], page, Path(folder) / "log") as pid:
+        with running([program, "serve", *flags, "--gpu", "off"], page, Path(folder) / "log") as pid:
             yield Program(page, pid, address)
 
 
@@ -69,19 +71,23 @@ def router(program: str, engines: int) -> Iterator[Program]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvlane-")))
         engine, page = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         fake = [sys.executable, "-m", "kvlane.testing.fake_engine", "--port", engine.rpartition(":")[2]]
-        stack.enter_context(_running(fake, engine, folder / "engine.log"))
+        stack.enter_context(running(fake, engine, folder / "engine.log"))
         config = folder / "route.toml"
         config.write_text(f'[[node]]\nurl = "http://{engine}"\nrole = "worker"\nranks = {engines}\n')
         command = [program, "route", "--config", str(config), "--listen", f"127.0.0.1:{free_port()}"]
         command += ["--admin", page, "--socket", "off"]
-        yield Program(page, stack.enter_context(_running(command, page, folder / "route.log")))
+        yield Program(page, stack.enter_context(running(command, page, folder / "route.log")))
 
 
 @contextmanager
-def _running(command: list[str], page: str, log: Path) -> Iterator[int]:
+def running(
+    command: list[str], page: str, log: Path, environment: dict[str, str] | None = None
+) -> Iterator[int]:
     """Its pid, once it is healthy."""
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment
+        )
     try:
         wait_for_health(f"http://{page}", process, log)
         yield process.pid
@@ -170,6 +176,9 @@ def traffic(address: str, per_second: float) -> Iterator[None]:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The browser that scripts/browser.py finds."""
+    # Only here, because itl.py runs beside a vLLM, without it.
+    from playwright.sync_api import sync_playwright
+
     command = [sys.executable, str(ROOT / "scripts/browser.py"), "--path"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
