@@ -433,8 +433,7 @@ def test_ten_thousand_engines_with_namespaces_of_their_own_are_served_one_after_
 
 
 def test_a_hundred_engines_at_once_share_a_few_heaps(daemon: Daemon, cleanup: ExitStack) -> None:
-    """The C library gave each session's thread a heap of its own, and what one freed was of no use to the others: a day
-    of engines that came and went took a fifth more memory."""
+    """The C library gave each session's thread a heap of its own, and what one freed was of no use to the others."""
     for number in range(100):
         namespace = number.to_bytes(16, "little")
         wire = cleanup.enter_context(Wire(daemon.path))

@@ -4,7 +4,7 @@
 /// for each client grows as clients come and go. A few heaps hand it to the next thread instead.
 const HEAPS_MAX: i32 = 4;
 /// Larger pieces are mapped alone, and go back to the kernel when they are freed. By default glibc raises this bound to the largest
-/// piece that it has seen, up to 32 MiB, and from then on keeps such pieces, one in each heap. A lookup of 10,000 blocks stays below.
+/// piece that was freed, up to 32 MiB, and keeps such pieces in its heaps from then on.
 const MAPPED_FROM: i32 = 256 << 10;
 
 /// Limits the heaps of this process, and what they keep. Call it before the process starts threads: heaps that exist are kept. Has
