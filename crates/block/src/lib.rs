@@ -5,9 +5,11 @@
 //! - `runs`: the copies between both. `contiguous`: when two of them become one.
 //! - `slices`: how workers that hold the same block share it, so that each saves a part.
 //! - `shard_layout`: a description of its bytes. `layout_difference`: compares two descriptions.
+//! - `checksum`: crc32c.
 //! - `numbers`: ids, ranks and offsets, each with a type of its own.
 #![forbid(unsafe_code)]
 
+pub mod checksum;
 pub mod contiguous;
 pub mod hash;
 pub mod key;
@@ -19,6 +21,7 @@ pub mod sealed;
 pub mod shard_layout;
 pub mod slices;
 
+pub use checksum::{Crc32c, crc32c};
 pub use contiguous::{Contiguous, Position, merge, push_run};
 pub use hash::{BlockHash, Cut, CutDigest, HashError, LayoutDigest, Namespace, parse_hashes};
 pub use key::{BlockKey, Space};

@@ -69,7 +69,7 @@ impl BlockRead {
         let crc = |extent: &PoolExtent| {
             // SAFETY: The extents are claimed for this read alone until it is done, and the source, which has it, writes to
             // them no more.
-            crc32c::crc32c(unsafe { arena.bytes_at(extent.offset, extent.bytes) })
+            kvlane_block::crc32c(unsafe { arena.bytes_at(extent.offset, extent.bytes) })
         };
         self.extents.iter().map(crc).collect()
     }

@@ -360,7 +360,7 @@ impl Store {
     fn crc(&self, offset: PoolOffset, bytes: u64) -> u32 {
         // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more. Their
         // extents are not reused before the check is given back.
-        crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
+        kvlane_block::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
     }
 
     pub(crate) fn pool_bytes(&self) -> u64 {

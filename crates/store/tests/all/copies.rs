@@ -450,7 +450,7 @@ impl Source for Elsewhere {
     fn read(&self, _: HolderId, blocks: Vec<BlockRead>, _: Instant) {
         for BlockRead { extents, done, .. } in blocks {
             // The pool's memory is zero, and so is the block.
-            let crc = |at: &PoolExtent| crc32c::crc32c(&vec![0; at.bytes as usize]);
+            let crc = |at: &PoolExtent| kvlane_block::crc32c(&vec![0; at.bytes as usize]);
             done.call(Some(extents.iter().map(crc).collect()));
         }
     }

@@ -129,7 +129,7 @@ impl Pool {
             let crc = |at: &PoolExtent| {
                 let bytes = self.bytes_at(*at);
                 bytes.fill(key.hash.0[0]);
-                crc32c::crc32c(bytes)
+                kvlane_block::crc32c(bytes)
             };
             let crcs = extents.iter().map(crc).collect();
             done.call(Some(crcs));
@@ -461,7 +461,7 @@ fn lent_blocks_keep_their_bytes_until_they_are_given_back() {
         let shard = shards.as_ref().unwrap()[0];
         let bytes = pool.bytes_at(shard.extent);
         assert!(bytes.iter().all(|byte| *byte == hash.0[0]));
-        assert_eq!(crc32c::crc32c(bytes), shard.crc32c);
+        assert_eq!(kvlane_block::crc32c(bytes), shard.crc32c);
     }
     drop(loan);
     assert_eq!(pool.store.stats().used_bytes, 0);

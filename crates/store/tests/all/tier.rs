@@ -110,7 +110,7 @@ impl Below for ShelfTier {
             let arena = shelf.arena();
             let copy = |shard: &SealedShard| {
                 let bytes = bytes_at(&arena, shard.extent).to_vec();
-                assert_eq!(crc32c::crc32c(&bytes), shard.crc32c, "written bytes are the sealed ones");
+                assert_eq!(kvlane_block::crc32c(&bytes), shard.crc32c, "written bytes are the sealed ones");
                 bytes
             };
             let bytes: Vec<Vec<u8>> = shards.iter().map(copy).collect();
@@ -178,7 +178,7 @@ impl Source for ShelfTier {
                 let crcs = kept.map(|kept| {
                     let copy = |(bytes, at): (&Vec<u8>, &PoolExtent)| {
                         bytes_at(&arena, *at).copy_from_slice(bytes);
-                        crc32c::crc32c(bytes)
+                        kvlane_block::crc32c(bytes)
                     };
                     kept.iter().zip(&extents).map(copy).collect()
                 });
