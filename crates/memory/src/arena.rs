@@ -331,6 +331,11 @@ impl Arena {
         }
     }
 
+    /// Whether most of the arena is on pages of 2 MB.
+    pub fn is_huge(&self) -> bool {
+        self.pages != Pages::Ordinary
+    }
+
     /// The byte ranges that each lie on one NUMA node, in order. Together they are the arena.
     pub fn nodes(&self) -> &[Range<u64>] {
         &self.nodes

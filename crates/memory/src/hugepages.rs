@@ -37,11 +37,17 @@ pub(crate) fn transparent_for_shared_memory() -> bool {
 /// Whether most of a mapping of shared memory is in transparent huge pages now. The kernel promises none, so look.
 pub(crate) fn mostly_huge(base: u64, bytes: u64) -> bool {
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
-    huge_bytes(&smaps, base, bytes) >= bytes / 2
+    huge_bytes(&smaps, base, bytes, "ShmemPmdMapped") >= bytes / 2
 }
 
-/// Sums ShmemPmdMapped over the mappings inside a range, because a NUMA policy splits one mapping into several.
-fn huge_bytes(smaps: &str, base: u64, bytes: u64) -> u64 {
+/// Bytes of a range of private memory that are in transparent huge pages now.
+pub(crate) fn private_huge_bytes(base: u64, bytes: u64) -> u64 {
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    huge_bytes(&smaps, base, bytes, "AnonHugePages")
+}
+
+/// Sums a counter over the mappings inside a range, because advice and NUMA policies split one mapping into several.
+fn huge_bytes(smaps: &str, base: u64, bytes: u64, counter: &str) -> u64 {
     let mut inside = false;
     let mut sum = 0;
     for line in smaps.lines() {
@@ -49,7 +55,7 @@ fn huge_bytes(smaps: &str, base: u64, bytes: u64) -> u64 {
         if let Some(start) = start {
             inside = (base..base + bytes).contains(&start);
         } else if inside {
-            sum += meminfo_bytes(line, "ShmemPmdMapped").unwrap_or(0);
+            sum += meminfo_bytes(line, counter).unwrap_or(0);
         }
     }
     sum
@@ -64,7 +70,8 @@ mod tests {
         let smaps = "1000-2000 rw-s 00000000 00:01 5 /memfd:kvlane (deleted)\nSize: 4 kB\nShmemPmdMapped:    4 kB\n\
                      2000-3000 rw-s 00000000 00:01 5 /memfd:kvlane (deleted)\nShmemPmdMapped:    2 kB\n\
                      7000-8000 rw-p 00000000 00:00 0\nShmemPmdMapped:    64 kB\n";
-        assert_eq!(huge_bytes(smaps, 0x1000, 0x2000), 6 * 1024);
-        assert_eq!(huge_bytes(smaps, 0x4000, 0x1000), 0);
+        assert_eq!(huge_bytes(smaps, 0x1000, 0x2000, "ShmemPmdMapped"), 6 * 1024);
+        assert_eq!(huge_bytes(smaps, 0x4000, 0x1000, "ShmemPmdMapped"), 0);
+        assert_eq!(huge_bytes(smaps, 0x1000, 0x2000, "AnonHugePages"), 0);
     }
 }
