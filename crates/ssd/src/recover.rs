@@ -32,8 +32,10 @@ use crate::pages::Pages;
 const THREADS: usize = 8;
 /// Segments whose records are in memory at once.
 const BATCH: usize = 64;
-/// Pages that the scan reads at once after a page without a header.
+/// Pages that the scan reads at once after a page without a header, or among small records.
 const WINDOW_PAGES: u32 = 256;
+/// Records up to this many pages are small: to read them whole takes less time than a request for each header.
+const SMALL_RECORD_PAGES: u32 = 16;
 
 /// Outcome of the recovery of one file.
 #[derive(Debug)]
@@ -326,12 +328,12 @@ fn scan(
     let mut window = Pages::new((WINDOW_PAGES as u64 * PAGE_BYTES) as usize);
     let (mut start, mut end) = (0, 0);
     let mut page = from;
-    let mut missed = false;
+    let mut in_windows = false;
     let mut records = Vec::new();
     while page < last_page {
         if !(start..end).contains(&page) {
-            // Read one page while headers lead from record to record, and a window once one is missing.
-            let pages = if missed { WINDOW_PAGES } else { 1 }.min(last_page - page);
+            // Read one page while headers lead from large record to large record, and else a window.
+            let pages = if in_windows { WINDOW_PAGES } else { 1 }.min(last_page - page);
             read(file, &mut window, pages as usize * PAGE_BYTES as usize, superblock.offset(segment, page))?;
             (start, end) = (page, page + pages);
         }
@@ -341,11 +343,11 @@ fn scan(
             Some((header, pages)) if header.generation == generation => {
                 records.push(FoundRecord { key: header.key, page, pages });
                 page += pages;
-                missed = false;
+                in_windows = pages <= SMALL_RECORD_PAGES;
             }
             _ => {
                 page += 1;
-                missed = true;
+                in_windows = true;
             }
         }
     }
