@@ -126,10 +126,19 @@ class SsdBench:
     seconds of the process, those of the devices' threads, and the latency of each block in microseconds."""
 
     def __init__(
-        self, paths: list[str], capacity: int, block_bytes: int, pool_bytes: int, threads: bool = False
+        self,
+        paths: list[str],
+        capacity: int,
+        block_bytes: int,
+        pool_bytes: int,
+        threads: bool = False,
+        path: str = "auto",
     ) -> None: ...
     def status(self) -> list[tuple[str, bool, bool, list[str]]]:
         """Of each device: "io_uring" or "threads", direct I/O, registered memory, and what is not as it should be."""
+
+    def paths(self) -> list[tuple[bool, str, tuple[int, int] | None]]:
+        """Of each device: whether transfers go through staging memory, why, and the read rates direct and staged."""
 
     @property
     def pool_pages(self) -> str:

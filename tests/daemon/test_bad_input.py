@@ -94,6 +94,10 @@ MakeEngine = Callable[..., Engine]
         (["--log-format", "yaml"], ["'yaml'", "--log-format", "text, json"]),
         (["--rails", "some"], ["'some'", "--rails"]),
         (["--ssd", "/nonexistent/blocks:4xb"], ["'4xb'", "--ssd", "'xb'"]),
+        (["--ssd-path", "sideways"], ["'sideways'", "--ssd-path", "direct"]),
+        (["--ssd-path", "staged"], ["--ssd-path is of no use without --ssd"]),
+        (["--ssd", "/nonexistent/blocks", "--ssd-staging", "0"], ["--ssd-staging 0 B", "--ssd-path direct"]),
+        (["--ssd", "/nonexistent/blocks", "--ssd-staging", "100tb"], ["--ssd-staging 100", "available", "smaller"]),
         (["--colour"], ["--colour"]),
     ],
 )

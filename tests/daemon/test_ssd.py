@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patterns import NAMESPACE
@@ -41,6 +43,39 @@ def counted(daemon: Daemon, what: str) -> int:
     _, metrics = daemon.http("/metrics")
     lines = [line for line in metrics.splitlines() if line.startswith(f"kvlane_ssd_{what}_total ")]
     return int(lines[0].rsplit(" ", 1)[1])
+
+
+def _path(daemon: Daemon) -> dict[str, Any]:
+    """Which way the SSD's transfers take, as `kvlane status --json` has it."""
+    done = run_kvlane("status", "--addr", daemon.address, "--json")
+    assert done.returncode == 0, done.stderr
+    (ssd,) = json.loads(done.stdout)["ssds"]
+    return ssd
+
+
+def test_status_and_metrics_say_which_way_transfers_take(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path
+) -> None:
+    daemon = make_daemon("--ssd", f"{ssd}:64mib", "--ssd-path", "staged", "--ssd-staging", "8mib")
+    engine = make_engine(daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    daemon.settle()
+    shown = _path(daemon)
+    assert (shown["transfer_path"], shown["path_reason"]) == ("staged", "--ssd-path staged")
+    assert shown["staging_bytes"] == 8 << 20
+    assert "staged (--ssd-path staged)" in run_kvlane("status", "--addr", daemon.address).stdout
+    page = daemon.http("/metrics")[1]
+    assert f'kvlane_ssd_staged{{device="{ssd}"}} 1' in page
+    assert f'kvlane_ssd_staging_bytes{{device="{ssd}"}} {8 << 20}' in page
+    # The pool is empty after a restart, so the blocks come from the SSD, and the other way.
+    daemon.stop()
+    daemon.flags = ("--ssd", f"{ssd}:64mib", "--ssd-path", "direct")
+    daemon.start()
+    engine.wait_connected(boot)
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
+    assert _path(daemon)["transfer_path"] == "direct"
+    assert f'kvlane_ssd_staged{{device="{ssd}"}} 0' in daemon.http("/metrics")[1]
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
@@ -313,7 +348,8 @@ def test_a_daemon_that_is_killed_at_work_never_gives_wrong_bytes(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_many_kills(make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path) -> None:
-    daemon = make_daemon("--ssd", f"{ssd}:8mib", pool="1mib")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_many_kills(make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path, path: str) -> None:
+    daemon = make_daemon("--ssd", f"{ssd}:8mib", "--ssd-path", path, pool="1mib")
     assert _rounds(daemon, make_engine, 300) > 0

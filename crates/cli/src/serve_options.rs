@@ -22,6 +22,7 @@ use tracing_subscriber::EnvFilter;
 
 use self::cluster::{ClusterFlags, ClusterTransportArg};
 use self::gpus::{CalibrateArg, GpuArg, GpuFlags, StagingArg};
+use self::ssd::{SsdFlags, SsdPathArg};
 use crate::{
     logging::{self, LogFormat},
     otlp,
@@ -124,6 +125,15 @@ pub(crate) struct ServeArgs {
     /// Most bytes that are written to each SSD a second, to spare it [default: no limit]
     #[arg(long, env = "KVLANE_SSD_WRITE_RATE", value_name = "SIZE")]
     ssd_write_rate: Option<Size>,
+
+    /// Which way SSDs' transfers go: direct, to and from the pool; staged, through memory on huge pages, which is faster where
+    /// the pool has small pages; or auto, the faster one as measured [default: auto]
+    #[arg(long, env = "KVLANE_SSD_PATH", value_enum, value_name = "WAY")]
+    ssd_path: Option<SsdPathArg>,
+
+    /// Memory of each SSD for staged transfers [default: 64mib]
+    #[arg(long, env = "KVLANE_SSD_STAGING", value_name = "SIZE")]
+    ssd_staging: Option<Size>,
 
     /// The other daemons of a cluster, whose blocks are hits here: HOST:PORT of each one's --cluster-listen, or a name of
     /// them all, such as a headless service. This daemon's own address may be among them [default: none]
@@ -299,7 +309,12 @@ impl ServeArgs {
         };
         let gpus = gpus.resolve(drivers, &mut warnings)?;
         let ssd_typed = self.ssd.or(file.ssd).unwrap_or_default();
-        let ssd = ssd::options(&ssd_typed, self.ssd_write_rate.or(file.ssd_write_rate))?;
+        let ssd = SsdFlags {
+            write_rate: self.ssd_write_rate.or(file.ssd_write_rate),
+            path: self.ssd_path.or(file.ssd_path),
+            staging: self.ssd_staging.or(file.ssd_staging),
+        };
+        let ssd = ssd.resolve(&ssd_typed)?;
         let cluster = ClusterFlags {
             peers: self.peers.or(file.peers),
             index: self.index.or(file.index),

@@ -220,7 +220,9 @@ fn to_json(status: &Status) -> serde_json::Value {
         })).collect::<Vec<_>>(),
         "ssds": status.ssds.iter().map(|s| json!({
             "path": s.path, "capacity_bytes": s.capacity_bytes, "used_bytes": s.used_bytes, "method": s.method,
-            "trouble": s.trouble,
+            "trouble": s.trouble, "transfer_path": s.transfer_path, "path_reason": s.path_reason,
+            "direct_bytes_per_second": s.direct_bytes_per_second,
+            "staged_bytes_per_second": s.staged_bytes_per_second, "staging_bytes": s.staging_bytes,
         })).collect::<Vec<_>>(),
         "cluster": status.cluster.as_ref().map(|c| json!({
             "members": c.members.iter().map(|m| json!({

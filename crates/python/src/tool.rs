@@ -88,6 +88,11 @@ impl PyTool {
             entry.set_item("used_bytes", ssd.used_bytes)?;
             entry.set_item("method", ssd.method)?;
             entry.set_item("trouble", ssd.trouble)?;
+            entry.set_item("transfer_path", ssd.transfer_path)?;
+            entry.set_item("path_reason", ssd.path_reason)?;
+            entry.set_item("direct_bytes_per_second", ssd.direct_bytes_per_second)?;
+            entry.set_item("staged_bytes_per_second", ssd.staged_bytes_per_second)?;
+            entry.set_item("staging_bytes", ssd.staging_bytes)?;
             ssds.push(entry);
         }
         dict.set_item("ssds", ssds)?;

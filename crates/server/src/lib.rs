@@ -52,5 +52,6 @@ pub use dial::dial;
 pub use index_server::{IndexOptions, IndexServer, index_metrics};
 pub use kvlane_cluster::{ClusterOptions, Directory, ReplicaOptions};
 pub use kvlane_fabric::{Tls, Transport};
+pub use kvlane_ssd::SsdPath;
 pub use metrics::page::metrics;
 pub use ssd::SsdOptions;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvlane_block::Namespace;
 use kvlane_memory::Arena;
 use kvlane_proto::v1;
-use kvlane_ssd::{DeviceOptions, OpenError, Options, SsdTier};
+use kvlane_ssd::{DeviceOptions, OpenError, Options, PathStatus, SsdPath, SsdTier};
 use kvlane_store::Store;
 
 use crate::ssd_notes::SsdNotes;
@@ -17,6 +17,10 @@ pub struct SsdOptions {
     pub devices: Vec<DeviceOptions>,
     /// Most bytes written a second, on each device; None for no limit.
     pub write_rate: Option<u64>,
+    /// Whether transfers go straight to and from the pool, or through staging memory.
+    pub path: SsdPath,
+    /// Bytes of staging memory of each device, if it uses any.
+    pub staging_bytes: u64,
 }
 
 /// The running tier.
@@ -27,7 +31,12 @@ pub(crate) struct Ssd {
 impl Ssd {
     /// Opens the files and rebuilds the index, which takes a moment if there are many blocks.
     pub(crate) fn open(options: &SsdOptions, arena: &Arc<Arena>) -> Result<Self, OpenError> {
-        let of_tier = Options { write_rate: options.write_rate, ..Options::new(options.devices.clone()) };
+        let of_tier = Options {
+            write_rate: options.write_rate,
+            path: options.path,
+            staging_bytes: options.staging_bytes,
+            ..Options::new(options.devices.clone())
+        };
         let tier = SsdTier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
         Ok(Self { tier: Arc::new(tier) })
     }
@@ -53,13 +62,18 @@ impl Ssd {
     /// One entry for each file.
     pub(crate) fn status(&self) -> Vec<v1::SsdStatus> {
         let status = |device: kvlane_ssd::DeviceStatus| {
-            let cache = if device.direct { "direct" } else { "through the page cache" };
+            let cache = if device.direct { "O_DIRECT" } else { "through the page cache" };
             let notes: String = device.notes.iter().map(|note| format!("; {note}")).collect();
             v1::SsdStatus {
                 path: device.path.display().to_string(),
                 capacity_bytes: device.capacity,
                 used_bytes: u64::from(device.segments - device.free_segments) * device.segment_bytes,
-                method: format!("{}, {cache}{notes}", device.io),
+                method: format!("{}, {cache}, {}{notes}", device.io, path_text(&device.path_taken)),
+                transfer_path: path_name(&device.path_taken).to_owned(),
+                path_reason: device.path_taken.reason.clone(),
+                direct_bytes_per_second: device.path_taken.rates.map_or(0, |rates| rates.direct),
+                staged_bytes_per_second: device.path_taken.rates.map_or(0, |rates| rates.staged),
+                staging_bytes: device.path_taken.staging_bytes,
                 trouble: device.degraded.unwrap_or_else(|| match device.drops_not_noted {
                     0 => String::new(),
                     count => {
@@ -77,4 +91,14 @@ impl Ssd {
     pub(crate) fn ask_policy_of(&self, store: &Arc<Store>) {
         self.tier.set_judge(Arc::new(Arc::downgrade(store)));
     }
+}
+
+/// "direct" or "staged".
+pub(crate) fn path_name(path: &PathStatus) -> &'static str {
+    if path.staged { "staged" } else { "direct" }
+}
+
+fn path_text(path: &PathStatus) -> String {
+    let rates = path.rates.map_or(String::new(), |rates| format!(": {rates}"));
+    format!("{} ({}{rates})", path_name(path), path.reason)
 }

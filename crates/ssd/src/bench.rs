@@ -23,6 +23,8 @@ use crate::options::{DeviceOptions, Options};
 use crate::request::{Read, ReadEnd, Record, Refused, WriteEnd};
 use crate::stats::{DeviceStatus, Stats};
 use crate::tier::SsdTier;
+use crate::way::SsdPath;
+use crate::way_file::rates_path;
 
 const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
 /// Timeout of every wait; only a hanging device takes longer.
@@ -76,7 +78,7 @@ pub struct Bench {
 
 impl Bench {
     /// Opens a tier on new files of `capacity` bytes each, for blocks of one size. With `threads`, it does not use
-    /// io_uring.
+    /// io_uring. Transfers take `path`.
     ///
     /// # Errors
     /// [`BenchError`]. A file that exists already is an error too, because it may be in use.
@@ -86,6 +88,7 @@ impl Bench {
         block_bytes: u64,
         pool_bytes: u64,
         threads: bool,
+        path: SsdPath,
     ) -> Result<Bench, BenchError> {
         for path in &paths {
             if path.exists() {
@@ -106,11 +109,11 @@ impl Bench {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             word.copy_from_slice(&state.to_le_bytes());
         }
-        let crc = crc32c::crc32c(bytes);
+        let crc = kvlane_block::crc32c(bytes);
         let device = |path: &PathBuf| DeviceOptions { path: path.clone(), capacity: Some(capacity) };
         let options = Options::new(paths.iter().map(device).collect());
         let backlog_bytes = options.backlog_bytes.min(capacity / 8);
-        let options = Options { threads, backlog_bytes, ..options };
+        let options = Options { threads, backlog_bytes, path, ..options };
         let tier = SsdTier::open(options, arena.clone());
         // From here on an error drops the bench, which removes the files.
         let mut bench = Bench { tier: None, paths, arena, block_bytes, crc, written: 0 };
@@ -201,6 +204,7 @@ impl Bench {
         }
         // `open` made these files, so nothing else needs them.
         for path in std::mem::take(&mut self.paths) {
+            let _ = std::fs::remove_file(rates_path(&path));
             let _ = std::fs::remove_file(path);
         }
     }
@@ -263,7 +267,8 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
     let segment_pages = LARGEST_SEGMENT / PAGE_BYTES;
     let pages = blocks * (header_pages(1) + shard_pages(RESTART_BLOCK_BYTES));
     let capacity = Superblock::SEGMENTS_START + (pages.div_ceil(segment_pages) + 8) * LARGEST_SEGMENT;
-    let mut bench = Bench::open(vec![path.clone()], capacity, RESTART_BLOCK_BYTES, 1 << 20, false)?;
+    let mut bench =
+        Bench::open(vec![path.clone()], capacity, RESTART_BLOCK_BYTES, 1 << 20, false, SsdPath::Auto)?;
     bench.write(blocks)?;
     let tier = bench.tier.take();
     if !tier.is_some_and(|tier| tier.close(TIMEOUT)) {
@@ -321,7 +326,7 @@ pub fn crc_rate(piece_bytes: u64, bytes: u64) -> Result<f64, BenchError> {
     // Write every page, because untouched pages all map the same zero page.
     memory.fill(7);
     let before = cpu();
-    let crcs = memory.chunks(piece_bytes as usize).fold(0, |sum, piece| sum ^ crc32c::crc32c(piece));
+    let crcs = memory.chunks(piece_bytes as usize).fold(0, |sum, piece| sum ^ kvlane_block::crc32c(piece));
     std::hint::black_box(crcs);
     Ok(memory.len() as f64 / (cpu() - before).as_secs_f64())
 }
@@ -521,7 +526,7 @@ mod tests {
     fn a_small_tier_is_measured_and_its_files_are_gone_after() -> Result<(), BenchError> {
         let folder = tempfile::tempdir()?;
         let paths: Vec<PathBuf> = ["a", "b"].iter().map(|name| folder.path().join(name)).collect();
-        let mut bench = Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false)?;
+        let mut bench = Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false, SsdPath::Staged)?;
         let wrote = bench.write(64)?;
         assert_eq!((wrote.bytes, wrote.latencies_us.len()), (64 * (64 << 10), 64));
         assert!(wrote.seconds > 0.0);
@@ -537,7 +542,7 @@ mod tests {
         assert!(bench.write(1).is_err() && paths.iter().all(|path| !path.exists()));
 
         std::fs::write(&paths[0], "somebody's")?;
-        assert!(Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false).is_err());
+        assert!(Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false, SsdPath::Staged).is_err());
         assert_eq!(std::fs::read(&paths[0])?, b"somebody's");
         Ok(())
     }

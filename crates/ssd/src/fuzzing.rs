@@ -36,7 +36,7 @@ fn sealed(kind: &[u8; 8], fields: &[u8]) -> Vec<u8> {
     let mut bytes = kind.to_vec();
     let mut checked = (16 + fields.len() as u32).to_le_bytes().to_vec();
     checked.extend_from_slice(fields);
-    bytes.extend_from_slice(&crc32c::crc32c(&checked).to_le_bytes());
+    bytes.extend_from_slice(&kvlane_block::crc32c(&checked).to_le_bytes());
     bytes.extend_from_slice(&checked);
     bytes
 }

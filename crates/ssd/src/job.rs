@@ -12,10 +12,13 @@ use crate::io::{Op, OpKind, Piece, Registration};
 use crate::layout::{SegmentFoot, SegmentNumber};
 use crate::pages::Pages;
 use crate::request::{ReadEnd, Record, WriteEnd};
+use crate::staging::Slot;
 
 /// Target size of an operation in bytes; an operation has at most half as much more. A block of 2 MiB becomes several
 /// operations, which devices carry out at the same time.
-const OP_BYTES: usize = 1 << 20;
+pub(crate) const OP_BYTES: usize = 1 << 20;
+/// The same for operations on staging memory. Its pages are huge, so the kernel makes few requests of a large operation.
+pub(crate) const STAGED_OP_BYTES: usize = 2 << 20;
 
 /// An accepted read. Its segment is pinned until `done` is called.
 pub(crate) struct ReadJob {
@@ -54,22 +57,32 @@ pub(crate) struct AllocatedWrite {
 
 /// Adjacent records of the log, which go to the device in one operation. A device takes one request of 1 MiB in much
 /// less time than four of 256 KiB.
-#[derive(Default)]
 pub(crate) struct Batch {
     records: Vec<AllocatedWrite>,
     pieces: Vec<Piece>,
     bytes: usize,
+    op_bytes: usize,
 }
 
 impl Batch {
+    /// An empty batch, for operations of about this size.
+    pub(crate) fn new(op_bytes: usize) -> Batch {
+        Batch { records: Vec::new(), pieces: Vec::new(), bytes: 0, op_bytes }
+    }
+
+    /// Takes all records out.
+    pub(crate) fn take(&mut self) -> Batch {
+        std::mem::replace(self, Batch::new(self.op_bytes))
+    }
+
     /// Whether a record at this location, with this many pieces of memory, may join the batch. An empty batch takes any.
     pub(crate) fn takes(&self, location: &Location, pieces: usize) -> bool {
         let Some(last) = self.records.last().map(|record| &record.location) else { return true };
         let bytes = location.pages as usize * crate::PAGE_BYTES as usize;
         let adjacent = last.segment == location.segment && last.page + last.pages == location.page;
         // Stop at one operation: a larger batch saves nothing, and one failure fails every record of the batch.
-        let in_one = self.bytes < OP_BYTES
-            && self.bytes + bytes <= OP_BYTES + OP_BYTES / 2
+        let in_one = self.bytes < self.op_bytes
+            && self.bytes + bytes <= self.op_bytes + self.op_bytes / 2
             && self.pieces.len() + pieces <= Op::MAX_PIECES;
         adjacent && in_one
     }
@@ -93,16 +106,26 @@ impl Batch {
     }
 }
 
+/// Where the device puts a record.
+pub(crate) enum ReadMemory {
+    /// The shards into the pool, the header into memory of its own.
+    Direct(HeaderMemory),
+    /// The whole record into staging.
+    Staged(Slot),
+}
+
 /// The purpose of a transfer. Each variant owns the memory that its operations use, except for the pool's.
 #[expect(dead_code, reason = "some pages are only kept because the kernel reads them")]
 pub(crate) enum Purpose {
     Read {
         job: ReadJob,
-        header: HeaderMemory,
+        memory: ReadMemory,
     },
     /// At least one record; all are in one segment.
     Write {
         records: Vec<AllocatedWrite>,
+        /// The staging memory that they were copied to. None if they are written from the pool.
+        staged: Option<Slot>,
     },
     Head {
         segment: SegmentNumber,
@@ -204,23 +227,29 @@ pub(crate) fn cut_record(
 ) -> Vec<UnfinishedOp> {
     let is_one_run = shards.windows(2).all(|pair| ends_at(&pair[0], &pair[1]));
     if registration == Registration::Registered && is_one_run {
-        let mut parts = cut(transfer, kind, offset, &[header]);
-        parts.extend(cut(transfer, kind, offset + header.bytes as u64, shards));
+        let mut parts = cut(transfer, kind, offset, &[header], OP_BYTES);
+        parts.extend(cut(transfer, kind, offset + header.bytes as u64, shards, OP_BYTES));
         return parts;
     }
-    cut(transfer, kind, offset, &[&[header], shards].concat())
+    cut(transfer, kind, offset, &[&[header], shards].concat(), OP_BYTES)
 }
 
 fn ends_at(piece: &Piece, next: &Piece) -> bool {
     std::ptr::eq(piece.address.wrapping_add(piece.bytes), next.address)
 }
 
-/// Cuts a contiguous range of the file, which these pieces of memory hold, into operations.
-pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<UnfinishedOp> {
+/// Cuts a contiguous range of the file, which these pieces of memory hold, into operations of about `op_bytes`.
+pub(crate) fn cut(
+    transfer: u64,
+    kind: OpKind,
+    offset: u64,
+    pieces: &[Piece],
+    op_bytes: usize,
+) -> Vec<UnfinishedOp> {
     let mut parts: Vec<UnfinishedOp> = Vec::new();
     // Cut into equal sizes, so that a header of one page does not leave one page for a last operation.
     let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
-    let count = ((bytes + OP_BYTES / 2) / OP_BYTES).max(1);
+    let count = ((bytes + op_bytes / 2) / op_bytes).max(1);
     let part_bytes = bytes.div_ceil(count).next_multiple_of(crate::PAGE_BYTES as usize);
     let (mut at, mut room) = (offset, 0);
     for piece in pieces {
@@ -284,7 +313,10 @@ mod tests {
         let apart = [shards[0], piece(1 << 24, 56)];
         assert_eq!(counts(&apart, Registration::Registered), [3]);
         let whole = cut_record(1, OpKind::Read, 8192, header, &shards, Registration::Registered);
-        assert_eq!(flat(&whole), flat(&cut(1, OpKind::Read, 8192, &[&[header], &shards[..]].concat())));
+        assert_eq!(
+            flat(&whole),
+            flat(&cut(1, OpKind::Read, 8192, &[&[header], &shards[..]].concat(), OP_BYTES))
+        );
     }
 
     proptest! {
@@ -311,7 +343,7 @@ mod tests {
                     offset += 4096;
                 }
             }
-            let mut parts = cut(1, OpKind::Read, 8192, &pieces);
+            let mut parts = cut(1, OpKind::Read, 8192, &pieces, OP_BYTES);
             prop_assert_eq!(flat(&parts), expected.clone());
             prop_assert!(parts.iter().all(|part| part.bytes() <= 3 << 19 && part.pieces.len() <= Op::MAX_PIECES));
             let mut done = Vec::new();

@@ -133,6 +133,12 @@ impl Log {
         }
     }
 
+    /// The segments that hold records and are not written to.
+    pub(crate) fn sealed(&self) -> impl Iterator<Item = SegmentNumber> {
+        let is_sealed = |(_, (state, _)): &(usize, &(SegmentState, u64))| *state == SegmentState::Sealed;
+        self.states.iter().enumerate().filter(is_sealed).map(|(number, _)| SegmentNumber(number as u32))
+    }
+
     /// Excludes a segment whose generation could not be read. A new head might get the same generation, which would make
     /// the segment's old records count again. So the segment stays unused until a start can read it.
     pub(crate) fn exclude(&mut self, segment: SegmentNumber) {

@@ -11,6 +11,8 @@ pub unsafe trait Memory: Send + Sync {
     fn base(&self) -> *mut u8;
     /// Size of the pool in bytes.
     fn bytes(&self) -> u64;
+    /// Whether most of it is on huge pages.
+    fn is_huge(&self) -> bool;
 }
 
 // SAFETY: an arena is one shared mapping with fixed base and length, unmapped when it is dropped.
@@ -21,5 +23,9 @@ unsafe impl Memory for kvlane_memory::Arena {
 
     fn bytes(&self) -> u64 {
         kvlane_memory::Arena::bytes(self)
+    }
+
+    fn is_huge(&self) -> bool {
+        kvlane_memory::Arena::is_huge(self)
     }
 }

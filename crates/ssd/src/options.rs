@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::io::WrapIo;
+use crate::way::SsdPath;
 
 /// The file that stands for one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,6 +30,10 @@ pub struct Options {
     pub segment_bytes: Option<u64>,
     /// Limit, for each device, of bytes that were accepted and are not written yet.
     pub backlog_bytes: u64,
+    /// Whether transfers go straight to and from the pool, or through staging memory.
+    pub path: SsdPath,
+    /// Bytes of staging memory of each device, if it uses any.
+    pub staging_bytes: u64,
     /// Use threads even if io_uring is available.
     pub threads: bool,
     /// Use the page cache even if direct I/O is available.
@@ -46,6 +51,8 @@ impl Options {
             checkpoint_interval: Duration::from_secs(30),
             segment_bytes: None,
             backlog_bytes: 256 << 20,
+            path: SsdPath::Auto,
+            staging_bytes: 64 << 20,
             threads: false,
             buffered: false,
             wrap_io: None,

@@ -19,6 +19,7 @@ use crate::io::Waker;
 use crate::job::{Accepted, ReadJob, WriteJob};
 use crate::latency::Latency;
 use crate::stats::{Counters, DeviceStatus};
+use crate::way::PathStatus;
 
 /// State of the tier.
 pub(crate) struct Shared {
@@ -87,6 +88,8 @@ pub(crate) struct DeviceShared {
     pub(crate) health: Mutex<Health>,
     pub(crate) holdings: Mutex<Holdings>,
     pub(crate) free_segments: AtomicU32,
+    /// Which way transfers go; the device's thread decides.
+    pub(crate) path_taken: Mutex<PathStatus>,
     /// The parts of the status that never change; [`DeviceShared::status`] fills in the others.
     pub(crate) facts: DeviceStatus,
     /// Set by the device's thread when it starts.
@@ -120,6 +123,7 @@ impl DeviceShared {
             health: Mutex::default(),
             holdings: Mutex::new(holdings),
             free_segments: AtomicU32::new(0),
+            path_taken: Mutex::new(facts.path_taken.clone()),
             facts,
             thread: OnceLock::new(),
             ended: Mutex::new(false),
@@ -207,6 +211,7 @@ impl DeviceShared {
     pub(crate) fn status(&self) -> DeviceStatus {
         DeviceStatus {
             free_segments: self.free_segments.load(Ordering::Relaxed),
+            path_taken: self.path_taken.lock().clone(),
             degraded: self.health.lock().reason().map(str::to_owned),
             backlog_bytes: self.backlog.load(Ordering::Relaxed),
             reads: self.reads.load(Ordering::Relaxed),

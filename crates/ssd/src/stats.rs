@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::latency::Latencies;
+use crate::way::PathStatus;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -110,6 +111,8 @@ pub struct DeviceStatus {
     pub read_latencies: Latencies,
     /// How long writes took that were stored, from their request on.
     pub write_latencies: Latencies,
+    /// Whether transfers go through staging memory, and why.
+    pub path_taken: PathStatus,
     /// Whether the file was there when the tier was opened.
     pub warm: bool,
 }

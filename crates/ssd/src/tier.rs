@@ -29,12 +29,16 @@ use crate::layout::{PAGE_BYTES, Superblock, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
+use crate::path_chooser::PathChooser;
 use crate::recover::begin_run;
 use crate::request::{NotNoted, Read, ReadEnd, Record, Refused, SpaceUse, WriteEnd};
 use crate::shared::{DeviceShared, Shared, Stored};
+use crate::staging::Staging;
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
 use crate::uring::UringQueue;
+use crate::way::{PathStatus, SsdPath};
+use crate::way_file::RatesFile;
 
 /// Reads of one device, queued and in flight together.
 const READS_MAX: u64 = 8192;
@@ -61,6 +65,7 @@ struct Opened {
     io: &'static str,
     registration: Registration,
     notes: Vec<String>,
+    path_taken: PathStatus,
     waker: crate::io::Waker,
 }
 
@@ -179,6 +184,10 @@ impl SsdTier {
             superblock: file.superblock,
             memory: Arc::clone(&self.memory),
             shared: Arc::clone(&self.shared),
+            path: file.path.clone(),
+            ssd_path: options.path,
+            staging_bytes: options.staging_bytes,
+            direct_io: file.direct,
             threads: options.threads,
             wrap_io: options.wrap_io.clone(),
             write_rate: options.write_rate,
@@ -545,6 +554,7 @@ fn initial_status(file: TierFile, opened: Opened, free_segments: u32) -> DeviceS
         direct: file.direct,
         registered: opened.registration == Registration::Registered,
         notes,
+        path_taken: opened.path_taken,
         degraded: None,
         drops_not_noted: 0,
         backlog_bytes: 0,
@@ -565,6 +575,10 @@ struct DeviceThread {
     superblock: Superblock,
     memory: Arc<dyn Memory>,
     shared: Arc<Shared>,
+    path: std::path::PathBuf,
+    ssd_path: SsdPath,
+    staging_bytes: u64,
+    direct_io: bool,
     threads: bool,
     wrap_io: Option<Arc<dyn WrapIo>>,
     write_rate: Option<u64>,
@@ -575,15 +589,22 @@ impl DeviceThread {
     /// Body of the thread: opens the I/O interface and reports it, waits for state and log, and runs the device. Opens
     /// the interface here, because an io_uring belongs to the thread that makes it.
     fn run(self, report: &Sender<std::io::Result<Opened>>, starts: &Receiver<DeviceAndLog>) {
+        let rates_file = RatesFile::beside(&self.path, &self.file);
+        let mut chooser = PathChooser::new(self.ssd_path, self.memory.is_huge(), self.direct_io, rates_file);
+        let (staging, note) = chooser.make_staging(self.staging_bytes);
         let DeviceThread { file, number, superblock, memory, shared, .. } = self;
         let headers = Headers::new();
-        let (io, opened) = match open_wrapped_io(file, &*memory, &headers, self.threads, self.wrap_io) {
+        let mut small = vec![headers.memory()];
+        small.extend(staging.as_ref().map(Staging::memory));
+        let (io, mut opened) = match open_wrapped_io(file, &*memory, &small, self.threads, self.wrap_io) {
             Ok(made) => made,
             Err(error) => {
                 let _ = report.send(Err(error));
                 return;
             }
         };
+        opened.notes.extend(note);
+        opened.path_taken = chooser.status();
         let registration = opened.registration;
         let _ = report.send(Ok(opened));
         let Ok((device, log)) = starts.recv() else { return };
@@ -592,6 +613,8 @@ impl DeviceThread {
         Device::new(Start {
             io,
             headers,
+            staging,
+            chooser,
             registration,
             memory,
             shared,
@@ -620,11 +643,11 @@ impl Drop for ThreadEndGuard {
 fn open_wrapped_io(
     file: std::fs::File,
     memory: &dyn Memory,
-    headers: &Headers,
+    small: &[Piece],
     threads: bool,
     wrap_io: Option<Arc<dyn WrapIo>>,
 ) -> std::io::Result<(Box<dyn Io>, Opened)> {
-    let (mut io, mut opened) = open_io(file, memory, headers, threads)?;
+    let (mut io, mut opened) = open_io(file, memory, small, threads)?;
     if let Some(wrap) = wrap_io {
         io = wrap.wrap(io);
         opened.waker = io.waker();
@@ -632,12 +655,13 @@ fn open_wrapped_io(
     Ok((io, opened))
 }
 
-/// Opens io_uring, or a pool of threads if io_uring is refused or `threads` is set. Takes the file, because each clone
+/// Opens io_uring, or a pool of threads if io_uring is refused or `threads` is set. `small` is the device's own memory that its
+/// transfers use. Takes the file, because each clone
 /// of its descriptor that outlives the thread would keep its lock.
 fn open_io(
     file: std::fs::File,
     memory: &dyn Memory,
-    headers: &Headers,
+    small: &[Piece],
     threads: bool,
 ) -> std::io::Result<(Box<dyn Io>, Opened)> {
     let mut notes = Vec::new();
@@ -645,7 +669,7 @@ fn open_io(
         notes.push("no io_uring, a few threads transfer: it is switched off".to_owned());
     } else {
         let pool = Piece { address: memory.base(), bytes: memory.bytes() as usize };
-        match UringQueue::new(file.try_clone()?, &[pool, headers.memory()]) {
+        match UringQueue::new(file.try_clone()?, pool, small) {
             Ok((ring, not_registered)) => {
                 let registration = match not_registered {
                     None => Registration::Registered,
@@ -655,6 +679,7 @@ fn open_io(
                     io: "io_uring",
                     registration,
                     notes: not_registered.into_iter().collect(),
+                    path_taken: PathStatus::default(),
                     waker: ring.waker(),
                 };
                 return Ok((Box::new(ring), opened));
@@ -665,5 +690,8 @@ fn open_io(
     let threads = Threads::new(file)?;
     let waker = threads.waker();
     let registration = Registration::Unregistered;
-    Ok((Box::new(threads), Opened { io: "threads", registration, notes, waker }))
+    Ok((
+        Box::new(threads),
+        Opened { io: "threads", registration, notes, path_taken: PathStatus::default(), waker },
+    ))
 }

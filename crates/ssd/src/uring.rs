@@ -71,9 +71,10 @@ pub fn try_io_uring() -> io::Result<()> {
 }
 
 impl UringQueue {
-    /// Sets up a ring for the calling thread. If `memory` cannot be registered, the second value says why; the kernel
-    /// then pins the pages of each operation.
-    pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(UringQueue, Option<String>)> {
+    /// Sets up a ring for the calling thread, and registers the pool and `small`. If the pool cannot be registered, the
+    /// second value says why, and only `small` is, if possible. The kernel pins the pages of each operation on memory that is
+    /// not registered.
+    pub(crate) fn new(file: File, pool: Piece, small: &[Piece]) -> io::Result<(UringQueue, Option<String>)> {
         let ring = make_ring()?;
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         // SAFETY: a system call without addresses.
@@ -93,7 +94,9 @@ impl UringQueue {
             wake_count: Box::new(0),
             wake_posted: false,
         };
-        let refused = ring.register(memory).err().map(|error| {
+        let all: Vec<Piece> = small.iter().copied().chain([pool]).collect();
+        let refused = ring.register(&all).err().map(|error| {
+            let _ = ring.register(small);
             format!("memory is not registered with io_uring: {error}; a higher limit of locked memory (ulimit -l) may help")
         });
         Ok((ring, refused))

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use kvlane_ssd::{Options, WriteEnd};
+use kvlane_ssd::{Options, SsdPath, WriteEnd};
 use support::*;
 
 /// Set for the process that is killed: the file.
@@ -25,8 +25,18 @@ const SEGMENT: u64 = 128 * KIB;
 /// The youngest of so many bytes are in no segment that is emptied: half of the file's segments.
 const KEPT: u64 = 5 * SEGMENT;
 
-fn options(path: &Path) -> Options {
+/// What a helper takes where no test says otherwise.
+const PATH: SsdPath = SsdPath::Auto;
+
+/// Which way the process that begins with this block takes. The next process takes the other one.
+fn way(first: u64) -> SsdPath {
+    if first.is_multiple_of(2) { SsdPath::Direct } else { SsdPath::Staged }
+}
+
+fn options(path: &Path, way: SsdPath) -> Options {
     Options {
+        path: way,
+        staging_bytes: 2 * MIB,
         segment_bytes: Some(SEGMENT),
         checkpoint_interval: Duration::from_millis(2),
         ..Options::new(vec![device(path, 16 * SEGMENT + 64 * KIB)])
@@ -45,7 +55,7 @@ fn record_bytes(block: &Block) -> u64 {
 /// Writes blocks, eight at a time, reads some so that cleaning copies, and says which are stored.
 fn fill(path: &Path, first: u64) -> ! {
     let mut pool = Pool::new(4 * MIB);
-    let tier = open(options(path), &pool);
+    let tier = open(options(path, way(first)), &pool);
     let mut number = first;
     loop {
         pool.reset();
@@ -118,7 +128,7 @@ fn a_daemon_killed_at_any_moment_leaves_what_it_stored_and_nothing_wrong() {
         told.extend(lines.map_while(Result::ok).filter_map(|line| number(&line)));
         stored.extend(told);
 
-        let tier = open(options(&path), &pool);
+        let tier = open(options(&path, way(first + 1)), &pool);
         scanned.set(scanned.get() + tier.stats().recovered_by_scan);
         let next = stored.last().map_or(first, |last| last + 1).max(first) + 16;
         let mut young = 0;

@@ -8,6 +8,9 @@ use std::process::Command;
 
 use support::*;
 
+/// Staging is used without io_uring, too.
+const PATH: kvlane_ssd::SsdPath = kvlane_ssd::SsdPath::Staged;
+
 /// Set for the process that lives under the filter.
 const CHILD: &str = "KVLANE_SSD_TEST_REFUSED";
 

@@ -3,7 +3,10 @@
 use std::{io::ErrorKind, os::unix::fs::FileTypeExt, time::Duration};
 
 use kvlane_client::{ConnectError, DaemonUser, Tool, ToolError};
-use kvlane_proto::{Address, v1::ClusterStatus};
+use kvlane_proto::{
+    Address,
+    v1::{ClusterStatus, SsdStatus},
+};
 
 use crate::doctor::finding::Finding;
 
@@ -11,7 +14,7 @@ use crate::doctor::finding::Finding;
 #[derive(Debug)]
 pub(crate) enum Facts {
     /// A daemon of this version. The cluster is None without one, and if the daemon does not show it over this address.
-    Answers { version: String, cluster: Option<ClusterStatus> },
+    Answers { version: String, cluster: Option<ClusterStatus>, ssds: Vec<SsdStatus> },
     /// No process listens; a daemon can be started.
     Nobody,
     /// A file that is no socket, in the place of one.
@@ -29,9 +32,9 @@ pub(crate) fn read(address: &Address, user: DaemonUser) -> Facts {
     match Tool::connect_to_user(address, user, Duration::from_secs(2)) {
         Ok(mut tool) => {
             let version = tool.version().to_owned();
-            let cluster = tool.status().ok().and_then(|status| status.cluster);
+            let status = tool.status().unwrap_or_default();
             tool.close();
-            Facts::Answers { version, cluster }
+            Facts::Answers { version, cluster: status.cluster, ssds: status.ssds }
         }
         Err(ToolError::Connect(ConnectError::Refused { error, .. }))
             if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) =>
@@ -46,6 +49,14 @@ impl Facts {
     /// Whether a daemon has its pool already.
     pub(crate) fn is_running(&self) -> bool {
         matches!(self, Self::Answers { .. })
+    }
+
+    /// The SSDs of a running daemon.
+    pub(crate) fn ssds(&self) -> &[SsdStatus] {
+        match self {
+            Self::Answers { ssds, .. } => ssds,
+            _ => &[],
+        }
     }
 
     /// The other daemons, as a running one sees them.
@@ -120,10 +131,11 @@ mod tests {
     #[test]
     fn versions_are_compared() {
         let address = Address::Unix("/x".into());
-        let same = Facts::Answers { version: env!("CARGO_PKG_VERSION").into(), cluster: None };
+        let same =
+            Facts::Answers { version: env!("CARGO_PKG_VERSION").into(), cluster: None, ssds: Vec::new() };
         assert_eq!(judge(&same, &address).verdict, Verdict::Ok);
         assert!(same.is_running());
-        let other = Facts::Answers { version: "99.0.0".into(), cluster: None };
+        let other = Facts::Answers { version: "99.0.0".into(), cluster: None, ssds: Vec::new() };
         assert_eq!(judge(&other, &address).verdict, Verdict::Note);
     }
 }

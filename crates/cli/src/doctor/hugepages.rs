@@ -47,6 +47,12 @@ impl Facts {
         pool.0.div_ceil(BYTES) <= self.two_mib.free
     }
 
+    /// The command that reserves enough for the pool.
+    pub(crate) fn reserve(&self, pool: Size) -> String {
+        let missing = pool.0.div_ceil(BYTES).saturating_sub(self.two_mib.free);
+        format!("`sysctl vm.nr_hugepages={}`", self.two_mib.total.saturating_add(missing))
+    }
+
     fn has_transparent(&self) -> bool {
         matches!(self.shared.as_deref(), Some("advise" | "always" | "within_size"))
     }
@@ -71,10 +77,7 @@ pub(crate) fn judge(facts: &Facts, pool: Size, running: bool) -> Finding {
         return Finding::ok("huge pages", found)
             .means(format!("--hugepages auto takes reserved 2 MiB pages for a pool of {pool}"));
     }
-    let reserve = format!(
-        "reserve them with `sysctl vm.nr_hugepages={}`",
-        two_mib.total.saturating_add(pool.0.div_ceil(BYTES).saturating_sub(two_mib.free))
-    );
+    let reserve = format!("reserve them with {}", facts.reserve(pool));
     if facts.has_transparent() {
         Finding::ok("huge pages", found)
             .means(format!(

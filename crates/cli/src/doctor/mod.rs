@@ -14,6 +14,7 @@ mod io_uring;
 mod kernel;
 mod memory;
 mod numa;
+mod ssd;
 mod unused;
 mod vllm;
 mod workers;
@@ -104,6 +105,7 @@ fn examine(
     findings.push(hugepages::judge(&hugepages, pool, running));
     findings.push(memory::judge_locked(&memory::Locked::read(root), pool));
     findings.push(io_uring::judge(&io_uring::Facts::read(root)));
+    findings.extend(ssd::judge(daemon.ssds(), &hugepages.reserve(pool)));
     findings.push(numa::judge(&numa));
     findings.push(kernel::judge(&kernel::Facts::read(root)));
     findings.push(workers::judge(&workers::Facts::read(root)));

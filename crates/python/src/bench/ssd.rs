@@ -2,12 +2,18 @@
 
 use std::path::PathBuf;
 
-use kvlane_ssd::bench::{Bench, BenchError, Measured, crc_rate, restart};
+use kvlane_ssd::{
+    PathStatus, SsdPath,
+    bench::{Bench, BenchError, Measured, crc_rate, restart},
+};
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyOSError, prelude::*};
 
 /// Bytes, seconds, CPU seconds, those of the devices' threads, latency of each block in microseconds.
 type PyMeasured = (u64, f64, f64, f64, Vec<u64>);
+
+/// Whether transfers are staged, why, and the rates of reads direct and staged.
+type PyPath = (bool, String, Option<(u64, u64)>);
 
 /// A tier on files of its own, which are removed with it.
 #[pyclass(name = "SsdBench", module = "kvlane._bench", frozen)]
@@ -16,7 +22,7 @@ pub(crate) struct PySsdBench(Mutex<Bench>);
 #[pymethods]
 impl PySsdBench {
     #[new]
-    #[pyo3(signature = (paths, capacity, block_bytes, pool_bytes, threads = false))]
+    #[pyo3(signature = (paths, capacity, block_bytes, pool_bytes, threads = false, path = "auto"))]
     fn new(
         py: Python<'_>,
         paths: Vec<PathBuf>,
@@ -24,8 +30,15 @@ impl PySsdBench {
         block_bytes: u64,
         pool_bytes: u64,
         threads: bool,
+        path: &str,
     ) -> PyResult<Self> {
-        let bench = py.detach(|| Bench::open(paths, capacity, block_bytes, pool_bytes, threads));
+        let path = match path {
+            "auto" => SsdPath::Auto,
+            "direct" => SsdPath::Direct,
+            "staged" => SsdPath::Staged,
+            other => return Err(PyOSError::new_err(format!("{other} is none of auto, direct, staged"))),
+        };
+        let bench = py.detach(|| Bench::open(paths, capacity, block_bytes, pool_bytes, threads, path));
         Ok(Self(Mutex::new(bench.map_err(failed)?)))
     }
 
@@ -33,6 +46,15 @@ impl PySsdBench {
     fn status(&self, py: Python<'_>) -> Vec<(&'static str, bool, bool, Vec<String>)> {
         let status = py.detach(|| self.0.lock().status());
         status.into_iter().map(|each| (each.io, each.direct, each.registered, each.notes)).collect()
+    }
+
+    /// Whether transfers are staged, why, and the rates of reads direct and staged, of each device.
+    fn paths(&self, py: Python<'_>) -> Vec<PyPath> {
+        let status = py.detach(|| self.0.lock().status());
+        let path = |path: PathStatus| {
+            (path.staged, path.reason, path.rates.map(|rates| (rates.direct, rates.staged)))
+        };
+        status.into_iter().map(|each| path(each.path_taken)).collect()
     }
 
     #[getter]

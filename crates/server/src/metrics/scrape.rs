@@ -115,6 +115,21 @@ impl Scrape {
         self.ssd_devices().flat_map(rows).collect()
     }
 
+    /// Rates of each SSD's reads both ways, where they were measured.
+    pub(crate) fn ssd_path_rates(&self) -> Samples {
+        let rows = |device: &kvlane_ssd::DeviceStatus| {
+            let row = |path: &str, rate: u64| {
+                (vec![device.path.display().to_string(), path.to_owned()], rate as f64)
+            };
+            let rates = device.path_taken.rates;
+            rates
+                .map(|rates| [row("direct", rates.direct), row("staged", rates.staged)])
+                .into_iter()
+                .flatten()
+        };
+        self.ssd_devices().flat_map(rows).collect()
+    }
+
     /// How long evicted blocks had been in the pool.
     pub(crate) fn residence(&self) -> Distribution {
         const BOUNDS_US: [u64; RESIDENCE_BOUNDS_S.len()] = {

@@ -290,6 +290,19 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
     each("kvlane_ssd_backlog_bytes", Gauge, "device", "Bytes on their way to an SSD.", |s| {
         by_label(s.ssd_devices().map(|device| (device.path.display(), device.backlog_bytes)))
     }),
+    each("kvlane_ssd_staged", Gauge, "device", "1 if transfers of an SSD go through staging memory.", |s| {
+        by_label(s.ssd_devices().map(|device| (device.path.display(), u64::from(device.path_taken.staged))))
+    }),
+    each("kvlane_ssd_staging_bytes", Gauge, "device", "Staging memory of an SSD.", |s| {
+        by_label(s.ssd_devices().map(|device| (device.path.display(), device.path_taken.staging_bytes)))
+    }),
+    each(
+        "kvlane_ssd_path_bytes_per_second",
+        Gauge,
+        "device, path",
+        "Rate of an SSD's reads as measured at the start: direct, or staged.",
+        Scrape::ssd_path_rates,
+    ),
     each("kvlane_ssd_degraded", Gauge, "device", "1 while an SSD takes no writes after errors.", |s| {
         by_label(s.ssd_devices().map(|device| (device.path.display(), u64::from(device.degraded.is_some()))))
     }),

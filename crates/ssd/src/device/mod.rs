@@ -28,6 +28,7 @@ mod writes;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -41,11 +42,16 @@ use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
 use crate::layout::Superblock;
 use crate::log::Log;
 use crate::memory::Memory;
+use crate::path_chooser::PathChooser;
 use crate::rate::RateLimit;
 use crate::request::{Miss, ReadEnd};
 use crate::shared::{DeviceShared, JobQueue, Shared};
+use crate::staging::{Slot, SlotUse, Staging};
 use crate::turns::Turns;
+use crate::way::Way;
 
+/// Bytes in full segments from which on the two ways are measured.
+const MEASURED_OVER: u64 = 64 << 20;
 /// Longest sleep without a completion or a job.
 const IDLE: Duration = Duration::from_secs(1);
 /// Bytes whose checksums are taken before more operations are posted: about 0.1 ms of work.
@@ -58,6 +64,8 @@ const RETRY: Duration = Duration::from_millis(10);
 pub(crate) struct Device {
     io: Box<dyn Io>,
     headers: Headers,
+    staging: Option<Staging>,
+    chooser: PathChooser,
     transfers: HashMap<u64, Transfer>,
     /// Operations in flight, by the id that they were posted with.
     parts: HashMap<u64, UnfinishedOp>,
@@ -97,6 +105,8 @@ pub(crate) struct Device {
 pub(crate) struct Start {
     pub(crate) io: Box<dyn Io>,
     pub(crate) headers: Headers,
+    pub(crate) staging: Option<Staging>,
+    pub(crate) chooser: PathChooser,
     pub(crate) registration: Registration,
     pub(crate) memory: Arc<dyn Memory>,
     pub(crate) shared: Arc<Shared>,
@@ -113,6 +123,8 @@ impl Device {
         let Start {
             io,
             headers,
+            staging,
+            chooser,
             registration,
             memory,
             shared,
@@ -126,6 +138,8 @@ impl Device {
         Device {
             io,
             headers,
+            staging,
+            chooser,
             registration,
             transfers: HashMap::new(),
             parts: HashMap::new(),
@@ -186,6 +200,8 @@ impl Device {
                 }
             } else if self.is_finished() {
                 return;
+            } else if self.chooser.wants_rates() && self.can_measure() {
+                self.measure();
             } else {
                 let timeout = self.sleep_at_most(now, posted_until);
                 if self.device.fall_asleep(self.is_closing()) {
@@ -235,6 +251,47 @@ impl Device {
                 }
             }
         }
+    }
+
+    /// A slot for a transfer that is to go through staging and finds room there.
+    fn take_staging(&mut self, bytes: u64, used_for: SlotUse) -> Option<Slot> {
+        if self.chooser.way() == Way::Direct {
+            return None;
+        }
+        self.staging.as_mut()?.take(bytes, used_for)
+    }
+
+    fn release_staging(&mut self, slot: Slot) {
+        if let Some(staging) = self.staging.as_mut() {
+            staging.release(slot);
+        }
+    }
+
+    /// Whether nothing is queued or in flight, and there is enough to read.
+    fn can_measure(&self) -> bool {
+        self.transfers.is_empty()
+            && !self.is_closing()
+            && self.log.sealed().count() as u64 * self.superblock.segment_bytes >= MEASURED_OVER
+    }
+
+    /// Measures both ways. Requests wait meanwhile, at most a second.
+    fn measure(&mut self) {
+        let segments = self.log.sealed().map(|segment| self.superblock.offset(segment, 0));
+        let ranges: Vec<Range<u64>> =
+            segments.map(|start| start..start + self.superblock.segment_bytes).collect();
+        let next_id = &mut self.next_id;
+        let mut id = || {
+            *next_id += 1;
+            *next_id
+        };
+        self.chooser.measure(&mut *self.io, &mut self.staging, &ranges, &mut id);
+        let status = self.chooser.status();
+        // Log: how the daemon reads and writes this SSD from now on, and the rates of both ways.
+        tracing::info!(
+            path = %self.device.facts.path.display(), staged = status.staged, reason = status.reason,
+            rates = status.rates.map(|rates| rates.to_string()), "SSD path chosen"
+        );
+        *self.device.path_taken.lock() = status;
     }
 
     fn id(&mut self) -> u64 {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Device;
 use crate::io::{Completion, Op, OpKind, Piece};
-use crate::job::{Purpose, Transfer, UnfinishedOp, cut};
+use crate::job::{OP_BYTES, Purpose, Transfer, UnfinishedOp, cut};
 use crate::stats::Counters;
 
 /// Attempts in a row that may move nothing before an operation fails.
@@ -19,7 +19,7 @@ impl Device {
             OpKind::Sync => {
                 vec![UnfinishedOp { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
             }
-            _ => cut(id, kind, offset, pieces),
+            _ => cut(id, kind, offset, pieces, OP_BYTES),
         };
         self.start_parts(id, purpose, parts);
     }
@@ -124,14 +124,20 @@ impl Device {
         matches!(self.transfers.get(&transfer), Some(Transfer { purpose: Purpose::Read { .. }, .. }))
     }
 
-    pub(super) fn finish(&mut self, transfer: Transfer) {
+    pub(super) fn finish(&mut self, mut transfer: Transfer) {
         if transfer.purpose.kind() != OpKind::Read {
             self.record_health(transfer.error.as_ref());
         }
         let failed = transfer.error.is_some();
         match transfer.purpose {
-            Purpose::Read { job, header } => self.finish_read(job, header, transfer.error),
-            Purpose::Write { .. } | Purpose::CopyOut { .. } => self.finish_records(transfer),
+            Purpose::Read { job, memory } => self.finish_read(job, memory, transfer.error),
+            Purpose::Write { ref mut staged, .. } => {
+                if let Some(slot) = staged.take() {
+                    self.release_staging(slot);
+                }
+                self.finish_records(transfer);
+            }
+            Purpose::CopyOut { .. } => self.finish_records(transfer),
             Purpose::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
             Purpose::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
             Purpose::Foot { segment, .. } => {

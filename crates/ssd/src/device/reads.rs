@@ -9,12 +9,12 @@ use std::time::Instant;
 use kvlane_block::PoolExtent;
 
 use super::Device;
-use crate::headers::HeaderMemory;
 use crate::io::{OpKind, Piece};
-use crate::job::{Purpose, ReadJob, Transfer, cut_record};
+use crate::job::{Purpose, ReadJob, ReadMemory, STAGED_OP_BYTES, Transfer, cut, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
-use crate::read::verify;
+use crate::read::{verify, verify_staged};
 use crate::request::{Miss, ReadEnd};
+use crate::staging::{Slot, SlotUse};
 use crate::stats::Counters;
 
 /// Limit of bytes in reads that have started and not ended.
@@ -42,14 +42,32 @@ impl Device {
         {
             // An expired read has left `queued_reads` but not `read_order`.
             let Some(job) = self.queued_reads.remove(&id) else { continue };
-            let header = self.headers.take(header_pages(job.into.len()) * PAGE_BYTES);
-            let shards: Vec<Piece> = job.into.iter().map(|extent| self.pool_piece(extent)).collect();
-            let offset = self.superblock.offset(job.location.segment, job.location.page);
-            self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
-            let piece = self.headers.piece(&header);
-            let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registration);
-            self.start_parts(id, Purpose::Read { job, header }, parts);
+            let bytes = u64::from(job.location.pages) * PAGE_BYTES;
+            self.reads_in_flight += bytes;
+            match self.take_staging(bytes, SlotUse::Read) {
+                Some(slot) => self.start_staged_read(id, job, slot),
+                None => self.start_direct_read(id, job),
+            }
         }
+    }
+
+    fn start_staged_read(&mut self, id: u64, job: ReadJob, slot: Slot) {
+        let bytes = (u64::from(job.location.pages) * PAGE_BYTES) as usize;
+        let piece = self.staging.as_ref().map(|staging| staging.piece(&slot, bytes));
+        let offset = self.superblock.offset(job.location.segment, job.location.page);
+        let parts = cut(id, OpKind::Read, offset, piece.as_slice(), STAGED_OP_BYTES);
+        let memory = ReadMemory::Staged(slot);
+        self.start_parts(id, Purpose::Read { job, memory }, parts);
+    }
+
+    fn start_direct_read(&mut self, id: u64, job: ReadJob) {
+        let header = self.headers.take(header_pages(job.into.len()) * PAGE_BYTES);
+        let shards: Vec<Piece> = job.into.iter().map(|extent| self.pool_piece(extent)).collect();
+        let offset = self.superblock.offset(job.location.segment, job.location.page);
+        let piece = self.headers.piece(&header);
+        let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registration);
+        let memory = ReadMemory::Direct(header);
+        self.start_parts(id, Purpose::Read { job, memory }, parts);
     }
 
     pub(super) fn pool_piece(&self, extent: &PoolExtent) -> Piece {
@@ -57,32 +75,22 @@ impl Device {
         Piece { address: self.memory.base().wrapping_add(extent.offset.0 as usize), bytes }
     }
 
-    pub(super) fn finish_read(&mut self, job: ReadJob, header: HeaderMemory, error: Option<io::Error>) {
+    pub(super) fn finish_read(&mut self, job: ReadJob, memory: ReadMemory, error: Option<io::Error>) {
         self.reads_in_flight -= u64::from(job.location.pages) * PAGE_BYTES;
-        let counters = &self.shared.counters;
         let end = if let Some(error) = error {
-            Counters::add(&counters.reads_failed, 1);
+            Counters::add(&self.shared.counters.reads_failed, 1);
             // Log: a block could not be read; it was a miss and is computed. Do: look at the disk's own health
             // and at dmesg.
             tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "SSD read failed");
             ReadEnd::Miss(Miss::Failed)
         } else {
-            let generation = self.log.generation(job.location.segment);
-            // SAFETY: the tier checked that the extents are in the pool. They belong to this read until `done` is
-            // called, and its operations have ended.
-            unsafe {
-                verify(
-                    &self.superblock,
-                    generation,
-                    &job.location,
-                    &job.key,
-                    self.headers.bytes(&header),
-                    &job.into,
-                    &*self.memory,
-                )
-            }
+            self.verify(&job, &memory)
         };
-        self.headers.release(header);
+        match memory {
+            ReadMemory::Direct(header) => self.headers.release(header),
+            ReadMemory::Staged(slot) => self.release_staging(slot),
+        }
+        let counters = &self.shared.counters;
         match end {
             ReadEnd::Found { .. } => {
                 Counters::add(&counters.reads_found, 1);
@@ -103,6 +111,30 @@ impl Device {
             ReadEnd::Miss(_) => {}
         }
         self.end_read(job, end);
+    }
+
+    /// Verifies a record that was read, and has its bytes in the pool afterwards.
+    fn verify(&self, job: &ReadJob, memory: &ReadMemory) -> ReadEnd {
+        let generation = self.log.generation(job.location.segment);
+        let (superblock, location, key) = (&self.superblock, &job.location, &job.key);
+        // SAFETY, of both calls: the tier checked that the extents are in the pool. They belong to this read until `done` is
+        // called, and its operations have ended.
+        match (memory, &self.staging) {
+            (ReadMemory::Direct(header), _) => {
+                let header = self.headers.bytes(header);
+                // SAFETY: as above.
+                unsafe { verify(superblock, generation, location, key, header, &job.into, &*self.memory) }
+            }
+            (ReadMemory::Staged(slot), Some(staging)) => {
+                let record = staging.slot_bytes(slot);
+                // SAFETY: as above.
+                unsafe {
+                    verify_staged(superblock, generation, location, key, record, &job.into, &*self.memory)
+                }
+            }
+            // A slot comes from the staging memory, which stays.
+            (ReadMemory::Staged(_), None) => ReadEnd::Miss(Miss::Failed),
+        }
     }
 
     pub(super) fn end_read(&self, job: ReadJob, end: ReadEnd) {

@@ -2,6 +2,7 @@
 //!
 //! A write ends as [`WriteEnd::Stored`] when the record and its segment's head are both on the device. If its namespace
 //! was dropped after the write was accepted, it fails instead.
+#![expect(unsafe_code, reason = "shards are copied out of the pool")]
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -11,16 +12,20 @@ use kvlane_block::Space;
 
 use super::Device;
 use crate::index::Location;
-use crate::io::Piece;
-use crate::job::{AllocatedWrite, Batch, Purpose, Transfer, WriteJob};
+use crate::io::{OpKind, Piece};
+use crate::job::{AllocatedWrite, Batch, OP_BYTES, Purpose, STAGED_OP_BYTES, Transfer, WriteJob, cut};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead, SegmentNumber, ShardSum};
 use crate::log::{HeadState, RecordSource};
 use crate::pages::Pages;
 use crate::request::WriteEnd;
+use crate::staging::SlotUse;
 use crate::stats::Counters;
+use crate::way::Way;
 
 /// Limit of bytes in writes that are cut into operations and not posted yet.
 const WRITES_AHEAD: u64 = 16 << 20;
+/// The same if they are in staging memory, which is to hold writes in flight.
+const STAGED_WRITES_AHEAD: u64 = 4 << 20;
 
 impl Device {
     pub(super) fn start_writes(&mut self, now: Instant) {
@@ -29,16 +34,23 @@ impl Device {
                 self.end_write(job, WriteEnd::Failed);
             }
         }
-        let mut batch = Batch::default();
-        while self.writes_ahead + batch.bytes() < WRITES_AHEAD
+        let (op_bytes, ahead) = match (self.chooser.way(), &self.staging) {
+            (Way::Staged, Some(staging)) => (staging.write_op_bytes(STAGED_OP_BYTES), STAGED_WRITES_AHEAD),
+            _ => (OP_BYTES, WRITES_AHEAD),
+        };
+        let mut batch = Batch::new(op_bytes);
+        while self.writes_ahead + batch.bytes() < ahead
             && let Some(job) = self.queued_writes.front()
         {
             let (pages, space) = (job.pages, job.record.key.space);
+            if self.waits_for_staging(batch.bytes() + u64::from(pages) * PAGE_BYTES, op_bytes) {
+                break;
+            }
             let Some((segment, page)) = self.allocate(pages, &space, RecordSource::Writes) else { break };
             let Some(job) = self.queued_writes.pop_front() else { break };
             let location = Location { device: self.number, segment, page, pages };
             if !batch.takes(&location, job.record.shards.len() + 1) {
-                self.start_batch(std::mem::take(&mut batch));
+                self.start_batch(batch.take());
             }
             let record = &job.record;
             let header = RecordHeader {
@@ -67,7 +79,26 @@ impl Device {
             return;
         };
         let (id, offset) = (self.id(), self.superblock.offset(segment, page));
-        self.start(id, Purpose::Write { records }, offset, &pieces);
+        let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
+        match self.take_staging(bytes as u64, SlotUse::Write) {
+            Some(slot) => {
+                let staged_piece = self.staging.as_mut().map(|staging| {
+                    // SAFETY: the headers belong to the batch. The shards are sealed blocks, whose bytes do not change
+                    // before `done` is called, by the contract of `SsdTier::write`.
+                    unsafe { staging.fill(&slot, &pieces) };
+                    staging.piece(&slot, bytes)
+                });
+                let parts = cut(id, OpKind::Write, offset, staged_piece.as_slice(), STAGED_OP_BYTES);
+                self.start_parts(id, Purpose::Write { records, staged: Some(slot) }, parts);
+            }
+            None => self.start(id, Purpose::Write { records, staged: None }, offset, &pieces),
+        }
+    }
+
+    /// Whether a batch of so many bytes has to wait until staged writes before it have ended.
+    fn waits_for_staging(&self, bytes: u64, op_bytes: usize) -> bool {
+        self.chooser.way() == Way::Staged
+            && self.staging.as_ref().is_some_and(|staging| staging.write_waits(bytes, op_bytes))
     }
 
     /// Allocates room at the log's end, and opens the next segment if the open one has too little. None if no segment
@@ -107,7 +138,7 @@ impl Device {
     /// flight, and fail if that write failed.
     pub(super) fn finish_records(&mut self, transfer: Transfer) {
         let segment = match &transfer.purpose {
-            Purpose::Write { records } => records.first().map(|record| record.location.segment),
+            Purpose::Write { records, .. } => records.first().map(|record| record.location.segment),
             Purpose::CopyOut { to, .. } => Some(to.segment),
             _ => None,
         };
@@ -119,7 +150,7 @@ impl Device {
         }
         let stored = transfer.error.is_none() && head == HeadState::Written;
         match transfer.purpose {
-            Purpose::Write { records } => {
+            Purpose::Write { records, .. } => {
                 for AllocatedWrite { job, location, .. } in records {
                     self.finish_write(job, location, stored);
                 }

@@ -36,7 +36,7 @@ impl Writer {
     pub(super) fn finish(mut self) -> Vec<u8> {
         let length = self.bytes.len() as u32;
         self.bytes[CHECKED..START].copy_from_slice(&length.to_le_bytes());
-        let crc = crc32c::crc32c(&self.bytes[CHECKED..]);
+        let crc = kvlane_block::crc32c(&self.bytes[CHECKED..]);
         self.bytes[8..CHECKED].copy_from_slice(&crc.to_le_bytes());
         self.bytes
     }
@@ -53,7 +53,7 @@ impl<'a> Reader<'a> {
         let length = claimed_length(kind, bytes)?;
         let all = bytes.get(..length).ok_or(LayoutError::Length)?;
         let crc = u32::from_le_bytes([all[8], all[9], all[10], all[11]]);
-        if crc32c::crc32c(&all[CHECKED..]) != crc {
+        if kvlane_block::crc32c(&all[CHECKED..]) != crc {
             return Err(LayoutError::Checksum);
         }
         Ok(Reader { rest: &all[START..] })

@@ -288,7 +288,7 @@ proptest! {
         let options = |path: &Path| Options {
             buffered: true,
             segment_bytes: Some(64 * KIB),
-            ..Options::new(vec![device(path, 8 * 64 * KIB + 64 * KIB)])
+            ..options_for(vec![device(path, 8 * 64 * KIB + 64 * KIB)])
         };
         let of = |name: u64, number: u64| {
             let space = Space { namespace: namespace(name), ..OTHER };

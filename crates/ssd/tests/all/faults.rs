@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::failing::Failing;
 use crate::support::*;
-use kvlane_ssd::{Miss, OpKind, Options, Read, ReadEnd, Refused, SsdTier, WriteEnd};
+use kvlane_ssd::{Miss, OpKind, Options, Read, ReadEnd, Refused, SsdPath, SsdTier, WriteEnd};
 use rustix::io::Errno;
 
 struct Bench {
@@ -110,7 +110,7 @@ fn with_one_device_failing_the_other_one_stores() {
     let options = Options {
         segment_bytes: Some(256 * KIB),
         wrap_io: Some(Arc::new(failing.clone())),
-        ..Options::new(vec![
+        ..options_for(vec![
             device(&directory.path().join("one"), 4 * MIB),
             device(&directory.path().join("two"), 4 * MIB),
         ])
@@ -256,6 +256,56 @@ fn a_device_that_never_answers_keeps_its_memory_and_nobody_waits_for_it() {
     assert!(tier.close(PATIENCE));
 }
 
+/// What the device brought is compared behind the last copy. A flip in staging would else reach the pool as a hit.
+#[test]
+fn a_byte_that_changes_after_the_device_is_done_is_a_miss() {
+    let Bench { tier, mut pool, failing, .. } = bench(|_| {});
+    // In the header, in the first shard, in its last page, and in the second shard.
+    for (number, offset) in [(1, 3), (2, 4096), (3, 4096 + 29_999), (4, 4096 + 32_768 + 4)] {
+        store(&tier, &mut pool, &block(number));
+        failing.set(|faults| faults.flip = Some(offset));
+        let end = fetch(&tier, &mut pool, &block(number));
+        assert!(failing.has_flipped(), "offset {offset}");
+        assert_eq!(end, Some(ReadEnd::Miss(Miss::Damaged)), "offset {offset}");
+        assert!(!tier.contains(&block(number).key));
+    }
+    // Behind the second shard's five bytes nothing is anyone's.
+    store(&tier, &mut pool, &block(5));
+    failing.set(|faults| faults.flip = Some(4096 + 32_768 + 5));
+    assert!(is_found(&tier, &mut pool, &block(5)) && failing.has_flipped());
+    close(tier);
+}
+
+#[test]
+fn reads_that_find_no_room_in_staging_are_found_all_the_same() {
+    let Bench { tier, mut pool, .. } = bench(|options| {
+        options.segment_bytes = Some(4 * MIB);
+        options.devices[0].capacity = Some(32 * MIB + 64 * KIB);
+    });
+    // Staging has 2 MiB, of which writes get one: the first block fits as a read only, the second not at all.
+    for lengths in [vec![MIB + 5000], vec![2 * MIB + 1, 7]] {
+        let blocks: Vec<Block> =
+            (0..3).map(|number| Block::new(lengths.len() as u64 * 10 + number, &lengths)).collect();
+        for block in &blocks {
+            store(&tier, &mut pool, block);
+        }
+        pool.reset();
+        let reads: Vec<_> = blocks
+            .iter()
+            .map(|block| {
+                let into = pool.extents(&block.lengths);
+                (start_read(&tier, block.key, into.clone()).unwrap(), into)
+            })
+            .collect();
+        for ((end, into), block) in reads.into_iter().zip(&blocks) {
+            assert!(matches!(end.recv_timeout(PATIENCE).unwrap(), ReadEnd::Found { .. }));
+            block.check(&pool, &into);
+        }
+        pool.reset();
+    }
+    close(tier);
+}
+
 // ---- Ends ----
 
 /// Checkpoints stop while closing; the time of the next one passes, and must not keep the device from seeing what ended.
@@ -342,7 +392,8 @@ fn waiting_together(fails: bool) -> (Bench, Vec<Block>, Vec<WriteEnd>) {
     let options = Options {
         segment_bytes: Some(4 * MIB),
         wrap_io: Some(Arc::new(failing.clone())),
-        ..Options::new(vec![device(&directory.path().join("tier"), 20 * MIB)])
+        staging_bytes: 16 * MIB,
+        ..options_for(vec![device(&directory.path().join("tier"), 20 * MIB)])
     };
     let tier = open(options, &pool);
     let ((entered, enters), (go, goes)) = (channel(), channel::<()>());
@@ -364,13 +415,21 @@ fn waiting_together(fails: bool) -> (Bench, Vec<Block>, Vec<WriteEnd>) {
     (Bench { tier, pool, failing, directory }, blocks, ends)
 }
 
+/// Records of 260 KiB that one operation writes: about 1 MiB from the pool, 2 MiB from staging.
+const TOGETHER: usize = match crate::PATH {
+    SsdPath::Staged => 8,
+    _ => 4,
+};
+
 #[test]
-fn records_that_wait_are_written_by_operations_of_about_a_mebibyte() {
+fn records_that_wait_are_written_by_large_operations() {
     let (Bench { tier, mut pool, failing, .. }, blocks, ends) = waiting_together(false);
     assert!(ends.iter().all(|end| *end == WriteEnd::Stored));
     let records =
         failing.seen().into_iter().map(|(_, _, bytes)| bytes as u64).filter(|bytes| *bytes > 64 * KIB);
-    assert_eq!(records.collect::<Vec<_>>(), [4 * 260 * KIB; 3]);
+    let sizes: Vec<u64> = records.collect();
+    assert_eq!(sizes[0], TOGETHER as u64 * 260 * KIB);
+    assert_eq!((sizes.len(), sizes.iter().sum()), (12_usize.div_ceil(TOGETHER), 12 * 260 * KIB));
     assert!(blocks.iter().all(|block| is_found(&tier, &mut pool, block)));
     close(tier);
 }
@@ -379,7 +438,7 @@ fn records_that_wait_are_written_by_operations_of_about_a_mebibyte() {
 fn an_operation_that_fails_takes_its_own_records_with_it_and_no_others() {
     let (Bench { tier, mut pool, failing, directory }, blocks, ends) = waiting_together(true);
     let stored: Vec<bool> = ends.iter().map(|end| *end == WriteEnd::Stored).collect();
-    assert_eq!(stored, [[false; 4], [true; 4], [true; 4]].concat());
+    assert_eq!(stored, [vec![false; TOGETHER], vec![true; 12 - TOGETHER]].concat());
     let found = |tier: &SsdTier, pool: &mut Pool| -> Vec<bool> {
         blocks.iter().map(|block| is_found(tier, pool, block)).collect()
     };
@@ -388,7 +447,7 @@ fn an_operation_that_fails_takes_its_own_records_with_it_and_no_others() {
     drop(failing);
     let again = Options {
         segment_bytes: Some(4 * MIB),
-        ..Options::new(vec![device(&directory.path().join("tier"), 20 * MIB)])
+        ..options_for(vec![device(&directory.path().join("tier"), 20 * MIB)])
     };
     let tier = open(again, &pool);
     assert_eq!(found(&tier, &mut pool), stored, "also after a restart");

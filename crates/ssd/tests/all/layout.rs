@@ -126,7 +126,7 @@ proptest! {
         let length = if right_checksum { 16 + rest.len() as u32 } else { length };
         let mut checked = length.to_le_bytes().to_vec();
         checked.extend_from_slice(&rest);
-        bytes.extend_from_slice(&crc32c::crc32c(&checked).to_le_bytes());
+        bytes.extend_from_slice(&kvlane_block::crc32c(&checked).to_le_bytes());
         bytes.extend_from_slice(&checked);
         // Fields of any value behind a right checksum: they may decode, and must not do harm.
         let _ = Superblock::decode(&bytes);

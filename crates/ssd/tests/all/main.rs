@@ -4,6 +4,7 @@ mod drops;
 mod faults;
 mod layout;
 mod model;
+mod path;
 mod release_before;
 mod stories;
 
@@ -11,3 +12,6 @@ mod stories;
 mod failing;
 #[path = "../support/mod.rs"]
 mod support;
+
+/// The way of all transfers. tests/staged has the other one.
+const PATH: kvlane_ssd::SsdPath = kvlane_ssd::SsdPath::Direct;

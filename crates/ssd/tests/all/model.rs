@@ -40,7 +40,7 @@ proptest! {
             threads,
             segment_bytes: Some(128 * KIB),
             checkpoint_interval: Duration::from_millis(5),
-            ..Options::new(vec![device(path, MIB + 64 * KIB)])
+            ..options_for(vec![device(path, MIB + 64 * KIB)])
         };
         let mut tier = open(options(&path), &pool);
         // What was stored last under each number, and in which order. Removed blocks may come back by a restart.

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::support::*;
 use kvlane_block::{BlockHash, BlockKey, Namespace};
-use kvlane_ssd::{Miss, Options, ReadEnd, SsdTier};
+use kvlane_ssd::{Miss, ReadEnd, SsdTier};
 
 const PAGE_BYTES: usize = 4096;
 const BLOCK_BYTES: usize = 1024;
@@ -35,7 +35,7 @@ fn blocks() -> Vec<(BlockHash, &'static [u8])> {
 
 fn open_file(path: &Path, bytes: &[u8], pool: &Pool) -> (SsdTier, Vec<BlockKey>) {
     std::fs::write(path, bytes).unwrap();
-    let mut options = Options::new(vec![device(path, bytes.len() as u64)]);
+    let mut options = options_for(vec![device(path, bytes.len() as u64)]);
     options.buffered = true;
     let tier = open(options, pool);
     let mut keys = Vec::new();
@@ -105,7 +105,7 @@ fn a_header_with_something_in_its_unused_bytes_is_no_hit() {
     assert_eq!(header[96..116], [0; 20]);
     header[100] = 1;
     let length = u32::from_le_bytes(header[12..16].try_into().unwrap()) as usize;
-    let crc = crc32c::crc32c(&header[12..length]);
+    let crc = kvlane_block::crc32c(&header[12..length]);
     header[8..12].copy_from_slice(&crc.to_le_bytes());
     let (tier, keys) = open_file(&directory.path().join("tier"), &changed, &pool);
     for key in keys {

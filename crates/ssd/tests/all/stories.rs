@@ -41,7 +41,7 @@ fn what_was_stored_is_found_with_its_bytes() {
         let options = Options {
             threads,
             buffered,
-            ..Options::new(vec![device(&directory.path().join("tier"), 128 * MIB)])
+            ..options_for(vec![device(&directory.path().join("tier"), 128 * MIB)])
         };
         let tier = open(options, &pool);
         let status = &tier.status()[0];
@@ -160,7 +160,7 @@ fn a_restart_without_tables_finds_everything_by_headers_and_writes_the_tables_ag
         .map(|number| Block::new(number, if number % 9 == 3 { &[64; 20] } else { &[20_000] }))
         .chain([Block::new(100, &[4096; 600])])
         .collect();
-    let options = || Options { segment_bytes: Some(4 * MIB), ..Options::new(vec![device(&path, 32 * MIB)]) };
+    let options = || Options { segment_bytes: Some(4 * MIB), ..options_for(vec![device(&path, 32 * MIB)]) };
     let tier = open(options(), &pool);
     for block in &blocks {
         store(&tier, &mut pool, block);
@@ -342,7 +342,7 @@ fn blocks_are_spread_over_files_by_their_capacity() {
     std::fs::create_dir(directory.path().join("second")).unwrap();
     let options = || Options {
         segment_bytes: Some(256 * KIB),
-        ..Options::new(vec![
+        ..options_for(vec![
             device(&directory.path().join("first"), 4 * MIB),
             // In a directory the file has a name of its own.
             device(&directory.path().join("second"), 8 * MIB),
@@ -370,7 +370,7 @@ fn writes_keep_to_their_rate() {
     let (directory, mut pool) = (directory(), Pool::new(4 * MIB));
     let options = Options {
         write_rate: Some(16 * MIB),
-        ..Options::new(vec![device(&directory.path().join("tier"), 32 * MIB)])
+        ..options_for(vec![device(&directory.path().join("tier"), 32 * MIB)])
     };
     let tier = open(options, &pool);
     let began = Instant::now();
@@ -465,7 +465,7 @@ fn a_file_of_somebody_else_is_left_alone() {
     let error = refuse(small(&directory.path().join("none/")), &pool);
     assert!(matches!(&error, OpenError::NoFolder { folder } if folder.ends_with("none")), "{error}");
     assert!(!directory.path().join("none").exists(), "a disk that is not mounted is not filled elsewhere");
-    assert!(matches!(refuse(Options::new(Vec::new()), &pool), OpenError::DeviceCount(0)));
+    assert!(matches!(refuse(options_for(Vec::new()), &pool), OpenError::DeviceCount(0)));
     // An empty file is a name that somebody reserved.
     File::create(directory.path().join("empty")).unwrap();
     close(open(small(&directory.path().join("empty")), &pool));
@@ -512,7 +512,7 @@ fn another_capacity_or_segment_size_than_the_files_is_refused() {
     close(tier);
     let options = |capacity, segment_bytes| Options {
         segment_bytes,
-        ..Options::new(vec![DeviceOptions { path: path.clone(), capacity }])
+        ..options_for(vec![DeviceOptions { path: path.clone(), capacity }])
     };
     for capacity in [2 * MIB, 4 * MIB, 8 * MIB] {
         let error = refuse(options(Some(capacity), None), &pool);
@@ -533,17 +533,17 @@ fn a_capacity_below_a_few_segments_says_what_the_smallest_is() {
     let (directory, pool) = (directory(), Pool::new(MIB));
     let path = directory.path().join("tier");
     for capacity in [0, 4096, MIB] {
-        let error = refuse(Options::new(vec![device(&path, capacity)]), &pool);
+        let error = refuse(options_for(vec![device(&path, capacity)]), &pool);
         let OpenError::TooSmall { least, .. } = error else { panic!("{error}") };
         assert_eq!(least, 4 * MIB + 64 * KIB);
         assert!(error.to_string().contains("the smallest is 4160kib"), "as it may be typed: {error}");
         assert!(!path.exists());
     }
-    close(open(Options::new(vec![device(&path, 4 * MIB + 64 * KIB)]), &pool));
+    close(open(options_for(vec![device(&path, 4 * MIB + 64 * KIB)]), &pool));
     for bytes in [0, 4096, 100_000, 2 << 30] {
         let options = Options {
             segment_bytes: Some(bytes),
-            ..Options::new(vec![device(&directory.path().join("other"), 64 * MIB)])
+            ..options_for(vec![device(&directory.path().join("other"), 64 * MIB)])
         };
         assert!(matches!(refuse(options, &pool), OpenError::SegmentBytes(_)));
     }
@@ -558,7 +558,7 @@ fn two_daemons_do_not_share_a_file() {
     assert!(matches!(error, OpenError::InUse { .. }), "{error}");
     let twice = Options {
         segment_bytes: Some(256 * KIB),
-        ..Options::new(vec![device(&directory.path().join("other"), 4 * MIB); 2])
+        ..options_for(vec![device(&directory.path().join("other"), 4 * MIB); 2])
     };
     let error = refuse(twice, &pool);
     assert!(matches!(error, OpenError::Twice { .. }), "{error}");
@@ -590,7 +590,7 @@ fn a_disk_without_room_for_the_capacity_is_an_error_and_leaves_nothing_behind() 
     let path = directory.path().join("tier");
     // 2^46 bytes fit into a file; 2^60 do not.
     for capacity in [1u64 << 46, 1 << 60] {
-        let error = refuse(Options::new(vec![device(&path, capacity)]), &pool);
+        let error = refuse(options_for(vec![device(&path, capacity)]), &pool);
         assert!(matches!(error, OpenError::NoSpace { .. }), "{error}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
@@ -601,7 +601,7 @@ fn a_disk_without_room_for_the_capacity_is_an_error_and_leaves_nothing_behind() 
 #[test]
 fn readers_and_writers_from_many_threads_get_what_they_asked_for() {
     let (directory, mut pool) = (directory(), Pool::new(64 * MIB));
-    let options = Options::new(vec![
+    let options = options_for(vec![
         device(&directory.path().join("one"), 32 * MIB),
         device(&directory.path().join("two"), 32 * MIB),
     ]);

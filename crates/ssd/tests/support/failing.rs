@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -30,6 +30,9 @@ pub(crate) struct Faults {
     pub(crate) hold_next_read: bool,
     /// The read that was kept back alone may go.
     pub(crate) release: bool,
+    /// A byte flips in the memory of reads once the device is done: so far behind the first read's offset in the file.
+    pub(crate) flip: Option<u64>,
+    flip_from: Option<u64>,
     /// Offset and bytes of every operation that reached the device.
     pub(crate) seen: Vec<(OpKind, u64, usize)>,
     wakers: Vec<Waker>,
@@ -53,6 +56,10 @@ impl Failing {
         self.0.lock().unwrap().hold_next_read
     }
 
+    pub(crate) fn has_flipped(&self) -> bool {
+        self.0.lock().unwrap().flip.is_none()
+    }
+
     pub(crate) fn seen(&self) -> Vec<(OpKind, u64, usize)> {
         self.0.lock().unwrap().seen.clone()
     }
@@ -68,6 +75,7 @@ impl WrapIo for Failing {
             held: Vec::new(),
             alone: None,
             posted: 0,
+            to_flip: HashMap::new(),
         })
     }
 }
@@ -80,7 +88,13 @@ struct Layer {
     held: Vec<Op>,
     alone: Option<Op>,
     posted: u64,
+    /// The byte to flip when the operation of this id ends.
+    to_flip: HashMap<u64, *mut u8>,
 }
+
+// SAFETY: the addresses are those of operations, which go to another thread as well.
+#[allow(unsafe_code)]
+unsafe impl Send for Layer {}
 
 impl Io for Layer {
     unsafe fn post(&mut self, mut op: Op) {
@@ -107,6 +121,23 @@ impl Io for Layer {
                 left -= piece.bytes;
                 piece.bytes > 0
             });
+        }
+        if let Some(behind) = faults.flip
+            && op.kind == OpKind::Read
+        {
+            let flipped = *faults.flip_from.get_or_insert(op.offset) + behind;
+            if (op.offset..op.offset + op.bytes() as u64).contains(&flipped) {
+                let mut at = (flipped - op.offset) as usize;
+                let piece = op.pieces.iter().find(|piece| match at < piece.bytes {
+                    true => true,
+                    false => {
+                        at -= piece.bytes;
+                        false
+                    }
+                });
+                self.to_flip.extend(piece.map(|piece| (op.id, piece.address.wrapping_add(at))));
+                (faults.flip, faults.flip_from) = (None, None);
+            }
         }
         if faults.hold_next_read && op.kind == OpKind::Read {
             faults.hold_next_read = false;
@@ -150,7 +181,15 @@ impl Io for Layer {
         }
         let timeout = if self.ended.is_empty() { timeout } else { Duration::ZERO };
         ended.extend(self.ended.drain(..));
-        self.io.wait(timeout, ended)
+        self.io.wait(timeout, ended)?;
+        for end in ended.iter() {
+            if let Some(byte) = self.to_flip.remove(&end.id) {
+                // SAFETY: the byte is part of the operation's memory, which the kernel is done with and the tier has not looked
+                // at yet.
+                unsafe { *byte ^= 1 };
+            }
+        }
+        Ok(())
     }
 
     fn waker(&self) -> Waker {

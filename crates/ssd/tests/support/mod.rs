@@ -59,7 +59,7 @@ impl Pool {
         let shards = self.extents(&block.lengths).into_iter().enumerate().map(|(shard, extent)| {
             let bytes = self.bytes(&extent);
             block.fill(shard, bytes);
-            SealedShard { extent, crc32c: crc32c::crc32c(bytes) }
+            SealedShard { extent, crc32c: kvlane_block::crc32c(bytes) }
         });
         Record { key: block.key, shards: shards.collect(), memo: Memo::NOTHING }
     }
@@ -108,9 +108,14 @@ pub(crate) fn device(path: &Path, capacity: u64) -> DeviceOptions {
     DeviceOptions { path: path.to_path_buf(), capacity: Some(capacity) }
 }
 
+/// Options of this test program: its transfers all take one way. Little staging, so that it is often full.
+pub(crate) fn options_for(devices: Vec<DeviceOptions>) -> Options {
+    Options { path: crate::PATH, staging_bytes: 2 * MIB, ..Options::new(devices) }
+}
+
 /// One device of some small segments.
 pub(crate) fn small(path: &Path) -> Options {
-    Options { segment_bytes: Some(256 * KIB), ..Options::new(vec![device(path, 4 * MIB + 64 * KIB)]) }
+    Options { segment_bytes: Some(256 * KIB), ..options_for(vec![device(path, 4 * MIB + 64 * KIB)]) }
 }
 
 pub(crate) fn open(options: Options, pool: &Pool) -> SsdTier {

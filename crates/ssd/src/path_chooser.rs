@@ -1,0 +1,136 @@
+//! [`PathChooser`]: makes the staging memory of a device, has both ways measured, and says which one transfers take.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
+
+use crate::io::Io;
+use crate::measure::{Measured, SCRATCH_BYTES, measure};
+use crate::staging::Staging;
+use crate::way::{Conditions, PathStatus, SsdPath, StagingState, Way};
+use crate::way_file::RatesFile;
+
+/// Limit of the time that one measurement takes.
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Chooses for one device. Dropped after the device's `Io`, because the kernel may still write to `hanging`.
+pub(crate) struct PathChooser {
+    conditions: Conditions,
+    rates_file: RatesFile,
+    staging_bytes: u64,
+    way: Way,
+    reason: String,
+    wants_rates: bool,
+    /// Memory of a measurement whose operations did not end in time.
+    hanging: Option<(Option<Staging>, Arena)>,
+}
+
+impl PathChooser {
+    pub(crate) fn new(
+        path: SsdPath,
+        pool_is_huge: bool,
+        direct_io: bool,
+        rates_file: RatesFile,
+    ) -> PathChooser {
+        let rates = if path == SsdPath::Auto { rates_file.read() } else { None };
+        let conditions = Conditions { path, staging: StagingState::None, pool_is_huge, direct_io, rates };
+        let mut chooser = PathChooser {
+            conditions,
+            rates_file,
+            staging_bytes: 0,
+            way: Way::Direct,
+            reason: String::new(),
+            wants_rates: false,
+            hanging: None,
+        };
+        chooser.choose();
+        chooser
+    }
+
+    /// Makes staging memory if it may be of use. The second value is a note for the operator.
+    pub(crate) fn make_staging(&mut self, bytes: u64) -> (Option<Staging>, Option<String>) {
+        let if_huge = Conditions { staging: StagingState::Huge, ..self.conditions };
+        if if_huge.choose().0 == Way::Direct {
+            return (None, None);
+        }
+        let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(Staging::new);
+        let (staging, note) = match made {
+            Ok(staging) if staging.is_huge() => {
+                self.conditions.staging = StagingState::Huge;
+                (Some(staging), None)
+            }
+            Ok(staging) => {
+                self.conditions.staging = StagingState::SmallPages;
+                let note = "no huge pages for staging memory: transparent_hugepage/enabled may be never";
+                // Only an operator who asked for it gets staging that is no faster.
+                (Some(staging).filter(|_| self.conditions.path == SsdPath::Staged), Some(note.to_owned()))
+            }
+            Err(error) => {
+                (None, Some(format!("no staging memory, transfers go straight to the pool: {error}")))
+            }
+        };
+        self.staging_bytes = staging.as_ref().map_or(0, Staging::bytes);
+        self.choose();
+        (staging, note)
+    }
+
+    fn choose(&mut self) {
+        (self.way, self.reason, self.wants_rates) = self.conditions.choose();
+    }
+
+    /// The way that the next transfers take.
+    pub(crate) fn way(&self) -> Way {
+        self.way
+    }
+
+    /// Whether a measurement would settle the choice.
+    pub(crate) fn wants_rates(&self) -> bool {
+        self.wants_rates
+    }
+
+    pub(crate) fn status(&self) -> PathStatus {
+        PathStatus {
+            staged: self.way == Way::Staged,
+            reason: self.reason.clone(),
+            rates: self.conditions.rates,
+            staging_bytes: self.staging_bytes,
+        }
+    }
+
+    /// Measures both ways by reads from these ranges of the file, and chooses. Nothing else may be in flight.
+    pub(crate) fn measure(
+        &mut self,
+        io: &mut dyn Io,
+        staging: &mut Option<Staging>,
+        ranges: &[Range<u64>],
+        next_id: &mut dyn FnMut() -> u64,
+    ) {
+        self.wants_rates = false;
+        let Some(memory) = staging else { return };
+        let options =
+            ArenaOptions { bytes: SCRATCH_BYTES, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let scratch = match Arena::create(&options, &|_| {}) {
+            Ok(scratch) => scratch,
+            Err(error) => {
+                self.reason = format!("not measured: {error}");
+                return;
+            }
+        };
+        match measure(io, memory, &scratch, ranges, Instant::now() + MEASURE_TIMEOUT, next_id) {
+            Measured::Rates(rates) => {
+                self.conditions.rates = Some(rates);
+                self.choose();
+                self.rates_file.write(rates);
+            }
+            Measured::Nothing(why) => self.reason = format!("not measured: {why}"),
+            Measured::Hangs => {
+                self.hanging = Some((staging.take(), scratch));
+                self.staging_bytes = 0;
+                self.conditions.staging = StagingState::None;
+                self.choose();
+                self.reason = "the device did not end its reads within a second".to_owned();
+            }
+        }
+    }
+}
