@@ -56,6 +56,8 @@ def fio(phase: Phase) -> dict[str, float]:
         "--output-format=json",
         f"--offset={phase.first * phase.block_bytes}",
     ]
+    if phase.op == "read":
+        command.append("--readonly")
     if phase.huge and _reserved_huge_bytes() >= phase.depth * phase.block_bytes:
         command.append("--mem=shmhuge")
     done = subprocess.run(

@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # Blocks in flight, by their size.
 DEPTHS = {2 * MIB: 16, 256 * KIB: 32}
 DEPTH = 32
-READ_GOAL, WRITE_GOAL, BESIDE_GOAL = 0.95, 0.9, 0.7
+READ_GOAL, WRITE_GOAL, BESIDE_GOAL, ONE_GOAL = 0.95, 0.9, 0.7, 1.3
+# Reads of one block after the other, whose latencies are compared.
+ONE_READS = 1000
 CPU_GOAL, RESTART_GOAL = 0.15, 0.2
 _CRC_BYTES = 256 * MIB
+_PATH_TIMEOUT_S = 5
 # The checksums alone, among what takes turns.
 CRC = "crc"
 ON_HUGE = " on huge pages"
@@ -54,7 +58,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another program that does a phase, on files of its own."""
+    """Another program that does a phase. It reads the tier's files, because disks are not equally fast everywhere; it writes
+    files of its own."""
 
     does: Callable[[Phase], Values]
     missing: Callable[[], str | None]
@@ -107,6 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer] = N
         "--restart-blocks", type=_count, default=100_000, help="to be found again (default %(default)s)"
     )
     parser.add_argument("--threads", action="store_true", help="the tier without io_uring")
+    parser.add_argument(
+        "--path",
+        choices=("auto", "direct", "staged"),
+        default="auto",
+        help="the way of the tier's transfers, as --ssd-path of kvlane serve (default %(default)s)",
+    )
     add_out(parser)
 
 
@@ -174,19 +185,29 @@ def _measure_size(
     paths = tuple(str(_peers_file(file)) for file in files)
     rounds: dict[str, list[Values]] = {}
     failures: dict[str, str] = {}
-    progress.set_description(f"{_name(block)}: filling")
+    progress.set_description(f"{name_of(block)}: filling")
     try:
         # One block more than is in flight, for the one that is being written.
         tier = _bench.SsdBench(
-            [str(file) for file in files], arguments.capacity, block, (depth + 1) * block, arguments.threads
+            [str(file) for file in files],
+            arguments.capacity,
+            block,
+            (depth + 1) * block,
+            arguments.threads,
+            arguments.path,
         )
     except OSError as error:
         sys.exit(f"kvlane bench ssd: {error}")
     with closing(tier):
-        among = min(count, len(files) * arguments.capacity // 4 // block)
+        whole = len(files) * arguments.capacity // block
+        # Blocks that stay while others are written, and all that are surely there when nothing is.
+        among, anywhere = min(count, whole // 4), whole * 3 // 4
         # Until the first segments are used again.
-        rounds["kvlane first write"] = [_values(tier.write(len(files) * arguments.capacity // block))]
-        file_bytes = _fill(paths, arguments.capacity) if peers else 0
+        rounds["kvlane first write"] = [_values(tier.write(whole))]
+        await_path(tier)
+        if peers:
+            _fill(paths, arguments.capacity)
+        file_bytes = min(file.stat().st_size for file in files) // block * block
         progress.update()
 
         first = 0
@@ -194,12 +215,14 @@ def _measure_size(
         on_huge = pages.startswith("2 MB")
 
         def phase(op: str, huge: bool = on_huge) -> Phase:
-            return Phase(op, paths, file_bytes, block, count, depth, huge, first if op == "write" else 0)
+            if op == "read":
+                return Phase(op, tuple(map(str, files)), file_bytes, block, count, depth, huge)
+            return Phase(op, paths, file_bytes, block, count, depth, huge, first)
 
         for op in ("write", "read"):
             does: dict[str, Callable[[], Values]] = {
                 f"kvlane {op}": lambda op=op: _values(
-                    tier.write(count) if op == "write" else tier.read(among, count, depth)
+                    tier.write(count) if op == "write" else tier.read(anywhere, count, depth)
                 )
             }
             for name, peer in peers.items():
@@ -219,17 +242,17 @@ def _measure_size(
                 for name in names[turn:] + names[:turn]:
                     if name in failures:
                         continue
-                    progress.set_description(f"{_name(block)}: {name}")
+                    progress.set_description(f"{name_of(block)}: {name}")
                     try:
                         rounds.setdefault(name, []).append(does[name]())
                     except (OSError, TimeoutError) as error:
                         if name.startswith("kvlane"):
                             raise
                         failures[name] = str(error)
-                        report.say(f"{name} of {_name(block)} failed: {error}")
+                        report.say(f"{name} of {name_of(block)} failed: {error}")
                 progress.update()
         for _ in range(arguments.rounds):
-            progress.set_description(f"{_name(block)}: reads beside writes")
+            progress.set_description(f"{name_of(block)}: reads beside writes")
             alone = _values(tier.read(among, count, depth))
             read, written = tier.read_beside_writes(among, count, depth)
             beside = _values(read)
@@ -237,8 +260,13 @@ def _measure_size(
             rounds.setdefault("kvlane read alone", []).append(alone)
             rounds.setdefault("kvlane read beside writes", []).append(beside | share)
             rounds.setdefault("kvlane write beside reads", []).append(_values(written))
+            progress.set_description(f"{name_of(block)}: one read beside writes")
+            one = min(count, ONE_READS)
+            rounds.setdefault("kvlane one read alone", []).append(_values(tier.read(among, one, 1)))
+            beside = _values(tier.read_beside_writes(among, one, 1)[0])
+            rounds.setdefault("kvlane one read beside writes", []).append(beside)
             progress.update()
-        status = tier.status()
+        status, ways = tier.status(), tier.paths()
     medians = {
         name: {what: statistics.median(each[what] for each in values) for what in values[0]}
         for name, values in rounds.items()
@@ -249,8 +277,16 @@ def _measure_size(
         "depth": depth,
         "pool_pages": pages,
         "devices": [
-            {"io": io, "direct": direct, "registered": registered, "notes": notes}
-            for io, direct, registered, notes in status
+            {
+                "io": io,
+                "direct": direct,
+                "registered": registered,
+                "notes": notes,
+                "staged": staged,
+                "reason": reason,
+                "rates": rates,
+            }
+            for (io, direct, registered, notes), (staged, reason, rates) in zip(status, ways, strict=True)
         ],
         "medians": medians,
         "rounds": rounds,
@@ -259,7 +295,7 @@ def _measure_size(
 
 
 def _figures(measured: dict[str, Any], peers: Mapping[str, Peer] = NO_PEERS) -> list[Figure]:
-    name, medians = _name(measured["block_bytes"]), measured["medians"]
+    name, medians = name_of(measured["block_bytes"]), measured["medians"]
     figures = []
     for op, goal in (("read", READ_GOAL), ("write", WRITE_GOAL)):
         own = medians[f"kvlane {op}"]
@@ -297,6 +333,10 @@ def _figures(measured: dict[str, Any], peers: Mapping[str, Peer] = NO_PEERS) -> 
         figures.append(Figure(f"crc32c alone, {name}", medians["crc32c"]["cpu_s_per_gb"], "core s/GB"))
     share = medians["kvlane read beside writes"]["share"]
     figures.append(Figure(f"read {name} beside a write backlog / alone", share, at_least=BESIDE_GOAL))
+    alone, beside = medians["kvlane one read alone"], medians["kvlane one read beside writes"]
+    figures.append(Figure(f"one read of {name}, p99", alone["p99_us"] / 1e3, "ms"))
+    slower = beside["p99_us"] / alone["p99_us"]
+    figures.append(Figure(f"one read of {name}, p99 beside a write backlog / alone", slower, at_most=ONE_GOAL))
     return figures
 
 
@@ -363,7 +403,15 @@ def _remove(files: list[Path]) -> None:
         file.unlink(missing_ok=True)
 
 
-def _name(block: int) -> str:
+def await_path(tier: _bench.SsdBench) -> None:
+    """Waits until the tier has measured both ways, where it does: as soon as nothing is in flight, for at most a second."""
+    until = time.monotonic() + _PATH_TIMEOUT_S
+    while any("not measured yet" in reason for _, reason, _ in tier.paths()) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def name_of(block: int) -> str:
+    """2 MiB, 256 KiB."""
     return f"{block // MIB} MiB" if block % MIB == 0 else f"{block // KIB} KiB"
 
 
