@@ -2,8 +2,8 @@
 
     python bench/ssd/ways.py FOLDER --rounds 9
 
-Each way has a file of its own in FOLDER, which is removed after. bench/ssd/on_memory.sh makes a device in memory and runs
-this on it.
+Each way has a file of its own in FOLDER, which is removed after. bench/ssd/on_memory.sh makes a device in memory and
+runs this on it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def measure(folder: Path, capacity: int, rounds: int) -> Outcome:
                         done = tier.write(count) if op == "write" else tier.read(count // 2, count, depth)
                         rates[way][op].append(done[0] / done[1] / 1e9)
             paths = {way: tier.paths()[0] for way, tier in tiers.items()}
-        medians = {
-            way: {op: statistics.median(values) for op, values in rates[way].items()} for way in WAYS
-        }
+        medians = {way: {op: statistics.median(values) for op, values in rates[way].items()} for way in WAYS}
         name = ssd.name_of(block)
         for op in ("read", "write"):
             figures += [Figure(f"{op} {name}, {way}", medians[way][op], "GB/s") for way in WAYS]

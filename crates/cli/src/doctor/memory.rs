@@ -47,8 +47,9 @@ pub(crate) fn judge(available: &Available, pool: Size, memory: PoolMemory) -> Fi
 
 const CAP_IPC_LOCK: u32 = 14;
 const LOCKED: &str = "locked memory";
-/// Bytes that each file of the tier registers beside the pool: 1 MiB of headers, and its ring.
-const BESIDE_POOL: u64 = 2 << 20;
+/// Bytes that each file of the tier registers beside the pool: staging memory as large as by default, 1 MiB of headers, and
+/// its ring.
+const BESIDE_POOL: u64 = 66 << 20;
 
 /// The limit on locked memory. io_uring counts registered memory against it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,7 +92,7 @@ pub(crate) fn judge_locked(locked: &Locked, pool: Size) -> Finding {
                      which is slower; nothing else needs locked memory",
                 )
                 .advice(
-                    "with --ssd, raise the limit (ulimit -l, LimitMEMLOCK= of systemd) to the pool's size and 2 MiB for each \
+                    "with --ssd, raise the limit (ulimit -l, LimitMEMLOCK= of systemd) to the pool's size and 66 MiB for each \
                      of its files, or give the daemon CAP_IPC_LOCK",
                 )
         }
