@@ -1,23 +1,25 @@
 //! [`measure`]: reads a file both ways in turns, and says how fast each is.
 //!
-//! The direct way reads into a small pool of the daemon's kind, not into the pool itself. So nothing else is touched if a device
-//! hangs: the memory is kept until the kernel is done with it.
+//! The direct way reads into a [`Scratch`], not into the pool itself. So nothing else is touched if a device hangs: the memory is
+//! kept until the kernel is done with it.
 #![expect(unsafe_code, reason = "operations carry addresses")]
 
+use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kvlane_block::crc32c;
-use kvlane_memory::Arena;
+use kvlane_memory::PrivateMemory;
 
 use crate::io::{Completion, Io, Op, OpKind, Piece};
 use crate::job::{OP_BYTES, STAGED_OP_BYTES};
+use crate::layout::PAGE_BYTES;
 use crate::read::copy_checked;
 use crate::staging::{Slot, SlotUse, Staging};
 use crate::way::{PathRates, Way};
 
-/// Bytes of the small pool. So many are in flight.
-pub(crate) const SCRATCH_BYTES: u64 = 16 << 20;
+/// Bytes of the scratch. So many are in flight.
+const SCRATCH_BYTES: u64 = 16 << 20;
 /// Bytes of one turn. The first turn is not counted.
 const TURN_BYTES: u64 = 32 << 20;
 const TURNS: [Way; 9] = {
@@ -36,12 +38,42 @@ pub(crate) enum Measured {
     Hangs,
 }
 
+/// Memory that stands for the pool, on pages of 4 KiB.
+///
+/// Whether neighbouring pages lie together in physical memory is luck of the moment in which they were faulted in: a daemon's pool
+/// may have had less of it than 16 MiB now. So the scratch is the worst case: pages of its two halves are faulted in in turns, and a
+/// kernel that hands out pages one after the other puts no neighbours together. Register it with io_uring, as the pool is.
+pub(crate) struct Scratch(PrivateMemory);
+
+impl Scratch {
+    pub(crate) fn new() -> io::Result<Scratch> {
+        let mut memory = PrivateMemory::new(SCRATCH_BYTES as usize)?;
+        let (first, second) = memory.bytes_mut().split_at_mut(SCRATCH_BYTES as usize / 2);
+        let page_bytes = PAGE_BYTES as usize;
+        for (one, other) in first.chunks_mut(page_bytes).zip(second.chunks_mut(page_bytes)) {
+            (one[0], other[0]) = (1, 1);
+        }
+        Ok(Scratch(memory))
+    }
+
+    /// All of it.
+    pub(crate) fn memory(&mut self) -> Piece {
+        self.piece(0, SCRATCH_BYTES as usize)
+    }
+
+    /// Part `number` of so many bytes.
+    fn piece(&mut self, number: usize, bytes: usize) -> Piece {
+        let address = self.0.bytes_mut()[number * bytes..][..bytes].as_mut_ptr();
+        Piece { address, bytes }
+    }
+}
+
 /// Reads from `ranges` of the file, at random offsets and in operations as large as those of each way, until `until`. `next_id`
 /// draws the ids of operations.
 pub(crate) fn measure(
     io: &mut dyn Io,
     staging: &mut Staging,
-    scratch: &Arena,
+    scratch: &mut Scratch,
     ranges: &[Range<u64>],
     until: Instant,
     next_id: &mut dyn FnMut() -> u64,
@@ -87,7 +119,7 @@ pub(crate) fn measure(
 struct Turn<'a> {
     io: &'a mut dyn Io,
     staging: &'a mut Staging,
-    scratch: &'a Arena,
+    scratch: &'a mut Scratch,
     op_bytes: u64,
     until: Instant,
     way: Way,
@@ -164,7 +196,7 @@ impl Turn<'_> {
         };
         let piece = match &slot {
             Some(slot) => self.staging.piece(slot, self.op_bytes as usize),
-            None => self.scratch_piece(place),
+            None => self.scratch.piece(place, self.op_bytes as usize),
         };
         let op = Op { id, kind: OpKind::Read, offset, pieces: vec![piece] };
         // SAFETY: the slot, or the part of the scratch, belongs to this operation until it has ended. If it does not end in time,
@@ -174,8 +206,8 @@ impl Turn<'_> {
     }
 
     /// Does what a read of the tier does: takes the checksum, and copies what was staged.
-    fn verify(&self, done: &Flying) {
-        let Piece { address, bytes } = self.scratch_piece(done.place);
+    fn verify(&mut self, done: &Flying) {
+        let Piece { address, bytes } = self.scratch.piece(done.place, self.op_bytes as usize);
         let crc = match &done.slot {
             // SAFETY: the part of the scratch lies inside it, belongs to this operation, and overlaps no staging memory.
             Some(slot) => unsafe { copy_checked(&self.staging.slot_bytes(slot)[..bytes], address) },
@@ -183,11 +215,5 @@ impl Turn<'_> {
             None => crc32c(unsafe { std::slice::from_raw_parts(address, bytes) }),
         };
         std::hint::black_box(crc);
-    }
-
-    fn scratch_piece(&self, place: usize) -> Piece {
-        let bytes = self.op_bytes as usize;
-        assert!((place + 1) * bytes <= self.scratch.bytes() as usize, "place {place}");
-        Piece { address: self.scratch.base().wrapping_add(place * bytes), bytes }
     }
 }

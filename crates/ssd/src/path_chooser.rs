@@ -3,10 +3,8 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
-
-use crate::io::Io;
-use crate::measure::{Measured, SCRATCH_BYTES, measure};
+use crate::io::{Io, Piece};
+use crate::measure::{Measured, Scratch, measure};
 use crate::staging::Staging;
 use crate::way::{Conditions, PathStatus, SsdPath, StagingState, Way};
 use crate::way_file::RatesFile;
@@ -14,7 +12,7 @@ use crate::way_file::RatesFile;
 /// Limit of the time that one measurement takes.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Chooses for one device. Dropped after the device's `Io`, because the kernel may still write to `hanging`.
+/// Chooses for one device. Dropped after the device's `Io`, because the kernel may still write to `scratch` and `hanging`.
 pub(crate) struct PathChooser {
     conditions: Conditions,
     rates_file: RatesFile,
@@ -22,8 +20,10 @@ pub(crate) struct PathChooser {
     way: Way,
     reason: String,
     wants_rates: bool,
-    /// Memory of a measurement whose operations did not end in time.
-    hanging: Option<(Option<Staging>, Arena)>,
+    /// Memory for the measurement, if there is to be one. It stays afterwards, because it is registered with io_uring.
+    scratch: Option<Scratch>,
+    /// Staging memory of a measurement whose operations did not end in time.
+    hanging: Option<Staging>,
 }
 
 impl PathChooser {
@@ -42,6 +42,7 @@ impl PathChooser {
             way: Way::Direct,
             reason: String::new(),
             wants_rates: false,
+            scratch: None,
             hanging: None,
         };
         chooser.choose();
@@ -72,7 +73,23 @@ impl PathChooser {
         };
         self.staging_bytes = staging.as_ref().map_or(0, Staging::bytes);
         self.choose();
+        if self.wants_rates {
+            match Scratch::new() {
+                Ok(scratch) => self.scratch = Some(scratch),
+                Err(error) => self.not_measured(&error.to_string()),
+            }
+        }
         (staging, note)
+    }
+
+    /// Memory of the measurement, to be registered with io_uring.
+    pub(crate) fn scratch_memory(&mut self) -> Option<Piece> {
+        self.scratch.as_mut().map(Scratch::memory)
+    }
+
+    fn not_measured(&mut self, why: &str) {
+        self.wants_rates = false;
+        self.reason = format!("not measured: {why}");
     }
 
     fn choose(&mut self) {
@@ -107,25 +124,16 @@ impl PathChooser {
         next_id: &mut dyn FnMut() -> u64,
     ) {
         self.wants_rates = false;
-        let Some(memory) = staging else { return };
-        let options =
-            ArenaOptions { bytes: SCRATCH_BYTES, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
-        let scratch = match Arena::create(&options, &|_| {}) {
-            Ok(scratch) => scratch,
-            Err(error) => {
-                self.reason = format!("not measured: {error}");
-                return;
-            }
-        };
-        match measure(io, memory, &scratch, ranges, Instant::now() + MEASURE_TIMEOUT, next_id) {
+        let (Some(memory), Some(scratch)) = (staging.as_mut(), self.scratch.as_mut()) else { return };
+        match measure(io, memory, scratch, ranges, Instant::now() + MEASURE_TIMEOUT, next_id) {
             Measured::Rates(rates) => {
                 self.conditions.rates = Some(rates);
                 self.choose();
                 self.rates_file.write(rates);
             }
-            Measured::Nothing(why) => self.reason = format!("not measured: {why}"),
+            Measured::Nothing(why) => self.not_measured(why),
             Measured::Hangs => {
-                self.hanging = Some((staging.take(), scratch));
+                self.hanging = staging.take();
                 self.staging_bytes = 0;
                 self.conditions.staging = StagingState::None;
                 self.choose();

@@ -596,6 +596,7 @@ impl DeviceThread {
         let headers = Headers::new();
         let mut small = vec![headers.memory()];
         small.extend(staging.as_ref().map(Staging::memory));
+        small.extend(chooser.scratch_memory());
         let (io, mut opened) = match open_wrapped_io(file, &*memory, &small, self.threads, self.wrap_io) {
             Ok(made) => made,
             Err(error) => {
