@@ -204,8 +204,8 @@ def _measure_size(
         sys.exit(f"kvlane bench ssd: {error}")
     with closing(tier):
         whole = len(files) * arguments.capacity // block
-        # Blocks that stay while others are written, and all that are surely there when nothing is.
-        among, anywhere = min(count, whole // 4), whole * 3 // 4
+        # Newest blocks that stay while others are written, and when nothing is.
+        among, anywhere = min(count, whole // 4), whole // 2
         # Until the first segments are used again.
         rounds["kvlane first write"] = [_values(tier.write(whole))]
         await_path(tier)
