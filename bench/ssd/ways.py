@@ -52,7 +52,7 @@ def measure(folder: Path, capacity: int, rounds: int) -> Outcome:
                 path = [str(folder / "kvlane-bench.data")]
                 with closing(_bench.SsdBench(path, capacity, block, (depth + 1) * block, False, way)) as tier:
                     tier.write(count)
-                    ssd.await_path(tier)
+                    ssd.await_path(tier, capacity)
                     read, wrote = tier.read(count // 2, count, depth), tier.write(count)
                     rates[way]["read"].append(read[0] / read[1] / 1e9)
                     rates[way]["write"].append(wrote[0] / wrote[1] / 1e9)
