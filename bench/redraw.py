@@ -68,7 +68,7 @@ def committed() -> Iterator[Redrawn]:
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
     result = gpu / "2026-11-23-h200-vllm-0.33-restart.json"
     yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
-    for result in sorted(ssd.glob("*two-cores-*.json")):
+    for result in sorted(ssd.glob("*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)
     remote = ROOT / "bench/remote/results"

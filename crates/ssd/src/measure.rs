@@ -28,6 +28,10 @@ const TURNS: [Way; 9] = {
 };
 /// No turn begins later than this, once each way had one that counts.
 const ENOUGH: Duration = Duration::from_millis(400);
+/// No read begins later than this.
+const LAST_READ: Duration = Duration::from_millis(600);
+/// Reads that have not ended after this time hang. A slow disk, or a busy machine, ends those that began in time.
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Outcome of a measurement.
 pub(crate) enum Measured {
@@ -68,14 +72,13 @@ impl Scratch {
     }
 }
 
-/// Reads from `ranges` of the file, at random offsets and in operations as large as those of each way, until `until`. `next_id`
-/// draws the ids of operations.
+/// Reads from `ranges` of the file, at random offsets and in operations as large as those of each way, for a second at most.
+/// `next_id` draws the ids of operations.
 pub(crate) fn measure(
     io: &mut dyn Io,
     staging: &mut Staging,
     scratch: &mut Scratch,
     ranges: &[Range<u64>],
-    until: Instant,
     next_id: &mut dyn FnMut() -> u64,
 ) -> Measured {
     let Some(least) = ranges.iter().map(|range| range.end - range.start).min() else {
@@ -92,14 +95,14 @@ pub(crate) fn measure(
     let mut sums = [(0u64, Duration::ZERO); 2];
     for (number, way) in TURNS.into_iter().enumerate() {
         let has_both = sums.iter().all(|(bytes, _)| *bytes > 0);
-        if Instant::now() >= until || (has_both && began.elapsed() > ENOUGH) {
+        if began.elapsed() > LAST_READ || (has_both && began.elapsed() > ENOUGH) {
             break;
         }
         let op_bytes = least.min(match way {
             Way::Direct => OP_BYTES as u64,
             Way::Staged => STAGED_OP_BYTES as u64,
         });
-        let mut turn = Turn { io, staging, scratch, op_bytes, until, way };
+        let mut turn = Turn { io, staging, scratch, op_bytes, way, measured_since: began };
         match turn.run(&mut offset, next_id) {
             Ok((bytes, time)) if number > 0 => {
                 let sum = &mut sums[usize::from(way == Way::Staged)];
@@ -121,8 +124,8 @@ struct Turn<'a> {
     staging: &'a mut Staging,
     scratch: &'a mut Scratch,
     op_bytes: u64,
-    until: Instant,
     way: Way,
+    measured_since: Instant,
 }
 
 /// An operation in flight: its id, its part of the scratch, and its slot if it is staged.
@@ -147,7 +150,7 @@ impl Turn<'_> {
         loop {
             while posted < turn
                 && !failed
-                && Instant::now() < self.until
+                && self.measured_since.elapsed() < LAST_READ
                 && self.io.room() > 0
                 && let Some(place) = free.pop()
             {
@@ -161,11 +164,10 @@ impl Turn<'_> {
                     false => Ok((bytes, began.elapsed())),
                 };
             }
-            let left = self.until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Measured::Hangs);
-            }
-            if self.io.wait(left, &mut ended).is_err() {
+            let left = TIMEOUT.saturating_sub(self.measured_since.elapsed());
+            // Take what has ended before judging, because this thread may have been late itself.
+            let waited = self.io.wait(left, &mut ended);
+            if waited.is_err() || (left.is_zero() && ended.is_empty()) {
                 return Err(Measured::Hangs);
             }
             for end in ended.drain(..) {

@@ -1,16 +1,12 @@
 //! [`PathChooser`]: makes the staging memory of a device, has both ways measured, and says which one transfers take.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
 
 use crate::io::{Io, Piece};
 use crate::measure::{Measured, Scratch, measure};
 use crate::staging::Staging;
 use crate::way::{Conditions, PathStatus, SsdPath, StagingState, Way};
 use crate::way_file::RatesFile;
-
-/// Limit of the time that one measurement takes.
-const MEASURE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Chooses for one device. Dropped after the device's `Io`, because the kernel may still write to `scratch` and `hanging`.
 pub(crate) struct PathChooser {
@@ -125,7 +121,7 @@ impl PathChooser {
     ) {
         self.wants_rates = false;
         let (Some(memory), Some(scratch)) = (staging.as_mut(), self.scratch.as_mut()) else { return };
-        match measure(io, memory, scratch, ranges, Instant::now() + MEASURE_TIMEOUT, next_id) {
+        match measure(io, memory, scratch, ranges, next_id) {
             Measured::Rates(rates) => {
                 self.conditions.rates = Some(rates);
                 self.choose();
