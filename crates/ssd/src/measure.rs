@@ -18,7 +18,7 @@ use crate::read::copy_checked;
 use crate::staging::{Slot, SlotUse, Staging};
 use crate::way::{PathRates, Way};
 
-/// Bytes of the scratch. So many are in flight.
+/// Bytes of the scratch, and bytes in flight.
 const SCRATCH_BYTES: u64 = 16 << 20;
 /// Bytes of one turn. The first turn is not counted.
 const TURN_BYTES: u64 = 32 << 20;
@@ -60,7 +60,7 @@ impl Scratch {
         Ok(Scratch(memory))
     }
 
-    /// All of it.
+    /// The whole scratch, to be registered.
     pub(crate) fn memory(&mut self) -> Piece {
         self.piece(0, SCRATCH_BYTES as usize)
     }
