@@ -66,7 +66,7 @@ class Ttft:
             while True:
                 # A prompt too short to be kept: it makes the engine look for the daemon.
                 self.engine.ask("generate", prompts=[self.prompts[0][:8]], tokens=2)
-                status = tool.status()
+                status: Any = tool.status()
                 roles = {session["role"] for session in status["sessions"]}
                 (ssd,) = status["ssds"]
                 measured = way != "auto" or "not measured yet" not in ssd["path_reason"]

@@ -97,7 +97,10 @@ MakeEngine = Callable[..., Engine]
         (["--ssd-path", "sideways"], ["'sideways'", "--ssd-path", "direct"]),
         (["--ssd-path", "staged"], ["--ssd-path is of no use without --ssd"]),
         (["--ssd", "/nonexistent/blocks", "--ssd-staging", "0"], ["--ssd-staging 0 B", "--ssd-path direct"]),
-        (["--ssd", "/nonexistent/blocks", "--ssd-staging", "100tb"], ["--ssd-staging 100", "available", "smaller"]),
+        (
+            ["--ssd", "/nonexistent/blocks", "--ssd-staging", "100tb"],
+            ["--ssd-staging 100", "available", "smaller"],
+        ),
         (["--colour"], ["--colour"]),
     ],
 )
