@@ -29,20 +29,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="on the device; a file is made in it")
     parser.add_argument("--capacity", type=parse_size, default=512 << 20, help="of each file (default 512m)")
+    parser.add_argument(
+        "--blocks",
+        type=lambda text: [parse_size(each) for each in text.split(",")],
+        default=list(ssd.DEPTHS),
+        help="sizes of blocks (default: 2m,256k)",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="of all, in turns (default %(default)s)")
     add_out(parser)
     arguments = parser.parse_args()
     shown = {key: value for key, value in vars(arguments).items() if key != "folder"}
     with report.CpuWatch() as watch:
-        outcome = measure(arguments.folder, arguments.capacity, arguments.rounds)
+        outcome = measure(arguments.folder, arguments.capacity, arguments.blocks, arguments.rounds)
     return publish(argparse.Namespace(**shown), outcome, watch)
 
 
-def measure(folder: Path, capacity: int, rounds: int) -> Outcome:
+def measure(folder: Path, capacity: int, blocks: list[int], rounds: int) -> Outcome:
     """Medians over the rounds, for each size of blocks."""
     figures: list[Figure] = []
     sizes: list[dict[str, Any]] = []
-    for block, depth in ssd.DEPTHS.items():
+    for block in blocks:
+        depth = ssd.DEPTHS.get(block, ssd.DEPTH)
         rates: dict[str, dict[str, list[float]]] = {way: {"read": [], "write": []} for way in WAYS}
         chosen: list[tuple[bool, str, tuple[int, int] | None]] = []
         count = capacity // block

@@ -13,7 +13,19 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "ssd" / "ways.py"
 def test_all_ways_take_turns(tmp_path: Path) -> None:
     folder, out = tmp_path / "ssd", tmp_path / "out"
     folder.mkdir()
-    command = [sys.executable, SCRIPT, folder, "--capacity", "64m", "--rounds", "2", "--out", out]
+    command = [
+        sys.executable,
+        SCRIPT,
+        folder,
+        "--capacity",
+        "64m",
+        "--blocks",
+        "256k",
+        "--rounds",
+        "2",
+        "--out",
+        out,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []

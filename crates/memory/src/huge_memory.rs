@@ -55,6 +55,9 @@ impl HugeMemory {
         // SAFETY: the range is inside the new mapping; the advice leaves its bytes alone. Kernels without huge pages
         // refuse the advice.
         let _ = unsafe { madvise(memory.base().cast(), bytes, Advice::LinuxHugepage) };
+        // A dump of the daemon is to hold no blocks.
+        // SAFETY: as above.
+        let _ = unsafe { madvise(memory.base().cast(), bytes, Advice::LinuxDontDump) };
         memory.fault_in()?;
         memory.huge_bytes = hugepages::private_huge_bytes(memory.base() as u64, bytes as u64);
         Ok(memory)

@@ -31,6 +31,9 @@ impl PrivateMemory {
         // If huge pages are `always` on, one written byte would take 2 MiB. A kernel without them refuses the advice.
         // SAFETY: The mapping is new and has these bytes; the advice changes no contents.
         let _ = unsafe { madvise(base.as_ptr(), bytes, Advice::LinuxNoHugepage) };
+        // Prompts and blocks do not belong into a dump.
+        // SAFETY: The same.
+        let _ = unsafe { madvise(base.as_ptr(), bytes, Advice::LinuxDontDump) };
         Ok(Self { base, bytes })
     }
 

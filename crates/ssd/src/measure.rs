@@ -30,8 +30,10 @@ const TURNS: [Way; 9] = {
 const ENOUGH: Duration = Duration::from_millis(400);
 /// No read begins later than this.
 const LAST_READ: Duration = Duration::from_millis(600);
-/// Reads that have not ended after this time hang. A slow disk, or a busy machine, ends those that began in time.
+/// Reads that have not ended after this time hang.
 const TIMEOUT: Duration = Duration::from_secs(1);
+/// Shortest wait for a completion.
+const LAST_WAIT: Duration = Duration::from_millis(50);
 
 /// Outcome of a measurement.
 pub(crate) enum Measured {
@@ -165,8 +167,8 @@ impl Turn<'_> {
                 };
             }
             let left = TIMEOUT.saturating_sub(self.measured_since.elapsed());
-            // Take what has ended before judging, because this thread may have been late itself.
-            let waited = self.io.wait(left, &mut ended);
+            // Wait once more before judging, because this thread may have been late itself.
+            let waited = self.io.wait(left.max(LAST_WAIT), &mut ended);
             if waited.is_err() || (left.is_zero() && ended.is_empty()) {
                 return Err(Measured::Hangs);
             }

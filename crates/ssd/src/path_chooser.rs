@@ -2,11 +2,16 @@
 
 use std::ops::Range;
 
+use kvlane_memory::available_memory;
+
 use crate::io::{Io, Piece};
 use crate::measure::{Measured, Scratch, measure};
 use crate::staging::Staging;
 use crate::way::{Conditions, PathStatus, SsdPath, StagingState, Way};
 use crate::way_file::RatesFile;
+
+/// Memory that stays free beside the staging memory: the scratch, and what the daemon takes later.
+const LEFT_FREE: u64 = 64 << 20;
 
 /// Chooses for one device. Dropped after the device's `Io`, because the kernel may still write to `scratch` and `hanging`.
 pub(crate) struct PathChooser {
@@ -48,8 +53,17 @@ impl PathChooser {
     /// Makes staging memory if it may be of use. The second value is a note for the operator.
     pub(crate) fn make_staging(&mut self, bytes: u64) -> (Option<Staging>, Option<String>) {
         let if_huge = Conditions { staging: StagingState::Huge, ..self.conditions };
-        if if_huge.choose().0 == Way::Direct {
+        let (way, reason, _) = if_huge.choose();
+        if way == Way::Direct {
+            self.reason = reason;
             return (None, None);
+        }
+        if available_memory().is_some_and(|available| available < bytes + LEFT_FREE) {
+            let note = format!(
+                "no staging memory, transfers go straight to the pool: fewer than {} bytes are free",
+                bytes + LEFT_FREE
+            );
+            return (None, Some(note));
         }
         let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(Staging::new);
         let (staging, note) = match made {

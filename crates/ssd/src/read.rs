@@ -43,8 +43,8 @@ pub(crate) unsafe fn verify(
     ReadEnd::Found { crcs: header.shards.iter().map(|shard| shard.crc).collect() }
 }
 
-/// Verifies a record that was read into staging, and copies its shards into the pool. The checksum is taken of the bytes in
-/// the pool, so nothing that changes them on the way is found.
+/// Verifies a record that was read into staging, and copies its shards into the pool. The checksum is taken of each part of the
+/// staged bytes just before it is copied.
 ///
 /// # Safety
 /// The extents are inside the memory, and nothing else reads or writes them during the call.

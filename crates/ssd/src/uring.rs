@@ -72,7 +72,7 @@ pub fn try_io_uring() -> io::Result<()> {
 
 impl UringQueue {
     /// Sets up a ring for the calling thread, and registers the pool and `small`. If the pool cannot be registered, the
-    /// second value says why, and only `small` is, if possible. The kernel pins the pages of each operation on memory that is
+    /// second value says why, and only `small`, or its first piece, is, if possible. The kernel pins the pages of each operation on memory that is
     /// not registered.
     pub(crate) fn new(file: File, pool: Piece, small: &[Piece]) -> io::Result<(UringQueue, Option<String>)> {
         let ring = make_ring()?;
@@ -96,7 +96,7 @@ impl UringQueue {
         };
         let all: Vec<Piece> = small.iter().copied().chain([pool]).collect();
         let refused = ring.register(&all).err().map(|error| {
-            let _ = ring.register(small);
+            let _ = ring.register(small).or_else(|_| ring.register(small.get(..1).unwrap_or_default()));
             format!("memory is not registered with io_uring: {error}; a higher limit of locked memory (ulimit -l) may help")
         });
         Ok((ring, refused))

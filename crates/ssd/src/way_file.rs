@@ -7,7 +7,7 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -84,7 +84,12 @@ impl RatesFile {
 
     fn parse(&self) -> io::Result<Remembered> {
         let mut text = String::new();
-        File::open(&self.path)?.take(BYTES_MAX).read_to_string(&mut text)?;
+        // Without waiting: a stranger may have put a pipe there.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&self.path)?;
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no file"));
+        }
+        file.take(BYTES_MAX).read_to_string(&mut text)?;
         Ok(serde_json::from_str(&text)?)
     }
 

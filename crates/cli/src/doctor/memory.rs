@@ -47,9 +47,9 @@ pub(crate) fn judge(available: &Available, pool: Size, memory: PoolMemory) -> Fi
 
 const CAP_IPC_LOCK: u32 = 14;
 const LOCKED: &str = "locked memory";
-/// Bytes that each file of the tier registers beside the pool: staging memory as large as by default, 1 MiB of headers, and
-/// its ring.
-const BESIDE_POOL: u64 = 66 << 20;
+/// Bytes that each file of the tier registers beside the pool: staging memory as large as by default, 16 MiB to measure with,
+/// 1 MiB of headers, and its ring.
+const BESIDE_POOL: u64 = 82 << 20;
 
 /// The limit on locked memory. io_uring counts registered memory against it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,7 +92,7 @@ pub(crate) fn judge_locked(locked: &Locked, pool: Size) -> Finding {
                      which is slower; nothing else needs locked memory",
                 )
                 .advice(
-                    "with --ssd, raise the limit (ulimit -l, LimitMEMLOCK= of systemd) to the pool's size and 66 MiB for each \
+                    "with --ssd, raise the limit (ulimit -l, LimitMEMLOCK= of systemd) to the pool's size and 82 MiB for each \
                      of its files, or give the daemon CAP_IPC_LOCK",
                 )
         }
@@ -162,7 +162,7 @@ mod tests {
         let roomy = Locked { soft: Some((128 << 20).to_string()), is_exempt: false };
         assert!(small.means.contains("--ssd") && small.advice.contains("LimitMEMLOCK="), "{small:?}");
         assert_eq!(judge_locked(&roomy, Size(100 << 20)).verdict, Verdict::Note, "staging counts, too");
-        assert_eq!(judge_locked(&roomy, Size(60 << 20)).verdict, Verdict::Ok);
+        assert_eq!(judge_locked(&roomy, Size(40 << 20)).verdict, Verdict::Ok);
         let exempt = judge_locked(&with("CapEff:\t0000000000004000\n"), POOL);
         assert!(exempt.verdict == Verdict::Ok && exempt.found.contains("CAP_IPC_LOCK"), "{exempt:?}");
         let unlimited = Locked { soft: Some("unlimited".into()), is_exempt: false };

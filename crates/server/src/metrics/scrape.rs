@@ -121,11 +121,9 @@ impl Scrape {
             let row = |path: &str, rate: u64| {
                 (vec![device.path.display().to_string(), path.to_owned()], rate as f64)
             };
-            let rates = device.path_taken.rates;
-            rates
-                .map(|rates| [row("direct", rates.direct), row("staged", rates.staged)])
-                .into_iter()
-                .flatten()
+            let (direct, staged) =
+                device.path_taken.rates.map_or((0, 0), |rates| (rates.direct, rates.staged));
+            [row("direct", direct), row("staged", staged)]
         };
         self.ssd_devices().flat_map(rows).collect()
     }

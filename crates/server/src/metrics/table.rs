@@ -300,7 +300,7 @@ pub(crate) const METRICS: &[Row<Scrape>] = &[
         "kvlane_ssd_path_bytes_per_second",
         Gauge,
         "device, path",
-        "Rate of an SSD's reads as measured at the start: direct, or staged.",
+        "Rate of an SSD's reads as measured at the start: direct, or staged. 0 if it was not.",
         Scrape::ssd_path_rates,
     ),
     each("kvlane_ssd_degraded", Gauge, "device", "1 while an SSD takes no writes after errors.", |s| {

@@ -179,6 +179,11 @@ impl Device {
             self.take_jobs();
             self.expire_reads(now);
             self.start_reads();
+            if !self.ready_reads.is_empty() && !self.queued_writes.is_empty() {
+                // Writes may be copied now, and reads do not wait for that.
+                self.post(now);
+                self.poll_io(Duration::ZERO, &mut ended);
+            }
             self.clean();
             self.start_writes(now);
             self.finish_segments();
@@ -271,6 +276,7 @@ impl Device {
     fn can_measure(&self) -> bool {
         self.transfers.is_empty()
             && !self.is_closing()
+            && self.device.queue.lock().reads.is_empty()
             && self.log.sealed().count() as u64 * self.superblock.segment_bytes >= MEASURED_OVER
     }
 
