@@ -58,10 +58,10 @@ impl PathChooser {
             self.reason = reason;
             return (None, None);
         }
-        if available_memory().is_some_and(|available| available < bytes + LEFT_FREE) {
+        if available_memory().is_some_and(|available| available < bytes.saturating_add(LEFT_FREE)) {
             let note = format!(
                 "no staging memory, transfers go straight to the pool: fewer than {} bytes are free",
-                bytes + LEFT_FREE
+                bytes.saturating_add(LEFT_FREE)
             );
             return (None, Some(note));
         }

@@ -183,6 +183,10 @@ impl Device {
                 // Writes may be copied now, and reads do not wait for that.
                 self.post(now);
                 self.poll_io(Duration::ZERO, &mut ended);
+                // Before this thread may sleep until another completion.
+                for end in ended.drain(..) {
+                    self.operation_ended(end);
+                }
             }
             self.clean();
             self.start_writes(now);
