@@ -256,7 +256,7 @@ fn a_device_that_never_answers_keeps_its_memory_and_nobody_waits_for_it() {
     assert!(tier.close(PATIENCE));
 }
 
-/// What the device brought is compared behind the last copy. A flip in staging would else reach the pool as a hit.
+/// The checksum is taken of what the device left in staging, or in the pool. A byte that changed there would else become a hit.
 #[test]
 fn a_byte_that_changes_after_the_device_is_done_is_a_miss() {
     let Bench { tier, mut pool, failing, .. } = bench(|_| {});
