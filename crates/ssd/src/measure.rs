@@ -32,8 +32,12 @@ const ENOUGH: Duration = Duration::from_millis(400);
 const LAST_READ: Duration = Duration::from_millis(600);
 /// Reads that have not ended after this time hang.
 const TIMEOUT: Duration = Duration::from_secs(1);
+/// A device whose first read takes longer is too slow to fill with reads: they would not end in time.
+const FIRST_READ: Duration = Duration::from_millis(50);
 /// Shortest wait for a completion.
 const LAST_WAIT: Duration = Duration::from_millis(50);
+
+const TOO_SLOW: Measured = Measured::Nothing("the device is too slow to measure it in a second");
 
 /// Outcome of a measurement.
 pub(crate) enum Measured {
@@ -105,7 +109,14 @@ pub(crate) fn measure(
             Way::Staged => STAGED_OP_BYTES as u64,
         });
         let mut turn = Turn { io, staging, scratch, op_bytes, way, measured_since: began };
-        match turn.run(&mut offset, next_id) {
+        if number == 0 {
+            match turn.run(1, &mut offset, next_id) {
+                Ok((_, time)) if time > FIRST_READ => return TOO_SLOW,
+                Ok(_) => {}
+                Err(measured) => return measured,
+            }
+        }
+        match turn.run(TURN_BYTES / op_bytes, &mut offset, next_id) {
             Ok((bytes, time)) if number > 0 => {
                 let sum = &mut sums[usize::from(way == Way::Staged)];
                 *sum = (sum.0 + bytes, sum.1 + time);
@@ -117,7 +128,7 @@ pub(crate) fn measure(
     let rate = |(bytes, time): (u64, Duration)| (bytes as f64 / time.as_secs_f64().max(1e-9)) as u64;
     match sums {
         [(1.., _), (1.., _)] => Measured::Rates(PathRates { direct: rate(sums[0]), staged: rate(sums[1]) }),
-        _ => Measured::Nothing("the device is too slow to measure it in a second"),
+        _ => TOO_SLOW,
     }
 }
 
@@ -138,19 +149,20 @@ struct Flying {
 }
 
 impl Turn<'_> {
-    /// Returns the bytes read and the time that took.
+    /// Reads so many times. Returns the bytes read and the time that took.
     fn run(
         &mut self,
+        reads: u64,
         offset: &mut dyn FnMut(u64) -> u64,
         next_id: &mut dyn FnMut() -> u64,
     ) -> Result<(u64, Duration), Measured> {
         let (began, mut posted, mut bytes, mut failed) = (Instant::now(), 0, 0, false);
         let mut flying: Vec<Flying> = Vec::new();
-        let (depth, turn) = (SCRATCH_BYTES / self.op_bytes, TURN_BYTES / self.op_bytes);
+        let depth = SCRATCH_BYTES / self.op_bytes;
         let mut free: Vec<usize> = (0..depth as usize).collect();
         let mut ended: Vec<Completion> = Vec::new();
         loop {
-            while posted < turn
+            while posted < reads
                 && !failed
                 && self.measured_since.elapsed() < LAST_READ
                 && self.io.room() > 0

@@ -589,7 +589,7 @@ impl DeviceThread {
     /// Body of the thread: opens the I/O interface and reports it, waits for state and log, and runs the device. Opens
     /// the interface here, because an io_uring belongs to the thread that makes it.
     fn run(self, report: &Sender<std::io::Result<Opened>>, starts: &Receiver<DeviceAndLog>) {
-        let rates_file = RatesFile::beside(&self.path, &self.file);
+        let rates_file = RatesFile::beside(&self.path, &self.file, self.staging_bytes);
         let mut chooser = PathChooser::new(self.ssd_path, self.memory.is_huge(), self.direct_io, rates_file);
         let (staging, note) = chooser.make_staging(self.staging_bytes);
         let DeviceThread { file, number, superblock, memory, shared, .. } = self;

@@ -1,9 +1,10 @@
 //! [`RatesFile`]: the rates of both ways, remembered beside the tier's file, so that a restart need not measure again.
 //!
-//! They count as long as kernel, device and the device's queue limits are the same:
+//! They count for 30 days, as long as kernel, device, the device's queue limits and the size of the staging memory are the same:
 //!
 //! ```text
-//!  {"version":1,"kernel":"6.18.1","device":"254:0","queue":{"max_segments":"254",..},"direct":1190000000,"staged":3930000000}
+//!  {"version":1,"kernel":"6.18.1","device":"254:0","queue":{"max_segments":"254",..},
+//!   "staging":67108864,"direct":1190000000,"staged":3930000000}
 //! ```
 
 use std::collections::BTreeMap;
@@ -11,6 +12,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
@@ -18,6 +20,8 @@ use serde::{Deserialize, Serialize};
 use crate::way::PathRates;
 
 const VERSION: u32 = 1;
+/// A cloud volume keeps its name when its throughput is changed, so rates do not count for ever.
+const AGE_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 /// A file of ours has less than 1 kB.
 const BYTES_MAX: u64 = 16 << 10;
 /// Limits from which the kernel decides how it cuts requests.
@@ -38,6 +42,8 @@ struct Facts {
     device: String,
     /// Empty if the file system has no single block device.
     queue: BTreeMap<String, String>,
+    /// Bytes of staging memory: with less of it fewer reads are in flight.
+    staging: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -47,28 +53,31 @@ struct Remembered {
     kernel: String,
     device: String,
     queue: BTreeMap<String, String>,
+    staging: u64,
     direct: u64,
     staged: u64,
 }
 
 impl RatesFile {
     /// The one beside this file of a tier.
-    pub(crate) fn beside(path: &Path, file: &File) -> RatesFile {
+    pub(crate) fn beside(path: &Path, file: &File, staging_bytes: u64) -> RatesFile {
         let number = file.metadata().map(|found| found.dev()).unwrap_or_default();
         let device = format!("{}:{}", major(number), minor(number));
         let facts = Facts {
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             queue: queue_limits(&device),
             device,
+            staging: staging_bytes,
         };
         RatesFile { path: rates_path(path), facts }
     }
 
-    /// The remembered rates. None if there are none, or if they are of another kernel or device.
+    /// The remembered rates. None if there are none, if they are old, or of another kernel, device or size of staging memory.
     pub(crate) fn read(&self) -> Option<PathRates> {
         match self.parse() {
             Ok(found) => {
-                let facts = Facts { kernel: found.kernel, device: found.device, queue: found.queue };
+                let Remembered { kernel, device, queue, staging, .. } = found;
+                let facts = Facts { kernel, device, queue, staging };
                 let counts = found.version == VERSION && facts == self.facts;
                 counts.then_some(PathRates { direct: found.direct, staged: found.staged })
             }
@@ -89,6 +98,10 @@ impl RatesFile {
         if !file.metadata()?.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no file"));
         }
+        let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
+        if age > AGE_MAX {
+            return Err(io::ErrorKind::NotFound.into());
+        }
         file.take(BYTES_MAX).read_to_string(&mut text)?;
         Ok(serde_json::from_str(&text)?)
     }
@@ -101,12 +114,13 @@ impl RatesFile {
     }
 
     fn try_write(&self, rates: PathRates) -> io::Result<()> {
-        let Facts { kernel, device, queue } = self.facts.clone();
+        let Facts { kernel, device, queue, staging } = self.facts.clone();
         let remembered = Remembered {
             version: VERSION,
             kernel,
             device,
             queue,
+            staging,
             direct: rates.direct,
             staged: rates.staged,
         };
@@ -145,7 +159,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("blocks");
         let file = File::create(&path).unwrap();
-        (folder, RatesFile::beside(&path, &file))
+        (folder, RatesFile::beside(&path, &file, 64))
     }
 
     #[test]
@@ -167,12 +181,25 @@ mod tests {
             (format!("\"kernel\":\"{}", file.facts.kernel), "\"kernel\":\"1.2".to_owned()),
             (format!("\"device\":\"{}", file.facts.device), "\"device\":\"999:1".to_owned()),
             ("\"version\":1".to_owned(), "\"version\":2".to_owned()),
+            ("\"staging\":64".to_owned(), "\"staging\":32".to_owned()),
             ("\"queue\":{".to_owned(), "\"queue\":{\"more\":\"1\",".to_owned()),
         ] {
             let changed = text.replace(&ours, &other).replace(",}", "}");
             assert_ne!(changed, text);
             fs::write(&file.path, changed).unwrap();
             assert_eq!(file.read(), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn rates_of_a_month_ago_do_not_count() {
+        let (_folder, file) = rates_file();
+        let rates = PathRates { direct: 1, staged: 2 };
+        file.write(rates);
+        for (days, counts) in [(29, true), (31, false)] {
+            let then = std::time::SystemTime::now() - Duration::from_secs(days * 24 * 60 * 60);
+            File::options().write(true).open(&file.path).unwrap().set_modified(then).unwrap();
+            assert_eq!(file.read(), counts.then_some(rates), "{days} days");
         }
     }
 

@@ -129,6 +129,26 @@ fn a_device_that_hangs_ends_the_measurement_within_a_second() {
     close(tier);
 }
 
+/// A disk of 40 MB/s needs 0.4 s for the reads that a measurement has in flight, and used to count as one that hangs.
+#[test]
+fn a_slow_device_is_not_measured_and_keeps_its_staging_memory() {
+    let (directory, mut pool, failing) =
+        (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
+    let path = directory.path().join("tier");
+    let tier = open(options(&path, &failing), &pool);
+    if !has_huge_pages(&way(&tier)) {
+        return close(tier);
+    }
+    failing.set(|faults| faults.read_delay = Duration::from_millis(60));
+    fill(&tier, &mut pool);
+    let slow = wait_for(&tier, |status| status.reason.contains("too slow"));
+    assert!(slow.staged && slow.staging_bytes > 0 && slow.rates.is_none(), "{slow:?}");
+    assert!(!rates_file(&path).exists(), "nothing was measured");
+    failing.set(|faults| faults.read_delay = Duration::ZERO);
+    assert!(is_found(&tier, &mut pool, &Block::new(0, &[SHARD])));
+    close(tier);
+}
+
 #[test]
 fn a_device_that_fails_the_measurements_reads_is_used_as_before() {
     let (directory, mut pool, failing) =

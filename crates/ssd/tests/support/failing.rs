@@ -22,6 +22,8 @@ pub(crate) struct Faults {
     pub(crate) interrupt: bool,
     /// Reads are kept back.
     pub(crate) hold_reads: bool,
+    /// Each read takes so much longer.
+    pub(crate) read_delay: Duration,
     /// Writes are kept back.
     pub(crate) hold_writes: bool,
     /// The number of held writes that may go.
@@ -98,6 +100,10 @@ unsafe impl Send for Layer {}
 
 impl Io for Layer {
     unsafe fn post(&mut self, mut op: Op) {
+        if op.kind == OpKind::Read {
+            let delay = self.faults.0.lock().unwrap().read_delay;
+            std::thread::sleep(delay);
+        }
         let mut faults = self.faults.0.lock().unwrap();
         self.posted += 1;
         let failing = match op.kind {
