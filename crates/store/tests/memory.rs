@@ -90,5 +90,6 @@ fn blocks_stay_within_96_bytes_each_and_16_for_each_further_shard() {
     println!("{one:.1} bytes a block with one shard, {further:.1} for each further one");
     // Less than the entry, its links and its row cannot be: then the counter would be broken.
     assert!((64.0..=96.0).contains(&one), "{one} bytes a block");
-    assert!((8.0..=16.0).contains(&further), "{further} bytes a further shard");
+    // An extent takes 8. The table of claims doubles by chance of its hashes, in one of the two stores or both: less than 1 byte.
+    assert!((7.0..=16.0).contains(&further), "{further} bytes a further shard");
 }
