@@ -131,6 +131,9 @@ def _client(pipe: Connection, load: Load, numbers: list[int], interval: float) -
         # Until the blocks are visible and the engine is ready; also warms the code.
         while (hit := engine.lookup(hashes)).tokens < load.blocks * TOKENS_PER_BLOCK:
             engine.release(hit)
+            if hit.tokens == 0:
+                # Others' saves have evicted the prompt before the first lease.
+                engines[0].save(hashes, range(load.blocks))
         # The lease is held until the session's first lookup, so that nothing is evicted before the start.
         held.append(hit)
     pipe.send("ready")
