@@ -70,15 +70,29 @@ fn has_huge_pages(status: &PathStatus) -> bool {
     has
 }
 
+/// A tier that may measure.
+struct Started {
+    directory: tempfile::TempDir,
+    pool: Pool,
+    failing: Failing,
+    tier: SsdTier,
+}
+
+/// None where this machine gives no huge pages.
+fn started() -> Option<Started> {
+    let (directory, pool, failing) = (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
+    let tier = open(options(&directory.path().join("tier"), &failing), &pool);
+    if !has_huge_pages(&way(&tier)) {
+        close(tier);
+        return None;
+    }
+    Some(Started { directory, pool, failing, tier })
+}
+
 #[test]
 fn both_ways_are_measured_once_there_is_something_to_read_and_a_restart_remembers() {
-    let (directory, mut pool, failing) =
-        (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
+    let Some(Started { directory, mut pool, failing, tier }) = started() else { return };
     let path = directory.path().join("tier");
-    let tier = open(options(&path, &failing), &pool);
-    if !has_huge_pages(&way(&tier)) {
-        return close(tier);
-    }
     let before = way(&tier);
     assert!(before.staged && before.rates.is_none() && before.reason.contains("not measured"), "{before:?}");
     fill(&tier, &mut pool);
@@ -108,13 +122,8 @@ fn both_ways_are_measured_once_there_is_something_to_read_and_a_restart_remember
 /// Requests of an engine wait for the measurement, so a device that stalls ends it.
 #[test]
 fn a_device_that_hangs_ends_the_measurement_within_a_second() {
-    let (directory, mut pool, failing) =
-        (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
+    let Some(Started { directory, mut pool, failing, tier }) = started() else { return };
     let path = directory.path().join("tier");
-    let tier = open(options(&path, &failing), &pool);
-    if !has_huge_pages(&way(&tier)) {
-        return close(tier);
-    }
     failing.set(|faults| faults.hold_reads = true);
     fill(&tier, &mut pool);
     let began = Instant::now();
@@ -132,13 +141,8 @@ fn a_device_that_hangs_ends_the_measurement_within_a_second() {
 /// A disk of 40 MB/s needs 0.4 s for the reads that a measurement has in flight, and used to count as one that hangs.
 #[test]
 fn a_slow_device_is_not_measured_and_keeps_its_staging_memory() {
-    let (directory, mut pool, failing) =
-        (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
+    let Some(Started { directory, mut pool, failing, tier }) = started() else { return };
     let path = directory.path().join("tier");
-    let tier = open(options(&path, &failing), &pool);
-    if !has_huge_pages(&way(&tier)) {
-        return close(tier);
-    }
     failing.set(|faults| faults.read_delay = Duration::from_millis(60));
     fill(&tier, &mut pool);
     let slow = wait_for(&tier, |status| status.reason.contains("too slow"));
@@ -151,12 +155,7 @@ fn a_slow_device_is_not_measured_and_keeps_its_staging_memory() {
 
 #[test]
 fn a_device_that_fails_the_measurements_reads_is_used_as_before() {
-    let (directory, mut pool, failing) =
-        (tempfile::tempdir().unwrap(), Pool::new(8 * MIB), Failing::default());
-    let tier = open(options(&directory.path().join("tier"), &failing), &pool);
-    if !has_huge_pages(&way(&tier)) {
-        return close(tier);
-    }
+    let Some(Started { directory: _directory, mut pool, failing, tier }) = started() else { return };
     failing.set(|faults| faults.failing_reads = (1, rustix::io::Errno::IO.raw_os_error()));
     fill(&tier, &mut pool);
     let failed = wait_for(&tier, |status| status.reason.contains("failed a read"));
