@@ -243,6 +243,8 @@ async def gaps(
     await asyncio.sleep(1.0)  # all of them decode by then
     first = (time.perf_counter() - begun_at) * 1e3
     came = await arrivals(engine, prompts, settings.rate)
+    if not prompts:
+        await asyncio.sleep(1.5)
     last = (time.perf_counter() - begun_at) * 1e3
     between: list[float] = []
     for times in await asyncio.gather(*running):

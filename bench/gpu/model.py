@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,12 @@ def write_config(shape: str, folder: Path) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    (target / "config.json").write_text(json.dumps(config | SHAPES[shape]))
+    text, file = json.dumps(config | SHAPES[shape]), target / "config.json"
+    if not file.exists() or file.read_text() != text:
+        # Engines that start at the same time read it meanwhile.
+        unfinished = target / f"config.{os.getpid()}.{threading.get_ident()}"
+        unfinished.write_text(text)
+        unfinished.replace(file)
     return target
 
 

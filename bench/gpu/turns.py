@@ -11,6 +11,7 @@ same seconds of the host.
 | in_gpu | the same again: a hit in the engine's own prefix cache |
 | warm | after the engines' prefix caches were reset: the KV cache comes from the system |
 | longer | the prompt and `--new-tokens` more, with the prompt in GPU memory, and from the system |
+| busy | requests that decode: gaps of their tokens, and TTFT of prompts beside them that hit, are loaded, saved |
 | decode | gaps between tokens of kvlane's engine, quiet and beside another client of its daemon |
 
 Each prompt goes to all engines, each time beginning with the next one. Controls are those of `measure.py`. The engines
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import os
 import random
+import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from measure import Engine, loaded_bytes, start, summary
+from measure import Engine, gaps, loaded_bytes, start, summary
 from pair import decode, second_client
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
@@ -84,6 +86,9 @@ async def measure(engines: dict[str, Engine], settings: argparse.Namespace) -> d
     for _ in range(settings.longer_rounds):
         await forget(systems)
         await ask("longer_warm", longer(), systems, SAVED_WITHIN)
+    for _ in range(settings.busy_rounds):
+        for name, engine in engines.items():
+            await busy(engine, name in systems, settings, prompts, draw, found[name])
     if "kvlane" in engines and settings.decode_rounds:
         found["kvlane"] |= await beside_a_client(engines["kvlane"], settings, draw)
 
@@ -108,6 +113,31 @@ async def in_turns(
             times[name].append(await engines[name].ttft(prompt))
             await asyncio.sleep(pause)
     return times
+
+
+async def busy(
+    engine: Engine,
+    has_system: bool,
+    settings: argparse.Namespace,
+    prompts: list[list[int]],
+    draw: Any,
+    found: dict[str, Any],
+) -> None:
+    """Gaps of requests that decode, and TTFT of the prompts that come beside them, by what these are."""
+    new = [draw(settings.new_tokens) for _ in prompts]
+    beside = {"quiet": [], "in_gpu": prompts, "warm": prompts, "saved": new}
+    for what, asked in beside.items():
+        if what == "warm":
+            if not has_system:
+                continue
+            await engine.forget()
+        elif what == "in_gpu":
+            for prompt in prompts:
+                await engine.ttft(prompt)
+        between, came = await gaps(engine, settings, asked, draw)
+        found.setdefault(f"busy_{what}", []).append(summary(between))
+        if came:
+            found.setdefault(f"busy_{what}_ttft", []).append(summary(came))
 
 
 async def forget(engines: dict[str, Engine]) -> None:
@@ -155,8 +185,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longer-rounds", type=int, default=2)
     parser.add_argument("--decodes", type=int, default=8)
-    parser.add_argument("--decode-tokens", type=int, default=400)
+    parser.add_argument("--decode-tokens", type=int, default=500)
     parser.add_argument("--decode-rounds", type=int, default=0)
+    parser.add_argument("--busy-rounds", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=4.0, help="prompts a second beside decodes")
     parser.add_argument("--client-rate", type=float, default=10.0)
     parser.add_argument("--cache-bytes", type=int, default=24_000_000_000)
     parser.add_argument("--kv-cache-bytes", type=int, default=13_000_000_000, help="of each engine")
@@ -225,6 +257,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         controls = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
         held = [str(parts.get(key)) for key in controls]
         lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(held)} |")
+    lines += busy_table(found)
     for name, parts in found.items():
         if "decode" in parts:
             quiet, beside = parts["decode"]["quiet"], parts["decode"]["beside"]
@@ -236,6 +269,23 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def busy_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Beside requests that decode: medians of the rounds, of p99 gaps and of median TTFT."""
+    if not any("busy_quiet" in parts for parts in found.values()):
+        return []
+    lines = ["", "| beside decodes | " + " | ".join(BUSY) + " |", "|---" * (len(BUSY) + 1) + "|"]
+    for name, parts in found.items():
+        cells = []
+        for part in BUSY:
+            gap = [each["p99"] for each in parts.get(f"busy_{part}", []) if each]
+            came = [each["p50"] for each in parts.get(f"busy_{part}_ttft", [])]
+            texts = [f"gaps p99 {statistics.median(gap):.2f}"] if gap else []
+            cells.append(", ".join(texts + ([f"TTFT {statistics.median(came):.1f}"] if came else [])))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+BUSY = ("quiet", "in_gpu", "warm", "saved")
 PARTS = ("cold", "in_gpu", "longer_in_gpu", "warm", "longer_warm")
 
 
