@@ -172,6 +172,10 @@ class Worker:
         # Of each group, what its layout digest stands for, so that the daemon can compare it with others. One that is
         # beyond the daemon's bounds is not told.
         shards: Sequence[ShardLayout | None] | None = None,
+        # When a load "when_near" is released: so many steps, and the milliseconds that other requests may wait for it,
+        # before its predicted end.
+        steps_ahead: float = 0.5,
+        load_stall_ms: float = 0.0,
     ) -> None: ...
     def save(
         self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]], stream: int = 0
@@ -191,12 +195,13 @@ class Worker:
         blocks: the pages of all of them, rank after rank. Goes on without the daemon. On a
         GPU it starts after what the CUDA stream has been given so far, and may be Finished twice: first as "released",
         when it can only succeed and streams can wait for it, then as "load" when every byte is there. `release` says
-        when: at once, when the rest is predicted to take no longer than a step of the engine, or not before its end."""
+        when: at once, so early that it is predicted to have ended when its request computes, or not before its end."""
 
-    has_outstanding_loads: bool  # a load was released and has not ended
+    def outstanding_loads(self) -> list[int]:
+        """Jobs of loads that were released and have not ended."""
 
-    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
-        """Later work of the CUDA stream starts once this region (None: all) of every released load is there. Does not
+    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: int | None = None) -> None:
+        """Later work of the CUDA stream starts once this region (None: all) of these released loads is there. Does not
         wait itself."""
 
     def step_begins(self, computes: bool, present: bytes | None = None, gone: list[bytes] = ...) -> None:

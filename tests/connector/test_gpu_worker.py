@@ -25,9 +25,10 @@ class Core:
     def __init__(self) -> None:
         self.loads: list[tuple[int, int, str]] = []  # (job, stream, release)
         self.waits: list[tuple[int, int | None]] = []  # (stream, region)
+        self.waited: list[list[int]] = []  # jobs
+        self.outstanding: list[int] = []
         self.ends: list[Any] = []
         self.idle_waits = 0
-        self.has_outstanding_loads = False
 
     def step_begins(self, computes: bool, present: bytes | None, gone: list[bytes]) -> None: ...
 
@@ -44,12 +45,19 @@ class Core:
     def take_stats(self) -> dict[str, float]:
         return {}
 
-    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
+    def outstanding_loads(self) -> list[int]:
+        return list(self.outstanding)
+
+    def wait_for_loads(self, stream: int, jobs: list[int], region: int | None = None) -> None:
         self.waits.append((stream, region))
+        self.waited.append(list(jobs))
 
     def end(self, job: int, kind: str, ok: bool = True) -> None:
         """A job's end, or its release."""
-        self.has_outstanding_loads = kind == "released"
+        if kind == "released":
+            self.outstanding.append(job)
+        elif job in self.outstanding:
+            self.outstanding.remove(job)
         self.ends.append(
             SimpleNamespace(job=job, kind=kind, ok=ok, blocks=1, present=0, bytes=1, seconds=0.1, detail="")
         )
@@ -164,6 +172,26 @@ def test_a_full_graph_waits_for_everything_whatever_other_steps_do() -> None:
     assert core.waits[1:] == [(77, 0), (77, 1), (77, 2)]
 
 
+@pytest.mark.parametrize("kinds", [["NONE"] * 9, []])
+def test_a_step_that_was_planned_before_a_release_does_not_wait_for_it(kinds: list[str]) -> None:
+    """The load was released so early that it ends before its request's step, two steps later."""
+    side, core = worker(kinds=kinds)
+    step(side)
+    release(side, core, 1)
+    release(side, core, 2)
+    for unplanned, waited in (([1, 2], []), ([2], [1]), ([], [1, 2])):
+        core.waits.clear()
+        core.waited.clear()
+        side.bind(StepJobs(unplanned=unplanned))
+        for name in LAYERS:
+            if side.on_layer is not None:
+                side.on_layer(name)
+        side.start_saves()
+        side.unbind()
+        assert core.waited == [waited] * (len(LAYERS) if kinds else 1) if waited else core.waited == []
+    assert (side.take_stats() or {}).get("errors", 0) == 0
+
+
 def test_a_hook_that_is_left_out_is_told_and_such_steps_are_not_trusted_again() -> None:
     side, core = worker(kinds=["NONE"] * 9)
     step(side)
@@ -233,9 +261,10 @@ def test_a_hand_off_is_told_of_layers_in_the_engines_stream_and_a_refusal_ends_n
     side, _ = worker()
     agent, copied = Agent(refuses), []
     copy = cast("Any", lambda source, target: copied.append((source, target)))
-    side.attach_direct(DirectRank(cast("Any", agent), agent.layer_hook(), copy, lambda: 77))
+    side.can_copy_by(copy)
+    side.attach_direct(DirectRank(cast("Any", agent), agent.layer_hook(), lambda: 77))
     filled = [Computed(b"i" * 16, 0, [1, 2], None)]
-    side.bind(StepJobs(others={"direct": filled, "land": [(3, 4)]}))
+    side.bind(StepJobs(others={"direct": filled}, copies=[(3, 4)]))
     assert side.on_layer_computed is not None
     for name in LAYERS:
         side.on_layer_computed(name)

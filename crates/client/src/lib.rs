@@ -37,6 +37,7 @@ pub use hit::{Hit, Misfit};
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,
 };
+pub use links::pace::ReleaseAhead;
 pub use links::{
     promises::Promises,
     scheduler::{BlockChange, BlockChanges, SchedulerStats},

@@ -55,6 +55,7 @@ pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], copies: OwnCopies, sh
             groups: copies.groups().to_vec(),
             save_method: options.save_method,
             save_timeout: options.save_timeout,
+            release_ahead: options.release_ahead,
             fence_address: fence.address(),
             card,
         },

@@ -10,7 +10,13 @@ use parking_lot::{Condvar, Mutex};
 use crate::{
     daemon_user::DaemonUser,
     jobs::{Finished, Job, SaveMethod},
-    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises, worker::event::StepState},
+    links::{
+        flags::Flags,
+        ids::JobKey,
+        pace::{ReleaseAhead, StepClock},
+        promises::Promises,
+        worker::event::StepState,
+    },
 };
 
 /// Arguments of [`Worker::start`](crate::Worker::start).
@@ -34,6 +40,8 @@ pub struct WorkerOptions {
     pub save_method: SaveMethod,
     /// A save without an answer for this long is given up.
     pub save_timeout: Duration,
+    /// When the requests of loads beside other requests may compute.
+    pub release_ahead: ReleaseAhead,
 }
 
 /// Counters since the last [`Worker::take_stats`](crate::Worker::take_stats).
@@ -51,6 +59,8 @@ pub struct WorkerStats {
 #[derive(Debug)]
 pub(crate) struct Outstanding {
     key: JobKey,
+    /// The caller's number of the job.
+    pub(crate) job: u64,
     pub(crate) flags: Flags,
 }
 
@@ -131,7 +141,7 @@ impl Shared {
     pub(crate) fn release(&self, key: JobKey, finished: Finished, flags: Option<Flags>) {
         let mut state = self.state.lock();
         // In the same critical section as the release, so that no step sees the release without the flags.
-        state.outstanding.extend(flags.map(|flags| Outstanding { key, flags }));
+        state.outstanding.extend(flags.map(|flags| Outstanding { key, job: finished.job, flags }));
         state.finished.push(finished);
         self.changed.notify_all();
     }

@@ -131,19 +131,26 @@ impl Worker {
         self.queue_after(job, Work::Load { boot, groups: groups.into(), release }, stream);
     }
 
-    /// Whether a load was released and has not ended.
-    pub fn has_outstanding_loads(&self) -> bool {
-        !self.shared.state.lock().outstanding.is_empty()
+    /// Loads that were released and have not ended, by their numbers.
+    pub fn outstanding_loads(&self) -> Vec<u64> {
+        self.shared.state.lock().outstanding.iter().map(|load| load.job).collect()
     }
 
-    /// Makes later work of `stream` wait until this region of every released load has arrived; None is all regions. All loads
-    /// count, not only those of the step's requests, because another request may have found their blocks, or own them by now.
+    /// Makes later work of `stream` wait until this region of these released loads has arrived; None is all regions. A step has to
+    /// wait for every load whose release the engine knew when it planned the step, not only for those of the step's requests,
+    /// because another request may have found their blocks, or own them by now.
     ///
     /// # Errors
     /// From the GPU's driver.
-    pub fn wait_for_loads(&self, region: Option<u32>, stream: &EngineStream) -> Result<(), GpuError> {
+    pub fn wait_for_loads(
+        &self,
+        jobs: &[u64],
+        region: Option<u32>,
+        stream: &EngineStream,
+    ) -> Result<(), GpuError> {
         let Some(gpu) = &self.gpu else { return Ok(()) };
-        for load in &self.shared.state.lock().outstanding {
+        let state = self.shared.state.lock();
+        for load in state.outstanding.iter().filter(|load| jobs.contains(&load.job)) {
             gpu.hold_up(stream, &load.flags, region)?;
         }
         Ok(())

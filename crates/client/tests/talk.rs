@@ -496,6 +496,7 @@ impl Rank {
             blocks,
             save_method,
             save_timeout,
+            release_ahead: kvlane_client::ReleaseAhead::default(),
         };
         let worker = Worker::start(options).unwrap();
         Self { worker, memory }

@@ -4,8 +4,8 @@ use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::{BlockHash, BlockId, Rank};
 use kvlane_client::{
-    Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu,
-    WorkerGroupSpec, WorkerOptions,
+    Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, ReleaseAhead, SaveGroupSpec, SaveMethod,
+    Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_memory::PoolPage;
 use kvlane_proto::packed::Pages;
@@ -84,7 +84,7 @@ pub(crate) struct PyWorker(Own<RwLock<Worker>>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None, shards = None))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None, shards = None, steps_ahead = 0.5, load_stall_ms = 0.0))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -100,7 +100,12 @@ impl PyWorker {
         replicas: Option<Vec<u32>>,
         daemon_user: Option<&str>,
         shards: Option<Vec<Option<PyShardLayout>>>,
+        steps_ahead: f64,
+        load_stall_ms: f64,
     ) -> PyResult<Self> {
+        if !(0.0..=16.0).contains(&steps_ahead) {
+            return Err(value_error(format!("steps_ahead must be 0 to 16, not {steps_ahead}")));
+        }
         let replicas = replicas.unwrap_or_else(|| vec![1; groups.len()]);
         if replicas.len() != groups.len() {
             let message = format!("replicas of {} groups came with {} groups", replicas.len(), groups.len());
@@ -151,6 +156,7 @@ impl PyWorker {
             blocks,
             save_method,
             save_timeout: milliseconds(save_timeout_ms)?,
+            release_ahead: ReleaseAhead { steps: steps_ahead, stall: milliseconds(load_stall_ms)? },
         };
         let started = py.detach(|| Worker::start(options));
         started.map(|worker| Self(Own::new(RwLock::new(worker)))).map_err(|error| match error {
@@ -233,14 +239,13 @@ impl PyWorker {
         Ok(())
     }
 
-    #[getter]
-    fn has_outstanding_loads(&self) -> PyResult<bool> {
-        Ok(self.0.get()?.read().has_outstanding_loads())
+    fn outstanding_loads(&self) -> PyResult<Vec<u64>> {
+        Ok(self.0.get()?.read().outstanding_loads())
     }
 
-    #[pyo3(signature = (stream, region = None))]
-    fn wait_for_loads(&self, stream: u64, region: Option<u32>) -> PyResult<()> {
-        let waited = self.0.get()?.read().wait_for_loads(region, &engine_stream(stream));
+    #[pyo3(signature = (stream, jobs, region = None))]
+    fn wait_for_loads(&self, stream: u64, jobs: Vec<u64>, region: Option<u32>) -> PyResult<()> {
+        let waited = self.0.get()?.read().wait_for_loads(&jobs, region, &engine_stream(stream));
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 

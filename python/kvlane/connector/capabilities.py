@@ -107,6 +107,15 @@ def steps_at_once(vllm_config: VllmConfig) -> int:
     return known if isinstance(known, int) else 1 + vllm_config.parallel_config.pipeline_parallel_size
 
 
+def steps_ahead(vllm_config: VllmConfig) -> float:
+    """Steps that at least lie between a worker's report, as of a load's end, and the step that vLLM plans by it."""
+    scheduling = vllm_config.scheduler_config
+    is_ahead = getattr(scheduling, "async_scheduling", False) and steps_at_once(vllm_config) > 1
+    # The report comes with the results of a step. With async scheduling the step before is still being computed when
+    # the worker reports, and the next one is planned before the results.
+    return 2.5 if is_ahead else 0.5
+
+
 def step_kind() -> str | None:
     """How the step that begins runs its forward pass, if its layers call the connector's hooks: without CUDA graphs, or
     with graphs between the attention layers. None for a full graph, and if vLLM does not say."""

@@ -46,6 +46,9 @@ class Settings:
     """Whether computed blocks are saved."""
     load: bool = True
     """Whether saved blocks are loaded."""
+    load_stall_ms: float = 0.0
+    """How long a step of other requests may wait for a load on a GPU. With more, a loaded prompt's first token comes
+    earlier, and the other requests' tokens later."""
     save_decode: bool = True
     """Whether blocks that were generated, not only those of the prompt, are saved."""
     max_pinned_share: float = 0.5
@@ -130,6 +133,8 @@ class Settings:
             raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms:g}")
         if not 0 <= self.wait_ms <= 30_000:
             raise ValueError(f"kvlane.wait_ms must be 0 to 30000, not {self.wait_ms:g}")
+        if not 0 <= self.load_stall_ms <= 1_000:
+            raise ValueError(f"kvlane.load_stall_ms must be 0 to 1000, not {self.load_stall_ms:g}")
         if not 0 <= self.lookup_wait_us <= 10_000:
             raise ValueError(f"kvlane.lookup_wait_us must be 0 to 10000, not {self.lookup_wait_us!r}")
         if not 0 < self.max_pinned_share <= 0.9:

@@ -90,6 +90,8 @@ class FakeCore:
         replicas: list[int] | None = None,
         daemon_user: str | None = None,
         shards: Sequence[ShardLayout | None] | None = None,
+        steps_ahead: float = 0.5,
+        load_stall_ms: float = 0.0,
     ) -> FakeWorker:
         """See `kvlane._core.Worker`."""
         assert 0 <= rank < workers, f"rank {rank} of {workers} workers"

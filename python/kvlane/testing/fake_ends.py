@@ -213,7 +213,9 @@ class FakeWorker:
         self._saves.append((job, groups))
         self._engine.saving += 1
 
-    has_outstanding_loads = False
+    def outstanding_loads(self) -> Sequence[int]:
+        """No load is released before its end."""
+        return ()
 
     def load(
         self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, release: str = "at_end"
@@ -221,7 +223,7 @@ class FakeWorker:
         # A load that came before its boot was reported gone is still carried out.
         self._loads.append((job, b"" if boot in self._gone else boot, groups))
 
-    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
+    def wait_for_loads(self, stream: int, jobs: Sequence[int], region: int | None = None) -> None:
         """No load is released before its end."""
 
     def step_begins(self, computes: bool, present: bytes | None = None, gone: Sequence[bytes] = ()) -> None:

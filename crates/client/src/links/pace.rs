@@ -1,8 +1,18 @@
 //! Predicts when a load is near enough to its end for its request to compute. Pure.
 //!
 //! If no other request runs, a load is released at once. Otherwise a step that waits for the load makes the other requests wait
-//! too. So the load is released when the rest of it is predicted to take no longer than a step: vLLM learns of the release at
-//! the end of a step, and the next step reads the load's layers one after the other.
+//! too. So the load is released so early that it has ended when the step begins in which its request computes:
+//!
+//! ```text
+//!                   released      seen              planned
+//!   async           |             |                 |
+//!   scheduling      v             v                 v
+//!   GPU     | step 0 | step 1 | step 2 | step 3 | its request's step
+//!   load    ------------------------------------|
+//! ```
+//!
+//! vLLM sees a release when it gets the results of a step that began after it. With async scheduling it has planned the next step
+//! by then. [`ReleaseAhead`] says how many steps lie between.
 
 use std::{
     collections::VecDeque,
@@ -13,6 +23,30 @@ use std::{
 const LOADS: usize = 8;
 /// Number of last steps that a prediction uses.
 const STEPS: usize = 8;
+
+/// How long before a load's predicted end its request is released.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReleaseAhead {
+    /// Steps that at least lie between a release and the step of its request.
+    pub steps: f64,
+    /// How long that step may wait for the load, and with it the other requests.
+    pub stall: Duration,
+}
+
+impl Default for ReleaseAhead {
+    /// For an engine that plans a step once it has the results of the one before. It sees the releases from before that step
+    /// was computed, so at least half a step passes.
+    fn default() -> Self {
+        ReleaseAhead { steps: 0.5, stall: Duration::ZERO }
+    }
+}
+
+impl ReleaseAhead {
+    /// Beside steps of this length.
+    pub fn of(&self, step: Duration) -> Duration {
+        step.mul_f64(self.steps) + self.stall
+    }
+}
 
 /// Predicts the ends of loads from the speed of the last ones.
 #[derive(Debug, Default)]
@@ -48,15 +82,15 @@ impl StepClock {
 }
 
 impl LoadPace {
-    /// Queues a load of so many bytes, beside steps of length `step`. Returns when it may be released; None if no load or no
-    /// step was measured to predict it from.
-    pub fn schedule(&mut self, now: Instant, bytes: u64, step: Option<Duration>) -> Option<Instant> {
+    /// Queues a load of so many bytes. Returns the time that is `ahead` of its end; None if no load was measured to predict it
+    /// from, or without `ahead`.
+    pub fn schedule(&mut self, now: Instant, bytes: u64, ahead: Option<Duration>) -> Option<Instant> {
         let predicted = self.predict(bytes)?;
         // The daemon carries out one load of a worker after the other.
         let start = self.busy_until.map_or(now, |busy| busy.max(now));
         let end = start + predicted;
         self.busy_until = Some(end);
-        Some(end.checked_sub(step?).unwrap_or(now).max(now))
+        Some(end.checked_sub(ahead?).unwrap_or(now).max(now))
     }
 
     /// Records a load that ran alone; it took `took` from its request to its end.
@@ -179,6 +213,62 @@ mod tests {
             pace.step_began(start + ms(step), step % 2 == 0);
         }
         assert_eq!(pace.schedule(start, GB), None);
+    }
+
+    #[test]
+    fn steps_and_a_stall_add_up() {
+        let ahead = ReleaseAhead { steps: 2.5, stall: ms(3) };
+        assert_eq!(ahead.of(ms(10)), ms(28));
+        assert_eq!(ReleaseAhead::default().of(ms(10)), ms(5));
+    }
+
+    /// An engine whose steps take 10 ms, and whose worker reports `report` after a step began. Returns for loads of 60 ms that begin
+    /// at each 0.1 ms of a step: the longest wait of a step for its load, and the mean time between a load's end and its step.
+    fn played(ahead: Duration, is_async: bool, report: u64) -> (Duration, Duration) {
+        let origin = Instant::now() + ms(1000);
+        let step = ms(10);
+        let tenth = Duration::from_micros(100);
+        let (mut longest, mut idle) = (Duration::ZERO, Duration::ZERO);
+        for start in (0..100).map(|tenths| origin + tenth * tenths) {
+            let mut pace = LoadPace::default();
+            pace.record(3 * GB, ms(60));
+            let released = pace.schedule(start, 3 * GB, Some(ahead)).unwrap();
+            let end = start + ms(60);
+            // With async scheduling the worker reports with step k while the GPU computes step k - 1, and step k + 1 is planned.
+            let (first_seen, later) = if is_async { (1, 2) } else { (0, 1) };
+            let reported = |k: u32| origin + step * k + ms(report) - step * first_seen;
+            let seen = (0u32..20).find(|&k| reported(k) >= released).unwrap();
+            let begins = origin + step * (seen + later);
+            longest = longest.max(end.saturating_duration_since(begins));
+            idle += begins.saturating_duration_since(end);
+        }
+        (longest, idle / 100)
+    }
+
+    #[test]
+    fn no_step_waits_for_a_load_and_its_request_does_not_wait_long() {
+        for report in [1, 3, 5] {
+            let ahead = |steps| ReleaseAhead { steps, stall: Duration::ZERO }.of(ms(10));
+            let (stall, idle) = played(ahead(2.5), true, report);
+            assert_eq!(stall, Duration::ZERO);
+            assert!(idle <= ms(10), "{idle:?}");
+            let (_, before) = played(ahead(1.0), true, report);
+            assert!(before >= idle + ms(14), "control: a step ahead was too late, {before:?}");
+            assert!(played(ahead(4.0), true, report).0 >= ms(5), "control: this is too early");
+            let (stall, idle) = played(ahead(0.5), false, report);
+            assert_eq!(stall, Duration::ZERO);
+            assert!(idle <= ms(10), "{idle:?}");
+        }
+    }
+
+    #[test]
+    fn a_step_waits_no_longer_than_it_may() {
+        for report in [1, 3, 5] {
+            let may = ReleaseAhead { steps: 2.5, stall: ms(4) };
+            let (stall, idle) = played(may.of(ms(10)), true, report);
+            assert!(stall <= ms(4), "{stall:?}");
+            assert!(idle < played(ms(25), true, report).1);
+        }
     }
 
     #[test]

@@ -120,6 +120,7 @@ impl WorkerSide {
             groups: (0..groups).map(group).collect(),
             save_method: method,
             save_timeout: Duration::from_micros(SAVE_TIMEOUT),
+            release_ahead: kvlane_client::ReleaseAhead::default(),
             fence_address: 0x40,
             card: (method == SaveMethod::Gpu).then(|| Card {
                 described: v1::WorkerGpu::default(),

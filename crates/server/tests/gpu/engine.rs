@@ -276,7 +276,8 @@ impl GpuEngine {
 
     /// The stream goes on when a region of all released loads is there; None is all regions.
     pub fn wait_for_loads(&self, region: Option<u32>) {
-        self.worker.wait_for_loads(region, &self.engine_stream()).unwrap();
+        let jobs = self.worker.outstanding_loads();
+        self.worker.wait_for_loads(&jobs, region, &self.engine_stream()).unwrap();
     }
 
     fn engine_stream(&self) -> EngineStream {

@@ -171,8 +171,15 @@ impl Rank {
             blocks,
             save_method,
             save_timeout: PATIENCE,
+            release_ahead: kvlane_client::ReleaseAhead::default(),
         };
         Rank { worker: Worker::start(worker).unwrap(), memory }
+    }
+
+    /// Has the rank's stream wait for a region of all released loads.
+    pub fn wait_for_loads(&self, region: Option<u32>) {
+        let jobs = self.worker.outstanding_loads();
+        self.worker.wait_for_loads(&jobs, region, &self.memory.stream()).unwrap();
     }
 
     /// Computes blocks of a prompt and saves them.

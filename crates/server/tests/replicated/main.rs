@@ -150,7 +150,7 @@ fn a_flag_says_that_all_layers_up_to_it_are_there_whichever_slices_they_are_of()
     assert!(last.memory.layer(7, LAYERS - 1) != content(1)[(LAYERS - 1) * LAYER_BYTES..], "the control");
     for layer in 0..LAYERS {
         for (number, rank) in engine.ranks.iter().enumerate() {
-            rank.worker.wait_for_loads(Some(layer as u32), &rank.memory.stream()).unwrap();
+            rank.wait_for_loads(Some(layer as u32));
             for (index, block) in [(0, 6), (1, 7)] {
                 let wanted = &content(index)[layer * LAYER_BYTES..][..LAYER_BYTES];
                 assert!(
@@ -175,7 +175,7 @@ fn a_worker_takes_all_slices_from_its_mapping_when_the_daemon_is_killed() {
     let daemon = GpuDaemon::start(&address, VERY_SLOW);
     let engine = released(&address, &driver);
     for rank in &engine.ranks {
-        rank.worker.wait_for_loads(None, &rank.memory.stream()).unwrap();
+        rank.wait_for_loads(None);
     }
     daemon.kill();
     engine.check(6..8);

@@ -169,7 +169,7 @@ fn a_flag_of_a_shared_load_says_that_all_layers_up_to_it_are_there() {
     }
     for layer in 0..LAYERS {
         for (number, rank) in engine.ranks.iter().enumerate() {
-            rank.worker.wait_for_loads(Some(layer as u32), &rank.memory.stream()).unwrap();
+            rank.wait_for_loads(Some(layer as u32));
             for (index, block) in [(0, 6), (1, 7)] {
                 let wanted = &content(index)[layer * LAYER_BYTES..][..LAYER_BYTES];
                 assert!(rank.memory.layer(block, layer) == wanted, "layer {layer} of rank {number}");

@@ -74,6 +74,7 @@ pub fn worker_options(
         blocks,
         save_method: SaveMethod::Auto,
         save_timeout,
+        release_ahead: kvlane_client::ReleaseAhead::default(),
     }
 }
 

@@ -29,6 +29,8 @@ class LoadWorker(WorkerKind):
         self._step_kind: str | None = None
         self._waits_by_layer = False
         self._waited_layers: set[str] = set()
+        self._awaited: list[int] = []
+        """Released loads that this step waits for."""
 
     def attached(self) -> None:
         self._seen_layers = {}
@@ -39,7 +41,7 @@ class LoadWorker(WorkerKind):
         self._waits_by_layer = False
         hook = None
         try:
-            hook = self._wait_for_released() if jobs.computes else None
+            hook = self._wait_for_released(jobs) if jobs.computes else None
         except Exception as error:  # noqa: BLE001
             # New loads are started all the same: their requests wait.
             self._shared.failures.record(
@@ -51,14 +53,15 @@ class LoadWorker(WorkerKind):
 
     # Steps that have to wait
 
-    def _wait_for_released(self) -> LayerHook | None:
-        """Holds this step up until all released loads have ended, layer by layer if possible. It waits for all of them,
-        because other requests may have hit their blocks, or own them by now."""
+    def _wait_for_released(self, jobs: StepJobs) -> LayerHook | None:
+        """Holds this step up until released loads have ended, layer by layer if possible. It waits for all whose release
+        vLLM knew when it planned the step: other requests may have hit their blocks, or own them by now. It does not
+        wait for later ones, which are released early so that they end before their requests' steps."""
         core, stream = self._shared.core, self._shared.stream
         if core is None or stream is None or not stream.last_region:
             return None
         self._step_kind = stream.step_kind()
-        outstanding = core.has_outstanding_loads
+        outstanding = self._awaited = [job for job in core.outstanding_loads() if job not in jobs.unplanned]
         if self._step_kind is not None and self._is_trusted(self._step_kind):
             if not outstanding:
                 return None
@@ -87,7 +90,7 @@ class LoadWorker(WorkerKind):
         core, stream = self._shared.core, self._shared.stream
         assert core is not None and stream is not None
         try:
-            core.wait_for_loads(stream.handle(), region)
+            core.wait_for_loads(stream.handle(), self._awaited, region)
         except Exception as error:  # noqa: BLE001
             self._shared.failures.record("waiting for a load", error, "the GPU's context is lost")
 

@@ -9,6 +9,7 @@ use super::super::{
     flags::{FlagTable, Flags},
     group::{BlockPages, GroupMemory},
     ids::{ConnectionId, CopyId, JobKey, Life, NotConnected, ProcessId},
+    pace::ReleaseAhead,
     promises::Promises,
     standing::Notice,
 };
@@ -39,6 +40,8 @@ pub struct WorkerLinkOptions {
     pub save_method: SaveMethod,
     /// A save without an answer for this long is given up.
     pub save_timeout: Duration,
+    /// When loads beside other requests are released.
+    pub release_ahead: ReleaseAhead,
     /// Address of the fence in host memory.
     pub fence_address: u64,
     /// The GPU that holds the blocks; None for host memory.

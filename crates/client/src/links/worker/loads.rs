@@ -96,9 +96,9 @@ impl WorkerLink {
 
     /// Predicts when a load is near its end, if that is open.
     fn predict(&mut self, key: JobKey) {
-        let step = self.step.shortest_step;
+        let ahead = self.step.shortest_step.map(|step| self.options.release_ahead.of(step));
         if let Some(load) = self.loads.get_mut(&key).filter(|load| load.release == ReleaseAt::Unknown) {
-            let near = self.pace.schedule(load.requested_at, load.bytes, step);
+            let near = self.pace.schedule(load.requested_at, load.bytes, ahead);
             load.release = load.release_time(near);
         }
     }

@@ -23,6 +23,7 @@ use crate::{
         flags::FlagTable,
         group::GroupMemory,
         ids::{CopyId, JobKey, Life},
+        pace::ReleaseAhead,
         promises::Promises,
     },
 };
@@ -66,6 +67,7 @@ impl Play {
             groups: vec![GroupMemory::new(spec, Rank(0)).unwrap()],
             save_method: if card.is_some() { SaveMethod::Gpu } else { SaveMethod::Auto },
             save_timeout: SAVE_TIMEOUT,
+            release_ahead: ReleaseAhead { steps: 0.5, stall: Duration::from_millis(5) },
             fence_address: 0x40,
             card,
         };
@@ -364,7 +366,7 @@ fn a_load_for_which_nobody_else_waits_is_released_once_it_was_asked_for() {
 }
 
 #[test]
-fn a_load_beside_other_requests_is_released_a_step_before_its_end() {
+fn a_load_beside_other_requests_is_released_ahead_of_its_end() {
     let mut play = Play::open(Method::Gpu);
     let ms = Duration::from_millis;
     play.feed(WorkerEvent::Step(StepState { shortest_step: Some(ms(10)), ..StepState::default() }));
@@ -379,7 +381,7 @@ fn a_load_beside_other_requests_is_released_a_step_before_its_end() {
     assert_eq!(play.told(), ["Load", "release 2 with flags"]);
     play.answer(loaded());
     play.told();
-    play.feed(WorkerEvent::Step(StepState { shortest_step: Some(ms(40)), ..StepState::default() }));
+    play.feed(WorkerEvent::Step(StepState { shortest_step: Some(ms(60)), ..StepState::default() }));
     play.load(3, Release::WhenNear);
     play.answer(loaded());
     assert_eq!(
