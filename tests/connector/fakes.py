@@ -60,6 +60,10 @@ class Pool:
         for block in blocks:
             block.ref_cnt += 1
 
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[Any] | None:
+        found = [block for block in self.blocks if block.block_hash == block_hash]
+        return found[:1] or None
+
     def get_num_free_blocks(self) -> int:
         return sum(1 for block in self.blocks if block.ref_cnt == 0 and not block.is_null)
 
@@ -148,6 +152,7 @@ class Engine:
         scheduler_kinds: Callable[[SchedulerShared], list[SchedulerKind]] = kinds.scheduler_kinds,
         worker_kinds: Callable[[WorkerShared], list[WorkerKind]] = kinds.worker_kinds,
         has_daemon: bool = True,
+        steps_at_once: int = 1,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -180,6 +185,8 @@ class Engine:
             can_save=True,
             emit_events=emit_events,
             has_daemon=has_daemon,
+            takes_last_block=len(self.groups) == 1 and not self.groups[0].window_blocks,
+            steps_at_once=steps_at_once,
             namespaces=tuple(namespaces),
         )
         self.scheduler = SchedulerSide(
@@ -207,8 +214,13 @@ class Engine:
                 replicas=shared,
                 layouts=[each[1] for each in layout],
             )
+            worker.can_copy_by(functools.partial(self._copy, rank))
             self.workers.append(worker)
         self._next_block = 1
+
+    def _copy(self, rank: int, source: int, target: int) -> None:
+        memory, from_, to = self.memory[rank], source * BLOCK_BYTES, target * BLOCK_BYTES
+        memory[to : to + BLOCK_BYTES] = memory[from_ : from_ + BLOCK_BYTES]
 
     def fill(self, rank: int, group: int, block: int, value: int) -> None:
         """What the forward pass would write."""
@@ -244,7 +256,7 @@ class Engine:
             scheduled,
             SimpleNamespace(resolve_block_ids=lambda request_id: self.tables[request_id]),
         )
-        jobs = StepJobs(loads=self.scheduler.take_loads())
+        jobs = StepJobs(loads=self.scheduler.take_loads(), copies=self.scheduler.take_copies())
         self.scheduler.plan_step(output, jobs)
         results = []
         reports = []

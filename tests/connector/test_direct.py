@@ -42,10 +42,6 @@ class LandingPool(Pool):
         for number in ids:
             self.blocks[number].block_hash = None
 
-    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[Any] | None:
-        found = [block for block in self.blocks if block.block_hash == block_hash]
-        return found[:1] or None
-
     def cache_full_blocks(self, *, request: Any, blocks: Any, num_cached_blocks: int, **rest: Any) -> None:
         for number in range(num_cached_blocks, rest["num_full_blocks"]):
             assert blocks[number].block_hash is None
@@ -158,13 +154,18 @@ class World:
 
     def __init__(self, blocks: int = 400, steps_at_once: int = 1, /, **settings: Any) -> None:
         self.store = FakeCore()
-        self.engine = Engine(self.store, blocks=blocks, settings={"kvlane.direct": "on", **settings})
+        self.engine = Engine(
+            self.store,
+            blocks=blocks,
+            settings={"kvlane.direct": "on", **settings},
+            steps_at_once=steps_at_once,
+        )
         self.pool = LandingPool(blocks)
         self.engine.pool = self.pool
         side = self.engine.scheduler
         self.agent = Agent()
         parsed = self.engine.scheduler._shared.settings
-        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES, steps_at_once)
+        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES)
         self.direct.agent = cast("Any", self.agent)
         self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
         side._shared.direct = self.direct

@@ -206,7 +206,8 @@ def test_that_put_does_the_same_as_put_async_is_said_once(
 
 def caches(sizes: list[int], num_blocks: int, **more: Any) -> Any:
     tensors = [SimpleNamespace(size=size, **more) for size in sizes]
-    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=num_blocks)
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace())]
+    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=num_blocks, kv_cache_groups=groups)
 
 
 def test_the_bytes_of_a_block_are_those_of_all_layers() -> None:

@@ -92,27 +92,48 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     engine.finish(exact)
     assert store.block_count() == 3
     again = request("again", tokens=list(range(12)))
-    assert engine.run(again) == 8
+    assert engine.run(again) == 11
     engine.finish(again)
     check_nothing_held(engine)
 
 
 def test_a_whole_prompt_that_is_stored_is_not_saved_again() -> None:
-    """The last block of a prompt of full blocks may not be loaded, since one token has to be computed; it used to be
-    saved again with every hit."""
+    """One token of its last block has to be computed; the block used to be saved again with every hit."""
     engine = Engine(FakeCore())
     exact = request(tokens=list(range(12)))
     engine.run(exact)
     engine.finish(exact)
     engine.workers[0].take_stats()
     again = request("again", tokens=list(range(12)))
-    assert engine.run(again) == 8
+    assert engine.run(again) == 11
     engine.finish(again)
     counted = engine.workers[0].take_stats()
     assert counted is not None
     assert "load_jobs" in counted
     assert "save_jobs" not in counted
     check_nothing_held(engine)
+
+
+def test_a_step_is_told_which_loads_vllm_still_waits_for() -> None:
+    store = FakeCore()
+    other = Engine(store, engine_id="other")
+    other.run(request("stored"))
+    engine = Engine(store)
+    waiting: Any = request("waiting")
+    engine.scheduler.add_request(waiting)
+    tokens, _ = engine.scheduler.matched_tokens(waiting, 0)
+    assert tokens
+    engine.scheduler.allocated(waiting, engine.allocate(waiting, tokens), tokens)
+    (job,) = engine.scheduler.loads.under_way
+    for status, unplanned in (("WAITING_FOR_REMOTE_KVS", [job]), ("WAITING", []), ("FINISHED_ABORTED", [])):
+        waiting.status = SimpleNamespace(name=status)
+        jobs = StepJobs()
+        engine.scheduler.plan_step(Step(), jobs)
+        assert jobs.unplanned == unplanned, status
+    del waiting.status
+    jobs = StepJobs()
+    engine.scheduler.plan_step(Step(), jobs)
+    assert jobs.unplanned == [], "a version that does not say is waited for"
 
 
 def test_asking_again_gives_the_same_answer_and_only_what_is_past_the_local_hit_is_loaded() -> None:

@@ -186,15 +186,15 @@ def test_a_byte_flipped_in_the_last_block_changes_the_answer(
     p.ask("prefill", prompt(10, TOKENS), {"do_remote_decode": True})
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    direct = get_kv_transfer_group()._worker._shared.direct  # pyright: ignore
-    copy = direct.copy_block
+    copies = get_kv_transfer_group()._worker._copies  # pyright: ignore
+    copy = copies._copy
 
     def flip(source: int, target: int) -> None:
         copy(source, target)
         for layer in get_kv_transfer_group()._kv_caches.values():  # pyright: ignore
             layer[target] += 10
 
-    monkeypatch.setattr(direct, "copy_block", flip)
+    monkeypatch.setattr(copies, "_copy", flip)
     got, cached = answer(d, d.add(prompt(10, TOKENS), 24, p.ask("finish")))
     assert cached == ALL
     assert got != truth

@@ -83,9 +83,12 @@ def test_a_fetch_from_the_ssd_is_a_child_of_its_lookup(
         engine = make_engine(daemon, "e")
         for number in range(12):
             assert engine.call("save", prompt=f"p{number}", count=64)["ok"]
-            # What is evicted before its turn is not written.
+            # Blocks that are evicted before their turn are not written.
             wanted = (number + 1) * 64 - 1
-            until("it is written", lambda least=wanted: metric(daemon, "kvlane_ssd_written_blocks_total") >= least)
+            until(
+                "it is written",
+                lambda least=wanted: metric(daemon, "kvlane_ssd_written_blocks_total") >= least,
+            )
         engine.call("lookup", prompt="p0", count=64, traceparent=SAMPLED)
         spans = exported(collector, "kvlane.lookup", "kvlane.fetch")
         assert tree(spans)["kvlane.lookup"] == ["kvlane.fetch"]

@@ -16,7 +16,7 @@ from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.direct import Direct, the_group
-from kvlane.connector.groups import CacheGroup, Unsupported, block_bytes, cache_groups
+from kvlane.connector.groups import CacheGroup, Unsupported, block_bytes, cache_groups, keeps_tokens_apart
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
@@ -66,6 +66,7 @@ def build_scheduler_side(
         emit_events=events.events_enabled(vllm_config),
         has_daemon=has_daemon,
         names_are_content=names_are_content(vllm_config),
+        takes_last_block=takes_last_block(vllm_config, kv_cache_config, groups),
         steps_at_once=capabilities.steps_at_once(vllm_config),
         hash_seed=hash_seed,
         namespaces=tuple(namespaces),
@@ -100,6 +101,25 @@ def build_scheduler_side(
     return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config), direct=direct)
 
 
+def takes_last_block(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]
+) -> bool:
+    """Whether hits may end inside a prompt's last block."""
+    if vllm_config.speculative_config is not None:
+        why = "the engine has a drafter"
+    elif not keeps_tokens_apart(kv_cache_config, groups):
+        why = "not all of the model's layers keep each token by itself, with full attention"
+    elif getattr(vllm_config.scheduler_config, "policy", "fcfs") != "fcfs":
+        # It may preempt a request whose blocks have their hashes and were never computed.
+        why = "the scheduling policy is not fcfs"
+    else:
+        return bool(vllm_config.cache_config.enable_prefix_caching)
+    # Log: hits end before a prompt's last block, for the reason named. Do: nothing; such a hit is a few milliseconds
+    # later.
+    logger.info("kvlane: the last block of a prompt is computed although it is stored: %s", why)
+    return False
+
+
 def build_direct(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
@@ -126,11 +146,10 @@ def build_direct(
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     size = block_bytes(kv_cache_config)
-    steps = capabilities.steps_at_once(vllm_config)
-    hands_over_rests = vllm_config.speculative_config is None
+    hands_over_rests = vllm_config.speculative_config is None and keeps_tokens_apart(kv_cache_config, groups)
     may_wait = parallel.data_parallel_size == 1
     role = "D" if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else "P"
-    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, steps, may_wait, role)
+    return Direct(settings, group, namespaces[0], sizes, hands_over_rests, size, may_wait, role)
 
 
 def _log_p2p_keys(vllm_config: VllmConfig, settings: Settings) -> None:
@@ -202,6 +221,8 @@ def build_worker_core(
                 replicas=replicas,
                 daemon_user=settings.daemon_user,
                 shards=shards,
+                steps_ahead=capabilities.steps_ahead(vllm_config),
+                load_stall_ms=settings.load_stall_ms,
             )
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}

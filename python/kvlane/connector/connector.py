@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvlane.connector import capabilities
 from kvlane.connector.assemble import build_scheduler_side, build_worker_core
+from kvlane.connector.block_copier import block_copier
 from kvlane.connector.cross_layers import layer_caches
 from kvlane.connector.direct_rank import RankHandshake, start_rank
 from kvlane.connector.groups import Unsupported
@@ -96,7 +97,18 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             # Log: kvlane cannot reach this worker's KV cache, for the reason named; the engine computes. Do:
             # change what the reason names (docs/compatibility.md).
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
+        self._start_copies(kv_caches)
         self._start_direct(kv_caches)
+
+    @guarded(lambda: None, "the last block of a prompt is computed although it is stored")
+    def _start_copies(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        try:
+            self._worker.can_copy_by(block_copier(self._vllm_config, self._kv_cache_config, kv_caches))
+        except Unsupported as reason:
+            # Log: hits end before a prompt's last block, for the reason named. Do: nothing; such a hit is a few
+            # milliseconds later.
+            logger.info("kvlane: the last block of a prompt is computed although it is stored: %s", reason)
 
     @guarded(lambda: None, "prompts are handed over through the daemon only")
     def _start_direct(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -273,8 +285,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = KVLaneMetadata()
         if self._scheduler is not None:
-            # First, and on its own: a load that was promised is sent whatever happens to the rest.
+            # First, and on their own: what was promised is sent whatever happens to the rest.
             metadata.loads = self._scheduler.take_loads()
+            metadata.copies = self._scheduler.take_copies()
             self._plan_step(scheduler_output, metadata)
         return metadata
 

@@ -15,6 +15,7 @@ COUNTERS = {
     "connects": "Connections to the daemon opened, by scheduler and workers",
     "disconnects": "Connections to the daemon lost, by scheduler and workers",
     "hit_tokens": "Prompt tokens loaded from the daemon instead of computed",
+    "copied_last_blocks": "Prompts whose last block was copied inside the engine's own cache instead of computed",
     "load_jobs": "Loads that ended, by worker",
     "load_blocks": "Blocks loaded, by worker",
     "load_bytes": "Bytes loaded",

@@ -59,7 +59,6 @@ class Direct:
         sizes: tuple[int, int],
         hands_over_rests: bool,
         block_bytes: int = 0,
-        steps_at_once: int = 1,
         may_wait: bool = True,
         ping_role: str = "P",
     ) -> None:
@@ -67,8 +66,6 @@ class Direct:
         self.block_bytes = block_bytes
         self.copies = max(1, sizes[0] // group.tensor_shards) if group.tensor_shards else 1
         """How many ranks hold the same bytes of a block."""
-        self.steps_at_once = steps_at_once
-        """How many steps vLLM may have under way, the one included that it plans."""
         self.may_wait = may_wait
         """Whether this engine may pause in a step. A data-parallel engine may not, because others wait for its step."""
         self.group = group

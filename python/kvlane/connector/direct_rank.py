@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvlane.connector import core_log
 from kvlane.connector.affinity import unbound, warn_of_shared_processors
 from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
+from kvlane.connector.block_copier import storages_of
 from kvlane.connector.direct import the_group
 from kvlane.connector.groups import Unsupported, cache_groups
 from kvlane.connector.guard import logger
@@ -70,7 +71,7 @@ def start_rank(
     regions: list[Region] = layout.regions
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
-    storages = _storages(kv_caches)
+    storages = storages_of(kv_caches)
     with unbound():
         agent = _core.HandoffRank(
             f"{host}:0",
@@ -92,42 +93,6 @@ def start_rank(
     rank = DirectRank(
         agent,
         None if in_parts else agent.layer_hook(list(layout.last_region.items())),
-        block_copier(regions, storages),
         compute_stream(device) if device is not None else lambda: 0,
     )
     return rank, RankHandshake(parallel.rank, agent.endpoint, key, layout.digest)
-
-
-def block_copier(
-    regions: list[Region], storages: Mapping[int, torch.UntypedStorage]
-) -> Callable[[int, int], None]:
-    """A function that copies one block to another in these regions. `storages` are named by their addresses."""
-    import torch
-
-    pieces: list[torch.Tensor] = []  # each with a row of bytes for each block
-    for base, stride, blocks, piece, offsets in regions:
-        begin = max(address for address in storages if address <= base)
-        storage = storages[begin]
-        for offset in offsets:
-            rows = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            pieces.append(rows.set_(storage, base - begin + offset, (blocks, piece), (stride, 1)))
-
-    def copy(source: int, target: int) -> None:
-        # vLLM computes in this mode; a step without a forward pass may come without it.
-        with torch.inference_mode():
-            for rows in pieces:
-                rows[target].copy_(rows[source])
-
-    return copy
-
-
-def _storages(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory that holds the caches, by its address."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    for cache in kv_caches.values():
-        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-            storage = tensor.untyped_storage()
-            known = storages.get(storage.data_ptr())
-            if known is None or known.nbytes() < storage.nbytes():
-                storages[storage.data_ptr()] = storage
-    return storages

@@ -102,6 +102,23 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
     )
 
 
+def keeps_tokens_apart(kv_cache_config: KVCacheConfig, groups: list[CacheGroup]) -> bool:
+    """Whether blocks that are found by their hash hold all that is kept of their tokens, each by itself. Then an engine
+    can go on inside a block. Some models gather the raw keys of several tokens, in a group without hashes, and store
+    one state for them."""
+    if len(kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
+        return False
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None)
+    specs = list(inner.values()) if inner else [spec]
+    gathers = ("tokens_per_state", "compress_ratio")
+    return (
+        groups[0].kind in ("full_attention", "mla_attention")
+        and groups[0].window_blocks == 0
+        and all((getattr(each, name, 1) or 1) == 1 for each in specs for name in gathers)
+    )
+
+
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Bytes of a block of all layers in one rank."""
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks

@@ -38,6 +38,11 @@ class StepJobs:
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks to copy before the step computes: from, to."""
+    unplanned: list[int] = field(default_factory=list)
+    """Loads whose requests waited for them when vLLM planned this step. It reads none of their blocks, even if a worker
+    has released them by now."""
     idle: bool = False
     """Nothing is computed in this step, and no lookup is awaited: the worker may wait a moment for its copies instead
     of spinning."""

@@ -16,7 +16,7 @@ from kvlane.connector.core_protocols import SchedulerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.jobs import JobEnd, LoadJob, Mergeable, StepJobs
-from kvlane.connector.kinds import LookUpAndLoad, Reset, SaveBlocks, scheduler_kinds
+from kvlane.connector.kinds import CopyBlocks, LookUpAndLoad, Reset, SaveBlocks, scheduler_kinds
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
@@ -255,6 +255,10 @@ class SchedulerSide:
         """Takes the loads to send to the workers in this step."""
         return self.loads.take()
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Takes the copies inside the engine's cache to make before this step."""
+        return self._kind(CopyBlocks).take()
+
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Called once a step: ticks the connection, and adds the workers' jobs of this step, beside `jobs.loads`."""
         self._connection.tick()
@@ -271,7 +275,7 @@ class SchedulerSide:
             self._follow_tables(output)
         self._notify("planning a step", lambda kind: kind.plan(output, jobs))
         self._adapters.moment.next_step()
-        if jobs.idle and not (jobs.loads or jobs.saves or jobs.others):
+        if jobs.idle and not (jobs.loads or jobs.copies or jobs.saves or jobs.others):
             self._notify("a step with nothing to do", lambda kind: kind.idle())
 
     def _follow_tables(self, output: SchedulerOutput) -> None:

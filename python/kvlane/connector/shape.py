@@ -24,6 +24,8 @@ class EngineShape:
     """Whether prompts are looked up in a daemon."""
     names_are_content: bool = True
     """Whether vLLM names multimodal inputs by their content."""
+    takes_last_block: bool = False
+    """Whether a hit may end one token before the prompt's end, inside its last block."""
     steps_at_once: int = 1
     """How many steps vLLM may have under way, the one included that it plans."""
     hash_seed: bytes | None = None

@@ -80,6 +80,7 @@ class BlockPool(Protocol):
     def touch(self, blocks: Sequence[Block], /) -> None: ...
     def free_blocks(self, ordered_blocks: Iterable[Block], /) -> None: ...
     def get_num_free_blocks(self) -> int: ...
+    def get_cached_block(self, block_hash: bytes, group_ids: list[int], /) -> list[Block] | None: ...
     def reset_prefix_cache(self) -> bool: ...
 
 
@@ -103,7 +104,6 @@ class LandingPool(BlockPool, Protocol):
     @property
     def free_block_queue(self) -> FreeBlockQueue: ...
     def evict_blocks(self, block_ids: set[int], /) -> None: ...
-    def get_cached_block(self, block_hash: bytes, group_ids: list[int], /) -> list[Block] | None: ...
     def cache_full_blocks(
         self,
         *,
@@ -177,6 +177,13 @@ def traceparent(request: object) -> str:
     value = headers.get("traceparent", "") if isinstance(headers, Mapping) else ""
     # A longer one is none, and would only travel to the daemon.
     return value if isinstance(value, str) and len(value) <= 256 else ""
+
+
+def waits_for_its_load(request: object) -> bool:
+    """Whether the request waits until its promised blocks have come. Until it no longer does, vLLM has no request read
+    these blocks: it gives them their hashes afterwards."""
+    status = getattr(request, "status", None)
+    return getattr(status, "name", "") == "WAITING_FOR_REMOTE_KVS"
 
 
 def wants_no_cache(request: object) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
-from kvlane.connector.kinds import DigestWeights, worker_kinds
+from kvlane.connector.kinds import CopyBlocksWorker, DigestWeights, worker_kinds
 from kvlane.connector.kinds.direct_offer import OfferDirect, RankGone
-from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
+from kvlane.connector.kinds.kind import CopyBlock, DirectRank, LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.shared_pool import WorkerPart
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
@@ -48,6 +48,7 @@ class WorkerSide:
         self.pool = WorkerPart(rank)
         self.kinds = kinds(self._shared)
         (self._weights,) = (each for each in self.kinds if isinstance(each, DigestWeights))
+        (self._copies,) = (each for each in self.kinds if isinstance(each, CopyBlocksWorker))
         self.on_layer_computed: LayerHook | None = None
         """The same after a layer has written its KV cache."""
         self.on_layer: LayerHook | None = None
@@ -81,6 +82,10 @@ class WorkerSide:
         self.on_layer = None
         self._notify("new caches", lambda kind: kind.attached())
 
+    def can_copy_by(self, copy: CopyBlock | None) -> None:
+        """Copies blocks inside the caches by this function from now on; None if that is not possible."""
+        self._copies.can_copy_by(copy)
+
     def attach_direct(self, rank: DirectRank) -> None:
         """Adds the rank's side of direct hand-offs, until `detach`."""
         self._shared.direct = rank
@@ -92,6 +97,7 @@ class WorkerSide:
 
     def detach(self) -> None:
         """Ends all copies, because the KV caches are about to go away."""
+        self.can_copy_by(None)
         direct, self._shared.direct = self._shared.direct, None
         if direct is not None:
             direct.agent.close()

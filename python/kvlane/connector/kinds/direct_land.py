@@ -12,13 +12,13 @@ A prompt that finds no room, and of which the prefill engine already has blocks,
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.copies import CopyBlocks
 from kvlane.connector.kinds.direct_landing import (
     BLOCKS_FOR_RUNNING,
     STUCK_SECONDS,
@@ -64,20 +64,18 @@ class LandDirect(SchedulerKind):
 
     name = "land"
 
-    def __init__(self, shared: SchedulerShared, loads: LookUpAndLoad, saves: Saves) -> None:
+    def __init__(
+        self, shared: SchedulerShared, loads: LookUpAndLoad, saves: Saves, copies: CopyBlocks
+    ) -> None:
         super().__init__(shared)
         self._loads = loads
+        self._copies = copies
         self._overflow = Overflow(shared, saves, loads, self._fell_back)
         self._landings: dict[bytes, Landed] = {}
         self._by_request: dict[str, Landed] = {}
         self._with: dict[str, Landed] = {}
         """By request: the landing of another sample of the same prompt and id, for which it waits."""
         self._logged: set[str] = set()
-        self._copies: list[tuple[int, int]] = []
-        self._sources: list[Block] = []
-        """Sources of this step's copies. Without a hash they would be the first to be reused, in the same step."""
-        self._former_sources: deque[list[Block]] = deque()
-        """Sources of steps that may be in progress."""
         self._gave_room = False
         """Whether the last plan took blocks, so that the next one may take more."""
         self._yielded = False
@@ -85,9 +83,6 @@ class LandDirect(SchedulerKind):
         self._nothing_runs_since: float | None = None
         self._running = 0
         """Requests that compute in the planned step."""
-        self._plans_without_room = 0
-        """Plans after a reset that take no block, because steps in progress may copy from blocks that the reset
-        unpinned."""
 
     def request_added(self, state: RequestState) -> None:
         self._end_finished()
@@ -191,14 +186,9 @@ class LandDirect(SchedulerKind):
         landed.is_alive = False
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        if self._copies:
-            jobs.others[self.name], self._copies = self._copies, []
-        self._give_sources_back()
         self._end_finished()
-        room, is_first = BLOCKS_A_STEP, True
-        if self._plans_without_room:
-            self._plans_without_room -= 1
-            room = 0
+        # A READ into a block would not wait for a step in progress that copies from it.
+        room, is_first = BLOCKS_A_STEP if self._copies.is_settled else 0, True
         self._running = len(output.num_scheduled_tokens)
         landings = list(self._landings.values())
         in_use = sum(len(each.taken) for each in landings if each.overflow is None)
@@ -293,16 +283,6 @@ class LandDirect(SchedulerKind):
             )
         ):
             direct.agent.wait_for_end(IDLE_WAIT_MS)
-
-    def _give_sources_back(self) -> None:
-        """Unpins sources whose step has copied them."""
-        direct = self._shared.direct
-        self._former_sources.append(self._sources)
-        self._sources = []
-        while len(self._former_sources) > (direct.steps_at_once if direct is not None else 1):
-            over = self._former_sources.popleft()
-            if over:
-                self._shared.pins.unpin(over)
 
     def _may_begin(self, landed: Landed) -> bool:
         """Whether the weights are known. After a reset a landing waits for the workers' report; if that takes too long,
@@ -478,6 +458,7 @@ class LandDirect(SchedulerKind):
             is_whole
             and count > landed.stored
             and direct.hands_over_rests
+            and self._copies.is_possible
             and landed.is_alive
             and not landed.state.stale
         ):
@@ -523,9 +504,7 @@ class LandDirect(SchedulerKind):
         if tokens and landed.rest is not None and direct is not None and state is not None:
             size = direct.group.tokens_per_block
             own = blocks.blocks[direct.group.group_id][(request.num_prompt_tokens - 1) // size]
-            self._copies.append((landed.rest.block_id, own.block_id))
-            self._shared.pins.pin([landed.rest])
-            self._sources.append(landed.rest)
+            self._copies.copy(landed.rest, own)
             # The step copies the block before it computes, and so before its saves.
             state.tokens_ended(ok=True)
         self._forget(landed)
@@ -551,11 +530,7 @@ class LandDirect(SchedulerKind):
             direct.agent.give_landing_up(landed.landing.id)
 
     def pinned(self) -> Iterable[Block]:
-        landing = [block for landed in self._landings.values() for block in landed.local + landed.taken]
-        return landing + self._held_sources()
-
-    def _held_sources(self) -> list[Block]:
-        return self._sources + [block for step in self._former_sources for block in step]
+        return [block for landed in self._landings.values() for block in landed.local + landed.taken]
 
     def before_pool_reset(self) -> None:
         """Ends all landings and lendings, because no block may be read or written when vLLM resets."""
@@ -567,12 +542,6 @@ class LandDirect(SchedulerKind):
             # after some seconds.
             logger.warning("kvlane: vLLM cannot reset its cache now: direct hand-offs did not end within 2 s")
             return
-        sources = self._held_sources()
-        self._shared.pins.unpin(sources)
-        self._sources, self._copies = [], []
-        self._former_sources.clear()
-        # A step in progress may still copy from them. vLLM's later steps run after it, but READs of a landing may not.
-        self._plans_without_room = direct.steps_at_once - 1 if sources else 0
         for landed in list(self._landings.values()):
             if not landed.is_begun:
                 continue

@@ -169,8 +169,6 @@ class OfferDirect(SchedulerKind):
         assert direct is not None and direct.agent is not None
         request = state.request
         tokens = request.num_computed_tokens + scheduled
-        if state.awaits_tokens:
-            return []
         if not direct.agent.lending_progress(offered.lending.id, 0, tokens):
             self._end_request(request.request_id, is_complete=False)
             return []

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvlane.connector.jobs import StepJobs
-from kvlane.connector.kinds.direct_land import LandDirect
 from kvlane.connector.kinds.direct_offer import NAME, Computed
 from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
-
-LANDS = LandDirect.name
 
 
 class DirectWorker(WorkerKind):
@@ -22,14 +19,6 @@ class DirectWorker(WorkerKind):
         super().__init__(shared)
         self._fills = False
         self._stream = 0
-
-    def step_begins(self, jobs: StepJobs) -> LayerHook | None:
-        """Copies the last tokens of prompts that have landed into their requests' own blocks."""
-        direct = self._shared.direct
-        for source, target in cast("Sequence[tuple[int, int]]", jobs.others.get(LANDS, ())):
-            if direct is not None:
-                direct.copy_block(source, target)
-        return None
 
     def layers_computed(self, jobs: StepJobs) -> LayerHook | None:
         filled = cast("Sequence[Computed]", jobs.others.get(NAME, ()))

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 LayerHook = Callable[[str], None]
 """Called with a layer's name before the layer reads its KV cache."""
+CopyBlock = Callable[[int, int], None]
+"""Copies one block of a rank's cache to another one: from, to. On a GPU in the stream that the calling thread computes
+in."""
 
 
 class Answer(NamedTuple):
@@ -184,11 +187,8 @@ class DirectRank:
     agent: HandoffRank
     layer_hook: RankLayerHook | None
     """Called with each layer that is computed; None if the rank reports only whole steps."""
-    copy_block: Callable[[int, int], None]
-    """Copies one block of the rank to another one: from, to. On a GPU in the stream that the calling thread computes
-    in."""
     stream: Callable[[], int]
-    """Gives the handle of that stream; 0 on a CPU."""
+    """Gives the handle of the stream that the calling thread computes in; 0 on a CPU."""
 
 
 @dataclass

@@ -25,6 +25,7 @@ from kvlane.connector.vllm_protocols import (
     SchedulerOutput,
     traceparent,
     transfer_params,
+    waits_for_its_load,
     wants_no_cache,
 )
 
@@ -135,9 +136,10 @@ class LookUpAndLoad(SchedulerKind):
             state.looked_up_blocks = len(hashes[group.index])
 
     def tokens_to_find(self, state: RequestState) -> int:
-        """Most tokens of a prompt that a lookup finds: the engine must compute at least one itself."""
-        alignment = self._shared.shape.hit_alignment
-        return (state.request.num_tokens - 1) // alignment * alignment
+        """Most tokens of a prompt that a lookup finds."""
+        shape, tokens = self._shared.shape, state.request.num_tokens
+        # The engine must compute at least one token itself.
+        return (tokens if shape.takes_last_block else tokens - 1) // shape.hit_alignment * shape.hit_alignment
 
     def _wait(self, state: RequestState) -> SaveWait | None:
         """The save for which the daemon waits before it answers."""
@@ -169,9 +171,11 @@ class LookUpAndLoad(SchedulerKind):
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         if not self._poll_lookup(state, self._wait_us):
             return ASK_AGAIN
-        if state.hit is None or state.hit.tokens <= local_tokens:
+        if state.hit is None:
             return NOTHING
-        return Answer(state.hit.tokens - local_tokens)
+        tokens = min(state.hit.tokens, state.request.num_tokens - 1) - local_tokens
+        # A single block's last tokens are computed as fast as they are loaded.
+        return Answer(tokens) if tokens >= self._shared.shape.hit_alignment else NOTHING
 
     def _poll_lookup(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
         """Polls the request's lookup, or starts one. True if `state.hit` has the daemon's answer."""
@@ -207,7 +211,7 @@ class LookUpAndLoad(SchedulerKind):
             return False
         if state.hit is None:
             # The engine's own cache may have the prompt already.
-            return state.local_tokens < self.tokens_to_find(state)
+            return state.request.num_tokens - 1 - state.local_tokens >= self._shared.shape.hit_alignment
         # After a preemption the prompt includes what was generated.
         longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
         old_miss = state.hit.tokens == 0 and self._shared.clock() - state.answered_at >= MISS_IS_OLD_SECONDS
@@ -305,7 +309,7 @@ class LookUpAndLoad(SchedulerKind):
         first_blocks = dict(hit.groups)
         groups = []
         for group in self._shared.shape.groups:
-            end = end_tokens // group.tokens_per_block
+            end = -(-end_tokens // group.tokens_per_block)
             # A window that ends earlier needs blocks that the hit does not have.
             assert group.window_blocks == 0 or end_tokens == hit.tokens, (
                 f"the engine cut a hit of {hit.tokens} tokens with a window to {end_tokens}"
@@ -394,6 +398,10 @@ class LookUpAndLoad(SchedulerKind):
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """`take` has taken the loads before. While a lookup is in flight, workers do not wait for their copies."""
         self._waits_for_saves = True
+        for job, load in self.under_way.items():
+            state = self._shared.requests.get(load.request_id)
+            if state is not None and state.loading == job and waits_for_its_load(state.request):
+                jobs.unplanned.append(job)
         if jobs.idle and any(state.looking_up for state in self._shared.requests.values()):
             jobs.idle = False
 
