@@ -66,6 +66,8 @@ def committed() -> Iterator[Redrawn]:
     for name, mode in (("2026-11-22-h200-eager", "eager"), ("2026-11-22-h200-graphs", "graphs")):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
+    result = gpu / "2026-11-29-h200-busy.json"
+    yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
     result = gpu / "2026-11-23-h200-vllm-0.33-restart.json"
     yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
     for result in sorted(ssd.glob("*.json")):

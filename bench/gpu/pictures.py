@@ -1,4 +1,4 @@
-"""The pictures of `compare.py` and `restart.py`, made from their JSON files."""
+"""The pictures of `compare.py`, `turns.py` and `restart.py`, made from their JSON files."""
 
 from __future__ import annotations
 
@@ -101,6 +101,43 @@ def _bar(name: str, rounds: list[dict[str, float]], colour: str) -> Bar:
         low=min(each["min"] for each in rounds) if known else None,
         high=max(each["max"] for each in rounds) if known else None,
         samples=medians if len(medians) > 1 else (),
+    )
+
+
+# By the name of a part in the JSON file: TTFT, and the p99 of gaps.
+BESIDE_DECODES = {
+    ("in_gpu", "p50"): "TTFT, engine idle: hit in GPU memory",
+    ("warm", "p50"): "TTFT, engine idle: loaded",
+    ("busy_in_gpu_ttft", "p50"): "TTFT beside decodes: hit in GPU memory",
+    ("busy_warm_ttft", "p50"): "TTFT beside decodes: loaded",
+    ("busy_in_gpu", "p99"): "p99 of decodes' gaps: beside hits",
+    ("busy_warm", "p99"): "p99 of decodes' gaps: beside loads",
+    ("busy_saved", "p99"): "p99 of decodes' gaps: beside saves",
+    ("busy_quiet", "p99"): "p99 of decodes' gaps: no prompts",
+}
+
+
+def beside_decodes(result: Mapping[str, Any]) -> Picture:
+    """Of what `turns.py` wrote: TTFT of each system, alone and beside decodes, and the gaps of these."""
+    panels = []
+    for (part, figure), heading in BESIDE_DECODES.items():
+        bars = []
+        for index, (system, found) in enumerate(result["found"].items()):
+            values = tuple(each[figure] for each in found.get(part, ()) if each)
+            if values:
+                value, colour = statistics.median(values), NOTHING if system == "none" else COLOURS[index - 1]
+                bars.append(
+                    Bar(NAMES.get(system, system), value, f"{number(value)} ms", colour, samples=values)
+                )
+        panels.append(Panel(heading, tuple(bars)))
+    settings, versions = result["settings"], result["versions"]
+    known = [f"{name} {versions[key]}" for key, name in VERSIONS.items() if key in versions]
+    return Picture(
+        f"{settings['tokens']:,} tokens alone and beside {settings['decodes']} decodes, four engines in turns",
+        f"{gpus(result['host'])}; {', '.join([*known, result['date']])}. "
+        f"{MODES['eager' if settings['eager'] else 'graphs']}; bars: medians of rounds; dots: rounds.",
+        tuple(panels),
+        2,
     )
 
 

@@ -33,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import model
+import pictures
 from measure import Engine, gaps, loaded_bytes, start, summary
 from pair import decode, second_client
 from provenance import add_arguments, head, public
 from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
 
 from kvlane.bench import report
+from kvlane.bench.drawing import save
 
 HERE = Path(__file__).resolve().parent
 # Seconds after a prompt that is saved: the next engine must not find the link or the GPU taken.
@@ -243,6 +245,11 @@ def main() -> int:
     }
     report.write_json(settings.out / "turns.json", result)
     print(table(found))
+    if settings.busy_rounds:
+        try:
+            save(pictures.beside_decodes(result), settings.out / "turns.png")
+        except ImportError:
+            report.say("no picture: matplotlib is missing")
     return 0 if controls_hold(found) else 1
 
 
