@@ -20,8 +20,9 @@ if __name__ == "__main__":
 
     tokens_from_kvlane = 0
     for number in (1, 2):
-        # Empties vLLM's own cache, so that what vLLM calls cached below came from kvlane. vLLM refuses while the
-        # request before is still being saved.
+        # Empties vLLM's own cache, so that what vLLM calls cached below came from kvlane. A reset gives up saves that
+        # are still under way, so the request before gets a second for its own.
+        time.sleep(number - 1)
         while not llm.reset_prefix_cache():
             llm.generate("step", one_token, use_tqdm=False)
         started = time.perf_counter()

@@ -76,6 +76,16 @@ def _http_answers(url: str) -> bool:
         return False
 
 
+def kvlane_with(name: str, keys: dict[str, object]) -> System:
+    """An engine with further keys, on the daemon of the system `kvlane`. It finds only its own blocks."""
+
+    def connector(size: int, folder: Path) -> str:
+        own: dict[str, object] = {"kvlane.address": kvlane_address(folder), "kvlane.namespace": name}
+        return _config("KVLaneConnector", "kvlane.connector", own | keys)
+
+    return System(name, f"kvlane with {json.dumps(keys)}", connector, package="kvlane")
+
+
 SYSTEMS = {
     system.name: system
     for system in (

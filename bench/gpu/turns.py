@@ -4,6 +4,7 @@ same seconds of the host.
     python bench/gpu/turns.py --out out/turns                       # CUDA graphs
     python bench/gpu/turns.py --eager --systems none kvlane offload --out out/turns
     python bench/gpu/turns.py --systems kvlane pegaflow lmcache lmcache-mp --out out/turns-lmcache
+    python bench/gpu/turns.py --systems kvlane --variant stall0 '{"kvlane.load_stall_ms": 0}'
 
 | name | what |
 |---|---|
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import statistics
@@ -37,7 +39,7 @@ import pictures
 from measure import Engine, gaps, loaded_bytes, start, summary
 from pair import decode, second_client
 from provenance import add_arguments, head, public
-from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, kvlane_with, plan, running
 
 from kvlane.bench import report
 from kvlane.bench.drawing import save
@@ -179,6 +181,14 @@ def main() -> int:
         default=["none", "kvlane", "pegaflow", "offload"],
         help="default: %(default)s; four engines of the 8B shape are what one GPU has room for",
     )
+    parser.add_argument(
+        "--variant",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON"),
+        help="one more engine on kvlane's daemon, with these keys of kv_connector_extra_config",
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument("--prompts", type=int, default=6)
@@ -200,6 +210,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
     parser.add_argument("--out", type=Path, default=Path("out/turns"))
     settings = parser.parse_args()
+    for name, keys in settings.variant:
+        SYSTEMS[name] = kvlane_with(name, json.loads(keys))
+        settings.systems = [*settings.systems, name]
     if settings.dry_run:
         print(plan(settings.systems, settings.cache_bytes, settings.out))
         return 0

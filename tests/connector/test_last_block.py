@@ -10,7 +10,6 @@ from fakes import BLOCK, Engine, Request, full_group, window_group
 
 from kvlane.connector.assemble import takes_last_block
 from kvlane.connector.groups import CacheGroup
-
 from kvlane.connector.kinds.copies import CopyBlocks
 from kvlane.connector.kinds.last_block import LastBlock
 from kvlane.testing import FakeCore

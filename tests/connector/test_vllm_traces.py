@@ -71,4 +71,4 @@ def test_a_prompt_that_is_computed_and_one_that_is_loaded(
     assert of["1" * 16] == [], "its caller did not sample it"
     assert sorted(tree(of["2" * 16])[""]) == ["kvlane.load", "kvlane.lookup"]
     (lookup,) = [span for span in of["2" * 16] if span.name == "kvlane.lookup"]
-    assert (lookup.attributes["kvlane.tier"], lookup.attributes["kvlane.hit_blocks.ram"]) == ("ram", 5)
+    assert (lookup.attributes["kvlane.tier"], lookup.attributes["kvlane.hit_blocks.ram"]) == ("ram", 6)

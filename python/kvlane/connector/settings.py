@@ -46,7 +46,7 @@ class Settings:
     """Whether computed blocks are saved."""
     load: bool = True
     """Whether saved blocks are loaded."""
-    load_stall_ms: float = 0.0
+    load_stall_ms: float = 4.0
     """How long a step of other requests may wait for a load on a GPU. With more, a loaded prompt's first token comes
     earlier, and the other requests' tokens later."""
     save_decode: bool = True

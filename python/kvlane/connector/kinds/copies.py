@@ -59,8 +59,8 @@ class CopyBlocks(SchedulerKind):
         self._copies.append((source.block_id, target.block_id))
 
     def take(self) -> list[tuple[int, int]]:
-        """Takes the copies to send to the workers in this step. They do not depend on the rest of its plan: vLLM computes
-        with them in any case."""
+        """Takes the copies to send to the workers in this step. They do not depend on the rest of its plan: vLLM
+        computes with them in any case."""
         copies, self._copies = self._copies, []
         return copies
 

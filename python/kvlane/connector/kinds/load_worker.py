@@ -54,9 +54,10 @@ class LoadWorker(WorkerKind):
     # Steps that have to wait
 
     def _wait_for_released(self, jobs: StepJobs) -> LayerHook | None:
-        """Holds this step up until released loads have ended, layer by layer if possible. It waits for all whose release
-        vLLM knew when it planned the step: other requests may have hit their blocks, or own them by now. It does not
-        wait for later ones, which are released early so that they end before their requests' steps."""
+        """Holds this step up until released loads have ended, layer by layer if possible.
+        It waits for those that vLLM knew to be released when it planned the step: other requests may have hit their
+        blocks, or own them by now. It does not wait for later ones: they were released ahead of their ends, which come
+        before their requests' steps."""
         core, stream = self._shared.core, self._shared.stream
         if core is None or stream is None or not stream.last_region:
             return None
