@@ -129,7 +129,8 @@ def beside_decodes(result: Mapping[str, Any]) -> Picture:
                 bars.append(
                     Bar(NAMES.get(system, system), value, f"{number(value)} ms", colour, samples=values)
                 )
-        panels.append(Panel(heading, tuple(bars)))
+        if bars:
+            panels.append(Panel(heading, tuple(bars)))
     settings, versions = result["settings"], result["versions"]
     known = [f"{name} {versions[key]}" for key, name in VERSIONS.items() if key in versions]
     return Picture(

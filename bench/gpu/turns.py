@@ -258,9 +258,10 @@ def main() -> int:
     }
     report.write_json(settings.out / "turns.json", result)
     print(table(found))
-    if settings.busy_rounds:
+    picture = pictures.beside_decodes(result)
+    if picture.panels:
         try:
-            save(pictures.beside_decodes(result), settings.out / "turns.png")
+            save(picture, settings.out / "turns.png")
         except ImportError:
             report.say("no picture: matplotlib is missing")
     return 0 if controls_hold(found) else 1

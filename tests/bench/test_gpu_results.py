@@ -62,6 +62,8 @@ class Played:
             parts |= {"Daemon": lambda *_: None, "measure": self.fail}
         if module.__name__ == "rates":
             parts |= {"measure": self.no_rates}
+        if module.__name__ == "turns":
+            parts |= {"measure": self.no_turns}
         if module.__name__ == "burst":
             parts |= {"measure": self.no_bursts}
         if module.__name__ in ("burst", "nixl_connector", "rates"):
@@ -78,6 +80,9 @@ class Played:
 
     async def no_rates(self, *_: object) -> list[dict[str, Any]]:
         return []
+
+    async def no_turns(self, *_: object) -> dict[str, Any]:
+        return {"kvlane": {}}
 
     async def no_bursts(self, *_: object) -> dict[str, Any]:
         burst = {"ttft": {"mean": 1.0}, "last_token": {"mean": 1.0}, "itl": {"p99": 1.0}}
