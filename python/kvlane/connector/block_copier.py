@@ -49,7 +49,7 @@ def copier_of(regions: list[Region], storages: Mapping[int, torch.UntypedStorage
     def copy(source: int, target: int) -> None:
         # vLLM computes in this mode; a step without a forward pass may come without it.
         with torch.inference_mode():
-            # One launch on a GPU, where one for each layer takes longer than the copies.
+            # One call for all layers.
             torch._foreach_copy_([rows[target] for rows in pieces], [rows[source] for rows in pieces])
 
     return copy
