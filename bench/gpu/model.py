@@ -1,12 +1,18 @@
-"""The model of the comparison, and what is done to its memory in vLLM's worker processes."""
+"""The model of the comparison, and what is done to its memory in vLLM's worker processes.
+
+python bench/gpu/model.py llama-8b FOLDER    # a model without weights, for `vllm serve --load-format dummy`
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import threading
 from pathlib import Path
 from typing import Any
+
+from kvlane.demo.model import write_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -169,3 +175,20 @@ def block_hashes(worker: Any, byte: int) -> list[int]:
         sums = torch.cat([(part * factors).sum(dim=1) for part in words.split(256)])
         total = sums if total is None else total * 31 + sums
     return total[written].tolist()
+
+
+def main() -> None:
+    """Writes a model's configuration and a tokenizer."""
+    parser = argparse.ArgumentParser(
+        description="a model without weights, for vllm serve --load-format dummy"
+    )
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("folder", type=Path, help="in which a folder of the shape's name is made")
+    settings = parser.parse_args()
+    target = write_config(settings.shape, settings.folder)
+    write_tokenizer(target, SHAPES[settings.shape]["vocab_size"])
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

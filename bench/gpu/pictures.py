@@ -145,7 +145,11 @@ def beside_decodes(result: Mapping[str, Any]) -> Picture:
 def restarted(result: Mapping[str, Any]) -> Picture:
     """TTFT of what `restart.py` measured, in each mode, with every single prompt."""
     panels = tuple(
-        Panel(MODES.get(mode) or mode, tuple(_restart_bar(run, name, what) for name, what in TIMES.items()))
+        Panel(
+            MODES.get(mode) or mode,
+            # Results before 2026-11-29 have fewer of them.
+            tuple(_restart_bar(run, name, what) for name, what in TIMES.items() if name in run["summary"]),
+        )
         for mode, run in result["runs"].items()
     )
     versions = ", ".join(
@@ -162,7 +166,9 @@ TIMES = {
     "cold": "computed",
     "in_gpu": "hit in the engine's own GPU memory",
     "warm": "from the daemon",
-    "restarted": "from the daemon, engine killed and restarted",
+    "restarted": "from the daemon, engine killed and restarted: first loads",
+    "restarted_in_gpu": "hit in that engine's own GPU memory",
+    "restarted_warm": "from the daemon, that engine's later loads",
     "without_daemon": "daemon killed: computed again",
     "again": "daemon restarted: from the daemon again",
 }
@@ -171,5 +177,7 @@ TIMES = {
 def _restart_bar(run: Mapping[str, Any], name: str, what: str) -> Bar:
     value = run["summary"][name]["p50"]
     samples = tuple(each for row in run.get(f"{name}_ms", ()) for each in row)
-    colour = NOTHING if name in ("cold", "without_daemon") else COLOURS[1 if name == "in_gpu" else 0]
+    colour = COLOURS[1 if name.endswith("in_gpu") else 0]
+    if name in ("cold", "without_daemon"):
+        colour = NOTHING
     return Bar(what, value, f"{number(value)} ms", colour, samples=samples)

@@ -11,6 +11,7 @@
 | in_gpu | the same again: hits in the engine's own prefix cache |
 | warm | after the engine's prefix cache was reset: loaded from the daemon |
 | restarted | the first prompts of a new engine, after SIGKILL of the first one at work: loaded from the daemon |
+| restarted_in_gpu, restarted_warm | the same again in that engine: hits in its own prefix cache; loaded once more |
 | without_daemon | a prompt while there is no daemon, which was killed beside the engine at work: computed |
 | again | prompts that were computed and saved after the daemon was back: loaded from the new daemon |
 
@@ -50,7 +51,16 @@ from kvlane.bench import report
 from kvlane.bench.drawing import save
 
 KVLANE = SYSTEMS["kvlane"]
-TIMES = ("cold", "in_gpu", "warm", "restarted", "without_daemon", "again")
+TIMES = (
+    "cold",
+    "in_gpu",
+    "warm",
+    "restarted",
+    "restarted_in_gpu",
+    "restarted_warm",
+    "without_daemon",
+    "again",
+)
 # Tokens of an answer that is compared, and of one that something is killed beneath.
 ANSWER, LONG_ANSWER = 16, 128
 RECONNECT_PATIENCE_S = 30.0
@@ -296,6 +306,11 @@ def measure(
         # For each prompt, the block that is computed again and that of the answer.
         again = settings.prompts * 2
         held["restarted_same_bytes"] = len(loaded) > again and differ <= again
+        # Engines differ a little: these are what the first loads of this one are beside.
+        ask("restarted_in_gpu", second, prompts)
+        for _ in range(settings.rounds):
+            forget(second)
+            ask("restarted_warm", second, prompts)
 
         second.begin(draw(settings.tokens))
         daemon.end(signal.SIGKILL)

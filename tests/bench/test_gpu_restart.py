@@ -40,7 +40,7 @@ def result(restart: Any, *failed: str) -> dict[str, Any]:
 def test_all_controls_hold(restart: Any, tmp_path: Path) -> None:
     assert restart.publish(result(restart), tmp_path) == 0
     table = (tmp_path / "restart.md").read_text()
-    assert "| eager | 10.0 | 11.0 | 12.0 | 13.0 | 14.0 | 15.0 | hold |" in table
+    assert "| eager | 10.0 | 11.0 | 12.0 | 13.0 | 14.0 | 15.0 | 16.0 | 17.0 | hold |" in table
     assert "vllm 0.33.0; a GPU, 580; 2026-11-23" in table
     assert (tmp_path / "restart.png").stat().st_size > 1000
     assert json.loads((tmp_path / "restart.json").read_text())["date"] == "2026-11-23"

@@ -80,7 +80,7 @@ def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     _write_config(building, shape)
-    _write_tokenizer(building, shape.vocab)
+    write_tokenizer(building, shape.vocab)
     _write_weights(building, shape, seed)
     (building / stamp.name).write_text(recipe)
     shutil.rmtree(directory, ignore_errors=True)
@@ -114,7 +114,7 @@ def _write_config(directory: Path, shape: ModelShape) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _write_tokenizer(directory: Path, vocab: int) -> None:
+def write_tokenizer(directory: Path, vocab: int) -> None:
     """One word a token, "w4" to "w31999", so that a text is as long as one likes."""
     words = {word: i for i, word in enumerate(_SPECIAL_TOKENS)}
     words.update({f"w{i}": i for i in range(len(words), vocab)})
