@@ -35,6 +35,17 @@ POISON = 0xA5
 RESET_PATIENCE_S = 20.0
 
 
+# Settings that only some scripts have, and vLLM's names of them.
+OPTIONS = {
+    "async_scheduling": "async_scheduling",
+    "most_running": "max_num_seqs",
+    "block_size": "block_size",
+    "pipeline_parallel": "pipeline_parallel_size",
+    "data_parallel": "data_parallel_size",
+    "expert_parallel": "enable_expert_parallel",
+}
+
+
 class Engine:
     """vLLM in its usual processes, asked one request at a time or many at once."""
 
@@ -50,17 +61,16 @@ class Engine:
             options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
         if settings.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-        if getattr(settings, "async_scheduling", None) is not None:
-            options["async_scheduling"] = settings.async_scheduling
-        if getattr(settings, "most_running", None) is not None:
-            options["max_num_seqs"] = settings.most_running
-        if getattr(settings, "block_size", None) is not None:
-            options["block_size"] = settings.block_size
+        for ours, vllms in OPTIONS.items():
+            if getattr(settings, ours, None) is not None:
+                options[vllms] = getattr(settings, ours)
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0
         self.cached_tokens = 0
         """Tokens of the last prompt that vLLM did not compute."""
+        self.rank: int | None = None
+        """Of data-parallel ranks, the one that is asked. None: vLLM chooses."""
         self.handed: dict[str, Any] = {}
         """The `kv_transfer_params` that came with the last answer."""
         self._llm = AsyncLLM.from_engine_args(
@@ -112,7 +122,9 @@ class Engine:
         answer: list[int] = []
         cached, handed = 0, {}
         start = time.perf_counter()
-        async for output in self._llm.generate({"prompt_token_ids": prompt}, wanted, f"r{self._names}"):
+        async for output in self._llm.generate(
+            {"prompt_token_ids": prompt}, wanted, f"r{self._names}", data_parallel_rank=self.rank
+        ):
             came = (time.perf_counter() - start) * 1e3
             cached, handed = output.num_cached_tokens or 0, output.kv_transfer_params or {}
             for token in output.outputs[0].token_ids:

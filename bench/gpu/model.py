@@ -59,6 +59,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
     },
+    # Experts and attention of the sizes of Qwen3-30B-A3B, with half of its layers and experts.
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "torch_dtype": "bfloat16",
+    },
     # Two CPU cores compute about 700 tokens of a prompt in a second.
     "demo": {
         "hidden_size": 1024,
@@ -86,7 +105,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # Standard deviation of the weights by shape, so that a changed block of the prompt changes the answer, which the
 # controls check.
-DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "demo": 0.1, "tiny": 0.5}
+DEVIATION = {
+    "llama-8b": 0.04,
+    "llama-8b-4-kv-heads": 0.04,
+    "mla": 0.04,
+    "moe": 0.04,
+    "demo": 0.1,
+    "tiny": 0.5,
+}
 
 
 def bytes_a_token(shape: str) -> int:
