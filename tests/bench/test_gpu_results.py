@@ -27,15 +27,26 @@ SCRIPTS = {
     "compare": ("gpu.json", [*TINY, "--systems", "kvlane", "--modes", "eager"]),
     "handoff": ("direct.json", TINY),
     "hits": ("hits.json", [*TINY, "--engines", "1"]),
-    "mla": ("mla.json", []),
     "nixl_connector": ("nixl.json", TINY),
+    "parallel": ("parallel.json", [*TINY, "--tensor-parallel", "2"]),
     "rates": ("rates.json", TINY),
     "restart": ("restart.json", [*TINY, "--modes", "eager"]),
+    "shared_pool": ("shared-pool.json", TINY),
     "starts": ("starts.json", [*TINY, "--rounds", "1"]),
     "steps": ("steps.json", TINY),
     "turns": ("turns.json", [*TINY, "--systems", "kvlane"]),
 }
-STARTS_WORKERS = ("burst", "handoff", "hits", "nixl_connector", "rates", "steps", "turns")
+STARTS_WORKERS = (
+    "burst",
+    "handoff",
+    "hits",
+    "nixl_connector",
+    "parallel",
+    "rates",
+    "shared_pool",
+    "steps",
+    "turns",
+)
 
 
 class Played:
@@ -66,6 +77,8 @@ class Played:
             parts |= {"measure": self.no_turns}
         if module.__name__ == "burst":
             parts |= {"measure": self.no_bursts}
+        if module.__name__ == "shared_pool":
+            parts |= {"all_rounds": self.one_round}
         if module.__name__ in ("burst", "nixl_connector", "rates"):
             parts |= {"on_own_gpu": self.one_of_two, "start_one": self.one_of_two}
         for name in parts.keys() & vars(module).keys():
@@ -88,6 +101,11 @@ class Played:
         burst = {"ttft": {"mean": 1.0}, "last_token": {"mean": 1.0}, "itl": {"p99": 1.0}}
         bursts = {mode: [burst] for mode in ("overflow", "waits", "computed")}
         return {"bursts": bursts, "tokens_alike_when_asked_again": [1]}
+
+    async def one_round(self, *_: object) -> dict[str, list[dict[str, Any]]]:
+        figures = {"requests_per_s": 1.0, "request_hit_rate": 0.5, "ttft_mean": 1.0}
+        names = ("same_tokens", "control_distinct", "control_loaded", "control_pools")
+        return {mode: [figures | dict.fromkeys(names, True)] for mode in ("shared", "isolated")}
 
     async def measure(self, *_: object) -> dict[str, Any]:
         return {
@@ -189,3 +207,10 @@ def test_without_a_gpu_the_result_says_so(
     written, _ = result("steps", monkeypatch)
     assert (written["host"]["gpus"], written["host"]["driver"]) == ([], None)
     assert "nvidia-smi names no GPU" in capsys.readouterr().err
+
+
+def test_engines_that_share_a_pool_get_a_gpu_each(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host / "nvidia-smi").write_text(f'#!/bin/sh\necho "{GPU}"\necho "{GPU}"\n')
+    _, played = result("shared_pool", monkeypatch, "--engines", "3")
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in played.started_with] == ["0", "1", "0"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
