@@ -29,6 +29,7 @@ import pictures as gpu_pictures  # noqa: E402
 import pool  # noqa: E402
 import roles  # noqa: E402
 import route_peers  # noqa: E402
+import shared_pool  # noqa: E402
 import two_builds  # noqa: E402
 
 from kvlane.bench import drawing, learned_picture, pictures, replay_picture, route_replay_picture  # noqa: E402
@@ -66,10 +67,14 @@ def committed() -> Iterator[Redrawn]:
     for name, mode in (("2026-11-22-h200-eager", "eager"), ("2026-11-22-h200-graphs", "graphs")):
         result = gpu / f"{name}.json"
         yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
-    result = gpu / "2026-11-29-h200-busy.json"
-    yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
-    result = gpu / "2026-11-23-h200-vllm-0.33-restart.json"
-    yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
+    for name in ("h200-busy", "h200-busy-again"):
+        result = gpu / f"2026-11-29-{name}.json"
+        yield _bars(result.with_suffix(".png"), result, gpu_pictures.beside_decodes(_read(result)))
+    for name in ("2026-11-23-h200-vllm-0.33-restart", "2026-11-29-h200-restart"):
+        result = gpu / f"{name}.json"
+        yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
+    result = gpu / "2026-11-29-two-h200-shared-pool.json"
+    yield _bars(result.with_suffix(".png"), result, shared_pool.picture(_read(result)))
     for result in sorted(ssd.glob("*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)

@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +62,8 @@ PATIENCE_S = 60.0
 PROBE_TOKENS = 513
 # Prompts whose answers are compared, and the tokens of these answers.
 COMPARED, ANSWER = 4, 16
+# Tokens that a system may lack at a prompt's end.
+CHUNK = 128
 POOL_SHARE, OWN_CACHE_PROMPTS = 0.4, 3.4
 USED, LOADED = "kvlane_pool_used_bytes", "kvlane_loaded_by_link_bytes_total"
 CONTROLS = ("same_tokens", "control_distinct", "control_loaded", "control_pools")
@@ -180,11 +182,11 @@ def daemons(mode: Mode, folders: list[Path], settings: argparse.Namespace) -> It
             process.wait()
 
 
-async def until_loaded(engine: Engine, prompt: list[int]) -> None:
-    """Asks for the prompt until at least half of it comes from outside: the daemon is there, and has the blocks."""
+async def until_loaded(engine: Engine, prompt: list[int], least: int = PROBE_TOKENS // 2) -> None:
+    """Asks for the prompt until so many of its tokens come from outside: the daemon is there, and has the blocks."""
     deadline = time.monotonic() + PATIENCE_S
     await engine.forget()
-    while 2 * (await engine.ask(prompt, 1, None))[2] < len(prompt):
+    while (await engine.ask(prompt, 1, None))[2] < least:
         if time.monotonic() > deadline:
             raise SystemExit(f"an engine loads nothing from outside within {PATIENCE_S:.0f} s")
         await engine.forget()
@@ -215,15 +217,17 @@ async def stream(
 
 
 async def same_answers(engine: Engine, prompts: list[list[int]]) -> dict[str, bool]:
-    """The controls of answers, of one engine."""
+    """The controls of answers, of one engine. The prompts are new to its pool: with one that has lost some blocks, the
+    engine would compute a part among fewer tokens, and its last bits may differ."""
     kept, back, cached = [], [], []
     for prompt in prompts:
         await engine.ttft(prompt)
         kept.append((await engine.answer(prompt, ANSWER))[1])
-        await until_loaded(engine, prompt)
+        all_but_the_end = engine.cached_tokens - CHUNK
+        await until_loaded(engine, prompt, all_but_the_end)
         await engine.forget()
         back.append((await engine.answer(prompt, ANSWER))[1])
-        cached.append(2 * engine.cached_tokens >= len(prompt))
+        cached.append(engine.cached_tokens >= all_but_the_end)
     distinct = len(set(kept)) == len(kept)
     return {"same_tokens": back == kept, "control_distinct": distinct, "control_loaded": all(cached)}
 
@@ -233,11 +237,12 @@ async def measure(
     mode: Mode,
     watched: list[str],
     asked: list[list[int]],
-    probes: list[list[int]],
+    draw: Callable[[int, int], list[list[int]]],
     settings: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One mode, one round: the stream, and the controls. There is a probe for each engine, and one for all."""
-    await asyncio.gather(*map(until_loaded, engines, probes))
+    """One mode, one round: the stream, and the controls, with prompts of their own."""
+    probes = draw(len(engines) + 1, PROBE_TOKENS)
+    await asyncio.gather(*map(until_loaded, engines, probes[:-1]))
     await until_loaded(engines[0], probes[-1])
     found = [(await engine.ask(probes[-1], 1, None))[2] > 0 for engine in engines[1:]]
     for engine in engines:
@@ -248,8 +253,7 @@ async def measure(
     seconds, seen = await stream(engines, numbered[settings.warm_up_requests :], settings)
     loaded, used = metric(watched, LOADED) - before, metric(watched, USED)
     hits, misses = ([ttft for ttft, share in seen if (share >= 0.5) == is_hit] for is_hit in (True, False))
-    compared = [list(prompt) for prompt in dict.fromkeys(map(tuple, asked))][:COMPARED]
-    held = await asyncio.gather(*(same_answers(engine, compared) for engine in engines))
+    held = [await same_answers(engine, draw(COMPARED, settings.tokens)) for engine in engines]
     every_byte = len(seen) * settings.tokens * bytes_a_token(settings.shape)
     return {
         "requests": len(seen),
@@ -290,9 +294,9 @@ async def all_rounds(
     for turn in range(settings.rounds):
         for name in list(modes)[:: -1 if turn % 2 else 1]:
             mode = modes[name]
-            of_mode, probes = [engines[each] for each in mode.engines], draw(len(engines) + 1, PROBE_TOKENS)
+            of_mode = [engines[each] for each in mode.engines]
             with daemons(mode, folders, settings) as watched:
-                found[name].append(await measure(of_mode, mode, watched, asked, probes, settings))
+                found[name].append(await measure(of_mode, mode, watched, asked, draw, settings))
             report.say(f"    round {turn + 1}, {name}: {found[name][-1]}")
     return found
 
