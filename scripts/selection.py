@@ -49,7 +49,7 @@ ENVIRONMENTS = {"oldest": "vllm-0.24", "manylinux": "wheel"}
 # Every run has these, because other stages need them or because they take a minute.
 ALWAYS = ("fetch", "build", "lint")
 WITH_VLLM = ("engines", "oldest", "data-parallel")
-PYTHON_FOLDERS = ("daemon", "connector", "bench", "fabric", "router", "docs")
+PYTHON_FOLDERS = ("daemon", "connector", "bench", "fabric", "moe", "router", "docs")
 ROUTER_FOLDERS = ("router", "bench", "docs")
 
 # The tests of real engines that the router, the benchmarks, the demos and the pages take part in.

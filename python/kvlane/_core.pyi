@@ -3,7 +3,7 @@
 Schedulers, workers, tools and fabric engines belong to the process that made them. In a child that it forks their calls
 raise RuntimeError, and closing or dropping them does nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Any, Literal, final
@@ -430,6 +430,45 @@ _Extras = tuple[tuple[int, int] | None, float | None, bool]  # (counter, generat
 _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-endian u32
 
 @final
+class MoeDispatch:
+    """A dispatch of a `MoeRank`, from its send until it is combined."""
+
+class MoeRank:
+    """`kvlane.moe.AllToAll` is for users, and keeps the arrays alive. Memory is an address and bytes.
+
+    ValueError for what the caller did wrong, ConnectionError for a rank that is gone, TimeoutError for one that is
+    silent, OSError if the ranks did not join, RuntimeError for the rest."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        row_bytes: int,
+        scale_bytes: int,
+        hidden: int,
+        number: str,
+        alignment: int,
+        timeout_ms: float,
+        all_gather: Callable[[bytes], list[bytes]],
+    ) -> None: ...
+    def bytes(self) -> int: ...
+    def stats(self) -> tuple[int, int, int, int]: ...
+    def check(self) -> None: ...
+    def send(
+        self, rows: tuple[int, int], scales: tuple[int, int], ids: tuple[int, int], weights: tuple[int, int]
+    ) -> MoeDispatch: ...
+    def arrive(self, dispatch: MoeDispatch) -> tuple[list[int], list[int], int]:
+        """Rows for each expert of this rank, the first row of each, and rows of all."""
+
+    def place(self, dispatch: MoeDispatch, rows: tuple[int, int], scales: tuple[int, int]) -> None: ...
+    def combine(
+        self, dispatch: MoeDispatch, outputs: tuple[int, int], is_reduced: bool, tokens: tuple[int, int]
+    ) -> None: ...
+    def close(self) -> None: ...
+
 class FabricPeer:
     def id(self) -> tuple[int, int]:
         """Engine id, boot nonce."""

@@ -81,7 +81,9 @@ def test_every_help_works_without_extras(programs: Path) -> None:
     for extra in ("numpy", "aiohttp", "tqdm", "matplotlib", "torch", "vllm"):
         assert run(programs, "python", "-c", f"import {extra}").returncode != 0, f"{extra} is there"
     assert (
-        run(programs, "python", "-c", "import kvlane, kvlane._bench, kvlane._core, kvlane.fabric").returncode
+        run(
+            programs, "python", "-c", "import kvlane, kvlane._bench, kvlane._core, kvlane.fabric, kvlane.moe"
+        ).returncode
         == 0
     )
     first = run(programs, "kvlane", "--help")

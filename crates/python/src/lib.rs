@@ -11,6 +11,7 @@ mod gpu;
 mod gpu_memory;
 mod handoff;
 mod log;
+mod moe;
 mod own;
 mod scheduler;
 mod shard_layout;
@@ -38,6 +39,8 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<fabric::PyPieces>()?;
     module.add_class::<fabric::PyTransfer>()?;
     module.add_class::<gpu_memory::PyGpuMemory>()?;
+    module.add_class::<moe::PyRank>()?;
+    module.add_class::<moe::PyDispatch>()?;
     module.add_class::<handoff::PyHandoffRank>()?;
     module.add_class::<handoff::PyLayerHook>()?;
     module.add_class::<handoff::PyHandoffScheduler>()?;

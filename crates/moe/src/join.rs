@@ -1,0 +1,308 @@
+//! [`join`]: how the ranks of a host find each other's memory.
+//!
+//! ```text
+//!  every rank: opens moe-NUMBER.sock, mode 0600, in the runtime folder of its user
+//!  all gather: what each rank is told, its socket's number and pass   by a call of the user's: torch, MPI, ...
+//!  every rank: connects to every other one, of the same user? ------>  of the same user? has it the pass?
+//!              <----------------------------------------------------- the descriptor of its memory
+//!  all gather: has each rank all memory?
+//! ```
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use kvlane_memory::{
+    PeerCredentials, RuntimeFolder, SocketFile, peer_pidfd, random, recv_with_fds, send_with_fds,
+};
+
+use crate::heap::Heap;
+use crate::layout::Layout;
+use crate::{MoeError, Rank, Shape};
+
+/// Longest silence of a peer at the socket, and longest wait until all have come.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Pause between two looks at who comes.
+const PAUSE: Duration = Duration::from_millis(1);
+const MAGIC: &[u8; 8] = b"kvlmoe01";
+const PASS_BYTES: usize = 16;
+const FIELDS: usize = 9;
+const HELLO_BYTES: usize = MAGIC.len() + 4 + 4 + 8 + PASS_BYTES + 8 * FIELDS;
+
+/// Gives all ranks' bytes to every rank, in the order of ranks. Called twice by each rank.
+pub type AllGather<'a> = dyn FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String> + 'a;
+
+/// What a rank tells the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hello {
+    rank: u32,
+    uid: u32,
+    socket: u64,
+    pass: [u8; PASS_BYTES],
+    fields: [u64; FIELDS],
+}
+
+impl Hello {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HELLO_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(self.rank.to_le_bytes());
+        bytes.extend(self.uid.to_le_bytes());
+        bytes.extend(self.socket.to_le_bytes());
+        bytes.extend(self.pass);
+        bytes.extend(self.fields.iter().flat_map(|field| field.to_le_bytes()));
+        bytes
+    }
+
+    /// None if these bytes are no hello.
+    fn decode(bytes: &[u8]) -> Option<Hello> {
+        let rest = bytes.strip_prefix(MAGIC)?;
+        let (rank, rest) = rest.split_first_chunk()?;
+        let (uid, rest) = rest.split_first_chunk()?;
+        let (socket, rest) = rest.split_first_chunk()?;
+        let (pass, rest) = rest.split_first_chunk()?;
+        let mut fields = [0; FIELDS];
+        let (words, []) = rest.as_chunks::<8>() else { return None };
+        if words.len() != FIELDS {
+            return None;
+        }
+        for (field, word) in fields.iter_mut().zip(words) {
+            *field = u64::from_le_bytes(*word);
+        }
+        Some(Hello {
+            rank: u32::from_le_bytes(*rank),
+            uid: u32::from_le_bytes(*uid),
+            socket: u64::from_le_bytes(*socket),
+            pass: *pass,
+            fields,
+        })
+    }
+
+    fn socket_path(&self) -> PathBuf {
+        RuntimeFolder::of_this_user().path().join(format!("moe-{:016x}.sock", self.socket))
+    }
+}
+
+/// Joins the ranks of an all-to-all; all have to call this. `timeout` is the longest wait for a peer in an operation.
+///
+/// # Errors
+/// [`MoeError::BadInput`] for a shape that cannot be, [`MoeError::NotJoined`] if the ranks do not agree or do not reach each
+/// other. Every rank gets an error then.
+pub fn join(
+    shape: &Shape,
+    rank: usize,
+    timeout: Duration,
+    all_gather: &mut AllGather<'_>,
+) -> Result<Rank, MoeError> {
+    shape.check().map_err(MoeError::BadInput)?;
+    if rank >= shape.ranks {
+        return Err(MoeError::BadInput(format!("rank {rank} is not one of {}", shape.ranks)));
+    }
+    let too_large = || MoeError::BadInput("the ranks' memory would be larger than any process".into());
+    let layout = Layout::of(shape).ok_or_else(too_large)?;
+    let own = |error: io::Error| MoeError::NotJoined(format!("rank {rank} cannot meet the others: {error}"));
+    let (heap, memfd) = Heap::create(layout.bytes).map_err(own)?;
+    let hello = Hello {
+        rank: rank as u32,
+        uid: rustix::process::geteuid().as_raw(),
+        socket: u64::from_le_bytes(random().map_err(own)?),
+        pass: random().map_err(own)?,
+        fields: shape.fields().map(|(_, value)| value),
+    };
+    let (listener, _file) = SocketFile::bind(&hello.socket_path())
+        .map_err(|error| MoeError::NotJoined(format!("rank {rank} cannot meet the others: {error}")))?;
+    let told = gather(all_gather, &hello.encode(), shape.ranks)?;
+    let met = meet(shape, &hello, &told, &listener, &memfd, layout.bytes);
+    let verdict = met.as_ref().err().map_or("", String::as_str);
+    let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
+    if let Some((rank, why)) = verdicts.iter().enumerate().find(|(_, why)| !why.is_empty()) {
+        let why = String::from_utf8_lossy(why);
+        return Err(MoeError::NotJoined(format!("the ranks did not join: rank {rank}: {why}")));
+    }
+    let peers = met.map_err(MoeError::NotJoined)?;
+    Ok(Rank::new(*shape, rank, layout, heap, peers, timeout))
+}
+
+fn gather(all_gather: &mut AllGather<'_>, bytes: &[u8], ranks: usize) -> Result<Vec<Vec<u8>>, MoeError> {
+    let told = all_gather(bytes).map_err(MoeError::NotJoined)?;
+    if told.len() != ranks {
+        let why = format!("all_gather gave {} answers for {ranks} ranks", told.len());
+        return Err(MoeError::NotJoined(why));
+    }
+    Ok(told)
+}
+
+/// The memory of each peer, and its process; None for this rank.
+pub(crate) type Peers = Vec<Option<(Heap, OwnedFd)>>;
+
+fn meet(
+    shape: &Shape,
+    hello: &Hello,
+    told: &[Vec<u8>],
+    listener: &UnixListener,
+    memfd: &OwnedFd,
+    bytes: usize,
+) -> Result<Peers, String> {
+    let hellos = agreed(shape, hello, told)?;
+    std::thread::scope(|scope| {
+        let giving = scope.spawn(|| give(listener, hello, shape.ranks - 1, memfd));
+        let peers: Result<Peers, String> = hellos
+            .iter()
+            .map(|peer| {
+                if peer.rank == hello.rank {
+                    return Ok(None);
+                }
+                let taken = take(peer, bytes);
+                taken.map(Some).map_err(|error| format!("it does not reach rank {}: {error}", peer.rank))
+            })
+            .collect();
+        let given = giving.join().unwrap_or_else(|_| Err(io::Error::other("the thread that gives it ended")));
+        let peers = peers?;
+        given.map_err(|error| format!("it could not give its memory to all others: {error}"))?;
+        Ok(peers)
+    })
+}
+
+/// What the ranks told, if they agree.
+fn agreed(shape: &Shape, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
+    let mut hellos = Vec::with_capacity(told.len());
+    for (rank, bytes) in told.iter().enumerate() {
+        let hello = Hello::decode(bytes)
+            .ok_or_else(|| format!("all_gather gave bytes for rank {rank} that are not of this kvlane"))?;
+        if hello.rank as usize != rank {
+            return Err(format!("all_gather gave the bytes of rank {} as those of rank {rank}", hello.rank));
+        }
+        if hello.uid != own.uid {
+            let (theirs, ours) = (hello.uid, own.uid);
+            return Err(format!("it runs as user {ours}, rank {rank} as user {theirs}: run all as one user"));
+        }
+        for ((name, ours), theirs) in shape.fields().into_iter().zip(hello.fields) {
+            if ours != theirs {
+                return Err(format!("{name} is {ours} here and {theirs} at rank {rank}"));
+            }
+        }
+        hellos.push(hello);
+    }
+    Ok(hellos)
+}
+
+/// Gives the descriptor to that many peers.
+fn give(listener: &UnixListener, hello: &Hello, peers: usize, memfd: &OwnedFd) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let begun = Instant::now();
+    let mut given = 0;
+    while given < peers {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                // One that hangs up or knows no pass is no peer.
+                given += usize::from(give_one(&stream, hello, memfd).is_ok());
+            }
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+            Err(_) if begun.elapsed() > PATIENCE => {
+                let why = format!("{given} of {peers} came within {} s", PATIENCE.as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
+            Err(_) => std::thread::sleep(PAUSE),
+        }
+    }
+    Ok(())
+}
+
+fn give_one(stream: &UnixStream, hello: &Hello, memfd: &OwnedFd) -> io::Result<()> {
+    use std::io::Read;
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    check_user(stream, hello.uid)?;
+    let mut pass = [0; PASS_BYTES];
+    (&*stream).read_exact(&mut pass)?;
+    if pass != hello.pass {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    send_with_fds(stream, &[1], &[memfd.as_fd()])?;
+    Ok(())
+}
+
+/// Maps a peer's memory.
+fn take(peer: &Hello, bytes: usize) -> io::Result<(Heap, OwnedFd)> {
+    use std::io::Write;
+    let mut stream = UnixStream::connect(peer.socket_path())?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    check_user(&stream, peer.uid)?;
+    let process = peer_pidfd(&stream)?;
+    stream.write_all(&peer.pass)?;
+    let mut descriptors = Vec::new();
+    if recv_with_fds(&stream, &mut [0], &mut descriptors)? == 0 {
+        return Err(io::Error::other("it hung up"));
+    }
+    let memfd = descriptors.pop().ok_or_else(|| io::Error::other("it gave no descriptor"))?;
+    Ok((Heap::open(&memfd, bytes)?, process))
+}
+
+fn check_user(stream: &UnixStream, own: u32) -> io::Result<()> {
+    let theirs = PeerCredentials::of(stream)?.uid;
+    if theirs == own {
+        return Ok(());
+    }
+    let why = format!("the process at the socket runs as user {theirs}, and not {own}");
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Number;
+
+    fn shape() -> Shape {
+        Shape {
+            ranks: 2,
+            experts: 4,
+            top_k: 2,
+            max_tokens: 8,
+            row_bytes: 32,
+            scale_bytes: 0,
+            hidden: 16,
+            number: Number::Bf16,
+            alignment: 1,
+        }
+    }
+
+    fn hello(rank: u32) -> Hello {
+        let fields = shape().fields().map(|(_, value)| value);
+        Hello { rank, uid: 5, socket: 7, pass: [3; PASS_BYTES], fields }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_hello_or_none(bytes in proptest::collection::vec(any::<u8>(), 0..200), whole: bool) {
+            let mut told = if whole { hello(1).encode() } else { MAGIC.to_vec() };
+            told.extend(bytes);
+            if let Some(hello) = Hello::decode(&told) {
+                prop_assert_eq!(hello.encode(), told);
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_that_do_not_agree_are_told_what_differs() {
+        let agree = |change: &dyn Fn(&mut Hello)| {
+            let mut other = hello(1);
+            change(&mut other);
+            agreed(&shape(), &hello(0), &[hello(0).encode(), other.encode()])
+        };
+        assert_eq!(agree(&|_| ()).unwrap(), [hello(0), hello(1)]);
+        assert_eq!(agree(&|other| other.fields[2] = 8).unwrap_err(), "top_k is 2 here and 8 at rank 1");
+        assert_eq!(
+            agree(&|other| other.uid = 6).unwrap_err(),
+            "it runs as user 5, rank 1 as user 6: run all as one user"
+        );
+        let swapped = agreed(&shape(), &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
+        assert_eq!(swapped, "all_gather gave the bytes of rank 1 as those of rank 0");
+        let garbage = agreed(&shape(), &hello(0), &[hello(0).encode(), b"kvlmoe01".to_vec()]).unwrap_err();
+        assert_eq!(garbage, "all_gather gave bytes for rank 1 that are not of this kvlane");
+    }
+}

@@ -1,0 +1,588 @@
+//! [`Rank`]: dispatch and combine of one rank, on a CPU.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use kvlane_memory::pidfd_exited;
+
+use crate::heap::Heap;
+use crate::join::Peers;
+use crate::layout::{Layout, STATE, rest_bytes};
+use crate::{Arrivals, MoeError, NOWHERE, Phase, Routing, Shape};
+
+/// Values of the word [`STATE`]: a rank takes part until it closes or fails.
+const LEFT: u64 = 1;
+/// Looks at a word before the thread lets others run.
+const SPINS: u32 = 200;
+/// How often a waiting rank looks whether its peer lives.
+const LOOK: Duration = Duration::from_millis(1);
+/// And whether its caller still wants to wait, in looks.
+const LOOKS_TO_CALLER: u32 = 100;
+
+/// How combine sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sum {
+    /// The token's rank adds `weight * row` of all experts in f32, in the order of k, and rounds once. So the result does not
+    /// depend on how many ranks there are. One row for each expert comes back.
+    Exact,
+    /// Each rank adds those of its experts, and rounds; the token's rank adds these sums in the order of ranks, and rounds.
+    /// One row for each rank comes back.
+    Reduced,
+}
+
+/// What a rank did so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Dispatches.
+    pub dispatches: u64,
+    /// Combines.
+    pub combines: u64,
+    /// Rows that were sent to other ranks, in both.
+    pub rows_sent: u64,
+    /// Rows that came from other ranks, in both.
+    pub rows_received: u64,
+}
+
+/// A dispatch of which this rank's part is sent.
+#[derive(Debug)]
+pub struct Sent {
+    dispatch: Dispatch,
+    /// Lives until the rows are placed.
+    _unplaced: Arc<()>,
+}
+
+/// A dispatch that is not combined.
+#[derive(Debug)]
+struct Dispatch {
+    number: u64,
+    routing: Routing,
+    weights: Vec<f32>,
+    /// The same in all dispatches of a rank.
+    of: Arc<()>,
+    /// Lives until it is combined, or given up.
+    _open: Arc<()>,
+}
+
+/// A dispatch whose rows are counted.
+#[derive(Debug)]
+pub struct Arrived {
+    sent: Sent,
+    slots: Vec<usize>,
+    /// Where they will stand.
+    pub arrivals: Arrivals,
+}
+
+/// What combine needs of a dispatch.
+#[derive(Debug)]
+pub struct Handle {
+    dispatch: Dispatch,
+    sent_back: Option<Sum>,
+    received: Vec<Received>,
+    rows: usize,
+}
+
+/// A token that another rank, or this one, has sent here.
+#[derive(Debug)]
+struct Received {
+    source: usize,
+    slot: usize,
+    token: usize,
+    /// For each k, the position of its row, [`NOWHERE`] if another rank has that expert, and the weight.
+    experts: Vec<(u32, f32)>,
+}
+
+/// One rank of an all-to-all. Made by [`join`](crate::join()).
+///
+/// Of two dispatches the second one may begin once the rows of the first are placed, and a third one once the first is combined
+/// or given up. All ranks dispatch equally often, and combine the same dispatches.
+///
+/// A send waits for nobody. So several ranks can also run one after the other in a thread, as long as all send before the first
+/// one receives.
+pub struct Rank {
+    shape: Shape,
+    rank: usize,
+    layout: Layout,
+    own: Heap,
+    peers: Vec<Option<(Heap, OwnedFd)>>,
+    timeout: Duration,
+    is_interrupted: Box<dyn Fn() -> bool + Send>,
+    dispatched: u64,
+    id: Arc<()>,
+    unplaced: Weak<()>,
+    /// The last even and the last odd dispatch.
+    open: [Weak<()>; 2],
+    failed: Option<MoeError>,
+    stats: Stats,
+}
+
+impl Rank {
+    pub(crate) fn new(
+        shape: Shape,
+        rank: usize,
+        layout: Layout,
+        own: Heap,
+        peers: Peers,
+        timeout: Duration,
+    ) -> Rank {
+        Rank {
+            shape,
+            rank,
+            layout,
+            own,
+            peers,
+            timeout,
+            is_interrupted: Box::new(|| false),
+            dispatched: 0,
+            id: Arc::new(()),
+            unplaced: Weak::new(),
+            open: [Weak::new(), Weak::new()],
+            failed: None,
+            stats: Stats::default(),
+        }
+    }
+
+    /// What all ranks agreed on.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Bytes of this rank's memory. The kernel gives pages as they are first written.
+    pub fn bytes(&self) -> usize {
+        self.layout.bytes
+    }
+
+    /// Has a wait call this about every 100 ms; the operation fails once it says true.
+    pub fn interrupt_by(&mut self, is_interrupted: impl Fn() -> bool + Send + 'static) {
+        self.is_interrupted = Box::new(is_interrupted);
+    }
+
+    /// What this rank did so far.
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// # Errors
+    /// That of the operation that failed for good.
+    pub fn check(&self) -> Result<(), MoeError> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Sends the rows of tokens to the ranks of their experts: `rows` and `scales` one after the other, `top_k` ids and weights
+    /// for each token. An id of -1 is no expert.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if the sizes do not fit, an expert does not exist, or an earlier dispatch is in the way; nothing is
+    /// sent then. The error of an earlier operation.
+    pub fn send(
+        &mut self,
+        rows: &[u8],
+        scales: &[u8],
+        ids: &[i64],
+        weights: &[f32],
+    ) -> Result<Sent, MoeError> {
+        self.check()?;
+        let routing = self.routed(rows, scales, ids, weights)?;
+        let number = self.dispatched + 1;
+        if self.unplaced.strong_count() > 0 {
+            return Err(MoeError::BadInput("the rows of the dispatch before are not received yet".into()));
+        }
+        if self.open[(number & 1) as usize].strong_count() > 0 {
+            let why =
+                "two dispatches are neither combined nor given up: combine one, or drop what it returned";
+            return Err(MoeError::BadInput(why.into()));
+        }
+        self.dispatched = number;
+        self.stats.dispatches += 1;
+        let Shape { row_bytes, scale_bytes, .. } = self.shape;
+        for peer in self.others_first() {
+            for (here, expert) in self.shape.experts_of(peer).enumerate() {
+                self.count(peer, number, here, routing.counts[expert]);
+            }
+            self.count(peer, number, self.shape.experts_a_rank(), routing.tokens[peer].len() as u32);
+        }
+        let mut row = vec![0; self.layout.rest_at + rest_bytes(self.shape.top_k)];
+        for peer in self.others_first() {
+            for (slot, token) in routing.tokens[peer].iter().enumerate() {
+                let token = *token as usize;
+                row[..row_bytes].copy_from_slice(&rows[token * row_bytes..][..row_bytes]);
+                row[self.layout.scales_at..][..scale_bytes]
+                    .copy_from_slice(&scales[token * scale_bytes..][..scale_bytes]);
+                self.describe(&routing, weights, peer, token, &mut row[self.layout.rest_at..]);
+                let (word, at) = self.layout.row(number, self.rank, slot);
+                let heap = self.heap(peer);
+                heap.write(at, &row);
+                heap.set(word, number);
+            }
+            self.stats.rows_sent += if peer == self.rank { 0 } else { routing.tokens[peer].len() as u64 };
+        }
+        let (unplaced, open) = (Arc::new(()), Arc::new(()));
+        self.unplaced = Arc::downgrade(&unplaced);
+        self.open[(number & 1) as usize] = Arc::downgrade(&open);
+        let of = Arc::clone(&self.id);
+        let dispatch = Dispatch { number, routing, weights: weights.to_vec(), of, _open: open };
+        Ok(Sent { dispatch, _unplaced: unplaced })
+    }
+
+    /// The routing of an input that fits.
+    fn routed(&self, rows: &[u8], scales: &[u8], ids: &[i64], weights: &[f32]) -> Result<Routing, MoeError> {
+        let Shape { top_k, max_tokens, row_bytes, scale_bytes, .. } = self.shape;
+        let bad = |why: String| Err(MoeError::BadInput(why));
+        if !ids.len().is_multiple_of(top_k) || weights.len() != ids.len() {
+            let (ids, weights) = (ids.len(), weights.len());
+            return bad(format!("there are {ids} ids and {weights} weights, and {top_k} of each a token"));
+        }
+        let tokens = ids.len() / top_k;
+        if tokens > max_tokens {
+            return bad(format!("there are {tokens} tokens, and room for {max_tokens} (max_tokens)"));
+        }
+        if rows.len() != tokens * row_bytes || scales.len() != tokens * scale_bytes {
+            let (rows, scales) = (rows.len(), scales.len());
+            return bad(format!(
+                "there are {rows} bytes of rows and {scales} of scales, and {tokens} tokens have {row_bytes} and \
+                 {scale_bytes} each"
+            ));
+        }
+        Routing::of(ids, &self.shape).map_err(|error| MoeError::BadInput(error.to_string()))
+    }
+
+    /// This rank's own part is sent last: nobody else waits for it.
+    fn others_first(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, ranks) = (self.rank, self.shape.ranks);
+        (1..=ranks).map(move |step| (rank + step) % ranks)
+    }
+
+    fn heap(&self, rank: usize) -> &Heap {
+        match &self.peers[rank] {
+            Some((heap, _)) => heap,
+            None => &self.own,
+        }
+    }
+
+    fn count(&self, peer: usize, number: u64, expert: usize, rows: u32) {
+        let word = self.layout.count(number, self.rank, expert);
+        self.heap(peer).set(word, number << 32 | u64::from(rows));
+    }
+
+    /// Writes what goes with a row: experts of that peer and places, weights, and the token.
+    fn describe(&self, routing: &Routing, weights: &[f32], peer: usize, token: usize, rest: &mut [u8]) {
+        let top_k = self.shape.top_k;
+        let held = self.shape.experts_of(peer);
+        let pairs = token * top_k..(token + 1) * top_k;
+        let mut words = Vec::with_capacity(3 * top_k + 1);
+        for (expert, place) in routing.experts[pairs.clone()].iter().zip(&routing.places[pairs.clone()]) {
+            let here = expert.map(|expert| expert as usize).filter(|expert| held.contains(expert));
+            words.push(here.map_or(NOWHERE, |expert| (expert - held.start) as u32));
+            words.push(*place);
+        }
+        words.extend(weights[pairs].iter().map(|weight| weight.to_bits()));
+        words.push(token as u32);
+        for (bytes, word) in rest.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+    }
+
+    /// Waits until all ranks have sent their counts.
+    ///
+    /// # Errors
+    /// All but [`MoeError::BadInput`].
+    pub fn arrive(&mut self, sent: Sent) -> Result<Arrived, MoeError> {
+        self.check()?;
+        self.check_own(&sent.dispatch)?;
+        let number = sent.dispatch.number;
+        let experts = self.shape.experts_of(self.rank).len();
+        let (mut by_source, mut slots) = (Vec::new(), Vec::new());
+        for source in 0..self.shape.ranks {
+            let mut rows = Vec::with_capacity(experts);
+            for expert in 0..experts {
+                rows.push(self.counted(number, source, expert)?);
+            }
+            let here = self.counted(number, source, self.shape.experts_a_rank())? as usize;
+            let pairs: u64 = rows.iter().map(|rows| u64::from(*rows)).sum();
+            let most = (self.shape.max_tokens * self.shape.top_k) as u64;
+            if here > self.shape.max_tokens || pairs > most || pairs < here as u64 {
+                return Err(self.fail(MoeError::Nonsense { rank: source, why: "its counts" }));
+            }
+            by_source.push(rows);
+            slots.push(here);
+        }
+        Ok(Arrived { sent, slots, arrivals: Arrivals::of(by_source, &self.shape) })
+    }
+
+    fn check_own(&self, dispatch: &Dispatch) -> Result<(), MoeError> {
+        if Arc::ptr_eq(&dispatch.of, &self.id) {
+            return Ok(());
+        }
+        Err(MoeError::BadInput("this dispatch is of another all-to-all".into()))
+    }
+
+    fn counted(&mut self, number: u64, source: usize, expert: usize) -> Result<u32, MoeError> {
+        let word = self.layout.count(number, source, expert);
+        let value = self.wait(word, source, Phase::Counts, |value| value >> 32 == number & 0xffff_ffff)?;
+        Ok(value as u32)
+    }
+
+    /// Copies the rows that arrived to their places. `rows` and `scales` have room for `arrivals.rows` of each; padding is left
+    /// as it is.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if the room is another one, or the dispatch another rank's. All others.
+    pub fn place(
+        &mut self,
+        arrived: Arrived,
+        rows: &mut [u8],
+        scales: &mut [u8],
+    ) -> Result<Handle, MoeError> {
+        self.check()?;
+        self.check_own(&arrived.sent.dispatch)?;
+        let Shape { ranks, row_bytes, scale_bytes, top_k, .. } = self.shape;
+        let Arrived { sent: Sent { dispatch, _unplaced }, slots, arrivals } = arrived;
+        let room = arrivals.rows;
+        if rows.len() != room * row_bytes || scales.len() != room * scale_bytes {
+            return Err(MoeError::BadInput(format!("the output has no room for exactly {room} rows")));
+        }
+        let mut received = Vec::with_capacity(slots.iter().sum());
+        let mut row = vec![0; self.layout.rest_at + rest_bytes(top_k)];
+        for step in 0..ranks {
+            let source = (self.rank + step) % ranks;
+            for slot in 0..slots[source] {
+                let (word, at) = self.layout.row(dispatch.number, source, slot);
+                self.wait(word, source, Phase::Rows, |value| value == dispatch.number)?;
+                self.own.read(at, &mut row);
+                let one = self.described(source, slot, &arrivals, &row[self.layout.rest_at..])?;
+                for (position, _) in &one.experts {
+                    if *position == NOWHERE {
+                        continue;
+                    }
+                    let position = *position as usize;
+                    rows[position * row_bytes..][..row_bytes].copy_from_slice(&row[..row_bytes]);
+                    scales[position * scale_bytes..][..scale_bytes]
+                        .copy_from_slice(&row[self.layout.scales_at..][..scale_bytes]);
+                }
+                received.push(one);
+            }
+            self.stats.rows_received += if source == self.rank { 0 } else { slots[source] as u64 };
+        }
+        Ok(Handle { dispatch, sent_back: None, received, rows: room })
+    }
+
+    /// Reads what goes with a row, and checks it: another process wrote it.
+    fn described(
+        &mut self,
+        source: usize,
+        slot: usize,
+        arrivals: &Arrivals,
+        rest: &[u8],
+    ) -> Result<Received, MoeError> {
+        let top_k = self.shape.top_k;
+        let words: Vec<u32> = rest.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        let token = words[3 * top_k] as usize;
+        if token >= self.shape.max_tokens {
+            return Err(self.fail(MoeError::Nonsense { rank: source, why: "its token" }));
+        }
+        let mut experts = Vec::with_capacity(top_k);
+        for k in 0..top_k {
+            let (expert, place) = (words[2 * k], words[2 * k + 1]);
+            let position = if expert == NOWHERE {
+                NOWHERE
+            } else {
+                let Some(position) = arrivals.position(source, expert as usize, place) else {
+                    return Err(self.fail(MoeError::Nonsense { rank: source, why: "its place" }));
+                };
+                position
+            };
+            experts.push((position, f32::from_bits(words[2 * top_k + k])));
+        }
+        Ok(Received { source, slot, token, experts })
+    }
+
+    /// Sends back what the experts made of the rows. `outputs` has as many rows as `rows` of [`Rank::place`] had, of
+    /// [`Shape::sum_bytes`] each.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent then. The error of an earlier
+    /// operation.
+    pub fn send_back(&mut self, handle: &mut Handle, outputs: &[u8], sum: Sum) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(&handle.dispatch)?;
+        let sum_bytes = self.shape.sum_bytes();
+        if outputs.len() != handle.rows * sum_bytes {
+            return Err(MoeError::BadInput(format!(
+                "combine got {} bytes, and {} rows of {sum_bytes} bytes were dispatched",
+                outputs.len(),
+                handle.rows
+            )));
+        }
+        if handle.sent_back.replace(sum).is_some() {
+            return Err(MoeError::BadInput("this dispatch was combined before".into()));
+        }
+        self.stats.combines += 1;
+        let (number, mut sent) = (handle.dispatch.number, 0);
+        let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];
+        let (mut sums, mut reduced) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        for one in &handle.received {
+            let here = one.experts.iter().enumerate().filter(|(_, (position, _))| *position != NOWHERE);
+            let heap = self.heap(one.source);
+            match sum {
+                Sum::Exact => {
+                    for (k, (position, _)) in here {
+                        let (word, at) = self.layout.pair_row(number, one.token, k);
+                        heap.write(at, output(*position));
+                        heap.set(word, number);
+                        sent += u64::from(one.source != self.rank);
+                    }
+                }
+                Sum::Reduced => {
+                    sums.fill(0.0);
+                    for (_, (position, weight)) in here {
+                        self.shape.number.add_weighted(&mut sums, output(*position), *weight);
+                    }
+                    self.shape.number.write(&sums, &mut reduced);
+                    let (word, at) = self.layout.sum(number, self.rank, one.slot);
+                    heap.write(at, &reduced);
+                    heap.set(word, number);
+                    sent += u64::from(one.source != self.rank);
+                }
+            }
+        }
+        self.stats.rows_sent += sent;
+        Ok(())
+    }
+
+    /// Waits for what came back, and writes one row for each token of the dispatch: the weighted sum; zeros for a token that
+    /// wanted no expert.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if `tokens` has no room for exactly that, or nothing was sent back. All others.
+    pub fn gather(&mut self, handle: Handle, tokens: &mut [u8]) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(&handle.dispatch)?;
+        let Some(sum) = handle.sent_back else {
+            return Err(MoeError::BadInput("what the experts made is to be sent back first".into()));
+        };
+        let Dispatch { number, routing, weights, .. } = &handle.dispatch;
+        let (sum_bytes, top_k, count) = (self.shape.sum_bytes(), self.shape.top_k, routing.len(&self.shape));
+        if tokens.len() != count * sum_bytes {
+            let why = format!("the output has no room for exactly {count} rows of {sum_bytes} bytes");
+            return Err(MoeError::BadInput(why));
+        }
+        let (mut sums, mut row) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        // The next slot of each rank. Its tokens are in order.
+        let mut slots = vec![0; self.shape.ranks];
+        for (token, out) in tokens.chunks_mut(sum_bytes).enumerate() {
+            sums.fill(0.0);
+            match sum {
+                Sum::Exact => {
+                    let pairs = token * top_k..(token + 1) * top_k;
+                    let experts = routing.experts[pairs.clone()].iter().zip(&weights[pairs]);
+                    for (k, (expert, weight)) in experts.enumerate() {
+                        let Some(expert) = expert else { continue };
+                        let (word, at) = self.layout.pair_row(*number, token, k);
+                        self.row_back(*number, self.shape.rank_of(*expert as usize), word, at, &mut row)?;
+                        self.shape.number.add_weighted(&mut sums, &row, *weight);
+                    }
+                }
+                Sum::Reduced => {
+                    for (rank, slot) in slots.iter_mut().enumerate() {
+                        if routing.tokens[rank].get(*slot) != Some(&(token as u32)) {
+                            continue;
+                        }
+                        let (word, at) = self.layout.sum(*number, rank, *slot);
+                        self.row_back(*number, rank, word, at, &mut row)?;
+                        self.shape.number.add(&mut sums, &row);
+                        *slot += 1;
+                    }
+                }
+            }
+            self.shape.number.write(&sums, out);
+        }
+        Ok(())
+    }
+
+    /// Waits for a row of combine, and reads it.
+    fn row_back(
+        &mut self,
+        number: u64,
+        rank: usize,
+        word: usize,
+        at: usize,
+        row: &mut [u8],
+    ) -> Result<(), MoeError> {
+        self.wait(word, rank, Phase::Sums, |value| value == number)?;
+        self.own.read(at, row);
+        self.stats.rows_received += u64::from(rank != self.rank);
+        Ok(())
+    }
+
+    /// Waits until a word of this rank's memory, which that rank writes, has such a value, and returns it.
+    fn wait(
+        &mut self,
+        word: usize,
+        from: usize,
+        phase: Phase,
+        is_there: impl Fn(u64) -> bool,
+    ) -> Result<u64, MoeError> {
+        let (mut spins, mut looks, mut begun, mut looked) = (0, 0, None, None);
+        loop {
+            let value = self.own.get(word);
+            if is_there(value) {
+                return Ok(value);
+            }
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            let now = Instant::now();
+            let since = *begun.get_or_insert(now);
+            if now - *looked.get_or_insert(now) >= LOOK {
+                looked = Some(now);
+                looks += 1;
+                if looks % LOOKS_TO_CALLER == 0 && (self.is_interrupted)() {
+                    return Err(self.fail(MoeError::Interrupted { rank: from, phase }));
+                }
+                if let Some(error) = self.trouble(from, phase, now - since) {
+                    // What it wrote before it ended counts.
+                    let value = self.own.get(word);
+                    return if is_there(value) { Ok(value) } else { Err(self.fail(error)) };
+                }
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Why a rank's word will not come.
+    fn trouble(&self, from: usize, phase: Phase, waited: Duration) -> Option<MoeError> {
+        if let Some((heap, process)) = &self.peers[from] {
+            if heap.get(STATE) == LEFT {
+                return Some(MoeError::PeerLeft { rank: from, phase });
+            }
+            if pidfd_exited(process) {
+                return Some(MoeError::PeerLost { rank: from, phase });
+            }
+        }
+        let timeout = self.timeout;
+        (waited >= timeout).then_some(MoeError::TimedOut { rank: from, phase, waited: timeout })
+    }
+
+    /// Takes no part any more, and lets the others know.
+    fn fail(&mut self, error: MoeError) -> MoeError {
+        self.own.set(STATE, LEFT);
+        self.failed = Some(error.clone());
+        error
+    }
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rank").field("rank", &self.rank).field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // The others have the memory mapped by themselves, so what they still write harms nobody.
+        self.own.set(STATE, LEFT);
+    }
+}

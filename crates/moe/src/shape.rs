@@ -1,0 +1,105 @@
+//! [`Shape`]: what all ranks agree on.
+
+use std::ops::Range;
+
+use crate::Number;
+
+/// Most ranks.
+pub const RANKS_MAX: usize = 64;
+/// Most experts of a token.
+pub const TOP_K_MAX: usize = 32;
+const EXPERTS_MAX: usize = 1 << 16;
+const TOKENS_MAX: usize = 1 << 20;
+const ROW_BYTES_MAX: usize = 1 << 20;
+const ALIGNMENT_MAX: usize = 1 << 16;
+
+/// The sizes of an all-to-all. All ranks have the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Ranks, 1 to [`RANKS_MAX`].
+    pub ranks: usize,
+    /// Experts of all ranks together. Rank r holds those from `r * ceil(experts / ranks)` on.
+    pub experts: usize,
+    /// Experts of a token, 1 to [`TOP_K_MAX`].
+    pub top_k: usize,
+    /// Most tokens of a rank in one dispatch.
+    pub max_tokens: usize,
+    /// Bytes of a row that is dispatched, a multiple of 16. What they mean does not matter.
+    pub row_bytes: usize,
+    /// Bytes of scales that go with a row; 0: none.
+    pub scale_bytes: usize,
+    /// Elements of a row that combine sums; with their size a multiple of 16 bytes.
+    pub hidden: usize,
+    /// How these are written.
+    pub number: Number,
+    /// Rows to a multiple of which each expert's first row is rounded up.
+    pub alignment: usize,
+}
+
+impl Shape {
+    /// # Errors
+    /// A sentence about the first size that is out of bounds.
+    pub fn check(&self) -> Result<(), String> {
+        let in_bounds = |name: &str, value: usize, range: Range<usize>| {
+            if range.contains(&value) {
+                return Ok(());
+            }
+            Err(format!("{name} is {value}, and has to be {} to {}", range.start, range.end - 1))
+        };
+        in_bounds("the number of ranks", self.ranks, 1..RANKS_MAX + 1)?;
+        in_bounds("experts", self.experts, 1..EXPERTS_MAX + 1)?;
+        in_bounds("top_k", self.top_k, 1..TOP_K_MAX + 1)?;
+        in_bounds("max_tokens", self.max_tokens, 1..TOKENS_MAX + 1)?;
+        in_bounds("row_bytes", self.row_bytes, 16..ROW_BYTES_MAX + 1)?;
+        in_bounds("scale_bytes", self.scale_bytes, 0..ROW_BYTES_MAX + 1)?;
+        in_bounds("hidden", self.hidden, 1..ROW_BYTES_MAX / self.number.bytes() + 1)?;
+        in_bounds("alignment", self.alignment, 1..ALIGNMENT_MAX + 1)?;
+        if !self.row_bytes.is_multiple_of(16) {
+            return Err(format!("row_bytes is {}, and has to be a multiple of 16", self.row_bytes));
+        }
+        if !self.sum_bytes().is_multiple_of(16) {
+            return Err(format!(
+                "hidden is {}: a row of combine has {} bytes, and has to have a multiple of 16",
+                self.hidden,
+                self.sum_bytes()
+            ));
+        }
+        Ok(())
+    }
+
+    /// Bytes of a row that combine sums.
+    pub fn sum_bytes(&self) -> usize {
+        self.hidden * self.number.bytes()
+    }
+
+    /// Most experts of a rank.
+    pub fn experts_a_rank(&self) -> usize {
+        self.experts.div_ceil(self.ranks)
+    }
+
+    /// The experts that a rank holds.
+    pub fn experts_of(&self, rank: usize) -> Range<usize> {
+        let each = self.experts_a_rank();
+        (rank * each).min(self.experts)..((rank + 1) * each).min(self.experts)
+    }
+
+    /// The rank that holds an expert.
+    pub fn rank_of(&self, expert: usize) -> usize {
+        expert / self.experts_a_rank()
+    }
+
+    /// All sizes by name, for comparing those of two ranks.
+    pub(crate) fn fields(&self) -> [(&'static str, u64); 9] {
+        [
+            ("the number of ranks", self.ranks as u64),
+            ("experts", self.experts as u64),
+            ("top_k", self.top_k as u64),
+            ("max_tokens", self.max_tokens as u64),
+            ("row_bytes", self.row_bytes as u64),
+            ("scale_bytes", self.scale_bytes as u64),
+            ("hidden", self.hidden as u64),
+            ("the kind of number", self.number as u64),
+            ("alignment", self.alignment as u64),
+        ]
+    }
+}

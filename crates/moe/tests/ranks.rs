@@ -1,0 +1,333 @@
+//! Ranks in threads, beside loops that know nothing of slots, words or places.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
+
+use half::bf16;
+use kvlane_moe::{Handle, MoeError, NOWHERE, Number, Phase, Rank, Shape, Sum, join};
+use proptest::prelude::*;
+
+const POISON: u8 = 0xa5;
+
+/// What one rank dispatches.
+#[derive(Debug, Clone)]
+struct Input {
+    rows: Vec<u8>,
+    scales: Vec<u8>,
+    ids: Vec<i64>,
+    weights: Vec<f32>,
+}
+
+/// An all-gather among threads.
+struct Board {
+    told: Mutex<Vec<Vec<u8>>>,
+    all: Barrier,
+}
+
+fn joined(shape: Shape, timeout: Duration) -> Vec<Rank> {
+    let board =
+        Arc::new(Board { told: Mutex::new(vec![Vec::new(); shape.ranks]), all: Barrier::new(shape.ranks) });
+    let threads: Vec<_> = (0..shape.ranks)
+        .map(|rank| {
+            let board = Arc::clone(&board);
+            std::thread::spawn(move || {
+                join(&shape, rank, timeout, &mut |bytes: &[u8]| {
+                    board.told.lock().unwrap()[rank] = bytes.to_vec();
+                    board.all.wait();
+                    let told = board.told.lock().unwrap().clone();
+                    board.all.wait();
+                    Ok(told)
+                })
+            })
+        })
+        .collect();
+    threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+}
+
+/// The rows that a rank gets: for each expert that it holds those of all ranks, in the order of ranks, tokens and k.
+fn expected_rows(shape: &Shape, rank: usize, inputs: &[Input]) -> (Vec<u8>, Vec<u8>, Vec<Vec<Vec<usize>>>) {
+    let (mut rows, mut scales) = (Vec::new(), Vec::new());
+    let mut places: Vec<_> = inputs.iter().map(|input| vec![vec![usize::MAX; 1]; input.ids.len()]).collect();
+    let each = shape.experts.div_ceil(shape.ranks);
+    for expert in rank * each..((rank + 1) * each).min(shape.experts) {
+        for (source, input) in inputs.iter().enumerate() {
+            for (pair, id) in input.ids.iter().enumerate() {
+                if *id == expert as i64 {
+                    let token = pair / shape.top_k;
+                    places[source][pair] = vec![rows.len() / shape.row_bytes];
+                    rows.extend(&input.rows[token * shape.row_bytes..][..shape.row_bytes]);
+                    scales.extend(&input.scales[token * shape.scale_bytes..][..shape.scale_bytes]);
+                }
+            }
+        }
+        while !(rows.len() / shape.row_bytes).is_multiple_of(shape.alignment) {
+            rows.extend(vec![POISON; shape.row_bytes]);
+            scales.extend(vec![POISON; shape.scale_bytes]);
+        }
+    }
+    (rows, scales, places)
+}
+
+/// What an expert makes of a row: numbers that depend on both.
+fn expert_output(shape: &Shape, rank: usize, position: usize, rows: &[u8]) -> Vec<bf16> {
+    let row = &rows[position * shape.row_bytes..][..shape.row_bytes];
+    let sum: u32 = row.iter().map(|byte| u32::from(*byte)).sum();
+    let element = |column: usize| (sum as f32 / 100.0 - 7.0) * (1.0 + 0.1 * (column + 3 * rank) as f32);
+    (0..shape.hidden).map(|column| bf16::from_f32(element(column))).collect()
+}
+
+fn expected_sums(shape: &Shape, source: usize, inputs: &[Input], sum: Sum) -> Vec<u8> {
+    let by_rank: Vec<_> = (0..shape.ranks).map(|rank| expected_rows(shape, rank, inputs)).collect();
+    let input = &inputs[source];
+    let each = shape.experts.div_ceil(shape.ranks);
+    let mut bytes = Vec::new();
+    for token in 0..input.ids.len() / shape.top_k {
+        let mut total = vec![0f32; shape.hidden];
+        let mut of_rank = vec![None; shape.ranks];
+        for pair in token * shape.top_k..(token + 1) * shape.top_k {
+            let Ok(expert) = usize::try_from(input.ids[pair]) else { continue };
+            let rank = expert / each;
+            let (rows, _, places) = &by_rank[rank];
+            let output = expert_output(shape, rank, places[source][pair][0], rows);
+            let into = match sum {
+                Sum::Exact => &mut total,
+                Sum::Reduced => of_rank[rank].get_or_insert(vec![0f32; shape.hidden]),
+            };
+            for (into, element) in into.iter_mut().zip(output) {
+                *into += input.weights[pair] * element.to_f32();
+            }
+        }
+        for part in of_rank.into_iter().flatten() {
+            for (into, element) in total.iter_mut().zip(part) {
+                *into += bf16::from_f32(element).to_f32();
+            }
+        }
+        bytes.extend(total.iter().flat_map(|element| bf16::from_f32(*element).to_le_bytes()));
+    }
+    bytes
+}
+
+fn bytes_of(numbers: &[bf16]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
+fn received(rank: &mut Rank, sent: kvlane_moe::Sent) -> (Handle, Vec<u8>, Vec<u8>, Vec<u32>, Vec<u32>) {
+    let arrived = rank.arrive(sent).unwrap();
+    let shape = *rank.shape();
+    let (counts, starts) = (arrived.arrivals.counts.clone(), arrived.arrivals.starts.clone());
+    let room = arrived.arrivals.rows;
+    let (mut rows, mut scales) =
+        (vec![POISON; room * shape.row_bytes], vec![POISON; room * shape.scale_bytes]);
+    let handle = rank.place(arrived, &mut rows, &mut scales).unwrap();
+    (handle, rows, scales, counts, starts)
+}
+
+/// One dispatch and combine of a rank, checked.
+fn there_and_back(rank: &mut Rank, number: usize, inputs: &[Input], sum: Sum) {
+    let shape = *rank.shape();
+    let input = &inputs[number];
+    let sent = rank.send(&input.rows, &input.scales, &input.ids, &input.weights).unwrap();
+    let (mut handle, rows, scales, counts, starts) = received(rank, sent);
+    let (wanted, wanted_scales, _) = expected_rows(&shape, number, inputs);
+    assert!(rows == wanted, "rows of rank {number}");
+    assert!(scales == wanted_scales, "scales of rank {number}");
+    assert!(starts.iter().all(|start| start.is_multiple_of(shape.alignment as u32)));
+    let each = shape.experts.div_ceil(shape.ranks);
+    for (here, count) in counts.iter().enumerate() {
+        let expert = (number * each + here) as i64;
+        let wanting = inputs.iter().flat_map(|input| &input.ids).filter(|id| **id == expert).count();
+        assert_eq!(*count as usize, wanting, "rows of expert {expert}");
+    }
+    let outputs: Vec<u8> = (0..rows.len() / shape.row_bytes)
+        .flat_map(|position| bytes_of(&expert_output(&shape, number, position, &rows)))
+        .collect();
+    rank.send_back(&mut handle, &outputs, sum).unwrap();
+    let mut tokens = vec![POISON; input.ids.len() / shape.top_k * shape.sum_bytes()];
+    rank.gather(handle, &mut tokens).unwrap();
+    assert!(tokens == expected_sums(&shape, number, inputs, sum), "sums of rank {number}");
+}
+
+prop_compose! {
+    fn shapes()(
+        ranks in 1usize..6, experts in 1usize..20, top_k in 1usize..5, row in 1usize..5, scale_bytes in 0usize..20,
+        hidden in 1usize..4, alignment in prop::sample::select(vec![1usize, 4, 16]),
+    ) -> Shape {
+        Shape {
+            ranks, experts, top_k, max_tokens: 12, row_bytes: 16 * row, scale_bytes, hidden: 8 * hidden,
+            number: Number::Bf16, alignment,
+        }
+    }
+}
+
+fn inputs(shape: Shape) -> impl Strategy<Value = Vec<Input>> {
+    let one = (0..=shape.max_tokens).prop_flat_map(move |tokens| {
+        let pairs = tokens * shape.top_k;
+        (
+            prop::collection::vec(any::<u8>(), tokens * shape.row_bytes),
+            prop::collection::vec(any::<u8>(), tokens * shape.scale_bytes),
+            prop::collection::vec(-1..shape.experts as i64, pairs),
+            prop::collection::vec(-2.0f32..2.0, pairs),
+        )
+    });
+    let one = one.prop_map(|(rows, scales, ids, weights)| Input { rows, scales, ids, weights });
+    prop::collection::vec(one, shape.ranks)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn every_row_arrives_at_its_place_and_every_sum_is_right(
+        (shape, rounds) in shapes().prop_flat_map(|shape| (Just(shape), prop::collection::vec(inputs(shape), 1..5)))
+    ) {
+        let rounds = Arc::new(rounds);
+        let ranks = joined(shape, Duration::from_secs(20));
+        let threads: Vec<_> = ranks.into_iter().enumerate().map(|(number, mut rank)| {
+            let rounds = Arc::clone(&rounds);
+            std::thread::spawn(move || {
+                for (round, inputs) in rounds.iter().enumerate() {
+                    let sum = if round % 2 == 0 { Sum::Exact } else { Sum::Reduced };
+                    there_and_back(&mut rank, number, inputs, sum);
+                }
+            })
+        }).collect();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    }
+}
+
+fn small(ranks: usize) -> Shape {
+    Shape {
+        ranks,
+        experts: 4,
+        top_k: 2,
+        max_tokens: 4,
+        row_bytes: 16,
+        scale_bytes: 0,
+        hidden: 8,
+        number: Number::Bf16,
+        alignment: 1,
+    }
+}
+
+fn token(expert: i64) -> Input {
+    Input { rows: vec![1; 16], scales: Vec::new(), ids: vec![expert, -1], weights: vec![0.5, 0.0] }
+}
+
+fn sent(rank: &mut Rank, input: &Input) -> kvlane_moe::Sent {
+    rank.send(&input.rows, &input.scales, &input.ids, &input.weights).unwrap()
+}
+
+/// What makes a debugger work, and ranks on streams of one process.
+#[test]
+fn ranks_run_one_after_the_other_in_one_thread() {
+    let mut ranks = joined(small(3), Duration::from_secs(20));
+    for round in 0..20 {
+        let dispatches: Vec<_> = ranks.iter_mut().map(|rank| sent(rank, &token(round % 4))).collect();
+        let mut handles = Vec::new();
+        for (rank, dispatch) in ranks.iter_mut().zip(dispatches) {
+            let (mut handle, rows, ..) = received(rank, dispatch);
+            let outputs = vec![0; rows.len()];
+            rank.send_back(&mut handle, &outputs, Sum::Reduced).unwrap();
+            handles.push(handle);
+        }
+        for (rank, handle) in ranks.iter_mut().zip(handles) {
+            rank.gather(handle, &mut [0; 16]).unwrap();
+        }
+    }
+}
+
+#[test]
+fn two_dispatches_are_combined_in_any_order_and_a_third_has_to_wait() {
+    let mut ranks = joined(small(1), Duration::from_secs(20));
+    let rank = &mut ranks[0];
+    let first = sent(rank, &token(1));
+    let early = rank.send(&[], &[], &[], &[]).unwrap_err();
+    assert!(early.to_string().contains("not received yet"), "{early}");
+    let (mut first, ..) = received(rank, first);
+    let second = sent(rank, &token(2));
+    let (mut second, ..) = received(rank, second);
+    let third = rank.send(&[], &[], &[], &[]).unwrap_err();
+    assert!(third.to_string().contains("neither combined nor given up"), "{third}");
+    for handle in [&mut second, &mut first] {
+        rank.send_back(handle, &bytes_of(&[bf16::from_f32(3.0); 8]), Sum::Exact).unwrap();
+        let twice = rank.send_back(handle, &bytes_of(&[bf16::ZERO; 8]), Sum::Exact).unwrap_err();
+        assert!(twice.to_string().contains("combined before"), "{twice}");
+    }
+    for handle in [second, first] {
+        let mut out = [0; 16];
+        rank.gather(handle, &mut out).unwrap();
+        assert_eq!(out, *bytes_of(&[bf16::from_f32(1.5); 8]));
+    }
+    let _ = sent(rank, &token(3));
+    assert_eq!(rank.stats().dispatches, 3);
+}
+
+#[test]
+fn wrong_input_sends_nothing() {
+    let mut ranks = joined(small(2), Duration::from_secs(20));
+    let cases = [
+        (16, vec![4, -1], 2, "token 0 wants expert 4 as its number 0: experts are 0 to 3"),
+        (16, vec![0, -2], 2, "wants expert -2 as its number 1"),
+        (15, vec![0, 1], 2, "15 bytes of rows"),
+        (16, vec![0, 1], 1, "2 ids and 1 weights"),
+        (80, vec![0; 10], 10, "5 tokens, and room for 4"),
+    ];
+    for (bytes, ids, weights, why) in cases {
+        let error = ranks[0].send(&vec![0; bytes], &[], &ids, &vec![0.0; weights]).unwrap_err();
+        assert!(matches!(error, MoeError::BadInput(_)) && error.to_string().contains(why), "{error}");
+    }
+    // And the next one works.
+    let dispatches: Vec<_> = ranks.iter_mut().map(|rank| sent(rank, &token(3))).collect();
+    for (rank, dispatch) in ranks.iter_mut().zip(dispatches) {
+        let _ = received(rank, dispatch);
+    }
+}
+
+#[test]
+fn a_dispatch_of_another_all_to_all_is_refused() {
+    let (mut one, mut other) =
+        (joined(small(1), Duration::from_secs(20)), joined(small(1), Duration::from_secs(20)));
+    let dispatch = sent(&mut one[0], &token(0));
+    assert!(other[0].arrive(dispatch).unwrap_err().to_string().contains("of another all-to-all"));
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_and_so_are_those_that_fail_because_of_it() {
+    let mut ranks = joined(small(3), Duration::from_secs(20));
+    drop(ranks.remove(1));
+    let [zero, two] = &mut ranks[..] else { panic!("three ranks less one") };
+    let lost = MoeError::PeerLeft { rank: 1, phase: Phase::Counts };
+    let dispatch = sent(zero, &token(0));
+    assert_eq!(zero.arrive(dispatch).unwrap_err(), lost);
+    assert_eq!(zero.check().unwrap_err(), lost);
+    assert_eq!(zero.send(&[], &[], &[], &[]).unwrap_err(), lost);
+    let dispatch = sent(two, &token(0));
+    assert!(matches!(two.arrive(dispatch).unwrap_err(), MoeError::PeerLeft { .. }));
+}
+
+#[test]
+fn a_silent_rank_is_named_after_the_timeout() {
+    let mut ranks = joined(small(2), Duration::from_millis(30));
+    let dispatch = sent(&mut ranks[0], &token(3));
+    let error = ranks[0].arrive(dispatch).unwrap_err();
+    assert_eq!(
+        error,
+        MoeError::TimedOut { rank: 1, phase: Phase::Counts, waited: Duration::from_millis(30) }
+    );
+}
+
+#[test]
+fn a_token_without_experts_is_zeros_and_goes_nowhere() {
+    let mut ranks = joined(small(1), Duration::from_secs(20));
+    let rank = &mut ranks[0];
+    let dispatch = rank.send(&[1; 16], &[], &[-1, -1], &[1.0, 1.0]).unwrap();
+    let (mut handle, rows, ..) = received(rank, dispatch);
+    assert!(rows.is_empty());
+    rank.send_back(&mut handle, &[], Sum::Exact).unwrap();
+    let mut out = [POISON; 16];
+    rank.gather(handle, &mut out).unwrap();
+    assert_eq!(out, [0; 16]);
+    assert_eq!(NOWHERE, u32::MAX);
+}

@@ -1,0 +1,265 @@
+//! A rank of an all-to-all for Python. Users call `python/kvlane/moe.py`, which wraps it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_moe::{Arrived, Handle, MoeError, Number, Rank, Sent, Shape, Sum, join};
+use parking_lot::Mutex;
+use pyo3::{
+    exceptions::{PyConnectionError, PyOSError, PyRuntimeError, PyTimeoutError, PyValueError},
+    prelude::*,
+    types::PyBytes,
+};
+
+use crate::own::Own;
+
+/// Address and bytes of memory that the caller keeps.
+type Memory = (usize, usize);
+/// Rows for each expert of this rank, the first row of each, and rows of all.
+type Places = (Vec<u32>, Vec<u32>, usize);
+
+#[pyclass(name = "MoeRank", module = "kvlane._core", frozen)]
+pub(crate) struct PyRank {
+    rank: Own<Mutex<Option<Rank>>>,
+    /// What the signal handler raised while the rank waited.
+    raised: Arc<Mutex<Option<PyErr>>>,
+}
+
+/// A dispatch, from its send until it is combined.
+#[pyclass(name = "MoeDispatch", module = "kvlane._core", frozen)]
+pub(crate) struct PyDispatch(Mutex<Option<State>>);
+
+enum State {
+    Sent(Sent),
+    Arrived(Arrived),
+    Placed(Handle),
+}
+
+#[pymethods]
+impl PyRank {
+    /// Joins the other ranks by `all_gather`, which gives all ranks' bytes to each.
+    #[new]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+    fn new(
+        py: Python<'_>,
+        rank: usize,
+        ranks: usize,
+        experts: usize,
+        top_k: usize,
+        max_tokens: usize,
+        row_bytes: usize,
+        scale_bytes: usize,
+        hidden: usize,
+        number: &str,
+        alignment: usize,
+        timeout_ms: f64,
+        all_gather: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let number = number_of(number)?;
+        let shape =
+            Shape { ranks, experts, top_k, max_tokens, row_bytes, scale_bytes, hidden, number, alignment };
+        let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3)
+            .map_err(|_| PyValueError::new_err("timeout has to be a number of seconds above 0"))?;
+        let mut failed = None;
+        let mut gather = |bytes: &[u8]| {
+            Python::attach(|py| gather_by(py, &all_gather, bytes)).map_err(|error| {
+                let sentence = format!("all_gather failed: {error}");
+                failed = Some(error);
+                sentence
+            })
+        };
+        let joined = py.detach(|| join(&shape, rank, timeout, &mut gather));
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let mut joined = joined.map_err(error)?;
+        let raised = Arc::new(Mutex::new(None));
+        let noted = Arc::clone(&raised);
+        joined.interrupt_by(move || {
+            let found = Python::attach(|py| py.check_signals()).err();
+            let is_some = found.is_some();
+            if is_some {
+                *noted.lock() = found;
+            }
+            is_some
+        });
+        Ok(PyRank { rank: Own::new(Mutex::new(Some(joined))), raised })
+    }
+
+    /// Bytes of this rank's memory.
+    fn bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |rank| Ok(rank.bytes()))
+    }
+
+    /// Dispatches, combines, rows sent to other ranks, rows received from them.
+    fn stats(&self, py: Python<'_>) -> PyResult<(u64, u64, u64, u64)> {
+        let stats = self.with(py, |rank| Ok(rank.stats()))?;
+        Ok((stats.dispatches, stats.combines, stats.rows_sent, stats.rows_received))
+    }
+
+    /// Raises what an earlier operation failed with for good.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |rank| rank.check())
+    }
+
+    /// Sends this rank's part. `ids` are `top_k` int64 for each token, `weights` as many float32.
+    fn send(
+        &self,
+        py: Python<'_>,
+        rows: Memory,
+        scales: Memory,
+        ids: Memory,
+        weights: Memory,
+    ) -> PyResult<PyDispatch> {
+        // SAFETY: kvlane.moe holds the memory's owners for the call, and has checked the types.
+        let (rows, scales) = unsafe { (bytes_of(rows), bytes_of(scales)) };
+        // SAFETY: as above.
+        let (ids, weights) = unsafe { (items_of::<i64>(ids), items_of::<f32>(weights)) };
+        let sent = self.with(py, |rank| rank.send(rows, scales, ids, weights))?;
+        Ok(PyDispatch(Mutex::new(Some(State::Sent(sent)))))
+    }
+
+    /// Waits for all ranks' counts.
+    fn arrive(&self, py: Python<'_>, dispatch: &PyDispatch) -> PyResult<Places> {
+        let State::Sent(sent) = dispatch.take()? else { return Err(out_of_order()) };
+        let arrived = self.with(py, |rank| rank.arrive(sent))?;
+        let places = &arrived.arrivals;
+        let found = (places.counts.clone(), places.starts.clone(), places.rows);
+        dispatch.put(State::Arrived(arrived));
+        Ok(found)
+    }
+
+    /// Waits for the rows, and copies them to where they stand.
+    fn place(&self, py: Python<'_>, dispatch: &PyDispatch, rows: Memory, scales: Memory) -> PyResult<()> {
+        let State::Arrived(arrived) = dispatch.take()? else { return Err(out_of_order()) };
+        // SAFETY: kvlane.moe has made this memory for the call, and gives it to nobody before it returns.
+        let (rows, scales) = unsafe { (bytes_mut(rows), bytes_mut(scales)) };
+        let handle = self.with(py, |rank| rank.place(arrived, rows, scales))?;
+        dispatch.put(State::Placed(handle));
+        Ok(())
+    }
+
+    /// Sends back what the experts made of the rows, waits for what comes back, and writes the sums.
+    fn combine(
+        &self,
+        py: Python<'_>,
+        dispatch: &PyDispatch,
+        outputs: Memory,
+        is_reduced: bool,
+        tokens: Memory,
+    ) -> PyResult<()> {
+        let State::Placed(mut handle) = dispatch.take()? else { return Err(out_of_order()) };
+        // SAFETY: as in `send`.
+        let outputs = unsafe { bytes_of(outputs) };
+        // SAFETY: as in `place`.
+        let tokens = unsafe { bytes_mut(tokens) };
+        let sum = if is_reduced { Sum::Reduced } else { Sum::Exact };
+        match self.with(py, |rank| rank.send_back(&mut handle, outputs, sum)) {
+            Ok(()) => self.with(py, |rank| rank.gather(handle, tokens)),
+            // Nothing was sent, so it can be combined still.
+            Err(error) => {
+                dispatch.put(State::Placed(handle));
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes no part any more. The others' waits for this rank end.
+    fn close(&self, py: Python<'_>) {
+        if let Some(rank) = self.rank.if_here() {
+            py.detach(|| drop(rank.lock().take()));
+        }
+    }
+}
+
+impl PyRank {
+    /// Without the interpreter: another thread may wait for a peer meanwhile, and look for signals with it.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        act: impl FnOnce(&mut Rank) -> Result<T, MoeError> + Send,
+    ) -> PyResult<T> {
+        let rank = self.rank.get()?;
+        py.detach(|| {
+            let mut rank = rank.lock();
+            let rank = rank.as_mut().ok_or_else(|| PyValueError::new_err("this all-to-all is closed"))?;
+            act(rank).map_err(|failed| self.raised.lock().take().unwrap_or_else(|| error(failed)))
+        })
+    }
+}
+
+impl PyDispatch {
+    fn take(&self) -> PyResult<State> {
+        self.0
+            .lock()
+            .take()
+            .ok_or_else(|| PyValueError::new_err("this dispatch was combined before, or failed"))
+    }
+
+    fn put(&self, state: State) {
+        *self.0.lock() = Some(state);
+    }
+}
+
+fn out_of_order() -> PyErr {
+    PyValueError::new_err("a dispatch is sent, received and combined in this order")
+}
+
+fn gather_by(py: Python<'_>, all_gather: &Py<PyAny>, bytes: &[u8]) -> PyResult<Vec<Vec<u8>>> {
+    let told = all_gather.call1(py, (PyBytes::new(py, bytes),))?;
+    let told: Vec<Bound<'_, PyBytes>> = told.extract(py).map_err(|_| {
+        PyValueError::new_err("all_gather has to return a list of bytes, those of each rank in order")
+    })?;
+    Ok(told.iter().map(|bytes| bytes.as_bytes().to_vec()).collect())
+}
+
+/// # Safety
+/// The memory lives, and nobody writes it, as long as the slice.
+unsafe fn bytes_of<'a>((address, bytes): Memory) -> &'a [u8] {
+    // SAFETY: the caller's promise.
+    unsafe { items_of::<u8>((address, bytes)) }
+}
+
+/// # Safety
+/// As `bytes_of`; any bytes are a `T`.
+unsafe fn items_of<'a, T>((address, bytes): Memory) -> &'a [T] {
+    let items = bytes / size_of::<T>();
+    if items == 0 {
+        return &[];
+    }
+    assert!(address.is_multiple_of(align_of::<T>()), "an array that is not aligned");
+    // SAFETY: the caller's promise; it is aligned.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), items) }
+}
+
+/// # Safety
+/// The memory lives, and nobody else uses it, as long as the slice.
+unsafe fn bytes_mut<'a>((address, bytes): Memory) -> &'a mut [u8] {
+    if bytes == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), bytes) }
+}
+
+fn number_of(name: &str) -> PyResult<Number> {
+    match name {
+        "bfloat16" => Ok(Number::Bf16),
+        "float16" => Ok(Number::F16),
+        "float32" => Ok(Number::F32),
+        other => {
+            Err(PyValueError::new_err(format!("dtype is bfloat16, float16 or float32, and not {other:?}")))
+        }
+    }
+}
+
+fn error(error: MoeError) -> PyErr {
+    let sentence = error.to_string();
+    match error {
+        MoeError::BadInput(_) => PyValueError::new_err(sentence),
+        MoeError::NotJoined(_) => PyOSError::new_err(sentence),
+        MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => PyConnectionError::new_err(sentence),
+        MoeError::TimedOut { .. } => PyTimeoutError::new_err(sentence),
+        MoeError::Interrupted { .. } | MoeError::Nonsense { .. } => PyRuntimeError::new_err(sentence),
+    }
+}

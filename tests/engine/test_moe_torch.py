@@ -1,0 +1,57 @@
+"""kvlane.moe with torch, which comes with vLLM: tensors of bfloat16, and ranks that meet by torch.distributed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from kvlane.moe import AllToAll, Group
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(rank)
+tokens = 5 + 4 * rank
+x = torch.randn(tokens, 16).bfloat16()
+ids = torch.randint(0, 4, (tokens, 2), dtype=torch.int32)
+weights = torch.full((tokens, 2), 0.5)
+with AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16) as ranks:
+    got = ranks.dispatch(x, ids, weights)
+    assert got.rows.dtype == torch.bfloat16 and got.counts.dtype == torch.int32
+    assert len(got.rows) == int(got.counts.sum())
+    # Experts that change nothing: half and half of a row is the row.
+    out = ranks.combine(got.rows, got)
+    assert torch.equal(out, x), (out, x)
+    try:
+        ranks.dispatch(x.to("meta"), ids, weights)
+    except ValueError as error:
+        assert "x is on meta, and has to be in the memory of the host" in str(error)
+    else:
+        raise AssertionError("a tensor without memory was taken")
+print(len(got.rows))
+"""
+
+
+def test_tensors_of_two_processes_come_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    # Every token has two experts.
+    assert sum(int(out) for out, _ in said) == 2 * (5 + 9)

@@ -1,0 +1,112 @@
+"""What dispatch and combine have to give, from docs/moe.md alone, in loops of numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sizes:
+    ranks: int
+    experts: int
+    top_k: int
+    hidden: int
+    dtype: str = "float32"
+    scale_bytes: int = 0
+    alignment: int = 1
+    max_tokens: int = 40
+
+    @property
+    def experts_a_rank(self) -> int:
+        return -(-self.experts // self.ranks)
+
+    def experts_of(self, rank: int) -> range:
+        each = self.experts_a_rank
+        return range(min(rank * each, self.experts), min((rank + 1) * each, self.experts))
+
+
+@dataclass
+class Input:
+    """Of one rank. `x` are elements of the dtype; bfloat16 as uint16."""
+
+    x: Any
+    ids: Any
+    weights: Any
+    scales: Any
+
+
+def draw(sizes: Sizes, seed: int, skewed: bool = False) -> list[Input]:
+    """For each rank its own number of tokens, none for one of them; with -1 and duplicates among the ids."""
+    source = np.random.default_rng(seed)
+    inputs = []
+    for rank in range(sizes.ranks):
+        tokens = 0 if rank == seed % (sizes.ranks + 1) else int(source.integers(1, sizes.max_tokens + 1))
+        most = 2 if skewed else sizes.experts
+        ids = source.integers(-1, most, (tokens, sizes.top_k))
+        inputs.append(
+            Input(
+                written(source.normal(size=(tokens, sizes.hidden)).astype(np.float32), sizes.dtype),
+                ids,
+                source.normal(size=(tokens, sizes.top_k)).astype(np.float32),
+                source.integers(0, 256, (tokens, sizes.scale_bytes)).astype(np.uint8),
+            )
+        )
+    return inputs
+
+
+def read(elements: Any, dtype: str) -> Any:
+    """As float32."""
+    if dtype == "bfloat16":
+        return (elements.astype(np.uint32) << 16).view(np.float32)
+    return elements.astype(np.float32)
+
+
+def written(values: Any, dtype: str) -> Any:
+    """float32 rounded to the dtype, to nearest, ties to even."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def rows_of(sizes: Sizes, rank: int, inputs: list[Input]) -> tuple[list[Any], list[int], list[int], int]:
+    """Of a rank: (position, source, token, k) of each row, counts, starts, and how many rows there are with padding."""
+    rows, counts, starts, at = [], [], [], 0
+    for expert in sizes.experts_of(rank):
+        starts.append(at)
+        for source, each in enumerate(inputs):
+            for token, wanted in enumerate(each.ids):
+                for k, one in enumerate(wanted):
+                    if one == expert:
+                        rows.append((at, source, token, k))
+                        at += 1
+        counts.append(at - starts[-1])
+        at = -(-at // sizes.alignment) * sizes.alignment
+    return rows, counts, starts, at
+
+
+def expert_output(sizes: Sizes, expert: int, x: Any) -> Any:
+    """A function that differs by expert, of rows of the dtype."""
+    return written(read(x, sizes.dtype) * np.float32(expert + 1) + np.float32(expert), sizes.dtype)
+
+
+def sums_of(sizes: Sizes, rank: int, inputs: list[Input], reduced: bool) -> Any:
+    """Of each token of a rank, by float32 additions in the order that the docs name."""
+    each = inputs[rank]
+    out = np.zeros((len(each.ids), sizes.hidden), np.float32)
+    for token, wanted in enumerate(each.ids):
+        parts: dict[int, Any] = {}
+        for k, expert in enumerate(wanted):
+            if expert < 0:
+                continue
+            y = read(expert_output(sizes, int(expert), each.x[token]), sizes.dtype)
+            product = each.weights[token, k] * y
+            holder = int(expert) // sizes.experts_a_rank if reduced else 0
+            parts[holder] = parts.get(holder, np.zeros(sizes.hidden, np.float32)) + product
+        for holder in sorted(parts):
+            part = read(written(parts[holder], sizes.dtype), sizes.dtype) if reduced else parts[holder]
+            out[token] = out[token] + part
+    return written(out, sizes.dtype)

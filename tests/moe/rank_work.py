@@ -1,0 +1,156 @@
+"""What the processes of ranks do, by name. Each gets its group, a function that says an event, and arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+from oracle import Sizes
+
+from kvlane import moe
+
+Say = Callable[[str], None]
+
+
+def all_to_all(group: moe.Group, sizes: Sizes, **more: Any) -> moe.AllToAll:
+    return moe.AllToAll(
+        group,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+        max_tokens=sizes.max_tokens,
+        hidden=sizes.hidden,
+        dtype=sizes.dtype,
+        scale_bytes=sizes.scale_bytes,
+        alignment=sizes.alignment,
+        **more,
+    )
+
+
+def there_and_back(group: moe.Group, say: Say, sizes: Sizes, rounds: int) -> Any:
+    """Dispatches and combines with other routing each time; the number of rows that were compared, or what is wrong."""
+    compared = 0
+    with all_to_all(group, sizes) as ranks:
+        for number in range(rounds):
+            inputs = oracle.draw(sizes, 100 * rounds + number, skewed=number % 3 == 2)
+            own = inputs[group.rank]
+            got = ranks.dispatch(own.x, own.ids, own.weights, own.scales if sizes.scale_bytes else None)
+            rows, counts, starts, count = oracle.rows_of(sizes, group.rank, inputs)
+            if (got.counts.tolist(), got.starts.tolist(), len(got.rows)) != (counts, starts, count):
+                return f"round {number}: counts {got.counts}, starts {got.starts}, {len(got.rows)} rows"
+            y = np.zeros((count, sizes.hidden), own.x.dtype)
+            for position, source, token, k in rows:
+                there = inputs[source]
+                if got.rows[position].tobytes() != there.x[token].tobytes():
+                    return f"round {number}: row {position} is not token {token} of rank {source}"
+                if sizes.scale_bytes and got.scales[position].tobytes() != there.scales[token].tobytes():
+                    return f"round {number}: scales of row {position}"
+                y[position] = oracle.expert_output(sizes, int(there.ids[token, k]), got.rows[position])
+            reduced = number % 2 == 1
+            out = ranks.combine(y, got, reduced=reduced)
+            if out.tobytes() != oracle.sums_of(sizes, group.rank, inputs, reduced).tobytes():
+                return f"round {number}: sums"
+            compared += count
+    return compared
+
+
+def exact_sums(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """The sums of the tokens that the ranks have together, the same for any number of ranks."""
+    whole = oracle.draw(Sizes(1, sizes.experts, sizes.top_k, sizes.hidden, sizes.dtype), 5)[0]
+    mine = np.array_split(np.arange(len(whole.ids)), group.size)[group.rank]
+    with all_to_all(group, sizes) as ranks:
+        got = ranks.dispatch(whole.x[mine], whole.ids[mine], whole.weights[mine])
+        y = np.zeros((len(got.rows), sizes.hidden), whole.x.dtype)
+        experts = sizes.experts_of(group.rank)
+        for expert, start, count in zip(experts, got.starts, got.counts, strict=True):
+            y[start : start + count] = oracle.expert_output(sizes, expert, got.rows[start : start + count])
+        return ranks.combine(y, got).tobytes()
+
+
+def until_lost(group: moe.Group, say: Say, sizes: Sizes, timeout: float) -> Any:
+    """Dispatches until that fails: how, how long the last call took, and how the next one fails."""
+    own = oracle.draw(sizes, 1)[group.rank]
+    with all_to_all(group, sizes, timeout=timeout) as ranks:
+        say("joined")
+        while True:
+            began = time.monotonic()
+            try:
+                got = ranks.dispatch(own.x, own.ids, own.weights)
+                ranks.combine(np.zeros((len(got.rows), sizes.hidden), own.x.dtype), got)
+            except moe.MoeError as error:
+                took = time.monotonic() - began
+                try:
+                    ranks.check()
+                except moe.MoeError as again:
+                    return type(error).__name__, str(error), took, str(again) == str(error)
+                return type(error).__name__, str(error), took, False
+            if group.rank == 0:
+                say("dispatched")
+
+
+def join_only(group: moe.Group, say: Say, sizes_by_rank: list[Sizes]) -> Any:
+    """Joins with sizes of its own."""
+    with all_to_all(group, sizes_by_rank[group.rank]) as ranks:
+        return ranks.nbytes
+
+
+def join_and_leave(group: moe.Group, say: Say, sizes: Sizes, times: int) -> Any:
+    """How many descriptors and mappings this process has more than after the first time."""
+
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("kvlane-moe")
+
+    counted = []
+    own = oracle.draw(sizes, 3)[group.rank]
+    for _ in range(times):
+        with all_to_all(group, sizes) as ranks:
+            ranks.dispatch(own.x, own.ids, own.weights)
+        counted.append(held())
+    first, last = counted[0], counted[-1]
+    return last[0] - first[0], last[1] - first[1]
+
+
+def interrupted(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """Rank 0 waits for rank 1, which does nothing, and is interrupted."""
+    ranks = all_to_all(group, sizes)
+    if group.rank == 1:
+        say("joined")
+        time.sleep(30)
+        return None
+    own = oracle.draw(sizes, 3)[0]
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        ranks.dispatch(own.x, own.ids, own.weights)
+    except KeyboardInterrupt:
+        return "interrupted", time.monotonic() - began
+    return "answered", 0.0
+
+
+def looked_at(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """Rank 0 waits for rank 1 in a thread; another thread asks it for its size meanwhile."""
+    ranks = all_to_all(group, sizes, timeout=1.0)
+    if group.rank == 1:
+        time.sleep(5)
+        return None
+    own = oracle.draw(sizes, 3)[0]
+    failed: list[str] = []
+
+    def wait() -> None:
+        try:
+            ranks.dispatch(own.x, own.ids, own.weights)
+        except moe.RankSilent:
+            failed.append("silent")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while waiting.is_alive():
+        ranks.stats()
+    return failed

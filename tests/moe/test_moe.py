@@ -1,0 +1,200 @@
+"""kvlane.moe on CPUs: ranks are processes, and what they get is compared with an oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import Sizes
+from rank_processes import Ranks, run
+
+from kvlane import moe
+
+ALONE = Sizes(ranks=1, experts=4, top_k=2, hidden=8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ranks meet, and where children find the modules of this folder."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(ranks=1, experts=6, top_k=3, hidden=16),
+        Sizes(ranks=2, experts=5, top_k=1, hidden=8, dtype="float16", scale_bytes=4, alignment=16),
+        Sizes(ranks=3, experts=8, top_k=4, hidden=24, dtype="bfloat16", scale_bytes=12),
+        Sizes(ranks=4, experts=3, top_k=8, hidden=64, dtype="bfloat16", alignment=8),
+    ],
+    ids=lambda sizes: f"{sizes.ranks}-{sizes.dtype}",
+)
+def test_rows_and_sums_are_those_of_the_oracle(sizes: Sizes, folder: Path) -> None:
+    """Ranks differ in their tokens, one has none; experts are uneven, one rank may have none; ids repeat and are -1."""
+    compared = run(sizes.ranks, "there_and_back", sizes, 9)
+    assert all(isinstance(each, int) for each in compared), compared
+    assert sum(compared) > 100
+    assert not list(folder.rglob("moe-*.sock")), "a socket is left behind"
+
+
+def test_exact_sums_have_the_same_bits_for_any_number_of_ranks() -> None:
+    found = {size: b"".join(run(size, "exact_sums", Sizes(size, 8, 4, 32, "bfloat16"))) for size in (1, 2, 4)}
+    assert found[1] == found[2] == found[4]
+    assert any(found[1])
+
+
+def test_a_killed_rank_is_named_by_the_others_and_everything_after_fails() -> None:
+    with Ranks(3, "until_lost", (Sizes(ranks=3, experts=6, top_k=2, hidden=8), 50.0)) as ranks:
+        ranks.until("dispatched", 20)
+        os.kill(ranks.processes[2].pid or 0, signal.SIGKILL)
+        results = ranks.done(2)
+    for kind, text, took, same_again in results.values():
+        assert kind == "RankLost"
+        # One may have seen the other one fail first.
+        assert text.startswith(
+            ("rank 2 is gone: its process ended", "rank 0 takes no part", "rank 1 takes no part")
+        )
+        assert took < 10, "far from the timeout"
+        assert same_again
+    assert any("rank 2 is gone" in text for _, text, _, _ in results.values())
+
+
+def test_a_stopped_rank_is_named_after_the_timeout() -> None:
+    with Ranks(2, "until_lost", (Sizes(ranks=2, experts=4, top_k=2, hidden=8), 0.5)) as ranks:
+        ranks.until("dispatched", 5)
+        os.kill(ranks.processes[1].pid or 0, signal.SIGSTOP)
+        kind, text, took, same_again = ranks.done(1)[0]
+    assert kind == "RankSilent"
+    assert "rank 1 sent no" in text and "within 0.5 s" in text
+    assert took < 20 and same_again
+
+
+def test_ranks_that_differ_are_told_in_what() -> None:
+    sizes = [Sizes(2, 8, 2, 16), Sizes(2, 8, 3, 16)]
+    found = run(2, "join_only", sizes)
+    assert [kind for kind, _ in found] == ["NotJoined"] * 2
+    assert all("rank 0: top_k is 2 here and 3 at rank 1" in text for _, text in found)
+
+
+def test_joining_and_leaving_leaks_nothing() -> None:
+    assert run(2, "join_and_leave", Sizes(ranks=2, experts=4, top_k=2, hidden=8), 40) == [(0, 0)] * 2
+
+
+def test_a_rank_that_waits_can_be_interrupted() -> None:
+    with Ranks(2, "interrupted", (Sizes(ranks=2, experts=4, top_k=2, hidden=8),)) as ranks:
+        what, took = ranks.done(1)[0]
+    assert what == "interrupted"
+    assert took < 20
+
+
+def test_another_thread_asks_while_one_waits() -> None:
+    """It waited for the rank with the interpreter, which the rank that waited needed to look for signals."""
+    with Ranks(2, "looked_at", (Sizes(ranks=2, experts=4, top_k=2, hidden=8),)) as ranks:
+        assert ranks.done(1)[0] == ["silent"]
+
+
+def alone(**more: Any) -> moe.AllToAll:
+    settings = {"experts": 4, "top_k": 2, "max_tokens": 3, "hidden": 8, "dtype": "float32"}
+    return moe.AllToAll(moe.Group(0, 1, lambda told: [told]), **(settings | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"top_k": 33}, "top_k is 33, and has to be 1 to 32"),
+        ({"hidden": 3, "row_bytes": 16}, "hidden is 3: a row of combine has 12 bytes"),
+        ({"row_bytes": 24}, "row_bytes is 24, and has to be a multiple of 16"),
+        ({"dtype": "int8"}, "dtype is bfloat16, float16 or float32"),
+        ({"timeout": 0}, "timeout has to be above 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        alone(**more)
+
+
+def arrays(tokens: int = 1, **more: Any) -> dict[str, Any]:
+    made = {
+        "x": np.ones((tokens, 8), np.float32),
+        "ids": np.zeros((tokens, 2), np.int64),
+        "weights": np.ones((tokens, 2), np.float32),
+    }
+    return made | more
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            arrays(ids=np.array([[0, 4]])),
+            "token 0 wants expert 4 as its number 1: experts are 0 to 3, and -1 is none",
+        ),
+        (arrays(ids=np.array([[0, -2]])), "wants expert -2"),
+        (arrays(ids=np.zeros((1, 2))), "ids are float64, and have to be integers"),
+        (arrays(ids=np.zeros((1, 3), np.int32)), r"ids is \[1, 3\], and has to be \[1, 2\]"),
+        (arrays(weights=np.ones((1, 2))), "weights are float64, and have to be float32"),
+        (
+            arrays(x=np.ones((1, 7), np.float32)),
+            r"x is \[1, 7\] of float32, and has to be 1 rows of 32 bytes",
+        ),
+        (arrays(x=np.ones((2, 8), np.float32)[:, ::2]), "x is not contiguous"),
+        (arrays(4), r"4 tokens, and room for 3 \(max_tokens\)"),
+        (arrays(scales=np.ones((1, 4), np.uint8)), "scales of 0 bytes a row"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_the_next_call_works(given: dict[str, Any], why: str) -> None:
+    with alone() as one:
+        with pytest.raises(ValueError, match=why):
+            one.dispatch(**given)
+        assert one.dispatch(**arrays()).counts.tolist() == [2, 0, 0, 0]
+
+
+def test_a_result_is_combined_once_with_rows_of_its_size() -> None:
+    with alone() as one, alone() as other:
+        got = one.dispatch(**arrays())
+        with pytest.raises(ValueError, match=r"y is \[1, 8\] of float32, and has to be \[2, 8\]"):
+            one.combine(got.rows[:1], got)
+        with pytest.raises(ValueError, match=r"y is \[2, 8\] of float64"):
+            one.combine(got.rows.astype(np.float64), got)
+        assert one.combine(got.rows, got).tolist() == [[2.0] * 8]
+        with pytest.raises(ValueError, match="combined before"):
+            one.combine(got.rows, got)
+        theirs = other.dispatch(**arrays())
+        with pytest.raises(ValueError, match="of another all-to-all"):
+            one.combine(theirs.rows, theirs)
+
+
+def test_a_third_dispatch_waits_for_the_first_to_be_combined_or_dropped() -> None:
+    with alone() as one:
+        first, second = one.dispatch(**arrays()), one.dispatch(**arrays())
+        with pytest.raises(ValueError, match="two dispatches are neither combined nor given up"):
+            one.dispatch(**arrays())
+        one.combine(second.rows, second)
+        one.combine(first.rows, first)
+        one.dispatch(**arrays())
+        assert one.stats().dispatches == 3
+
+
+def test_a_closed_one_says_so_and_an_all_gather_that_fails_is_raised() -> None:
+    one = alone()
+    one.close()
+    with pytest.raises(ValueError, match="this all-to-all is closed"):
+        one.dispatch(**arrays())
+
+    def fails(told: bytes) -> list[bytes]:
+        raise ConnectionError("the switch is gone")
+
+    with pytest.raises(ConnectionError, match="the switch is gone"):
+        moe.AllToAll(moe.Group(0, 1, fails), experts=1, top_k=1, max_tokens=1, hidden=8)
+    # Others' bytes, once.
+    answers = iter([[b"garbage"]])
+    garbled = moe.Group(0, 1, lambda told: next(answers, [told]))
+    with pytest.raises(moe.NotJoined, match="bytes for rank 0 that are not of this kvlane"):
+        moe.AllToAll(garbled, experts=1, top_k=1, max_tokens=1, hidden=8)
