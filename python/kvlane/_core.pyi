@@ -430,14 +430,19 @@ _Extras = tuple[tuple[int, int] | None, float | None, bool]  # (counter, generat
 _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-endian u32
 
 @final
+class MoeFailure(Exception):
+    """A kind, and a sentence."""
+
 class MoeDispatch:
     """A dispatch of a `MoeRank`, from its send until it is combined."""
+
+    def give_up(self) -> None: ...
 
 class MoeRank:
     """`kvlane.moe.AllToAll` is for users, and keeps the arrays alive. Memory is an address and bytes.
 
-    ValueError for what the caller did wrong, ConnectionError for a rank that is gone, TimeoutError for one that is
-    silent, OSError if the ranks did not join, RuntimeError for the rest."""
+    ValueError if the caller did something wrong. `MoeFailure` for the rest, of the kinds lost, silent, not joined and
+    failed."""
 
     def __init__(
         self,
@@ -467,6 +472,7 @@ class MoeRank:
     def combine(
         self, dispatch: MoeDispatch, outputs: tuple[int, int], is_reduced: bool, tokens: tuple[int, int]
     ) -> None: ...
+    def give_up(self) -> None: ...
     def close(self) -> None: ...
 
 class FabricPeer:

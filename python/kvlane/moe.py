@@ -12,14 +12,16 @@
 Each rank holds `experts / size` of the experts, rounded up: rank r those from `r * ceil(experts / size)` on. All
 ranks call `dispatch` and `combine` equally often and in the same order, also those without tokens. docs/moe.md has
 the layouts, the rounding and what happens when a rank dies. Arrays are torch's, numpy's, or any that
-numpy.from_dlpack takes, in the memory of the host; x, y and scales are contiguous. Results are of the library of `x`
-and `y`. Times are in seconds.
+numpy.from_dlpack takes, in the memory of the host; x, y and scales are contiguous. Results are tensors of torch if `x`
+and `y` are, else arrays of numpy; no gradient flows through them. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ class NotJoined(MoeError):
 
 
 class RankLost(MoeError):
-    """A rank's process has ended, or it has closed or failed. The text names the rank, and what it had not sent."""
+    """A rank's process has ended, or it has closed or failed. The text names it, and the rank because of which."""
 
 
 class RankSilent(MoeError):
@@ -48,7 +50,7 @@ class RankSilent(MoeError):
 
 
 class Stats(NamedTuple):
-    """What a rank did so far."""
+    """Counts of one rank."""
 
     dispatches: int
     combines: int
@@ -80,11 +82,11 @@ class Group:
         size = dist.get_world_size(group)
 
         def all_gather(told: bytes) -> list[bytes]:
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-            dist.all_gather(lengths, torch.tensor([len(told)]), group)
+            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+            dist.all_gather(lengths, torch.tensor([len(told)], device="cpu"), group)
             longest = max(1, *(int(length) for length in lengths))
-            own = torch.zeros(longest, dtype=torch.uint8)
-            own[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
+            own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+            own[: len(told)] = torch.tensor(list(told), dtype=torch.uint8, device="cpu")
             found = [torch.empty_like(own) for _ in range(size)]
             dist.all_gather(found, own, group)
             return [bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)]
@@ -107,9 +109,13 @@ class Received:
     _dispatch: _core.MoeDispatch
     _tokens: int
 
+    def give_up(self) -> None:
+        """Does not combine it: the second dispatch after it may begin. The rows stay."""
+        self._dispatch.give_up()
+
 
 class AllToAll:
-    """One rank's end. Calls of several threads come one after the other."""
+    """One rank's end. Calls of several threads come one after the other: in the same order in all ranks."""
 
     def __init__(
         self,
@@ -138,6 +144,12 @@ class AllToAll:
             raise ValueError(f"dtype is bfloat16, float16 or float32, and not {dtype!r}")
         if not timeout > 0:
             raise ValueError(f"timeout has to be above 0, and not {timeout}")
+        sizes = {"experts": experts, "top_k": top_k, "max_tokens": max_tokens, "hidden": hidden}
+        sizes |= {"scale_bytes": scale_bytes, "alignment": alignment, "row_bytes": row_bytes or 0}
+        for name, size in sizes.items():
+            if size < 0:
+                raise ValueError(f"{name} is {size}")
+        self._turn = threading.Lock()
         self._dtype, self._hidden, self._top_k = dtype, hidden, top_k
         self._row_bytes = hidden * _ITEM_BYTES[dtype] if row_bytes is None else row_bytes
         self._scale_bytes = scale_bytes
@@ -165,10 +177,10 @@ class AllToAll:
                 timeout * 1e3,
                 all_gather,
             )
-        except OSError as error:
+        except _core.MoeFailure as error:
             if raised:
                 raise raised[0] from None
-            raise NotJoined(str(error)) from None
+            raise NotJoined(error.args[1]) from None
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +191,7 @@ class AllToAll:
         """Sends row t of `x` to the ranks that hold the experts `ids[t]`, and returns the rows that came here.
 
         `x` is [T, ...] with `row_bytes` a row, `ids` [T, top_k] of integers, -1 for none, `weights` [T, top_k] of
-        float32. An earlier result has to be combined, or dropped, before the second dispatch after it.
+        float32. An earlier result has to be combined or given up before the second dispatch after it.
 
         ValueError for wrong arguments, with nothing sent; RankLost, RankSilent or MoeError for the rest.
         """
@@ -197,24 +209,30 @@ class AllToAll:
             )
         given = None if scales is None else _array(scales, "scales")
         for name, array, size in (("x", x, self._row_bytes), ("scales", given, self._scale_bytes)):
-            if array is not None and (array.shape[0] if array.ndim else 0, array.nbytes) != (
-                tokens,
-                tokens * size,
-            ):
+            if array is None:
+                continue
+            row = math.prod(array.shape[1:]) * _item_bytes(array)
+            if (array.shape[0] if array.ndim else 0, row) != (tokens, size):
                 raise ValueError(
                     f"{name} is {list(array.shape)} of {_name(array)}, and has to be {tokens} rows of {size} bytes"
                 )
-        with _errors():
+        with self._turn, _errors():
             dispatch = self._rank.send(
                 _memory(x),
                 (0, 0) if given is None else _memory(given),
                 _memory(ids),
                 _memory(weights),
             )
-            counts, starts, count = self._rank.arrive(dispatch)
-            rows = _empty(x, (count, *x.shape[1:]))
-            room = None if given is None else _empty(given, (count, *given.shape[1:]))
-            self._rank.place(dispatch, _memory(rows), (0, 0) if room is None else _memory(room))
+            try:
+                counts, starts, count = self._rank.arrive(dispatch)
+                rows = _empty(x, (count, *x.shape[1:]))
+                room = None if given is None else _empty(given, (count, *given.shape[1:]))
+                self._rank.place(dispatch, _memory(rows), (0, 0) if room is None else _memory(room))
+            except BaseException:
+                # The others go on as if this rank had received it. It may be closed by now.
+                with suppress(ValueError):
+                    self._rank.give_up()
+                raise
         return Received(rows, room, _int32(x, counts), _int32(x, starts), dispatch, tokens)
 
     def combine(self, y: Any, received: Received, *, reduced: bool = False) -> Any:
@@ -236,12 +254,12 @@ class AllToAll:
                 f"y is {list(y.shape)} of {_name(y)}, and has to be {list(wanted)} of {self._dtype}"
             )
         out = _empty(y, (received._tokens, self._hidden))
-        with _errors():
+        with self._turn, _errors():
             self._rank.combine(received._dispatch, _memory(y), reduced, _memory(out))
         return out
 
     def stats(self) -> Stats:
-        """What this rank did so far."""
+        """Counts so far. Waits for a call that another thread has begun."""
         return Stats(*self._rank.stats())
 
     def check(self) -> None:
@@ -250,7 +268,7 @@ class AllToAll:
             self._rank.check()
 
     def close(self) -> None:
-        """Takes no part any more. Ranks that wait for this one raise RankLost."""
+        """Takes no part any more. Ranks that wait for this one raise RankLost; a call of another thread ends."""
         self._rank.close()
 
     def __enter__(self) -> AllToAll:
@@ -269,12 +287,9 @@ class AllToAll:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except ConnectionError as error:
-        raise RankLost(str(error)) from None
-    except TimeoutError as error:
-        raise RankSilent(str(error)) from None
-    except RuntimeError as error:
-        raise MoeError(str(error)) from None
+    except _core.MoeFailure as error:
+        kind, text = error.args
+        raise {"lost": RankLost, "silent": RankSilent}.get(kind, MoeError)(text) from None
 
 
 def _is_torch(array: Any) -> bool:
@@ -284,18 +299,34 @@ def _is_torch(array: Any) -> bool:
 def _array(value: Any, name: str, copy: bool = False) -> Any:
     """A tensor of torch or an array of numpy over the same memory; with `copy` over other if it has gaps."""
     if _is_torch(value):
+        import torch
+
         if value.device.type != "cpu":
             raise ValueError(f"{name} is on {value.device}, and has to be in the memory of the host")
-        value = value.contiguous() if copy else value
-        contiguous = value.is_contiguous()
-    else:
-        import numpy
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, and none flows through kvlane: give {name}.detach()"
+            )
+        if copy:
+            value = value.contiguous()
+            value = value.clone() if value.data_ptr() % value.element_size() else value
+        if not value.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")
+        if value.nbytes and not value.data_ptr():
+            raise ValueError(
+                f"{name} has no memory of its own, as a tensor of several devices: give the local part"
+            )
+        return value
+    import numpy
 
-        if not isinstance(value, numpy.ndarray):
-            value = numpy.from_dlpack(value)
-        value = numpy.require(value, requirements=["C", "A"]) if copy else value
-        contiguous = value.flags.c_contiguous and value.flags.aligned
-    if not contiguous:
+    if not isinstance(value, numpy.ndarray):
+        if not hasattr(value, "__dlpack__"):
+            raise ValueError(f"{name} is a {type(value).__name__}, and has to be a tensor or an array")
+        value = numpy.from_dlpack(value)
+    if value.dtype.hasobject:
+        raise ValueError(f"{name} has objects of Python, which mean nothing in another process")
+    value = numpy.require(value, requirements=["C", "A"]) if copy else value
+    if not (value.flags.c_contiguous and value.flags.aligned):
         raise ValueError(f"{name} is not contiguous")
     return value
 
@@ -305,14 +336,18 @@ def _name(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
+def _item_bytes(array: Any) -> int:
+    return array.element_size() if _is_torch(array) else array.itemsize
+
+
 def _memory(array: Any) -> tuple[int, int]:
     """Address and bytes."""
     return (array.data_ptr() if _is_torch(array) else array.ctypes.data), array.nbytes
 
 
 def _int64(ids: Any) -> Any:
-    if not _name(ids).startswith(("int", "uint")):
-        raise ValueError(f"ids are {_name(ids)}, and have to be integers")
+    if not _name(ids).startswith(("int", "uint")) or _name(ids) == "uint64":
+        raise ValueError(f"ids are {_name(ids)}, and have to be integers of at most 63 bits")
     if _is_torch(ids):
         return ids.long()
     return ids.astype("int64", copy=False)
@@ -330,7 +365,7 @@ def _int32(like: Any, values: list[int]) -> Any:
     if _is_torch(like):
         import torch
 
-        return torch.tensor(values, dtype=torch.int32)
+        return torch.tensor(values, dtype=torch.int32, device="cpu")
     import numpy
 
     return numpy.array(values, dtype=numpy.int32)

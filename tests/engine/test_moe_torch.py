@@ -28,12 +28,20 @@ with AllToAll(Group.of_torch(), experts=4, top_k=2, max_tokens=16, hidden=16) as
     # Experts that change nothing: half and half of a row is the row.
     out = ranks.combine(got.rows, got)
     assert torch.equal(out, x), (out, x)
-    try:
-        ranks.dispatch(x.to("meta"), ids, weights)
-    except ValueError as error:
-        assert "x is on meta, and has to be in the memory of the host" in str(error)
-    else:
-        raise AssertionError("a tensor without memory was taken")
+    refused = {
+        "x is on meta, and has to be in the memory of the host": x.to("meta"),
+        "x requires a gradient, and none flows through kvlane": x.clone().requires_grad_(),
+    }
+    for why, wrong in refused.items():
+        try:
+            ranks.dispatch(wrong, ids, weights)
+        except ValueError as error:
+            assert why in str(error)
+        else:
+            raise AssertionError(why)
+    # Not aligned, as a view of a file's bytes may be.
+    unaligned = torch.frombuffer(bytearray(8 * tokens + 1), dtype=torch.float32, offset=1).reshape(tokens, 2)
+    ranks.dispatch(x, ids, unaligned).give_up()
 print(len(got.rows))
 """
 

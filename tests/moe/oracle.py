@@ -1,4 +1,4 @@
-"""What dispatch and combine have to give, from docs/moe.md alone, in loops of numpy."""
+"""The right results of dispatch and combine, from docs/moe.md alone, in loops of numpy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass
 class Input:
-    """Of one rank. `x` are elements of the dtype; bfloat16 as uint16."""
+    """The tokens of one rank. `x` are elements of the dtype; bfloat16 as uint16."""
 
     x: Any
     ids: Any
@@ -73,7 +73,7 @@ def written(values: Any, dtype: str) -> Any:
 
 
 def rows_of(sizes: Sizes, rank: int, inputs: list[Input]) -> tuple[list[Any], list[int], list[int], int]:
-    """Of a rank: (position, source, token, k) of each row, counts, starts, and how many rows there are with padding."""
+    """(position, source, token, k) of each row of a rank, counts, starts, and how many rows there are with padding."""
     rows, counts, starts, at = [], [], [], 0
     for expert in sizes.experts_of(rank):
         starts.append(at)
@@ -94,7 +94,7 @@ def expert_output(sizes: Sizes, expert: int, x: Any) -> Any:
 
 
 def sums_of(sizes: Sizes, rank: int, inputs: list[Input], reduced: bool) -> Any:
-    """Of each token of a rank, by float32 additions in the order that the docs name."""
+    """The sum of each token of a rank, by float32 additions in the order that the docs name."""
     each = inputs[rank]
     out = np.zeros((len(each.ids), sizes.hidden), np.float32)
     for token, wanted in enumerate(each.ids):

@@ -1,4 +1,4 @@
-"""What the processes of ranks do, by name. Each gets its group, a function that says an event, and arguments."""
+"""The work of the ranks' processes, by name. Each gets its group, a function that says an event, and arguments."""
 
 from __future__ import annotations
 
@@ -121,10 +121,11 @@ def interrupted(group: moe.Group, say: Say, sizes: Sizes) -> Any:
     """Rank 0 waits for rank 1, which does nothing, and is interrupted."""
     ranks = all_to_all(group, sizes)
     if group.rank == 1:
-        say("joined")
         time.sleep(30)
         return None
     own = oracle.draw(sizes, 3)[0]
+    # A shell starts what runs in its background with this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     try:
@@ -154,3 +155,65 @@ def looked_at(group: moe.Group, say: Say, sizes: Sizes) -> Any:
     while waiting.is_alive():
         ranks.stats()
     return failed
+
+
+def closed(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """A thread of rank 0 waits for rank 1, and another one closes it: how long that took, and how rank 1 learns."""
+    ranks = all_to_all(group, sizes)
+    own = oracle.draw(sizes, 3)[group.rank]
+    if group.rank == 1:
+        time.sleep(2)
+        try:
+            # Rank 0 has sent its part of the first one.
+            for _ in range(2):
+                ranks.dispatch(own.x, own.ids, own.weights).give_up()
+        except moe.RankLost as error:
+            return str(error)
+        return "answered"
+    threading.Timer(0.3, ranks.close).start()
+    began = time.monotonic()
+    try:
+        ranks.dispatch(own.x, own.ids, own.weights)
+    except moe.MoeError:
+        return time.monotonic() - began
+    return None
+
+
+def empty_of_another_type(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """Rank 1 has no tokens, and rows of the wrong type. Nothing is sent then, and the right call works."""
+    own = oracle.draw(sizes, 3)[0]
+    with all_to_all(group, sizes) as ranks:
+        if group.rank == 1:
+            x, ids, weights = np.empty((0, sizes.hidden)), own.ids[:0], own.weights[:0]
+            try:
+                ranks.dispatch(x, ids, weights)
+            except ValueError as error:
+                said = str(error)
+            got = ranks.dispatch(x.astype(np.float32), ids, weights)
+            ranks.combine(np.zeros((len(got.rows), sizes.hidden), np.float32), got)
+            return said
+        got = ranks.dispatch(own.x, own.ids, own.weights)
+        ranks.combine(np.zeros((len(got.rows), sizes.hidden), np.float32), got)
+        return None
+
+
+def no_memory(group: moe.Group, say: Say, sizes: Sizes) -> Any:
+    """Rank 0 has no memory for the rows of its second dispatch."""
+    own = oracle.draw(sizes, 3)[0]
+    with all_to_all(group, sizes) as ranks:
+        for number in range(3):
+            if group.rank == 0 and number == 1:
+
+                def fails(*_: object) -> None:
+                    raise MemoryError("no rows")
+
+                moe._empty = fails  # type: ignore[assignment]
+            try:
+                ranks.dispatch(own.x, own.ids, own.weights)
+            except (MemoryError, moe.MoeError) as error:
+                first = f"{type(error).__name__}: {error}"
+                try:
+                    ranks.dispatch(own.x, own.ids, own.weights)
+                except moe.MoeError as again:
+                    return number, first, str(again)
+    return "answered"

@@ -100,6 +100,39 @@ def test_another_thread_asks_while_one_waits() -> None:
         assert ranks.done(1)[0] == ["silent"]
 
 
+def test_a_call_that_waits_ends_when_another_thread_closes_and_the_other_rank_learns_of_it() -> None:
+    took, said = run(2, "closed", Sizes(ranks=2, experts=4, top_k=2, hidden=8))
+    assert took is not None and took < 20
+    assert said.startswith("rank 0 takes no part any more")
+
+
+def test_a_rank_without_tokens_is_told_of_a_wrong_type_before_anything_is_sent() -> None:
+    """Any empty array passed for rows of the right size. It was sent, and the others waited for this rank."""
+    said = run(2, "empty_of_another_type", Sizes(ranks=2, experts=4, top_k=2, hidden=8))[1]
+    assert said == "x is [0, 8] of float64, and has to be 0 rows of 32 bytes"
+
+
+def test_a_rank_that_cannot_take_the_rows_ends_it_for_all() -> None:
+    """It tried again, one dispatch behind the others, who had computed its tokens by then."""
+    zero, one = run(2, "no_memory", Sizes(ranks=2, experts=4, top_k=2, hidden=8))
+    assert zero == (
+        1,
+        "MemoryError: no rows",
+        "a dispatch was given up before its rows were received, so this rank is out of step with the others",
+    )
+    number, first, _ = one
+    assert number in (1, 2)
+    assert first.startswith("RankLost: rank 0 takes no part any more")
+
+
+def test_one_rank_with_sizes_that_cannot_be_ends_it_for_all() -> None:
+    """The others waited in all_gather for a rank that had raised."""
+    found = run(2, "join_only", [Sizes(2, 8, 2, 16), Sizes(2, 8, 33, 16)])
+    assert found[1] == ("ValueError", "top_k is 33, and has to be 1 to 32")
+    assert found[0][0] == "NotJoined"
+    assert "rank 1 cannot: top_k is 33" in found[0][1]
+
+
 def alone(**more: Any) -> moe.AllToAll:
     settings = {"experts": 4, "top_k": 2, "max_tokens": 3, "hidden": 8, "dtype": "float32"}
     return moe.AllToAll(moe.Group(0, 1, lambda told: [told]), **(settings | more))
@@ -113,6 +146,8 @@ def alone(**more: Any) -> moe.AllToAll:
         ({"row_bytes": 24}, "row_bytes is 24, and has to be a multiple of 16"),
         ({"dtype": "int8"}, "dtype is bfloat16, float16 or float32"),
         ({"timeout": 0}, "timeout has to be above 0"),
+        ({"experts": -1}, "experts is -1"),
+        ({"alignment": 1 << 16, "experts": 1 << 16}, "a rank might receive 4294967302 rows"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(more: dict[str, Any], why: str) -> None:
@@ -146,6 +181,9 @@ def arrays(tokens: int = 1, **more: Any) -> dict[str, Any]:
         ),
         (arrays(x=np.ones((2, 8), np.float32)[:, ::2]), "x is not contiguous"),
         (arrays(4), r"4 tokens, and room for 3 \(max_tokens\)"),
+        (arrays(ids=np.array([[2**64 - 1, 0]], np.uint64)), "ids are uint64"),
+        (arrays(x=[[1.0] * 8]), "x is a list, and has to be a tensor or an array"),
+        (arrays(x=np.ones((1, 4), object)), "x has objects of Python"),
         (arrays(scales=np.ones((1, 4), np.uint8)), "scales of 0 bytes a row"),
     ],
 )
@@ -178,8 +216,13 @@ def test_a_third_dispatch_waits_for_the_first_to_be_combined_or_dropped() -> Non
             one.dispatch(**arrays())
         one.combine(second.rows, second)
         one.combine(first.rows, first)
+        third, fourth = one.dispatch(**arrays()), one.dispatch(**arrays())
+        third.give_up()
         one.dispatch(**arrays())
-        assert one.stats().dispatches == 3
+        with pytest.raises(ValueError, match="combined before, or given up"):
+            one.combine(third.rows, third)
+        one.combine(fourth.rows, fourth)
+        assert one.stats().dispatches == 5
 
 
 def test_a_closed_one_says_so_and_an_all_gather_that_fails_is_raised() -> None:

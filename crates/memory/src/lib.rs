@@ -40,7 +40,9 @@ pub use heaps::limit_heaps;
 pub use huge_memory::HugeMemory;
 pub use mapping::Mapping;
 pub use own_process::{Forked, OwnProcess};
-pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd_exited_within};
+pub use peer::{
+    PeerCredentials, allow_ptrace_by, check_same_user, peer_pidfd, pidfd_exited, pidfd_exited_within,
+};
 pub use pool_page::{PAGE_BYTES, PoolPage};
 pub use private::PrivateMemory;
 pub use random::random;

@@ -34,6 +34,21 @@ impl PeerCredentials {
     }
 }
 
+/// Whether the other end is a process of this user.
+///
+/// # Errors
+/// It is another user's, with a sentence that says so.
+pub fn check_same_user(stream: impl AsFd) -> io::Result<()> {
+    let (theirs, own) = (PeerCredentials::of(stream)?.uid, rustix::process::geteuid().as_raw());
+    if theirs == own {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        format!("the peer runs as user {theirs}, this process as user {own}: run both as one user"),
+    ))
+}
+
 /// Reads a socket-level option.
 ///
 /// # Safety

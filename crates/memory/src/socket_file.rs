@@ -10,6 +10,7 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use rustix::io::Errno;
@@ -17,6 +18,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use thiserror::Error;
 
 use crate::{FolderRefused, RuntimeFolder};
+
+/// A socket of this age at which no process listens is a killed process's.
+const STALE_AGE: Duration = Duration::from_secs(10);
 
 /// Why a socket cannot be made.
 #[derive(Debug, Error)]
@@ -60,6 +64,25 @@ impl SocketFile {
         fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
         let identity = FileIdentity::of(path)?;
         Ok((listener, SocketFile { path: path.to_owned(), identity }))
+    }
+
+    /// Removes sockets of this user's runtime folder whose names begin so, and whose processes were killed.
+    pub fn remove_stale(prefix: &str) {
+        let Ok(folder) = fs::read_dir(RuntimeFolder::of_this_user().path()) else { return };
+        for entry in folder.flatten() {
+            let name = entry.file_name();
+            let is_one =
+                name.to_str().is_some_and(|name| name.starts_with(prefix) && name.ends_with(".sock"));
+            let age =
+                entry.metadata().and_then(|found| found.modified()).ok().and_then(|at| at.elapsed().ok());
+            // A younger one may belong to a process that has bound it and does not listen yet: ranks start together.
+            if is_one
+                && age.is_some_and(|age| age >= STALE_AGE)
+                && matches!(try_connect(&entry.path()), Err(Errno::CONNREFUSED))
+            {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 
     /// Device and inode of the file that this process made.

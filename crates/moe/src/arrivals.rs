@@ -49,6 +49,11 @@ impl Arrivals {
         found
     }
 
+    /// Rows that a source has for each expert.
+    pub(crate) fn of_source(&self, source: usize) -> &[u32] {
+        &self.by_source[source]
+    }
+
     /// Position of the row that has this place among those of a source for an expert. None if the source has not so many.
     pub fn position(&self, source: usize, expert: usize, place: u32) -> Option<u32> {
         let count = *self.by_source.get(source)?.get(expert)?;

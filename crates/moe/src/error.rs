@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// What a rank waits for.
+/// A rank waits for one of these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// The counts of a dispatch.
     Counts,
     /// The rows of a dispatch.
     Rows,
-    /// What combine brings back.
+    /// The rows that combine brings back.
     Sums,
 }
 
@@ -38,47 +38,65 @@ pub enum MoeError {
     /// A rank's process has ended.
     #[error("rank {rank} is gone: its process ended while this rank waited for {phase}")]
     PeerLost {
-        /// The rank.
+        /// The rank whose process ended.
         rank: usize,
-        /// What it had not sent.
+        /// It had not sent these.
         phase: Phase,
     },
     /// A rank has closed, or has failed itself.
-    #[error("rank {rank} takes no part any more: it closed or failed while this rank waited for {phase}")]
+    #[error(
+        "rank {rank} takes no part any more: it {} while this rank waited for {phase}",
+        because.map_or("closed or failed".into(), |other| format!("failed because of rank {other}"))
+    )]
     PeerLeft {
-        /// The rank.
+        /// The rank that left.
         rank: usize,
-        /// What it had not sent.
+        /// It had not sent these.
         phase: Phase,
+        /// The rank because of which it failed.
+        because: Option<usize>,
     },
     /// A rank is silent.
     #[error(
-        "rank {rank} sent no {phase} within {} s: all ranks have to call dispatch and combine equally often, in the same \
-         order",
+        "rank {rank} sent no {phase} within {} s: all ranks have to dispatch and combine equally often, in the same order, \
+         and all or none reduced",
         waited.as_secs_f64()
     )]
     TimedOut {
-        /// The rank.
+        /// The rank that is silent.
         rank: usize,
-        /// What it did not send.
+        /// It did not send these.
         phase: Phase,
         /// The longest wait.
         waited: Duration,
     },
+    /// A rank is ahead: this one has missed an operation.
+    #[error("rank {rank} is in a later dispatch: all ranks have to dispatch equally often")]
+    OutOfStep {
+        /// The rank that is ahead.
+        rank: usize,
+    },
+    /// A dispatch was sent, and its rows were not received.
+    #[error(
+        "a dispatch was given up before its rows were received, so this rank is out of step with the others"
+    )]
+    GivenUp,
     /// The caller wanted no more.
     #[error("interrupted while this rank waited for {phase} of rank {rank}")]
     Interrupted {
-        /// The rank.
+        /// The rank that was waited for.
         rank: usize,
-        /// What it had not sent.
+        /// It had not sent these.
         phase: Phase,
     },
-    /// A rank has sent what no routing gives.
-    #[error("rank {rank} sent a row that makes no sense: {why}")]
+    /// A rank has sent bytes that no routing gives.
+    #[error(
+        "rank {rank} sent {what} that no routing gives: its memory was overwritten, or its kvlane is another one"
+    )]
     Nonsense {
-        /// The rank.
+        /// The rank that sent it.
         rank: usize,
-        /// What is wrong with it.
-        why: &'static str,
+        /// The part that is wrong.
+        what: &'static str,
     },
 }

@@ -14,6 +14,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
+/// The memory of each peer, and its process; None for this rank.
+pub(crate) type Peers = Vec<Option<(Heap, OwnedFd)>>;
+
 /// A rank's memory, as this process maps it.
 #[derive(Debug)]
 pub(crate) struct Heap {
@@ -65,7 +68,7 @@ impl Heap {
         unsafe { AtomicU64::from_ptr(word) }
     }
 
-    /// Sets a word. Whoever reads it sees the bytes written before.
+    /// Sets a word. A process that reads it sees the bytes written before.
     pub(crate) fn set(&self, offset: usize, value: u64) {
         self.word(offset).store(value, Ordering::Release);
     }

@@ -2,56 +2,62 @@
 //!
 //! ```text
 //!  every rank: opens moe-NUMBER.sock, mode 0600, in the runtime folder of its user
-//!  all gather: what each rank is told, its socket's number and pass   by a call of the user's: torch, MPI, ...
+//!  all gather: sizes, host, the socket's number and pass, or why the rank has none     by a call of the user's: torch, MPI, ...
 //!  every rank: connects to every other one, of the same user? ------>  of the same user? has it the pass?
 //!              <----------------------------------------------------- the descriptor of its memory
 //!  all gather: has each rank all memory?
 //! ```
 
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvlane_memory::{
-    PeerCredentials, RuntimeFolder, SocketFile, peer_pidfd, random, recv_with_fds, send_with_fds,
+    RuntimeFolder, SocketFile, check_same_user, peer_pidfd, random, recv_with_fds, send_with_fds,
 };
 
-use crate::heap::Heap;
+use crate::heap::{Heap, Peers};
 use crate::layout::Layout;
 use crate::{MoeError, Rank, Shape};
 
 /// Longest silence of a peer at the socket, and longest wait until all have come.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest silence of a process that has connected.
+const PASS_PATIENCE: Duration = Duration::from_secs(5);
 /// Pause between two looks at who comes.
 const PAUSE: Duration = Duration::from_millis(1);
 const MAGIC: &[u8; 8] = b"kvlmoe01";
+/// Begins the bytes of a rank that cannot join. The reason follows.
+const CANNOT: &[u8; 8] = b"kvlmoeno";
 const PASS_BYTES: usize = 16;
 const FIELDS: usize = 9;
-const HELLO_BYTES: usize = MAGIC.len() + 4 + 4 + 8 + PASS_BYTES + 8 * FIELDS;
 
 /// Gives all ranks' bytes to every rank, in the order of ranks. Called twice by each rank.
 pub type AllGather<'a> = dyn FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String> + 'a;
 
-/// What a rank tells the others.
+/// The bytes that a rank tells the others, little-endian: `kvlmoe01`, then these.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hello {
     rank: u32,
     uid: u32,
     socket: u64,
     pass: [u8; PASS_BYTES],
+    /// The kernel's number of this boot, the same for all processes of a host.
+    host: [u8; 36],
     fields: [u64; FIELDS],
 }
 
 impl Hello {
     fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HELLO_BYTES);
-        bytes.extend(MAGIC);
+        let mut bytes = MAGIC.to_vec();
         bytes.extend(self.rank.to_le_bytes());
         bytes.extend(self.uid.to_le_bytes());
         bytes.extend(self.socket.to_le_bytes());
         bytes.extend(self.pass);
+        bytes.extend(self.host);
         bytes.extend(self.fields.iter().flat_map(|field| field.to_le_bytes()));
         bytes
     }
@@ -63,26 +69,32 @@ impl Hello {
         let (uid, rest) = rest.split_first_chunk()?;
         let (socket, rest) = rest.split_first_chunk()?;
         let (pass, rest) = rest.split_first_chunk()?;
-        let mut fields = [0; FIELDS];
+        let (host, rest) = rest.split_first_chunk()?;
         let (words, []) = rest.as_chunks::<8>() else { return None };
-        if words.len() != FIELDS {
-            return None;
-        }
-        for (field, word) in fields.iter_mut().zip(words) {
-            *field = u64::from_le_bytes(*word);
-        }
+        let words: &[[u8; 8]; FIELDS] = words.try_into().ok()?;
         Some(Hello {
             rank: u32::from_le_bytes(*rank),
             uid: u32::from_le_bytes(*uid),
             socket: u64::from_le_bytes(*socket),
             pass: *pass,
-            fields,
+            host: *host,
+            fields: words.map(u64::from_le_bytes),
         })
     }
 
     fn socket_path(&self) -> PathBuf {
         RuntimeFolder::of_this_user().path().join(format!("moe-{:016x}.sock", self.socket))
     }
+}
+
+/// A rank that is about to meet the others.
+struct Ready {
+    layout: Layout,
+    heap: Heap,
+    memfd: OwnedFd,
+    hello: Hello,
+    listener: UnixListener,
+    _file: SocketFile,
 }
 
 /// Joins the ranks of an all-to-all; all have to call this. `timeout` is the longest wait for a peer in an operation.
@@ -96,6 +108,38 @@ pub fn join(
     timeout: Duration,
     all_gather: &mut AllGather<'_>,
 ) -> Result<Rank, MoeError> {
+    let ready = prepare(shape, rank);
+    let told = match &ready {
+        Ok(ready) => ready.hello.encode(),
+        Err(error) => [CANNOT.as_slice(), error.to_string().as_bytes()].concat(),
+    };
+    let told = gather(all_gather, &told, shape.ranks);
+    let Ready { layout, heap, memfd, hello, listener, _file } = match ready {
+        Ok(ready) => ready,
+        Err(error) => {
+            // The others gather twice.
+            let _ = told.and_then(|_| gather(all_gather, error.to_string().as_bytes(), shape.ranks));
+            return Err(error);
+        }
+    };
+    let met = told.and_then(|told| {
+        let met = meet(shape, &hello, &told, &listener, &memfd, layout.bytes);
+        let verdict = met.as_ref().err().map_or("", String::as_str);
+        let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
+        all_fine(&verdicts)?;
+        met.map_err(MoeError::NotJoined)
+    });
+    match met {
+        Ok(peers) => Ok(Rank::new(*shape, rank, layout, heap, peers, timeout)),
+        Err(error) => {
+            // A peer may have joined.
+            crate::rank::leave(&heap);
+            Err(error)
+        }
+    }
+}
+
+fn prepare(shape: &Shape, rank: usize) -> Result<Ready, MoeError> {
     shape.check().map_err(MoeError::BadInput)?;
     if rank >= shape.ranks {
         return Err(MoeError::BadInput(format!("rank {rank} is not one of {}", shape.ranks)));
@@ -104,25 +148,27 @@ pub fn join(
     let layout = Layout::of(shape).ok_or_else(too_large)?;
     let own = |error: io::Error| MoeError::NotJoined(format!("rank {rank} cannot meet the others: {error}"));
     let (heap, memfd) = Heap::create(layout.bytes).map_err(own)?;
+    let mut host = [0; 36];
+    std::fs::File::open("/proc/sys/kernel/random/boot_id")
+        .and_then(|mut file| file.read_exact(&mut host))
+        .map_err(own)?;
     let hello = Hello {
         rank: rank as u32,
         uid: rustix::process::geteuid().as_raw(),
         socket: u64::from_le_bytes(random().map_err(own)?),
         pass: random().map_err(own)?,
+        host,
         fields: shape.fields().map(|(_, value)| value),
     };
-    let (listener, _file) = SocketFile::bind(&hello.socket_path())
-        .map_err(|error| MoeError::NotJoined(format!("rank {rank} cannot meet the others: {error}")))?;
-    let told = gather(all_gather, &hello.encode(), shape.ranks)?;
-    let met = meet(shape, &hello, &told, &listener, &memfd, layout.bytes);
-    let verdict = met.as_ref().err().map_or("", String::as_str);
-    let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
-    if let Some((rank, why)) = verdicts.iter().enumerate().find(|(_, why)| !why.is_empty()) {
-        let why = String::from_utf8_lossy(why);
-        return Err(MoeError::NotJoined(format!("the ranks did not join: rank {rank}: {why}")));
-    }
-    let peers = met.map_err(MoeError::NotJoined)?;
-    Ok(Rank::new(*shape, rank, layout, heap, peers, timeout))
+    SocketFile::remove_stale("moe-");
+    let path = hello.socket_path();
+    let (listener, _file) = SocketFile::bind(&path).map_err(|error| {
+        MoeError::NotJoined(format!(
+            "rank {rank} cannot meet the others at {}: {error}. XDG_RUNTIME_DIR names another folder",
+            path.display()
+        ))
+    })?;
+    Ok(Ready { layout, heap, memfd, hello, listener, _file })
 }
 
 fn gather(all_gather: &mut AllGather<'_>, bytes: &[u8], ranks: usize) -> Result<Vec<Vec<u8>>, MoeError> {
@@ -134,8 +180,19 @@ fn gather(all_gather: &mut AllGather<'_>, bytes: &[u8], ranks: usize) -> Result<
     Ok(told)
 }
 
-/// The memory of each peer, and its process; None for this rank.
-pub(crate) type Peers = Vec<Option<(Heap, OwnedFd)>>;
+/// Whether no rank tells why it has not all memory.
+fn all_fine(verdicts: &[Vec<u8>]) -> Result<(), MoeError> {
+    let whys: Vec<String> = verdicts
+        .iter()
+        .enumerate()
+        .filter(|(_, why)| !why.is_empty())
+        .map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(why)))
+        .collect();
+    if whys.is_empty() {
+        return Ok(());
+    }
+    Err(MoeError::NotJoined(format!("the ranks did not join: {}", whys.join("; "))))
+}
 
 fn meet(
     shape: &Shape,
@@ -146,8 +203,9 @@ fn meet(
     bytes: usize,
 ) -> Result<Peers, String> {
     let hellos = agreed(shape, hello, told)?;
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let giving = scope.spawn(|| give(listener, hello, shape.ranks - 1, memfd));
+        let giving = scope.spawn(|| give(listener, hello, shape.ranks - 1, memfd, &stop));
         let peers: Result<Peers, String> = hellos
             .iter()
             .map(|peer| {
@@ -158,6 +216,9 @@ fn meet(
                 taken.map(Some).map_err(|error| format!("it does not reach rank {}: {error}", peer.rank))
             })
             .collect();
+        if peers.is_err() {
+            stop.store(true, Ordering::Relaxed);
+        }
         let given = giving.join().unwrap_or_else(|_| Err(io::Error::other("the thread that gives it ended")));
         let peers = peers?;
         given.map_err(|error| format!("it could not give its memory to all others: {error}"))?;
@@ -165,14 +226,20 @@ fn meet(
     })
 }
 
-/// What the ranks told, if they agree.
+/// The hellos of all ranks, if these agree.
 fn agreed(shape: &Shape, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
     let mut hellos = Vec::with_capacity(told.len());
     for (rank, bytes) in told.iter().enumerate() {
+        if let Some(why) = bytes.strip_prefix(CANNOT) {
+            return Err(format!("rank {rank} cannot: {}", String::from_utf8_lossy(why)));
+        }
         let hello = Hello::decode(bytes)
             .ok_or_else(|| format!("all_gather gave bytes for rank {rank} that are not of this kvlane"))?;
         if hello.rank as usize != rank {
             return Err(format!("all_gather gave the bytes of rank {} as those of rank {rank}", hello.rank));
+        }
+        if hello.host != own.host {
+            return Err(format!("rank {rank} is on another host: kvlane.moe joins the ranks of one host"));
         }
         if hello.uid != own.uid {
             let (theirs, ours) = (hello.uid, own.uid);
@@ -189,11 +256,17 @@ fn agreed(shape: &Shape, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, St
 }
 
 /// Gives the descriptor to that many peers.
-fn give(listener: &UnixListener, hello: &Hello, peers: usize, memfd: &OwnedFd) -> io::Result<()> {
+fn give(
+    listener: &UnixListener,
+    hello: &Hello,
+    peers: usize,
+    memfd: &OwnedFd,
+    stop: &AtomicBool,
+) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let begun = Instant::now();
     let mut given = 0;
-    while given < peers {
+    while given < peers && !stop.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((stream, _)) => {
                 // One that hangs up or knows no pass is no peer.
@@ -211,10 +284,9 @@ fn give(listener: &UnixListener, hello: &Hello, peers: usize, memfd: &OwnedFd) -
 }
 
 fn give_one(stream: &UnixStream, hello: &Hello, memfd: &OwnedFd) -> io::Result<()> {
-    use std::io::Read;
     stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    check_user(stream, hello.uid)?;
+    stream.set_read_timeout(Some(PASS_PATIENCE))?;
+    check_same_user(stream)?;
     let mut pass = [0; PASS_BYTES];
     (&*stream).read_exact(&mut pass)?;
     if pass != hello.pass {
@@ -226,10 +298,13 @@ fn give_one(stream: &UnixStream, hello: &Hello, memfd: &OwnedFd) -> io::Result<(
 
 /// Maps a peer's memory.
 fn take(peer: &Hello, bytes: usize) -> io::Result<(Heap, OwnedFd)> {
-    use std::io::Write;
-    let mut stream = UnixStream::connect(peer.socket_path())?;
+    let path = peer.socket_path();
+    let mut stream = UnixStream::connect(&path).map_err(|error| {
+        let why = format!("{}: {error}. All ranks need the same XDG_RUNTIME_DIR", path.display());
+        io::Error::new(error.kind(), why)
+    })?;
     stream.set_read_timeout(Some(PATIENCE))?;
-    check_user(&stream, peer.uid)?;
+    check_same_user(&stream)?;
     let process = peer_pidfd(&stream)?;
     stream.write_all(&peer.pass)?;
     let mut descriptors = Vec::new();
@@ -238,15 +313,6 @@ fn take(peer: &Hello, bytes: usize) -> io::Result<(Heap, OwnedFd)> {
     }
     let memfd = descriptors.pop().ok_or_else(|| io::Error::other("it gave no descriptor"))?;
     Ok((Heap::open(&memfd, bytes)?, process))
-}
-
-fn check_user(stream: &UnixStream, own: u32) -> io::Result<()> {
-    let theirs = PeerCredentials::of(stream)?.uid;
-    if theirs == own {
-        return Ok(());
-    }
-    let why = format!("the process at the socket runs as user {theirs}, and not {own}");
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
 #[cfg(test)]
@@ -273,7 +339,7 @@ mod tests {
 
     fn hello(rank: u32) -> Hello {
         let fields = shape().fields().map(|(_, value)| value);
-        Hello { rank, uid: 5, socket: 7, pass: [3; PASS_BYTES], fields }
+        Hello { rank, uid: 5, socket: 7, pass: [3; PASS_BYTES], host: [b'h'; 36], fields }
     }
 
     proptest! {
@@ -300,6 +366,10 @@ mod tests {
             agree(&|other| other.uid = 6).unwrap_err(),
             "it runs as user 5, rank 1 as user 6: run all as one user"
         );
+        let elsewhere = agree(&|other| other.host[0] = b'i').unwrap_err();
+        assert_eq!(elsewhere, "rank 1 is on another host: kvlane.moe joins the ranks of one host");
+        let failed = agreed(&shape(), &hello(0), &[hello(0).encode(), b"kvlmoenono memory".to_vec()]);
+        assert_eq!(failed.unwrap_err(), "rank 1 cannot: no memory");
         let swapped = agreed(&shape(), &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
         assert_eq!(swapped, "all_gather gave the bytes of rank 1 as those of rank 0");
         let garbage = agreed(&shape(), &hello(0), &[hello(0).encode(), b"kvlmoe01".to_vec()]).unwrap_err();

@@ -33,11 +33,11 @@ pub(crate) struct Layout {
     sum_stride: usize,
     pair_words: usize,
     pairs: usize,
-    /// Of all.
+    /// Bytes of all sections together.
     pub(crate) bytes: usize,
     /// From the begin of a row to its scales.
     pub(crate) scales_at: usize,
-    /// And to the rest.
+    /// From the begin of a row to what stands behind its scales.
     pub(crate) rest_at: usize,
 }
 

@@ -21,7 +21,8 @@
 //! Combine has the number of its dispatch. A rank writes to another one only about tokens that came with that dispatch, which the
 //! other one sent after it had done with the second dispatch before.
 //!
-//! A rank whose process ends, that closes or that fails is noticed by those who wait for it. From then on every operation fails.
+//! A rank whose process ends, that closes or that fails is noticed by those who wait for it. From then on every operation of
+//! theirs fails. A rank that has sent its part of a dispatch and cannot receive it fails, too: the others are one dispatch ahead.
 
 #![deny(unsafe_code)]
 

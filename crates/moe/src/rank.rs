@@ -1,25 +1,27 @@
 //! [`Rank`]: dispatch and combine of one rank, on a CPU.
 
+use std::cmp::Ordering;
 use std::fmt;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvlane_memory::pidfd_exited;
 
-use crate::heap::Heap;
-use crate::join::Peers;
+use crate::heap::{Heap, Peers};
 use crate::layout::{Layout, STATE, rest_bytes};
 use crate::{Arrivals, MoeError, NOWHERE, Phase, Routing, Shape};
 
-/// Values of the word [`STATE`]: a rank takes part until it closes or fails.
+/// The word [`STATE`] is 0 while a rank takes part. Above this bit it has the rank because of which it left, plus one.
 const LEFT: u64 = 1;
+const BECAUSE_SHIFT: u32 = 8;
 /// Looks at a word before the thread lets others run.
 const SPINS: u32 = 200;
+/// Longer waits sleep so long between two looks, and leave the processor to the ranks that compute.
+const NAP: Duration = Duration::from_micros(50);
 /// How often a waiting rank looks whether its peer lives.
 const LOOK: Duration = Duration::from_millis(1);
-/// And whether its caller still wants to wait, in looks.
-const LOOKS_TO_CALLER: u32 = 100;
+/// Every so many looks it asks whether its caller still wants to wait.
+const LOOKS_TO_CALLER: u32 = 64;
 
 /// How combine sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,12 +34,12 @@ pub enum Sum {
     Reduced,
 }
 
-/// What a rank did so far.
+/// Counts of a rank's operations and rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Dispatches.
+    /// Dispatches that were sent.
     pub dispatches: u64,
-    /// Combines.
+    /// Combines that were sent back.
     pub combines: u64,
     /// Rows that were sent to other ranks, in both.
     pub rows_sent: u64,
@@ -74,7 +76,7 @@ pub struct Arrived {
     pub arrivals: Arrivals,
 }
 
-/// What combine needs of a dispatch.
+/// A dispatch whose rows are placed, for combine.
 #[derive(Debug)]
 pub struct Handle {
     dispatch: Dispatch,
@@ -95,8 +97,8 @@ struct Received {
 
 /// One rank of an all-to-all. Made by [`join`](crate::join()).
 ///
-/// Of two dispatches the second one may begin once the rows of the first are placed, and a third one once the first is combined
-/// or given up. All ranks dispatch equally often, and combine the same dispatches.
+/// A dispatch may begin once the rows of the one before are placed, and the one before that is combined or dropped. All ranks
+/// dispatch equally often, and combine the same dispatches.
 ///
 /// A send waits for nobody. So several ranks can also run one after the other in a thread, as long as all send before the first
 /// one receives.
@@ -105,10 +107,11 @@ pub struct Rank {
     rank: usize,
     layout: Layout,
     own: Heap,
-    peers: Vec<Option<(Heap, OwnedFd)>>,
+    peers: Peers,
     timeout: Duration,
     is_interrupted: Box<dyn Fn() -> bool + Send>,
     dispatched: u64,
+    placed: u64,
     id: Arc<()>,
     unplaced: Weak<()>,
     /// The last even and the last odd dispatch.
@@ -135,6 +138,7 @@ impl Rank {
             timeout,
             is_interrupted: Box::new(|| false),
             dispatched: 0,
+            placed: 0,
             id: Arc::new(()),
             unplaced: Weak::new(),
             open: [Weak::new(), Weak::new()],
@@ -143,7 +147,7 @@ impl Rank {
         }
     }
 
-    /// What all ranks agreed on.
+    /// The sizes that all ranks have.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
@@ -158,7 +162,7 @@ impl Rank {
         self.is_interrupted = Box::new(is_interrupted);
     }
 
-    /// What this rank did so far.
+    /// Counts of operations and rows so far.
     pub fn stats(&self) -> Stats {
         self.stats
     }
@@ -188,9 +192,11 @@ impl Rank {
         if self.unplaced.strong_count() > 0 {
             return Err(MoeError::BadInput("the rows of the dispatch before are not received yet".into()));
         }
+        if self.placed != self.dispatched {
+            return Err(self.fail(MoeError::GivenUp));
+        }
         if self.open[(number & 1) as usize].strong_count() > 0 {
-            let why =
-                "two dispatches are neither combined nor given up: combine one, or drop what it returned";
+            let why = "two dispatches are neither combined nor given up";
             return Err(MoeError::BadInput(why.into()));
         }
         self.dispatched = number;
@@ -302,7 +308,7 @@ impl Rank {
             let pairs: u64 = rows.iter().map(|rows| u64::from(*rows)).sum();
             let most = (self.shape.max_tokens * self.shape.top_k) as u64;
             if here > self.shape.max_tokens || pairs > most || pairs < here as u64 {
-                return Err(self.fail(MoeError::Nonsense { rank: source, why: "its counts" }));
+                return Err(self.fail(MoeError::Nonsense { rank: source, what: "counts" }));
             }
             by_source.push(rows);
             slots.push(here);
@@ -319,7 +325,9 @@ impl Rank {
 
     fn counted(&mut self, number: u64, source: usize, expert: usize) -> Result<u32, MoeError> {
         let word = self.layout.count(number, source, expert);
-        let value = self.wait(word, source, Phase::Counts, |value| value >> 32 == number & 0xffff_ffff)?;
+        // The word has the lower half of the number. All ranks write it in each second dispatch.
+        let ahead = |value: u64| ((value >> 32) as u32).wrapping_sub(number as u32) as i32;
+        let value = self.wait(word, source, Phase::Counts, |value| ahead(value).cmp(&0))?;
         Ok(value as u32)
     }
 
@@ -346,11 +354,13 @@ impl Rank {
         let mut row = vec![0; self.layout.rest_at + rest_bytes(top_k)];
         for step in 0..ranks {
             let source = (self.rank + step) % ranks;
+            let mut counted = vec![0; arrivals.of_source(source).len()];
             for slot in 0..slots[source] {
                 let (word, at) = self.layout.row(dispatch.number, source, slot);
-                self.wait(word, source, Phase::Rows, |value| value == dispatch.number)?;
+                self.wait(word, source, Phase::Rows, |value| value.cmp(&dispatch.number))?;
                 self.own.read(at, &mut row);
-                let one = self.described(source, slot, &arrivals, &row[self.layout.rest_at..])?;
+                let rest = &row[self.layout.rest_at..];
+                let one = self.described(source, slot, &arrivals, rest, &mut counted)?;
                 for (position, _) in &one.experts {
                     if *position == NOWHERE {
                         continue;
@@ -362,24 +372,29 @@ impl Rank {
                 }
                 received.push(one);
             }
+            if counted != arrivals.of_source(source) {
+                return Err(self.fail(MoeError::Nonsense { rank: source, what: "other rows than counts" }));
+            }
             self.stats.rows_received += if source == self.rank { 0 } else { slots[source] as u64 };
         }
+        self.placed = dispatch.number;
         Ok(Handle { dispatch, sent_back: None, received, rows: room })
     }
 
-    /// Reads what goes with a row, and checks it: another process wrote it.
+    /// Reads what goes with a row, and checks it: another process wrote it. Counts the rows of each expert.
     fn described(
         &mut self,
         source: usize,
         slot: usize,
         arrivals: &Arrivals,
         rest: &[u8],
+        counted: &mut [u32],
     ) -> Result<Received, MoeError> {
         let top_k = self.shape.top_k;
         let words: Vec<u32> = rest.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
         let token = words[3 * top_k] as usize;
         if token >= self.shape.max_tokens {
-            return Err(self.fail(MoeError::Nonsense { rank: source, why: "its token" }));
+            return Err(self.fail(MoeError::Nonsense { rank: source, what: "a token" }));
         }
         let mut experts = Vec::with_capacity(top_k);
         for k in 0..top_k {
@@ -388,8 +403,9 @@ impl Rank {
                 NOWHERE
             } else {
                 let Some(position) = arrivals.position(source, expert as usize, place) else {
-                    return Err(self.fail(MoeError::Nonsense { rank: source, why: "its place" }));
+                    return Err(self.fail(MoeError::Nonsense { rank: source, what: "a place" }));
                 };
+                counted[expert as usize] += 1;
                 position
             };
             experts.push((position, f32::from_bits(words[2 * top_k + k])));
@@ -509,54 +525,61 @@ impl Rank {
         at: usize,
         row: &mut [u8],
     ) -> Result<(), MoeError> {
-        self.wait(word, rank, Phase::Sums, |value| value == number)?;
+        self.wait(word, rank, Phase::Sums, |value| value.cmp(&number))?;
         self.own.read(at, row);
         self.stats.rows_received += u64::from(rank != self.rank);
         Ok(())
     }
 
-    /// Waits until a word of this rank's memory, which that rank writes, has such a value, and returns it.
+    /// Waits until a word of this rank's memory, which that rank writes, compares as equal, and returns it. A greater one is of a
+    /// later operation.
     fn wait(
         &mut self,
         word: usize,
         from: usize,
         phase: Phase,
-        is_there: impl Fn(u64) -> bool,
+        compare: impl Fn(u64) -> Ordering,
     ) -> Result<u64, MoeError> {
-        let (mut spins, mut looks, mut begun, mut looked) = (0, 0, None, None);
-        loop {
+        for _ in 0..SPINS {
             let value = self.own.get(word);
-            if is_there(value) {
+            if compare(value) == Ordering::Equal {
                 return Ok(value);
             }
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-                continue;
+            std::hint::spin_loop();
+        }
+        let (begun, mut looked, mut looks) = (Instant::now(), Instant::now(), 0u32);
+        loop {
+            // Before the word: words that a rank wrote before it left or ended count.
+            let trouble = if looked.elapsed() >= LOOK {
+                (looked, looks) = (Instant::now(), looks.wrapping_add(1));
+                self.trouble(from, phase, begun.elapsed())
+            } else {
+                None
+            };
+            let value = self.own.get(word);
+            match compare(value) {
+                Ordering::Equal => return Ok(value),
+                Ordering::Greater => return Err(self.fail(MoeError::OutOfStep { rank: from })),
+                Ordering::Less => {}
             }
-            let now = Instant::now();
-            let since = *begun.get_or_insert(now);
-            if now - *looked.get_or_insert(now) >= LOOK {
-                looked = Some(now);
-                looks += 1;
-                if looks % LOOKS_TO_CALLER == 0 && (self.is_interrupted)() {
-                    return Err(self.fail(MoeError::Interrupted { rank: from, phase }));
-                }
-                if let Some(error) = self.trouble(from, phase, now - since) {
-                    // What it wrote before it ended counts.
-                    let value = self.own.get(word);
-                    return if is_there(value) { Ok(value) } else { Err(self.fail(error)) };
-                }
+            if let Some(error) = trouble {
+                return Err(self.fail(error));
             }
-            std::thread::yield_now();
+            if looks % LOOKS_TO_CALLER == LOOKS_TO_CALLER - 1 && (self.is_interrupted)() {
+                return Err(self.fail(MoeError::Interrupted { rank: from, phase }));
+            }
+            if looks == 0 { std::thread::yield_now() } else { std::thread::sleep(NAP) }
         }
     }
 
     /// Why a rank's word will not come.
     fn trouble(&self, from: usize, phase: Phase, waited: Duration) -> Option<MoeError> {
         if let Some((heap, process)) = &self.peers[from] {
-            if heap.get(STATE) == LEFT {
-                return Some(MoeError::PeerLeft { rank: from, phase });
+            let state = heap.get(STATE);
+            if state & LEFT != 0 {
+                let because = (state >> BECAUSE_SHIFT).checked_sub(1).map(|rank| rank as usize);
+                let because = because.filter(|rank| *rank < self.shape.ranks);
+                return Some(MoeError::PeerLeft { rank: from, phase, because });
             }
             if pidfd_exited(process) {
                 return Some(MoeError::PeerLost { rank: from, phase });
@@ -566,12 +589,33 @@ impl Rank {
         (waited >= timeout).then_some(MoeError::TimedOut { rank: from, phase, waited: timeout })
     }
 
-    /// Takes no part any more, and lets the others know.
+    /// Takes no part any more, and lets the others know, with the rank because of which.
     fn fail(&mut self, error: MoeError) -> MoeError {
-        self.own.set(STATE, LEFT);
+        let because = match error {
+            MoeError::PeerLeft { because: Some(rank), .. }
+            | MoeError::PeerLeft { rank, .. }
+            | MoeError::PeerLost { rank, .. }
+            | MoeError::TimedOut { rank, .. }
+            | MoeError::OutOfStep { rank }
+            | MoeError::Nonsense { rank, .. } => rank as u64 + 1,
+            _ => 0,
+        };
+        self.own.set(STATE, LEFT | because << BECAUSE_SHIFT);
         self.failed = Some(error.clone());
         error
     }
+
+    /// Takes no part any more: a dispatch that was sent is not received.
+    pub fn give_up(&mut self) {
+        if self.failed.is_none() {
+            let _ = self.fail(MoeError::GivenUp);
+        }
+    }
+}
+
+/// Lets peers know that the rank with this memory takes no part.
+pub(crate) fn leave(own: &Heap) {
+    own.set(STATE, LEFT);
 }
 
 impl fmt::Debug for Rank {
@@ -582,7 +626,72 @@ impl fmt::Debug for Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // The others have the memory mapped by themselves, so what they still write harms nobody.
-        self.own.set(STATE, LEFT);
+        // The others have mapped the memory themselves, so a write that comes now harms nobody.
+        if self.failed.is_none() {
+            leave(&self.own);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use super::*;
+    use crate::Number;
+
+    const SHAPE: Shape = Shape {
+        ranks: 1,
+        experts: 2,
+        top_k: 1,
+        max_tokens: 2,
+        row_bytes: 16,
+        scale_bytes: 0,
+        hidden: 8,
+        number: Number::Bf16,
+        alignment: 1,
+    };
+
+    /// A rank that is its own peer. `garble` changes its memory between send and receive, as another process could.
+    fn received(garble: impl FnOnce(&Rank)) -> MoeError {
+        let told = &mut |bytes: &[u8]| Ok(vec![bytes.to_vec()]);
+        let mut rank = crate::join(&SHAPE, 0, Duration::from_millis(200), told).unwrap();
+        let sent = rank.send(&[7; 32], &[], &[0, 1], &[1.0, 1.0]).unwrap();
+        garble(&rank);
+        let place = |rank: &mut Rank, arrived: Arrived| {
+            let mut rows = vec![0; arrived.arrivals.rows * 16];
+            rank.place(arrived, &mut rows, &mut []).map(|_| ())
+        };
+        let error = rank.arrive(sent).and_then(|arrived| place(&mut rank, arrived)).unwrap_err();
+        assert_eq!(rank.check(), Err(error.clone()));
+        error
+    }
+
+    fn word_of_row(rank: &Rank, slot: usize, word: usize, value: u32) {
+        let (_, at) = rank.layout.row(1, 0, slot);
+        rank.own.write(at + rank.layout.rest_at + 4 * word, &value.to_le_bytes());
+    }
+
+    #[test]
+    fn bytes_that_no_routing_gives_are_an_error_and_no_panic() {
+        let nonsense = |what| MoeError::Nonsense { rank: 0, what };
+        let count =
+            |rank: &Rank, expert, value: u64| rank.own.set(rank.layout.count(1, 0, expert), 1 << 32 | value);
+        assert_eq!(received(|rank| count(rank, 0, u64::from(u32::MAX))), nonsense("counts"));
+        assert_eq!(received(|rank| count(rank, 2, 3)), nonsense("counts"));
+        // More slots than pairs.
+        assert_eq!(received(|rank| count(rank, 0, 0)), nonsense("counts"));
+        assert_eq!(received(|rank| word_of_row(rank, 0, 3, 2)), nonsense("a token"));
+        assert_eq!(received(|rank| word_of_row(rank, 0, 0, 2)), nonsense("a place"));
+        assert_eq!(received(|rank| word_of_row(rank, 1, 1, 1)), nonsense("a place"));
+        // An expert's row that does not come.
+        assert_eq!(received(|rank| word_of_row(rank, 1, 0, NOWHERE)), nonsense("other rows than counts"));
+    }
+
+    #[test]
+    fn a_word_of_a_later_dispatch_ends_the_wait() {
+        let later = |rank: &Rank| rank.own.set(rank.layout.row(1, 0, 1).0, 3);
+        assert_eq!(received(later), MoeError::OutOfStep { rank: 0 });
+        let later = |rank: &Rank| rank.own.set(rank.layout.count(1, 0, 0), 3 << 32);
+        assert_eq!(received(later), MoeError::OutOfStep { rank: 0 });
     }
 }

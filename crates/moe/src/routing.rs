@@ -13,7 +13,7 @@ pub struct BadExpert {
     pub token: usize,
     /// Position among the token's experts.
     pub k: usize,
-    /// The id.
+    /// Id that was asked for.
     pub expert: i64,
     /// Number of experts.
     pub experts: usize,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::Number;
 
-/// Most ranks.
+/// Most ranks of an all-to-all.
 pub const RANKS_MAX: usize = 64;
 /// Most experts of a token.
 pub const TOP_K_MAX: usize = 32;
@@ -24,7 +24,7 @@ pub struct Shape {
     pub top_k: usize,
     /// Most tokens of a rank in one dispatch.
     pub max_tokens: usize,
-    /// Bytes of a row that is dispatched, a multiple of 16. What they mean does not matter.
+    /// Bytes of a row that is dispatched, a multiple of 16. Their meaning does not matter.
     pub row_bytes: usize,
     /// Bytes of scales that go with a row; 0: none.
     pub scale_bytes: usize,
@@ -63,6 +63,11 @@ impl Shape {
                 self.hidden,
                 self.sum_bytes()
             ));
+        }
+        // Positions of rows are numbers of 32 bits, in Python signed ones.
+        let rows = self.ranks * self.max_tokens * self.top_k + self.experts_a_rank() * self.alignment;
+        if rows > i32::MAX as usize {
+            return Err(format!("a rank might receive {rows} rows, and positions go to {}", i32::MAX));
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 const POISON: u8 = 0xa5;
 
-/// What one rank dispatches.
+/// The tokens of one rank.
 #[derive(Debug, Clone)]
 struct Input {
     rows: Vec<u8>,
@@ -69,7 +69,7 @@ fn expected_rows(shape: &Shape, rank: usize, inputs: &[Input]) -> (Vec<u8>, Vec<
     (rows, scales, places)
 }
 
-/// What an expert makes of a row: numbers that depend on both.
+/// An expert's output: numbers that depend on it and on the row.
 fn expert_output(shape: &Shape, rank: usize, position: usize, rows: &[u8]) -> Vec<bf16> {
     let row = &rows[position * shape.row_bytes..][..shape.row_bytes];
     let sum: u32 = row.iter().map(|byte| u32::from(*byte)).sum();
@@ -219,7 +219,7 @@ fn sent(rank: &mut Rank, input: &Input) -> kvlane_moe::Sent {
     rank.send(&input.rows, &input.scales, &input.ids, &input.weights).unwrap()
 }
 
-/// What makes a debugger work, and ranks on streams of one process.
+/// Debuggers and ranks on streams of one process need it.
 #[test]
 fn ranks_run_one_after_the_other_in_one_thread() {
     let mut ranks = joined(small(3), Duration::from_secs(20));
@@ -298,13 +298,118 @@ fn a_rank_that_leaves_is_named_and_so_are_those_that_fail_because_of_it() {
     let mut ranks = joined(small(3), Duration::from_secs(20));
     drop(ranks.remove(1));
     let [zero, two] = &mut ranks[..] else { panic!("three ranks less one") };
-    let lost = MoeError::PeerLeft { rank: 1, phase: Phase::Counts };
+    let lost = MoeError::PeerLeft { rank: 1, phase: Phase::Counts, because: None };
     let dispatch = sent(zero, &token(0));
     assert_eq!(zero.arrive(dispatch).unwrap_err(), lost);
     assert_eq!(zero.check().unwrap_err(), lost);
     assert_eq!(zero.send(&[], &[], &[], &[]).unwrap_err(), lost);
     let dispatch = sent(two, &token(0));
-    assert!(matches!(two.arrive(dispatch).unwrap_err(), MoeError::PeerLeft { .. }));
+    // Rank 0 has sent its counts before it failed, so rank 2 meets rank 1 first.
+    assert_eq!(two.arrive(dispatch).unwrap_err(), lost);
+}
+
+#[test]
+fn a_rank_that_fails_because_of_another_names_it() {
+    let mut ranks = joined(small(3), Duration::from_millis(200));
+    let dispatch = sent(&mut ranks[0], &token(3));
+    assert!(matches!(ranks[0].arrive(dispatch).unwrap_err(), MoeError::TimedOut { rank: 1, .. }));
+    let _ = sent(&mut ranks[1], &token(0));
+    let dispatch = sent(&mut ranks[2], &token(0));
+    let (mut handle, ..) = received(&mut ranks[2], dispatch);
+    ranks[2].send_back(&mut handle, &[], Sum::Exact).unwrap();
+    let error = ranks[2].gather(handle, &mut [0; 16]).unwrap_err();
+    assert_eq!(error, MoeError::PeerLeft { rank: 0, phase: Phase::Sums, because: Some(1) });
+    assert!(
+        error.to_string().contains("rank 0 takes no part any more: it failed because of rank 1"),
+        "{error}"
+    );
+}
+
+/// A rank that gave up a dispatch after it had sent it went on, one dispatch behind the others: they combined its tokens with
+/// the experts of another layer, or overwrote rows that it was reading.
+#[test]
+fn a_dispatch_that_is_dropped_before_its_rows_are_placed_ends_it_for_all() {
+    let mut ranks = joined(small(2), Duration::from_secs(20));
+    drop(sent(&mut ranks[0], &token(3)));
+    assert_eq!(ranks[0].send(&[], &[], &[], &[]).unwrap_err(), MoeError::GivenUp);
+    assert_eq!(ranks[0].check().unwrap_err(), MoeError::GivenUp);
+    // Its first dispatch reached the other rank whole, the second one never comes.
+    let dispatch = sent(&mut ranks[1], &token(3));
+    let _ = received(&mut ranks[1], dispatch);
+    let dispatch = sent(&mut ranks[1], &token(3));
+    assert!(matches!(ranks[1].arrive(dispatch).unwrap_err(), MoeError::PeerLeft { rank: 0, .. }));
+}
+
+/// With every way in which one rank can be ahead of another by what the calls allow.
+#[test]
+fn a_rank_that_runs_ahead_changes_nothing_for_a_slow_one() {
+    let shape = Shape { max_tokens: 12, ..small(2) };
+    let ranks = joined(shape, Duration::from_secs(20));
+    let rounds: Arc<Vec<Vec<Input>>> = Arc::new(
+        (0..24u8)
+            .map(|round| {
+                let input = |rank: u8| Input {
+                    rows: (0..12 * 16).map(|byte| (byte as u8).wrapping_mul(round + 7 * rank + 1)).collect(),
+                    scales: Vec::new(),
+                    ids: (0..24).map(|pair| i64::from((pair as u8 + round + rank) % 4)).collect(),
+                    weights: (0..24).map(|pair| pair as f32 - f32::from(round)).collect(),
+                };
+                vec![input(0), input(1)]
+            })
+            .collect(),
+    );
+    let threads: Vec<_> = ranks
+        .into_iter()
+        .enumerate()
+        .map(|(number, mut rank)| {
+            let rounds = Arc::clone(&rounds);
+            std::thread::spawn(move || {
+                let nap = |round: usize, step: usize| {
+                    // Rank 0 is slow in some steps, rank 1 in others.
+                    if (round + step) % 4 == 2 * number {
+                        std::thread::sleep(Duration::from_millis(3));
+                    }
+                };
+                let outputs_of = |rows: &[u8], shape: &Shape| -> Vec<u8> {
+                    (0..rows.len() / shape.row_bytes)
+                        .flat_map(|position| bytes_of(&expert_output(shape, number, position, rows)))
+                        .collect()
+                };
+                for pair in (0..rounds.len()).step_by(2) {
+                    let mut open = Vec::new();
+                    for round in pair..pair + 2 {
+                        nap(round, 0);
+                        let dispatch = sent(&mut rank, &rounds[round][number]);
+                        nap(round, 1);
+                        let (handle, rows, ..) = received(&mut rank, dispatch);
+                        assert!(
+                            rows == expected_rows(&shape, number, &rounds[round]).0,
+                            "rows of round {round}"
+                        );
+                        open.push((round, handle, rows));
+                    }
+                    if pair % 4 == 0 {
+                        open.reverse();
+                    }
+                    for (round, mut handle, rows) in open {
+                        let sum = if round % 3 == 0 { Sum::Reduced } else { Sum::Exact };
+                        nap(round, 2);
+                        rank.send_back(&mut handle, &outputs_of(&rows, &shape), sum).unwrap();
+                        nap(round, 3);
+                        let mut tokens = vec![0; 12 * shape.sum_bytes()];
+                        rank.gather(handle, &mut tokens).unwrap();
+                        assert!(
+                            tokens == expected_sums(&shape, number, &rounds[round], sum),
+                            "sums of round {round}"
+                        );
+                    }
+                }
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().unwrap();
+    }
 }
 
 #[test]

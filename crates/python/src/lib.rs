@@ -39,6 +39,7 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<fabric::PyPieces>()?;
     module.add_class::<fabric::PyTransfer>()?;
     module.add_class::<gpu_memory::PyGpuMemory>()?;
+    module.add("MoeFailure", module.py().get_type::<moe::MoeFailure>())?;
     module.add_class::<moe::PyRank>()?;
     module.add_class::<moe::PyDispatch>()?;
     module.add_class::<handoff::PyHandoffRank>()?;

@@ -1,12 +1,14 @@
 //! A rank of an all-to-all for Python. Users call `python/kvlane/moe.py`, which wraps it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvlane_moe::{Arrived, Handle, MoeError, Number, Rank, Sent, Shape, Sum, join};
 use parking_lot::Mutex;
 use pyo3::{
-    exceptions::{PyConnectionError, PyOSError, PyRuntimeError, PyTimeoutError, PyValueError},
+    create_exception,
+    exceptions::{PyException, PyValueError},
     prelude::*,
     types::PyBytes,
 };
@@ -18,11 +20,15 @@ type Memory = (usize, usize);
 /// Rows for each expert of this rank, the first row of each, and rows of all.
 type Places = (Vec<u32>, Vec<u32>, usize);
 
+create_exception!(kvlane._core, MoeFailure, PyException, "A kind, and a sentence.");
+
 #[pyclass(name = "MoeRank", module = "kvlane._core", frozen)]
 pub(crate) struct PyRank {
     rank: Own<Mutex<Option<Rank>>>,
-    /// What the signal handler raised while the rank waited.
+    bytes: usize,
+    /// Raised by a signal's handler while the rank waited.
     raised: Arc<Mutex<Option<PyErr>>>,
+    closing: Arc<AtomicBool>,
 }
 
 /// A dispatch, from its send until it is combined.
@@ -58,8 +64,8 @@ impl PyRank {
         let number = number_of(number)?;
         let shape =
             Shape { ranks, experts, top_k, max_tokens, row_bytes, scale_bytes, hidden, number, alignment };
-        let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3)
-            .map_err(|_| PyValueError::new_err("timeout has to be a number of seconds above 0"))?;
+        // The longest wait that the clock can tell is longer than anybody waits.
+        let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3).unwrap_or(Duration::MAX);
         let mut failed = None;
         let mut gather = |bytes: &[u8]| {
             Python::attach(|py| gather_by(py, &all_gather, bytes)).map_err(|error| {
@@ -74,8 +80,12 @@ impl PyRank {
         }
         let mut joined = joined.map_err(error)?;
         let raised = Arc::new(Mutex::new(None));
-        let noted = Arc::clone(&raised);
+        let closing = Arc::new(AtomicBool::new(false));
+        let (noted, closes) = (Arc::clone(&raised), Arc::clone(&closing));
         joined.interrupt_by(move || {
+            if closes.load(Ordering::Relaxed) {
+                return true;
+            }
             let found = Python::attach(|py| py.check_signals()).err();
             let is_some = found.is_some();
             if is_some {
@@ -83,12 +93,13 @@ impl PyRank {
             }
             is_some
         });
-        Ok(PyRank { rank: Own::new(Mutex::new(Some(joined))), raised })
+        let bytes = joined.bytes();
+        Ok(PyRank { rank: Own::new(Mutex::new(Some(joined))), bytes, raised, closing })
     }
 
     /// Bytes of this rank's memory.
-    fn bytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.with(py, |rank| Ok(rank.bytes()))
+    fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// Dispatches, combines, rows sent to other ranks, rows received from them.
@@ -164,8 +175,17 @@ impl PyRank {
         }
     }
 
-    /// Takes no part any more. The others' waits for this rank end.
+    /// Takes no part any more, because a dispatch was sent and is not received.
+    fn give_up(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |rank| {
+            rank.give_up();
+            Ok(())
+        })
+    }
+
+    /// Takes no part any more. The others' waits for this rank end, and so does a wait of this one.
     fn close(&self, py: Python<'_>) {
+        self.closing.store(true, Ordering::Relaxed);
         if let Some(rank) = self.rank.if_here() {
             py.detach(|| drop(rank.lock().take()));
         }
@@ -188,12 +208,20 @@ impl PyRank {
     }
 }
 
+#[pymethods]
+impl PyDispatch {
+    /// Drops it without combining it.
+    fn give_up(&self) {
+        drop(self.0.lock().take());
+    }
+}
+
 impl PyDispatch {
     fn take(&self) -> PyResult<State> {
         self.0
             .lock()
             .take()
-            .ok_or_else(|| PyValueError::new_err("this dispatch was combined before, or failed"))
+            .ok_or_else(|| PyValueError::new_err("this dispatch was combined before, or given up"))
     }
 
     fn put(&self, state: State) {
@@ -255,11 +283,12 @@ fn number_of(name: &str) -> PyResult<Number> {
 
 fn error(error: MoeError) -> PyErr {
     let sentence = error.to_string();
-    match error {
-        MoeError::BadInput(_) => PyValueError::new_err(sentence),
-        MoeError::NotJoined(_) => PyOSError::new_err(sentence),
-        MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => PyConnectionError::new_err(sentence),
-        MoeError::TimedOut { .. } => PyTimeoutError::new_err(sentence),
-        MoeError::Interrupted { .. } | MoeError::Nonsense { .. } => PyRuntimeError::new_err(sentence),
-    }
+    let kind = match error {
+        MoeError::BadInput(_) => return PyValueError::new_err(sentence),
+        MoeError::NotJoined(_) => "not joined",
+        MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => "lost",
+        MoeError::TimedOut { .. } => "silent",
+        _ => "failed",
+    };
+    MoeFailure::new_err((kind, sentence))
 }

@@ -25,6 +25,7 @@ SUBCOMMANDS = (
     "fabric",
     "handoff",
     "handoff_scale",
+    "all_to_all",
     "index",
     "ssd",
     "remote",

@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::handles::{Ask, Incoming, Part, RegionHead, Source, Verdict, send};
-use super::meeting::{Meeting, check_user};
+use super::meeting::Meeting;
 use crate::carriers::card::SharedCard;
 use crate::identity::Identity;
 
@@ -349,7 +349,7 @@ fn fetch_memory(
     };
     stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
     *shared.asking.lock() = Some(stream.try_clone().map_err(failed)?);
-    check_user(&stream).map_err(failed)?;
+    kvlane_memory::check_same_user(&stream).map_err(failed)?;
     if PeerCredentials::of(&stream).map_err(failed)?.pid == std::process::id() {
         return Err("it is in this process, and a driver maps only memory of other processes".into());
     }

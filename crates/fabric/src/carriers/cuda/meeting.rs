@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvlane_gpu::{ChunkRange, Gpu, GpuError};
-use kvlane_memory::{DESCRIPTORS_MAX, PeerCredentials, RuntimeFolder, SocketFile};
+use kvlane_memory::{DESCRIPTORS_MAX, RuntimeFolder, SocketFile, check_same_user};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::exposed::{Exposed, ExposedRegion};
@@ -37,8 +37,6 @@ use crate::random::{long_random, random};
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Peers that are served at the same time. Others wait until one is done.
 const SERVED_MAX: usize = 32;
-/// A socket of this age at which no process listens is a killed engine's.
-const STALE_AGE: Duration = Duration::from_secs(10);
 /// Pause after an accept that failed, mostly because this process may open no more files, and while as many peers are served as
 /// may be.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -74,7 +72,7 @@ impl MeetingPlace {
         let refused = |error: io::Error| format!("it cannot give out handles of GPU memory: {error}");
         exposed.make_card().map_err(refused)?;
         let meeting = Meeting { number: random().map_err(refused)?, pass: long_random().map_err(refused)? };
-        remove_stale();
+        SocketFile::remove_stale("fabric-");
         let (listener, file) = SocketFile::bind(&meeting.path()).map_err(|error| error.to_string())?;
         listener.set_nonblocking(true).map_err(refused)?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -92,23 +90,6 @@ impl Drop for MeetingPlace {
     fn drop(&mut self) {
         // The thread touches no memory of transfers, so nothing has to wait until it has ended.
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-    }
-}
-
-/// Removes sockets of engines that were killed.
-fn remove_stale() {
-    let Ok(folder) = std::fs::read_dir(RuntimeFolder::of_this_user().path()) else { return };
-    for entry in folder.flatten() {
-        let name = entry.file_name();
-        let is_one = name.to_str().is_some_and(|name| name.starts_with("fabric-") && name.ends_with(".sock"));
-        let age = entry.metadata().and_then(|found| found.modified()).ok().and_then(|at| at.elapsed().ok());
-        // A younger one may belong to an engine that has bound it and does not listen yet: ranks of one model start together.
-        if is_one
-            && age.is_some_and(|age| age >= STALE_AGE)
-            && matches!(UnixStream::connect(entry.path()), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
-        {
-            let _ = std::fs::remove_file(entry.path());
-        }
     }
 }
 
@@ -153,27 +134,12 @@ fn serve(stream: &UnixStream, exposed: &Exposed, pass: u128) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    check_user(stream)?;
+    check_same_user(stream)?;
     let ask = Incoming::new(stream).ask()?;
     if ask.pass != pass {
         return send(stream, &refusal("the peer does not know this pass"), &[]);
     }
     answer(stream, exposed, &ask)
-}
-
-/// Whether the other end is a process of this user.
-///
-/// # Errors
-/// It is another user's, with a sentence that says so.
-pub(super) fn check_user(stream: &UnixStream) -> io::Result<()> {
-    let (theirs, own) = (PeerCredentials::of(stream)?.uid, rustix::process::geteuid().as_raw());
-    if theirs == own {
-        return Ok(());
-    }
-    Err(io::Error::new(
-        io::ErrorKind::PermissionDenied,
-        format!("the peer runs as user {theirs}, this process as user {own}: run both as one user"),
-    ))
 }
 
 fn answer(stream: &UnixStream, exposed: &Exposed, ask: &Ask) -> io::Result<()> {
@@ -318,12 +284,12 @@ mod tests {
         set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
         set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
         let _stranger = ask_as(65_534, path.clone());
-        let error = check_user(&listener.accept().unwrap().0).unwrap_err();
+        let error = check_same_user(&listener.accept().unwrap().0).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the peer runs as user 65534, this process as user 0: run both as one user"
         );
         let _own = UnixStream::connect(&path).unwrap();
-        check_user(&listener.accept().unwrap().0).unwrap();
+        check_same_user(&listener.accept().unwrap().0).unwrap();
     }
 }

@@ -1,0 +1,203 @@
+"""`kvlane bench all-to-all`: dispatch and combine of kvlane.moe among processes of this host, on their CPUs."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvlane.bench import report
+from kvlane.bench.extra import numpy, tqdm
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count
+
+NAME = "all-to-all"
+HELP = (
+    "dispatch and combine of a mixture of experts between processes, beside torch's gloo moving the same rows"
+)
+# Rounds before those that count: memory is touched for the first time.
+_WARM_UP = 3
+ROUTINGS = ("uniform", "zipf", "one-expert")
+# By the time that gloo takes for the same rows, without a plan, places or sums.
+GLOO_GOAL = 0.6
+_PEERS = {"dispatch": "gloo-rows", "combine-reduced": "gloo-sums"}
+_TITLES = {
+    "dispatch": "dispatch",
+    "combine": "combine, exact",
+    "combine-reduced": "combine, reduced",
+    "gloo-rows": "gloo, the rows of dispatch",
+    "gloo-sums": "gloo, the rows of combine, reduced",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench all-to-all`."""
+    parser.add_argument("--ranks", type=count, default=4, help="processes (default %(default)s)")
+    parser.add_argument("--tokens", type=count, default=128, help="of each rank (default %(default)s)")
+    parser.add_argument("--experts", type=count, default=256, help="of all ranks (default %(default)s)")
+    parser.add_argument("--top-k", type=count, default=8, help="experts a token (default %(default)s)")
+    parser.add_argument(
+        "--hidden", type=count, default=7168, help="bfloat16 numbers a row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--routing", choices=ROUTINGS, default="uniform", help="who is asked (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=count, default=50, help="(default %(default)s)")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    return publish(arguments, outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """The slowest rank of each round: medians and p99 over rounds in which all take turns."""
+    found = _rounds(arguments)
+    figures: list[Figure] = []
+    slowest = {name: [max(of_rank[name] for of_rank in each) * 1e3 for each in found] for name in found[0][0]}
+    for name, times in slowest.items():
+        figures.append(Figure(f"{_TITLES[name]}, p50 of the slowest rank", statistics.median(times), "ms"))
+        figures.append(Figure(f"{_TITLES[name]}, p99", sorted(times)[-1 - (len(times) - 1) // 100], "ms"))
+    for ours, peer in _PEERS.items():
+        if peer in slowest:
+            ratio = statistics.median(slowest[ours]) / statistics.median(slowest[peer])
+            figures.append(Figure(f"{_TITLES[ours]} / gloo", ratio, at_most=GLOO_GOAL))
+    note = (
+        f"{arguments.ranks} processes, {arguments.tokens} tokens each, {arguments.top_k} of {arguments.experts} "
+        f"experts, rows of {arguments.hidden} bfloat16, {arguments.routing} routing, other ids in each round. "
+    )
+    if "gloo-rows" in slowest:
+        note += "Gloo moves the rows alone, one for each rank, by all_to_all_single with known sizes."
+    else:
+        note += "Without gloo: there is no torch beside this Python."
+    return Outcome(NAME, figures, {"ms_by_round": slowest}, note)
+
+
+def _rounds(arguments: argparse.Namespace) -> list[list[dict[str, float]]]:
+    """For each round that counts, the seconds of each rank by what it did."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: list[Connection] = []
+        processes = []
+        for rank in range(arguments.ranks):
+            ours, theirs = context.Pipe()
+            settings = vars(arguments) | {"run": None, "store": f"{folder}/store"}
+            processes.append(context.Process(target=_rank, args=(rank, theirs, settings), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            # The two gathers by which ranks join, then one turn for each round.
+            for _ in range(2):
+                told = [_heard(pipe) for pipe in pipes]
+                for pipe in pipes:
+                    pipe.send(told)
+            found = []
+            for _ in tqdm(range(_WARM_UP + arguments.rounds), desc="rounds", unit="round", leave=False):
+                for pipe in pipes:
+                    pipe.send("go")
+                found.append([_heard(pipe) for pipe in pipes])
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+    return found[_WARM_UP:]
+
+
+def _heard(pipe: Connection) -> Any:
+    try:
+        heard = pipe.recv()
+    except EOFError:
+        raise SystemExit("a rank of the benchmark ended; its words are above") from None
+    if isinstance(heard, str):
+        raise SystemExit(heard)
+    return heard
+
+
+def _rank(rank: int, pipe: Connection, settings: dict[str, Any]) -> None:
+    """What each process does: a round for each `go`."""
+    from kvlane.moe import AllToAll, Group
+
+    def all_gather(told: bytes) -> list[bytes]:
+        pipe.send(told)
+        return pipe.recv()
+
+    ranks, tokens, hidden, top_k = (settings[name] for name in ("ranks", "tokens", "hidden", "top_k"))
+    source = numpy.random.default_rng(rank)
+    x = source.integers(0, 1 << 14, (tokens, hidden)).astype(numpy.uint16)
+    weights = numpy.full((tokens, top_k), 1 / top_k, numpy.float32)
+    group = Group(rank, ranks, all_gather)
+    try:
+        with AllToAll(
+            group, experts=settings["experts"], top_k=top_k, max_tokens=tokens, hidden=hidden
+        ) as all_to_all:
+            gloo = _gloo(rank, settings)
+            while pipe.recv() == "go":
+                ids = _ids(source, settings)
+                times = {}
+                began = time.perf_counter()
+                got = all_to_all.dispatch(x, ids, weights)
+                times["dispatch"] = time.perf_counter() - began
+                # Experts that change nothing.
+                began = time.perf_counter()
+                all_to_all.combine(got.rows, got)
+                times["combine"] = time.perf_counter() - began
+                got = all_to_all.dispatch(x, ids, weights)
+                began = time.perf_counter()
+                all_to_all.combine(got.rows, got, reduced=True)
+                times["combine-reduced"] = time.perf_counter() - began
+                if gloo is not None:
+                    times |= _by_gloo(gloo, x, ids, settings)
+                pipe.send(times)
+    except ValueError as error:
+        pipe.send(str(error))
+
+
+def _ids(source: Any, settings: dict[str, Any]) -> Any:
+    """Different experts for each token, as the routing says; the same expert for all tokens and k with one-expert."""
+    tokens, experts, top_k = (settings[name] for name in ("tokens", "experts", "top_k"))
+    if settings["routing"] == "one-expert":
+        return numpy.zeros((tokens, top_k), numpy.int64)
+    # The largest of perturbed logarithms are a draw without repetition (Gumbel).
+    weights = numpy.ones(experts) if settings["routing"] == "uniform" else 1 / numpy.arange(1, experts + 1)
+    scores = numpy.log(weights) + source.gumbel(size=(tokens, experts))
+    return numpy.argsort(-scores, axis=1)[:, :top_k].copy()
+
+
+def _gloo(rank: int, settings: dict[str, Any]) -> Any:
+    """torch.distributed with gloo; None without torch."""
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        return None
+    store = f"file://{settings['store']}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=settings["ranks"])
+    return dist
+
+
+def _by_gloo(dist: Any, x: Any, ids: Any, settings: dict[str, Any]) -> dict[str, float]:
+    """Seconds of one row for each token and rank there, and of as many back. What goes where is known before."""
+    import torch
+
+    ranks = settings["ranks"]
+    holders = ids // -(-settings["experts"] // ranks)
+    to = [torch.from_numpy(x[(holders == rank).any(axis=1)].view(numpy.int16)) for rank in range(ranks)]
+    sent = torch.tensor([len(each) for each in to])
+    received = torch.zeros(ranks, dtype=torch.int64)
+    dist.all_to_all_single(received, sent)
+    rows, room = torch.cat(to), torch.empty((int(received.sum()), settings["hidden"]), dtype=torch.int16)
+    times = {}
+    began = time.perf_counter()
+    dist.all_to_all_single(room, rows, received.tolist(), sent.tolist())
+    times["gloo-rows"] = time.perf_counter() - began
+    began = time.perf_counter()
+    dist.all_to_all_single(rows, room, sent.tolist(), received.tolist())
+    times["gloo-sums"] = time.perf_counter() - began
+    return times
