@@ -14,28 +14,23 @@ from typing import Any
 
 from kvlane.demo.model import write_tokenizer
 
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-    },
+    "llama-8b": LLAMA_8B,
     # By two ranks as the one above is by four: two heads of the KV cache each, pieces of 16 KiB.
-    "llama-8b-4-kv-heads": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-    },
+    "llama-8b-4-kv-heads": LLAMA_8B | {"num_key_value_heads": 4},
+    # Three of four layers see the last 1,024 tokens only.
+    "llama-8b-windows": LLAMA_8B
+    | {"sliding_window": 1024, "layer_types": 8 * [*3 * ["sliding_attention"], "full_attention"]},
     # Latent attention as in DeepSeek-V2, without experts: 576 elements a token and layer, the same in all ranks.
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -58,19 +53,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 102400,
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
-    },
-    # Three of four layers see the last 1,024 tokens only.
-    "llama-8b-windows": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-        "sliding_window": 1024,
-        "layer_types": 8 * [*3 * ["sliding_attention"], "full_attention"],
     },
     # State-space layers, and one of attention after three of them, as in Granite 4. Not run yet.
     "state-space": {
