@@ -67,12 +67,12 @@ def test_a_killed_rank_is_named_by_the_others_and_everything_after_fails() -> No
 
 
 def test_a_stopped_rank_is_named_after_the_timeout() -> None:
-    with Ranks(2, "until_lost", (Sizes(ranks=2, experts=4, top_k=2, hidden=8), 0.5)) as ranks:
+    with Ranks(2, "until_lost", (Sizes(ranks=2, experts=4, top_k=2, hidden=8), 3.0)) as ranks:
         ranks.until("dispatched", 5)
         os.kill(ranks.processes[1].pid or 0, signal.SIGSTOP)
         kind, text, took, same_again = ranks.done(1)[0]
     assert kind == "RankSilent"
-    assert "rank 1 sent no" in text and "within 0.5 s" in text
+    assert "rank 1 sent no" in text and "within 3 s" in text
     assert took < 20 and same_again
 
 
