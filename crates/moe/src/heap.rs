@@ -12,6 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvlane_memory::Mapping;
 use rustix::fs::{MemfdFlags, SealFlags};
 
+use crate::layout::STATE;
+
+/// The word [`STATE`] is 0 while a rank takes part. Above this bit it has the rank because of which it left, plus one.
+const LEFT: u64 = 1;
+const BECAUSE_SHIFT: u32 = 8;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// The memory of each peer, and its process; None for this rank.
@@ -76,6 +81,18 @@ impl Heap {
     /// The value of a word.
     pub(crate) fn get(&self, offset: usize) -> u64 {
         self.word(offset).load(Ordering::Acquire)
+    }
+
+    /// Notes that its rank takes no part any more, and the rank because of which.
+    pub(crate) fn leave(&self, because: Option<usize>) {
+        self.set(STATE, LEFT | because.map_or(0, |rank| rank as u64 + 1) << BECAUSE_SHIFT);
+    }
+
+    /// Whether its rank has left, and the rank because of which. A peer wrote that: it may be no rank.
+    pub(crate) fn left(&self) -> Option<Option<usize>> {
+        let state = self.get(STATE);
+        let because = (state >> BECAUSE_SHIFT).checked_sub(1).map(|rank| rank as usize);
+        (state & LEFT != 0).then_some(because)
     }
 
     /// Copies bytes in.

@@ -133,7 +133,7 @@ pub fn join(
         Ok(peers) => Ok(Rank::new(*shape, rank, layout, heap, peers, timeout)),
         Err(error) => {
             // A peer may have joined.
-            crate::rank::leave(&heap);
+            heap.leave(None);
             Err(error)
         }
     }

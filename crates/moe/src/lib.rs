@@ -8,7 +8,8 @@
 //! ```
 //! - pure: [`Shape`], what all ranks agree on; [`Routing`], where each row goes; [`Arrivals`], where it lands;
 //!   `layout`, the bytes of a rank's memory
-//! - edges: `heap`, memory that all ranks of a host map; [`join`], how they find each other's; [`Rank`], the two operations
+//! - edges: `heap`, memory that all ranks of a host map; [`join()`], how they find each other's; [`Rank`], the two operations;
+//!   `wait`, how a rank waits for another one, and learns that it has left
 //!
 //! # The protocol
 //! A row has a slot in the receiver's memory that follows from the routing alone, and a word of its own. The sender writes the
@@ -30,6 +31,7 @@
 compile_error!("kvlane runs on 64-bit Linux");
 
 mod arrivals;
+mod combine;
 mod error;
 mod heap;
 mod join;
@@ -38,6 +40,7 @@ mod number;
 mod rank;
 mod routing;
 mod shape;
+mod wait;
 
 pub use arrivals::{Arrivals, NOWHERE};
 pub use error::{MoeError, Phase};

@@ -1,27 +1,12 @@
-//! [`Rank`]: dispatch and combine of one rank, on a CPU.
+//! [`Rank`] and its dispatch, on a CPU.
 
-use std::cmp::Ordering;
 use std::fmt;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
-
-use kvlane_memory::pidfd_exited;
+use std::time::Duration;
 
 use crate::heap::{Heap, Peers};
-use crate::layout::{Layout, STATE, rest_bytes};
+use crate::layout::{Layout, rest_bytes};
 use crate::{Arrivals, MoeError, NOWHERE, Phase, Routing, Shape};
-
-/// The word [`STATE`] is 0 while a rank takes part. Above this bit it has the rank because of which it left, plus one.
-const LEFT: u64 = 1;
-const BECAUSE_SHIFT: u32 = 8;
-/// Looks at a word before the thread lets others run.
-const SPINS: u32 = 200;
-/// Longer waits sleep so long between two looks, and leave the processor to the ranks that compute.
-const NAP: Duration = Duration::from_micros(50);
-/// How often a waiting rank looks whether its peer lives.
-const LOOK: Duration = Duration::from_millis(1);
-/// Every so many looks it asks whether its caller still wants to wait.
-const LOOKS_TO_CALLER: u32 = 64;
 
 /// How combine sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,10 +42,10 @@ pub struct Sent {
 
 /// A dispatch that is not combined.
 #[derive(Debug)]
-struct Dispatch {
-    number: u64,
-    routing: Routing,
-    weights: Vec<f32>,
+pub(crate) struct Dispatch {
+    pub(crate) number: u64,
+    pub(crate) routing: Routing,
+    pub(crate) weights: Vec<f32>,
     /// The same in all dispatches of a rank.
     of: Arc<()>,
     /// Lives until it is combined, or given up.
@@ -79,20 +64,20 @@ pub struct Arrived {
 /// A dispatch whose rows are placed, for combine.
 #[derive(Debug)]
 pub struct Handle {
-    dispatch: Dispatch,
-    sent_back: Option<Sum>,
-    received: Vec<Received>,
-    rows: usize,
+    pub(crate) dispatch: Dispatch,
+    pub(crate) sent_back: Option<Sum>,
+    pub(crate) received: Vec<Received>,
+    pub(crate) rows: usize,
 }
 
 /// A token that another rank, or this one, has sent here.
 #[derive(Debug)]
-struct Received {
-    source: usize,
-    slot: usize,
-    token: usize,
+pub(crate) struct Received {
+    pub(crate) source: usize,
+    pub(crate) slot: usize,
+    pub(crate) token: usize,
     /// For each k, the position of its row, [`NOWHERE`] if another rank has that expert, and the weight.
-    experts: Vec<(u32, f32)>,
+    pub(crate) experts: Vec<(u32, f32)>,
 }
 
 /// One rank of an all-to-all. Made by [`join`](crate::join()).
@@ -103,21 +88,21 @@ struct Received {
 /// A send waits for nobody. So several ranks can also run one after the other in a thread, as long as all send before the first
 /// one receives.
 pub struct Rank {
-    shape: Shape,
-    rank: usize,
-    layout: Layout,
-    own: Heap,
-    peers: Peers,
-    timeout: Duration,
-    is_interrupted: Box<dyn Fn() -> bool + Send>,
+    pub(crate) shape: Shape,
+    pub(crate) rank: usize,
+    pub(crate) layout: Layout,
+    pub(crate) own: Heap,
+    pub(crate) peers: Peers,
+    pub(crate) timeout: Duration,
+    pub(crate) is_interrupted: Box<dyn Fn() -> bool + Send>,
     dispatched: u64,
     placed: u64,
     id: Arc<()>,
     unplaced: Weak<()>,
     /// The last even and the last odd dispatch.
     open: [Weak<()>; 2],
-    failed: Option<MoeError>,
-    stats: Stats,
+    pub(crate) failed: Option<MoeError>,
+    pub(crate) stats: Stats,
 }
 
 impl Rank {
@@ -259,7 +244,7 @@ impl Rank {
         (1..=ranks).map(move |step| (rank + step) % ranks)
     }
 
-    fn heap(&self, rank: usize) -> &Heap {
+    pub(crate) fn heap(&self, rank: usize) -> &Heap {
         match &self.peers[rank] {
             Some((heap, _)) => heap,
             None => &self.own,
@@ -316,7 +301,7 @@ impl Rank {
         Ok(Arrived { sent, slots, arrivals: Arrivals::of(by_source, &self.shape) })
     }
 
-    fn check_own(&self, dispatch: &Dispatch) -> Result<(), MoeError> {
+    pub(crate) fn check_own(&self, dispatch: &Dispatch) -> Result<(), MoeError> {
         if Arc::ptr_eq(&dispatch.of, &self.id) {
             return Ok(());
         }
@@ -412,210 +397,6 @@ impl Rank {
         }
         Ok(Received { source, slot, token, experts })
     }
-
-    /// Sends back what the experts made of the rows. `outputs` has as many rows as `rows` of [`Rank::place`] had, of
-    /// [`Shape::sum_bytes`] each.
-    ///
-    /// # Errors
-    /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent then. The error of an earlier
-    /// operation.
-    pub fn send_back(&mut self, handle: &mut Handle, outputs: &[u8], sum: Sum) -> Result<(), MoeError> {
-        self.check()?;
-        self.check_own(&handle.dispatch)?;
-        let sum_bytes = self.shape.sum_bytes();
-        if outputs.len() != handle.rows * sum_bytes {
-            return Err(MoeError::BadInput(format!(
-                "combine got {} bytes, and {} rows of {sum_bytes} bytes were dispatched",
-                outputs.len(),
-                handle.rows
-            )));
-        }
-        if handle.sent_back.replace(sum).is_some() {
-            return Err(MoeError::BadInput("this dispatch was combined before".into()));
-        }
-        self.stats.combines += 1;
-        let (number, mut sent) = (handle.dispatch.number, 0);
-        let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];
-        let (mut sums, mut reduced) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
-        for one in &handle.received {
-            let here = one.experts.iter().enumerate().filter(|(_, (position, _))| *position != NOWHERE);
-            let heap = self.heap(one.source);
-            match sum {
-                Sum::Exact => {
-                    for (k, (position, _)) in here {
-                        let (word, at) = self.layout.pair_row(number, one.token, k);
-                        heap.write(at, output(*position));
-                        heap.set(word, number);
-                        sent += u64::from(one.source != self.rank);
-                    }
-                }
-                Sum::Reduced => {
-                    sums.fill(0.0);
-                    for (_, (position, weight)) in here {
-                        self.shape.number.add_weighted(&mut sums, output(*position), *weight);
-                    }
-                    self.shape.number.write(&sums, &mut reduced);
-                    let (word, at) = self.layout.sum(number, self.rank, one.slot);
-                    heap.write(at, &reduced);
-                    heap.set(word, number);
-                    sent += u64::from(one.source != self.rank);
-                }
-            }
-        }
-        self.stats.rows_sent += sent;
-        Ok(())
-    }
-
-    /// Waits for what came back, and writes one row for each token of the dispatch: the weighted sum; zeros for a token that
-    /// wanted no expert.
-    ///
-    /// # Errors
-    /// [`MoeError::BadInput`] if `tokens` has no room for exactly that, or nothing was sent back. All others.
-    pub fn gather(&mut self, handle: Handle, tokens: &mut [u8]) -> Result<(), MoeError> {
-        self.check()?;
-        self.check_own(&handle.dispatch)?;
-        let Some(sum) = handle.sent_back else {
-            return Err(MoeError::BadInput("what the experts made is to be sent back first".into()));
-        };
-        let Dispatch { number, routing, weights, .. } = &handle.dispatch;
-        let (sum_bytes, top_k, count) = (self.shape.sum_bytes(), self.shape.top_k, routing.len(&self.shape));
-        if tokens.len() != count * sum_bytes {
-            let why = format!("the output has no room for exactly {count} rows of {sum_bytes} bytes");
-            return Err(MoeError::BadInput(why));
-        }
-        let (mut sums, mut row) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
-        // The next slot of each rank. Its tokens are in order.
-        let mut slots = vec![0; self.shape.ranks];
-        for (token, out) in tokens.chunks_mut(sum_bytes).enumerate() {
-            sums.fill(0.0);
-            match sum {
-                Sum::Exact => {
-                    let pairs = token * top_k..(token + 1) * top_k;
-                    let experts = routing.experts[pairs.clone()].iter().zip(&weights[pairs]);
-                    for (k, (expert, weight)) in experts.enumerate() {
-                        let Some(expert) = expert else { continue };
-                        let (word, at) = self.layout.pair_row(*number, token, k);
-                        self.row_back(*number, self.shape.rank_of(*expert as usize), word, at, &mut row)?;
-                        self.shape.number.add_weighted(&mut sums, &row, *weight);
-                    }
-                }
-                Sum::Reduced => {
-                    for (rank, slot) in slots.iter_mut().enumerate() {
-                        if routing.tokens[rank].get(*slot) != Some(&(token as u32)) {
-                            continue;
-                        }
-                        let (word, at) = self.layout.sum(*number, rank, *slot);
-                        self.row_back(*number, rank, word, at, &mut row)?;
-                        self.shape.number.add(&mut sums, &row);
-                        *slot += 1;
-                    }
-                }
-            }
-            self.shape.number.write(&sums, out);
-        }
-        Ok(())
-    }
-
-    /// Waits for a row of combine, and reads it.
-    fn row_back(
-        &mut self,
-        number: u64,
-        rank: usize,
-        word: usize,
-        at: usize,
-        row: &mut [u8],
-    ) -> Result<(), MoeError> {
-        self.wait(word, rank, Phase::Sums, |value| value.cmp(&number))?;
-        self.own.read(at, row);
-        self.stats.rows_received += u64::from(rank != self.rank);
-        Ok(())
-    }
-
-    /// Waits until a word of this rank's memory, which that rank writes, compares as equal, and returns it. A greater one is of a
-    /// later operation.
-    fn wait(
-        &mut self,
-        word: usize,
-        from: usize,
-        phase: Phase,
-        compare: impl Fn(u64) -> Ordering,
-    ) -> Result<u64, MoeError> {
-        for _ in 0..SPINS {
-            let value = self.own.get(word);
-            if compare(value) == Ordering::Equal {
-                return Ok(value);
-            }
-            std::hint::spin_loop();
-        }
-        let (begun, mut looked, mut looks) = (Instant::now(), Instant::now(), 0u32);
-        loop {
-            // Before the word: words that a rank wrote before it left or ended count.
-            let trouble = if looked.elapsed() >= LOOK {
-                (looked, looks) = (Instant::now(), looks.wrapping_add(1));
-                self.trouble(from, phase, begun.elapsed())
-            } else {
-                None
-            };
-            let value = self.own.get(word);
-            match compare(value) {
-                Ordering::Equal => return Ok(value),
-                Ordering::Greater => return Err(self.fail(MoeError::OutOfStep { rank: from })),
-                Ordering::Less => {}
-            }
-            if let Some(error) = trouble {
-                return Err(self.fail(error));
-            }
-            if looks % LOOKS_TO_CALLER == LOOKS_TO_CALLER - 1 && (self.is_interrupted)() {
-                return Err(self.fail(MoeError::Interrupted { rank: from, phase }));
-            }
-            if looks == 0 { std::thread::yield_now() } else { std::thread::sleep(NAP) }
-        }
-    }
-
-    /// Why a rank's word will not come.
-    fn trouble(&self, from: usize, phase: Phase, waited: Duration) -> Option<MoeError> {
-        if let Some((heap, process)) = &self.peers[from] {
-            let state = heap.get(STATE);
-            if state & LEFT != 0 {
-                let because = (state >> BECAUSE_SHIFT).checked_sub(1).map(|rank| rank as usize);
-                let because = because.filter(|rank| *rank < self.shape.ranks);
-                return Some(MoeError::PeerLeft { rank: from, phase, because });
-            }
-            if pidfd_exited(process) {
-                return Some(MoeError::PeerLost { rank: from, phase });
-            }
-        }
-        let timeout = self.timeout;
-        (waited >= timeout).then_some(MoeError::TimedOut { rank: from, phase, waited: timeout })
-    }
-
-    /// Takes no part any more, and lets the others know, with the rank because of which.
-    fn fail(&mut self, error: MoeError) -> MoeError {
-        let because = match error {
-            MoeError::PeerLeft { because: Some(rank), .. }
-            | MoeError::PeerLeft { rank, .. }
-            | MoeError::PeerLost { rank, .. }
-            | MoeError::TimedOut { rank, .. }
-            | MoeError::OutOfStep { rank }
-            | MoeError::Nonsense { rank, .. } => rank as u64 + 1,
-            _ => 0,
-        };
-        self.own.set(STATE, LEFT | because << BECAUSE_SHIFT);
-        self.failed = Some(error.clone());
-        error
-    }
-
-    /// Takes no part any more: a dispatch that was sent is not received.
-    pub fn give_up(&mut self) {
-        if self.failed.is_none() {
-            let _ = self.fail(MoeError::GivenUp);
-        }
-    }
-}
-
-/// Lets peers know that the rank with this memory takes no part.
-pub(crate) fn leave(own: &Heap) {
-    own.set(STATE, LEFT);
 }
 
 impl fmt::Debug for Rank {
@@ -628,7 +409,7 @@ impl Drop for Rank {
     fn drop(&mut self) {
         // The others have mapped the memory themselves, so a write that comes now harms nobody.
         if self.failed.is_none() {
-            leave(&self.own);
+            self.own.leave(None);
         }
     }
 }

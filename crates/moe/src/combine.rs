@@ -1,0 +1,124 @@
+//! The combine of a [`Rank`]: rows go back to the tokens' ranks, which sum them.
+
+use crate::rank::Dispatch;
+use crate::{Handle, MoeError, NOWHERE, Phase, Rank, Sum};
+
+impl Rank {
+    /// Sends back what the experts made of the rows. `outputs` has as many rows as `rows` of [`Rank::place`] had, of
+    /// [`Shape::sum_bytes`](crate::Shape::sum_bytes) each.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent then. The error of an earlier
+    /// operation.
+    pub fn send_back(&mut self, handle: &mut Handle, outputs: &[u8], sum: Sum) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(&handle.dispatch)?;
+        let sum_bytes = self.shape.sum_bytes();
+        if outputs.len() != handle.rows * sum_bytes {
+            return Err(MoeError::BadInput(format!(
+                "combine got {} bytes, and {} rows of {sum_bytes} bytes were dispatched",
+                outputs.len(),
+                handle.rows
+            )));
+        }
+        if handle.sent_back.replace(sum).is_some() {
+            return Err(MoeError::BadInput("this dispatch was combined before".into()));
+        }
+        self.stats.combines += 1;
+        let (number, mut sent) = (handle.dispatch.number, 0);
+        let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];
+        let (mut sums, mut reduced) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        for one in &handle.received {
+            let here = one.experts.iter().enumerate().filter(|(_, (position, _))| *position != NOWHERE);
+            let heap = self.heap(one.source);
+            match sum {
+                Sum::Exact => {
+                    for (k, (position, _)) in here {
+                        let (word, at) = self.layout.pair_row(number, one.token, k);
+                        heap.write(at, output(*position));
+                        heap.set(word, number);
+                        sent += u64::from(one.source != self.rank);
+                    }
+                }
+                Sum::Reduced => {
+                    sums.fill(0.0);
+                    for (_, (position, weight)) in here {
+                        self.shape.number.add_weighted(&mut sums, output(*position), *weight);
+                    }
+                    self.shape.number.write(&sums, &mut reduced);
+                    let (word, at) = self.layout.sum(number, self.rank, one.slot);
+                    heap.write(at, &reduced);
+                    heap.set(word, number);
+                    sent += u64::from(one.source != self.rank);
+                }
+            }
+        }
+        self.stats.rows_sent += sent;
+        Ok(())
+    }
+
+    /// Waits for what came back, and writes one row for each token of the dispatch: the weighted sum; zeros for a token that
+    /// wanted no expert.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if `tokens` has no room for exactly that, or nothing was sent back. All others.
+    pub fn gather(&mut self, handle: Handle, tokens: &mut [u8]) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(&handle.dispatch)?;
+        let Some(sum) = handle.sent_back else {
+            return Err(MoeError::BadInput("what the experts made is to be sent back first".into()));
+        };
+        let Dispatch { number, routing, weights, .. } = &handle.dispatch;
+        let (sum_bytes, top_k, count) = (self.shape.sum_bytes(), self.shape.top_k, routing.len(&self.shape));
+        if tokens.len() != count * sum_bytes {
+            let why = format!("the output has no room for exactly {count} rows of {sum_bytes} bytes");
+            return Err(MoeError::BadInput(why));
+        }
+        let (mut sums, mut row) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
+        // The next slot of each rank. Its tokens are in order.
+        let mut slots = vec![0; self.shape.ranks];
+        for (token, out) in tokens.chunks_mut(sum_bytes).enumerate() {
+            sums.fill(0.0);
+            match sum {
+                Sum::Exact => {
+                    let pairs = token * top_k..(token + 1) * top_k;
+                    let experts = routing.experts[pairs.clone()].iter().zip(&weights[pairs]);
+                    for (k, (expert, weight)) in experts.enumerate() {
+                        let Some(expert) = expert else { continue };
+                        let (word, at) = self.layout.pair_row(*number, token, k);
+                        self.row_back(*number, self.shape.rank_of(*expert as usize), word, at, &mut row)?;
+                        self.shape.number.add_weighted(&mut sums, &row, *weight);
+                    }
+                }
+                Sum::Reduced => {
+                    for (rank, slot) in slots.iter_mut().enumerate() {
+                        if routing.tokens[rank].get(*slot) != Some(&(token as u32)) {
+                            continue;
+                        }
+                        let (word, at) = self.layout.sum(*number, rank, *slot);
+                        self.row_back(*number, rank, word, at, &mut row)?;
+                        self.shape.number.add(&mut sums, &row);
+                        *slot += 1;
+                    }
+                }
+            }
+            self.shape.number.write(&sums, out);
+        }
+        Ok(())
+    }
+
+    /// Waits for a row of combine, and reads it.
+    fn row_back(
+        &mut self,
+        number: u64,
+        rank: usize,
+        word: usize,
+        at: usize,
+        row: &mut [u8],
+    ) -> Result<(), MoeError> {
+        self.wait(word, rank, Phase::Sums, |value| value.cmp(&number))?;
+        self.own.read(at, row);
+        self.stats.rows_received += u64::from(rank != self.rank);
+        Ok(())
+    }
+}
