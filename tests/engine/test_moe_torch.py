@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,30 @@ def test_tensors_of_two_processes_come_back_as_they_were(
     assert [rank.returncode for rank in ranks] == [0, 0], said
     # Every token has two experts.
     assert sum(int(out) for out, _ in said) == 2 * (5 + 9)
+
+
+def test_the_benchmark_measures_gloo_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had never run where torch is: gloo moves no numbers of 16 bits."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    sizes = [
+        "--ranks",
+        "2",
+        "--tokens",
+        "4",
+        "--experts",
+        "6",
+        "--top-k",
+        "2",
+        "--hidden",
+        "16",
+        "--rounds",
+        "2",
+    ]
+    command = [sys.executable, "-m", "kvlane.bench", "all-to-all", *sizes, "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    found = json.loads((tmp_path / "all-to-all.json").read_text())
+    assert {"gloo-rows", "gloo-sums"} <= found["ms_by_round"].keys()
+    assert [each["what"] for each in found["figures"] if each["goal"]] == [
+        "dispatch / gloo",
+        "combine, reduced / gloo",
+    ]

@@ -25,7 +25,7 @@ impl Number {
     /// Adds `weight * element` to each sum; product and sum are rounded to f32, one after the other.
     pub(crate) fn add_weighted(self, sums: &mut [f32], row: &[u8], weight: f32) {
         match self {
-            Number::Bf16 => add(sums, row, |bytes| weight * bf16::from_le_bytes(bytes).to_f32()),
+            Number::Bf16 => add(sums, row, |bytes| weight * wide(bytes)),
             Number::F16 => add(sums, row, |bytes| weight * f16::from_le_bytes(bytes).to_f32()),
             Number::F32 => add(sums, row, |bytes| weight * f32::from_le_bytes(bytes)),
         }
@@ -34,7 +34,7 @@ impl Number {
     /// Adds each element to its sum.
     pub(crate) fn add(self, sums: &mut [f32], row: &[u8]) {
         match self {
-            Number::Bf16 => add(sums, row, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Number::Bf16 => add(sums, row, wide),
             Number::F16 => add(sums, row, |bytes| f16::from_le_bytes(bytes).to_f32()),
             Number::F32 => add(sums, row, f32::from_le_bytes),
         }
@@ -48,6 +48,11 @@ impl Number {
             Number::F32 => write(sums, row, f32::to_le_bytes),
         }
     }
+}
+
+/// The f32 of a bfloat16, without the look at NaN that `half` takes: with it the loop is four times as slow.
+fn wide(bytes: [u8; 2]) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
 fn add<const N: usize>(sums: &mut [f32], row: &[u8], element: impl Fn([u8; N]) -> f32) {

@@ -193,17 +193,16 @@ impl Rank {
             }
             self.count(peer, number, self.shape.experts_a_rank(), routing.tokens[peer].len() as u32);
         }
-        let mut row = vec![0; self.layout.rest_at + rest_bytes(self.shape.top_k)];
+        let mut rest = vec![0; rest_bytes(self.shape.top_k)];
         for peer in self.others_first() {
             for (slot, token) in routing.tokens[peer].iter().enumerate() {
                 let token = *token as usize;
-                row[..row_bytes].copy_from_slice(&rows[token * row_bytes..][..row_bytes]);
-                row[self.layout.scales_at..][..scale_bytes]
-                    .copy_from_slice(&scales[token * scale_bytes..][..scale_bytes]);
-                self.describe(&routing, weights, peer, token, &mut row[self.layout.rest_at..]);
+                self.describe(&routing, weights, peer, token, &mut rest);
                 let (word, at) = self.layout.row(number, self.rank, slot);
                 let heap = self.heap(peer);
-                heap.write(at, &row);
+                heap.write(at, &rows[token * row_bytes..][..row_bytes]);
+                heap.write(at + self.layout.scales_at, &scales[token * scale_bytes..][..scale_bytes]);
+                heap.write(at + self.layout.rest_at, &rest);
                 heap.set(word, number);
             }
             self.stats.rows_sent += if peer == self.rank { 0 } else { routing.tokens[peer].len() as u64 };
@@ -336,24 +335,20 @@ impl Rank {
             return Err(MoeError::BadInput(format!("the output has no room for exactly {room} rows")));
         }
         let mut received = Vec::with_capacity(slots.iter().sum());
-        let mut row = vec![0; self.layout.rest_at + rest_bytes(top_k)];
+        let mut rest = vec![0; rest_bytes(top_k)];
         for step in 0..ranks {
             let source = (self.rank + step) % ranks;
             let mut counted = vec![0; arrivals.of_source(source).len()];
             for slot in 0..slots[source] {
                 let (word, at) = self.layout.row(dispatch.number, source, slot);
                 self.wait(word, source, Phase::Rows, |value| value.cmp(&dispatch.number))?;
-                self.own.read(at, &mut row);
-                let rest = &row[self.layout.rest_at..];
-                let one = self.described(source, slot, &arrivals, rest, &mut counted)?;
-                for (position, _) in &one.experts {
-                    if *position == NOWHERE {
-                        continue;
-                    }
+                self.own.read(at + self.layout.rest_at, &mut rest);
+                let one = self.described(source, slot, &arrivals, &rest, &mut counted)?;
+                for (position, _) in one.experts.iter().filter(|(position, _)| *position != NOWHERE) {
                     let position = *position as usize;
-                    rows[position * row_bytes..][..row_bytes].copy_from_slice(&row[..row_bytes]);
-                    scales[position * scale_bytes..][..scale_bytes]
-                        .copy_from_slice(&row[self.layout.scales_at..][..scale_bytes]);
+                    self.own.read(at, &mut rows[position * row_bytes..][..row_bytes]);
+                    let scales = &mut scales[position * scale_bytes..][..scale_bytes];
+                    self.own.read(at + self.layout.scales_at, scales);
                 }
                 received.push(one);
             }

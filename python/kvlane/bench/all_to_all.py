@@ -188,11 +188,13 @@ def _by_gloo(dist: Any, x: Any, ids: Any, settings: dict[str, Any]) -> dict[str,
 
     ranks = settings["ranks"]
     holders = ids // -(-settings["experts"] // ranks)
-    to = [torch.from_numpy(x[(holders == rank).any(axis=1)].view(numpy.int16)) for rank in range(ranks)]
+    # Bytes, because gloo knows no numbers of 16 bits.
+    to = [torch.from_numpy(x[(holders == rank).any(axis=1)].view(numpy.uint8)) for rank in range(ranks)]
     sent = torch.tensor([len(each) for each in to])
     received = torch.zeros(ranks, dtype=torch.int64)
     dist.all_to_all_single(received, sent)
-    rows, room = torch.cat(to), torch.empty((int(received.sum()), settings["hidden"]), dtype=torch.int16)
+    rows = torch.cat(to)
+    room = torch.empty((int(received.sum()), rows.shape[1]), dtype=torch.uint8)
     times = {}
     began = time.perf_counter()
     dist.all_to_all_single(room, rows, received.tolist(), sent.tolist())
