@@ -50,7 +50,7 @@ impl Number {
     }
 }
 
-/// The f32 of a bfloat16, without the look at NaN that `half` takes: with it the loop is four times as slow.
+/// The f32 of a bfloat16, without the look at NaN that `half` takes: with it combine took 1.25 times as long.
 fn wide(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
