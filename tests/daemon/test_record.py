@@ -76,8 +76,8 @@ def test_a_replay_hits_what_the_recorded_daemon_hit(
     beside = replayed(made.file, "--beside")["beside"]
     percent = 100 * hit / (missed + hit)
     assert beside["daemon_hit_percent"] == pytest.approx(percent)
-    # On a busy machine the daemon seals some blocks later than the next request asks for them: it was 1.25 once. Half the
-    # pool and twice the pool are 10 and 19 away.
+    # On a busy machine the daemon seals some blocks later than the next request asks for them: it was 1.25 once.
+    # Half the pool and twice the pool are 10 and 19 away.
     assert beside["replay_hit_percent"] == pytest.approx(percent, abs=3)
     # Larger pools hit more, and what the pool would have hit without the answers' blocks is something else.
     assert beside["replay_half_the_pool_hit_percent"] < percent - 2
