@@ -56,7 +56,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        options: dict[str, Any] = dict(model.OPTIONS.get(settings.shape, {}))
+        options: dict[str, Any] = {}
         if settings.connector:
             options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
         if settings.kv_cache_bytes:

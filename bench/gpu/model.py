@@ -54,30 +54,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
     },
-    # State-space layers, and one of attention after three of them, as in Granite 4. Not run yet.
-    "state-space": {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "shared_intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "layer_types": 4 * [*3 * ["mamba"], "attention", *3 * ["mamba"]],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "mamba_n_heads": 64,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 256,
-        "attention_multiplier": 0.088,
-        "position_embedding_type": "rope",
-        "vocab_size": 100352,
-        "torch_dtype": "bfloat16",
-    },
     # Experts and attention of the sizes of Qwen3-30B-A3B, with half of its layers and experts.
     "moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -125,8 +101,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 # Standard deviation of the weights by shape, so that a changed block of the prompt changes the answer, which the
 # controls check.
 DEVIATION = dict.fromkeys(SHAPES, 0.04) | {"demo": 0.1, "tiny": 0.5}
-# Further options of vLLM for a shape. A state at every block's end is what kvlane needs of state-space layers.
-OPTIONS: dict[str, dict[str, Any]] = {"state-space": {"mamba_cache_mode": "all"}}
 
 
 def bytes_a_token(shape: str) -> int:
@@ -166,22 +140,13 @@ def redraw_weights(worker: Any, deviation: float) -> None:
     process, so that engines agree."""
     import torch
 
-    weights = dict(worker.model_runner.model.named_parameters())
-    generator = torch.Generator(device=next(iter(weights.values())).device).manual_seed(0)
-    for name, weight in weights.items():
-        if name.endswith(".A"):
-            # How fast a state-space layer forgets.
-            weight.data.fill_(-0.01)
-        elif weight.dim() == 1:
+    weights = list(worker.model_runner.model.parameters())
+    generator = torch.Generator(device=weights[0].device).manual_seed(0)
+    for weight in weights:
+        if weight.dim() == 1:
             weight.data.fill_(1)
         else:
             weight.data.normal_(0, deviation, generator=generator)
-
-
-def _tensors(worker: Any) -> list[Any]:
-    """All that the KV cache consists of. A state-space layer has several tensors."""
-    caches = worker.model_runner.kv_caches
-    return [tensor for cache in caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
 
 
 def _by_block(worker: Any) -> list[Any]:
@@ -190,7 +155,7 @@ def _by_block(worker: Any) -> list[Any]:
 
     rows = []
     blocks = worker.model_runner.kv_cache_config.num_blocks
-    for cache in _tensors(worker):
+    for cache in worker.model_runner.kv_caches:
         axis = list(cache.shape).index(blocks)
         rows.append(cache.movedim(axis, 0).view(torch.uint8) if axis else cache.view(torch.uint8))
     return rows
@@ -200,7 +165,7 @@ def poison(worker: Any, byte: int) -> None:
     """Overwrites all blocks."""
     import torch
 
-    for cache in _tensors(worker):
+    for cache in worker.model_runner.kv_caches:
         cache.view(torch.uint8).fill_(byte)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -268,4 +269,6 @@ CONTROLS = (
 
 
 if __name__ == "__main__":
+    # A script that is terminated ends its engines and daemons, whose ports the next one needs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -33,6 +33,7 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -439,4 +440,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # A script that is terminated ends its engines and daemons, whose ports the next one needs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -3,7 +3,7 @@
 use crate::Shape;
 
 /// The position of a row that is not here.
-pub const NOWHERE: u32 = u32::MAX;
+pub(crate) const NOWHERE: u32 = u32::MAX;
 
 /// The places of one rank's rows.
 ///

@@ -1,7 +1,8 @@
 //! The combine of a [`Rank`]: rows go back to the tokens' ranks, which sum them.
 
+use crate::arrivals::NOWHERE;
 use crate::rank::Dispatch;
-use crate::{Handle, MoeError, NOWHERE, Phase, Rank, Sum};
+use crate::{Handle, MoeError, Phase, Rank, Sum};
 
 impl Rank {
     /// Sends back what the experts made of the rows. `outputs` has as many rows as `rows` of [`Rank::place`] had, of
@@ -21,9 +22,10 @@ impl Rank {
                 handle.rows
             )));
         }
-        if handle.sent_back.replace(sum).is_some() {
+        if handle.sent_back.is_some() {
             return Err(MoeError::BadInput("this dispatch was combined before".into()));
         }
+        handle.sent_back = Some(sum);
         self.stats.combines += 1;
         let (number, mut sent) = (handle.dispatch.number, 0);
         let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];

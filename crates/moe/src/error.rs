@@ -40,7 +40,7 @@ pub enum MoeError {
     PeerLost {
         /// The rank whose process ended.
         rank: usize,
-        /// It had not sent these.
+        /// The part that had not come.
         phase: Phase,
     },
     /// A rank has closed, or has failed itself.
@@ -51,7 +51,7 @@ pub enum MoeError {
     PeerLeft {
         /// The rank that left.
         rank: usize,
-        /// It had not sent these.
+        /// The part that had not come.
         phase: Phase,
         /// The rank because of which it failed.
         because: Option<usize>,
@@ -65,7 +65,7 @@ pub enum MoeError {
     TimedOut {
         /// The rank that is silent.
         rank: usize,
-        /// It did not send these.
+        /// The part that did not come.
         phase: Phase,
         /// The longest wait.
         waited: Duration,
@@ -86,7 +86,7 @@ pub enum MoeError {
     Interrupted {
         /// The rank that was waited for.
         rank: usize,
-        /// It had not sent these.
+        /// The part that had not come.
         phase: Phase,
     },
     /// A rank has sent bytes that no routing gives.

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 use kvlane_memory::{
     RuntimeFolder, SocketFile, check_same_user, peer_pidfd, random, recv_with_fds, send_with_fds,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 
 use crate::heap::{Heap, Peers};
 use crate::layout::Layout;
@@ -27,8 +29,8 @@ use crate::{MoeError, Rank, Shape};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Longest silence of a process that has connected.
 const PASS_PATIENCE: Duration = Duration::from_secs(5);
-/// Pause between two looks at who comes.
-const PAUSE: Duration = Duration::from_millis(1);
+/// Longest wait for the next peer before a look whether this rank has failed.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const MAGIC: &[u8; 8] = b"kvlmoe01";
 /// Begins the bytes of a rank that cannot join. The reason follows.
 const CANNOT: &[u8; 8] = b"kvlmoeno";
@@ -267,17 +269,17 @@ fn give(
     let begun = Instant::now();
     let mut given = 0;
     while given < peers && !stop.load(Ordering::Relaxed) {
+        // Also while processes connect that know no pass.
+        if begun.elapsed() > PATIENCE {
+            let why = format!("{given} of {peers} came within {} s", PATIENCE.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        retry_on_intr(|| poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOK)))?;
         match listener.accept() {
-            Ok((stream, _)) => {
-                // One that hangs up or knows no pass is no peer.
-                given += usize::from(give_one(&stream, hello, memfd).is_ok());
-            }
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-            Err(_) if begun.elapsed() > PATIENCE => {
-                let why = format!("{given} of {peers} came within {} s", PATIENCE.as_secs());
-                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
-            }
-            Err(_) => std::thread::sleep(PAUSE),
+            // A process that hangs up or knows no pass is no peer.
+            Ok((stream, _)) => given += usize::from(give_one(&stream, hello, memfd).is_ok()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(())

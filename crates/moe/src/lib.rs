@@ -6,7 +6,7 @@
 //!    dispatch: one row to rank 0, one to rank 1                 rows by expert: | 4 .. | 5 .. | 6: 5 | 7: 5 |
 //!    combine:  w1 * y1 + w6 * y6 + w7 * y7           <---------   y6, y7 (exact), or w6 * y6 + w7 * y7 (reduced)
 //! ```
-//! - pure: [`Shape`], what all ranks agree on; [`Routing`], where each row goes; [`Arrivals`], where it lands;
+//! - pure: [`Shape`], what all ranks agree on; `routing`, where each row goes; [`Arrivals`], where it lands;
 //!   `layout`, the bytes of a rank's memory
 //! - edges: `heap`, memory that all ranks of a host map; [`join()`], how they find each other's; [`Rank`], the two operations;
 //!   `wait`, how a rank waits for another one, and learns that it has left
@@ -42,10 +42,9 @@ mod routing;
 mod shape;
 mod wait;
 
-pub use arrivals::{Arrivals, NOWHERE};
+pub use arrivals::Arrivals;
 pub use error::{MoeError, Phase};
 pub use join::{AllGather, join};
 pub use number::Number;
 pub use rank::{Arrived, Handle, Rank, Sent, Stats, Sum};
-pub use routing::{BadExpert, Routing};
 pub use shape::{RANKS_MAX, Shape, TOP_K_MAX};

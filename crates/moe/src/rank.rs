@@ -4,9 +4,11 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use crate::arrivals::NOWHERE;
 use crate::heap::{Heap, Peers};
 use crate::layout::{Layout, rest_bytes};
-use crate::{Arrivals, MoeError, NOWHERE, Phase, Routing, Shape};
+use crate::routing::Routing;
+use crate::{Arrivals, MoeError, Phase, Shape};
 
 /// How combine sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,28 +8,28 @@ use crate::Shape;
 /// An expert that does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("token {token} wants expert {expert} as its number {k}: experts are 0 to {}, and -1 is none", experts - 1)]
-pub struct BadExpert {
+pub(crate) struct BadExpert {
     /// Position of the token.
-    pub token: usize,
+    pub(crate) token: usize,
     /// Position among the token's experts.
-    pub k: usize,
+    pub(crate) k: usize,
     /// Id that was asked for.
-    pub expert: i64,
+    pub(crate) expert: i64,
     /// Number of experts.
-    pub experts: usize,
+    pub(crate) experts: usize,
 }
 
 /// The way of each row of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Routing {
+pub(crate) struct Routing {
     /// For each rank, the tokens that go there, by slot. A token goes to a rank once, however many of its experts are there.
-    pub tokens: Vec<Vec<u32>>,
+    pub(crate) tokens: Vec<Vec<u32>>,
     /// For each token and number k, the expert; None where it wants none.
-    pub experts: Vec<Option<u32>>,
+    pub(crate) experts: Vec<Option<u32>>,
     /// For each token and number k, how many pairs of an earlier token, or of the same and an earlier k, want that expert.
-    pub places: Vec<u32>,
+    pub(crate) places: Vec<u32>,
     /// For each expert, how many pairs want it.
-    pub counts: Vec<u32>,
+    pub(crate) counts: Vec<u32>,
 }
 
 impl Routing {
@@ -40,7 +40,7 @@ impl Routing {
     ///
     /// # Panics
     /// If the number of ids is no multiple of `top_k`.
-    pub fn of(ids: &[i64], shape: &Shape) -> Result<Routing, BadExpert> {
+    pub(crate) fn of(ids: &[i64], shape: &Shape) -> Result<Routing, BadExpert> {
         assert!(ids.len().is_multiple_of(shape.top_k), "each token has top_k ids");
         let mut routing = Routing {
             tokens: vec![Vec::new(); shape.ranks],
@@ -72,7 +72,7 @@ impl Routing {
     }
 
     /// Number of tokens.
-    pub fn len(&self, shape: &Shape) -> usize {
+    pub(crate) fn len(&self, shape: &Shape) -> usize {
         self.experts.len() / shape.top_k
     }
 }
