@@ -94,10 +94,14 @@ fn an_owner_that_leaves_is_forgotten_at_once_and_one_that_starts_again_is_found(
     drop(a);
     index.wait_for(&[0]);
     assert!(!b.fetch(&prompt(1, 40)));
+    b.wait(|status| status.members.iter().all(|member| !member.is_reached));
     let again = Host::indexed_at(address, &[&index], PATIENCE / 4);
     again.save(&prompt(1, 30));
     index.wait_for(&[0, 30]);
-    b.wait(|status| status.members.iter().any(|member| member.is_reached));
+    // Both ways: a daemon lends nothing to one that it has not reached itself.
+    for host in [&again, &b] {
+        host.wait(|status| status.members.iter().any(|member| member.is_reached));
+    }
     assert!(b.fetch(&prompt(1, 40)));
     assert_eq!(b.hit(&prompt(1, 40)), 30);
 }
