@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels into files that are part of the source: run it after a change of a `.cu` file.
+"""Compiles the CUDA kernels into files that are part of the source: run it after a change of a `.cu` or `.cuh` file.
 
     python scripts/build_kernels.py
 
@@ -20,18 +20,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venvs/kernels"
 REQUIREMENTS = ROOT / "requirements/kernels.txt"
-KERNELS = ROOT / "crates/gpu/kernels"
+KERNELS = (ROOT / "crates/gpu/kernels", ROOT / "crates/moe/kernels")
 # Machine code for A100, H100 and H200, B200; PTX for everything else since A100. NVRTC optimises as -O3 does.
 CUBINS = ("sm_80", "sm_90", "sm_100")
 PTX = "compute_80"
-# The one header that kernels include; NVRTC has none of its own.
-HEADERS = {"cstdint": "namespace std { typedef unsigned long uint64_t; }"}
+# The header that all kernels include; NVRTC has none of its own.
+CSTDINT = """
+namespace std {
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+}
+"""
 
 
 def main() -> None:
     _environment()
     nvrtc = Nvrtc()
-    for source in sorted(KERNELS.glob("*.cu")):
+    for source in sorted(source for folder in KERNELS for source in folder.glob("*.cu")):
         _compile(nvrtc, source)
 
 
@@ -59,15 +68,16 @@ class Nvrtc:
     def compile(self, source: Path, options: list[str], kind: str) -> bytes:
         """Machine code (`kind` is CUBIN) or PTX of a source."""
         program = ctypes.c_void_p()
+        headers = {"cstdint": CSTDINT} | {header.name: header.read_text() for header in _headers(source)}
         # A name without directories, so that the same source gives the same bytes wherever it is compiled.
         self._call(
             "nvrtcCreateProgram",
             ctypes.byref(program),
             source.read_bytes(),
             source.name.encode(),
-            len(HEADERS),
-            _strings(HEADERS.values()),
-            _strings(HEADERS.keys()),
+            len(headers),
+            _strings(headers.values()),
+            _strings(headers.keys()),
         )
         done = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
         said = self._get(program, "ProgramLog").rstrip(b"\0").decode()
@@ -86,6 +96,11 @@ class Nvrtc:
         done = getattr(self._library, function)(*arguments)
         if done != 0:
             sys.exit(f"{function} failed with {done}")
+
+
+def _headers(source: Path) -> list[Path]:
+    """The headers beside a source."""
+    return sorted(source.parent.glob("*.cuh"))
 
 
 def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
@@ -108,7 +123,7 @@ def _compile(nvrtc: Nvrtc, source: Path) -> None:
     made_from = {
         "nvrtc": nvrtc.version(),
         "options": options,
-        "source_xxh3_128": _xxh3_128(source),
+        "source_xxh3_128": {path.name: _xxh3_128(path) for path in (source, *_headers(source))},
         "xxh3_128": {path.name: _xxh3_128(path) for path in made},
     }
     source.with_suffix(".json").write_text(json.dumps(made_from, indent=2) + "\n")

@@ -9,6 +9,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
 
+mod bodies;
 mod event;
 mod faults;
 mod handle;
@@ -26,8 +27,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvlane_gpu::{
-    Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, GpuError, IpcHandle, NoDriver, Priority,
-    StreamHandle, code,
+    COPY, Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, GpuError, Grid, IpcHandle, Kernel,
+    NoDriver, Priority, StreamHandle, code,
 };
 use parking_lot::Mutex;
 
@@ -49,6 +50,9 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
     let failed = |error: io::Error| GpuError::Invalid(format!("no fake GPUs: {error}"));
     Ok(Arc::new(FakeDriver::new(FakeOptions::default()).map_err(failed)?))
 }
+
+/// Blocks of a kernel that a fake says it runs at a time. It runs them one after the other.
+const RESIDENT_BLOCKS: u32 = 8;
 
 /// The GPUs of a fake host.
 #[derive(Debug, Clone)]
@@ -588,24 +592,63 @@ impl Driver for FakeDriver {
         self.enqueue(device, stream, "cuMemcpyBatchAsync", Method::Batch, copies, work)
     }
 
-    unsafe fn launch_copy_kernel(
+    unsafe fn zero_async(
         &self,
         device: u32,
         stream: StreamHandle,
-        table: u64,
-        count: u32,
-        blocks: u32,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), GpuError> {
+        self.begin(device, "cuMemsetD8Async")?;
+        self.stream(device, stream, "cuMemsetD8Async")?.push(Work::Zeros { address, bytes });
+        Ok(())
+    }
+
+    fn load_kernel(&self, device: u32, kernel: &'static Kernel, _shared_bytes: u32) -> Result<u32, GpuError> {
+        self.begin(device, "cuModuleLoadData")?;
+        match kernel.entry == COPY.entry || bodies::body_of(kernel.entry).is_some() {
+            true => Ok(RESIDENT_BLOCKS),
+            false => Err(GpuError::Unsupported {
+                operation: "cuModuleLoadData",
+                reason: format!("this fake has no {}: {}", kernel.entry.to_string_lossy(), bodies::WHY_NONE),
+            }),
+        }
+    }
+
+    unsafe fn launch(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        kernel: &'static Kernel,
+        grid: Grid,
+        parameters: &[&[u8]],
     ) -> Result<(), GpuError> {
         if !self.methods(device).kernel {
             return Err(missing("cuLaunchKernel"));
         }
         self.begin(device, "cuLaunchKernel")?;
-        if count == 0 || blocks == 0 {
-            return Err(error("cuLaunchKernel", code::INVALID_VALUE));
+        let invalid = || error("cuLaunchKernel", code::INVALID_VALUE);
+        if grid.blocks == 0 {
+            return Err(invalid());
         }
-        // For the log only: the kernel reads the table when it runs.
-        let copies = self.machine.table(device, table, count).unwrap_or_default();
-        self.enqueue(device, stream, "cuLaunchKernel", Method::Kernel, &copies, Work::Kernel { table, count })
+        if kernel.entry == COPY.entry {
+            let [table, count] = parameters else { return Err(invalid()) };
+            let table = u64::from_ne_bytes((*table).try_into().map_err(|_| invalid())?);
+            let count = u32::from_ne_bytes((*count).try_into().map_err(|_| invalid())?);
+            if count == 0 {
+                return Err(invalid());
+            }
+            // For the log only: the kernel reads the table when it runs.
+            let copies = self.machine.table(device, table, count).unwrap_or_default();
+            let work = Work::Copy { table, count };
+            return self.enqueue(device, stream, "cuLaunchKernel", Method::Kernel, &copies, work);
+        }
+        let (Some(body), [parameters]) = (bodies::body_of(kernel.entry), parameters) else {
+            return Err(invalid());
+        };
+        let work = Work::Body { body, parameters: parameters.to_vec(), blocks: grid.blocks };
+        self.stream(device, stream, "cuLaunchKernel")?.push(work);
+        Ok(())
     }
 
     unsafe fn write_word(

@@ -10,6 +10,7 @@ use kvlane_gpu::driver::TableEntry;
 use kvlane_gpu::{Copy, code};
 use parking_lot::Mutex;
 
+use super::bodies::Body;
 use super::event::Event;
 use super::faults::Faults;
 use super::mapping::pointer;
@@ -30,7 +31,9 @@ const RUNNING_COPY: &str = "a copy that runs";
 #[derive(Debug)]
 pub(super) enum Work {
     Copies(Vec<Copy>),
-    Kernel { table: u64, count: u32 },
+    Copy { table: u64, count: u32 },
+    Body { body: Body, parameters: Vec<u8>, blocks: u32 },
+    Zeros { address: u64, bytes: u64 },
     Record { event: Arc<Event>, record: u64 },
     Wait { event: Arc<Event>, record: u64 },
     WriteWord { address: u64, value: u32 },
@@ -98,9 +101,20 @@ impl Machine {
         }
         let done = match work {
             Work::Copies(copies) => self.copy_all(device, copies, Reach::CopyEngine),
-            Work::Kernel { table, count } => self
+            Work::Copy { table, count } => self
                 .table(device, *table, *count)
                 .and_then(|copies| self.copy_all(device, &copies, Reach::Kernel)),
+            Work::Body { body, parameters, blocks } => {
+                // SAFETY: the caller of the driver vouches for the parameters, and for what they name.
+                unsafe { body.run(parameters, *blocks) };
+                Ok(())
+            }
+            Work::Zeros { address, bytes } => {
+                self.memory.hold(device, *address, *bytes, Reach::Kernel).map(|_held| {
+                    // SAFETY: the range is held mapped, or the caller of the driver vouches for it.
+                    unsafe { pointer(*address).write_bytes(0, *bytes as usize) };
+                })
+            }
             Work::Record { event, record } => {
                 event.finish(*record);
                 Ok(())

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::driver::{Copy, CopyMethods, EventScope, TableEntry};
 use crate::error::GpuError;
+use crate::kernel::{COPY, Grid};
 use crate::pinned::HostBuffer;
 use crate::plan::{Direction, KERNEL_ALIGNMENT, Thresholds, plan};
 use crate::stream::{Event, Stream};
@@ -312,8 +313,10 @@ impl Copier {
         let (stream, address) = (self.stream.raw(), table.buffer.address());
         // SAFETY: the stream lives; the table is not written again before the event that follows is done; the caller
         // vouches for the ranges.
-        let launched =
-            unsafe { driver.launch_copy_kernel(device, stream, address, entries.len() as u32, blocks) };
+        let launched = unsafe {
+            let (table, count) = (address.to_ne_bytes(), (entries.len() as u32).to_ne_bytes());
+            driver.launch(device, stream, &COPY, Grid { blocks, shared_bytes: 0 }, &[&table, &count])
+        };
         if let Err(error) = launched {
             // Nothing reads this table.
             self.tables.push_front(table);

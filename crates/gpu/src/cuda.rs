@@ -4,7 +4,7 @@ mod allocation;
 mod call;
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 
@@ -17,11 +17,11 @@ use crate::driver::{
     Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
 };
 use crate::error::{GpuError, code};
-use crate::kernel;
+use crate::kernel::{COPY, Grid, Kernel};
 use crate::no_driver::NoDriver;
 
 /// Every function that this file calls except the batch copy. cudarc would panic at the first call of a missing one.
-const REQUIRED: [&str; 58] = [
+const REQUIRED: [&str; 61] = [
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
@@ -43,6 +43,7 @@ const REQUIRED: [&str; 58] = [
     "cuEventQuery",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuFuncSetAttribute",
     "cuGetErrorName",
     "cuInit",
     "cuIpcCloseMemHandle",
@@ -69,9 +70,11 @@ const REQUIRED: [&str; 58] = [
     "cuMemSetAccess",
     "cuMemUnmap",
     "cuMemcpyAsync",
+    "cuMemsetD8Async",
     "cuModuleGetFunction",
     "cuModuleLoadData",
     "cuModuleUnload",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     "cuPointerGetAttribute",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
@@ -111,13 +114,9 @@ pub(crate) struct CudaDriver {
 struct Context {
     opened: u32,
     raw: u64,
-    kernel: Result<Kernel, GpuError>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Kernel {
-    module: u64,
-    function: u64,
+    /// Modules and kernels by name.
+    modules: HashMap<&'static str, u64>,
+    kernels: HashMap<&'static CStr, u64>,
 }
 
 impl CudaDriver {
@@ -263,25 +262,41 @@ fn text(buffer: &[std::ffi::c_char]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Loads the copy kernel into a context that is current.
-fn load_kernel(device: sys::CUdevice) -> Result<Kernel, GpuError> {
+/// The copy kernel reads its table at the address that the host has for it.
+fn check_same_address(device: sys::CUdevice) -> Result<(), GpuError> {
     let same_address = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM;
     if attribute(device, same_address)? == 0 {
         let reason = "the device does not reach pinned memory at its host address".into();
         return Err(GpuError::Unsupported { operation: "the copy kernel", reason });
     }
-    let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
-    let image = kernel::image(compute_capability(device)?);
-    // SAFETY: the image is machine code, which says itself how long it is, or text that ends in a zero.
-    check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
-    // SAFETY: the module is loaded and the name ends in a zero.
-    let found = unsafe { sys::cuModuleGetFunction(&mut function, module, kernel::NAME.as_ptr()) };
-    if let Err(error) = check("cuModuleGetFunction", found) {
-        // SAFETY: nothing of the module is in use.
-        let _ = unsafe { sys::cuModuleUnload(module) };
-        return Err(error);
+    Ok(())
+}
+
+impl Context {
+    /// Loads a kernel, and its module if it is the first of it, into this context, which is current. Returns its function.
+    fn load(&mut self, device: sys::CUdevice, kernel: &'static Kernel) -> Result<u64, GpuError> {
+        if let Some(function) = self.kernels.get(kernel.entry) {
+            return Ok(*function);
+        }
+        let module = match self.modules.get(kernel.module.name) {
+            Some(module) => *module,
+            None => {
+                let image = kernel.module.image(compute_capability(device)?);
+                let mut module = ptr::null_mut();
+                // SAFETY: the image is machine code, which says itself how long it is, or text that ends in a zero.
+                let loaded = unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) };
+                check("cuModuleLoadData", loaded)?;
+                self.modules.insert(kernel.module.name, number(module));
+                number(module)
+            }
+        };
+        let mut function = ptr::null_mut();
+        // SAFETY: the module is loaded and the name ends in a zero.
+        let found = unsafe { sys::cuModuleGetFunction(&mut function, handle(module), kernel.entry.as_ptr()) };
+        check("cuModuleGetFunction", found)?;
+        self.kernels.insert(kernel.entry, number(function));
+        Ok(number(function))
     }
-    Ok(Kernel { module: number(module), function: number(function) })
 }
 
 impl Driver for CudaDriver {
@@ -308,13 +323,17 @@ impl Driver for CudaDriver {
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, raw_device) };
         check("cuDevicePrimaryCtxRetain", retained)?;
         let raw = number(context);
-        let kernel = Current::new(raw).and_then(|_current| load_kernel(raw_device));
-        if let Err(error) = &kernel {
+        let mut context = Context { opened: 1, raw, modules: HashMap::new(), kernels: HashMap::new() };
+        let loaded = Current::new(raw).and_then(|_current| {
+            check_same_address(raw_device)?;
+            context.load(raw_device, &COPY)
+        });
+        if let Err(error) = &loaded {
             // Log: blocks are copied by the GPU's copy engines only, which is slower for short pieces. Do: see
             // whether the driver is too old for this GPU or the wheel.
             tracing::warn!(gpu = device, %error, "copy kernel cannot be used");
         }
-        contexts.insert(device, Context { opened: 1, raw, kernel });
+        contexts.insert(device, context);
         Ok(())
     }
 
@@ -328,11 +347,13 @@ impl Driver for CudaDriver {
             Some(_) => {}
             None => return Err(GpuError::Invalid(format!("GPU {device} is not open"))),
         }
-        if let Some(Context { raw, kernel: Ok(kernel), .. }) = contexts.remove(&device) {
-            // SAFETY: all users of the kernel have closed the device.
-            let unload = |_current| unsafe { sys::cuModuleUnload(handle(kernel.module)) };
+        let closed = contexts.remove(&device);
+        for (raw, module) in closed.iter().flat_map(|of| of.modules.values().map(|module| (of.raw, *module)))
+        {
+            // SAFETY: all users of its kernels have closed the device.
+            let unload = |_current| unsafe { sys::cuModuleUnload(handle(module)) };
             let unloaded = Current::new(raw).map(unload).and_then(|result| check("cuModuleUnload", result));
-            crate::device::warn_of(Some(device), "unload the copy kernel", unloaded);
+            crate::device::warn_of(Some(device), "unload kernels", unloaded);
         }
         // SAFETY: the context was retained once by this driver.
         let released = unsafe { sys::cuDevicePrimaryCtxRelease_v2(device_handle(device)?) };
@@ -344,7 +365,7 @@ impl Driver for CudaDriver {
         let context = contexts.get(&device);
         CopyMethods {
             batch: context.is_some() && self.has_batch,
-            kernel: context.is_some_and(|context| context.kernel.is_ok()),
+            kernel: context.is_some_and(|context| context.kernels.contains_key(COPY.entry)),
         }
     }
 
@@ -652,41 +673,72 @@ impl Driver for CudaDriver {
         }
     }
 
-    unsafe fn launch_copy_kernel(
+    unsafe fn zero_async(
         &self,
         device: u32,
         stream: StreamHandle,
-        table: u64,
-        count: u32,
-        blocks: u32,
+        address: u64,
+        bytes: u64,
     ) -> Result<(), GpuError> {
-        let loaded = self.contexts.read().get(&device).map(|context| context.kernel.clone());
-        let kernel = match loaded {
-            Some(Ok(kernel)) => kernel,
-            Some(Err(error)) => {
-                return Err(GpuError::Unsupported { operation: "cuLaunchKernel", reason: error.to_string() });
-            }
-            None => return Err(GpuError::Invalid(format!("cuLaunchKernel: GPU {device} is not open"))),
+        self.call(device, "cuMemsetD8Async", || {
+            // SAFETY: the caller's promise.
+            unsafe { sys::cuMemsetD8Async(address, 0, bytes as usize, handle(stream.0)) }
+        })
+    }
+
+    fn load_kernel(&self, device: u32, kernel: &'static Kernel, shared_bytes: u32) -> Result<u32, GpuError> {
+        let mut contexts = self.contexts.write();
+        let closed = || GpuError::Invalid(format!("{:?}: GPU {device} is not open", kernel.entry));
+        let context = contexts.get_mut(&device).ok_or_else(closed)?;
+        let _current = Current::new(context.raw)?;
+        let raw_device = device_handle(device)?;
+        let function: sys::CUfunction = handle(context.load(raw_device, kernel)?);
+        let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let mut each = 0;
+        // SAFETY: the function is of a module that is loaded, and the pointer is valid.
+        unsafe {
+            check("cuFuncSetAttribute", sys::cuFuncSetAttribute(function, dynamic, shared_bytes as c_int))?;
+            let (threads, shared) = (kernel.threads as c_int, shared_bytes as usize);
+            let found =
+                sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut each, function, threads, shared);
+            check("cuOccupancyMaxActiveBlocksPerMultiprocessor", found)?;
+        }
+        let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(each as u32 * attribute(raw_device, count)?)
+    }
+
+    unsafe fn launch(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        kernel: &'static Kernel,
+        grid: Grid,
+        parameters: &[&[u8]],
+    ) -> Result<(), GpuError> {
+        let contexts = self.contexts.read();
+        let function = contexts.get(&device).and_then(|context| context.kernels.get(kernel.entry)).copied();
+        drop(contexts);
+        let Some(function) = function else {
+            let reason = format!("{} is not loaded on GPU {device}", kernel.entry.to_string_lossy());
+            return Err(GpuError::Unsupported { operation: "cuLaunchKernel", reason });
         };
-        let (mut table, mut count) = (table, count);
-        let mut arguments: [*mut c_void; 2] = [(&raw mut table).cast(), (&raw mut count).cast()];
-        let (function, stream) = (handle(kernel.function), handle(stream.0));
-        let arguments = arguments.as_mut_ptr();
+        let mut pointers: Vec<*mut c_void> =
+            parameters.iter().map(|bytes| bytes.as_ptr().cast_mut().cast()).collect();
         self.call(device, "cuLaunchKernel", || {
-            // SAFETY: the arguments are those that the kernel declares and are read during the call; table and ranges
-            // are the caller's promise.
+            // SAFETY: the driver reads the parameters during the call. That they are the kernel's, and all else, is the
+            // caller's promise.
             unsafe {
                 sys::cuLaunchKernel(
-                    function,
-                    blocks,
+                    handle(function),
+                    grid.blocks,
                     1,
                     1,
-                    kernel::THREADS,
+                    kernel.threads,
                     1,
                     1,
-                    0,
-                    stream,
-                    arguments,
+                    grid.shared_bytes,
+                    handle(stream.0),
+                    pointers.as_mut_ptr(),
                     ptr::null_mut(),
                 )
             }

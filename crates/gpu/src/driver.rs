@@ -6,6 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use kvlane_block::Contiguous;
 
 use crate::error::GpuError;
+use crate::kernel::{Grid, Kernel};
 
 /// Opens memory or an event in another process. Opaque; valid on this host while the exporter lives.
 pub type IpcHandle = [u8; 64];
@@ -311,18 +312,33 @@ pub trait Driver: Send + Sync + Debug {
         copies: &[Copy],
     ) -> Result<(), GpuError>;
 
-    /// Launches the copy kernel over `count` entries at `table`, with this many thread blocks. [`GpuError::Unsupported`] if
-    /// it could not be loaded.
+    /// Fills memory with zeros.
     ///
     /// # Safety
-    /// See [`Driver`]. The device can read the table, which stays unchanged until the kernel is done.
-    unsafe fn launch_copy_kernel(
+    /// See [`Driver`].
+    unsafe fn zero_async(
         &self,
         device: u32,
         stream: StreamHandle,
-        table: u64,
-        count: u32,
-        blocks: u32,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), GpuError>;
+
+    /// Loads a kernel, and returns how many blocks of it with that much shared memory the whole device runs at a time.
+    /// [`GpuError::Unsupported`] if it cannot be loaded.
+    fn load_kernel(&self, device: u32, kernel: &'static Kernel, shared_bytes: u32) -> Result<u32, GpuError>;
+
+    /// Launches a kernel. `parameters` are the bytes of each of its parameters. [`GpuError::Unsupported`] if it was not loaded.
+    ///
+    /// # Safety
+    /// See [`Driver`]. The parameters are those that the kernel declares.
+    unsafe fn launch(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        kernel: &'static Kernel,
+        grid: Grid,
+        parameters: &[&[u8]],
     ) -> Result<(), GpuError>;
 
     /// Writes a word once the work before it is done.

@@ -1,0 +1,24 @@
+//! Compiles kernels of CUDA C++ for this machine, so that a fake runs the code that a GPU runs. Without a C++ compiler the crate
+//! is built without them, and tests that need them say so.
+
+fn main() {
+    println!("cargo::rustc-check-cfg=cfg(has_bodies)");
+    println!("cargo::rerun-if-changed=../moe/kernels");
+    let compiled = cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        // The sources are named .cu, of which the compiler knows nothing.
+        .flag("-xc++")
+        // Products and sums are rounded one after the other, as the kernels ask of a GPU.
+        .flag("-ffp-contract=off")
+        // An optimised one for tests, too: they move megabytes.
+        .opt_level(2)
+        .warnings_into_errors(true)
+        .extra_warnings(true)
+        .file("../moe/kernels/moe.cu")
+        .try_compile("kvlane_kernels");
+    match compiled {
+        Ok(()) => println!("cargo::rustc-cfg=has_bodies"),
+        Err(error) => println!("cargo::warning=no kernels in this fake: {error}"),
+    }
+}

@@ -1,0 +1,276 @@
+// Combine: what experts made of rows goes back to the ranks of their tokens, which sum it up.
+
+#pragma once
+
+#include "group.cuh"
+#include "wait.cuh"
+
+namespace {
+
+template <NumberKind kind>
+struct Number {
+    static constexpr u32 kElements = kind == kF32 ? 4 : 8;
+    DEVICE static void add(float* sums, const uint4& unit, float weight, bool is_weighted) {
+        const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
+        UNROLL
+        for (u32 i = 0; i < 4; ++i) {
+            float low, high = 0;
+            if (kind == kF32) {
+                low = float_of_bits(words[i]);
+            } else if (kind == kBf16) {
+                low = float_of_bits(words[i] << 16);
+                high = float_of_bits(words[i] & 0xffff0000u);
+            } else {
+                low = float_of_half(words[i] & 0xffff);
+                high = float_of_half(words[i] >> 16);
+            }
+            if (kind == kF32) {
+                sums[i] = plus(sums[i], is_weighted ? times(weight, low) : low);
+            } else {
+                sums[2 * i] = plus(sums[2 * i], is_weighted ? times(weight, low) : low);
+                sums[2 * i + 1] = plus(sums[2 * i + 1], is_weighted ? times(weight, high) : high);
+            }
+        }
+    }
+    DEVICE static uint4 round(const float* sums) {
+        u32 words[4];
+        UNROLL
+        for (u32 i = 0; i < 4; ++i) {
+            words[i] = kind == kF32    ? bits_of_float(sums[i])
+                       : kind == kBf16 ? bfloats_of(sums[2 * i], sums[2 * i + 1])
+                                       : halves_of(sums[2 * i], sums[2 * i + 1]);
+        }
+        return uint4{words[0], words[1], words[2], words[3]};
+    }
+};
+
+// Units of a thread that combine sums at a time, and rows of which it loads them at a time.
+constexpr u32 kUnits = 2;
+constexpr u32 kRowsInFlight = 4;
+
+template <NumberKind kind>
+DEVICE void clear(float (*sums)[8]) {
+    UNROLL
+    for (u32 j = 0; j < kUnits; ++j) {
+        UNROLL
+        for (u32 i = 0; i < Number<kind>::kElements; ++i) sums[j][i] = 0;
+    }
+}
+
+// The weighted sum of the rows that experts here made of a received token, in the order of k. Units from `first` on. Layout
+// `tokens`: the one row, which the caller has summed.
+template <NumberKind kind>
+DEVICE void sum_here(const Parameters& p, const Group& group, u64 received, u32 first, u32 end, uint4* sum) {
+    const Few<i32> positions(p.positions + received * p.top_k, p.top_k, -1);
+    const Few<float> weights(p.weights_received + received * p.top_k, p.top_k, 0.f);
+    const bool is_weighted = p.arrangement != kTokens;
+    float sums[kUnits][8];
+    clear<kind>(sums);
+    u32 left = positions.not_below_zero();
+    while (left != 0) {
+        u32 ks[kRowsInFlight];
+        uint4 units[kRowsInFlight][kUnits];
+        UNROLL
+        for (u32 u = 0; u < kRowsInFlight; ++u) {
+            ks[u] = left != 0 ? lowest_bit(left) : kNowhere;
+            left &= left - 1;
+        }
+        UNROLL
+        for (u32 u = 0; u < kRowsInFlight; ++u) {
+            if (ks[u] == kNowhere) continue;
+            const char* row = p.y + static_cast<u64>(positions[ks[u]]) * p.sum_bytes;
+            UNROLL
+            for (u32 j = 0; j < kUnits; ++j) {
+                const u32 unit = first + j * group.size;
+                if (unit < end) units[u][j] = load_unit(row + static_cast<u64>(unit) * kUnit);
+            }
+        }
+        UNROLL
+        for (u32 u = 0; u < kRowsInFlight; ++u) {
+            if (ks[u] == kNowhere) continue;
+            const float weight = weights[ks[u]];
+            UNROLL
+            for (u32 j = 0; j < kUnits; ++j) {
+                if (first + j * group.size < end) Number<kind>::add(sums[j], units[u][j], weight, is_weighted);
+            }
+        }
+    }
+    UNROLL
+    for (u32 j = 0; j < kUnits; ++j) sum[j] = Number<kind>::round(sums[j]);
+}
+
+// Another rank's row that is sent back, in the order of ranks and slots; exact: for each k.
+struct Back {
+    u32 source, slot, k;
+    bool is_one;
+    u64 received;
+    DEVICE Back(const Parameters& p, u32 task, u32 each) {
+        const u32 others = p.ranks - 1, row = task / each;
+        k = task % each;
+        source = (p.rank + 1 + row % others) % p.ranks;
+        slot = row / others;
+        is_one = slot < p.received[source];
+        received = static_cast<u64>(source) * p.max_tokens + slot;
+        if (is_one && each > 1) is_one = p.positions[received * p.top_k + k] >= 0;
+    }
+    // The word that says that it is there.
+    DEVICE u64* word(const Parameters& p, u64 number, bool is_exact) const {
+        const u64 offset = is_exact ? p.pair_words + pair_index(p, number, p.tokens_received[received], k) * sizeof(u64)
+                                    : p.sum_words + slot_index(p, number, p.rank, slot) * sizeof(u64);
+        return word_at(p, source, offset);
+    }
+};
+
+template <NumberKind kind>
+DEVICE void send_back(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
+    if (p.ranks == 1) return;
+    const Group group(p, of_role, in_role);
+    const bool is_exact = p.sum_kind == kExact;
+    const u32 each = is_exact ? p.top_k : 1, units = p.sum_bytes / kUnit;
+    u32 most = 0;
+    for (u32 source = 0; source < p.ranks; ++source) {
+        if (source != p.rank && p.received[source] > most) most = p.received[source];
+    }
+    const u32 tasks = most * (p.ranks - 1) * each;
+    u32 rows = 0;
+    for (u32 task = group.first; task < tasks; task += group.step) {
+        const Back back(p, task, each);
+        if (!back.is_one) continue;
+        if (is_exact) {
+            const u64 pair = back.received * p.top_k + back.k;
+            char* row = p.heap[back.source] + p.pairs +
+                        pair_index(p, number, p.tokens_received[back.received], back.k) * p.sum_stride;
+            copy_row(group, row, p.y + static_cast<u64>(p.positions[pair]) * p.sum_bytes, p.sum_bytes);
+        } else {
+            char* row = p.heap[back.source] + p.sums + slot_index(p, number, p.rank, back.slot) * p.sum_stride;
+            for (u32 first = group.lane; first - group.lane < units; first += kUnits * group.size) {
+                uint4 sum[kUnits];
+                sum_here<kind>(p, group, back.received, first, units, sum);
+                UNROLL
+                for (u32 j = 0; j < kUnits; ++j) {
+                    const u32 unit = first + j * group.size;
+                    if (unit < units) store_unit(row + static_cast<u64>(unit) * kUnit, sum[j]);
+                }
+            }
+        }
+        ++rows;
+        if (p.is_late) continue;
+        group.sync();
+        if (group.lane == 0) store_release(back.word(p, number, is_exact), number);
+    }
+    count_rows(p, group, kRowsSent, rows);
+    if (!p.is_late) return;
+    // All words after all rows: with few rows a group that would signal the first waits for it before the second.
+    group.sync();
+    for (u64 task = group.first + static_cast<u64>(group.lane) * group.step; task < tasks;
+         task += static_cast<u64>(group.size) * group.step) {
+        const Back back(p, static_cast<u32>(task), each);
+        if (back.is_one) store_release(back.word(p, number, is_exact), number);
+    }
+}
+
+// Sums up this rank's tokens. A token's row is cut into `parts`, so that few tokens keep all blocks busy.
+template <NumberKind kind>
+DEVICE void sum_tokens(const Parameters& p, u64 number, u32 of_role, u32 in_role) {
+    const Group group(p, of_role, in_role);
+    const bool is_exact = p.sum_kind == kExact;
+    const u32 units = p.sum_bytes / kUnit, each = (units + p.parts - 1) / p.parts;
+    u32 waits = 0;
+    for (u32 task = group.first; task < p.tokens * p.parts; task += group.step) {
+        const u32 token = task / p.parts, begin = task % p.parts * each, end = least(begin + each, units);
+        const u32 own = p.slot[token * p.ranks + p.rank];
+        const u64 own_received = static_cast<u64>(p.rank) * p.max_tokens + own;
+        uint4 sum_of_own[kUnits];
+        const bool is_one_step = end - begin <= kUnits * group.size && begin < end;
+        // Before the wait.
+        if (!is_exact && own != kNowhere && is_one_step) {
+            sum_here<kind>(p, group, own_received, begin + group.lane, end, sum_of_own);
+        }
+        const u32 words = is_exact ? p.top_k : p.ranks;
+        for (u32 i = group.lane; i < words; i += group.size) {
+            if (is_exact) {
+                const i32 expert = p.expert[token * p.top_k + i];
+                const u32 rank = static_cast<u32>(expert) / p.experts_a_rank;
+                if (expert < 0 || rank == p.rank) continue;
+                const u64 pair = pair_index(p, number, token, i);
+                wait_for_row(p, word_at(p, p.rank, p.pair_words + pair * sizeof(u64)), rank, kSums, number);
+                waits += begin == 0;
+            } else {
+                const u32 slot = p.slot[token * p.ranks + i];
+                if (slot == kNowhere || i == p.rank) continue;
+                const u64 index = slot_index(p, number, i, slot);
+                wait_for_row(p, word_at(p, p.rank, p.sum_words + index * sizeof(u64)), i, kSums, number);
+                waits += begin == 0;
+            }
+        }
+        group.sync();
+        char* out = p.out + static_cast<u64>(token) * p.sum_bytes;
+        for (u32 first = begin + group.lane; first - group.lane < end; first += kUnits * group.size) {
+            float sums[kUnits][8];
+            clear<kind>(sums);
+            if (!is_exact && own != kNowhere && !is_one_step) sum_here<kind>(p, group, own_received, first, end, sum_of_own);
+            const u32 rows = is_exact ? p.top_k : p.ranks;
+            for (u32 begin_of_rows = 0; begin_of_rows < rows; begin_of_rows += kRowsInFlight) {
+                const char* row[kRowsInFlight];
+                bool is_own[kRowsInFlight];
+                float weight[kRowsInFlight];
+                uint4 loaded[kRowsInFlight][kUnits];
+                UNROLL
+                for (u32 u = 0; u < kRowsInFlight; ++u) {
+                    const u32 i = begin_of_rows + u;
+                    row[u] = nullptr;
+                    is_own[u] = false;
+                    weight[u] = 0;
+                    if (i >= rows) continue;
+                    if (is_exact) {
+                        const i32 expert = p.expert[token * p.top_k + i];
+                        if (expert < 0) continue;
+                        weight[u] = p.own_weights[token * p.top_k + i];
+                        const bool is_here = static_cast<u32>(expert) / p.experts_a_rank == p.rank;
+                        const i32 position = is_here ? p.positions[own_received * p.top_k + i] : 0;
+                        if (position < 0) continue;
+                        row[u] = is_here ? p.y + static_cast<u64>(position) * p.sum_bytes
+                                         : p.heap[p.rank] + p.pairs + pair_index(p, number, token, i) * p.sum_stride;
+                    } else {
+                        const u32 slot = p.slot[token * p.ranks + i];
+                        if (slot == kNowhere) continue;
+                        is_own[u] = i == p.rank;
+                        row[u] = p.heap[p.rank] + p.sums + slot_index(p, number, i, slot) * p.sum_stride;
+                    }
+                    UNROLL
+                    for (u32 j = 0; j < kUnits; ++j) {
+                        const u32 unit = first + j * group.size;
+                        if (!is_own[u] && unit < end) loaded[u][j] = load_unit(row[u] + static_cast<u64>(unit) * kUnit);
+                    }
+                }
+                UNROLL
+                for (u32 u = 0; u < kRowsInFlight; ++u) {
+                    if (row[u] == nullptr) continue;
+                    UNROLL
+                    for (u32 j = 0; j < kUnits; ++j) {
+                        if (first + j * group.size >= end) continue;
+                        Number<kind>::add(sums[j], is_own[u] ? sum_of_own[j] : loaded[u][j], weight[u], is_exact);
+                    }
+                }
+            }
+            UNROLL
+            for (u32 j = 0; j < kUnits; ++j) {
+                const u32 unit = first + j * group.size;
+                if (unit < end) store_unit(out + static_cast<u64>(unit) * kUnit, Number<kind>::round(sums[j]));
+            }
+        }
+    }
+    if (waits > 0) add_global(p.stats + kRowsReceived, waits);
+}
+
+template <NumberKind kind>
+DEVICE void combine(const Parameters& p) {
+    if (has_failed(p)) return;
+    const u64 number = load_once(p.number);
+    const Role role(p);
+    if ((p.phases & kReceive) && block() == 0 && thread() == 0) add_global(p.stats + kCombines, 1);
+    if (role.sends) send_back<kind>(p, number, role.of_senders, role.senders);
+    if (role.receives) sum_tokens<kind>(p, number, role.of_receivers, role.receivers);
+}
+
+}  // namespace

@@ -1,0 +1,253 @@
+// Dispatch: this rank's rows to the ranks of their experts, and those of all ranks to their places here.
+
+#pragma once
+
+#include "group.cuh"
+#include "plan.cuh"
+
+namespace {
+
+// What goes with a row: for each k the expert at that rank and the place, then the weights, then the token.
+DEVICE void describe(const Parameters& p, const Plan& plan, const Group& group, u32* rest, u32 rank, u32 token) {
+    for (u32 i = group.lane; i < 3 * p.top_k + 1; i += group.size) {
+        u32 value = token;
+        if (i < 2 * p.top_k) {
+            const u32 pair = token * p.top_k + i / 2;
+            const i32 expert = plan.expert[pair];
+            const bool is_there = expert >= 0 && static_cast<u32>(expert) / p.experts_a_rank == rank;
+            value = i % 2 == 0 ? (is_there ? static_cast<u32>(expert) % p.experts_a_rank : kNowhere)
+                               : (expert >= 0 ? plan.place[pair] : 0);
+        } else if (i < 3 * p.top_k) {
+            value = bits_of_float(load_once(p.weights + token * p.top_k + i - 2 * p.top_k));
+        }
+        rest[i] = value;
+    }
+}
+
+DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_role, u32 in_role) {
+    if (of_role == 0) {
+        const u32 words = p.experts_a_rank + 1;
+        for (u32 i = thread(); i < p.ranks * words; i += threads()) {
+            const u32 rank = i / words, here = i % words, expert = rank * p.experts_a_rank + here;
+            const bool is_slots = here == p.experts_a_rank;
+            if (!is_slots && expert >= p.experts) continue;
+            const u32 count = is_slots ? plan.sent[rank] : plan.counts[expert];
+            store_relaxed(count_word(p, rank, number, p.rank, here), number << 32 | count);
+        }
+        // Kept for combine.
+        for (u32 i = thread(); i < p.tokens * p.top_k; i += threads()) p.own_weights[i] = load_once(p.weights + i);
+    }
+    const Group group(p, of_role, in_role);
+    u32 most = 0;
+    for (u32 rank = 0; rank < p.ranks; ++rank) {
+        if (rank != p.rank && plan.sent[rank] > most) most = plan.sent[rank];
+    }
+    const u32 others = p.ranks - 1;
+    u32 rows = 0;
+    for (u32 task = group.first; task < most * others; task += group.step) {
+        const u32 rank = (p.rank + 1 + task % others) % p.ranks, slot = task / others;
+        if (slot >= plan.sent[rank]) continue;
+        const u32 token = plan.list[rank * p.tokens + slot];
+        const u64 index = slot_index(p, number, p.rank, slot);
+        char* row = p.heap[rank] + p.rows + index * p.row_stride;
+        copy_row(group, row, p.x + static_cast<u64>(token) * p.row_bytes, p.row_bytes);
+        copy_bytes(group, row + p.scales_at, p.scales + static_cast<u64>(token) * p.scale_bytes, p.scale_bytes);
+        describe(p, plan, group, reinterpret_cast<u32*>(row + p.rest_at), rank, token);
+        group.sync();
+        if (group.lane == 0) store_release(word_at(p, rank, p.row_words + index * sizeof(u64)), number);
+        ++rows;
+    }
+    count_rows(p, group, kRowsSent, rows);
+}
+
+// Where rows of other ranks stand here.
+struct Arrivals {
+    u32* counts;  // [ranks][experts a rank + 1]: rows of each source, and its slots
+    u32* bases;   // [ranks][experts a rank]: position of a source's first row
+    u32* firsts;  // [ranks]: slots of all sources before
+};
+
+// Waits for the counts of all ranks. False: they did not come.
+DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 number, bool is_first) {
+    const u32 words = p.experts_a_rank + 1, here = p.experts_here;
+    for (u32 i = thread(); i < p.ranks * words; i += threads()) {
+        const u32 source = i / words, expert = i % words;
+        u64 value = 0;
+        if (expert == p.experts_a_rank || expert < here) {
+            const auto compare = [number](u64 seen) {
+                return static_cast<i64>(static_cast<i32>(static_cast<u32>(seen >> 32) - static_cast<u32>(number)));
+            };
+            wait(p, count_word(p, p.rank, number, source, expert), source, kCounts, &value, compare);
+            const u32 most = expert == p.experts_a_rank ? p.max_tokens : p.max_tokens * p.top_k;
+            if (static_cast<u32>(value) > most) {
+                fail(p, kNonsense, source, kCounts, 0);
+                value = 0;
+            }
+        }
+        arrivals.counts[i] = static_cast<u32>(value);
+    }
+    block_sync();
+    if (thread() < kWarp) {
+        const u32 each = (here + kWarp - 1) / kWarp, begin = thread() * each, end = least(begin + each, here);
+        u32 sum = 0;
+        for (u32 expert = begin; expert < end; ++expert) {
+            u32 count = 0;
+            for (u32 source = 0; source < p.ranks; ++source) count += arrivals.counts[source * words + expert];
+            sum += round_up(count, p.alignment);
+        }
+        u32 start = sum_below(sum);
+        for (u32 expert = begin; expert < end; ++expert) {
+            if (p.arrangement == kMasked) start = expert * p.capacity;
+            u32 at = start;
+            for (u32 source = 0; source < p.ranks; ++source) {
+                arrivals.bases[source * p.experts_a_rank + expert] = at;
+                at += arrivals.counts[source * words + expert];
+            }
+            if (is_first) {
+                p.out_counts[expert] = static_cast<i32>(at - start);
+                if (p.arrangement != kTokens) p.out_starts[expert] = static_cast<i32>(start);
+                const u32 end_of_room = p.arrangement == kMasked ? start + p.capacity : p.capacity;
+                const u32 needed = p.arrangement == kMasked ? at - start : round_up(at, p.alignment);
+                if (p.arrangement != kTokens && round_up(at, p.arrangement == kMasked ? 1 : p.alignment) > end_of_room) {
+                    fail(p, kCapacity, p.rank, kCounts, needed);
+                }
+            }
+            start = start + round_up(at - start, p.alignment);
+        }
+    }
+    if (thread() == 0) {
+        u32 before = 0;
+        for (u32 source = 0; source < p.ranks; ++source) {
+            arrivals.firsts[source] = before;
+            before += arrivals.counts[source * words + p.experts_a_rank];
+        }
+        if (is_first && p.arrangement == kTokens) {
+            p.out_starts[0] = static_cast<i32>(before);
+            if (before > p.capacity) fail(p, kCapacity, p.rank, kCounts, before);
+        }
+    }
+    if (is_first) {
+        for (u32 source = thread(); source < p.ranks; source += threads()) {
+            p.received[source] = arrivals.counts[source * words + p.experts_a_rank];
+        }
+    }
+    block_sync();
+    return !has_failed(p);
+}
+
+// The position of a row of which a source says this, kNowhere if it is not for an expert here.
+DEVICE u32 position_of(const Parameters& p, const Arrivals& arrivals, u32 source, u32 expert, u32 place) {
+    if (expert == kNowhere) return kNowhere;
+    if (expert >= p.experts_here || place >= arrivals.counts[source * (p.experts_a_rank + 1) + expert]) {
+        fail(p, kNonsense, source, kRows, 0);
+        return kNowhere;
+    }
+    return arrivals.bases[source * p.experts_a_rank + expert] + place;
+}
+
+DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u64 number, u32 of_role, u32 in_role) {
+    Arrivals arrivals;
+    arrivals.counts = reinterpret_cast<u32*>(memory);
+    arrivals.bases = arrivals.counts + p.ranks * (p.experts_a_rank + 1);
+    arrivals.firsts = arrivals.bases + p.ranks * p.experts_a_rank;
+    u32* positions_of_groups = arrivals.firsts + p.ranks;
+    if (!receive_counts(p, arrivals, number, of_role == 0)) return;
+    const Group group(p, of_role, in_role);
+    u32* positions = positions_of_groups + group.index * kTopK;
+    u32 most = 0;
+    for (u32 source = 0; source < p.ranks; ++source) {
+        const u32 slots = arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank];
+        if (slots > most) most = slots;
+    }
+    u32 rows = 0;
+    for (u32 task = group.first; task < most * p.ranks; task += group.step) {
+        const u32 source = (p.rank + task % p.ranks) % p.ranks, slot = task / p.ranks;
+        if (slot >= arrivals.counts[source * (p.experts_a_rank + 1) + p.experts_a_rank]) continue;
+        const u64 received = static_cast<u64>(source) * p.max_tokens + slot;
+        const bool is_own = source == p.rank;
+        const u64 index = slot_index(p, number, source, slot);
+        const char* row = p.heap[p.rank] + p.rows + index * p.row_stride;
+        const char* scales = row + p.scales_at;
+        const u32* rest = reinterpret_cast<const u32*>(row + p.rest_at);
+        u32 token = 0;
+        if (is_own) {
+            token = plan.list[p.rank * p.tokens + slot];
+            row = p.x + static_cast<u64>(token) * p.row_bytes;
+            scales = p.scales + static_cast<u64>(token) * p.scale_bytes;
+        } else if (group.lane == 0) {
+            wait_for_row(p, word_at(p, p.rank, p.row_words + index * sizeof(u64)), source, kRows, number);
+        }
+        group.sync();
+        if (!is_own) token = load_once(rest + 3 * p.top_k);
+        const u32 at = arrivals.firsts[source] + slot;
+        for (u32 k = group.lane; k < p.top_k; k += group.size) {
+            u32 expert, place;
+            float weight;
+            if (is_own) {
+                const u32 pair = token * p.top_k + k;
+                const i32 id = plan.expert[pair];
+                const bool is_here = id >= 0 && static_cast<u32>(id) / p.experts_a_rank == p.rank;
+                expert = is_here ? static_cast<u32>(id) % p.experts_a_rank : kNowhere;
+                place = plan.place[pair];
+                weight = load_once(p.weights + pair);
+            } else {
+                expert = load_once(rest + 2 * k);
+                place = load_once(rest + 2 * k + 1);
+                weight = float_of_bits(load_once(rest + 2 * p.top_k + k));
+            }
+            u32 position = position_of(p, arrivals, source, expert, place);
+            if (p.arrangement == kTokens) {
+                if (at < p.capacity) {
+                    p.out_ids[static_cast<u64>(at) * p.top_k + k] = position == kNowhere ? -1 : static_cast<i64>(expert);
+                    p.out_weights[static_cast<u64>(at) * p.top_k + k] = weight;
+                }
+                // The row stands there once.
+                position = k == 0 ? at : kNowhere;
+            }
+            const u32 room = p.arrangement == kMasked ? (expert + 1) * p.capacity : p.capacity;
+            if (position != kNowhere && position >= room) {
+                fail(p, kCapacity, p.rank, kRows, position + 1);
+                position = kNowhere;
+            }
+            positions[k] = position;
+            p.positions[received * p.top_k + k] = static_cast<i32>(position);
+            p.weights_received[received * p.top_k + k] = weight;
+        }
+        if (group.lane == 0) {
+            if (token >= p.max_tokens) fail(p, kNonsense, source, kRows, token);
+            p.tokens_received[received] = least(token, p.max_tokens - 1);
+        }
+        group.sync();
+        // What is there may be no row: nothing of it is placed then.
+        if (!has_failed(p)) {
+            const u32 count = p.row_bytes / kUnit;
+            for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
+                uint4 units[kInFlight];
+                load_units(group, units, row, first, count);
+                for (u32 k = 0; k < p.top_k; ++k) {
+                    if (positions[k] == kNowhere) continue;
+                    store_units(group, units, p.out_rows + static_cast<u64>(positions[k]) * p.row_bytes, first, count);
+                }
+            }
+            for (u32 k = 0; k < p.top_k && p.scale_bytes > 0; ++k) {
+                if (positions[k] == kNowhere) continue;
+                copy_bytes(group, p.out_scales + static_cast<u64>(positions[k]) * p.scale_bytes, scales, p.scale_bytes);
+            }
+        }
+        rows += !is_own;
+        // The next row's positions are written by other threads.
+        group.sync();
+    }
+    count_rows(p, group, kRowsReceived, rows);
+}
+
+// The number after that of the last dispatch of which all blocks had written it.
+DEVICE u64 next_number(const Parameters& p) { return load_once(p.sequence + block()) + 1; }
+
+// Every block writes its share, for a next launch of any size.
+DEVICE void end_number(const Parameters& p, u64 number) {
+    block_sync();
+    for (u32 i = block() + blocks() * thread(); i < p.sequence_blocks; i += blocks() * threads()) p.sequence[i] = number;
+}
+
+}  // namespace

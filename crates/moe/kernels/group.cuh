@@ -1,0 +1,83 @@
+// A group of threads that shares a row, and its copies; the roles of blocks.
+
+#pragma once
+
+#include "parameters.cuh"
+
+namespace {
+
+// Threads of a block that share a row.
+struct Group {
+    u32 index, lane, size, first, step;
+    DEVICE Group(const Parameters& p, u32 of_role, u32 in_role) {
+        size = least(p.group, threads());
+        index = thread() / size;
+        lane = thread() % size;
+        const u32 here = threads() / size;
+        first = index * in_role + of_role;
+        step = here * in_role;
+    }
+    DEVICE void sync() const { group_sync(index, size); }
+};
+
+// Copies bytes that need not be whole units.
+DEVICE void copy_bytes(const Group& group, char* to, const char* from, u32 bytes) {
+    const u64 all = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes;
+    if (all % kUnit == 0) {
+        for (u32 at = group.lane * kUnit; at < bytes; at += group.size * kUnit) store_unit(to + at, load_unit(from + at));
+    } else if (all % 4 == 0) {
+        for (u32 at = group.lane * 4; at < bytes; at += group.size * 4) {
+            *reinterpret_cast<u32*>(to + at) = load_once(reinterpret_cast<const u32*>(from + at));
+        }
+    } else {
+        for (u32 at = group.lane; at < bytes; at += group.size) to[at] = load_once(from + at);
+    }
+}
+
+// Loads units of a row that lie a group apart, from this thread's first on.
+DEVICE void load_units(const Group& group, uint4* units, const char* row, u32 first, u32 count) {
+    UNROLL
+    for (u32 j = 0; j < kInFlight; ++j) {
+        const u32 unit = first + j * group.size;
+        if (unit < count) units[j] = load_unit(row + static_cast<u64>(unit) * kUnit);
+    }
+}
+
+DEVICE void store_units(const Group& group, const uint4* units, char* row, u32 first, u32 count) {
+    UNROLL
+    for (u32 j = 0; j < kInFlight; ++j) {
+        const u32 unit = first + j * group.size;
+        if (unit < count) store_unit(row + static_cast<u64>(unit) * kUnit, units[j]);
+    }
+}
+
+DEVICE void copy_row(const Group& group, char* to, const char* from, u32 bytes) {
+    const u32 count = bytes / kUnit;
+    for (u32 first = group.lane; first - group.lane < count; first += kInFlight * group.size) {
+        uint4 units[kInFlight];
+        load_units(group, units, from, first, count);
+        store_units(group, units, to, first, count);
+    }
+}
+
+// Adds to a count of this rank's.
+DEVICE void count_rows(const Parameters& p, const Group& group, Stat stat, u32 rows) {
+    if (group.lane == 0 && rows > 0) add_global(p.stats + stat, rows);
+}
+
+// This block's role: whether it sends or receives, and its number among those that do.
+struct Role {
+    bool sends, receives;
+    u32 of_senders, senders, of_receivers, receivers;
+    DEVICE explicit Role(const Parameters& p) {
+        const bool is_both = p.phases == (kSend | kReceive), are_apart = is_both && p.senders > 0;
+        sends = (p.phases & kSend) && (!are_apart || block() < p.senders);
+        receives = (p.phases & kReceive) && (!are_apart || block() >= p.senders);
+        senders = are_apart ? p.senders : blocks();
+        of_senders = block();
+        receivers = are_apart ? blocks() - p.senders : blocks();
+        of_receivers = are_apart ? block() - p.senders : block();
+    }
+};
+
+}  // namespace

@@ -1,0 +1,254 @@
+// What differs between a GPU and a CPU. On a CPU tests run the same kernels with one thread a block.
+//
+// A group is some threads of a block that share a row, a warp 32 of them. On a CPU both are the one thread, so barriers between
+// threads are nothing, and a loop over all threads' parts goes over all of it.
+
+#pragma once
+
+#include <cstdint>
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+#ifdef __CUDACC__
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define SHARED_MEMORY extern __shared__ __align__(16) char shared_memory[]
+
+constexpr u32 kWarp = 32;
+
+DEVICE u32 thread() { return threadIdx.x; }
+DEVICE u32 threads() { return blockDim.x; }
+DEVICE u32 block() { return blockIdx.x; }
+DEVICE u32 blocks() { return gridDim.x; }
+DEVICE void block_sync() { __syncthreads(); }
+// Barrier 0 is the block's.
+DEVICE void group_sync(u32 group, u32 size) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(size) : "memory"); }
+
+DEVICE u32 bits_of(u32 word) { return __popc(word); }
+DEVICE u32 lowest_bit(u32 word) { return __ffs(word) - 1; }
+DEVICE void or_shared(u32* word, u32 bits) { atomicOr(word, bits); }
+DEVICE void add_shared(u32* word, u32 value) { atomicAdd(word, value); }
+// Writes a word that is 0. True: this was the first to do so.
+DEVICE bool claim(u32* word, u32 value) { return atomicCAS(word, 0, value) == 0; }
+
+DEVICE void add_global(u64* word, u64 value) { atomicAdd(reinterpret_cast<unsigned long long*>(word), value); }
+
+// The sum of the values of all lower lanes.
+DEVICE u32 sum_below(u32 value) {
+    u32 sum = value;
+    for (u32 step = 1; step < kWarp; step <<= 1) {
+        const u32 other = __shfl_up_sync(~0u, sum, step);
+        sum += threadIdx.x % kWarp >= step ? other : 0;
+    }
+    return sum - value;
+}
+
+// One value of a warp, of its last lane.
+DEVICE u32 of_last_lane(u32 value) { return __shfl_sync(~0u, value, kWarp - 1); }
+
+// At most 32 values, one of them with each lane of a warp.
+template <typename T>
+struct Few {
+    T value;
+    DEVICE Few(const T* values, u32 count, T other) : value(threadIdx.x % kWarp < count ? values[threadIdx.x % kWarp] : other) {}
+    DEVICE T operator[](u32 index) const { return __shfl_sync(~0u, value, index); }
+    DEVICE u32 not_below_zero() const { return __ballot_sync(~0u, value >= 0); }
+};
+
+// Words that other GPUs write and read: system scope.
+DEVICE u64 load_acquire(const u64* word) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+DEVICE u64 load_relaxed(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+DEVICE void store_release(u64* word, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+DEVICE void store_relaxed(u64* word, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Bytes that are read once, and that another kernel may have written since this one began: not by the read-only path.
+DEVICE uint4 load_unit(const char* from) {
+    uint4 unit;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+                 : "l"(from)
+                 : "memory");
+    return unit;
+}
+DEVICE void store_unit(char* to, uint4 unit) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(unit.x), "r"(unit.y), "r"(unit.z), "r"(unit.w)
+                 : "memory");
+}
+template <typename T>
+DEVICE T load_once(const T* from) {
+    return *const_cast<const volatile T*>(from);
+}
+
+DEVICE u64 now_ns() {
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+DEVICE void pause() { __nanosleep(20); }
+
+DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
+DEVICE float float_of_half(u32 half) {
+    float value;
+    asm("{ .reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "h"(static_cast<unsigned short>(half)));
+    return value;
+}
+// Rounds both, the second into the upper half.
+DEVICE u32 halves_of(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+DEVICE u32 bfloats_of(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// A kernel with its most threads, and the blocks that a multiprocessor has to run at a time.
+#define KERNEL(name, most_threads, at_a_time) \
+    extern "C" __global__ void __launch_bounds__(most_threads, at_a_time) name(const __grid_constant__ Parameters p)
+
+#else  // A CPU
+
+#include <sched.h>
+#include <time.h>
+
+#include <cstring>
+
+#define DEVICE inline
+#define UNROLL
+#define SHARED_MEMORY static thread_local char shared_memory[256 << 10] __attribute__((aligned(16)))
+
+constexpr u32 kWarp = 1;
+
+struct uint4 {
+    u32 x, y, z, w;
+};
+
+static thread_local u32 this_block, all_blocks;
+
+DEVICE u32 thread() { return 0; }
+DEVICE u32 threads() { return 1; }
+DEVICE u32 block() { return this_block; }
+DEVICE u32 blocks() { return all_blocks; }
+DEVICE void block_sync() {}
+DEVICE void group_sync(u32, u32) {}
+
+DEVICE u32 bits_of(u32 word) { return static_cast<u32>(__builtin_popcount(word)); }
+DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__builtin_ctz(word)); }
+DEVICE void or_shared(u32* word, u32 bits) { *word |= bits; }
+DEVICE void add_shared(u32* word, u32 value) { *word += value; }
+DEVICE bool claim(u32* word, u32 value) {
+    u32 none = 0;
+    return __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+DEVICE void add_global(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
+DEVICE u32 sum_below(u32) { return 0; }
+DEVICE u32 of_last_lane(u32 value) { return value; }
+
+template <typename T>
+struct Few {
+    const T* values;
+    u32 count;
+    Few(const T* values, u32 count, T) : values(values), count(count) {}
+    T operator[](u32 index) const { return values[index]; }
+    u32 not_below_zero() const {
+        u32 found = 0;
+        for (u32 index = 0; index < count; ++index) found |= values[index] >= 0 ? 1u << index : 0;
+        return found;
+    }
+};
+
+DEVICE u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+DEVICE u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+DEVICE void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+// A thread that reads it may be of another kind, which wants what was written before.
+DEVICE void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+DEVICE uint4 load_unit(const char* from) {
+    uint4 unit;
+    std::memcpy(&unit, from, sizeof unit);
+    return unit;
+}
+DEVICE void store_unit(char* to, uint4 unit) { std::memcpy(to, &unit, sizeof unit); }
+template <typename T>
+DEVICE T load_once(const T* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+DEVICE u64 now_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<u64>(time.tv_sec) * 1000000000 + static_cast<u64>(time.tv_nsec);
+}
+DEVICE void pause() { sched_yield(); }
+
+// Compiled without contraction of a product and a sum.
+DEVICE float times(float a, float b) { return a * b; }
+DEVICE float plus(float a, float b) { return a + b; }
+DEVICE float float_of_bits(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+DEVICE u32 bits_of_float(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+DEVICE float float_of_half(u32 half) {
+    const u16 bits = static_cast<u16>(half);
+    _Float16 value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+DEVICE u32 half_of(float value) {
+    const _Float16 half = static_cast<_Float16>(value);
+    u16 bits;
+    std::memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+DEVICE u32 bfloat_of(float value) {
+    const u32 bits = bits_of_float(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // as the GPU's conversion writes what is no number
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 halves_of(float low, float high) { return half_of(low) | half_of(high) << 16; }
+DEVICE u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of(high) << 16; }
+
+// A function that does all blocks of a launch, one after the other.
+#define KERNEL(name, most_threads, at_a_time)                             \
+    static void name##_block(const Parameters& p);                        \
+    extern "C" void name##_on_a_cpu(const void* parameters, u32 blocks) { \
+        all_blocks = blocks;                                              \
+        for (u32 each = 0; each < blocks; ++each) {                       \
+            this_block = each;                                            \
+            name##_block(*static_cast<const Parameters*>(parameters));    \
+        }                                                                 \
+    }                                                                     \
+    static void name##_block(const Parameters& p)
+
+#endif

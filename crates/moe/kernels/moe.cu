@@ -1,0 +1,49 @@
+// Dispatch and combine of a mixture of experts between the GPUs of one host, by stores into each other's memory. The head of
+// crates/moe/src/lib.rs describes the protocol, crates/moe/src/layout.rs the memory that ranks write into each other.
+//
+//   plan      for many tokens, a launch of its own: where each row goes. For few, each block of dispatch plans for itself.
+//   dispatch  some blocks send this rank's rows and counts, the others wait for those of all ranks and place them
+//   combine   some blocks send back what experts made of the rows of other ranks, the others sum up this rank's tokens
+//
+// A part that sends waits for nobody. A part that receives waits for words, each of one row: for the number of the dispatch.
+
+#include "combine.cuh"
+#include "dispatch.cuh"
+
+// Blocks of experts, then a block for each rank.
+KERNEL(kvlane_moe_plan, kThreads, 1) {
+    SHARED_MEMORY;
+    if (has_failed(p)) return;
+    const Plan plan = plan_of_scratch(p);
+    const u32 blocks_of_experts = (p.experts + kExpertsOfPlanBlock - 1) / kExpertsOfPlanBlock;
+    u32* bits = reinterpret_cast<u32*>(shared_memory);
+    u32* before = bits + kExpertsOfPlanBlock * words_of(p.tokens);
+    if (block() < blocks_of_experts) {
+        const u32 begin = block() * kExpertsOfPlanBlock;
+        plan_experts(p, plan, begin, least(begin + kExpertsOfPlanBlock, p.experts), bits, before);
+    } else {
+        const u32 rank = block() - blocks_of_experts;
+        plan_ranks(p, plan, rank, rank + 1, bits, before);
+    }
+}
+
+KERNEL(kvlane_moe_dispatch, kThreads, 2) {
+    SHARED_MEMORY;
+    const u64 number = next_number(p);
+    if (has_failed(p)) return;
+    const Role role(p);
+    Plan plan = plan_of_scratch(p);
+    if (p.plan_bytes > 0 && (p.phases & kSend)) plan = plan_for_itself(p, shared_memory, block() == 0);
+    // A wrong id is known before anything is sent.
+    if (has_failed(p)) return;
+    if (role.sends) {
+        if (block() == 0 && thread() == 0) *p.number = number;
+        send_rows(p, plan, number, role.of_senders, role.senders);
+    }
+    if (role.receives) receive_rows(p, plan, shared_memory + p.plan_bytes, number, role.of_receivers, role.receivers);
+    if (p.phases & kReceive) end_number(p, number);
+}
+
+KERNEL(kvlane_moe_combine_bf16, kThreads, 1) { combine<kBf16>(p); }
+KERNEL(kvlane_moe_combine_f16, kThreads, 1) { combine<kF16>(p); }
+KERNEL(kvlane_moe_combine_f32, kThreads, 1) { combine<kF32>(p); }

@@ -1,0 +1,59 @@
+// How a kernel waits for a word of another rank, and notes that this rank fails.
+
+#pragma once
+
+#include "parameters.cuh"
+
+namespace {
+
+// Notes why this rank fails, if nothing else was noted before.
+DEVICE void fail(const Parameters& p, Failure failure, u32 rank, u32 waited, u64 value) {
+    if (!claim(p.failed, failure)) return;
+    p.control->rank = rank;
+    p.control->waited = waited;
+    p.control->value = value;
+    store_release(&p.control->failure, failure);
+}
+
+DEVICE bool has_failed(const Parameters& p) { return load_once(p.failed) != kNone; }
+
+// Waits for a word of this rank's memory. Each 256 looks it looks whether there is an end to that.
+template <typename Compare>
+DEVICE bool wait(const Parameters& p, const u64* word, u32 from, Waited waited, u64* value, Compare compare) {
+    u64 begun = 0;
+    for (u32 looks = 1;; ++looks) {
+        // Before the word: words that a rank wrote before it left count.
+        const bool is_look = looks % 256 == 0;
+        const u64 gone = is_look ? load_relaxed(&p.control->gone) : 0;
+        u64 seen = load_relaxed(word);
+        const i64 ahead = compare(seen);
+        if (ahead == 0) {
+            *value = load_acquire(word);
+            return true;
+        }
+        if (ahead > 0) {
+            fail(p, kOutOfStep, from, waited, seen);
+            return false;
+        }
+        if (!is_look) continue;
+        if (has_failed(p)) return false;
+        if (gone >> from & 1) {
+            fail(p, kGone, from, waited, 0);
+            return false;
+        }
+        const u64 now = now_ns();
+        if (begun == 0) begun = now;
+        if (now - begun > p.timeout_ns) {
+            fail(p, kTimedOut, from, waited, 0);
+            return false;
+        }
+        pause();
+    }
+}
+
+DEVICE bool wait_for_row(const Parameters& p, const u64* word, u32 from, Waited waited, u64 number) {
+    u64 value;
+    return wait(p, word, from, waited, &value, [number](u64 seen) { return static_cast<i64>(seen - number); });
+}
+
+}  // namespace
