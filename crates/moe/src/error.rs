@@ -99,4 +99,52 @@ pub enum MoeError {
         /// The part that is wrong.
         what: &'static str,
     },
+    /// A kernel found an id that is no expert. On a GPU ids are known only there.
+    #[error(
+        "token {token} wants expert {expert} as its number {k}: experts are 0 to {}, and -1 is none",
+        experts - 1
+    )]
+    BadExpert {
+        /// Position of the token.
+        token: usize,
+        /// Position among the token's experts.
+        k: usize,
+        /// Id that was asked for.
+        expert: i64,
+        /// Number of experts.
+        experts: usize,
+    },
+    /// More rows came than the output has room for.
+    #[error(
+        "{needed} rows came, and there is room for {capacity}: make the all-to-all with a capacity of {needed}"
+    )]
+    Capacity {
+        /// Rows for which there has to be room.
+        needed: usize,
+        /// Rows for which there is.
+        capacity: usize,
+    },
+    /// The GPU, or its driver, refused.
+    #[error("{0}")]
+    Gpu(String),
+}
+
+impl MoeError {
+    /// An error of the GPU's driver.
+    pub(crate) fn of_gpu(error: kvlane_gpu::GpuError) -> MoeError {
+        MoeError::Gpu(error.to_string())
+    }
+
+    /// The rank because of which this one fails.
+    pub(crate) fn because(&self) -> Option<usize> {
+        match *self {
+            MoeError::PeerLeft { because: Some(rank), .. }
+            | MoeError::PeerLeft { rank, .. }
+            | MoeError::PeerLost { rank, .. }
+            | MoeError::TimedOut { rank, .. }
+            | MoeError::OutOfStep { rank }
+            | MoeError::Nonsense { rank, .. } => Some(rank),
+            _ => None,
+        }
+    }
 }

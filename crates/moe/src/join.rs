@@ -35,7 +35,10 @@ const MAGIC: &[u8; 8] = b"kvlmoe01";
 /// Begins the bytes of a rank that cannot join. The reason follows.
 const CANNOT: &[u8; 8] = b"kvlmoeno";
 const PASS_BYTES: usize = 16;
-const FIELDS: usize = 9;
+/// Sizes, and the kind of memory.
+const FIELDS: usize = 10;
+/// Offset of what a rank has written into its memory before it gives it to others.
+pub(crate) const TOLD_AT: usize = 128;
 
 /// Gives all ranks' bytes to every rank, in the order of ranks. Called twice by each rank.
 pub type AllGather<'a> = dyn FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String> + 'a;
@@ -89,9 +92,59 @@ impl Hello {
     }
 }
 
+/// The memory by which ranks meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Memory of the host, in which they work.
+    Host,
+    /// That of a GPU, and memory of the host in which they say whether they take part. It has room for sums of the exact kind, or
+    /// none.
+    Gpu {
+        /// Whether there is room.
+        is_exact: bool,
+    },
+}
+
+impl Kind {
+    fn number(self) -> u64 {
+        match self {
+            Kind::Host => 0,
+            Kind::Gpu { is_exact: false } => 1,
+            Kind::Gpu { is_exact: true } => 2,
+        }
+    }
+
+    fn of_number(number: u64) -> &'static str {
+        match number {
+            0 => "the host's",
+            1 => "a GPU's, for reduced sums alone",
+            _ => "a GPU's",
+        }
+    }
+}
+
+/// The part of a rank before it meets others: the size of its memory of the host, its first bytes at [`TOLD_AT`], and what else it
+/// keeps.
+pub(crate) struct Part<P> {
+    pub(crate) bytes: usize,
+    pub(crate) told: Vec<u8>,
+    pub(crate) kept: P,
+}
+
+/// A rank that has met the others.
+pub(crate) struct Met<T> {
+    pub(crate) layout: Layout,
+    pub(crate) heap: Heap,
+    pub(crate) peers: Peers,
+    pub(crate) with: T,
+}
+
 /// A rank that is about to meet the others.
-struct Ready {
+struct Ready<P> {
     layout: Layout,
+    kept: P,
+    bytes: usize,
+    kind: Kind,
     heap: Heap,
     memfd: OwnedFd,
     hello: Hello,
@@ -110,13 +163,27 @@ pub fn join(
     timeout: Duration,
     all_gather: &mut AllGather<'_>,
 ) -> Result<Rank, MoeError> {
-    let ready = prepare(shape, rank);
+    let part = |layout: &Layout| Ok(Part { bytes: layout.bytes, told: Vec::new(), kept: () });
+    let met = meet_all(shape, rank, Kind::Host, all_gather, part, |(), _| Ok(()))?;
+    Ok(Rank::new(*shape, rank, met.layout, met.heap, met.peers, timeout))
+}
+
+/// Has all ranks meet. `part` makes this one's, `attach` reaches what the peers keep.
+pub(crate) fn meet_all<P, T>(
+    shape: &Shape,
+    rank: usize,
+    kind: Kind,
+    all_gather: &mut AllGather<'_>,
+    part: impl FnOnce(&Layout) -> Result<Part<P>, MoeError>,
+    attach: impl FnOnce(P, &Peers) -> Result<T, String>,
+) -> Result<Met<T>, MoeError> {
+    let ready = prepare(shape, rank, kind, part);
     let told = match &ready {
         Ok(ready) => ready.hello.encode(),
         Err(error) => [CANNOT.as_slice(), error.to_string().as_bytes()].concat(),
     };
     let told = gather(all_gather, &told, shape.ranks);
-    let Ready { layout, heap, memfd, hello, listener, _file } = match ready {
+    let Ready { layout, kept, bytes, kind, heap, memfd, hello, listener, _file } = match ready {
         Ok(ready) => ready,
         Err(error) => {
             // The others gather twice.
@@ -125,14 +192,15 @@ pub fn join(
         }
     };
     let met = told.and_then(|told| {
-        let met = meet(shape, &hello, &told, &listener, &memfd, layout.bytes);
+        let met = meet(shape, kind, &hello, &told, &listener, &memfd, bytes)
+            .and_then(|peers| attach(kept, &peers).map(|with| (peers, with)));
         let verdict = met.as_ref().err().map_or("", String::as_str);
         let verdicts = gather(all_gather, verdict.as_bytes(), shape.ranks)?;
         all_fine(&verdicts)?;
         met.map_err(MoeError::NotJoined)
     });
     match met {
-        Ok(peers) => Ok(Rank::new(*shape, rank, layout, heap, peers, timeout)),
+        Ok((peers, with)) => Ok(Met { layout, heap, peers, with }),
         Err(error) => {
             // A peer may have joined.
             heap.leave(None);
@@ -141,7 +209,12 @@ pub fn join(
     }
 }
 
-fn prepare(shape: &Shape, rank: usize) -> Result<Ready, MoeError> {
+fn prepare<P>(
+    shape: &Shape,
+    rank: usize,
+    kind: Kind,
+    part: impl FnOnce(&Layout) -> Result<Part<P>, MoeError>,
+) -> Result<Ready<P>, MoeError> {
     shape.check().map_err(MoeError::BadInput)?;
     if rank >= shape.ranks {
         return Err(MoeError::BadInput(format!("rank {rank} is not one of {}", shape.ranks)));
@@ -149,7 +222,9 @@ fn prepare(shape: &Shape, rank: usize) -> Result<Ready, MoeError> {
     let too_large = || MoeError::BadInput("the ranks' memory would be larger than any process".into());
     let layout = Layout::of(shape).ok_or_else(too_large)?;
     let own = |error: io::Error| MoeError::NotJoined(format!("rank {rank} cannot meet the others: {error}"));
-    let (heap, memfd) = Heap::create(layout.bytes).map_err(own)?;
+    let Part { bytes, told, kept } = part(&layout)?;
+    let (heap, memfd) = Heap::create(bytes).map_err(own)?;
+    heap.write(TOLD_AT, &told);
     let mut host = [0; 36];
     std::fs::File::open("/proc/sys/kernel/random/boot_id")
         .and_then(|mut file| file.read_exact(&mut host))
@@ -160,7 +235,7 @@ fn prepare(shape: &Shape, rank: usize) -> Result<Ready, MoeError> {
         socket: u64::from_le_bytes(random().map_err(own)?),
         pass: random().map_err(own)?,
         host,
-        fields: shape.fields().map(|(_, value)| value),
+        fields: fields(shape, kind),
     };
     SocketFile::remove_stale("moe-");
     let path = hello.socket_path();
@@ -170,7 +245,16 @@ fn prepare(shape: &Shape, rank: usize) -> Result<Ready, MoeError> {
             path.display()
         ))
     })?;
-    Ok(Ready { layout, heap, memfd, hello, listener, _file })
+    Ok(Ready { layout, kept, bytes, kind, heap, memfd, hello, listener, _file })
+}
+
+/// The numbers on which all ranks have to agree.
+fn fields(shape: &Shape, kind: Kind) -> [u64; FIELDS] {
+    let mut fields = [kind.number(); FIELDS];
+    for (field, (_, size)) in fields.iter_mut().zip(shape.fields()) {
+        *field = size;
+    }
+    fields
 }
 
 fn gather(all_gather: &mut AllGather<'_>, bytes: &[u8], ranks: usize) -> Result<Vec<Vec<u8>>, MoeError> {
@@ -198,13 +282,14 @@ fn all_fine(verdicts: &[Vec<u8>]) -> Result<(), MoeError> {
 
 fn meet(
     shape: &Shape,
+    kind: Kind,
     hello: &Hello,
     told: &[Vec<u8>],
     listener: &UnixListener,
     memfd: &OwnedFd,
     bytes: usize,
 ) -> Result<Peers, String> {
-    let hellos = agreed(shape, hello, told)?;
+    let hellos = agreed(shape, kind, hello, told)?;
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let giving = scope.spawn(|| give(listener, hello, shape.ranks - 1, memfd, &stop));
@@ -229,7 +314,7 @@ fn meet(
 }
 
 /// The hellos of all ranks, if these agree.
-fn agreed(shape: &Shape, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
+fn agreed(shape: &Shape, kind: Kind, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, String> {
     let mut hellos = Vec::with_capacity(told.len());
     for (rank, bytes) in told.iter().enumerate() {
         if let Some(why) = bytes.strip_prefix(CANNOT) {
@@ -251,6 +336,11 @@ fn agreed(shape: &Shape, own: &Hello, told: &[Vec<u8>]) -> Result<Vec<Hello>, St
             if ours != theirs {
                 return Err(format!("{name} is {ours} here and {theirs} at rank {rank}"));
             }
+        }
+        let theirs = hello.fields[FIELDS - 1];
+        if theirs != kind.number() {
+            let (ours, theirs) = (Kind::of_number(kind.number()), Kind::of_number(theirs));
+            return Err(format!("memory is {ours} here and {theirs} at rank {rank}"));
         }
         hellos.push(hello);
     }
@@ -340,7 +430,7 @@ mod tests {
     }
 
     fn hello(rank: u32) -> Hello {
-        let fields = shape().fields().map(|(_, value)| value);
+        let fields = fields(&shape(), Kind::Host);
         Hello { rank, uid: 5, socket: 7, pass: [3; PASS_BYTES], host: [b'h'; 36], fields }
     }
 
@@ -360,7 +450,7 @@ mod tests {
         let agree = |change: &dyn Fn(&mut Hello)| {
             let mut other = hello(1);
             change(&mut other);
-            agreed(&shape(), &hello(0), &[hello(0).encode(), other.encode()])
+            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), other.encode()])
         };
         assert_eq!(agree(&|_| ()).unwrap(), [hello(0), hello(1)]);
         assert_eq!(agree(&|other| other.fields[2] = 8).unwrap_err(), "top_k is 2 here and 8 at rank 1");
@@ -370,11 +460,14 @@ mod tests {
         );
         let elsewhere = agree(&|other| other.host[0] = b'i').unwrap_err();
         assert_eq!(elsewhere, "rank 1 is on another host: kvlane.moe joins the ranks of one host");
-        let failed = agreed(&shape(), &hello(0), &[hello(0).encode(), b"kvlmoenono memory".to_vec()]);
+        let failed =
+            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), b"kvlmoenono memory".to_vec()]);
         assert_eq!(failed.unwrap_err(), "rank 1 cannot: no memory");
-        let swapped = agreed(&shape(), &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
+        let swapped =
+            agreed(&shape(), Kind::Host, &hello(0), &[hello(1).encode(), hello(0).encode()]).unwrap_err();
         assert_eq!(swapped, "all_gather gave the bytes of rank 1 as those of rank 0");
-        let garbage = agreed(&shape(), &hello(0), &[hello(0).encode(), b"kvlmoe01".to_vec()]).unwrap_err();
+        let garbage =
+            agreed(&shape(), Kind::Host, &hello(0), &[hello(0).encode(), b"kvlmoe01".to_vec()]).unwrap_err();
         assert_eq!(garbage, "all_gather gave bytes for rank 1 that are not of this kvlane");
     }
 }

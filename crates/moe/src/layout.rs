@@ -25,14 +25,14 @@ pub(crate) struct Layout {
     tokens: usize,
     top_k: usize,
     counts_a_source: usize,
-    row_words: usize,
-    rows: usize,
-    row_stride: usize,
-    sum_words: usize,
-    sums: usize,
-    sum_stride: usize,
-    pair_words: usize,
-    pairs: usize,
+    pub(crate) row_words: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) sum_words: usize,
+    pub(crate) sums: usize,
+    pub(crate) sum_stride: usize,
+    pub(crate) pair_words: usize,
+    pub(crate) pairs: usize,
     /// Bytes of all sections together.
     pub(crate) bytes: usize,
     /// From the begin of a row to its scales.
@@ -44,7 +44,7 @@ pub(crate) struct Layout {
 /// Offset of the word that says whether the rank takes part.
 pub(crate) const STATE: usize = 0;
 /// Offset of the counts.
-const COUNTS: usize = ALIGNMENT;
+pub(crate) const COUNTS: usize = ALIGNMENT;
 
 impl Layout {
     /// None if it would have more bytes than a process can address.
@@ -86,6 +86,11 @@ impl Layout {
             scales_at,
             rest_at,
         })
+    }
+
+    /// Bytes on a GPU, where memory that is never written takes room, too. Without exact sums no pairs come back.
+    pub(crate) fn gpu_bytes(&self, is_exact: bool) -> usize {
+        if is_exact { self.bytes } else { self.pair_words }
     }
 
     fn slot(&self, sequence: u64, rank: usize, slot: usize) -> usize {

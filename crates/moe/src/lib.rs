@@ -33,6 +33,7 @@ compile_error!("kvlane runs on 64-bit Linux");
 mod arrivals;
 mod combine;
 mod error;
+pub mod gpu;
 mod heap;
 mod join;
 mod layout;

@@ -75,16 +75,7 @@ impl Rank {
 
     /// Takes no part any more, and lets the others know, with the rank because of which.
     pub(crate) fn fail(&mut self, error: MoeError) -> MoeError {
-        let because = match error {
-            MoeError::PeerLeft { because: Some(rank), .. }
-            | MoeError::PeerLeft { rank, .. }
-            | MoeError::PeerLost { rank, .. }
-            | MoeError::TimedOut { rank, .. }
-            | MoeError::OutOfStep { rank }
-            | MoeError::Nonsense { rank, .. } => Some(rank),
-            _ => None,
-        };
-        self.own.leave(because);
+        self.own.leave(error.because());
         self.failed = Some(error.clone());
         error
     }

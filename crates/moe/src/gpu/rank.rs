@@ -1,0 +1,573 @@
+//! [`GpuRank`]: dispatch and combine, as launches.
+
+#![allow(unsafe_code, reason = "launches of kernels")]
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use kvlane_gpu::{
+    Copy, DeviceMemory, Driver, Gpu, GpuError, Grid, HostBuffer, Kernel, Priority, Stream, StreamHandle,
+};
+
+use super::kernels::{COMBINE_BF16, COMBINE_F16, COMBINE_F32, DISPATCH, PLAN};
+use super::limits::{GPU_EXPERTS_MAX, GPU_RANKS_MAX, GPU_TOKENS_MAX};
+use super::parameters::{Call, Offsets, Own, Parameters, RECEIVE, SEND, Scratch};
+use super::reach::{Reached, reach_all, tell};
+use super::schedule::{self, Schedule};
+use super::scratch::sections;
+use super::watch::Watch;
+use crate::join::{Kind, Part, meet_all};
+use crate::layout::{COUNTS, Layout};
+use crate::{AllGather, MoeError, Number, Shape, Stats, Sum};
+
+/// Dispatches that may wait to be combined.
+const OPEN: usize = 2;
+/// Rows begin at a multiple of it.
+const UNIT: u64 = 16;
+/// Bytes of the longest wait that the clock of a GPU can tell.
+const LONGEST: Duration = Duration::from_secs(1 << 30);
+
+/// The settings of a rank on a GPU, which all ranks share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuOptions {
+    /// Rows of the largest output of a dispatch; of layout `masked` those of each expert.
+    pub capacity: usize,
+    /// Whether combine may be exact. Without it each rank takes less memory.
+    pub is_exact: bool,
+    /// Most thread blocks of a launch; None: as many as the GPU runs at a time.
+    pub blocks: Option<u32>,
+    /// Longest wait of a kernel for a rank.
+    pub timeout: Duration,
+}
+
+/// The parts of an operation that a call launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phases {
+    /// This rank's rows go to the others. It waits for nobody.
+    Send,
+    /// Those of the others come.
+    Receive,
+    /// Both in one launch, which is faster than one after the other.
+    Both,
+}
+
+/// Device addresses of what a dispatch sends: `tokens` rows one after the other, and as many scales; `top_k` ids and weights (f32)
+/// of each.
+#[derive(Debug, Clone, Copy)]
+pub struct Input {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Rows, 16-byte aligned.
+    pub rows: u64,
+    /// Scales; not read if these have no bytes.
+    pub scales: u64,
+    /// Ids of experts; -1 is none.
+    pub ids: u64,
+    /// Bytes of an id: 4 or 8.
+    pub id_bytes: usize,
+    /// Weight of each id, f32.
+    pub weights: u64,
+}
+
+/// Device addresses of what a dispatch writes.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    /// Room for `capacity` rows, 16-byte aligned.
+    pub rows: u64,
+    /// Room for as many scales.
+    pub scales: u64,
+    /// Rows of each expert of this rank, i32.
+    pub counts: u64,
+    /// Position of the first row of each, i32.
+    pub starts: u64,
+}
+
+/// A dispatch until it is combined. A drop gives it up: the second dispatch after it may begin.
+#[derive(Debug)]
+pub struct Dispatched {
+    of: Arc<()>,
+    slot: usize,
+    tokens: usize,
+    input: Input,
+    /// Lives until the receive is launched.
+    unplaced: Option<Arc<()>>,
+    sent_back: Option<Sum>,
+    is_combined: bool,
+    _open: Arc<()>,
+}
+
+/// One rank of an all-to-all, on a GPU. Made by [`join_on_gpu`].
+///
+/// Rules are those of [`crate::Rank`]. Calls of one all-to-all, and graphs that captured them, run one after the other on the GPU.
+#[derive(Debug)]
+pub struct GpuRank {
+    shape: Shape,
+    options: GpuOptions,
+    /// The part that all launches share.
+    parameters: Parameters,
+    scratch: [Scratch; OPEN],
+    dispatch: Schedule,
+    combine: Schedule,
+    combine_kernel: &'static Kernel,
+    id: Arc<()>,
+    dispatched: u64,
+    placed: u64,
+    unplaced: Weak<()>,
+    open: [Weak<()>; OPEN],
+    stream: Stream,
+    read: HostBuffer,
+    bytes: u64,
+    // In this order: kernels end, then what they use goes.
+    watch: Watch,
+    _reached: Vec<Option<Reached>>,
+    _memory: Arc<DeviceMemory>,
+    _scratch: DeviceMemory,
+    gpu: Gpu,
+}
+
+/// Joins the ranks of an all-to-all on GPUs; all have to call this. Ranks are processes, or threads of one; several may share a GPU.
+///
+/// # Errors
+/// [`MoeError::BadInput`] for sizes that cannot be, [`MoeError::NotJoined`] if the ranks do not agree or do not reach each other,
+/// [`MoeError::Gpu`]. Every rank gets an error then.
+pub fn join_on_gpu(
+    shape: &Shape,
+    rank: usize,
+    gpu: &Gpu,
+    options: &GpuOptions,
+    all_gather: &mut AllGather<'_>,
+) -> Result<GpuRank, MoeError> {
+    let part = |layout: &Layout| {
+        check(shape)?;
+        let bytes = layout.gpu_bytes(options.is_exact) as u64;
+        let memory = Arc::new(gpu.alloc(bytes).map_err(MoeError::of_gpu)?);
+        zero(gpu, &memory).map_err(MoeError::of_gpu)?;
+        let told = tell(gpu, &memory).map_err(MoeError::of_gpu)?;
+        Ok(Part { bytes: 4096, told, kept: memory })
+    };
+    let kind = Kind::Gpu { is_exact: options.is_exact };
+    let attach = |memory: Arc<DeviceMemory>, peers: &crate::heap::Peers| {
+        let reached = reach_all(gpu, peers, memory.bytes())?;
+        Ok((memory, reached))
+    };
+    let met = meet_all(shape, rank, kind, all_gather, part, attach)?;
+    let (memory, reached) = met.with;
+    let (experts, capacity) = (shape.experts, options.capacity);
+    let watch = Watch::start(gpu, met.heap, met.peers, options.timeout, experts, capacity)?;
+    GpuRank::new(shape, rank, gpu, options, &met.layout, watch, reached, memory)
+}
+
+/// Sizes that kernels can hold.
+fn check(shape: &Shape) -> Result<(), MoeError> {
+    let most = [
+        ("the number of ranks", shape.ranks, GPU_RANKS_MAX),
+        ("max_tokens", shape.max_tokens, GPU_TOKENS_MAX),
+        ("experts", shape.experts, GPU_EXPERTS_MAX),
+    ];
+    for (name, size, most) in most {
+        if size > most {
+            let why = format!("{name} is {size}, and goes to {most} on GPUs");
+            return Err(MoeError::BadInput(why));
+        }
+    }
+    Ok(())
+}
+
+fn zero(gpu: &Gpu, memory: &DeviceMemory) -> Result<(), GpuError> {
+    let stream = Stream::new(gpu, Priority::Normal)?;
+    let (driver, device) = gpu.raw();
+    // SAFETY: the memory lives until the stream is done.
+    unsafe { driver.zero_async(device, stream.raw(), memory.address(), memory.bytes())? };
+    stream.synchronize()
+}
+
+impl GpuRank {
+    #[allow(clippy::too_many_arguments, reason = "the parts of a rank, once")]
+    fn new(
+        shape: &Shape,
+        rank: usize,
+        gpu: &Gpu,
+        options: &GpuOptions,
+        layout: &Layout,
+        watch: Watch,
+        reached: Vec<Option<Reached>>,
+        memory: Arc<DeviceMemory>,
+    ) -> Result<GpuRank, MoeError> {
+        let (driver, device) = gpu.raw();
+        let load = |kernel: &'static Kernel, shared: u32| {
+            let resident = driver.load_kernel(device, kernel, shared).map_err(MoeError::of_gpu)?;
+            let most = options.blocks.map_or(resident, |blocks| blocks.min(resident));
+            if most == 0 {
+                let name = kernel.entry.to_string_lossy();
+                return Err(MoeError::Gpu(format!(
+                    "{name} does not fit on this GPU: its blocks are too large"
+                )));
+            }
+            Ok(most)
+        };
+        let most_planned = (1..=shape.max_tokens.min(128)).map(|tokens| schedule::plan_bytes(shape, tokens));
+        let shared = most_planned.max().unwrap_or(0) + schedule::arrival_bytes(shape);
+        let dispatch = schedule::dispatch(shape, load(&DISPATCH, shared)?);
+        load(&PLAN, schedule::plan_grid(shape, shape.max_tokens).1)?;
+        let combine_kernel = match shape.number {
+            Number::Bf16 => &COMBINE_BF16,
+            Number::F16 => &COMBINE_F16,
+            Number::F32 => &COMBINE_F32,
+        };
+        let combine = schedule::combine(shape, load(combine_kernel, 0)?);
+        let one = sections(shape, 0).1;
+        // Sequence numbers of blocks, the word of failure, counts.
+        let rest = u64::from(dispatch.blocks) * 8 + 64;
+        let scratch_memory = gpu.alloc(OPEN as u64 * one + rest).map_err(MoeError::of_gpu)?;
+        zero(gpu, &scratch_memory).map_err(MoeError::of_gpu)?;
+        let base = scratch_memory.address();
+        let scratch = [0, 1].map(|slot| sections(shape, base + slot * one).0);
+        let at = base + OPEN as u64 * one;
+        let own = Own { failed: at, stats: at + 8, sequence: at + 64, control: watch.address() };
+        let mut parameters = Parameters {
+            ranks: shape.ranks as u32,
+            rank: rank as u32,
+            top_k: shape.top_k as u32,
+            experts: shape.experts as u32,
+            experts_a_rank: shape.experts_a_rank() as u32,
+            experts_here: shape.experts_of(rank).len() as u32,
+            alignment: shape.alignment as u32,
+            capacity: options.capacity as u32,
+            max_tokens: shape.max_tokens as u32,
+            row_bytes: shape.row_bytes as u32,
+            scale_bytes: shape.scale_bytes as u32,
+            sum_bytes: shape.sum_bytes() as u32,
+            number_kind: shape.number as u32,
+            parts: 1,
+            sequence_blocks: dispatch.blocks,
+            timeout_ns: options.timeout.min(LONGEST).as_nanos() as u64,
+            offsets: offsets(layout),
+            own,
+            ..Parameters::default()
+        };
+        for (address, reached) in parameters.heap.iter_mut().zip(&reached) {
+            *address = reached.as_ref().map_or(memory.address(), Reached::address);
+        }
+        Ok(GpuRank {
+            shape: *shape,
+            options: *options,
+            parameters,
+            scratch,
+            dispatch,
+            combine,
+            combine_kernel,
+            id: Arc::new(()),
+            dispatched: 0,
+            placed: 0,
+            unplaced: Weak::new(),
+            open: [Weak::new(), Weak::new()],
+            stream: Stream::new(gpu, Priority::Normal).map_err(MoeError::of_gpu)?,
+            read: HostBuffer::new(gpu, 32).map_err(MoeError::of_gpu)?,
+            bytes: memory.bytes() + scratch_memory.bytes(),
+            watch,
+            _reached: reached,
+            _memory: memory,
+            _scratch: scratch_memory,
+            gpu: gpu.clone(),
+        })
+    }
+
+    /// The sizes that all ranks have.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Bytes that this rank takes on its GPU.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// # Errors
+    /// Why a kernel, or a call, failed for good. Kernels that run are not waited for.
+    pub fn check(&self) -> Result<(), MoeError> {
+        self.watch.check()
+    }
+
+    /// Counts of what ran so far on the GPU.
+    ///
+    /// # Errors
+    /// [`MoeError::Gpu`].
+    pub fn stats(&mut self) -> Result<Stats, MoeError> {
+        let own = self.parameters.own;
+        let counts = Copy { dst: self.read.address(), src: own.stats, len: 24 };
+        let number = Copy { dst: self.read.address() + 24, src: own.sequence, len: 8 };
+        // SAFETY: both sides live, and nobody else uses the buffer. Counts are whole words.
+        let copied = unsafe { self.stream.copy(counts).and_then(|()| self.stream.copy(number)) };
+        copied.and_then(|()| self.stream.synchronize()).map_err(MoeError::of_gpu)?;
+        let word = |index: usize| {
+            // SAFETY: the buffer has four words, and the copies are over.
+            unsafe { self.read.as_ptr().cast::<u64>().add(index).read_volatile() }
+        };
+        Ok(Stats { dispatches: word(3), combines: word(0), rows_sent: word(1), rows_received: word(2) })
+    }
+
+    /// Dispatches tokens: launches the parts that `phases` says. With [`Phases::Send`], [`GpuRank::receive`] launches the rest.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if the sizes do not fit or an earlier dispatch is in the way; nothing is launched then.
+    /// [`MoeError::Gpu`], or why this rank failed before.
+    ///
+    /// # Safety
+    /// The stream is of this process and of the rank's GPU. All addresses are of memory that the GPU reaches, with as many bytes as
+    /// the sizes say; it stays so until the launches are done, and for ids, weights and rows until those of the receive are.
+    pub unsafe fn dispatch(
+        &mut self,
+        stream: StreamHandle,
+        input: &Input,
+        output: Option<&Output>,
+        phases: Phases,
+    ) -> Result<Dispatched, MoeError> {
+        self.check()?;
+        self.check_input(input, output, phases)?;
+        if self.unplaced.strong_count() > 0 {
+            return Err(MoeError::BadInput("the rows of the dispatch before are not received yet".into()));
+        }
+        if self.placed != self.dispatched {
+            return Err(self.watch.fail(MoeError::GivenUp));
+        }
+        let Some(slot) = (0..OPEN).find(|slot| self.open[*slot].strong_count() == 0) else {
+            let why = "two dispatches are neither combined nor given up";
+            return Err(MoeError::BadInput(why.into()));
+        };
+        let unplaced = Arc::new(());
+        let open = Arc::new(());
+        let mut dispatched = Dispatched {
+            of: Arc::clone(&self.id),
+            slot,
+            tokens: input.tokens,
+            input: *input,
+            unplaced: Some(Arc::clone(&unplaced)),
+            sent_back: None,
+            is_combined: false,
+            _open: Arc::clone(&open),
+        };
+        let mut parameters = self.of_dispatch(&dispatched);
+        parameters.plan_bytes = schedule::plan_bytes(&self.shape, input.tokens);
+        if parameters.plan_bytes == 0 && input.tokens > 0 {
+            let (blocks, shared_bytes) = schedule::plan_grid(&self.shape, input.tokens);
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(stream, &PLAN, Grid { blocks, shared_bytes }, &parameters)? };
+        }
+        parameters.phases = if phases == Phases::Send { SEND } else { SEND | RECEIVE };
+        if let Some(output) = output {
+            write_output(&mut parameters, output);
+        }
+        // SAFETY: as above.
+        unsafe { self.launch_dispatch(stream, &mut parameters)? };
+        self.dispatched += 1;
+        if phases == Phases::Both {
+            dispatched.unplaced = None;
+            self.placed = self.dispatched;
+        }
+        self.unplaced = dispatched.unplaced.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        self.open[slot] = Arc::downgrade(&open);
+        Ok(dispatched)
+    }
+
+    /// Launches the receive of a dispatch that was sent.
+    ///
+    /// # Errors
+    /// As [`GpuRank::dispatch`].
+    ///
+    /// # Safety
+    /// As [`GpuRank::dispatch`]. The stream's work runs after that of the send.
+    pub unsafe fn receive(
+        &mut self,
+        stream: StreamHandle,
+        dispatched: &mut Dispatched,
+        output: &Output,
+    ) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(dispatched)?;
+        if dispatched.unplaced.is_none() {
+            return Err(MoeError::BadInput("the rows of this dispatch were received before".into()));
+        }
+        self.check_output(output)?;
+        let mut parameters = self.of_dispatch(dispatched);
+        // The plan is where the send has written it.
+        parameters.phases = RECEIVE;
+        write_output(&mut parameters, output);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_dispatch(stream, &mut parameters)? };
+        dispatched.unplaced = None;
+        self.placed = self.dispatched;
+        Ok(())
+    }
+
+    /// Combines a dispatch: `outputs` are rows of [`Shape::sum_bytes`], as many as the dispatch wrote; `tokens` has room for one of
+    /// each token.
+    ///
+    /// # Errors
+    /// As [`GpuRank::dispatch`].
+    ///
+    /// # Safety
+    /// As [`GpuRank::dispatch`]. The stream's work runs after that of the dispatch.
+    pub unsafe fn combine(
+        &mut self,
+        stream: StreamHandle,
+        dispatched: &mut Dispatched,
+        outputs: u64,
+        tokens: u64,
+        sum: Sum,
+        phases: Phases,
+    ) -> Result<(), MoeError> {
+        self.check()?;
+        self.check_own(dispatched)?;
+        let bad = |why: &str| Err(MoeError::BadInput(why.into()));
+        if dispatched.unplaced.is_some() {
+            return bad("the rows of this dispatch are not received yet");
+        }
+        if dispatched.is_combined || (phases != Phases::Receive && dispatched.sent_back.is_some()) {
+            return bad("this dispatch was combined before");
+        }
+        if phases == Phases::Receive && dispatched.sent_back != Some(sum) {
+            return bad("what the experts made is to be sent back first, for the same kind of sum");
+        }
+        if sum == Sum::Exact && !self.options.is_exact {
+            return bad("this all-to-all was made for reduced sums alone");
+        }
+        if !(outputs | tokens).is_multiple_of(UNIT) {
+            return bad("rows of combine have to begin at multiples of 16 bytes");
+        }
+        let mut parameters = self.of_dispatch(dispatched);
+        parameters.call.y = outputs;
+        parameters.call.out = tokens;
+        parameters.sum_kind = u32::from(sum == Sum::Reduced);
+        parameters.phases = match phases {
+            Phases::Send => SEND,
+            Phases::Receive => RECEIVE,
+            Phases::Both => SEND | RECEIVE,
+        };
+        let Schedule { blocks, senders, group, is_late } = self.combine;
+        (parameters.senders, parameters.group, parameters.is_late) = (senders, group, u32::from(is_late));
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream, self.combine_kernel, Grid { blocks, shared_bytes: 0 }, &parameters)? };
+        dispatched.sent_back = Some(sum);
+        dispatched.is_combined = phases != Phases::Send;
+        Ok(())
+    }
+
+    /// Takes no part any more: a dispatch that was sent is not received.
+    pub fn give_up(&mut self) {
+        if self.check().is_ok() {
+            let _ = self.watch.fail(MoeError::GivenUp);
+        }
+    }
+
+    fn of_dispatch(&self, dispatched: &Dispatched) -> Parameters {
+        let Input { tokens, rows, scales, ids, id_bytes, weights } = dispatched.input;
+        let call = Call { ids, x: rows, scales, weights, ..Call::default() };
+        Parameters {
+            tokens: tokens as u32,
+            id_bytes: id_bytes as u32,
+            scratch: self.scratch[dispatched.slot],
+            call,
+            ..self.parameters
+        }
+    }
+
+    /// # Safety
+    /// As [`GpuRank::dispatch`].
+    unsafe fn launch_dispatch(
+        &self,
+        stream: StreamHandle,
+        parameters: &mut Parameters,
+    ) -> Result<(), MoeError> {
+        let Schedule { blocks, senders, group, .. } = self.dispatch;
+        (parameters.senders, parameters.group) = (senders, group);
+        let shared_bytes = parameters.plan_bytes + schedule::arrival_bytes(&self.shape);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream, &DISPATCH, Grid { blocks, shared_bytes }, parameters) }
+    }
+
+    /// # Safety
+    /// As [`GpuRank::dispatch`].
+    unsafe fn launch(
+        &self,
+        stream: StreamHandle,
+        kernel: &'static Kernel,
+        grid: Grid,
+        parameters: &Parameters,
+    ) -> Result<(), MoeError> {
+        let (driver, device): (&dyn Driver, u32) = self.gpu.raw();
+        // SAFETY: the kernel takes this struct. Its own addresses live as long as self, which waits for kernels; all others are
+        // the caller's promise.
+        let launched = unsafe { driver.launch(device, stream, kernel, grid, &[parameters.bytes()]) };
+        launched.map_err(|error| self.watch.fail(MoeError::of_gpu(error)))
+    }
+
+    fn check_input(&self, input: &Input, output: Option<&Output>, phases: Phases) -> Result<(), MoeError> {
+        let bad = |why: String| Err(MoeError::BadInput(why));
+        if input.tokens > self.shape.max_tokens {
+            let (tokens, most) = (input.tokens, self.shape.max_tokens);
+            return bad(format!("there are {tokens} tokens, and room for {most} (max_tokens)"));
+        }
+        if !matches!(input.id_bytes, 4 | 8) {
+            return bad(format!("ids have {} bytes, and have to have 4 or 8", input.id_bytes));
+        }
+        if !input.rows.is_multiple_of(UNIT) || !input.ids.is_multiple_of(input.id_bytes as u64) {
+            return bad(
+                "rows have to begin at multiples of 16 bytes, and ids at multiples of their size".into()
+            );
+        }
+        match (phases, output) {
+            (Phases::Both, Some(output)) => self.check_output(output),
+            (Phases::Send, None) => Ok(()),
+            _ => bad("a dispatch that receives needs room for its rows, and one that only sends none".into()),
+        }
+    }
+
+    fn check_output(&self, output: &Output) -> Result<(), MoeError> {
+        if !output.rows.is_multiple_of(UNIT) || !(output.counts | output.starts).is_multiple_of(4) {
+            let why = "rows have to begin at multiples of 16 bytes, counts and starts at multiples of 4";
+            return Err(MoeError::BadInput(why.into()));
+        }
+        Ok(())
+    }
+
+    fn check_own(&self, dispatched: &Dispatched) -> Result<(), MoeError> {
+        if Arc::ptr_eq(&dispatched.of, &self.id) {
+            return Ok(());
+        }
+        Err(MoeError::BadInput("this dispatch is of another all-to-all".into()))
+    }
+}
+
+impl Dispatched {
+    /// Tokens of this rank.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+fn offsets(layout: &Layout) -> Offsets {
+    Offsets {
+        counts: COUNTS as u64,
+        row_words: layout.row_words as u64,
+        rows: layout.rows as u64,
+        row_stride: layout.row_stride as u64,
+        scales: layout.scales_at as u64,
+        rest: layout.rest_at as u64,
+        sum_words: layout.sum_words as u64,
+        sums: layout.sums as u64,
+        sum_stride: layout.sum_stride as u64,
+        pair_words: layout.pair_words as u64,
+        pairs: layout.pairs as u64,
+    }
+}
+
+fn write_output(parameters: &mut Parameters, output: &Output) {
+    let Output { rows, scales, counts, starts } = *output;
+    parameters.call = Call {
+        out_rows: rows,
+        out_scales: scales,
+        out_counts: counts,
+        out_starts: starts,
+        ..parameters.call
+    };
+}

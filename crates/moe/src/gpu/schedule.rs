@@ -1,0 +1,121 @@
+//! How large launches are, and which blocks send. Pure.
+
+use super::limits::THREADS;
+use crate::Shape;
+
+/// Most tokens that each block of dispatch plans for itself.
+const PLANNED_BY_EACH: usize = 128;
+/// Most bytes of such a plan: two blocks of a multiprocessor share 227 KiB.
+const PLAN_BYTES_MAX: usize = 80 << 10;
+/// Experts of a block of the plan's own launch.
+const EXPERTS_OF_PLAN_BLOCK: usize = 8;
+/// Above so many tokens a launch moves bytes for longer than it waits.
+const FEW: usize = 512;
+const TOP_K_WORDS: usize = 32;
+const LEAST_GROUP: u32 = 128;
+
+/// The size of a launch, and its roles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Schedule {
+    pub(super) blocks: u32,
+    /// The first blocks, which send while the others receive. 0: all do what the launch does.
+    pub(super) senders: u32,
+    /// Threads that share a row.
+    pub(super) group: u32,
+    /// Whether words are written after all rows of a group.
+    pub(super) is_late: bool,
+}
+
+/// Bytes of the plan that a block of dispatch makes for itself; 0: too many for that, so the plan has a launch of its own.
+pub(super) fn plan_bytes(shape: &Shape, tokens: usize) -> u32 {
+    if tokens > PLANNED_BY_EACH {
+        return 0;
+    }
+    let words = tokens.div_ceil(32);
+    let bits = 2 * shape.experts.max(shape.ranks) * words;
+    let rest = 2 * shape.ranks * tokens + 2 * tokens * shape.top_k + shape.ranks + shape.experts;
+    let bytes = (4 * (bits + rest)).next_multiple_of(16);
+    if bytes > PLAN_BYTES_MAX { 0 } else { bytes as u32 }
+}
+
+/// Bytes with which a block of dispatch counts what arrives.
+pub(super) fn arrival_bytes(shape: &Shape) -> u32 {
+    let experts = shape.experts_a_rank();
+    let groups = (THREADS / LEAST_GROUP) as usize;
+    (4 * (shape.ranks * (2 * experts + 2) + groups * TOP_K_WORDS)) as u32
+}
+
+/// Blocks of the plan's own launch, and bytes of each.
+pub(super) fn plan_grid(shape: &Shape, tokens: usize) -> (u32, u32) {
+    let blocks = shape.experts.div_ceil(EXPERTS_OF_PLAN_BLOCK) + shape.ranks;
+    (blocks as u32, (2 * EXPERTS_OF_PLAN_BLOCK * tokens.div_ceil(32) * 4) as u32)
+}
+
+/// A dispatch of so many tokens at most, whatever this rank has: all ranks' blocks are busy alike. `resident` blocks run at a time;
+/// with more, blocks would wait for others that have not begun.
+///
+/// Shares are those that were fastest on two and four H200s (4,096 tokens: 96 and 160 of 264 blocks; 128: half).
+pub(super) fn dispatch(shape: &Shape, resident: u32) -> Schedule {
+    let share = match (shape.max_tokens > FEW, shape.ranks) {
+        (false, _) => 0.5,
+        (true, ..=2) => 0.36,
+        (true, _) => 0.6,
+    };
+    Schedule { blocks: resident, senders: part(resident, share), group: LEAST_GROUP, is_late: false }
+}
+
+/// A combine of so many tokens at most.
+pub(super) fn combine(shape: &Shape, resident: u32) -> Schedule {
+    let is_small = shape.max_tokens <= FEW;
+    let group = if is_small { THREADS } else { LEAST_GROUP };
+    Schedule { blocks: resident, senders: part(resident, 0.5), group, is_late: is_small }
+}
+
+/// A share of blocks, and at least one on each side. 0 if there is only one.
+fn part(blocks: u32, share: f64) -> u32 {
+    if blocks < 2 {
+        return 0;
+    }
+    ((f64::from(blocks) * share) as u32).clamp(1, blocks - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Number;
+
+    fn shape(ranks: usize, max_tokens: usize) -> Shape {
+        Shape {
+            ranks,
+            experts: 256,
+            top_k: 8,
+            max_tokens,
+            row_bytes: 7168,
+            scale_bytes: 224,
+            hidden: 7168,
+            number: Number::Bf16,
+            alignment: 128,
+        }
+    }
+
+    #[test]
+    fn each_side_has_a_block_if_there_are_two() {
+        for resident in 1..300 {
+            for schedule in [dispatch(&shape(2, 4096), resident), combine(&shape(4, 128), resident)] {
+                assert_eq!(schedule.blocks, resident);
+                assert_eq!(schedule.senders == 0, resident == 1);
+                assert!(schedule.senders < resident.max(2));
+            }
+        }
+        assert_eq!(dispatch(&shape(4, 4096), 264).senders, 158);
+    }
+
+    #[test]
+    fn few_tokens_are_planned_by_each_block_and_many_by_a_launch() {
+        assert_eq!(plan_bytes(&shape(4, 4096), 129), 0);
+        assert!((20_000..50_000).contains(&plan_bytes(&shape(4, 128), 128)));
+        let many = Shape { experts: 4096, ..shape(16, 128) };
+        assert_eq!(plan_bytes(&many, 128), 0, "too large for a block");
+        assert_eq!(plan_grid(&shape(4, 4096), 4096), (36, 8192));
+    }
+}

@@ -1,0 +1,151 @@
+//! Ranks on fake GPUs, which run the kernels' own source on CPUs, beside ranks that work in memory of the host: other code, in
+//! another language.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod failures;
+mod host;
+
+use std::time::Duration;
+
+use kvlane_moe::gpu::Phases;
+use kvlane_moe::{Number, Shape, Sum};
+use proptest::prelude::*;
+
+use crate::host::{Given, Host, expected, random_given};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+prop_compose! {
+    fn shapes()(
+        ranks in 1usize..6, experts in 1usize..20, top_k in prop::sample::select(vec![1usize, 2, 3, 8, 22]), row in 1usize..6,
+        scale_bytes in prop::sample::select(vec![0usize, 1, 4, 16, 19, 32]), units in 1usize..6,
+        number in prop::sample::select(vec![Number::Bf16, Number::F16, Number::F32]),
+        max_tokens in prop::sample::select(vec![1usize, 12, 70, 300]), alignment in prop::sample::select(vec![1usize, 4, 16]),
+    ) -> Shape {
+        let hidden = units * 16 / number.bytes();
+        Shape { ranks, experts, top_k, max_tokens, row_bytes: 16 * row, scale_bytes, hidden, number, alignment }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// All sizes, with tokens that want no expert, or one twice; parts in one launch, or one after the other.
+    #[test]
+    fn gpus_place_and_sum_as_the_host_does(shape in shapes(), seed: u64, is_split: bool, is_wide: bool, kinds: [bool; 3]) {
+        let host = Host::new(2);
+        if !host.has_kernels() {
+            return Ok(());
+        }
+        let ranks = host.join(&shape, is_wide, PATIENCE);
+        let rounds: Vec<(Sum, Vec<Given>)> = (0u64..)
+            .zip(kinds)
+            .map(|(round, is_exact)| {
+                let sum = if is_exact { Sum::Exact } else { Sum::Reduced };
+                (sum, random_given(&shape, seed.wrapping_add(round)))
+            })
+            .collect();
+        let wanted = expected(&shape, &rounds);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = ranks
+                .into_iter()
+                .map(|mut rank| {
+                    let rounds = &rounds;
+                    scope.spawn(move || {
+                        let number = rank.number;
+                        let run = |(sum, given): &(Sum, Vec<Given>)| rank.there_and_back(&given[number], *sum, is_split);
+                        rounds.iter().map(run).collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            for (number, thread) in threads.into_iter().enumerate() {
+                for (round, (got, wanted)) in thread.join().unwrap().iter().zip(&wanted[number]).enumerate() {
+                    assert!(got == wanted, "rank {number}, round {round}");
+                }
+            }
+        });
+    }
+}
+
+/// A send waits for nobody, so all ranks can run one after the other in one thread: in a debugger, and under a sanitizer.
+#[test]
+fn ranks_run_one_after_the_other_in_one_thread() {
+    let host = Host::new(1);
+    if !host.has_kernels() {
+        return;
+    }
+    let shape = host::small(4);
+    let mut ranks = host.join(&shape, true, PATIENCE);
+    let given = random_given(&shape, 7);
+    let wanted = expected(&shape, &[(Sum::Reduced, given.clone())]);
+    let mut sent: Vec<_> =
+        ranks.iter_mut().map(|rank| rank.send(&given[rank.number], Phases::Send)).collect();
+    let received: Vec<_> = ranks.iter_mut().zip(&mut sent).map(|(rank, sent)| rank.receive(sent)).collect();
+    for ((rank, sent), rows) in ranks.iter_mut().zip(&mut sent).zip(&received) {
+        rank.send_back(sent, rows, Sum::Reduced, Phases::Send);
+    }
+    for ((rank, mut sent), rows) in ranks.iter_mut().zip(sent).zip(received) {
+        let tokens = rank.send_back(&mut sent, &rows, Sum::Reduced, Phases::Receive);
+        assert!(rows.with(tokens) == wanted[rank.number][0], "rank {}", rank.number);
+    }
+}
+
+/// Two dispatches wait to be combined, and are in either order. A third is refused.
+#[test]
+fn two_dispatches_are_open_at_a_time_and_are_combined_in_any_order() {
+    let host = Host::new(2);
+    if !host.has_kernels() {
+        return;
+    }
+    let shape = host::small(3);
+    let rounds: Vec<_> = (0..6).map(|seed| (Sum::Exact, random_given(&shape, seed))).collect();
+    let wanted = expected(&shape, &rounds);
+    std::thread::scope(|scope| {
+        for mut rank in host.join(&shape, true, PATIENCE) {
+            let (rounds, wanted) = (&rounds, &wanted);
+            scope.spawn(move || {
+                for (pair, is_turned) in [(0, false), (2, true), (4, true)] {
+                    let mut open: Vec<_> = (pair..pair + 2)
+                        .map(|round| {
+                            let mut sent = rank.send(&rounds[round].1[rank.number], Phases::Send);
+                            let rows = rank.receive(&mut sent);
+                            (round, sent, rows)
+                        })
+                        .collect();
+                    let refused = rank.try_send(&rounds[0].1[rank.number], Phases::Send).err().unwrap();
+                    assert!(refused.to_string().contains("neither combined nor given up"), "{refused}");
+                    if is_turned {
+                        open.reverse();
+                    }
+                    for (round, mut sent, rows) in open {
+                        let tokens = rank.send_back(&mut sent, &rows, Sum::Exact, Phases::Both);
+                        assert!(rows.with(tokens) == wanted[rank.number][round], "round {round}");
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn counts_are_those_of_the_host() {
+    let host = Host::new(2);
+    if !host.has_kernels() {
+        return;
+    }
+    let shape = host::small(3);
+    let rounds = [(Sum::Exact, random_given(&shape, 1)), (Sum::Reduced, random_given(&shape, 2))];
+    let wanted = host::expected_stats(&shape, &rounds);
+    let ranks = host.join(&shape, true, PATIENCE);
+    std::thread::scope(|scope| {
+        for mut rank in ranks {
+            let (rounds, wanted) = (&rounds, &wanted);
+            scope.spawn(move || {
+                for (sum, given) in rounds {
+                    rank.there_and_back(&given[rank.number], *sum, false);
+                }
+                assert_eq!(rank.stats(), wanted[rank.number]);
+            });
+        }
+    });
+}
