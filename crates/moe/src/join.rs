@@ -35,7 +35,7 @@ const MAGIC: &[u8; 8] = b"kvlmoe01";
 /// Begins the bytes of a rank that cannot join. The reason follows.
 const CANNOT: &[u8; 8] = b"kvlmoeno";
 const PASS_BYTES: usize = 16;
-const FIELDS: usize = 9;
+const FIELDS: usize = 11;
 
 /// Gives all ranks' bytes to every rank, in the order of ranks. Called twice by each rank.
 pub type AllGather<'a> = dyn FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String> + 'a;
@@ -323,7 +323,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Number;
+    use crate::{Number, RowLayout};
 
     fn shape() -> Shape {
         Shape {
@@ -336,6 +336,7 @@ mod tests {
             hidden: 16,
             number: Number::Bf16,
             alignment: 1,
+            layout: RowLayout::Experts,
         }
     }
 
