@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.old_vllm
 SCRIPT = Path(__file__).with_name("deep_ep_ranks.py")
 
 

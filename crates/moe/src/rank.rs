@@ -79,16 +79,16 @@ pub(crate) struct Received {
     pub(crate) source: usize,
     pub(crate) slot: usize,
     pub(crate) token: usize,
-    /// For each k.
+    /// In the order of k, all of them.
     pub(crate) pairs: Vec<Pair>,
 }
 
-/// What a token wants of one expert.
+/// A token and one of its experts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pair {
     /// Number of the expert among those of this rank, [`NOWHERE`] if another rank has it.
     expert: u32,
-    /// Of its row, if the expert is here. In the layout of tokens that of the token.
+    /// Where its row stands, if the expert is here. In the layout of tokens all pairs of a token have the same.
     pub(crate) position: u32,
     pub(crate) weight: f32,
 }

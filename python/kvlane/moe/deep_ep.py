@@ -199,7 +199,7 @@ class Buffer:
         self._due: list[_Rest] = []
         self._turn = threading.RLock()
 
-    # What DeepEP sets and asks beside the calls.
+    # Settings and questions beside the calls.
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
