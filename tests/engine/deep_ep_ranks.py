@@ -356,6 +356,29 @@ def scales_of_fp8(rank: int, deep_ep: ModuleType) -> str:
     return ""
 
 
+def lost(rank: int, deep_ep: ModuleType, say: Callable[[], None]) -> str:
+    """The last rank dies. The others' next call fails, and names it."""
+    from kvlane.moe import RankLost
+
+    buffer = low_latency_buffer(deep_ep)
+    x, _, ids = inputs(rank, 0)
+    buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+    if rank == RANKS - 1:
+        say()
+        os._exit(0)
+    *_, hook = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False, return_recv_hook=True)
+    for _ in range(2):
+        try:
+            hook()
+        except RankLost as error:
+            told = str(error)
+        else:
+            return "the hook returned"
+    # Another rank may have failed first, because of it.
+    return "" if f"rank {RANKS - 1}" in told else told
+
+
+LOST = "a rank that dies"
 SCENARIOS: dict[str, Callable[[int, ModuleType], str]] = {
     "low latency": lambda rank, deep_ep: same_bits(low_latency_layer(rank, deep_ep, False, False)),
     "low latency, fp8": lambda rank, deep_ep: near(low_latency_layer(rank, deep_ep, True, False)),
@@ -387,7 +410,13 @@ def provided() -> ModuleType:
     sys.modules["deep_ep"] = theirs = ModuleType("deep_ep")
     register()
     assert sys.modules.pop("deep_ep") is theirs
-    register()
+    # As engines do. Layers look for DeepEP when they are imported.
+    import vllm.v1.engine.core
+    import vllm.v1.worker.worker_base  # noqa: F401
+    from vllm.plugins import load_general_plugins
+
+    assert "vllm.model_executor.layers.fused_moe.all2all_utils" not in sys.modules
+    load_general_plugins()
     register()
     assert importlib.util.find_spec("deep_ep") is not None
     from vllm.utils import import_utils
@@ -412,6 +441,8 @@ def run(rank: int, store: str, deep_ep: ModuleType, pipe: Connection) -> None:
         for name, scenario in SCENARIOS.items():
             said[name] = "begun"
             said[name] = scenario(rank, deep_ep)
+        name = LOST
+        said[name] = lost(rank, deep_ep, lambda: pipe.send(said | {LOST: ""}))
     except Exception:  # noqa: BLE001 - it is the result
         said[name] = traceback.format_exc()
     pipe.send(said)
@@ -433,7 +464,7 @@ def main(store: str) -> None:
         theirs.close()
         pipes.append(ours)
     said = [pipe.recv() for pipe in pipes]
-    print(json.dumps({name: [each.get(name, "not begun") for each in said] for name in SCENARIOS}))
+    print(json.dumps({name: [each.get(name, "not begun") for each in said] for name in (*SCENARIOS, LOST)}))
 
 
 if __name__ == "__main__":

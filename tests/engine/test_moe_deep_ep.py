@@ -49,6 +49,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "hooks",
         "normal calls",
         "scales of fp8",
+        "a rank that dies",
     ],
 )
 def test_every_rank_has_the_layer_of_the_reference(scenario: str, said: dict[str, list[str]]) -> None:
