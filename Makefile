@@ -99,7 +99,7 @@ engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
 
 oldest: ## tests with the oldest real vLLM; OLDEST=all: also those that `make soak` runs
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24
-	$(PYTEST_OLD_VLLM) $(TWO) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
+	$(PYTEST_OLD_VLLM) $(TWO) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py tests/engine/test_moe_deep_ep.py
 
 data-parallel: vllm ## data-parallel engines of the newest vLLM
 	$(PYTEST_VLLM) -n 2 --dist worksteal --junitxml $(TIMES)/data-parallel.xml -m gate $(shell grep -l mark.gate tests/connector/*.py tests/engine/*.py)

@@ -36,7 +36,12 @@ PARTS = {
     "The router: `kvlane route`": ("crates/cli/src/route", "crates/router"),
     "The index: `kvlane index`": ("crates/cli/src/index.rs", "crates/cluster/src/replica.rs"),
     "Daemon and router": ("crates/cli", "crates/door", "crates/otlp"),
-    "Engines: the connector": ("python/kvlane/connector", "python/kvlane/plugin.py", "crates/python"),
+    "Engines: the connector": (
+        "python/kvlane/connector",
+        "python/kvlane/moe",
+        "python/kvlane/plugin.py",
+        "crates/python",
+    ),
     "Engines: the connection to the daemon": ("crates/client", "crates/engine-memory/src/gpu_worker.rs"),
     "Engines: direct hand-offs": ("crates/handoff",),
     "The fabric, between engines and between daemons": ("crates/fabric",),

@@ -431,7 +431,7 @@ _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-e
 
 @final
 class MoeFailure(Exception):
-    """A kind, and a sentence."""
+    """A kind, a sentence, and the rows needed or 0."""
 
 class MoeDispatch:
     """A dispatch of a `MoeRank`, from its send until it is combined."""
@@ -441,8 +441,8 @@ class MoeDispatch:
 class MoeRank:
     """`kvlane.moe.AllToAll` is for users, and keeps the arrays alive. Memory is an address and bytes.
 
-    ValueError if the caller did something wrong. `MoeFailure` for the rest, of the kinds lost, silent, not joined and
-    failed."""
+    ValueError if the caller did something wrong. `MoeFailure` for the rest, of the kinds lost, silent, not joined,
+    capacity and failed."""
 
     def __init__(
         self,
@@ -456,6 +456,8 @@ class MoeRank:
         hidden: int,
         number: str,
         alignment: int,
+        layout: str,
+        capacity: int,
         timeout_ms: float,
         all_gather: Callable[[bytes], list[bytes]],
     ) -> None: ...
@@ -466,12 +468,18 @@ class MoeRank:
         self, rows: tuple[int, int], scales: tuple[int, int], ids: tuple[int, int], weights: tuple[int, int]
     ) -> MoeDispatch: ...
     def arrive(self, dispatch: MoeDispatch) -> tuple[list[int], list[int], int]:
-        """Rows for each expert of this rank, the first row of each, and rows of all."""
+        """Rows for each expert of this rank, the first row of each if rows go by experts, and rows of all."""
 
     def place(self, dispatch: MoeDispatch, rows: tuple[int, int], scales: tuple[int, int]) -> None: ...
-    def combine(
-        self, dispatch: MoeDispatch, outputs: tuple[int, int], is_reduced: bool, tokens: tuple[int, int]
-    ) -> None: ...
+    def wanted(self, dispatch: MoeDispatch, ids: tuple[int, int], weights: tuple[int, int]) -> None:
+        """For the layout of tokens: `top_k` int64 and float32 for each row."""
+
+    def send_back(
+        self, dispatch: MoeDispatch, outputs: tuple[int, int], is_reduced: bool, weights: tuple[int, int]
+    ) -> None:
+        """`weights` of no bytes are those that were dispatched."""
+
+    def gather(self, dispatch: MoeDispatch, tokens: tuple[int, int]) -> None: ...
     def give_up(self) -> None: ...
     def close(self) -> None: ...
 

@@ -1,5 +1,6 @@
 """vLLM's plugin hook: lets users write `"kv_connector": "KVLaneConnector"` without a module path, and serves
-configurations that name vLLM's former `P2pNcclConnector`.
+configurations that name vLLM's former `P2pNcclConnector`. With KVLANE_DEEP_EP=1 also the module `deep_ep`, over
+`kvlane.moe`, for vLLM's DeepEP backends.
 
 vLLM calls `register` in each of its processes, also in engines that do not use kvlane. The hash seed is therefore
 fixed by the connector (`kvlane.connector.namespace.fix_hash_seed`), which only exists where it is wanted and is
@@ -9,6 +10,8 @@ built before vLLM draws the seed.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
 logger = logging.getLogger("vllm.kvlane")
 _registered: set[str] = set()
@@ -30,3 +33,15 @@ def register() -> None:
             # "kv_connector": "KVLaneConnector" where kvlane is meant.
             logger.info("kvlane: vLLM has a connector %s already, which stays as it is", name)
         _registered.add(name)
+    if os.environ.get("KVLANE_DEEP_EP") == "1":
+        _provide_deep_ep()
+
+
+def _provide_deep_ep() -> None:
+    """Makes `import deep_ep` give vLLM our module. vLLM looks for one when it imports its layers, after this hook."""
+    from kvlane.moe import deep_ep
+
+    if sys.modules.setdefault("deep_ep", deep_ep) is not deep_ep:
+        # Log: DeepEP was imported before kvlane's plugin, so vLLM uses it, in spite of KVLANE_DEEP_EP=1. Do: find what
+        # imports it, or unset the variable.
+        logger.warning("kvlane: deep_ep is imported already, so KVLANE_DEEP_EP=1 has no effect")

@@ -17,7 +17,14 @@ class Sizes:
     dtype: str = "float32"
     scale_bytes: int = 0
     alignment: int = 1
+    layout: str = "experts"
+    capacity: int | None = None
     max_tokens: int = 40
+
+    @property
+    def room(self) -> int:
+        """Rows of an expert, in the layout `masked`."""
+        return self.ranks * self.max_tokens if self.capacity is None else self.capacity
 
     @property
     def experts_a_rank(self) -> int:
@@ -73,7 +80,8 @@ def written(values: Any, dtype: str) -> Any:
 
 
 def rows_of(sizes: Sizes, rank: int, inputs: list[Input]) -> tuple[list[Any], list[int], list[int], int]:
-    """(position, source, token, k) of each row of a rank, counts, starts, and how many rows there are with padding."""
+    """(position, source, token, k) of each row of a rank, counts, starts, and how many rows there are with padding. In
+    the layout `masked` positions are those of [experts * capacity, ...]."""
     rows, counts, starts, at = [], [], [], 0
     for expert in sizes.experts_of(rank):
         starts.append(at)
@@ -84,8 +92,32 @@ def rows_of(sizes: Sizes, rank: int, inputs: list[Input]) -> tuple[list[Any], li
                         rows.append((at, source, token, k))
                         at += 1
         counts.append(at - starts[-1])
-        at = -(-at // sizes.alignment) * sizes.alignment
+        at = (
+            starts[-1] + sizes.room
+            if sizes.layout == "masked"
+            else -(-at // sizes.alignment) * sizes.alignment
+        )
     return rows, counts, starts, at
+
+
+def tokens_of(sizes: Sizes, rank: int, inputs: list[Input]) -> tuple[list[tuple[int, int]], Any, Any]:
+    """In the layout `tokens`: source and token of each row of a rank; which of its experts they want, and weights."""
+    rows, ids, weights = [], [], []
+    held = sizes.experts_of(rank)
+    for source, each in enumerate(inputs):
+        for token, wanted in enumerate(each.ids):
+            if any(one in held for one in wanted):
+                rows.append((source, token))
+                ids.append([one - held.start if one in held else -1 for one in wanted])
+                weights.append([each.weights[token, k] if one in held else 0 for k, one in enumerate(wanted)])
+    shape = (len(rows), sizes.top_k)
+    return rows, np.array(ids, np.int64).reshape(shape), np.array(weights, np.float32).reshape(shape)
+
+
+def needed(sizes: Sizes, rank: int, inputs: list[Input]) -> int:
+    """Rows of the expert of a rank that gets most."""
+    every = np.concatenate([each.ids.ravel() for each in inputs])
+    return max((int((every == expert).sum()) for expert in sizes.experts_of(rank)), default=0)
 
 
 def expert_output(sizes: Sizes, expert: int, x: Any) -> Any:

@@ -17,6 +17,7 @@ from oracle import Sizes
 from kvlane import moe
 
 Say = Callable[[str], None]
+POISON = 0xA5
 
 
 def all_to_all(group: moe.Group, sizes: Sizes, **more: Any) -> moe.AllToAll:
@@ -29,6 +30,8 @@ def all_to_all(group: moe.Group, sizes: Sizes, **more: Any) -> moe.AllToAll:
         dtype=sizes.dtype,
         scale_bytes=sizes.scale_bytes,
         alignment=sizes.alignment,
+        layout=sizes.layout,
+        capacity=sizes.capacity,
         **more,
     )
 
@@ -36,28 +39,143 @@ def all_to_all(group: moe.Group, sizes: Sizes, **more: Any) -> moe.AllToAll:
 def there_and_back(group: moe.Group, say: Say, sizes: Sizes, rounds: int) -> Any:
     """Dispatches and combines with other routing each time; the number of rows that were compared, or what is wrong."""
     compared = 0
+    poison_new_arrays()
     with all_to_all(group, sizes) as ranks:
         for number in range(rounds):
-            inputs = oracle.draw(sizes, 100 * rounds + number, skewed=number % 3 == 2)
+            inputs = drawn(sizes, number, rounds)
             own = inputs[group.rank]
-            got = ranks.dispatch(own.x, own.ids, own.weights, own.scales if sizes.scale_bytes else None)
-            rows, counts, starts, count = oracle.rows_of(sizes, group.rank, inputs)
-            if (got.counts.tolist(), got.starts.tolist(), len(got.rows)) != (counts, starts, count):
-                return f"round {number}: counts {got.counts}, starts {got.starts}, {len(got.rows)} rows"
-            y = np.zeros((count, sizes.hidden), own.x.dtype)
-            for position, source, token, k in rows:
-                there = inputs[source]
-                if got.rows[position].tobytes() != there.x[token].tobytes():
-                    return f"round {number}: row {position} is not token {token} of rank {source}"
-                if sizes.scale_bytes and got.scales[position].tobytes() != there.scales[token].tobytes():
-                    return f"round {number}: scales of row {position}"
-                y[position] = oracle.expert_output(sizes, int(there.ids[token, k]), got.rows[position])
-            reduced = number % 2 == 1
-            out = ranks.combine(y, got, reduced=reduced)
+            reduced = number % 2 == 1 or sizes.layout == "tokens"
+            # Some get their weights with combine.
+            late = own.weights if number % 4 == 0 and not reduced else None
+            scales = own.scales if sizes.scale_bytes else None
+            got = ranks.dispatch(own.x, own.ids, own.weights if late is None else None, scales)
+            find = rows_by_token if sizes.layout == "tokens" else rows_by_expert
+            found = find(group.rank, sizes, inputs, got)
+            if isinstance(found, str):
+                return f"round {number}: {found}"
+            y, count = found
+            out = ranks.combine(y, got, reduced=number % 2 == 1, weights=late)
             if out.tobytes() != oracle.sums_of(sizes, group.rank, inputs, reduced).tobytes():
                 return f"round {number}: sums"
             compared += count
     return compared
+
+
+def drawn(sizes: Sizes, number: int, rounds: int) -> list[oracle.Input]:
+    """Every third routing is skewed, every fourth one only to experts of the tokens' own ranks."""
+    inputs = oracle.draw(sizes, 100 * rounds + number, skewed=number % 3 == 2)
+    if number % 4 == 3:
+        for rank, each in enumerate(inputs):
+            held = sizes.experts_of(rank)
+            each.ids = held.start + each.ids % len(held) if held else np.full_like(each.ids, -1)
+    return inputs
+
+
+def poison_new_arrays() -> None:
+    def poisoned(like: Any, shape: tuple[int, ...]) -> Any:
+        made = np.empty(shape, like.dtype)
+        made.view(np.uint8).fill(POISON)
+        return made
+
+    moe._empty = poisoned
+
+
+def rows_by_expert(rank: int, sizes: Sizes, inputs: list[oracle.Input], got: moe.Received) -> Any:
+    """What the experts make of the rows, and how many came; or what is wrong. Other rows have the poison."""
+    rows, counts, starts, count = oracle.rows_of(sizes, rank, inputs)
+    lead = (len(counts), sizes.room) if sizes.layout == "masked" else (count,)
+    said = None if got.starts is None else got.starts.tolist()
+    if (got.counts.tolist(), said) != (counts, starts if sizes.layout == "experts" else None):
+        return f"counts {got.counts}, starts {got.starts}"
+    if got.rows.shape != (*lead, sizes.hidden) or (got.ids, got.weights) != (None, None):
+        return f"shape {got.rows.shape}"
+    found = got.rows.reshape(count, sizes.hidden)
+    scales = got.scales.reshape(count, sizes.scale_bytes) if sizes.scale_bytes else None
+    y = np.zeros((count, sizes.hidden), got.rows.dtype)
+    unused = np.ones(count, bool)
+    for position, source, token, k in rows:
+        there = inputs[source]
+        unused[position] = False
+        if found[position].tobytes() != there.x[token].tobytes():
+            return f"row {position} is not token {token} of rank {source}"
+        if scales is not None and scales[position].tobytes() != there.scales[token].tobytes():
+            return f"scales of row {position}"
+        y[position] = oracle.expert_output(sizes, int(there.ids[token, k]), found[position])
+    for array in (found, scales):
+        if array is not None and not (array[unused].view(np.uint8) == POISON).all():
+            return "a row that did not come was written"
+    return y.reshape(*lead, sizes.hidden), len(rows)
+
+
+def rows_by_token(rank: int, sizes: Sizes, inputs: list[oracle.Input], got: moe.Received) -> Any:
+    """The sums of this rank's experts, by what came alone, and how many tokens came; or what is wrong."""
+    rows, ids, weights = oracle.tokens_of(sizes, rank, inputs)
+    counts = oracle.rows_of(sizes, rank, inputs)[1]
+    if got.counts.tolist() != counts or got.starts is not None:
+        return f"counts {got.counts}, starts {got.starts}"
+    if len(got.rows) != len(rows) or got.ids.tobytes() != ids.tobytes():
+        return f"ids {got.ids}"
+    if got.weights.tobytes() != weights.tobytes():
+        return f"weights {got.weights}"
+    y = np.zeros((len(rows), sizes.hidden), got.rows.dtype)
+    for position, (source, token) in enumerate(rows):
+        there = inputs[source]
+        if got.rows[position].tobytes() != there.x[token].tobytes():
+            return f"row {position} is not token {token} of rank {source}"
+        if sizes.scale_bytes and got.scales[position].tobytes() != there.scales[token].tobytes():
+            return f"scales of row {position}"
+        total = np.zeros(sizes.hidden, np.float32)
+        for expert, weight in zip(got.ids[position], got.weights[position], strict=True):
+            if expert >= 0:
+                number = int(expert) + sizes.experts_of(rank).start
+                made = oracle.expert_output(sizes, number, got.rows[position])
+                total = total + weight * oracle.read(made, sizes.dtype)
+        y[position] = oracle.written(total, sizes.dtype)
+    return y, len(rows)
+
+
+def over_capacity(group: moe.Group, say: Say, sizes: Sizes, rounds: int) -> Any:
+    """How many dispatches and combines failed for want of room, and how many sums were right; or what is wrong."""
+    dispatches = combines = right = 0
+    with all_to_all(group, sizes) as ranks:
+        for number in range(rounds):
+            inputs = oracle.draw(sizes, number)
+            own = inputs[group.rank]
+            over = {rank: oracle.needed(sizes, rank, inputs) for rank in range(sizes.ranks)}
+            over = {rank: needed for rank, needed in over.items() if needed > sizes.room}
+            try:
+                got = ranks.dispatch(own.x, own.ids, own.weights)
+            except moe.CapacityExceeded as error:
+                if error.needed != over.get(group.rank) or f"{error.needed} rows" not in str(error):
+                    return f"round {number}: {error}, and needed are {over}"
+                dispatches += 1
+                continue
+            if group.rank in over:
+                return f"round {number}: a dispatch without room"
+            y = rows_by_expert_unchecked(group.rank, sizes, inputs)
+            asked = {one // sizes.experts_a_rank for one in own.ids.ravel().tolist() if one >= 0}
+            try:
+                out = ranks.combine(y, got, reduced=number % 2 == 1)
+            except moe.CapacityExceeded as error:
+                if error.needed not in [over[rank] for rank in asked & over.keys()]:
+                    return f"round {number}: {error}, and needed are {over}"
+                combines += 1
+                continue
+            if asked & over.keys():
+                return f"round {number}: a sum of rows that had no room"
+            if out.tobytes() != oracle.sums_of(sizes, group.rank, inputs, number % 2 == 1).tobytes():
+                return f"round {number}: sums"
+            right += 1
+    return dispatches, combines, right
+
+
+def rows_by_expert_unchecked(rank: int, sizes: Sizes, inputs: list[oracle.Input]) -> Any:
+    rows, counts, _, count = oracle.rows_of(sizes, rank, inputs)
+    y = np.zeros((count, sizes.hidden), inputs[0].x.dtype)
+    for position, source, token, k in rows:
+        there = inputs[source]
+        y[position] = oracle.expert_output(sizes, int(there.ids[token, k]), there.x[token])
+    return y.reshape(len(counts), sizes.room, sizes.hidden)
 
 
 def exact_sums(group: moe.Group, say: Say, sizes: Sizes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("layout", ["experts", "masked", "tokens"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -36,12 +38,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=lambda sizes: f"{sizes.ranks}-{sizes.dtype}",
 )
-def test_rows_and_sums_are_those_of_the_oracle(sizes: Sizes, folder: Path) -> None:
+def test_rows_and_sums_are_those_of_the_oracle(sizes: Sizes, layout: str, folder: Path) -> None:
     """Ranks differ in their tokens, one has none; experts are uneven, one rank may have none; ids repeat and are -1."""
+    if layout != "experts":
+        # Ids repeat: an expert can get more rows than there are tokens.
+        capacity = sizes.ranks * sizes.max_tokens * sizes.top_k if layout == "masked" else None
+        sizes = replace(sizes, layout=layout, capacity=capacity, alignment=1)
     compared = run(sizes.ranks, "there_and_back", sizes, 9)
     assert all(isinstance(each, int) for each in compared), compared
-    assert sum(compared) > 100
+    assert sum(compared) > 50
     assert not list(folder.rglob("moe-*.sock")), "a socket is left behind"
+
+
+def test_an_expert_with_more_rows_than_its_capacity_fails_what_needs_it_and_the_rest_works() -> None:
+    sizes = Sizes(ranks=3, experts=9, top_k=2, hidden=8, layout="masked", capacity=9, max_tokens=16)
+    found = run(sizes.ranks, "over_capacity", sizes, 40)
+    assert all(isinstance(each, tuple) for each in found), found
+    dispatches, combines, right = (sum(each) for each in zip(*found, strict=True))
+    assert min(dispatches, combines, right) > 5, found
+
+
+def test_ranks_that_differ_in_the_layout_are_told() -> None:
+    found = run(2, "join_only", [Sizes(2, 8, 2, 16), Sizes(2, 8, 2, 16, layout="tokens")])
+    assert all("the kind of layout is" in text for _, text in found), found
+    masked = Sizes(2, 8, 2, 16, layout="masked")
+    found = run(2, "join_only", [replace(masked, capacity=4), replace(masked, capacity=5)])
+    assert "capacity is 4 here and 5 at rank 1" in found[0][1]
 
 
 def test_exact_sums_have_the_same_bits_for_any_number_of_ranks() -> None:
@@ -147,6 +169,11 @@ def alone(**more: Any) -> moe.AllToAll:
         ({"dtype": "int8"}, "dtype is bfloat16, float16 or float32"),
         ({"timeout": 0}, "timeout has to be above 0"),
         ({"experts": -1}, "experts is -1"),
+        ({"layout": "rows"}, "layout is experts, masked or tokens, and not 'rows'"),
+        ({"layout": "masked", "alignment": 8}, "alignment is for the layout experts"),
+        ({"capacity": 3}, "capacity is for the layout masked, and the layout is experts"),
+        ({"layout": "masked", "capacity": 0}, "capacity is 0, and has to be 1 to"),
+        ({"layout": "masked", "capacity": 1 << 30}, "a rank might receive 4294967296 rows"),
         ({"alignment": 1 << 16, "experts": 1 << 16}, "a rank might receive 4294967302 rows"),
     ],
 )
@@ -207,6 +234,28 @@ def test_a_result_is_combined_once_with_rows_of_its_size() -> None:
         theirs = other.dispatch(**arrays())
         with pytest.raises(ValueError, match="of another all-to-all"):
             one.combine(theirs.rows, theirs)
+
+
+def test_weights_come_once_and_where_they_are_used() -> None:
+    with alone() as one, alone(layout="tokens") as by_token:
+        got = one.dispatch(**arrays(weights=None))
+        twos = np.full((1, 2), 2, np.float32)
+        refused = {
+            "this dispatch had no weights": {},
+            "this dispatch had no weights: give them to it": {"reduced": True},
+            "combine takes weights only for exact sums": {"reduced": True, "weights": twos},
+            r"weights is \[1, 1\], and has to be \[1, 2\]": {"weights": twos[:, :1]},
+            "weights are float64": {"weights": twos.astype(np.float64)},
+        }
+        for why, given in refused.items():
+            with pytest.raises(ValueError, match=why):
+                one.combine(got.rows, got, **given)
+        assert one.combine(got.rows, got, weights=twos).tolist() == [[4.0] * 8]
+        got = by_token.dispatch(**arrays(weights=None))
+        assert got.weights is None
+        with pytest.raises(ValueError, match="combine takes weights only for exact sums"):
+            by_token.combine(got.rows, got, weights=twos)
+        assert by_token.combine(got.rows, got).tolist() == [[1.0] * 8]
 
 
 def test_a_third_dispatch_waits_for_the_first_to_be_combined_or_dropped() -> None:

@@ -7,6 +7,9 @@
 
 namespace {
 
+// The weight of a pair of token and k. Without weights combine gets them.
+DEVICE float weight_of(const Parameters& p, u32 pair) { return p.weights == nullptr ? 0.f : load_once(p.weights + pair); }
+
 // What goes with a row: for each k the expert at that rank and the place, then the weights, then the token.
 DEVICE void describe(const Parameters& p, const Plan& plan, const Group& group, u32* rest, u32 rank, u32 token) {
     for (u32 i = group.lane; i < 3 * p.top_k + 1; i += group.size) {
@@ -18,7 +21,7 @@ DEVICE void describe(const Parameters& p, const Plan& plan, const Group& group, 
             value = i % 2 == 0 ? (is_there ? static_cast<u32>(expert) % p.experts_a_rank : kNowhere)
                                : (expert >= 0 ? plan.place[pair] : 0);
         } else if (i < 3 * p.top_k) {
-            value = bits_of_float(load_once(p.weights + token * p.top_k + i - 2 * p.top_k));
+            value = bits_of_float(weight_of(p, token * p.top_k + i - 2 * p.top_k));
         }
         rest[i] = value;
     }
@@ -35,7 +38,7 @@ DEVICE void send_rows(const Parameters& p, const Plan& plan, u64 number, u32 of_
             store_relaxed(count_word(p, rank, number, p.rank, here), number << 32 | count);
         }
         // Kept for combine.
-        for (u32 i = thread(); i < p.tokens * p.top_k; i += threads()) p.own_weights[i] = load_once(p.weights + i);
+        for (u32 i = thread(); i < p.tokens * p.top_k; i += threads()) p.own_weights[i] = weight_of(p, i);
     }
     const Group group(p, of_role, in_role);
     u32 most = 0;
@@ -189,7 +192,7 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
                 const bool is_here = id >= 0 && static_cast<u32>(id) / p.experts_a_rank == p.rank;
                 expert = is_here ? static_cast<u32>(id) % p.experts_a_rank : kNowhere;
                 place = plan.place[pair];
-                weight = load_once(p.weights + pair);
+                weight = weight_of(p, pair);
             } else {
                 expert = load_once(rest + 2 * k);
                 place = load_once(rest + 2 * k + 1);
@@ -199,7 +202,7 @@ DEVICE void receive_rows(const Parameters& p, const Plan& plan, char* memory, u6
             if (p.arrangement == kTokens) {
                 if (at < p.capacity) {
                     p.out_ids[static_cast<u64>(at) * p.top_k + k] = position == kNowhere ? -1 : static_cast<i64>(expert);
-                    p.out_weights[static_cast<u64>(at) * p.top_k + k] = weight;
+                    p.out_weights[static_cast<u64>(at) * p.top_k + k] = position == kNowhere ? 0.f : weight;
                 }
                 // The row stands there once.
                 position = k == 0 ? at : kNowhere;

@@ -1,12 +1,14 @@
 //! The combine of a [`Rank`]: rows go back to the tokens' ranks, which sum them.
 
-use crate::arrivals::NOWHERE;
 use crate::rank::Dispatch;
-use crate::{Handle, MoeError, Phase, Rank, Sum};
+use crate::refusal::{compare, needed};
+use crate::{Handle, MoeError, Phase, Rank, RowLayout, Sum};
 
 impl Rank {
     /// Sends back what the experts made of the rows. `outputs` has as many rows as `rows` of [`Rank::place`] had, of
     /// [`Shape::sum_bytes`](crate::Shape::sum_bytes) each.
+    ///
+    /// In the layout of tokens these are sums that the caller has made, and `sum` is [`Sum::Reduced`].
     ///
     /// # Errors
     /// [`MoeError::BadInput`] if it has another size, or was sent back before; nothing is sent then. The error of an earlier
@@ -25,31 +27,40 @@ impl Rank {
         if handle.sent_back.is_some() {
             return Err(MoeError::BadInput("this dispatch was combined before".into()));
         }
+        let by_token = self.shape.layout == RowLayout::Tokens;
+        if by_token && sum == Sum::Exact {
+            let why = "in the layout of tokens the caller has added the rows of experts: combine is reduced";
+            return Err(MoeError::BadInput(why.into()));
+        }
         handle.sent_back = Some(sum);
         self.stats.combines += 1;
         let (number, mut sent) = (handle.dispatch.number, 0);
         let output = |position: u32| &outputs[position as usize * sum_bytes..][..sum_bytes];
         let (mut sums, mut reduced) = (vec![0.0; self.shape.hidden], vec![0; sum_bytes]);
         for one in &handle.received {
-            let here = one.experts.iter().enumerate().filter(|(_, (position, _))| *position != NOWHERE);
+            let mut here = one.here();
             let heap = self.heap(one.source);
             match sum {
                 Sum::Exact => {
-                    for (k, (position, _)) in here {
+                    for (k, pair) in here {
                         let (word, at) = self.layout.pair_row(number, one.token, k);
-                        heap.write(at, output(*position));
+                        heap.write(at, output(pair.position));
                         heap.set(word, number);
                         sent += u64::from(one.source != self.rank);
                     }
                 }
                 Sum::Reduced => {
-                    sums.fill(0.0);
-                    for (_, (position, weight)) in here {
-                        self.shape.number.add_weighted(&mut sums, output(*position), *weight);
-                    }
-                    self.shape.number.write(&sums, &mut reduced);
                     let (word, at) = self.layout.sum(number, self.rank, one.slot);
-                    heap.write(at, &reduced);
+                    if by_token {
+                        heap.write(at, here.next().map_or(&reduced, |(_, pair)| output(pair.position)));
+                    } else {
+                        sums.fill(0.0);
+                        for (_, pair) in here {
+                            self.shape.number.add_weighted(&mut sums, output(pair.position), pair.weight);
+                        }
+                        self.shape.number.write(&sums, &mut reduced);
+                        heap.write(at, &reduced);
+                    }
                     heap.set(word, number);
                     sent += u64::from(one.source != self.rank);
                 }
@@ -63,7 +74,8 @@ impl Rank {
     /// wanted no expert.
     ///
     /// # Errors
-    /// [`MoeError::BadInput`] if `tokens` has no room for exactly that, or nothing was sent back. All others.
+    /// [`MoeError::BadInput`] if `tokens` has no room for exactly that, or nothing was sent back. [`MoeError::OverCapacity`] if a
+    /// rank had no room for one of the tokens; `tokens` is undefined then. All others.
     pub fn gather(&mut self, handle: Handle, tokens: &mut [u8]) -> Result<(), MoeError> {
         self.check()?;
         self.check_own(&handle.dispatch)?;
@@ -118,7 +130,13 @@ impl Rank {
         at: usize,
         row: &mut [u8],
     ) -> Result<(), MoeError> {
-        self.wait(word, rank, Phase::Sums, |value| value.cmp(&number))?;
+        let word = self.wait(word, rank, Phase::Sums, |value| compare(value, number))?;
+        if let Some(needed) = needed(word) {
+            return Err(match self.shape.layout {
+                RowLayout::Masked { capacity } => MoeError::OverCapacity { rank, needed, capacity },
+                _ => self.fail(MoeError::Nonsense { rank, what: "a refusal" }),
+            });
+        }
         self.own.read(at, row);
         self.stats.rows_received += u64::from(rank != self.rank);
         Ok(())

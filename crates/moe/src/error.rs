@@ -26,12 +26,27 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Why an operation failed. After all but [`MoeError::BadInput`] every later operation of this rank fails alike.
+/// Why an operation failed. After all but [`MoeError::BadInput`] and [`MoeError::OverCapacity`] every later operation of this
+/// rank fails alike.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MoeError {
     /// An argument is wrong. Nothing was sent.
     #[error("{0}")]
     BadInput(String),
+    /// An expert got more rows than a masked layout has room for. The dispatch fails on its rank, the combine on each rank that
+    /// had sent a token there. Later operations work.
+    #[error(
+        "an expert of rank {rank} got {needed} rows, and has room for {capacity}: make the all-to-all with a capacity of at \
+         least {needed}"
+    )]
+    OverCapacity {
+        /// The rank of that expert.
+        rank: usize,
+        /// Rows of its expert that got most.
+        needed: u32,
+        /// Rows that it has room for.
+        capacity: usize,
+    },
     /// The ranks did not find each other.
     #[error("{0}")]
     NotJoined(String),
@@ -118,7 +133,7 @@ pub enum MoeError {
     #[error(
         "{needed} rows came, and there is room for {capacity}: make the all-to-all with a capacity of {needed}"
     )]
-    Capacity {
+    TooManyRows {
         /// Rows for which there has to be room.
         needed: usize,
         /// Rows for which there is.

@@ -36,7 +36,7 @@ const MAGIC: &[u8; 8] = b"kvlmoe01";
 const CANNOT: &[u8; 8] = b"kvlmoeno";
 const PASS_BYTES: usize = 16;
 /// Sizes, and the kind of memory.
-const FIELDS: usize = 10;
+const FIELDS: usize = 12;
 /// Offset of what a rank has written into its memory before it gives it to others.
 pub(crate) const TOLD_AT: usize = 128;
 
@@ -413,7 +413,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Number;
+    use crate::{Number, RowLayout};
 
     fn shape() -> Shape {
         Shape {
@@ -426,6 +426,7 @@ mod tests {
             hidden: 16,
             number: Number::Bf16,
             alignment: 1,
+            layout: RowLayout::Experts,
         }
     }
 

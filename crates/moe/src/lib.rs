@@ -22,6 +22,10 @@
 //! Combine has the number of its dispatch. A rank writes to another one only about tokens that came with that dispatch, which the
 //! other one sent after it had done with the second dispatch before.
 //!
+//! A rank whose expert gets more rows than a masked layout has room for receives the dispatch all the same. For each row it writes
+//! a refusal into the words that combine would write, and nothing else. So no rank falls out of step, and each one whose token
+//! came there learns of it when it waits for the sum.
+//!
 //! A rank whose process ends, that closes or that fails is noticed by those who wait for it. From then on every operation of
 //! theirs fails. A rank that has sent its part of a dispatch and cannot receive it fails, too: the others are one dispatch ahead.
 
@@ -39,6 +43,7 @@ mod join;
 mod layout;
 mod number;
 mod rank;
+mod refusal;
 mod routing;
 mod shape;
 mod wait;
@@ -48,4 +53,4 @@ pub use error::{MoeError, Phase};
 pub use join::{AllGather, join};
 pub use number::Number;
 pub use rank::{Arrived, Handle, Rank, Sent, Stats, Sum};
-pub use shape::{RANKS_MAX, Shape, TOP_K_MAX};
+pub use shape::{RANKS_MAX, RowLayout, Shape, TOP_K_MAX};

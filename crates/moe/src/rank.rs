@@ -7,8 +7,9 @@ use std::time::Duration;
 use crate::arrivals::NOWHERE;
 use crate::heap::{Heap, Peers};
 use crate::layout::{Layout, rest_bytes};
+use crate::refusal::refusal;
 use crate::routing::Routing;
-use crate::{Arrivals, MoeError, Phase, Shape};
+use crate::{Arrivals, MoeError, Phase, RowLayout, Shape};
 
 /// How combine sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +18,7 @@ pub enum Sum {
     /// depend on how many ranks there are. One row for each expert comes back.
     Exact,
     /// Each rank adds those of its experts, and rounds; the token's rank adds these sums in the order of ranks, and rounds.
-    /// One row for each rank comes back.
+    /// One row for each rank comes back. In the layout of tokens the caller has added them.
     Reduced,
 }
 
@@ -78,8 +79,43 @@ pub(crate) struct Received {
     pub(crate) source: usize,
     pub(crate) slot: usize,
     pub(crate) token: usize,
-    /// For each k, the position of its row, [`NOWHERE`] if another rank has that expert, and the weight.
-    pub(crate) experts: Vec<(u32, f32)>,
+    /// In the order of k, all of them.
+    pub(crate) pairs: Vec<Pair>,
+}
+
+/// A token and one of its experts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pair {
+    /// Number of the expert among those of this rank, [`NOWHERE`] if another rank has it.
+    expert: u32,
+    /// Where its row stands, if the expert is here. In the layout of tokens all pairs of a token have the same.
+    pub(crate) position: u32,
+    pub(crate) weight: f32,
+}
+
+impl Received {
+    /// The pairs of this rank's experts, with their k.
+    pub(crate) fn here(&self) -> impl Iterator<Item = (usize, &Pair)> {
+        self.pairs.iter().enumerate().filter(|(_, pair)| pair.expert != NOWHERE)
+    }
+}
+
+impl Handle {
+    /// Has combine multiply with these weights, `top_k` for each token of the dispatch, and not with those that were dispatched.
+    /// For [`Sum::Exact`] only: in a reduced sum other ranks multiply.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if they are not as many.
+    pub fn reweigh(&mut self, weights: &[f32]) -> Result<(), MoeError> {
+        let (given, wanted) = (weights.len(), self.dispatch.weights.len());
+        if given != wanted {
+            return Err(MoeError::BadInput(format!(
+                "combine got {given} weights, and {wanted} were dispatched"
+            )));
+        }
+        self.dispatch.weights.copy_from_slice(weights);
+        Ok(())
+    }
 }
 
 /// One rank of an all-to-all. Made by [`join`](crate::join()).
@@ -299,7 +335,8 @@ impl Rank {
             by_source.push(rows);
             slots.push(here);
         }
-        Ok(Arrived { sent, slots, arrivals: Arrivals::of(by_source, &self.shape) })
+        let arrivals = Arrivals::of(by_source, &slots, &self.shape);
+        Ok(Arrived { sent, slots, arrivals })
     }
 
     pub(crate) fn check_own(&self, dispatch: &Dispatch) -> Result<(), MoeError> {
@@ -317,11 +354,12 @@ impl Rank {
         Ok(value as u32)
     }
 
-    /// Copies the rows that arrived to their places. `rows` and `scales` have room for `arrivals.rows` of each; padding is left
-    /// as it is.
+    /// Copies the rows that arrived to their places. `rows` and `scales` have room for `arrivals.rows` of each; rows that no
+    /// token has are left as they are.
     ///
     /// # Errors
-    /// [`MoeError::BadInput`] if the room is another one, or the dispatch another rank's. All others.
+    /// [`MoeError::BadInput`] if the room is another one, or the dispatch another rank's. [`MoeError::OverCapacity`] if
+    /// `arrivals.needed` says so; nothing is written then. All others.
     pub fn place(
         &mut self,
         arrived: Arrived,
@@ -346,8 +384,14 @@ impl Rank {
                 self.wait(word, source, Phase::Rows, |value| value.cmp(&dispatch.number))?;
                 self.own.read(at + self.layout.rest_at, &mut rest);
                 let one = self.described(source, slot, &arrivals, &rest, &mut counted)?;
-                for (position, _) in one.experts.iter().filter(|(position, _)| *position != NOWHERE) {
-                    let position = *position as usize;
+                if let Some(needed) = arrivals.needed {
+                    self.refuse(dispatch.number, &one, needed);
+                    continue;
+                }
+                // In the layout of tokens all are the same row.
+                let copies = if self.shape.layout == RowLayout::Tokens { 1 } else { top_k };
+                for (_, pair) in one.here().take(copies) {
+                    let position = pair.position as usize;
                     self.own.read(at, &mut rows[position * row_bytes..][..row_bytes]);
                     let scales = &mut scales[position * scale_bytes..][..scale_bytes];
                     self.own.read(at + self.layout.scales_at, scales);
@@ -360,7 +404,49 @@ impl Rank {
             self.stats.rows_received += if source == self.rank { 0 } else { slots[source] as u64 };
         }
         self.placed = dispatch.number;
+        if let (Some(needed), RowLayout::Masked { capacity }) = (arrivals.needed, self.shape.layout) {
+            return Err(MoeError::OverCapacity { rank: self.rank, needed, capacity });
+        }
         Ok(Handle { dispatch, sent_back: None, received, rows: room })
+    }
+
+    /// Writes what each token wants here, in the layout of tokens: for each row `top_k` numbers of experts among those of this
+    /// rank, and their weights. Those of other ranks' experts are -1 and 0.
+    ///
+    /// # Errors
+    /// [`MoeError::BadInput`] if the layout is another one, there is no room for exactly that, or the dispatch is another rank's.
+    pub fn write_wanted(
+        &self,
+        handle: &Handle,
+        ids: &mut [i64],
+        weights: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.check_own(&handle.dispatch)?;
+        if self.shape.layout != RowLayout::Tokens {
+            return Err(MoeError::BadInput("only the layout of tokens has one row for each token".into()));
+        }
+        let (top_k, pairs) = (self.shape.top_k, handle.rows * self.shape.top_k);
+        if ids.len() != pairs || weights.len() != pairs {
+            return Err(MoeError::BadInput(format!("there is no room for exactly {pairs} ids and weights")));
+        }
+        ids.fill(-1);
+        weights.fill(0.0);
+        for one in &handle.received {
+            for (k, pair) in one.here() {
+                let at = pair.position as usize * top_k + k;
+                (ids[at], weights[at]) = (i64::from(pair.expert), pair.weight);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the token's rank that no sum comes, however it would wait for it.
+    fn refuse(&self, number: u64, one: &Received, needed: u32) {
+        let (heap, word) = (self.heap(one.source), refusal(number, needed));
+        for (k, _) in one.here() {
+            heap.set(self.layout.pair_row(number, one.token, k).0, word);
+        }
+        heap.set(self.layout.sum(number, self.rank, one.slot).0, word);
     }
 
     /// Reads what goes with a row, and checks it: another process wrote it. Counts the rows of each expert.
@@ -378,21 +464,25 @@ impl Rank {
         if token >= self.shape.max_tokens {
             return Err(self.fail(MoeError::Nonsense { rank: source, what: "a token" }));
         }
-        let mut experts = Vec::with_capacity(top_k);
+        let mut pairs = Vec::with_capacity(top_k);
         for k in 0..top_k {
             let (expert, place) = (words[2 * k], words[2 * k + 1]);
             let position = if expert == NOWHERE {
                 NOWHERE
             } else {
-                let Some(position) = arrivals.position(source, expert as usize, place) else {
+                let found = match self.shape.layout {
+                    RowLayout::Tokens => arrivals.token_position(source, slot, expert as usize, place),
+                    _ => arrivals.position(source, expert as usize, place),
+                };
+                let Some(position) = found else {
                     return Err(self.fail(MoeError::Nonsense { rank: source, what: "a place" }));
                 };
                 counted[expert as usize] += 1;
                 position
             };
-            experts.push((position, f32::from_bits(words[2 * top_k + k])));
+            pairs.push(Pair { expert, position, weight: f32::from_bits(words[2 * top_k + k]) });
         }
-        Ok(Received { source, slot, token, experts })
+        Ok(Received { source, slot, token, pairs })
     }
 }
 
@@ -427,6 +517,7 @@ mod tests {
         hidden: 8,
         number: Number::Bf16,
         alignment: 1,
+        layout: RowLayout::Experts,
     };
 
     /// A rank that is its own peer. `garble` changes its memory between send and receive, as another process could.

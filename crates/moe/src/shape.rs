@@ -13,6 +13,20 @@ const TOKENS_MAX: usize = 1 << 20;
 const ROW_BYTES_MAX: usize = 1 << 20;
 const ALIGNMENT_MAX: usize = 1 << 16;
 
+/// How the rows that a rank receives stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowLayout {
+    /// Expert by expert, each from a multiple of [`Shape::alignment`] on.
+    Experts,
+    /// Expert e's rows stand from `e * capacity` on.
+    Masked {
+        /// Most rows of an expert.
+        capacity: usize,
+    },
+    /// Each token that came stands there once, by source and slot. Its experts' sum is the caller's.
+    Tokens,
+}
+
 /// The sizes of an all-to-all. All ranks have the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -34,6 +48,8 @@ pub struct Shape {
     pub number: Number,
     /// Rows to a multiple of which each expert's first row is rounded up.
     pub alignment: usize,
+    /// How the rows that a rank receives stand.
+    pub layout: RowLayout,
 }
 
 impl Shape {
@@ -65,7 +81,11 @@ impl Shape {
             ));
         }
         // Positions of rows are numbers of 32 bits, in Python signed ones.
-        let rows = self.ranks * self.max_tokens * self.top_k + self.experts_a_rank() * self.alignment;
+        let mut rows = self.ranks * self.max_tokens * self.top_k + self.experts_a_rank() * self.alignment;
+        if let RowLayout::Masked { capacity } = self.layout {
+            in_bounds("capacity", capacity, 1..i32::MAX as usize + 1)?;
+            rows = rows.max(self.experts_a_rank() * capacity);
+        }
         if rows > i32::MAX as usize {
             return Err(format!("a rank might receive {rows} rows, and positions go to {}", i32::MAX));
         }
@@ -94,7 +114,12 @@ impl Shape {
     }
 
     /// All sizes by name, for comparing those of two ranks.
-    pub(crate) fn fields(&self) -> [(&'static str, u64); 9] {
+    pub(crate) fn fields(&self) -> [(&'static str, u64); 11] {
+        let (layout, capacity) = match self.layout {
+            RowLayout::Experts => (0, 0),
+            RowLayout::Masked { capacity } => (1, capacity as u64),
+            RowLayout::Tokens => (2, 0),
+        };
         [
             ("the number of ranks", self.ranks as u64),
             ("experts", self.experts as u64),
@@ -105,6 +130,8 @@ impl Shape {
             ("hidden", self.hidden as u64),
             ("the kind of number", self.number as u64),
             ("alignment", self.alignment as u64),
+            ("the kind of layout", layout),
+            ("capacity", capacity),
         ]
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use half::bf16;
-use kvlane_moe::{Handle, MoeError, Number, Phase, Rank, Shape, Sum, join};
+use kvlane_moe::{Handle, MoeError, Number, Phase, Rank, RowLayout, Shape, Sum, join};
 use proptest::prelude::*;
 
 const POISON: u8 = 0xa5;
@@ -45,12 +45,56 @@ fn joined(shape: Shape, timeout: Duration) -> Vec<Rank> {
     threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
 }
 
-/// The rows that a rank gets: for each expert that it holds those of all ranks, in the order of ranks, tokens and k.
+fn held(shape: &Shape, rank: usize) -> std::ops::Range<usize> {
+    let each = shape.experts.div_ceil(shape.ranks);
+    (rank * each).min(shape.experts)..((rank + 1) * each).min(shape.experts)
+}
+
+/// Rows that each expert of a rank gets.
+fn expected_counts(shape: &Shape, rank: usize, inputs: &[Input]) -> Vec<u32> {
+    let ids = || inputs.iter().flat_map(|input| &input.ids);
+    held(shape, rank).map(|expert| ids().filter(|id| **id == expert as i64).count() as u32).collect()
+}
+
+/// The error that a dispatch of a rank ends with, if one of its experts gets more rows than it has room for.
+fn expected_error(shape: &Shape, rank: usize, inputs: &[Input]) -> Option<MoeError> {
+    let RowLayout::Masked { capacity } = shape.layout else { return None };
+    let needed = *expected_counts(shape, rank, inputs).iter().max()?;
+    (needed as usize > capacity).then_some(MoeError::OverCapacity { rank, needed, capacity })
+}
+
+/// Each token that has an expert of a rank: source, token and its pairs there.
+fn expected_tokens(shape: &Shape, rank: usize, inputs: &[Input]) -> Vec<(usize, usize, Vec<usize>)> {
+    let mut found = Vec::new();
+    for (source, input) in inputs.iter().enumerate() {
+        for token in 0..input.ids.len() / shape.top_k {
+            let here = |pair: &usize| held(shape, rank).any(|expert| expert as i64 == input.ids[*pair]);
+            let pairs: Vec<_> = (token * shape.top_k..(token + 1) * shape.top_k).filter(here).collect();
+            if !pairs.is_empty() {
+                found.push((source, token, pairs));
+            }
+        }
+    }
+    found
+}
+
+/// The rows that a rank gets: for each expert that it holds those of all ranks, in the order of ranks, tokens and k; or each
+/// token once.
 fn expected_rows(shape: &Shape, rank: usize, inputs: &[Input]) -> (Vec<u8>, Vec<u8>, Vec<Vec<Vec<usize>>>) {
     let (mut rows, mut scales) = (Vec::new(), Vec::new());
     let mut places: Vec<_> = inputs.iter().map(|input| vec![vec![usize::MAX; 1]; input.ids.len()]).collect();
-    let each = shape.experts.div_ceil(shape.ranks);
-    for expert in rank * each..((rank + 1) * each).min(shape.experts) {
+    if shape.layout == RowLayout::Tokens {
+        for (position, (source, token, pairs)) in expected_tokens(shape, rank, inputs).into_iter().enumerate()
+        {
+            rows.extend(&inputs[source].rows[token * shape.row_bytes..][..shape.row_bytes]);
+            scales.extend(&inputs[source].scales[token * shape.scale_bytes..][..shape.scale_bytes]);
+            for pair in pairs {
+                places[source][pair] = vec![position];
+            }
+        }
+        return (rows, scales, places);
+    }
+    for (here, expert) in held(shape, rank).enumerate() {
         for (source, input) in inputs.iter().enumerate() {
             for (pair, id) in input.ids.iter().enumerate() {
                 if *id == expert as i64 {
@@ -61,7 +105,11 @@ fn expected_rows(shape: &Shape, rank: usize, inputs: &[Input]) -> (Vec<u8>, Vec<
                 }
             }
         }
-        while !(rows.len() / shape.row_bytes).is_multiple_of(shape.alignment) {
+        let is_whole = |rows: usize| match shape.layout {
+            RowLayout::Masked { capacity } => rows >= (here + 1) * capacity,
+            _ => rows.is_multiple_of(shape.alignment),
+        };
+        while !is_whole(rows.len() / shape.row_bytes) {
             rows.extend(vec![POISON; shape.row_bytes]);
             scales.extend(vec![POISON; shape.scale_bytes]);
         }
@@ -90,6 +138,10 @@ fn expected_sums(shape: &Shape, source: usize, inputs: &[Input], sum: Sum) -> Ve
             let rank = expert / each;
             let (rows, _, places) = &by_rank[rank];
             let output = expert_output(shape, rank, places[source][pair][0], rows);
+            if shape.layout == RowLayout::Tokens {
+                of_rank[rank] = Some(output.iter().map(|element| element.to_f32()).collect());
+                continue;
+            }
             let into = match sum {
                 Sum::Exact => &mut total,
                 Sum::Reduced => of_rank[rank].get_or_insert(vec![0f32; shape.hidden]),
@@ -113,13 +165,20 @@ fn bytes_of(numbers: &[bf16]) -> Vec<u8> {
 }
 
 fn received(rank: &mut Rank, sent: kvlane_moe::Sent) -> (Handle, Vec<u8>, Vec<u8>, Vec<u32>, Vec<u32>) {
+    let (handle, rows, scales, counts, starts) = placed(rank, sent);
+    (handle.unwrap(), rows, scales, counts, starts)
+}
+
+type Placed = (Result<Handle, MoeError>, Vec<u8>, Vec<u8>, Vec<u32>, Vec<u32>);
+
+fn placed(rank: &mut Rank, sent: kvlane_moe::Sent) -> Placed {
     let arrived = rank.arrive(sent).unwrap();
     let shape = *rank.shape();
     let (counts, starts) = (arrived.arrivals.counts.clone(), arrived.arrivals.starts.clone());
     let room = arrived.arrivals.rows;
     let (mut rows, mut scales) =
         (vec![POISON; room * shape.row_bytes], vec![POISON; room * shape.scale_bytes]);
-    let handle = rank.place(arrived, &mut rows, &mut scales).unwrap();
+    let handle = rank.place(arrived, &mut rows, &mut scales);
     (handle, rows, scales, counts, starts)
 }
 
@@ -128,34 +187,77 @@ fn there_and_back(rank: &mut Rank, number: usize, inputs: &[Input], sum: Sum) {
     let shape = *rank.shape();
     let input = &inputs[number];
     let sent = rank.send(&input.rows, &input.scales, &input.ids, &input.weights).unwrap();
-    let (mut handle, rows, scales, counts, starts) = received(rank, sent);
+    let (handle, rows, scales, counts, starts) = placed(rank, sent);
+    assert_eq!(counts, expected_counts(&shape, number, inputs), "counts of rank {number}");
+    if let Some(error) = expected_error(&shape, number, inputs) {
+        assert_eq!(handle.unwrap_err(), error);
+        assert!(rows.iter().chain(&scales).all(|byte| *byte == POISON), "rows that have no room");
+        return;
+    }
+    let mut handle = handle.unwrap();
     let (wanted, wanted_scales, _) = expected_rows(&shape, number, inputs);
     assert!(rows == wanted, "rows of rank {number}");
     assert!(scales == wanted_scales, "scales of rank {number}");
-    assert!(starts.iter().all(|start| start.is_multiple_of(shape.alignment as u32)));
-    let each = shape.experts.div_ceil(shape.ranks);
-    for (here, count) in counts.iter().enumerate() {
-        let expert = (number * each + here) as i64;
-        let wanting = inputs.iter().flat_map(|input| &input.ids).filter(|id| **id == expert).count();
-        assert_eq!(*count as usize, wanting, "rows of expert {expert}");
+    match shape.layout {
+        RowLayout::Experts => {
+            assert!(starts.iter().all(|start| start.is_multiple_of(shape.alignment as u32)))
+        }
+        RowLayout::Masked { capacity } => {
+            assert!(starts.iter().enumerate().all(|(here, start)| *start as usize == here * capacity));
+        }
+        RowLayout::Tokens => {
+            let pairs = rows.len() / shape.row_bytes * shape.top_k;
+            let (mut ids, mut weights) = (vec![7; pairs], vec![7.0; pairs]);
+            rank.write_wanted(&handle, &mut ids, &mut weights).unwrap();
+            let (mut wanted_ids, mut wanted_weights) = (vec![-1; pairs], vec![0.0; pairs]);
+            let tokens = expected_tokens(&shape, number, inputs);
+            for (position, (source, token, pairs)) in tokens.into_iter().enumerate() {
+                for pair in pairs {
+                    let at = position * shape.top_k + pair - token * shape.top_k;
+                    wanted_ids[at] = inputs[source].ids[pair] - held(&shape, number).start as i64;
+                    wanted_weights[at] = inputs[source].weights[pair];
+                }
+            }
+            assert_eq!((ids, weights), (wanted_ids, wanted_weights));
+            let exact =
+                rank.send_back(&mut handle, &vec![0; pairs / shape.top_k * shape.sum_bytes()], Sum::Exact);
+            assert!(exact.unwrap_err().to_string().contains("combine is reduced"));
+        }
     }
     let outputs: Vec<u8> = (0..rows.len() / shape.row_bytes)
         .flat_map(|position| bytes_of(&expert_output(&shape, number, position, &rows)))
         .collect();
     rank.send_back(&mut handle, &outputs, sum).unwrap();
     let mut tokens = vec![POISON; input.ids.len() / shape.top_k * shape.sum_bytes()];
-    rank.gather(handle, &mut tokens).unwrap();
+    let gathered = rank.gather(handle, &mut tokens);
+    // The ranks that have no room for one of this rank's tokens.
+    let is_sent =
+        |to: &usize| expected_tokens(&shape, *to, inputs).iter().any(|(source, ..)| *source == number);
+    let refusing: Vec<_> =
+        (0..shape.ranks).filter(is_sent).filter_map(|to| expected_error(&shape, to, inputs)).collect();
+    if !refusing.is_empty() {
+        assert!(refusing.contains(&gathered.unwrap_err()));
+        return;
+    }
+    gathered.unwrap();
     assert!(tokens == expected_sums(&shape, number, inputs, sum), "sums of rank {number}");
 }
 
 prop_compose! {
     fn shapes()(
         ranks in 1usize..6, experts in 1usize..20, top_k in 1usize..5, row in 1usize..5, scale_bytes in 0usize..20,
-        hidden in 1usize..4, alignment in prop::sample::select(vec![1usize, 4, 16]),
+        hidden in 1usize..4, alignment in prop::sample::select(vec![1usize, 4, 16]), layout in 0usize..4,
     ) -> Shape {
+        let layout = match layout {
+            0 => RowLayout::Experts,
+            // Enough for all tokens to want one expert with each of their numbers.
+            1 => RowLayout::Masked { capacity: ranks * 12 * top_k },
+            2 => RowLayout::Masked { capacity: 9 },
+            _ => RowLayout::Tokens,
+        };
         Shape {
             ranks, experts, top_k, max_tokens: 12, row_bytes: 16 * row, scale_bytes, hidden: 8 * hidden,
-            number: Number::Bf16, alignment,
+            number: Number::Bf16, alignment, layout,
         }
     }
 }
@@ -175,7 +277,7 @@ fn inputs(shape: Shape) -> impl Strategy<Value = Vec<Input>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
     fn every_row_arrives_at_its_place_and_every_sum_is_right(
         (shape, rounds) in shapes().prop_flat_map(|shape| (Just(shape), prop::collection::vec(inputs(shape), 1..5)))
@@ -186,7 +288,8 @@ proptest! {
             let rounds = Arc::clone(&rounds);
             std::thread::spawn(move || {
                 for (round, inputs) in rounds.iter().enumerate() {
-                    let sum = if round % 2 == 0 { Sum::Exact } else { Sum::Reduced };
+                    let is_exact = round % 2 == 0 && shape.layout != RowLayout::Tokens;
+                    let sum = if is_exact { Sum::Exact } else { Sum::Reduced };
                     there_and_back(&mut rank, number, inputs, sum);
                 }
             })
@@ -208,6 +311,7 @@ fn small(ranks: usize) -> Shape {
         hidden: 8,
         number: Number::Bf16,
         alignment: 1,
+        layout: RowLayout::Experts,
     }
 }
 
@@ -263,6 +367,62 @@ fn two_dispatches_are_combined_in_any_order_and_a_third_has_to_wait() {
     }
     let _ = sent(rank, &token(3));
     assert_eq!(rank.stats().dispatches, 3);
+}
+
+/// Rank 1 has no room for two tokens. Rank 2 has sent none there.
+#[test]
+fn a_rank_without_room_fails_the_sums_that_need_it_and_the_next_dispatch_works() {
+    let shape = Shape { experts: 6, layout: RowLayout::Masked { capacity: 1 }, ..small(3) };
+    let mut ranks = joined(shape, Duration::from_secs(20));
+    let error = MoeError::OverCapacity { rank: 1, needed: 2, capacity: 1 };
+    assert_eq!(
+        error.to_string(),
+        "an expert of rank 1 got 2 rows, and has room for 1: make the all-to-all with a capacity of at least 2"
+    );
+    for round in 0..12 {
+        let sum = if round % 4 < 2 { Sum::Exact } else { Sum::Reduced };
+        let too_many = round % 3 != 2;
+        let experts = if too_many { [2, 2, 5] } else { [2, 3, 5] };
+        let dispatches: Vec<_> =
+            ranks.iter_mut().zip(experts).map(|(rank, expert)| sent(rank, &token(expert))).collect();
+        let mut handles = Vec::new();
+        for (number, (rank, dispatch)) in ranks.iter_mut().zip(dispatches).enumerate() {
+            let (handle, rows, ..) = placed(rank, dispatch);
+            if too_many && number == 1 {
+                assert_eq!(handle.unwrap_err(), error);
+                continue;
+            }
+            let mut handle = handle.unwrap();
+            let outputs = bytes_of(&vec![bf16::from_f32(3.0); rows.len() / 16 * 8]);
+            rank.send_back(&mut handle, &outputs, sum).unwrap();
+            handles.push((number, handle));
+        }
+        for (number, handle) in handles {
+            let mut out = [0; 16];
+            let gathered = ranks[number].gather(handle, &mut out);
+            if too_many && number == 0 {
+                assert_eq!(gathered.unwrap_err(), error);
+            } else {
+                gathered.unwrap();
+                assert_eq!(out, *bytes_of(&[bf16::from_f32(1.5); 8]));
+            }
+        }
+        assert!(ranks.iter().all(|rank| rank.check().is_ok()));
+    }
+}
+
+#[test]
+fn an_exact_sum_takes_the_weights_that_combine_is_given() {
+    let mut ranks = joined(small(1), Duration::from_secs(20));
+    let rank = &mut ranks[0];
+    let dispatch = sent(rank, &token(1));
+    let (mut handle, ..) = received(rank, dispatch);
+    assert!(handle.reweigh(&[1.0]).unwrap_err().to_string().contains("1 weights, and 2 were dispatched"));
+    handle.reweigh(&[2.0, 0.0]).unwrap();
+    rank.send_back(&mut handle, &bytes_of(&[bf16::from_f32(3.0); 8]), Sum::Exact).unwrap();
+    let mut out = [0; 16];
+    rank.gather(handle, &mut out).unwrap();
+    assert_eq!(out, *bytes_of(&[bf16::from_f32(6.0); 8]));
 }
 
 #[test]

@@ -1,10 +1,10 @@
-//! A rank of an all-to-all for Python. Users call `python/kvlane/moe.py`, which wraps it.
+//! A rank of an all-to-all for Python. Users call `python/kvlane/moe`, which wraps it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvlane_moe::{Arrived, Handle, MoeError, Number, Rank, Sent, Shape, Sum, join};
+use kvlane_moe::{Arrived, Handle, MoeError, Number, Rank, RowLayout, Sent, Shape, Sum, join};
 use parking_lot::Mutex;
 use pyo3::{
     create_exception,
@@ -17,10 +17,10 @@ use crate::own::Own;
 
 /// Address and bytes of memory that the caller keeps.
 type Memory = (usize, usize);
-/// Rows for each expert of this rank, the first row of each, and rows of all.
+/// Rows for each expert of this rank, the first row of each if rows go by experts, and rows of all.
 type Places = (Vec<u32>, Vec<u32>, usize);
 
-create_exception!(kvlane._core, MoeFailure, PyException, "A kind, and a sentence.");
+create_exception!(kvlane._core, MoeFailure, PyException, "A kind, a sentence, and the rows needed or 0.");
 
 #[pyclass(name = "MoeRank", module = "kvlane._core", frozen)]
 pub(crate) struct PyRank {
@@ -58,12 +58,25 @@ impl PyRank {
         hidden: usize,
         number: &str,
         alignment: usize,
+        layout: &str,
+        capacity: usize,
         timeout_ms: f64,
         all_gather: Py<PyAny>,
     ) -> PyResult<Self> {
         let number = number_of(number)?;
-        let shape =
-            Shape { ranks, experts, top_k, max_tokens, row_bytes, scale_bytes, hidden, number, alignment };
+        let layout = layout_of(layout, capacity)?;
+        let shape = Shape {
+            ranks,
+            experts,
+            top_k,
+            max_tokens,
+            row_bytes,
+            scale_bytes,
+            hidden,
+            number,
+            alignment,
+            layout,
+        };
         // The longest wait that the clock can tell is longer than anybody waits.
         let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3).unwrap_or(Duration::MAX);
         let mut failed = None;
@@ -150,29 +163,46 @@ impl PyRank {
         Ok(())
     }
 
-    /// Sends back what the experts made of the rows, waits for what comes back, and writes the sums.
-    fn combine(
+    /// Writes what each token wants here, in the layout of tokens: for each row `top_k` int64 and as many float32.
+    fn wanted(&self, py: Python<'_>, dispatch: &PyDispatch, ids: Memory, weights: Memory) -> PyResult<()> {
+        let State::Placed(handle) = dispatch.take()? else { return Err(out_of_order()) };
+        // SAFETY: as in `place`.
+        let (ids, weights) = unsafe { (items_mut::<i64>(ids), items_mut::<f32>(weights)) };
+        let written = self.with(py, |rank| rank.write_wanted(&handle, ids, weights));
+        dispatch.put(State::Placed(handle));
+        written
+    }
+
+    /// Sends back what the experts made of the rows. `weights` of no bytes are those that were dispatched.
+    fn send_back(
         &self,
         py: Python<'_>,
         dispatch: &PyDispatch,
         outputs: Memory,
         is_reduced: bool,
-        tokens: Memory,
+        weights: Memory,
     ) -> PyResult<()> {
         let State::Placed(mut handle) = dispatch.take()? else { return Err(out_of_order()) };
         // SAFETY: as in `send`.
-        let outputs = unsafe { bytes_of(outputs) };
+        let (outputs, weights) = unsafe { (bytes_of(outputs), items_of::<f32>(weights)) };
+        let sum = if is_reduced { Sum::Reduced } else { Sum::Exact };
+        let sent = self.with(py, |rank| {
+            if !weights.is_empty() {
+                handle.reweigh(weights)?;
+            }
+            rank.send_back(&mut handle, outputs, sum)
+        });
+        // If nothing was sent, it can be combined still.
+        dispatch.put(State::Placed(handle));
+        sent
+    }
+
+    /// Waits for what comes back, and writes the sums.
+    fn gather(&self, py: Python<'_>, dispatch: &PyDispatch, tokens: Memory) -> PyResult<()> {
+        let State::Placed(handle) = dispatch.take()? else { return Err(out_of_order()) };
         // SAFETY: as in `place`.
         let tokens = unsafe { bytes_mut(tokens) };
-        let sum = if is_reduced { Sum::Reduced } else { Sum::Exact };
-        match self.with(py, |rank| rank.send_back(&mut handle, outputs, sum)) {
-            Ok(()) => self.with(py, |rank| rank.gather(handle, tokens)),
-            // Nothing was sent, so it can be combined still.
-            Err(error) => {
-                dispatch.put(State::Placed(handle));
-                Err(error)
-            }
-        }
+        self.with(py, |rank| rank.gather(handle, tokens))
     }
 
     /// Takes no part any more, because a dispatch was sent and is not received.
@@ -263,11 +293,31 @@ unsafe fn items_of<'a, T>((address, bytes): Memory) -> &'a [T] {
 /// # Safety
 /// The memory lives, and nobody else uses it, as long as the slice.
 unsafe fn bytes_mut<'a>((address, bytes): Memory) -> &'a mut [u8] {
-    if bytes == 0 {
+    // SAFETY: the caller's promise.
+    unsafe { items_mut::<u8>((address, bytes)) }
+}
+
+/// # Safety
+/// As `bytes_mut`; any bytes are a `T`.
+unsafe fn items_mut<'a, T>((address, bytes): Memory) -> &'a mut [T] {
+    let items = bytes / size_of::<T>();
+    if items == 0 {
         return &mut [];
     }
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), bytes) }
+    assert!(address.is_multiple_of(align_of::<T>()), "an array that is not aligned");
+    // SAFETY: the caller's promise; it is aligned.
+    unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), items) }
+}
+
+fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
+    match name {
+        "experts" => Ok(RowLayout::Experts),
+        "masked" => Ok(RowLayout::Masked { capacity }),
+        "tokens" => Ok(RowLayout::Tokens),
+        other => {
+            Err(PyValueError::new_err(format!("layout is experts, masked or tokens, and not {other:?}")))
+        }
+    }
 }
 
 fn number_of(name: &str) -> PyResult<Number> {
@@ -283,12 +333,17 @@ fn number_of(name: &str) -> PyResult<Number> {
 
 fn error(error: MoeError) -> PyErr {
     let sentence = error.to_string();
+    let mut rows_needed = 0;
     let kind = match error {
         MoeError::BadInput(_) => return PyValueError::new_err(sentence),
+        MoeError::OverCapacity { needed, .. } => {
+            rows_needed = needed;
+            "capacity"
+        }
         MoeError::NotJoined(_) => "not joined",
         MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => "lost",
         MoeError::TimedOut { .. } => "silent",
         _ => "failed",
     };
-    MoeFailure::new_err((kind, sentence))
+    MoeFailure::new_err((kind, sentence, rows_needed))
 }

@@ -18,7 +18,7 @@ use super::scratch::sections;
 use super::watch::Watch;
 use crate::join::{Kind, Part, meet_all};
 use crate::layout::{COUNTS, Layout};
-use crate::{AllGather, MoeError, Number, Shape, Stats, Sum};
+use crate::{AllGather, MoeError, Number, RowLayout, Shape, Stats, Sum};
 
 /// Dispatches that may wait to be combined.
 const OPEN: usize = 2;
@@ -30,7 +30,7 @@ const LONGEST: Duration = Duration::from_secs(1 << 30);
 /// The settings of a rank on a GPU, which all ranks share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuOptions {
-    /// Rows of the largest output of a dispatch; of layout `masked` those of each expert.
+    /// Rows of the largest output of a dispatch. In a masked layout the shape says that.
     pub capacity: usize,
     /// Whether combine may be exact. Without it each rank takes less memory.
     pub is_exact: bool,
@@ -65,8 +65,8 @@ pub struct Input {
     pub ids: u64,
     /// Bytes of an id: 4 or 8.
     pub id_bytes: usize,
-    /// Weight of each id, f32.
-    pub weights: u64,
+    /// Weight of each id, f32; None: all are 0, and combine gets others.
+    pub weights: Option<u64>,
 }
 
 /// Device addresses of what a dispatch writes.
@@ -78,8 +78,12 @@ pub struct Output {
     pub scales: u64,
     /// Rows of each expert of this rank, i32.
     pub counts: u64,
-    /// Position of the first row of each, i32.
+    /// Position of the first row of each, i32. In the layout of tokens one number: how many rows came.
     pub starts: u64,
+    /// In the layout of tokens, room for `top_k` ids (i64) a row: the experts' numbers on this rank, -1 for other ranks'.
+    pub ids: u64,
+    /// In the layout of tokens, room for their weights (f32).
+    pub weights: u64,
 }
 
 /// A dispatch until it is combined. A drop gives it up: the second dispatch after it may begin.
@@ -152,8 +156,7 @@ pub fn join_on_gpu(
     };
     let met = meet_all(shape, rank, kind, all_gather, part, attach)?;
     let (memory, reached) = met.with;
-    let (experts, capacity) = (shape.experts, options.capacity);
-    let watch = Watch::start(gpu, met.heap, met.peers, options.timeout, experts, capacity)?;
+    let watch = Watch::start(gpu, met.heap, met.peers, options.timeout, shape, options.capacity)?;
     GpuRank::new(shape, rank, gpu, options, &met.layout, watch, reached, memory)
 }
 
@@ -224,6 +227,11 @@ impl GpuRank {
         let scratch = [0, 1].map(|slot| sections(shape, base + slot * one).0);
         let at = base + OPEN as u64 * one;
         let own = Own { failed: at, stats: at + 8, sequence: at + 64, control: watch.address() };
+        let (arrangement, capacity) = match shape.layout {
+            RowLayout::Experts => (0, options.capacity),
+            RowLayout::Masked { capacity } => (1, capacity),
+            RowLayout::Tokens => (2, options.capacity),
+        };
         let mut parameters = Parameters {
             ranks: shape.ranks as u32,
             rank: rank as u32,
@@ -232,7 +240,8 @@ impl GpuRank {
             experts_a_rank: shape.experts_a_rank() as u32,
             experts_here: shape.experts_of(rank).len() as u32,
             alignment: shape.alignment as u32,
-            capacity: options.capacity as u32,
+            capacity: capacity as u32,
+            arrangement,
             max_tokens: shape.max_tokens as u32,
             row_bytes: shape.row_bytes as u32,
             scale_bytes: shape.scale_bytes as u32,
@@ -400,7 +409,8 @@ impl GpuRank {
     }
 
     /// Combines a dispatch: `outputs` are rows of [`Shape::sum_bytes`], as many as the dispatch wrote; `tokens` has room for one of
-    /// each token.
+    /// each token. `weights` take the place of those that were dispatched, for [`Sum::Exact`] alone: in a reduced sum other ranks
+    /// multiply.
     ///
     /// # Errors
     /// As [`GpuRank::dispatch`].
@@ -413,6 +423,7 @@ impl GpuRank {
         dispatched: &mut Dispatched,
         outputs: u64,
         tokens: u64,
+        weights: Option<u64>,
         sum: Sum,
         phases: Phases,
     ) -> Result<(), MoeError> {
@@ -428,13 +439,24 @@ impl GpuRank {
         if phases == Phases::Receive && dispatched.sent_back != Some(sum) {
             return bad("what the experts made is to be sent back first, for the same kind of sum");
         }
+        if sum == Sum::Exact && self.shape.layout == RowLayout::Tokens {
+            return bad(
+                "in the layout of tokens the caller has added the rows of experts: combine is reduced",
+            );
+        }
         if sum == Sum::Exact && !self.options.is_exact {
             return bad("this all-to-all was made for reduced sums alone");
         }
         if !(outputs | tokens).is_multiple_of(UNIT) {
             return bad("rows of combine have to begin at multiples of 16 bytes");
         }
+        if weights.is_some() && sum == Sum::Reduced {
+            return bad("in a reduced sum other ranks multiply: weights come with the dispatch");
+        }
         let mut parameters = self.of_dispatch(dispatched);
+        if let Some(weights) = weights {
+            parameters.scratch.own_weights = weights;
+        }
         parameters.call.y = outputs;
         parameters.call.out = tokens;
         parameters.sum_kind = u32::from(sum == Sum::Reduced);
@@ -461,7 +483,7 @@ impl GpuRank {
 
     fn of_dispatch(&self, dispatched: &Dispatched) -> Parameters {
         let Input { tokens, rows, scales, ids, id_bytes, weights } = dispatched.input;
-        let call = Call { ids, x: rows, scales, weights, ..Call::default() };
+        let call = Call { ids, x: rows, scales, weights: weights.unwrap_or(0), ..Call::default() };
         Parameters {
             tokens: tokens as u32,
             id_bytes: id_bytes as u32,
@@ -562,12 +584,14 @@ fn offsets(layout: &Layout) -> Offsets {
 }
 
 fn write_output(parameters: &mut Parameters, output: &Output) {
-    let Output { rows, scales, counts, starts } = *output;
+    let Output { rows, scales, counts, starts, ids, weights } = *output;
     parameters.call = Call {
         out_rows: rows,
         out_scales: scales,
         out_counts: counts,
         out_starts: starts,
+        out_ids: ids,
+        out_weights: weights,
         ..parameters.call
     };
 }

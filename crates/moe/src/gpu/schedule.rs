@@ -82,7 +82,7 @@ fn part(blocks: u32, share: f64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Number;
+    use crate::{Number, RowLayout};
 
     fn shape(ranks: usize, max_tokens: usize) -> Shape {
         Shape {
@@ -95,6 +95,7 @@ mod tests {
             hidden: 7168,
             number: Number::Bf16,
             alignment: 128,
+            layout: RowLayout::Experts,
         }
     }
 

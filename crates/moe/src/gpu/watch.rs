@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::heap::{Heap, Peers};
-use crate::{MoeError, Phase};
+use crate::{MoeError, Phase, RowLayout, Shape};
 
 /// The longest that a peer that leaves, or a failure of this rank, is not seen. A process that ends wakes the thread at once.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
@@ -59,6 +59,7 @@ struct Shared {
     timeout: Duration,
     /// Number of experts, and room for rows, for the words of an error.
     experts: usize,
+    layout: RowLayout,
     capacity: usize,
     /// Why each peer is gone.
     gone: Mutex<Vec<Option<Gone>>>,
@@ -81,7 +82,7 @@ impl Watch {
         own: Heap,
         peers: Peers,
         timeout: Duration,
-        experts: usize,
+        shape: &Shape,
         capacity: usize,
     ) -> Result<Watch, MoeError> {
         let control = HostBuffer::new(gpu, size_of::<Control>() as u64).map_err(MoeError::of_gpu)?;
@@ -93,7 +94,8 @@ impl Watch {
             peers,
             control,
             timeout,
-            experts,
+            experts: shape.experts,
+            layout: shape.layout,
             capacity,
             gone,
             failed: Mutex::default(),
@@ -205,7 +207,12 @@ impl Shared {
                 let (token, k) = (rank, control.waited.load(Ordering::Relaxed) as usize);
                 MoeError::BadExpert { token, k, expert: value as i64, experts: self.experts }
             }
-            failure::CAPACITY => MoeError::Capacity { needed: value as usize, capacity: self.capacity },
+            failure::CAPACITY => match self.layout {
+                RowLayout::Masked { capacity } => {
+                    MoeError::OverCapacity { rank, needed: value as u32, capacity }
+                }
+                _ => MoeError::TooManyRows { needed: value as usize, capacity: self.capacity },
+            },
             failure::NONSENSE => {
                 let what = if phase == Phase::Counts { "counts" } else { "rows" };
                 MoeError::Nonsense { rank, what }

@@ -106,7 +106,7 @@ fn more_rows_than_there_is_room_for_are_told_with_their_number() {
     let mut rank = host.join_with_capacity(&shape, 29).remove(0);
     let sent = rank.send(&given[0], Phases::Both);
     let found = failure(&rank);
-    assert_eq!(found, MoeError::Capacity { needed: 30, capacity: 29 });
+    assert_eq!(found, MoeError::TooManyRows { needed: 30, capacity: 29 });
     drop(sent);
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{DeviceMemory, Driver, Gpu, Priority, Stream};
 use kvlane_moe::gpu::{Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
-use kvlane_moe::{AllGather, MoeError, Number, Rank, Shape, Stats, Sum, join};
+use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, Shape, Stats, Sum, join};
 
 const POISON: u8 = 0xa5;
 
@@ -22,10 +22,7 @@ pub(crate) struct Given {
 /// What a rank gets: rows of each expert, and its tokens' sums.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Got {
-    rows: Vec<u8>,
-    scales: Vec<u8>,
-    counts: Vec<u32>,
-    starts: Vec<u32>,
+    rows: Rows,
     tokens: Vec<u8>,
 }
 
@@ -128,7 +125,11 @@ impl Host {
 
 pub(crate) fn options(shape: &Shape, is_wide: bool, timeout: Duration) -> GpuOptions {
     let padding = shape.experts_a_rank() * (shape.alignment - 1);
-    let capacity = shape.ranks * shape.max_tokens * shape.top_k + padding;
+    let capacity = match shape.layout {
+        RowLayout::Experts => shape.ranks * shape.max_tokens * shape.top_k + padding,
+        RowLayout::Masked { capacity } => shape.experts_a_rank() * capacity,
+        RowLayout::Tokens => shape.ranks * shape.max_tokens,
+    };
     GpuOptions { capacity, is_exact: true, blocks: (!is_wide).then_some(1), timeout }
 }
 
@@ -143,6 +144,7 @@ pub(crate) fn small(ranks: usize) -> Shape {
         hidden: 48,
         number: Number::Bf16,
         alignment: 4,
+        layout: RowLayout::Experts,
     }
 }
 
@@ -178,10 +180,10 @@ impl Buffer {
         // SAFETY: as above; the caller has synchronised.
         unsafe { std::slice::from_raw_parts(self.pointer(), self.bytes) }.to_vec()
     }
+}
 
-    fn words(&self) -> Vec<u32> {
-        self.read().as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect()
-    }
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect()
 }
 
 /// A rank on a fake GPU.
@@ -203,18 +205,20 @@ pub(crate) struct Sending {
     written: usize,
 }
 
-/// Rows that came.
+/// Rows that came. Ids and weights are those of the layout of tokens.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rows {
     rows: Vec<u8>,
     scales: Vec<u8>,
     counts: Vec<u32>,
     starts: Vec<u32>,
+    ids: Vec<u8>,
+    weights: Vec<u8>,
 }
 
 impl Rows {
     pub(crate) fn with(self, tokens: Vec<u8>) -> Got {
-        let Rows { rows, scales, counts, starts } = self;
-        Got { rows, scales, counts, starts, tokens }
+        Got { rows: self, tokens }
     }
 }
 
@@ -229,13 +233,19 @@ impl OnGpu {
         let weights: Vec<u8> = given.weights.iter().flat_map(|weight| weight.to_ne_bytes()).collect();
         let read = [&given.rows, &given.scales, &ids, &weights].map(|bytes| Buffer::new(gpu, bytes));
         let experts = shape.experts_of(self.number).len();
+        let (rows, pairs) = (self.capacity, self.capacity * shape.top_k);
+        let (starts, wanted) = match shape.layout {
+            RowLayout::Tokens => (4, pairs),
+            _ => (4 * experts, 0),
+        };
         let sizes =
-            [self.capacity * shape.row_bytes, self.capacity * shape.scale_bytes, 4 * experts, 4 * experts];
+            [rows * shape.row_bytes, rows * shape.scale_bytes, 4 * experts, starts, 8 * wanted, 4 * wanted];
         let written = sizes.map(|bytes| Buffer::poisoned(gpu, bytes));
         let [rows, scales, ids, weights] = read.each_ref().map(Buffer::address);
-        let input = Input { tokens: given.ids.len() / shape.top_k, rows, scales, ids, id_bytes: 8, weights };
-        let [rows, scales, counts, starts] = written.each_ref().map(Buffer::address);
-        let output = Output { rows, scales, counts, starts };
+        let tokens = given.ids.len() / shape.top_k;
+        let input = Input { tokens, rows, scales, ids, id_bytes: 8, weights: Some(weights) };
+        let [rows, scales, counts, starts, ids, weights] = written.each_ref().map(Buffer::address);
+        let output = Output { rows, scales, counts, starts, ids, weights };
         let room = (phases == Phases::Both).then_some(&output);
         self.kept.extend(read);
         let first = self.kept.len();
@@ -256,22 +266,33 @@ impl OnGpu {
         self.rows(sending)
     }
 
-    /// The rows of a dispatch that is over, up to the end of the last expert's padding; what is behind was not touched.
+    /// The rows of a dispatch that is over. Memory behind them was not touched.
     pub(crate) fn rows(&self, sending: &Sending) -> Rows {
         self.stream.synchronize().unwrap();
         self.rank.check().unwrap();
         let shape = *self.rank.shape();
-        let [rows, scales, counts, starts] = &self.kept[sending.written..][..4] else {
-            panic!("four of them")
+        let [mut rows, mut scales, counts, starts, mut ids, mut weights] =
+            std::array::from_fn(|index| self.kept[sending.written + index].read());
+        let (counts, mut starts) = (words(&counts), words(&starts));
+        let end = match shape.layout {
+            RowLayout::Experts => {
+                let end = counts.last().zip(starts.last()).map_or(0, |(count, start)| count + start);
+                (end as usize).next_multiple_of(shape.alignment)
+            }
+            RowLayout::Masked { capacity } => counts.len() * capacity,
+            RowLayout::Tokens => std::mem::take(&mut starts)[0] as usize,
         };
-        let (mut rows, mut scales) = (rows.read(), scales.read());
-        let (counts, starts) = (counts.words(), starts.words());
-        let end = counts.last().zip(starts.last()).map_or(0, |(count, start)| count + start) as usize;
-        let end = end.next_multiple_of(shape.alignment);
-        assert!(rows[end * shape.row_bytes..].iter().all(|byte| *byte == POISON), "rows behind the end");
-        rows.truncate(end * shape.row_bytes);
-        scales.truncate(end * shape.scale_bytes);
-        Rows { rows, scales, counts, starts }
+        let pairs = if shape.layout == RowLayout::Tokens { end * shape.top_k } else { 0 };
+        let of_a_row = [shape.row_bytes, shape.scale_bytes, 1, 1];
+        for ((bytes, each), end) in [&mut rows, &mut scales, &mut ids, &mut weights]
+            .into_iter()
+            .zip(of_a_row)
+            .zip([end, end, 8 * pairs, 4 * pairs])
+        {
+            let behind = bytes.split_off(end * each);
+            assert!(behind.iter().all(|byte| *byte == POISON), "memory behind the end");
+        }
+        Rows { rows, scales, counts, starts, ids, weights }
     }
 
     /// Combines, and gives the tokens if that receives.
@@ -290,7 +311,8 @@ impl OnGpu {
         let (stream, dispatched) = (self.stream.raw(), &mut sending.dispatched);
         // SAFETY: all memory lives until the stream is synchronised.
         unsafe {
-            self.rank.combine(stream, dispatched, outputs.address(), tokens.address(), sum, phases).unwrap();
+            let (outputs, tokens) = (outputs.address(), tokens.address());
+            self.rank.combine(stream, dispatched, outputs, tokens, None, sum, phases).unwrap();
         }
         self.stream.synchronize().unwrap();
         self.rank.check().unwrap();
@@ -408,6 +430,14 @@ fn one_on_host(rank: &mut Rank, number: usize, given: &Given, sum: Sum) -> Got {
     let mut handle = rank.place(arrived, &mut rows, &mut scales).unwrap();
     rank.send_back(&mut handle, &outputs_of(&shape, number, &rows), sum).unwrap();
     let mut tokens = vec![POISON; given.ids.len() / shape.top_k * shape.sum_bytes()];
+    let pairs =
+        if shape.layout == RowLayout::Tokens { rows.len() / shape.row_bytes * shape.top_k } else { 0 };
+    let (mut ids, mut weights) = (vec![0; pairs], vec![0.0; pairs]);
+    if shape.layout == RowLayout::Tokens {
+        rank.write_wanted(&handle, &mut ids, &mut weights).unwrap();
+    }
     rank.gather(handle, &mut tokens).unwrap();
-    Got { rows, scales, counts, starts, tokens }
+    let ids = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+    let weights = weights.iter().flat_map(|weight: &f32| weight.to_ne_bytes()).collect();
+    Rows { rows, scales, counts, starts, ids, weights }.with(tokens)
 }

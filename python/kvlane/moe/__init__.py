@@ -13,7 +13,8 @@ Each rank holds `experts / size` of the experts, rounded up: rank r those from `
 ranks call `dispatch` and `combine` equally often and in the same order, also those without tokens. docs/moe.md has
 the layouts, the rounding and what happens when a rank dies. Arrays are torch's, numpy's, or any that
 numpy.from_dlpack takes, in the memory of the host; x, y and scales are contiguous. Results are tensors of torch if `x`
-and `y` are, else arrays of numpy; no gradient flows through them. Times are in seconds.
+and `y` are, else arrays of numpy; no gradient flows through them. Times are in seconds. `kvlane.moe.deep_ep` gives
+vLLM's DeepEP backends the same calls.
 """
 
 from __future__ import annotations
@@ -28,13 +29,35 @@ from typing import Any, NamedTuple
 
 from kvlane import _core
 
-__all__ = ["AllToAll", "Group", "MoeError", "NotJoined", "RankLost", "RankSilent", "Received", "Stats"]
+__all__ = [
+    "AllToAll",
+    "CapacityExceeded",
+    "Group",
+    "MoeError",
+    "NotJoined",
+    "RankLost",
+    "RankSilent",
+    "Received",
+    "Stats",
+]
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LAYOUTS = ("experts", "masked", "tokens")
 
 
 class MoeError(Exception):
-    """An operation failed. All later ones of this rank fail alike: make a new all-to-all, with the ranks that live."""
+    """An operation failed. All later ones of this rank fail alike: make a new all-to-all, with the ranks that live.
+    `CapacityExceeded` is the exception."""
+
+
+class CapacityExceeded(MoeError):
+    """An expert got more rows than `capacity`. `dispatch` raises it on the expert's rank, and `combine` on each rank
+    that had sent a token there. Later operations work."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
+        """The capacity that would have been enough."""
 
 
 class NotJoined(MoeError):
@@ -96,22 +119,45 @@ class Group:
 
 @dataclass(frozen=True)
 class Received:
-    """The rows that want this rank's experts. Expert by expert; of one expert by rank, token and k."""
+    """The rows that want this rank's experts."""
 
     rows: Any
-    """[n, ...] as `x`. Between one expert's rows and the next one's there may be padding, which is not initialised."""
+    """As `x`. Layout `experts`: [n, ...], expert by expert. `masked`: [experts of this rank, capacity, ...], of which
+    `rows[e, :counts[e]]` came. One expert's rows are in the order of rank, token and k; those between one expert's last
+    row and the next one's first are not initialised. `tokens`: [n, ...], each token once, in the order of rank and
+    token."""
     scales: Any
-    """[n, ...] as the `scales` that were dispatched; None without."""
+    """As the `scales` that were dispatched, beside `rows`; None without."""
     counts: Any
-    """[experts of this rank], int32: rows of each."""
+    """[experts of this rank], int32: how many pairs of a token and a k want each."""
     starts: Any
-    """[experts of this rank], int32: position of each one's first row, a multiple of `alignment`."""
+    """Layout `experts`: [experts of this rank], int32, position of each one's first row, a multiple of `alignment`.
+    None for the others."""
+    ids: Any
+    """Layout `tokens`: [n, top_k], int64, the token's experts as numbers among those of this rank, -1 for other ranks'.
+    None for the others."""
+    weights: Any
+    """Layout `tokens`: [n, top_k], float32, the weights of `ids`, 0 where they are -1. None for the others, or if none
+    were dispatched."""
     _dispatch: _core.MoeDispatch
     _tokens: int
+    _has_weights: bool
 
     def give_up(self) -> None:
         """Does not combine it: the second dispatch after it may begin. The rows stay."""
         self._dispatch.give_up()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A dispatch whose rows did not come yet. Its arrays have no rows: they say type, device and shape."""
+
+    x: Any
+    scales: Any
+    ids: Any
+    tokens: int
+    has_weights: bool
+    dispatch: _core.MoeDispatch
 
 
 class AllToAll:
@@ -129,6 +175,8 @@ class AllToAll:
         row_bytes: int | None = None,
         scale_bytes: int = 0,
         alignment: int = 1,
+        layout: str = "experts",
+        capacity: int | None = None,
         timeout: float = 60.0,
     ) -> None:
         """Returns once all ranks have joined.
@@ -136,21 +184,33 @@ class AllToAll:
         `top_k`: experts of a token, at most 32. `max_tokens`: most tokens of a rank in one dispatch. `hidden`:
         elements of a row that `combine` sums, of `dtype` (bfloat16, float16 or float32). `row_bytes`: bytes of a row
         that `dispatch` moves, a multiple of 16; by default as many. `scale_bytes`: bytes of scales that go with it.
-        `alignment`: each expert's rows begin at a multiple of it. `timeout`: longest wait for a rank.
+        `layout`: how received rows stand, see `Received.rows`. `alignment`: each expert's rows begin at a multiple of
+        it, for `experts`. `capacity`: most rows of an expert, for `masked`; by default `max_tokens` of each rank, which
+        is enough unless a token names an expert twice. `timeout`: longest wait for a rank.
 
         ValueError for sizes that cannot be; NotJoined if the ranks do not agree or do not find each other.
         """
         if dtype not in _ITEM_BYTES:
             raise ValueError(f"dtype is bfloat16, float16 or float32, and not {dtype!r}")
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout is experts, masked or tokens, and not {layout!r}")
+        if layout != "experts" and alignment != 1:
+            raise ValueError(f"alignment is for the layout experts, and the layout is {layout}")
+        if layout != "masked" and capacity is not None:
+            raise ValueError(f"capacity is for the layout masked, and the layout is {layout}")
+        if layout == "masked" and capacity is None:
+            capacity = group.size * max_tokens
         if not timeout > 0:
             raise ValueError(f"timeout has to be above 0, and not {timeout}")
         sizes = {"experts": experts, "top_k": top_k, "max_tokens": max_tokens, "hidden": hidden}
         sizes |= {"scale_bytes": scale_bytes, "alignment": alignment, "row_bytes": row_bytes or 0}
+        sizes |= {"capacity": capacity or 0}
         for name, size in sizes.items():
             if size < 0:
                 raise ValueError(f"{name} is {size}")
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._dtype, self._hidden, self._top_k = dtype, hidden, top_k
+        self._layout, self._capacity = layout, capacity or 0
         self._row_bytes = hidden * _ITEM_BYTES[dtype] if row_bytes is None else row_bytes
         self._scale_bytes = scale_bytes
         raised: list[BaseException] = []
@@ -174,6 +234,8 @@ class AllToAll:
                 hidden,
                 dtype,
                 alignment,
+                layout,
+                self._capacity,
                 timeout * 1e3,
                 all_gather,
             )
@@ -187,22 +249,27 @@ class AllToAll:
         """Bytes of shared memory of this rank. The kernel gives a page when it is first written."""
         return self._rank.bytes()
 
-    def dispatch(self, x: Any, ids: Any, weights: Any, scales: Any = None) -> Received:
+    def dispatch(self, x: Any, ids: Any, weights: Any = None, scales: Any = None) -> Received:
         """Sends row t of `x` to the ranks that hold the experts `ids[t]`, and returns the rows that came here.
 
         `x` is [T, ...] with `row_bytes` a row, `ids` [T, top_k] of integers, -1 for none, `weights` [T, top_k] of
-        float32. An earlier result has to be combined or given up before the second dispatch after it.
+        float32, or None if `combine` gets them or nobody needs them. An earlier result has to be combined or given up
+        before the second dispatch after it.
 
-        ValueError for wrong arguments, with nothing sent; RankLost, RankSilent or MoeError for the rest.
+        ValueError for wrong arguments, with nothing sent. CapacityExceeded if an expert of this rank got too many rows.
+        RankLost, RankSilent or MoeError for the rest.
         """
+        with self._turn:
+            return self._receive(self._send(x, ids, weights, scales))
+
+    def _send(self, x: Any, ids: Any, weights: Any, scales: Any) -> _Sent:
+        """The first part of `dispatch`, which waits for no rank. `_receive` is due before the next one."""
         x = _array(x, "x")
-        ids, weights = _int64(_array(ids, "ids", copy=True)), _array(weights, "weights", copy=True)
+        ids = _int64(_array(ids, "ids", copy=True))
         tokens = x.shape[0] if x.ndim else 0
-        for name, array in (("ids", ids), ("weights", weights)):
-            if tuple(array.shape) != (tokens, self._top_k):
-                raise ValueError(f"{name} is {list(array.shape)}, and has to be [{tokens}, {self._top_k}]")
-        if _name(weights) != "float32":
-            raise ValueError(f"weights are {_name(weights)}, and have to be float32")
+        self._check_pairs("ids", ids, tokens)
+        has_weights = weights is not None
+        weights = self._weights(weights, tokens) if has_weights else _zeros(ids, "float32")
         if (scales is None) != (self._scale_bytes == 0):
             raise ValueError(
                 f"scales of {self._scale_bytes} bytes a row were said to come with each dispatch"
@@ -223,40 +290,106 @@ class AllToAll:
                 _memory(ids),
                 _memory(weights),
             )
+        return _Sent(x[:0], None if given is None else given[:0], ids[:0], tokens, has_weights, dispatch)
+
+    def _receive(self, sent: _Sent, rows: Any = None, scales: Any = None) -> Received:
+        """The second part of `dispatch`. `rows` and `scales`, if given, have the shape of the layout `masked`."""
+        dispatch, ids, weights = sent.dispatch, None, None
+        with self._turn, _errors():
             try:
                 counts, starts, count = self._rank.arrive(dispatch)
-                rows = _empty(x, (count, *x.shape[1:]))
-                room = None if given is None else _empty(given, (count, *given.shape[1:]))
-                self._rank.place(dispatch, _memory(rows), (0, 0) if room is None else _memory(room))
-            except BaseException:
+                lead = (len(counts), self._capacity) if self._layout == "masked" else (count,)
+                if rows is None:
+                    rows = _empty(sent.x, (*lead, *sent.x.shape[1:]))
+                if scales is None and sent.scales is not None:
+                    scales = _empty(sent.scales, (*lead, *sent.scales.shape[1:]))
+                self._rank.place(dispatch, _memory(rows), (0, 0) if scales is None else _memory(scales))
+                if self._layout == "tokens":
+                    ids, weights = _empty(sent.ids, (count, self._top_k)), _zeros(sent.ids, "float32", count)
+                    self._rank.wanted(dispatch, _memory(ids), _memory(weights))
+            except BaseException as error:
+                if isinstance(error, _core.MoeFailure) and error.args[0] == "capacity":
+                    # It was received, and the others know.
+                    raise
                 # The others go on as if this rank had received it. It may be closed by now.
                 with suppress(ValueError):
                     self._rank.give_up()
                 raise
-        return Received(rows, room, _int32(x, counts), _int32(x, starts), dispatch, tokens)
+        return Received(
+            rows,
+            scales,
+            _int32(sent.x, counts),
+            _int32(sent.x, starts) if self._layout == "experts" else None,
+            ids,
+            weights if sent.has_weights else None,
+            dispatch,
+            sent.tokens,
+            sent.has_weights,
+        )
 
-    def combine(self, y: Any, received: Received, *, reduced: bool = False) -> Any:
+    def combine(self, y: Any, received: Received, *, reduced: bool = False, weights: Any = None) -> Any:
         """Returns [T, hidden]: for each token of the dispatch the weighted sum of what its experts made, zeros for one
-        that wanted none. `y` is [n, hidden] of the all-to-all's dtype, row by row what became of `received.rows`.
+        that wanted none. `y` is as `received.rows`, with rows of `hidden` elements of the all-to-all's dtype: row by
+        row what became of them. In the layout `tokens` a row of `y` is the weighted sum over this rank's experts.
 
         Sums are of float32. By default each token's are added in the order of k and rounded once, so the result does
-        not depend on the number of ranks. With `reduced` each rank adds and rounds those of its own experts first,
-        and sends one row a token. All ranks say the same.
+        not depend on the number of ranks. With `reduced`, and always in the layout `tokens`, each rank's sum of its own
+        experts is rounded first, and one row a token and rank comes back. All ranks say the same.
 
-        ValueError for wrong arguments, with nothing sent; RankLost, RankSilent or MoeError for the rest.
+        `weights`, [T, top_k] of float32, take the place of those that were dispatched. Not with `reduced`, where other
+        ranks multiply.
+
+        ValueError for wrong arguments, with nothing sent. CapacityExceeded if a rank had no room for one of the tokens.
+        RankLost, RankSilent or MoeError for the rest.
         """
+        with self._turn:
+            out = _empty(_array(y, "y"), (received._tokens, self._hidden))
+            self._send_back(y, received, reduced, weights)
+            self._gather(received, out)
+        return out
+
+    def _send_back(self, y: Any, received: Received, reduced: bool, weights: Any) -> None:
+        """The first part of `combine`, which waits for no rank."""
         y = _array(y, "y")
-        wanted = (received.rows.shape[0], self._hidden)
+        by_token = self._layout == "tokens"
+        if weights is not None:
+            if by_token or reduced:
+                raise ValueError(
+                    "combine takes weights only for exact sums: other ranks multiply by those that were dispatched"
+                )
+            weights = self._weights(weights, received._tokens)
+        elif not (by_token or received._has_weights):
+            raise ValueError("this dispatch had no weights: give them to it, or to an exact combine")
+        wanted = (*received.rows.shape[: 2 if self._layout == "masked" else 1], self._hidden)
         # numpy has no bfloat16.
         names = {self._dtype, "uint16"} if self._dtype == "bfloat16" else {self._dtype}
         if tuple(y.shape) != wanted or _name(y) not in names:
             raise ValueError(
                 f"y is {list(y.shape)} of {_name(y)}, and has to be {list(wanted)} of {self._dtype}"
             )
-        out = _empty(y, (received._tokens, self._hidden))
         with self._turn, _errors():
-            self._rank.combine(received._dispatch, _memory(y), reduced, _memory(out))
-        return out
+            self._rank.send_back(
+                received._dispatch,
+                _memory(y),
+                reduced or by_token,
+                (0, 0) if weights is None else _memory(weights),
+            )
+
+    def _gather(self, received: Received, out: Any) -> None:
+        """The second part of `combine`. `out` is contiguous, [T, hidden]."""
+        with self._turn, _errors():
+            self._rank.gather(received._dispatch, _memory(out))
+
+    def _weights(self, weights: Any, tokens: int) -> Any:
+        weights = _array(weights, "weights", copy=True)
+        self._check_pairs("weights", weights, tokens)
+        if _name(weights) != "float32":
+            raise ValueError(f"weights are {_name(weights)}, and have to be float32")
+        return weights
+
+    def _check_pairs(self, name: str, array: Any, tokens: int) -> None:
+        if tuple(array.shape) != (tokens, self._top_k):
+            raise ValueError(f"{name} is {list(array.shape)}, and has to be [{tokens}, {self._top_k}]")
 
     def stats(self) -> Stats:
         """Counts so far. Waits for a call that another thread has begun."""
@@ -288,7 +421,9 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except _core.MoeFailure as error:
-        kind, text = error.args
+        kind, text, needed = error.args
+        if kind == "capacity":
+            raise CapacityExceeded(text, needed) from None
         raise {"lost": RankLost, "silent": RankSilent}.get(kind, MoeError)(text) from None
 
 
@@ -359,6 +494,18 @@ def _empty(like: Any, shape: tuple[int, ...]) -> Any:
     import numpy
 
     return numpy.empty(shape, dtype=like.dtype)
+
+
+def _zeros(like: Any, name: str, rows: int | None = None) -> Any:
+    """Of another type of element, and another number of rows."""
+    shape = (like.shape[0] if rows is None else rows, *like.shape[1:])
+    if _is_torch(like):
+        import torch
+
+        return like.new_zeros(shape, dtype=getattr(torch, name))
+    import numpy
+
+    return numpy.zeros(shape, dtype=name)
 
 
 def _int32(like: Any, values: list[int]) -> Any:
