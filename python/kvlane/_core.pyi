@@ -442,7 +442,7 @@ class MoeRank:
     """`kvlane.moe.AllToAll` is for users, and keeps the arrays alive. Memory is an address and bytes.
 
     ValueError if the caller did something wrong. `MoeFailure` for the rest, of the kinds lost, silent, not joined,
-    capacity and failed."""
+    capacity, too many rows and failed."""
 
     def __init__(
         self,
@@ -482,6 +482,68 @@ class MoeRank:
     def gather(self, dispatch: MoeDispatch, tokens: tuple[int, int]) -> None: ...
     def give_up(self) -> None: ...
     def close(self) -> None: ...
+
+class MoeGpuDispatch:
+    """A dispatch of a `MoeGpuRank`, until it is combined."""
+
+    def give_up(self) -> None: ...
+
+class MoeGpuRank:
+    """`kvlane.moe.AllToAll` is for users, and keeps the tensors alive. All addresses are of memory that the GPU reaches,
+    and calls launch work in a stream, by the driver's handle.
+
+    Errors are those of `MoeRank`, and OSError from the driver when it is made."""
+
+    def __init__(
+        self,
+        device: int,
+        rank: int,
+        ranks: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        row_bytes: int,
+        scale_bytes: int,
+        hidden: int,
+        number: str,
+        alignment: int,
+        layout: str,
+        capacity: int,
+        is_exact: bool,
+        blocks: int | None,
+        timeout_ms: float,
+        all_gather: Callable[[bytes], list[bytes]],
+    ) -> None: ...
+    def bytes(self) -> int: ...
+    def stats(self) -> tuple[int, int, int, int]:
+        """Of what ran so far. Waits for a copy from the GPU."""
+
+    def check(self) -> None: ...
+    def dispatch(
+        self,
+        stream: int,
+        input: tuple[int, int, int, int, int, int | None],
+        output: tuple[int, int, int, int, int, int] | None,
+    ) -> MoeGpuDispatch:
+        """`input`: number of tokens; addresses of rows, scales and ids; bytes of an id; address of weights. `output`:
+        addresses of rows, scales, counts, starts, ids and weights; without it, `receive` is due."""
+
+    def receive(
+        self, stream: int, dispatch: MoeGpuDispatch, output: tuple[int, int, int, int, int, int]
+    ) -> None: ...
+    def combine(
+        self,
+        stream: int,
+        dispatch: MoeGpuDispatch,
+        outputs: int,
+        tokens: int,
+        weights: int | None,
+        is_reduced: bool,
+        part: Literal["both", "send", "receive"],
+    ) -> None: ...
+    def give_up(self) -> None: ...
+    def close(self) -> None:
+        """The caller has waited for its streams."""
 
 class FabricPeer:
     def id(self) -> tuple[int, int]:

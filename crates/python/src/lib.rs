@@ -12,6 +12,7 @@ mod gpu_memory;
 mod handoff;
 mod log;
 mod moe;
+mod moe_gpu;
 mod own;
 mod scheduler;
 mod shard_layout;
@@ -42,6 +43,8 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add("MoeFailure", module.py().get_type::<moe::MoeFailure>())?;
     module.add_class::<moe::PyRank>()?;
     module.add_class::<moe::PyDispatch>()?;
+    module.add_class::<moe_gpu::PyGpuRank>()?;
+    module.add_class::<moe_gpu::PyGpuDispatch>()?;
     module.add_class::<handoff::PyHandoffRank>()?;
     module.add_class::<handoff::PyLayerHook>()?;
     module.add_class::<handoff::PyHandoffScheduler>()?;

@@ -263,7 +263,7 @@ fn out_of_order() -> PyErr {
     PyValueError::new_err("a dispatch is sent, received and combined in this order")
 }
 
-fn gather_by(py: Python<'_>, all_gather: &Py<PyAny>, bytes: &[u8]) -> PyResult<Vec<Vec<u8>>> {
+pub(crate) fn gather_by(py: Python<'_>, all_gather: &Py<PyAny>, bytes: &[u8]) -> PyResult<Vec<Vec<u8>>> {
     let told = all_gather.call1(py, (PyBytes::new(py, bytes),))?;
     let told: Vec<Bound<'_, PyBytes>> = told.extract(py).map_err(|_| {
         PyValueError::new_err("all_gather has to return a list of bytes, those of each rank in order")
@@ -309,7 +309,7 @@ unsafe fn items_mut<'a, T>((address, bytes): Memory) -> &'a mut [T] {
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), items) }
 }
 
-fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
+pub(crate) fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
     match name {
         "experts" => Ok(RowLayout::Experts),
         "masked" => Ok(RowLayout::Masked { capacity }),
@@ -320,7 +320,7 @@ fn layout_of(name: &str, capacity: usize) -> PyResult<RowLayout> {
     }
 }
 
-fn number_of(name: &str) -> PyResult<Number> {
+pub(crate) fn number_of(name: &str) -> PyResult<Number> {
     match name {
         "bfloat16" => Ok(Number::Bf16),
         "float16" => Ok(Number::F16),
@@ -331,7 +331,7 @@ fn number_of(name: &str) -> PyResult<Number> {
     }
 }
 
-fn error(error: MoeError) -> PyErr {
+pub(crate) fn error(error: MoeError) -> PyErr {
     let sentence = error.to_string();
     let mut rows_needed = 0;
     let kind = match error {
@@ -339,6 +339,10 @@ fn error(error: MoeError) -> PyErr {
         MoeError::OverCapacity { needed, .. } => {
             rows_needed = needed;
             "capacity"
+        }
+        MoeError::TooManyRows { needed, .. } => {
+            rows_needed = u32::try_from(needed).unwrap_or(u32::MAX);
+            "too many rows"
         }
         MoeError::NotJoined(_) => "not joined",
         MoeError::PeerLost { .. } | MoeError::PeerLeft { .. } => "lost",

@@ -86,6 +86,19 @@ pub struct Output {
     pub weights: u64,
 }
 
+/// A combine: device addresses, and how it sums.
+#[derive(Debug, Clone, Copy)]
+pub struct Combine {
+    /// Rows of [`Shape::sum_bytes`], as many as the dispatch wrote, 16-byte aligned.
+    pub outputs: u64,
+    /// Room for one such row of each token.
+    pub tokens: u64,
+    /// Weights that take the place of those that were dispatched, for [`Sum::Exact`] alone: in a reduced sum other ranks multiply.
+    pub weights: Option<u64>,
+    /// The order in which it sums.
+    pub sum: Sum,
+}
+
 /// A dispatch until it is combined. A drop gives it up: the second dispatch after it may begin.
 #[derive(Debug)]
 pub struct Dispatched {
@@ -408,9 +421,7 @@ impl GpuRank {
         Ok(())
     }
 
-    /// Combines a dispatch: `outputs` are rows of [`Shape::sum_bytes`], as many as the dispatch wrote; `tokens` has room for one of
-    /// each token. `weights` take the place of those that were dispatched, for [`Sum::Exact`] alone: in a reduced sum other ranks
-    /// multiply.
+    /// Combines a dispatch.
     ///
     /// # Errors
     /// As [`GpuRank::dispatch`].
@@ -421,14 +432,12 @@ impl GpuRank {
         &mut self,
         stream: StreamHandle,
         dispatched: &mut Dispatched,
-        outputs: u64,
-        tokens: u64,
-        weights: Option<u64>,
-        sum: Sum,
+        given: &Combine,
         phases: Phases,
     ) -> Result<(), MoeError> {
         self.check()?;
         self.check_own(dispatched)?;
+        let Combine { outputs, tokens, weights, sum } = *given;
         let bad = |why: &str| Err(MoeError::BadInput(why.into()));
         if dispatched.unplaced.is_some() {
             return bad("the rows of this dispatch are not received yet");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{DeviceMemory, Driver, Gpu, Priority, Stream};
-use kvlane_moe::gpu::{Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
+use kvlane_moe::gpu::{Combine, Dispatched, GpuOptions, GpuRank, Input, Output, Phases, join_on_gpu};
 use kvlane_moe::{AllGather, MoeError, Number, Rank, RowLayout, Shape, Stats, Sum, join};
 
 const POISON: u8 = 0xa5;
@@ -309,11 +309,9 @@ impl OnGpu {
         let outputs = Buffer::new(&self.gpu, &outputs);
         let tokens = Buffer::poisoned(&self.gpu, sending.dispatched.tokens() * shape.sum_bytes());
         let (stream, dispatched) = (self.stream.raw(), &mut sending.dispatched);
+        let given = Combine { outputs: outputs.address(), tokens: tokens.address(), weights: None, sum };
         // SAFETY: all memory lives until the stream is synchronised.
-        unsafe {
-            let (outputs, tokens) = (outputs.address(), tokens.address());
-            self.rank.combine(stream, dispatched, outputs, tokens, None, sum, phases).unwrap();
-        }
+        unsafe { self.rank.combine(stream, dispatched, &given, phases).unwrap() };
         self.stream.synchronize().unwrap();
         self.rank.check().unwrap();
         let read = tokens.read();
