@@ -130,7 +130,8 @@ def low_latency_layer(rank: int, deep_ep: ModuleType, is_fp8: bool, is_swapped: 
 
 
 def high_throughput_layer(rank: int, deep_ep: ModuleType, is_swapped: bool) -> list[Any]:
-    """As above. Tokens of a rank go beyond any earlier number."""
+    """As above. Tokens of a rank go beyond any earlier number. The experts here add their own rows, because vLLM's own
+    reduction is an operation of CUDA."""
     from vllm.distributed.device_communicators.all2all import DeepEPHTAll2AllManager
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
