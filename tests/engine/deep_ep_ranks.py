@@ -130,7 +130,8 @@ def low_latency_layer(rank: int, deep_ep: ModuleType, is_fp8: bool, is_swapped: 
 
 
 def high_throughput_layer(rank: int, deep_ep: ModuleType, is_swapped: bool) -> list[Any]:
-    """As above. Tokens of a rank go beyond any earlier number."""
+    """As above. Tokens of a rank go beyond any earlier number. The experts here add their own rows, because vLLM's own
+    reduction is an operation of CUDA."""
     from vllm.distributed.device_communicators.all2all import DeepEPHTAll2AllManager
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
@@ -223,6 +224,14 @@ def hooks(rank: int, deep_ep: ModuleType) -> str:
     if rank == 0:
         # The others' combines return before this rank has sent anything back.
         dist.barrier()
+    on_meta = torch.zeros(given[0][0].shape, dtype=torch.bfloat16, device="meta")
+    try:
+        buffer.low_latency_combine(first[0], given[0][2], given[0][1], first[2], out=on_meta)
+    except ValueError as error:
+        if "on meta, and has to be" not in str(error):
+            return str(error)
+    else:
+        return "sums went to another device"
     later, earlier = combine(1, second), combine(0, first)
     if rank != 0:
         dist.barrier()

@@ -557,6 +557,20 @@ mod tests {
     }
 
     #[test]
+    fn a_refusal_in_a_layout_that_always_has_room_is_nonsense() {
+        let told = &mut |bytes: &[u8]| Ok(vec![bytes.to_vec()]);
+        let mut rank = crate::join(&SHAPE, 0, Duration::from_secs(20), told).unwrap();
+        let sent = rank.send(&[7; 16], &[], &[0], &[1.0]).unwrap();
+        let arrived = rank.arrive(sent).unwrap();
+        let mut handle = rank.place(arrived, &mut [0; 16], &mut []).unwrap();
+        rank.send_back(&mut handle, &[0; 16], Sum::Exact).unwrap();
+        rank.own.set(rank.layout.pair_row(1, 0, 0).0, refusal(1, 5));
+        let error = rank.gather(handle, &mut [0; 16]).unwrap_err();
+        assert_eq!(error, MoeError::Nonsense { rank: 0, what: "a refusal" });
+        assert_eq!(rank.check(), Err(error));
+    }
+
+    #[test]
     fn a_word_of_a_later_dispatch_ends_the_wait() {
         let later = |rank: &Rank| rank.own.set(rank.layout.row(1, 0, 1).0, 3);
         assert_eq!(received(later), MoeError::OutOfStep { rank: 0 });

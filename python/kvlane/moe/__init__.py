@@ -293,7 +293,8 @@ class AllToAll:
         return _Sent(x[:0], None if given is None else given[:0], ids[:0], tokens, has_weights, dispatch)
 
     def _receive(self, sent: _Sent, rows: Any = None, scales: Any = None) -> Received:
-        """The second part of `dispatch`. `rows` and `scales`, if given, have the shape of the layout `masked`."""
+        """The second part of `dispatch`. `rows` and `scales`, if given, are memory of the host, for the layout
+        `masked`."""
         dispatch, ids, weights = sent.dispatch, None, None
         with self._turn, _errors():
             try:
@@ -376,7 +377,7 @@ class AllToAll:
             )
 
     def _gather(self, received: Received, out: Any) -> None:
-        """The second part of `combine`. `out` is contiguous, [T, hidden]."""
+        """The second part of `combine`. `out` is contiguous memory of the host, [T, hidden]."""
         with self._turn, _errors():
             self._rank.gather(received._dispatch, _memory(out))
 

@@ -336,9 +336,10 @@ class Buffer:
             received = self._received(handle, True)
             tokens, hidden = received._tokens, x.shape[-1]
             sums = x.new_empty((tokens, hidden)) if out is None else out
-            if sums.shape != (tokens, hidden) or sums.dtype != x.dtype:
+            if sums.shape != (tokens, hidden) or (sums.dtype, sums.device) != (x.dtype, x.device):
                 raise ValueError(
-                    f"out is {list(sums.shape)} of {sums.dtype}, and has to be {[tokens, hidden]} of {x.dtype}"
+                    f"out is {list(sums.shape)} of {sums.dtype} on {sums.device}, and has to be {[tokens, hidden]} of "
+                    f"{x.dtype} on {x.device}"
                 )
             into = sums if sums.is_contiguous() else x.new_empty((tokens, hidden))
             handle.channel.ranks._send_back(x, received, False, topk_weights)
