@@ -510,7 +510,7 @@ class MoeGpuRank:
         layout: str,
         capacity: int,
         is_exact: bool,
-        blocks: int | None,
+        multiprocessors: int | None,
         timeout_ms: float,
         all_gather: Callable[[bytes], list[bytes]],
     ) -> None: ...
@@ -542,8 +542,11 @@ class MoeGpuRank:
         part: Literal["both", "send", "receive"],
     ) -> None: ...
     def give_up(self) -> None: ...
+    def synchronize(self) -> None:
+        """Waits for all work of the GPU."""
+
     def close(self) -> None:
-        """The caller has waited for its streams."""
+        """Waits for all work of the GPU."""
 
 class FabricPeer:
     def id(self) -> tuple[int, int]:

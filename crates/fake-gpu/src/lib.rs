@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use kvlane_gpu::{
     COPY, Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, GpuError, Grid, IpcHandle, Kernel,
-    NoDriver, Priority, StreamHandle, code,
+    NoDriver, Priority, Residency, StreamHandle, code,
 };
 use parking_lot::Mutex;
 
@@ -51,8 +51,8 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
     Ok(Arc::new(FakeDriver::new(FakeOptions::default()).map_err(failed)?))
 }
 
-/// Blocks of a kernel that a fake says it runs at a time. It runs them one after the other.
-const RESIDENT_BLOCKS: u32 = 8;
+/// The number that a fake says it has. It runs the blocks of a launch one after the other.
+const MULTIPROCESSORS: u32 = 8;
 
 /// The GPUs of a fake host.
 #[derive(Debug, Clone)]
@@ -592,6 +592,12 @@ impl Driver for FakeDriver {
         self.enqueue(device, stream, "cuMemcpyBatchAsync", Method::Batch, copies, work)
     }
 
+    fn synchronize(&self, device: u32) -> Result<(), GpuError> {
+        self.begin(device, "cuCtxSynchronize")?;
+        self.wait_idle(device);
+        Ok(())
+    }
+
     unsafe fn zero_async(
         &self,
         device: u32,
@@ -604,10 +610,15 @@ impl Driver for FakeDriver {
         Ok(())
     }
 
-    fn load_kernel(&self, device: u32, kernel: &'static Kernel, _shared_bytes: u32) -> Result<u32, GpuError> {
+    fn load_kernel(
+        &self,
+        device: u32,
+        kernel: &'static Kernel,
+        _shared_bytes: u32,
+    ) -> Result<Residency, GpuError> {
         self.begin(device, "cuModuleLoadData")?;
         match kernel.entry == COPY.entry || bodies::body_of(kernel.entry).is_some() {
-            true => Ok(RESIDENT_BLOCKS),
+            true => Ok(Residency { each: 1, multiprocessors: MULTIPROCESSORS }),
             false => Err(GpuError::Unsupported {
                 operation: "cuModuleLoadData",
                 reason: format!("this fake has no {}: {}", kernel.entry.to_string_lossy(), bodies::WHY_NONE),

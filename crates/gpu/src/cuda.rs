@@ -17,16 +17,17 @@ use crate::driver::{
     Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
 };
 use crate::error::{GpuError, code};
-use crate::kernel::{COPY, Grid, Kernel};
+use crate::kernel::{COPY, Grid, Kernel, Residency};
 use crate::no_driver::NoDriver;
 
 /// Every function that this file calls except the batch copy. cudarc would panic at the first call of a missing one.
-const REQUIRED: [&str; 61] = [
+const REQUIRED: [&str; 62] = [
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
+    "cuCtxSynchronize",
     "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
@@ -673,6 +674,11 @@ impl Driver for CudaDriver {
         }
     }
 
+    fn synchronize(&self, device: u32) -> Result<(), GpuError> {
+        // SAFETY: the context is current.
+        self.call(device, "cuCtxSynchronize", || unsafe { sys::cuCtxSynchronize() })
+    }
+
     unsafe fn zero_async(
         &self,
         device: u32,
@@ -686,7 +692,12 @@ impl Driver for CudaDriver {
         })
     }
 
-    fn load_kernel(&self, device: u32, kernel: &'static Kernel, shared_bytes: u32) -> Result<u32, GpuError> {
+    fn load_kernel(
+        &self,
+        device: u32,
+        kernel: &'static Kernel,
+        shared_bytes: u32,
+    ) -> Result<Residency, GpuError> {
         let mut contexts = self.contexts.write();
         let closed = || GpuError::Invalid(format!("{:?}: GPU {device} is not open", kernel.entry));
         let context = contexts.get_mut(&device).ok_or_else(closed)?;
@@ -704,7 +715,7 @@ impl Driver for CudaDriver {
             check("cuOccupancyMaxActiveBlocksPerMultiprocessor", found)?;
         }
         let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        Ok(each as u32 * attribute(raw_device, count)?)
+        Ok(Residency { each: each as u32, multiprocessors: attribute(raw_device, count)? })
     }
 
     unsafe fn launch(

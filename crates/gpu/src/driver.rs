@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use kvlane_block::Contiguous;
 
 use crate::error::GpuError;
-use crate::kernel::{Grid, Kernel};
+use crate::kernel::{Grid, Kernel, Residency};
 
 /// Opens memory or an event in another process. Opaque; valid on this host while the exporter lives.
 pub type IpcHandle = [u8; 64];
@@ -312,6 +312,9 @@ pub trait Driver: Send + Sync + Debug {
         copies: &[Copy],
     ) -> Result<(), GpuError>;
 
+    /// Waits for all work of a device, in whatever stream.
+    fn synchronize(&self, device: u32) -> Result<(), GpuError>;
+
     /// Fills memory with zeros.
     ///
     /// # Safety
@@ -324,9 +327,14 @@ pub trait Driver: Send + Sync + Debug {
         bytes: u64,
     ) -> Result<(), GpuError>;
 
-    /// Loads a kernel, and returns how many blocks of it with that much shared memory the whole device runs at a time.
-    /// [`GpuError::Unsupported`] if it cannot be loaded.
-    fn load_kernel(&self, device: u32, kernel: &'static Kernel, shared_bytes: u32) -> Result<u32, GpuError>;
+    /// Loads a kernel, and returns how many blocks of it with that much shared memory run at a time. [`GpuError::Unsupported`] if
+    /// it cannot be loaded.
+    fn load_kernel(
+        &self,
+        device: u32,
+        kernel: &'static Kernel,
+        shared_bytes: u32,
+    ) -> Result<Residency, GpuError>;
 
     /// Launches a kernel. `parameters` are the bytes of each of its parameters. [`GpuError::Unsupported`] if it was not loaded.
     ///

@@ -33,6 +33,15 @@ pub struct Grid {
     pub shared_bytes: u32,
 }
 
+/// Blocks of a kernel that run at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Residency {
+    /// Blocks on a multiprocessor; 0: it has no room for one.
+    pub each: u32,
+    /// Number of multiprocessors.
+    pub multiprocessors: u32,
+}
+
 /// The code that `scripts/build_kernels.py` made of a source, as a [`Module`]. The path is that of the source, without `.cu`.
 #[macro_export]
 macro_rules! compiled {

@@ -51,7 +51,7 @@ pub use driver::{
 };
 pub use error::{GpuError, code};
 pub use import::{AddressMap, Export, Imported, MappedImport};
-pub use kernel::{COPY, Grid, Kernel, Module, assert_is_compiled_from};
+pub use kernel::{COPY, Grid, Kernel, Module, Residency, assert_is_compiled_from};
 pub use no_driver::{DRIVER_VARIABLE, NoDriver};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::{Direction, Thresholds};

@@ -48,7 +48,7 @@ impl PyGpuRank {
         layout: &str,
         capacity: usize,
         is_exact: bool,
-        blocks: Option<u32>,
+        multiprocessors: Option<u32>,
         timeout_ms: f64,
         all_gather: Py<PyAny>,
     ) -> PyResult<Self> {
@@ -66,7 +66,7 @@ impl PyGpuRank {
             layout,
         };
         let timeout = Duration::try_from_secs_f64(timeout_ms / 1e3).unwrap_or(Duration::MAX);
-        let options = GpuOptions { capacity, is_exact, blocks, timeout };
+        let options = GpuOptions { capacity, is_exact, multiprocessors, timeout };
         let gpu = open_gpu(device)?;
         let mut failed = None;
         let mut gather = |bytes: &[u8]| {
@@ -170,6 +170,11 @@ impl PyGpuRank {
         combined
     }
 
+    /// Waits for all work of the GPU.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |rank| rank.synchronize())
+    }
+
     /// Takes no part any more, because a dispatch was sent and is not received.
     fn give_up(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, |rank| {
@@ -178,7 +183,7 @@ impl PyGpuRank {
         })
     }
 
-    /// Takes no part any more: kernels that wait end, here and at the other ranks. The caller has waited for its streams.
+    /// Takes no part any more: kernels that wait end, here and at the other ranks. Waits for all work of the GPU.
     fn close(&self, py: Python<'_>) {
         if let Some(rank) = self.rank.if_here() {
             py.detach(|| drop(rank.lock().take()));

@@ -6,7 +6,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvlane_gpu::{
-    Copy, DeviceMemory, Driver, Gpu, GpuError, Grid, HostBuffer, Kernel, Priority, Stream, StreamHandle,
+    Copy, DeviceMemory, Driver, Gpu, GpuError, Grid, HostBuffer, Kernel, Priority, Residency, Stream,
+    StreamHandle,
 };
 
 use super::kernels::{COMBINE_BF16, COMBINE_F16, COMBINE_F32, DISPATCH, PLAN};
@@ -34,8 +35,8 @@ pub struct GpuOptions {
     pub capacity: usize,
     /// Whether combine may be exact. Without it each rank takes less memory.
     pub is_exact: bool,
-    /// Most thread blocks of a launch; None: as many as the GPU runs at a time.
-    pub blocks: Option<u32>,
+    /// Most multiprocessors that a launch takes; None: all.
+    pub multiprocessors: Option<u32>,
     /// Longest wait of a kernel for a rank.
     pub timeout: Duration,
 }
@@ -134,7 +135,7 @@ pub struct GpuRank {
     stream: Stream,
     read: HostBuffer,
     bytes: u64,
-    // In this order: kernels end, then what they use goes.
+    /// Dropped before what kernels use.
     watch: Watch,
     _reached: Vec<Option<Reached>>,
     _memory: Arc<DeviceMemory>,
@@ -211,15 +212,15 @@ impl GpuRank {
     ) -> Result<GpuRank, MoeError> {
         let (driver, device) = gpu.raw();
         let load = |kernel: &'static Kernel, shared: u32| {
-            let resident = driver.load_kernel(device, kernel, shared).map_err(MoeError::of_gpu)?;
-            let most = options.blocks.map_or(resident, |blocks| blocks.min(resident));
-            if most == 0 {
+            let Residency { each, multiprocessors } =
+                driver.load_kernel(device, kernel, shared).map_err(MoeError::of_gpu)?;
+            let taken = options.multiprocessors.map_or(multiprocessors, |most| most.min(multiprocessors));
+            if each * taken == 0 {
                 let name = kernel.entry.to_string_lossy();
-                return Err(MoeError::Gpu(format!(
-                    "{name} does not fit on this GPU: its blocks are too large"
-                )));
+                let why = format!("{name} gets no multiprocessor with {shared} bytes of shared memory");
+                return Err(MoeError::Gpu(why));
             }
-            Ok(most)
+            Ok(each * taken)
         };
         let most_planned = (1..=shape.max_tokens.min(128)).map(|tokens| schedule::plan_bytes(shape, tokens));
         let shared = most_planned.max().unwrap_or(0) + schedule::arrival_bytes(shape);
@@ -483,6 +484,15 @@ impl GpuRank {
         Ok(())
     }
 
+    /// Waits for all work of the GPU.
+    ///
+    /// # Errors
+    /// [`MoeError::Gpu`].
+    pub fn synchronize(&self) -> Result<(), MoeError> {
+        let (driver, device) = self.gpu.raw();
+        driver.synchronize(device).map_err(MoeError::of_gpu)
+    }
+
     /// Takes no part any more: a dispatch that was sent is not received.
     pub fn give_up(&mut self) {
         if self.check().is_ok() {
@@ -566,6 +576,16 @@ impl GpuRank {
             return Ok(());
         }
         Err(MoeError::BadInput("this dispatch is of another all-to-all".into()))
+    }
+}
+
+impl Drop for GpuRank {
+    fn drop(&mut self) {
+        self.watch.end_waits();
+        // Kernels of this rank still write into the memory of others, which is unmapped after this. A failure of the GPU has
+        // ended them.
+        let (driver, device) = self.gpu.raw();
+        let _ = driver.synchronize(device);
     }
 }
 

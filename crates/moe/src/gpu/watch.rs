@@ -125,16 +125,20 @@ impl Watch {
     pub(super) fn fail(&self, error: MoeError) -> MoeError {
         self.shared.fail(error)
     }
-}
 
-impl Drop for Watch {
-    fn drop(&mut self) {
+    /// Takes no part any more: no kernel waits for anybody, and nobody for this rank.
+    pub(super) fn end_waits(&self) {
         self.shared.closing.store(true, Ordering::Release);
-        // No kernel waits for anybody any more.
         self.shared.control().gone.store(u64::MAX, Ordering::Release);
         if self.shared.failed.lock().is_none() {
             self.shared.own.leave(None);
         }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.end_waits();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {

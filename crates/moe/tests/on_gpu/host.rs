@@ -130,7 +130,7 @@ pub(crate) fn options(shape: &Shape, is_wide: bool, timeout: Duration) -> GpuOpt
         RowLayout::Masked { capacity } => shape.experts_a_rank() * capacity,
         RowLayout::Tokens => shape.ranks * shape.max_tokens,
     };
-    GpuOptions { capacity, is_exact: true, blocks: (!is_wide).then_some(1), timeout }
+    GpuOptions { capacity, is_exact: true, multiprocessors: (!is_wide).then_some(1), timeout }
 }
 
 pub(crate) fn small(ranks: usize) -> Shape {
