@@ -77,7 +77,7 @@ def poison_new_arrays() -> None:
         made.view(np.uint8).fill(POISON)
         return made
 
-    moe._empty = poisoned
+    moe._host.empty_like = poisoned
 
 
 def rows_by_expert(rank: int, sizes: Sizes, inputs: list[oracle.Input], got: moe.Received) -> Any:
@@ -325,7 +325,7 @@ def no_memory(group: moe.Group, say: Say, sizes: Sizes) -> Any:
                 def fails(*_: object) -> None:
                     raise MemoryError("no rows")
 
-                moe._empty = fails  # type: ignore[assignment]
+                moe._host.empty_like = fails  # type: ignore[assignment]
             try:
                 ranks.dispatch(own.x, own.ids, own.weights)
             except (MemoryError, moe.MoeError) as error:

@@ -171,7 +171,7 @@ def alone(**more: Any) -> moe.AllToAll:
         ({"experts": -1}, "experts is -1"),
         ({"layout": "rows"}, "layout is experts, masked or tokens, and not 'rows'"),
         ({"layout": "masked", "alignment": 8}, "alignment is for the layout experts"),
-        ({"capacity": 3}, "capacity is for the layout masked, and the layout is experts"),
+        ({"capacity": 3}, "capacity is for the layout masked on CPUs, and the layout is experts"),
         ({"layout": "masked", "capacity": 0}, "capacity is 0, and has to be 1 to"),
         ({"layout": "masked", "capacity": 1 << 30}, "a rank might receive 4294967296 rows"),
         ({"alignment": 1 << 16, "experts": 1 << 16}, "a rank might receive 4294967302 rows"),

@@ -108,7 +108,7 @@ DEVICE bool receive_counts(const Parameters& p, const Arrivals& arrivals, u64 nu
             }
             if (is_first) {
                 p.out_counts[expert] = static_cast<i32>(at - start);
-                if (p.arrangement != kTokens) p.out_starts[expert] = static_cast<i32>(start);
+                if (p.arrangement != kTokens && p.out_starts != nullptr) p.out_starts[expert] = static_cast<i32>(start);
                 const u32 end_of_room = p.arrangement == kMasked ? start + p.capacity : p.capacity;
                 const u32 needed = p.arrangement == kMasked ? at - start : round_up(at, p.alignment);
                 if (p.arrangement != kTokens && round_up(at, p.arrangement == kMasked ? 1 : p.alignment) > end_of_room) {

@@ -342,10 +342,10 @@ class Buffer:
                     f"{x.dtype} on {x.device}"
                 )
             into = sums if sums.is_contiguous() else x.new_empty((tokens, hidden))
-            handle.channel.ranks._send_back(x, received, False, topk_weights)
+            sent = handle.channel.ranks._send_back(x, received, False, topk_weights)
 
             def gather() -> None:
-                handle.channel.ranks._gather(received, into)
+                handle.channel.ranks._gather(sent, into)
                 if into is not sums:
                     sums.copy_(into)
 
@@ -435,8 +435,8 @@ class Buffer:
         with self._turn:
             received = self._received(handle, False)
             out = x.new_empty((received._tokens, x.shape[-1]))
-            handle.channel.ranks._send_back(x.contiguous(), received, True, None)
-            self._gathered(handle, lambda: handle.channel.ranks._gather(received, out))
+            sent = handle.channel.ranks._send_back(x.contiguous(), received, True, None)
+            self._gathered(handle, lambda: handle.channel.ranks._gather(sent, out))
         return out, None, EventOverlap()
 
     def _held(self, num_experts: int) -> int:

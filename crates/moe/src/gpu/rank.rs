@@ -79,7 +79,7 @@ pub struct Output {
     pub scales: u64,
     /// Rows of each expert of this rank, i32.
     pub counts: u64,
-    /// Position of the first row of each, i32. In the layout of tokens one number: how many rows came.
+    /// Position of the first row of each, i32; 0: not wanted. In the layout of tokens one number: how many rows came.
     pub starts: u64,
     /// In the layout of tokens, room for `top_k` ids (i64) a row: the experts' numbers on this rank, -1 for other ranks'.
     pub ids: u64,

@@ -1,0 +1,188 @@
+"""A rank on a fake GPU, for test_moe_gpu: moe_gpu_ranks.py RANK RANKS STORE WORK.
+
+A fake runs the kernels' own source on CPUs. Its memory is the host's, so tensors of the host stand for those of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvlane.moe import AllToAll, Group, MoeError, RankLost, Received, _gpu
+
+EXPERTS, TOP_K, HIDDEN, MOST = 10, 3, 64, 24
+
+
+def main(rank: int, ranks: int, store: str, work: str) -> None:
+    os.environ["KVLANE_GPU_DRIVER"] = "fake"
+    _gpu.GpuEnd._device_named = staticmethod(lambda _torch, device: torch.device("cpu"))
+    _gpu.GpuEnd._stream = lambda _self: 0
+    for name in ("dispatch", "send", "receive", "_combine"):
+        setattr(_gpu.GpuEnd, name, waited_for(getattr(_gpu.GpuEnd, name)))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    {"compare": compare, "killed": killed, "refused": refused}[work](rank, ranks)
+
+
+def waited_for(call: Any) -> Any:
+    """Memory of the host is given back while kernels run, which torch's memory of GPUs is not for their stream."""
+
+    def call_and_wait(end: Any, *arguments: Any) -> Any:
+        result = call(end, *arguments)
+        end._rank.synchronize()
+        return result
+
+    return call_and_wait
+
+
+def on_gpu(group: Group, **more: Any) -> AllToAll:
+    return AllToAll(
+        group,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens=MOST,
+        hidden=HIDDEN,
+        device="cuda",
+        **more,
+    )
+
+
+def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    tokens = int(torch.randint(0, MOST + 1, (1,), generator=random))
+    x = torch.randn(tokens, HIDDEN, generator=random).bfloat16()
+    ids = (
+        torch.rand(tokens, EXPERTS, generator=random).topk(TOP_K).indices
+        if tokens
+        else torch.zeros(0, TOP_K).long()
+    )
+    ids[torch.rand(ids.shape, generator=random) < 0.1] = -1
+    weights = torch.rand(tokens, TOP_K, generator=random)
+    return x, ids, weights, torch.randn(tokens, 2, generator=random)
+
+
+def compare(rank: int, size: int) -> None:
+    """All layouts beside ranks in the memory of the host, bit for bit."""
+    group = Group.of_torch()
+    for layout in ("experts", "masked", "tokens"):
+        sizes: dict[str, Any] = {"layout": layout, "scale_bytes": 8}
+        if layout == "experts":
+            sizes["alignment"] = 4
+        host = AllToAll(group, experts=EXPERTS, top_k=TOP_K, max_tokens=MOST, hidden=HIDDEN, **sizes)
+        with host, on_gpu(group, **sizes) as gpu:
+            for number in range(6):
+                x, ids, weights, scales = drawn(100 * number + rank)
+                narrow = ids.int() if number % 2 else ids
+                reduced = layout == "tokens" or number % 3 == 1
+                late = weights if number % 3 == 2 and not reduced else None
+                wanted = host.dispatch(x, ids, None if late is not None else weights, scales)
+                if number % 2:
+                    got = gpu.dispatch(x, narrow, None if late is not None else weights, scales)
+                else:
+                    sent = gpu._send(x, narrow, None if late is not None else weights, scales)
+                    got = gpu._receive(sent)
+                gpu.check()
+                got = got.trimmed()
+                same(wanted, got, layout)
+                out = host.combine(made_of(wanted.rows), wanted, reduced=reduced, weights=late)
+                y = made_of(got.rows)
+                if number % 2:
+                    found = gpu.combine(y, got, reduced=reduced, weights=late)
+                else:
+                    checked = gpu._send_back(y, got, reduced, late)
+                    found = torch.full_like(out, 7)
+                    gpu._gather(checked, found)
+                gpu.check()
+                assert torch.equal(out, found), (layout, number)
+            stats = gpu.stats()
+            assert stats == host.stats() and stats.dispatches == 6, (stats, host.stats())
+    print("right")
+
+
+def same(wanted: Received, got: Received, layout: str) -> None:
+    assert torch.equal(wanted.counts, got.counts)
+    if layout == "tokens":
+        assert torch.equal(wanted.rows, got.rows) and torch.equal(wanted.scales, got.scales)
+        assert torch.equal(wanted.ids, got.ids)
+        assert (wanted.weights is None) == (got.weights is None)
+        assert wanted.weights is None or torch.equal(wanted.weights, got.weights)
+        return
+    starts = range(len(got.counts)) if layout == "masked" else got.starts.tolist()
+    if layout == "experts":
+        assert torch.equal(wanted.starts, got.starts)
+    for start, count in zip(starts, got.counts.tolist(), strict=True):
+        for ours, theirs in ((got.rows, wanted.rows), (got.scales, wanted.scales)):
+            if layout == "masked":
+                assert torch.equal(ours[start, :count], theirs[start, :count])
+            else:
+                assert torch.equal(ours[start : start + count], theirs[start : start + count])
+
+
+def made_of(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that no token has may be anything."""
+    return torch.nan_to_num(rows.float() * 1.5 + 1, 7).bfloat16()
+
+
+def killed(rank: int, size: int) -> None:
+    """The last rank dies in a dispatch. The others' kernels end, and name it, also in all later calls."""
+    ranks = on_gpu(Group.of_torch(), timeout=60)
+    x, ids, weights, _ = drawn(7)
+    got = ranks.dispatch(x, ids, weights)
+    ranks.check()
+    dist.barrier()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.combine(made_of(got.rows), got)
+    begun = time.monotonic()
+    try:
+        ranks.check()
+        raise AssertionError("a combine without one of the ranks")
+    except RankLost as error:
+        # Unless another one was first to fail because of it.
+        assert f"rank {size - 1}" in str(error), error
+    assert time.monotonic() - begun < 30
+    for _ in range(2):
+        try:
+            ranks.dispatch(x, ids, weights)
+            raise AssertionError("a dispatch after that")
+        except RankLost:
+            pass
+    ranks.close()
+    print("right")
+
+
+def refused(rank: int, size: int) -> None:
+    """Wrong calls, each with a sentence; and what kernels refuse."""
+    ranks = on_gpu(Group.of_torch(), capacity=5)
+    x, ids, weights, _ = (each[:4] for each in drawn(3))
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("has to be a tensor", ([1], ids, weights)),
+        ("has to be on cpu", (x.to("meta"), ids, weights)),
+        ("ids are float32", (x, weights, weights)),
+        ("weights are float64", (x, ids, weights.double())),
+        ("has to be 4 rows of 128 bytes", (x[:, :32].contiguous(), ids, weights)),
+        ("x is not contiguous", (x.expand(2, *x.shape)[0].t(), ids, weights)),
+    ]
+    for why, arguments in wrong:
+        try:
+            ranks.dispatch(*arguments)
+            raise AssertionError(why)
+        except ValueError as error:
+            assert why in str(error), error
+    if rank == 0:
+        ranks.dispatch(x, torch.full_like(ids, EXPERTS), weights)
+        try:
+            ranks.check()
+            raise AssertionError("an expert that does not exist")
+        except MoeError as error:
+            assert f"wants expert {EXPERTS} as its number 0" in str(error), error
+    print("right")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
