@@ -489,8 +489,8 @@ class MoeGpuDispatch:
     def give_up(self) -> None: ...
 
 class MoeGpuRank:
-    """`kvlane.moe.AllToAll` is for users, and keeps the tensors alive. All addresses are of memory that the GPU reaches,
-    and calls launch work in a stream, by the driver's handle.
+    """`kvlane.moe.AllToAll` is for users, and keeps the tensors alive. Addresses are of memory that the GPU reaches.
+    Calls launch work in a stream, by the driver's handle.
 
     Errors are those of `MoeRank`, and OSError from the driver when it is made."""
 
