@@ -15,6 +15,7 @@ import oracle
 from oracle import Sizes
 
 from kvlane import moe
+from kvlane.moe import _host
 
 Say = Callable[[str], None]
 POISON = 0xA5
@@ -77,7 +78,7 @@ def poison_new_arrays() -> None:
         made.view(np.uint8).fill(POISON)
         return made
 
-    moe._host.empty_like = poisoned
+    _host.empty_like = poisoned
 
 
 def rows_by_expert(rank: int, sizes: Sizes, inputs: list[oracle.Input], got: moe.Received) -> Any:
@@ -325,7 +326,7 @@ def no_memory(group: moe.Group, say: Say, sizes: Sizes) -> Any:
                 def fails(*_: object) -> None:
                     raise MemoryError("no rows")
 
-                moe._host.empty_like = fails  # type: ignore[assignment]
+                _host.empty_like = fails
             try:
                 ranks.dispatch(own.x, own.ids, own.weights)
             except (MemoryError, moe.MoeError) as error:

@@ -190,7 +190,8 @@ class AllToAll:
     def _gather(self, checked: tuple[Any, ...], out: Any) -> None:
         """The second part of `combine`. `out` is contiguous memory, [T, hidden]."""
         with self._turn:
-            self._end.gather(*checked, out)
+            y, received, reduced, weights = checked
+            self._end.gather(y, received, reduced, weights, out)
 
     def _checked(self, x: Any, ids: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any, Any]:
         """The arguments of a dispatch as arrays of the device."""
@@ -218,6 +219,8 @@ class AllToAll:
     ) -> tuple[Any, Received, bool, Any]:
         """The arguments of a combine, as arrays of the device."""
         sizes = self._sizes
+        if not isinstance(received._dispatch, self._end.dispatch_type):
+            raise ValueError("this dispatch is of another all-to-all")
         y = self._end.as_array(y, "y")
         by_token = sizes.layout == "tokens"
         reduced = by_token or not sizes.exact if reduced is None else reduced or by_token

@@ -29,6 +29,8 @@ def room_of(group: Group, sizes: Sizes) -> int:
 class GpuEnd:
     """Errors of kernels are raised by the next call, or by `check`."""
 
+    dispatch_type = _core.MoeGpuDispatch
+
     def __init__(self, group: Group, sizes: Sizes, device: str, num_sms: int | None) -> None:
         import torch
 
@@ -123,7 +125,7 @@ class GpuEnd:
         room = self._room(sent.x, sent.scales, rows, scales)
         dispatch = sent.dispatch
         with errors_of_core():
-            self._rank.receive(self._stream(), dispatch, room.addresses())  # type: ignore[arg-type]
+            self._rank.receive(self._stream(), dispatch, room.addresses())
         return room.received(dispatch, sent.tokens, sent.has_weights)
 
     def combine(self, y: Any, received: Received, reduced: bool, weights: Any) -> Any:
@@ -142,7 +144,7 @@ class GpuEnd:
         with errors_of_core():
             self._rank.combine(
                 self._stream(),
-                received._dispatch,  # type: ignore[arg-type]
+                received._dispatch,
                 y.data_ptr(),
                 out,
                 given,

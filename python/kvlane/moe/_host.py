@@ -17,6 +17,8 @@ _NONE = (0, 0)
 class HostEnd:
     """Calls return when their work is done. What `send` and `send_back` need is checked before."""
 
+    dispatch_type = _core.MoeDispatch
+
     def __init__(self, group: Group, sizes: Sizes) -> None:
         self._sizes = sizes
         noted = Noted(group)

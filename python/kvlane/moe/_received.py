@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kvlane import _core
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -59,7 +57,7 @@ class Received:
     weights: Any
     """Layout `tokens`: [n, top_k], float32, the weights of `ids`, 0 where they are -1. None for the others, or if none
     were dispatched."""
-    _dispatch: _core.MoeDispatch | _core.MoeGpuDispatch
+    _dispatch: Any
     _tokens: int
     _has_weights: bool
     _came: Any = None
@@ -94,6 +92,6 @@ class Sent:
     ids: Any
     tokens: int
     has_weights: bool
-    dispatch: _core.MoeDispatch | _core.MoeGpuDispatch
+    dispatch: Any
     held: Any = None
     """What kernels read until the rows came."""
