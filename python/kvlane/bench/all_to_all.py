@@ -1,4 +1,4 @@
-"""`kvlane bench all-to-all`: dispatch and combine of kvlane.moe among processes of this host, on their CPUs."""
+"""`kvlane bench all-to-all`: dispatch and combine of kvlane.moe among processes of this host, on CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvlane.bench import report
+from kvlane.bench import all_to_all_gpu, report
 from kvlane.bench.extra import numpy, tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.sizes import count
@@ -47,13 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing", choices=ROUTINGS, default="uniform", help="who is asked (default %(default)s)"
     )
     parser.add_argument("--rounds", type=count, default=50, help="(default %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where ranks are (default %(default)s)"
+    )
+    gpus = parser.add_argument_group("with --device cuda")
+    gpus.add_argument(
+        "--layout",
+        choices=("experts", "masked", "tokens"),
+        default="experts",
+        help="how rows stand (default %(default)s)",
+    )
+    gpus.add_argument("--eager", action="store_true", help="call by call, and not by CUDA graphs")
+    gpus.add_argument("--num-sms", type=count, help="multiprocessors of a call at most (default: all)")
     add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and publish."""
+    on_gpus = arguments.device == "cuda"
     with report.CpuWatch() as watch:
-        outcome = measure(arguments)
+        outcome = all_to_all_gpu.measure(arguments, NAME, _ids) if on_gpus else measure(arguments)
     return publish(arguments, outcome, watch)
 
 

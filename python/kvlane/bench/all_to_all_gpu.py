@@ -1,0 +1,359 @@
+"""`kvlane bench all-to-all --device cuda`: ranks on GPUs, by CUDA graphs or call by call.
+
+A process for each GPU holds `ranks / gpus` ranks, each on a stream of its own. All begin a round together: behind a
+sleeping kernel, and behind a collective of NCCL if there are several GPUs. A figure is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvlane.bench.extra import tqdm
+from kvlane.bench.figures import Figure, Outcome
+from kvlane.moe import AllToAll, Group
+
+_WARM_UP = 5
+# Longer than the host takes to enqueue a round: about 1 ms.
+_SLEEP_CYCLES = 2_000_000
+_SCALED = 128
+_TITLES = {
+    "empty": "an empty kernel",
+    "dispatch": "dispatch",
+    "dispatch-again": "dispatch, again",
+    "combine": "combine, exact",
+    "combine-reduced": "combine, reduced",
+    "copy": "a copy of the rows of dispatch on the same GPU",
+    "nccl-rows": "NCCL, the rows of dispatch",
+    "nccl-sums": "NCCL, the rows of combine, reduced",
+}
+
+
+def measure(arguments: argparse.Namespace, name: str, draw: Callable[[Any, dict[str, Any]], Any]) -> Outcome:
+    """Medians and p99 of the slowest rank. `draw` gives the ids of a rank's tokens."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if not there:
+        raise SystemExit("--device cuda needs a GPU that torch sees: torch.cuda.device_count() is 0")
+    gpus = math.gcd(arguments.ranks, there)
+    settings = vars(arguments) | {"run": None, "gpus": gpus, "draw": draw}
+    with tempfile.TemporaryDirectory() as folder:
+        settings["store"] = f"{folder}/store"
+        found = _by_processes(settings)
+    figures = []
+    for kind, times in found.items():
+        figures.append(Figure(f"{_TITLES[kind]}, p50 of the slowest rank", statistics.median(times), "us"))
+        figures.append(Figure(f"{_TITLES[kind]}, p99", sorted(times)[-1 - (len(times) - 1) // 100], "us"))
+    for ours, peer in (("dispatch", "nccl-rows"), ("combine-reduced", "nccl-sums"), ("dispatch", "copy")):
+        if ours in found and peer in found:
+            ratio = statistics.median(found[ours]) / statistics.median(found[peer])
+            figures.append(Figure(f"{_TITLES[ours]} / {_TITLES[peer]}", ratio))
+    note = (
+        f"{arguments.ranks} ranks on {gpus} {torch.cuda.get_device_name(0)}, {arguments.tokens} tokens each, "
+        f"{arguments.top_k} of {arguments.experts} experts, rows of {arguments.hidden} fp8 with scales to dispatch and "
+        f"of bfloat16 to combine, layout {arguments.layout}, {arguments.routing} routing, other ids in each round, "
+        f"{'call by call' if arguments.eager else 'by CUDA graphs'}. torch {torch.__version__}."
+    )
+    return Outcome(name, figures, {"us_by_round": found}, note)
+
+
+def _by_processes(settings: dict[str, Any]) -> dict[str, list[float]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=_process, args=(gpu, theirs if gpu == 0 else None, settings), daemon=True)
+        for gpu in range(settings["gpus"])
+    ]
+    try:
+        for process in processes:
+            process.start()
+        theirs.close()
+        rounds = settings["rounds"]
+        with tqdm(total=rounds, desc="rounds", unit="round", leave=False) as bar:
+            while True:
+                heard = ours.recv()
+                if isinstance(heard, dict):
+                    return heard
+                bar.update(heard)
+    except EOFError:
+        raise SystemExit("a process of the benchmark ended; its words are above") from None
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+class Meeting:
+    """The all-gather of ranks, of which this process has some in threads."""
+
+    def __init__(self, size: int, own: list[int], dist: Any) -> None:
+        self._told: dict[int, bytes] = {}
+        self._all: list[bytes] = []
+        self._size, self._dist = size, dist
+        self._together = threading.Barrier(len(own), action=self._gather)
+
+    def _gather(self) -> None:
+        told = [self._told] if self._dist is None else [{}] * self._dist.get_world_size()
+        if self._dist is not None:
+            self._dist.all_gather_object(told, self._told)
+        everything = {rank: each for part in told for rank, each in part.items()}
+        self._all = [everything[rank] for rank in range(self._size)]
+
+    def group(self, rank: int) -> Group:
+        """That of one rank."""
+
+        def all_gather(told: bytes) -> list[bytes]:
+            self._told[rank] = told
+            self._together.wait(120)
+            everything = self._all
+            self._together.wait(120)
+            return everything
+
+        return Group(rank, self._size, all_gather)
+
+
+def joined(meeting: Meeting, ranks: list[int], **sizes: Any) -> list[AllToAll]:
+    """An all-to-all for each of these ranks, each made in a thread."""
+    made: dict[int, AllToAll | BaseException] = {}
+
+    def join(rank: int) -> None:
+        try:
+            made[rank] = AllToAll(meeting.group(rank), **sizes)
+        except BaseException as error:  # noqa: BLE001 - it is raised by the caller
+            made[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = []
+    for rank in ranks:
+        one = made[rank]
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
+
+
+@dataclass
+class Rank:
+    """A rank of this process, and what it sends."""
+
+    all_to_all: AllToAll
+    stream: Any
+    x: Any
+    scales: Any
+    ids: Any
+    weights: Any
+    y: Any
+    drawn: list[Any]
+    """Ids of some rounds."""
+    begin: Any
+    end: Any
+    graphs: dict[str, Any] = field(default_factory=dict)
+    got: Any = None
+
+
+def _process(gpu: int, pipe: Connection | None, settings: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(gpu)
+    gpus, size = settings["gpus"], settings["ranks"]
+    if gpus > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"file://{settings['store']}", rank=gpu, world_size=gpus
+        )
+    each = size // gpus
+    own = list(range(gpu * each, (gpu + 1) * each))
+    ranks = _ranks(torch, Meeting(size, own, dist if gpus > 1 else None), own, settings)
+    found = _rounds(torch, dist if gpus > 1 else None, ranks, settings, pipe)
+    for rank in ranks:
+        rank.all_to_all.check()
+    if pipe is not None:
+        with suppress(BrokenPipeError):
+            pipe.send(found)
+    if gpus > 1:
+        dist.barrier()
+
+
+def _ranks(torch: Any, meeting: Meeting, own: list[int], settings: dict[str, Any]) -> list[Rank]:
+    import numpy
+
+    tokens, hidden, top_k = settings["tokens"], settings["hidden"], settings["top_k"]
+    sizes: dict[str, Any] = {"layout": settings["layout"], "exact": settings["layout"] != "tokens"}
+    if settings["layout"] == "experts":
+        sizes["alignment"] = 128
+    if len(own) > 1:
+        # All ranks of a GPU have to run at a time.
+        sizes["num_sms"] = torch.cuda.get_device_properties(0).multi_processor_count // len(own)
+    if settings["num_sms"] is not None:
+        sizes["num_sms"] = settings["num_sms"]
+    made = joined(
+        meeting,
+        own,
+        experts=settings["experts"],
+        top_k=top_k,
+        max_tokens=tokens,
+        hidden=hidden,
+        row_bytes=hidden,
+        scale_bytes=hidden // _SCALED * 4,
+        device=f"cuda:{torch.cuda.current_device()}",
+        **sizes,
+    )
+    ranks = []
+    for rank, all_to_all in zip(own, made, strict=True):
+        source = numpy.random.default_rng(rank)
+        drawn = [torch.from_numpy(settings["draw"](source, settings)).int().cuda() for _ in range(16)]
+        random = torch.Generator("cuda").manual_seed(rank)
+        x = torch.randint(0, 255, (tokens, hidden), dtype=torch.uint8, device="cuda", generator=random)
+        scales = torch.rand(tokens, hidden // _SCALED, device="cuda", generator=random)
+        weights = torch.rand(tokens, top_k, device="cuda", generator=random)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        stream = torch.cuda.Stream()
+        ranks.append(Rank(all_to_all, stream, x, scales, drawn[0].clone(), weights, None, drawn, *events))
+    torch.cuda.synchronize()
+    return ranks
+
+
+def _rounds(
+    torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any], pipe: Connection | None
+) -> dict[str, list[float]]:
+    calls = _calls(torch, dist, ranks, settings)
+    gate, together = torch.cuda.Stream(), torch.cuda.Event()
+    word = torch.zeros(1, device="cuda")
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(_WARM_UP + settings["rounds"]):
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                rank.ids.copy_(rank.drawn[number % len(rank.drawn)])
+        torch.cuda.synchronize()
+        for name, call in calls.items():
+            with torch.cuda.stream(gate):
+                torch.cuda._sleep(_SLEEP_CYCLES)
+                if dist is not None:
+                    dist.all_reduce(word)
+                together.record()
+            for rank in ranks:
+                with torch.cuda.stream(rank.stream):
+                    rank.stream.wait_event(together)
+                    rank.begin.record()
+                    call(rank)
+                    rank.end.record()
+            torch.cuda.synchronize()
+            slowest = max(rank.begin.elapsed_time(rank.end) for rank in ranks) * 1e3
+            if number >= _WARM_UP:
+                found[name].append(slowest)
+        if pipe is not None and number >= _WARM_UP:
+            pipe.send(1)
+    if dist is not None:
+        for name, times in found.items():
+            slowest = torch.tensor(times)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found[name] = slowest.tolist()
+    return found
+
+
+def _calls(
+    torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]
+) -> dict[str, Callable[[Rank], None]]:
+    """The calls of a round, in their order. A combine follows a dispatch."""
+
+    def dispatch(rank: Rank) -> None:
+        rank.got = rank.all_to_all.dispatch(rank.x, rank.ids, rank.weights, rank.scales)
+
+    def combine(rank: Rank, reduced: bool) -> None:
+        if rank.y is None:
+            shape = (*rank.got.rows.shape[:-1], settings["hidden"])
+            rank.y = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        rank.all_to_all.combine(rank.y, rank.got, reduced=reduced)
+
+    sums = ["combine-reduced"] if settings["layout"] == "tokens" else ["combine", "combine-reduced"]
+    # Once as calls: all ranks' kernels are loaded, and outputs are there.
+    for name in sums:
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                dispatch(rank)
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                combine(rank, name == "combine-reduced")
+        torch.cuda.synchronize()
+    if settings["eager"]:
+        calls: dict[str, Callable[[Rank], None]] = {"empty": lambda rank: rank.end.record()}
+        for name in sums:
+            calls["dispatch" if name == sums[0] else "dispatch-again"] = dispatch
+            calls[name] = lambda rank, is_reduced=name == "combine-reduced": combine(rank, is_reduced)
+    else:
+        calls = _graphs(torch, ranks, sums, dispatch, combine)
+    calls |= _peers(torch, dist, ranks, settings)
+    return calls
+
+
+def _graphs(torch: Any, ranks: list[Rank], sums: list[str], dispatch: Any, combine: Any) -> Any:
+    """Graphs of each call. Those of a combine and of the dispatch before it go together."""
+    for rank in ranks:
+
+        def captured(name: str, act: Callable[[], None], rank: Rank = rank) -> None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=rank.stream):
+                act()
+            rank.graphs[name] = graph
+
+        small = torch.zeros(1, device="cuda")
+        captured("empty", lambda small=small: small.zero_())
+        for name in sums:
+            captured(f"dispatch before {name}", lambda rank=rank: dispatch(rank))
+            captured(name, lambda rank=rank, name=name: combine(rank, name == "combine-reduced"))
+    torch.cuda.synchronize()
+    calls = {"empty": lambda rank: rank.graphs["empty"].replay()}
+    for name in sums:
+        first = "dispatch" if name == sums[0] else "dispatch-again"
+        calls[first] = lambda rank, name=name: rank.graphs[f"dispatch before {name}"].replay()
+        calls[name] = lambda rank, name=name: rank.graphs[name].replay()
+    return calls
+
+
+def _peers(torch: Any, dist: Any, ranks: list[Rank], settings: dict[str, Any]) -> dict[str, Any]:
+    """What others take for the same bytes."""
+    size, hidden = settings["ranks"], settings["hidden"]
+    row = hidden + hidden // _SCALED * 4
+    each = -(-settings["experts"] // size)
+    first = ranks[0]
+    wanted = first.drawn[0] // each
+    # Rows to every rank, one a token and rank, by the first draw.
+    sent = [int((wanted == rank).any(1).sum()) for rank in range(size)]
+    if dist is None:
+        copies = [torch.empty(2, sum(sent), row, dtype=torch.uint8, device="cuda") for _ in ranks]
+        by_rank = {id(rank): copy for rank, copy in zip(ranks, copies, strict=True)}
+        return {"copy": lambda rank: by_rank[id(rank)][0].copy_(by_rank[id(rank)][1])}
+    if len(ranks) > 1:
+        return {}
+    splits = torch.tensor(sent)
+    back = torch.empty_like(splits)
+    dist.all_to_all_single(back, splits)
+    found = {}
+    for name, bytes_a_row, out, into in (
+        ("nccl-rows", row, sent, back.tolist()),
+        ("nccl-sums", 2 * hidden, back.tolist(), sent),
+    ):
+        source = torch.empty(sum(out), bytes_a_row, dtype=torch.uint8, device="cuda")
+        target = torch.empty(sum(into), bytes_a_row, dtype=torch.uint8, device="cuda")
+
+        def exchange(
+            _: Rank, source: Any = source, target: Any = target, out: Any = out, into: Any = into
+        ) -> None:
+            dist.all_to_all_single(target, source, into, out)
+
+        found[name] = exchange
+    return found
